@@ -1,0 +1,1 @@
+"""The operator: which processes a job needs, and the weight-transfer coordinator."""

@@ -1,0 +1,1 @@
+"""Generated from proto/pipelinerl/v1 by proto/generate; never edited."""

@@ -1,0 +1,1 @@
+"""The actor: a rollout loop and the generator behind three HTTP endpoints."""

@@ -1,0 +1,67 @@
+"""`spec.model` and `spec.task`: what is trained, on what."""
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, JsonValue, field_validator, model_validator
+
+from pipelinerl_common.settings.base import Settings
+
+DOTTED_PATH = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+
+
+class ModelSettings(Settings):
+    uri: Annotated[str, Field(min_length=1, max_length=512)]
+    """Where the model comes from: a local folder in Hugging Face format, `hf://organisation/name`, or `tiny://arithmetic`
+    (a character-level model that is made and pre-trained on the spot, for trying things out without a GPU)."""
+    revision: str | None = None
+    """Branch, tag or commit of an `hf://` model."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Element type of the generator's weights and of what is broadcast. Use float32 on a CPU."""
+    max_model_len: Annotated[int, Field(ge=8)] = 4096
+    """Longest trajectory in tokens, prompt included."""
+
+
+class SamplingSettings(Settings):
+    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """Sampling temperature. Log-probabilities are recorded and trained at this temperature."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus mass. Below 1 the recorded log-probabilities are those of the truncated distribution."""
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Number of candidates, -1 for all."""
+    max_tokens: Annotated[int, Field(ge=1)] = 1024
+    """Most tokens sampled per request."""
+    stop: list[str] = Field(default=[], max_length=16)
+    """Strings that end a completion, kept in the text."""
+
+
+class TaskSettings(Settings):
+    path: str
+    """The task's class as `package.module:Name`. See `pipelinerl_actor.task` for the interface."""
+    args: dict[str, JsonValue] = {}
+    """Keyword arguments of the task's class."""
+    group_size: Annotated[int, Field(ge=1, le=4096)] = 8
+    """Trajectories per prompt (G)."""
+    sampling: SamplingSettings = SamplingSettings()
+    timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """Longest time for one trajectory, verification included."""
+    verifier_timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
+    """Longest time for one call of the verifier."""
+    max_retries: Annotated[int, Field(ge=0, le=100)] = 3
+    """How often a trajectory is tried again after a temporary error."""
+    min_group_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a group's trajectories that must succeed for the group to be published."""
+
+    @field_validator("path")
+    @classmethod
+    def _dotted(cls, value: str) -> str:
+        if not DOTTED_PATH.match(value):
+            raise ValueError(f"{value!r} is not of the form 'package.module:Name'")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_null_args(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("args", {}) is None:
+            return {**data, "args": {}}
+        return data

@@ -1,0 +1,34 @@
+"""`spec.staleness`: the staleness policy by name, with that policy's own parameters beside it."""
+
+from typing import Any
+
+from pydantic import ConfigDict, model_validator
+from pydantic.alias_generators import to_camel
+
+from pipelinerl_common.settings.base import Settings
+from pipelinerl_staleness.policy import PolicySettings
+from pipelinerl_staleness.registry import POLICIES, parse_policy_settings
+
+
+class StalenessSettings(Settings):
+    """`{policy: areal, eta: 2}`. Which parameters exist depends on the policy; unknown ones are refused."""
+
+    model_config = ConfigDict(extra="allow")
+
+    policy: str = "areal"
+    """Name of the staleness policy."""
+
+    @model_validator(mode="after")
+    def _known(self) -> "StalenessSettings":
+        self.parse()
+        return self
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The policy's own parameters, by their snake_case names."""
+        names = {to_camel(name): name for name in POLICIES[self.policy].parameter_names()} if self.policy in POLICIES else {}
+        return {names.get(key, key): value for key, value in (self.model_extra or {}).items()}
+
+    def parse(self) -> PolicySettings:
+        """The policy's own frozen settings. Raises ValueError that names the parameter and what is allowed."""
+        return parse_policy_settings(self.policy, self.parameters)

@@ -1,0 +1,1 @@
+"""Staleness policies: pure state machines, standard library only."""

@@ -1,0 +1,115 @@
+"""The interface of a staleness policy: a state machine driven by events, with no clock, no I/O and no randomness.
+
+Vocabulary (the same in the live system and in the simulator):
+B   groups per optimizer step
+k   number of batches taken so far, which is the step that the next batch trains
+v   trainer version: optimizer steps finished
+w   version that the generators serve, w <= v
+birth(g)   lowest version of any first token of group g; staleness of g when trained = k - birth(g)
+
+Order of events of one group: `admit` -> `started` -> `first_token` (once per trajectory) -> `finished` -> in a `take`,
+or `lost` at any time after `admit` (failed, filtered, expired): its slot comes back.
+Ties are broken by dispatch order, the order of `admit`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """Base of every policy's own parameters. Fields carry meaning, unit and the framework's name in their docstrings."""
+
+    @classmethod
+    def parameter_names(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in fields(cls))
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """What a `take` decided. `groups` is empty when the trainer must wait; `dropped` leave the ledger either way.
+
+    Example: Take(groups=("0-3", "0-1"), dropped=("0-2",)).
+    """
+
+    groups: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    wait_reason: str = ""
+
+
+class Policy(ABC):
+    """One staleness policy at work. Every method is an event or a question; none blocks.
+
+    Invariant: each admitted group ends exactly once, in a `Take`, in a cancel that `published` returned, or in `lost`.
+    """
+
+    settings_type: ClassVar[type[PolicySettings]]
+
+    def __init__(self, settings: Any, groups_per_step: int) -> None:
+        self.settings = settings
+        self.groups_per_step = groups_per_step
+        self.version = 0
+
+    @abstractmethod
+    def may_admit(self) -> bool:
+        """Whether one more group may be generated now."""
+
+    @abstractmethod
+    def admitted(self, group: str) -> None:
+        """A lease for `group` is granted. Only after `may_admit`, except when a ledger is restored."""
+
+    def started(self, group: str, version: int) -> None:
+        """The group's first request runs on a generator that serves `version`."""
+
+    def first_token(self, group: str, version: int) -> None:
+        """A trajectory's first token was sampled by `version`. Live, this may only be known when the group finishes."""
+
+    @abstractmethod
+    def finished(self, group: str) -> None:
+        """All trajectories are verified; the group waits to be taken."""
+
+    @abstractmethod
+    def lost(self, group: str) -> None:
+        """The group failed or was filtered before or after it finished: its slot comes back. Unknown groups are ignored."""
+
+    def published(self, version: int) -> tuple[str, ...]:
+        """The generators serve `version` from now on (it never falls, may skip numbers, may repeat).
+
+        Returns groups to cancel; they have left the policy.
+        """
+        self.version = max(self.version, version)
+        return ()
+
+    @abstractmethod
+    def take(self, step: int) -> Take:
+        """Assembles the batch for `step`, at most once per step."""
+
+    def step_begun(self, step: int) -> None:
+        """The trainer computes on the batch of `step` now."""
+
+    def step_done(self, step: int) -> None:
+        """The optimizer step is committed."""
+
+    def publishes_after(self, step: int) -> bool:
+        """Whether the weights are to be published after `step`."""
+        del step
+        return True
+
+    @abstractmethod
+    def recover(self, step: int, version: int) -> None:
+        """Starts over with `step` batches taken and `version` served, nothing outstanding. `admitted`, `started`,
+        `first_token` and `finished` of what is still outstanding follow, in dispatch order."""
+
+    @abstractmethod
+    def bound(self) -> int | None:
+        """Largest staleness of a trained group that the policy promises; None without a promise."""
+
+    @abstractmethod
+    def max_outstanding(self) -> int:
+        """Most groups that can be admitted and not yet taken; sizes queues."""
+
+    @abstractmethod
+    def outstanding(self) -> Sequence[str]:
+        """Groups admitted and not ended, in dispatch order."""

@@ -1,0 +1,39 @@
+"""All staleness policies by name: a new one is one file and one line here."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from pipelinerl_staleness.areal import Areal
+from pipelinerl_staleness.conventional import Conventional
+from pipelinerl_staleness.policy import Policy, PolicySettings
+
+_POLICY_TYPES: Mapping[str, type[Policy]] = {
+    "areal": Areal,
+    "conventional": Conventional,
+}
+
+POLICIES: Mapping[str, type[PolicySettings]] = {name: policy.settings_type for name, policy in _POLICY_TYPES.items()}
+"""Settings type of every policy, by the policy's name."""
+
+
+def parse_policy_settings(name: str, parameters: Mapping[str, Any]) -> PolicySettings:
+    """The settings of policy `name`. Raises ValueError that names what is wrong and what is allowed."""
+    if name not in POLICIES:
+        raise ValueError(f"unknown staleness policy {name!r}: choose one of {', '.join(sorted(POLICIES))}")
+    settings_type = POLICIES[name]
+    allowed = settings_type.parameter_names()
+    unknown = sorted(set(parameters) - set(allowed))
+    if unknown:
+        raise ValueError(f"policy {name!r} has no parameter {unknown[0]!r}: it has {', '.join(allowed) or 'none'}")
+    required = [f.name for f in fields(settings_type) if f.default is MISSING and f.default_factory is MISSING]
+    missing = [parameter for parameter in required if parameter not in parameters]
+    if missing:
+        raise ValueError(f"policy {name!r} needs the parameter {missing[0]!r}")
+    return settings_type(**parameters)
+
+
+def make_policy(settings: PolicySettings, groups_per_step: int) -> Policy:
+    """A fresh policy for the given settings, with `groups_per_step` groups per optimizer step (B)."""
+    policy_type = next(policy for policy in _POLICY_TYPES.values() if policy.settings_type is type(settings))
+    return policy_type(settings, groups_per_step)

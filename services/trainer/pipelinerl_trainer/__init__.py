@@ -1,0 +1,1 @@
+"""The trainer: DeepSpeed loop, losses, weight publication, checkpoints."""

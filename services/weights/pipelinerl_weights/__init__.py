@@ -1,0 +1,1 @@
+"""The weight transfer's data plane: manifest, buckets, process group, sender, receiver."""
