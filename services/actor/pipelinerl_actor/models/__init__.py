@@ -1,0 +1,1 @@
+"""Models: tiny ones made on the spot, and where a job's model comes from."""
