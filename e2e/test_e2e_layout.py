@@ -1,0 +1,64 @@
+"""The house keeps its shape: what lies at the top, what must not be a package, what starts without heavy imports."""
+
+import operator
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TOP_LEVEL = {
+    "README.md", "LICENSE", "pyproject.toml", "services", "proto", "charts", "operator", "e2e", "Dockerfile.actor", "Dockerfile.trainer",
+}  # fmt: skip
+
+
+def tracked_files() -> list[Path]:
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [Path(line) for line in listing.stdout.splitlines()]
+
+
+def test_the_top_level_is_fixed() -> None:
+    top = {path.parts[0] for path in tracked_files()}
+    assert {name for name in top if not name.startswith(".")} <= TOP_LEVEL
+
+
+def test_the_operator_folder_does_not_shadow_the_standard_library() -> None:
+    assert not (ROOT / "operator" / "__init__.py").exists()
+    assert operator.itemgetter(1)([1, 2]) == 2
+    assert str(ROOT) not in str(operator.__file__)
+
+
+def test_test_files_have_unique_names() -> None:
+    names = [path.name for path in tracked_files() if path.name.startswith("test_")]
+    assert sorted(names) == sorted(set(names))
+
+
+@pytest.mark.parametrize("module", ["pipelinerl_common.settings", "pipelinerl_staleness.registry", "pipelinerl_operator.plan"])
+def test_light_packages_import_without_heavy_ones(module: str) -> None:
+    code = f"import {module}, sys; print([m for m in ('torch', 'vllm', 'transformers', 'deepspeed') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "pipelinerl_cli",
+        "pipelinerl_preprocessor",
+        "pipelinerl_trainer",
+        "pipelinerl_actor.rollout",
+        "pipelinerl_actor.generator",
+        "pipelinerl_actor.prepare",
+    ],
+)
+def test_help_comes_without_heavy_imports(module: str) -> None:
+    code = (
+        f"import runpy, sys; sys.argv = ['{module}', '--help']\n"
+        f"try: runpy.run_module('{module}', run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "heavy = [m for m in ('torch', 'vllm', 'transformers', 'deepspeed') if m in sys.modules]; assert not heavy, heavy"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "usage:" in result.stdout
