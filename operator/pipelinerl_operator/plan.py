@@ -1,0 +1,167 @@
+"""Which processes a job needs: pure, and the same for `pipelinerl up` and for the operator.
+
+```
+preprocessor-0                    ledger, batches                 one
+generator-<actor>-<i>             decodes for actor-<actor>       actors.replicas x actors.generatorsPerReplica
+reference-<i>                     frozen reference model          reference.replicas
+actor-<i>                         rollout loop                    actors.replicas
+trainer-<rank>                    optimizer                       trainers.replicas x trainers.processesPerNode
+```
+NATS and the coordinator belong to the runtime that carries the plan out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from pipelinerl_common.settings import Job
+
+
+class Role(StrEnum):
+    PREPROCESSOR = "preprocessor"
+    GENERATOR = "generator"
+    REFERENCE = "reference"
+    ACTOR = "actor"
+    TRAINER = "trainer"
+
+
+class RestartScope(StrEnum):
+    """What is restarted when a process of the role crashes."""
+
+    ALONE = "alone"
+    """The process itself: the others ride out its absence."""
+    ROLE = "role"
+    """Every process of the role together, from the last checkpoint: they share collectives."""
+
+
+RESTART_SCOPES: Mapping[Role, RestartScope] = {
+    Role.PREPROCESSOR: RestartScope.ALONE,
+    Role.GENERATOR: RestartScope.ALONE,
+    Role.REFERENCE: RestartScope.ALONE,
+    Role.ACTOR: RestartScope.ALONE,
+    Role.TRAINER: RestartScope.ROLE,
+}
+
+MODULES: Mapping[Role, str] = {
+    Role.PREPROCESSOR: "pipelinerl_preprocessor",
+    Role.GENERATOR: "pipelinerl_actor.generator",
+    Role.REFERENCE: "pipelinerl_actor.generator",
+    Role.ACTOR: "pipelinerl_actor.rollout",
+    Role.TRAINER: "pipelinerl_trainer",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where things are: what the runtime decides, and the plan only passes on."""
+
+    job_file: Path
+    output: Path
+    nats_url: str
+    coordinator: str
+    """`host:port` of the weight-transfer coordinator's gRPC server."""
+    addresses: Mapping[str, str]
+    """`host:port` by workload name, for every name of `workload_names(job)`."""
+    trainer_master: str
+    """`host:port` of the trainer ranks' own rendezvous, on rank 0."""
+    token_file: Path | None = None
+    log_level: str = "info"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One process.
+
+    Example: Workload("actor-0", Role.ACTOR, 0, ("python", "-m", "pipelinerl_actor.rollout", "--job", ...), "127.0.0.1:4711").
+    """
+
+    name: str
+    role: Role
+    index: int
+    argv: tuple[str, ...]
+    """`python` stands for the interpreter of the runtime's choice."""
+    address: str
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    @property
+    def restart_scope(self) -> RestartScope:
+        return RESTART_SCOPES[self.role]
+
+
+def workload_names(job: Job) -> tuple[str, ...]:
+    """Names of the job's processes in start order; they depend on the job alone."""
+    spec = job.spec
+    actors = range(spec.actors.replicas)
+    return (
+        "preprocessor-0",
+        *(name for actor in actors for name in generator_names(job, actor)),
+        *(f"reference-{index}" for index in range(spec.reference.replicas if spec.reference else 0)),
+        *(f"trainer-{rank}" for rank in range(num_trainer_ranks(job))),
+        *(f"actor-{index}" for index in actors),
+    )
+
+
+def generator_names(job: Job, actor: int) -> tuple[str, ...]:
+    """Generators of one actor, the only ones it routes to."""
+    return tuple(f"generator-{actor}-{index}" for index in range(job.spec.actors.generators_per_replica))
+
+
+def num_trainer_ranks(job: Job) -> int:
+    return job.spec.trainers.replicas * job.spec.trainers.processes_per_node
+
+
+def generator_url(address: str) -> str:
+    return f"http://{address}"
+
+
+def plan(job: Job, endpoints: Endpoints) -> tuple[Workload, ...]:
+    """The job's processes in start order. Raises ValueError when `endpoints` lacks the address of one."""
+    missing = [name for name in workload_names(job) if name not in endpoints.addresses]
+    if missing:
+        raise ValueError(f"no address for {', '.join(missing)}")
+    return tuple(_workload(job, endpoints, name) for name in workload_names(job))
+
+
+def _workload(job: Job, endpoints: Endpoints, name: str) -> Workload:
+    role = Role(name.partition("-")[0])
+    index = int(name.rpartition("-")[2])
+    argv = ("python", "-m", MODULES[role], *_common_flags(endpoints, name), *_role_flags(job, endpoints, role, index))
+    return Workload(name=name, role=role, index=index, argv=argv, address=endpoints.addresses[name])
+
+
+def _common_flags(endpoints: Endpoints, name: str) -> tuple[str, ...]:
+    token = ("--token-file", str(endpoints.token_file)) if endpoints.token_file else ()
+    return (
+        *("--job", str(endpoints.job_file)),
+        *("--name", name),
+        *("--output", str(endpoints.output)),
+        *("--listen", endpoints.addresses[name]),
+        *("--nats-url", endpoints.nats_url),
+        *("--preprocessor", endpoints.addresses["preprocessor-0"]),
+        *("--coordinator", endpoints.coordinator),
+        *token,
+        *("--log-level", endpoints.log_level),
+    )
+
+
+def _role_flags(job: Job, endpoints: Endpoints, role: Role, index: int) -> tuple[str, ...]:
+    def flags(flag: str, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(part for name in names for part in (flag, generator_url(endpoints.addresses[name])))
+
+    every_name = workload_names(job)
+    if role is Role.PREPROCESSOR:
+        return flags("--reference", tuple(name for name in every_name if name.startswith("reference-")))
+    if role is Role.REFERENCE:
+        return ("--serve-initial",)
+    if role is Role.ACTOR:
+        return flags("--generator", generator_names(job, index))
+    if role is Role.TRAINER:
+        host, _, port = endpoints.trainer_master.rpartition(":")
+        ranks = ("--rank", str(index), "--num-ranks", str(num_trainer_ranks(job)))
+        generators = flags("--generator", tuple(name for name in every_name if name.startswith("generator-")))
+        return (*generators, *ranks, "--master-address", host, "--master-port", port)
+    return ()
