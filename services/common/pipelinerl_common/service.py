@@ -1,0 +1,162 @@
+"""The skeleton of every service: its wiring from flags, signals, exit status, and one way to run loops side by side."""
+
+import argparse
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pipelinerl_common.errors import FatalError, SettingsError
+from pipelinerl_common.telemetry import LEVELS, configure_logging
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+EXIT_DONE, EXIT_CRASHED, EXIT_SETTINGS, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+_SHUTDOWN_S = 30.0
+"""Longest time that cancelled tasks may take for their clean-up."""
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Where a service finds its job, its peers and its place to write. Addresses are "host:port" unless they are URLs."""
+
+    job_file: Path
+    name: str
+    """Workload name, unique in the job, for example "actor-0"."""
+    output: Path
+    listen: str
+    nats_url: str
+    preprocessor: str
+    coordinator: str
+    generators: tuple[str, ...]
+    """Base URLs, for example "http://127.0.0.1:8000"."""
+    references: tuple[str, ...]
+    """Base URLs of the reference model's generators."""
+    token_file: Path | None
+    log_level: str
+
+    @property
+    def token(self) -> str | None:
+        """The job's bearer token, or None without a token file. Raises SettingsError when the file is unreadable or empty."""
+        if self.token_file is None:
+            return None
+        try:
+            token = self.token_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"--token-file {self.token_file}: cannot be read: {error}") from error
+        if not token:
+            raise SettingsError(f"--token-file {self.token_file}: is empty; put the job's token in it")
+        return token
+
+
+def parse_wiring(role: str, argv: Sequence[str] | None = None, **defaults: Any) -> Wiring:
+    """Wiring from the command line. `defaults` replace the flags' defaults by their field names, e.g. listen="0.0.0.0:8000".
+
+    Exits with status 2 and a usage line on wrong flags, with 0 on --help.
+    """
+    parser = argparse.ArgumentParser(prog=f"pipelinerl {role}", description=f"The {role} of one PipelineRL job.")
+    parser.add_argument("--job", dest="job_file", type=Path, required=True, help="the job file")
+    parser.add_argument("--name", default=f"{role}-0", help="workload name, unique in the job")
+    parser.add_argument("--output", type=Path, default=Path("."), help="folder for what the run leaves behind")
+    parser.add_argument("--listen", default="127.0.0.1:0", help="host:port to serve on; port 0 takes a free one")
+    parser.add_argument("--nats-url", default="nats://127.0.0.1:4222", help="the sample stream's server")
+    parser.add_argument("--preprocessor", default="", help="host:port of the preprocessor")
+    parser.add_argument("--coordinator", default="", help="host:port of the weight-transfer coordinator")
+    parser.add_argument("--generator", dest="generators", action="append", help="base URL of a generator; may be repeated")
+    parser.add_argument(
+        "--reference", dest="references", action="append", help="base URL of a reference generator; may be repeated"
+    )
+    parser.add_argument("--token-file", type=Path, help="file with the job's bearer token")
+    parser.add_argument("--log-level", choices=LEVELS, default="info")
+    parser.set_defaults(**defaults)
+    flags = vars(parser.parse_args(argv))
+    for repeated in ("generators", "references"):
+        flags[repeated] = tuple(flags[repeated] or ())
+    return Wiring(**flags)
+
+
+def run_service(main: Callable[[asyncio.Event], Awaitable[None]], *, name: str, log_level: str) -> int:
+    """Runs `main(stop)` to its end and returns the process's exit status.
+
+    SIGTERM and SIGINT set `stop`, which `main` must heed; a second one cancels `main`.
+    0: done, or stopped as asked; 1: crashed; 2: wrong settings; 130: cancelled by a second signal.
+    """
+    configure_logging(name, log_level)
+    try:
+        asyncio.run(_run_with_signals(main))
+    except asyncio.CancelledError:
+        log.warning("cancelled by a second signal")
+        return EXIT_INTERRUPTED
+    except Exception as error:  # the outermost boundary: becomes the exit status
+        leaves = _leaves(error)
+        for leaf in leaves:
+            log.error("crashed", exc_info=leaf)
+        return EXIT_SETTINGS if all(isinstance(leaf, SettingsError) for leaf in leaves) else EXIT_CRASHED
+    return EXIT_DONE
+
+
+async def _run_with_signals(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(main(stop))
+
+    def on_signal(received: signal.Signals) -> None:
+        log.info("signal=%s stopping", received.name)
+        if stop.is_set():
+            task.cancel()
+        stop.set()
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(each, on_signal, each)
+    try:
+        await task
+    finally:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(each)
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for part in error.exceptions for leaf in _leaves(part)]
+    return [error]
+
+
+async def run_until_first(clock: Coroutine[Any, Any, Result], *others: Coroutine[Any, Any, Any]) -> Result:
+    """Runs all together until `clock`, the one that is meant to end, has ended, and returns its result.
+
+    Another one that returns or raises before is a crash: its error, or a FatalError that names it, is raised here.
+    However it ends, the rest is cancelled and waited for (at most 30 s), so nothing outlives the call.
+    """
+    clock_task = asyncio.ensure_future(clock)
+    tasks: list[asyncio.Task[Any]] = [clock_task, *(asyncio.ensure_future(other) for other in others)]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if clock_task in done:
+            return clock_task.result()
+        ended = next(task for task in tasks if task in done)
+        ended.result()
+        raise FatalError(f"{_task_name(ended)} ended while it was still needed")
+    finally:
+        await _cancel_all(tasks)
+
+
+async def _cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    cancelled = [task for task in tasks if task.cancel()]
+    if not cancelled:
+        return
+    done, pending = await asyncio.wait(cancelled, timeout=_SHUTDOWN_S)
+    for task in done:
+        if not task.cancelled() and task.exception() is not None:
+            log.warning("task=%s failed while it was shut down", _task_name(task), exc_info=task.exception())
+    for task in pending:
+        log.error("task=%s did not end within %g s of its cancellation", _task_name(task), _SHUTDOWN_S)
+
+
+def _task_name(task: asyncio.Task[Any]) -> str:
+    return getattr(task.get_coro(), "__qualname__", task.get_name())

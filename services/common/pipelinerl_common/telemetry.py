@@ -1,0 +1,49 @@
+"""Logging: one readable line per event on stderr.
+
+2026-11-29T20:00:00.123Z INFO trainer-0 step=3 reward=0.41
+"""
+
+import logging
+import sys
+from datetime import UTC, datetime
+
+_NOISY = ("nats", "grpc", "asyncio", "aiohttp", "urllib3", "filelock", "httpx")
+"""Libraries that are heard from WARNING on, unless everything is at DEBUG."""
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+class _LineFormatter(logging.Formatter):
+    """Tracebacks only with `tracebacks`; otherwise an error is its type and message, on the event's own line."""
+
+    def __init__(self, name: str, tracebacks: bool) -> None:
+        super().__init__()
+        self._name = name
+        self._tracebacks = tracebacks
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3]
+        message = record.getMessage()
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            message += f" error={type(error).__name__}: {error}"
+        line = f"{time}Z {record.levelname} {self._name} {' | '.join(message.splitlines())}"
+        if error is not None and self._tracebacks and record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+def configure_logging(name: str, level: str) -> None:
+    """Sends everything of `level` ("debug", "info", "warning", "error") and above to stderr, marked with `name`."""
+    threshold = getattr(logging, level.upper())
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_LineFormatter(name, tracebacks=threshold <= logging.DEBUG))
+    logging.basicConfig(level=threshold, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    for library in _NOISY:
+        logging.getLogger(library).setLevel(threshold if threshold <= logging.DEBUG else max(threshold, logging.WARNING))
+
+
+def fields(**values: object) -> str:
+    """`key=value` pairs for a log line, floats to 4 significant digits: fields(step=3, reward=0.41) is "step=3 reward=0.41"."""
+    return " ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items())
