@@ -32,7 +32,11 @@ class PermanentError(PipelineRLError):
 
 
 class MalformedMessage(PermanentError):
-    """Bytes from the wire break their contract."""
+    """Bytes from the wire break their contract. `reason` is one word for counters, for example "version_runs"."""
+
+    def __init__(self, message: str, reason: str = "malformed") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class Refused(PermanentError):
