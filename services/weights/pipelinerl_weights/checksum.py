@@ -1,0 +1,62 @@
+"""A checksum of packed buckets, computed where the bytes lie (host or device) with wrapping 64-bit integers.
+
+    checksum(bucket) = sum over 64-bit words w at row r and column c of  w * COLUMN[c] * ROW[r]   (mod 2**64)
+    checksum(version) = fold of the buckets' checksums and sizes, in order
+
+All factors are odd and differ by position: a changed, moved or missing word changes the sum. It guards against faults of
+transport and of layout, not against an adversary.
+"""
+
+import torch
+from torch import Tensor
+
+_COLUMNS = 4096
+_MASK = (1 << 64) - 1
+_COLUMN_STEP = 0x9E3779B97F4A7C15
+_ROW_STEP = 0xC2B2AE3D27D4EB4F
+_FOLD = 0x100000001B3
+_HOST_ROWS = 32
+"""Rows per pass on the host: the products (1 MiB) stay in the cache, which makes it several times faster."""
+_DEVICE_ROWS = 4096
+
+
+def bucket_checksum(bucket: Tensor) -> Tensor:
+    """`bucket`: 1-d uint8 of a multiple of 8 bytes. Returns a 0-d int64 tensor on its device and does not wait for it."""
+    words = bucket.view(torch.int64)
+    rows = words.numel() // _COLUMNS
+    columns_C = _odd_factors(_COLUMNS, _COLUMN_STEP, bucket.device)
+    rows_R = _odd_factors(rows + 1, _ROW_STEP, bucket.device)
+    total = (words[rows * _COLUMNS :] * columns_C[: words.numel() % _COLUMNS]).sum() * rows_R[rows]
+    chunk = _HOST_ROWS if bucket.device.type == "cpu" else _DEVICE_ROWS
+    table = words[: rows * _COLUMNS].view(rows, _COLUMNS)
+    for start in range(0, rows, chunk):
+        sums = (table[start : start + chunk] * columns_C).sum(1)
+        total = total + (sums * rows_R[start : start + chunk][: len(sums)]).sum()
+    return total
+
+
+def fold_checksums(sums: list[Tensor], sizes: list[int]) -> str:
+    """The version's checksum: 16 hexadecimal digits. Waits for the device once per bucket."""
+    folded = len(sizes)
+    for value, size in zip(sums, sizes, strict=True):
+        folded = ((folded ^ size) * _FOLD + (int(value.item()) & _MASK)) & _MASK
+        folded ^= folded >> 29
+    return from_int64(folded)
+
+
+def _odd_factors(count: int, step: int, device: torch.device) -> Tensor:
+    return (torch.arange(count, dtype=torch.int64, device=device) * _signed(step)) | 1
+
+
+def to_int64(checksum: str) -> int:
+    """The checksum as the signed number that fits an int64 tensor."""
+    return _signed(int(checksum, 16))
+
+
+def from_int64(value: int) -> str:
+    """The inverse of `to_int64`."""
+    return f"{value & _MASK:016x}"
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value

@@ -1,0 +1,144 @@
+"""Which tensors one policy version consists of, and how they are packed into buckets. Imports no torch.
+
+Sender and receivers compute the same layout from the same manifest, so only bytes travel during an update.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pipelinerl.v1 import weights_pb2
+from pipelinerl_common.errors import MalformedMessage
+
+ALIGNMENT = 16
+"""Bytes. Every tensor starts on a multiple of it, so that a slice of a bucket can be viewed as any dtype."""
+
+ITEM_BYTES: Mapping[str, int] = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor. Example: TensorSpec("lm_head.weight", "bfloat16", (151936, 896)) of 272 269 312 bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise MalformedMessage("a tensor of the manifest has an empty name")
+        if self.dtype not in ITEM_BYTES:
+            raise MalformedMessage(f"{self.name}: unknown dtype {self.dtype!r}; known are {', '.join(ITEM_BYTES)}")
+        if any(size < 0 for size in self.shape):
+            raise MalformedMessage(f"{self.name}: negative size in shape {self.shape}")
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a tensor lies in its bucket."""
+
+    tensor: TensorSpec
+    offset: int
+    """Bytes from the bucket's start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Whole tensors that travel in one broadcast."""
+
+    index: int
+    slots: tuple[Slot, ...]
+    num_bytes: int
+    """Padding included; a multiple of ALIGNMENT and never 0."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Tensors in the order in which they are sent. The order and `bucket_bytes` alone give the layout."""
+
+    tensors: tuple[TensorSpec, ...]
+    bucket_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes <= 0:
+            raise MalformedMessage(f"bucket_bytes={self.bucket_bytes} must be above 0")
+        if not self.tensors:
+            raise MalformedMessage("the manifest lists no tensors")
+        seen: set[str] = set()
+        for tensor in self.tensors:
+            if tensor.name in seen:
+                raise MalformedMessage(f"the manifest lists {tensor.name} twice")
+            seen.add(tensor.name)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors themselves, without padding."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        """At most `bucket_bytes` each, except that a tensor larger than this has a bucket of its own."""
+        return self._buckets
+
+    @cached_property
+    def _buckets(self) -> tuple[Bucket, ...]:
+        return tuple(self._pack())
+
+    def _pack(self) -> Iterator[Bucket]:
+        index, slots, end = 0, list[Slot](), 0
+        for tensor in self.tensors:
+            padded = max(ALIGNMENT, -(-tensor.num_bytes // ALIGNMENT) * ALIGNMENT)
+            if slots and end + padded > self.bucket_bytes:
+                yield Bucket(index, tuple(slots), end)
+                index, slots, end = index + 1, [], 0
+            slots.append(Slot(tensor, end))
+            end += padded
+        yield Bucket(index, tuple(slots), end)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form that /request_weight_update takes."""
+        tensors = [{"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)} for tensor in self.tensors]
+        return {"tensors": tensors, "bucket_bytes": self.bucket_bytes}
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> "Manifest":
+        """Raises MalformedMessage."""
+        try:
+            tensors = tuple(
+                TensorSpec(str(item["name"]), str(item["dtype"]), tuple(int(size) for size in item["shape"]))
+                for item in document["tensors"]
+            )
+            return cls(tensors, int(document["bucket_bytes"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise MalformedMessage(f"not a weight manifest: {error!r}") from error
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Manifest":
+        """Raises MalformedMessage."""
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise MalformedMessage(f"not a weight manifest: {error}") from error
+        return cls.from_dict(document)
+
+    def to_proto(self) -> weights_pb2.WeightManifest:
+        tensors = [weights_pb2.TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape) for tensor in self.tensors]
+        return weights_pb2.WeightManifest(tensors=tensors, bucket_bytes=self.bucket_bytes)
+
+    @classmethod
+    def from_proto(cls, message: weights_pb2.WeightManifest) -> "Manifest":
+        """Raises MalformedMessage."""
+        tensors = tuple(TensorSpec(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in message.tensors)
+        return cls(tensors, message.bucket_bytes)

@@ -1,0 +1,106 @@
+"""The trainer's side: a packed snapshot of one version, and sending it."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipelinerl_common.errors import PermanentError
+from pipelinerl_weights.checksum import bucket_checksum, fold_checksums
+from pipelinerl_weights.errors import TransferFailed
+from pipelinerl_weights.group import TransferGroup
+from pipelinerl_weights.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class SendReport:
+    """One finished transfer: every receiver confirmed the checksum."""
+
+    num_bytes: int
+    """Sent to each receiver, padding included."""
+    seconds: float
+    """From the first bucket to the last receiver's confirmation."""
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The weights of one version, copied into buckets: training may go on while they are sent."""
+
+    manifest: Manifest
+    buckets: tuple[Tensor, ...]
+    """1-d uint8, one per bucket of the manifest."""
+    checksum: str
+
+    @classmethod
+    def pack(
+        cls, manifest: Manifest, tensors: Iterable[tuple[str, Tensor]], *, device: torch.device | str = "cpu"
+    ) -> "Snapshot":
+        """Copies `tensors` (any order, cast to the manifest's dtypes) into buckets on `device`.
+
+        An iterator that gathers one tensor at a time keeps only that one alive beside the buckets.
+        Raises PermanentError that lists tensors which are missing, unknown, given twice, or of the wrong shape.
+        """
+        layout = manifest.buckets()
+        buckets = tuple(torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=device) for bucket in layout)
+        targets = {
+            slot.tensor.name: slot_view(buckets[bucket.index], slot.offset, slot.tensor.dtype, slot.tensor.shape)
+            for bucket in layout
+            for slot in bucket.slots
+        }
+        with torch.no_grad():
+            for name, tensor in tensors:
+                target = targets.pop(name, None)
+                if target is None:
+                    raise PermanentError(f"{name} is not in the manifest, or was given twice")
+                if target.shape != tensor.shape:
+                    raise PermanentError(f"{name} has shape {tuple(tensor.shape)}, the manifest says {tuple(target.shape)}")
+                target.copy_(tensor)
+        if targets:
+            raise PermanentError(f"{len(targets)} tensors of the manifest were not given: {', '.join(list(targets)[:5])} ...")
+        sums = [bucket_checksum(bucket) for bucket in buckets]
+        return cls(manifest, buckets, fold_checksums(sums, [len(bucket) for bucket in buckets]))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(bucket) for bucket in self.buckets)
+
+
+def send_snapshot(
+    group: TransferGroup, snapshot: Snapshot, version: int, timeout_s: float, pace_bytes_per_s: float | None = None
+) -> SendReport:
+    """Waits until every receiver is ready, broadcasts the buckets, and collects the receivers' checksums.
+
+    `pace_bytes_per_s` slows the transfer to that rate, as a slower link would. `timeout_s` is for the whole call.
+    Raises TransferAborted, TransferTimeout or TransferFailed; the group is then aborted for everyone.
+    """
+    deadline = time.monotonic() + timeout_s
+    group.wait_all_receiving(version, timeout_s)
+    start, sent = time.monotonic(), 0
+    for bucket in snapshot.buckets:
+        sent += len(bucket)
+        if pace_bytes_per_s is not None:
+            group.wait_aborted(start + sent / pace_bytes_per_s - time.monotonic())
+        group.broadcast(bucket, _remaining(deadline))
+    checksums = group.gather_checksums(snapshot.checksum, _remaining(deadline), snapshot.buckets[0].device)
+    wrong = [rank for rank, checksum in enumerate(checksums) if checksum != snapshot.checksum]
+    if wrong:
+        error = TransferFailed(f"rank(s) {wrong} received other bytes than were sent (version {version})")
+        group.abort(str(error))
+        raise error
+    return SendReport(sent, time.monotonic() - start, snapshot.checksum)
+
+
+def slot_view(bucket: Tensor, offset: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """The tensor that lies at `offset` bytes of a packed bucket, without a copy."""
+    kind: torch.dtype = getattr(torch, dtype)
+    count = 1
+    for size in shape:
+        count *= size
+    return bucket[offset : offset + count * kind.itemsize].view(kind).view(shape)
+
+
+def _remaining(deadline: float) -> float:
+    return max(0.01, deadline - time.monotonic())
