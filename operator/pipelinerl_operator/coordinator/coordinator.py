@@ -1,0 +1,241 @@
+"""The weight-transfer coordinator: keeps the group what it should be, and fans updates out.
+
+```
+ reconcile loop, about once a second          PublishVersion, from trainer rank 0
+ ---------------------------------           -----------------------------------
+ observe  probe generators and trainer        refuse a wrong epoch
+ decide   membership.decide (pure)            POST /request_weight_update to every member
+ act      form the group                      expel who failed; wake the loop
+```
+Both change the group, never at once: a group is not formed while an update runs, an update is refused while one is formed.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipelinerl.v1 import weights_pb2
+from pipelinerl_common.errors import PipelineRLError, Refused, Unavailable
+from pipelinerl_common.settings import WeightTransferSettings
+from pipelinerl_operator.coordinator.forming import form_group
+from pipelinerl_operator.coordinator.generator import ANSWER_GRACE_S, GeneratorClient
+from pipelinerl_operator.coordinator.membership import Backoff, Form, Group, Observation, Standing, decide
+from pipelinerl_operator.coordinator.observing import Observer
+from pipelinerl_operator.coordinator.trainer import TrainerClient
+from pipelinerl_operator.coordinator.transfer import TransferOutcome, update_members
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 2.0
+"""After a failed attempt that was no generator's fault."""
+
+
+@dataclass
+class Counters:
+    """What the coordinator has done since it started."""
+
+    groups_formed: int = 0
+    form_failures: int = 0
+    updates: int = 0
+    update_failures: int = 0
+    expulsions: int = 0
+
+
+@dataclass
+class _State:
+    group: Group | None = None
+    forming: bool = False
+    transfer_deadline: float | None = None
+    not_before: float = 0.0
+    clients: dict[str, GeneratorClient] = field(default_factory=dict)
+    """Of the group's members."""
+    served: dict[str, int] = field(default_factory=dict)
+    waiting_for: str = "starting"
+
+
+class Coordinator:
+    """Owns the group of one job. `generators` gives the base URL of every generator that should exist, by name, at any time."""
+
+    def __init__(
+        self,
+        settings: WeightTransferSettings,
+        generators: Callable[[], Mapping[str, str]],
+        trainer_address: str,
+        *,
+        token: str | None,
+        period_s: float = 1.0,
+        settle_s: float = 2.0,
+    ) -> None:
+        self.counters = Counters()
+        self._settings = settings
+        self._trainer = TrainerClient(trainer_address, token)
+        self._observer = Observer(generators, self._trainer, token)
+        self._period_s = period_s
+        self._settle_s = settle_s
+        self._state = _State()
+        self._backoff = Backoff()
+        self._wake = asyncio.Event()
+        self._transfers: set[asyncio.Task[TransferOutcome]] = set()
+
+    @property
+    def group(self) -> Group | None:
+        return self._state.group
+
+    @property
+    def waiting_for(self) -> str:
+        """For people: what keeps the group from being complete."""
+        return self._state.waiting_for
+
+    @property
+    def served_version(self) -> int:
+        """Lowest version over the members; -1 before the first update or without members."""
+        names = self._state.group.names if self._state.group else ()
+        return min((self._state.served.get(name, -1) for name in names), default=-1)
+
+    async def run(self) -> None:
+        """Reconciles for ever. Consumes observations, produces formed groups, waits for the period or an expulsion."""
+        while True:
+            self._wake.clear()
+            await self.reconcile()
+            try:
+                async with asyncio.timeout(self._period_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+
+    async def reconcile(self) -> None:
+        """One round of observe, decide, act."""
+        seen = await self._observer.observe()
+        self._backoff.keep_only(self._observer.names)
+        standing = Standing(self._state.group, self._state.transfer_deadline, self._state.not_before, settle_s=self._settle_s)
+        decision = decide(seen, standing, self._backoff)
+        if isinstance(decision, Form):
+            await self._form(decision, seen)
+        else:
+            self._state.waiting_for = decision.reason
+
+    async def publish(
+        self, epoch: int, version: int, manifest: weights_pb2.WeightManifest, *, allow_rollback: bool, timeout_s: float
+    ) -> TransferOutcome:
+        """Updates every member to `version`. Raises Refused for a wrong epoch or a busy group, Unavailable without members."""
+        group = self._current_group(epoch)
+        timeout_s = min(self._settings.sync_timeout_seconds, timeout_s or self._settings.sync_timeout_seconds)
+        body = {
+            "epoch": epoch,
+            "version": version,
+            "manifest": manifest_body(manifest),
+            "mode": self._settings.mode,
+            "kv_cache": self._settings.kv_cache,
+            "allow_rollback": allow_rollback,
+        }
+        self._state.transfer_deadline = asyncio.get_running_loop().time() + timeout_s + 2 * ANSWER_GRACE_S
+        task = asyncio.create_task(self._transfer(group, body, timeout_s), name=f"transfer {version}")
+        self._transfers.add(task)
+        task.add_done_callback(self._transfers.discard)
+        return await asyncio.shield(task)  # members are mid-update even when the caller has gone
+
+    async def close(self) -> None:
+        for task in self._transfers:
+            task.cancel()
+        await asyncio.gather(*self._transfers, return_exceptions=True)
+
+    def _current_group(self, epoch: int) -> Group:
+        group = self._state.group
+        if self._state.forming or group is None:
+            raise Refused(f"epoch {epoch}: a group is being formed; wait for JoinGroup")
+        if epoch != group.epoch:
+            raise Refused(f"epoch {epoch} is not the current one, {group.epoch}; wait for JoinGroup")
+        if self._state.transfer_deadline is not None:
+            raise Refused(f"epoch {epoch}: an update is running")
+        if not group.members:
+            raise Unavailable("no generator is a member")
+        return group
+
+    async def _transfer(self, group: Group, body: Mapping[str, Any], timeout_s: float) -> TransferOutcome:
+        members = dict(self._state.clients)
+
+        async def abort() -> None:
+            await self._abandon(group)
+
+        try:
+            outcome = await update_members(members, body, timeout_s, abort)
+            await self._conclude(group, outcome, body["version"])
+            return outcome
+        finally:
+            if self._state.group is group or self._state.group is None:
+                self._state.transfer_deadline = None
+            self._wake.set()
+
+    async def _conclude(self, group: Group, outcome: TransferOutcome, version: int) -> None:
+        for name, answer in outcome.answers.items():
+            if answer.ok and name not in outcome.expelled:
+                self._state.served[name] = version
+                self._backoff.succeeded(name)
+        if outcome.published:
+            self.counters.updates += 1
+        else:
+            self.counters.update_failures += 1
+        if outcome.published and not outcome.expelled:
+            return
+        if self._state.group is group:
+            self._state.group = None
+        trainer = await self._trainer.probe()
+        if trainer is None or (trainer.epoch != group.epoch and not outcome.aborted):
+            log.warning("version=%d failed with the trainer; no generator is to blame", version)
+            return
+        self._leave_out(outcome.expelled)
+
+    async def _abandon(self, group: Group) -> None:
+        """Ends the group at the trainer, and with it every collective that somebody waits in."""
+        self._state.group = None
+        try:
+            await self._trainer.join_group(
+                epoch=group.epoch + 1,
+                world_size=1,
+                backend=self._settings.backend,
+                port=0,
+                timeout_s=self._settings.form_timeout_seconds,
+            )
+        except PipelineRLError as error:
+            log.warning("epoch=%d could not be ended at the trainer: %s", group.epoch, error)
+
+    async def _form(self, decision: Form, seen: Observation) -> None:
+        if self._state.transfer_deadline is not None and asyncio.get_running_loop().time() < self._state.transfer_deadline:
+            return  # one began while this round was observing
+        group = decision.group
+        log.info("epoch=%d members=%s forming: %s", group.epoch, ",".join(group.names) or "none", decision.reason)
+        self._state.waiting_for = f"generators to join epoch {group.epoch}"
+        self._state.forming, self._state.group, self._state.transfer_deadline = True, None, None
+        try:
+            clients = {name: self._observer.client(name) for name in group.names}
+            failure = await form_group(group, self._trainer, clients, self._settings)
+        finally:
+            self._state.forming = False
+        if failure is not None:
+            self.counters.form_failures += 1
+            log.warning("epoch=%d did not form: %s", group.epoch, failure.reason)
+            self._leave_out(failure.culprits)
+            if not failure.culprits:
+                self._state.not_before = asyncio.get_running_loop().time() + RETRY_S
+            self._wake.set()
+            return
+        self.counters.groups_formed += 1
+        self._state.group, self._state.clients = group, clients
+        self._state.waiting_for = "every ready generator is a member"
+        self._state.served = {each.name: each.served_version for each in seen.generators if each.name in group.names}
+        log.info("epoch=%d world_size=%d formed", group.epoch, group.world_size)
+
+    def _leave_out(self, culprits: Mapping[str, str]) -> None:
+        now = asyncio.get_running_loop().time()
+        for name, reason in culprits.items():
+            self.counters.expulsions += 1
+            delay = self._backoff.failed(name, now)
+            log.warning("generator=%s left out for %g s: %s", name, delay, reason)
+
+
+def manifest_body(manifest: weights_pb2.WeightManifest) -> dict[str, Any]:
+    """The manifest as /request_weight_update carries it."""
+    tensors = [{"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)} for spec in manifest.tensors]
+    return {"tensors": tensors, "bucket_bytes": manifest.bucket_bytes}

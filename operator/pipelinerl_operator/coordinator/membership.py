@@ -1,0 +1,174 @@
+"""Who is in the weight-transfer group: observations, the group, and the pure decision between them.
+
+Level-triggered: `decide` looks only at what is true now, never at what happened, so no missed event can leave the group wrong.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+FIRST_BACKOFF_S = 1.0
+MAX_BACKOFF_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class SeenGenerator:
+    """A generator whose `/health` and `/weights` answered."""
+
+    name: str
+    num_workers: int
+    epoch: int
+    """Of the group that it is in now; 0 for none."""
+    served_version: int
+    """-1 before the first update."""
+    seen_since: float
+    """Monotonic seconds since when it has answered without a break."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenTrainer:
+    epoch: int
+    """Of the group that the trainer is in now; 0 for none, as after a restart."""
+    policy_version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    now: float
+    """Monotonic seconds, the clock of every time here."""
+    trainer: SeenTrainer | None
+    generators: tuple[SeenGenerator, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A generator in the group. Its workers have the ranks from `rank_offset` on; the trainer is rank 0."""
+
+    name: str
+    num_workers: int
+    rank_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A formed group. Example: members of 2 and 1 workers have the rank offsets 1 and 3; the world size is 4."""
+
+    epoch: int
+    members: tuple[Member, ...]
+
+    @property
+    def world_size(self) -> int:
+        return 1 + sum(member.num_workers for member in self.members)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(member.name for member in self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing to do, or not yet."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Form this group in place of the current one."""
+
+    group: Group
+    reason: str
+
+
+@dataclass
+class Backoff:
+    """Generators left out after a failure: 1 s, then twice as long each time, at most 60 s."""
+
+    _failures: dict[str, int] = field(default_factory=dict)
+    _until: dict[str, float] = field(default_factory=dict)
+
+    def failed(self, name: str, now: float) -> float:
+        """Leaves the generator out for a while, returned in seconds."""
+        self._failures[name] = self._failures.get(name, 0) + 1
+        delay = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(self._failures[name] - 1, 16))
+        self._until[name] = now + delay
+        return delay
+
+    def succeeded(self, name: str) -> None:
+        self._failures.pop(name, None)
+        self._until.pop(name, None)
+
+    def keep_only(self, names: Sequence[str]) -> None:
+        """Forgets generators that no longer exist."""
+        for gone in [name for name in self._failures if name not in names]:
+            self.succeeded(gone)
+
+    def is_out(self, name: str, now: float) -> bool:
+        return now < self._until.get(name, now)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What the coordinator itself knows when it decides."""
+
+    group: Group | None
+    """The last group that formed and was not broken since."""
+    transfer_deadline: float | None = None
+    """Of the update that is running, if one is."""
+    not_before: float = 0.0
+    """After a failure that was nobody's in particular: when to try again."""
+    settle_s: float = 2.0
+    """How long a newcomer waits for others, so that generators that start together join together."""
+
+
+def assign_ranks(epoch: int, workers: Mapping[str, int]) -> Group:
+    """Trainer rank 0, then the workers of each generator in the mapping's order."""
+    members = []
+    offset = 1
+    for name, num_workers in workers.items():
+        members.append(Member(name, num_workers, offset))
+        offset += num_workers
+    return Group(epoch, tuple(members))
+
+
+def decide(seen: Observation, standing: Standing, backoff: Backoff) -> Wait | Form:
+    """What to do now."""
+    group = standing.group
+    if seen.trainer is None:
+        return Wait("the trainer does not answer")
+    if standing.transfer_deadline is not None and seen.now < standing.transfer_deadline:
+        return Wait("an update is running")
+    ready = [generator for generator in seen.generators if not backoff.is_out(generator.name, seen.now)]
+    fault = _fault(seen.trainer, ready, group)
+    if fault is None:
+        return Wait("every ready generator is a member")
+    if not ready and seen.trainer.epoch == 0:
+        return Wait("no generator is ready")
+    if seen.now < standing.not_before:
+        return Wait("the last attempt failed")
+    if _settling(ready, group, seen.now, standing.settle_s):
+        return Wait("generators are joining")
+    epoch = 1 + max([seen.trainer.epoch, group.epoch if group else 0, *(generator.epoch for generator in seen.generators)])
+    return Form(assign_ranks(epoch, {generator.name: generator.num_workers for generator in ready}), fault)
+
+
+def _fault(trainer: SeenTrainer, ready: Sequence[SeenGenerator], group: Group | None) -> str | None:
+    """Why the group is not what it should be, or None."""
+    if group is None:
+        return "no group"
+    if trainer.epoch != group.epoch:
+        return f"the trainer is in epoch {trainer.epoch}, not {group.epoch}"
+    by_name = {generator.name: generator for generator in ready}
+    gone = [name for name in group.names if name not in by_name]
+    if gone:
+        return f"{', '.join(gone)} left"
+    for member in group.members:
+        now = by_name[member.name]
+        if now.epoch != group.epoch or now.num_workers != member.num_workers:
+            return f"{member.name} restarted"
+    newcomers = [name for name in by_name if name not in group.names]
+    return f"{', '.join(newcomers)} joined" if newcomers else None
+
+
+def _settling(ready: Sequence[SeenGenerator], group: Group | None, now: float, settle_s: float) -> bool:
+    newcomers = [generator for generator in ready if group is None or generator.name not in group.names]
+    return any(now - generator.seen_since < settle_s for generator in newcomers)

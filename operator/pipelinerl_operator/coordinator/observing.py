@@ -1,0 +1,79 @@
+"""What is true now: which generators answer, with which weights, and where the trainer stands."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from pipelinerl_operator.coordinator.generator import GeneratorClient, ProbeResult
+from pipelinerl_operator.coordinator.membership import Observation, SeenGenerator
+from pipelinerl_operator.coordinator.trainer import TrainerClient
+
+MAX_SLOW_PROBES = 3
+"""A generator that was alive may leave this many probes in a row unanswered (a busy machine) before it counts as gone."""
+
+
+@dataclass
+class _Sight:
+    client: GeneratorClient
+    seen: SeenGenerator | None = None
+    slow_probes: int = 0
+    error: str = "not asked yet"
+
+
+class Observer:
+    """Probes everything at once and remembers only since when each generator has been answering."""
+
+    def __init__(self, generators: Callable[[], Mapping[str, str]], trainer: TrainerClient, token: str | None) -> None:
+        self._generators = generators
+        self._trainer = trainer
+        self._token = token
+        self._sights: dict[str, _Sight] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._sights)
+
+    def client(self, name: str) -> GeneratorClient:
+        return self._sights[name].client
+
+    def errors(self) -> dict[str, str]:
+        """Why generators do not answer, by name."""
+        return {name: sight.error for name, sight in self._sights.items() if sight.seen is None}
+
+    async def observe(self) -> Observation:
+        """Takes as long as the slowest probe, which has a deadline."""
+        self._follow(self._generators())
+        sights = list(self._sights.values())
+        trainer, probes = await asyncio.gather(
+            self._trainer.probe(), asyncio.gather(*(sight.client.probe() for sight in sights))
+        )
+        now = asyncio.get_running_loop().time()
+        for sight, probe in zip(sights, probes, strict=True):
+            _take(sight, probe, now)
+        seen = tuple(sight.seen for sight in sights if sight.seen is not None)
+        return Observation(now, trainer, seen)
+
+    def _follow(self, urls: Mapping[str, str]) -> None:
+        for gone in [name for name in self._sights if name not in urls]:
+            del self._sights[gone]
+        for name, url in urls.items():
+            if name not in self._sights or self._sights[name].client.url != url.rstrip("/"):
+                self._sights[name] = _Sight(GeneratorClient(name, url, self._token))
+
+
+def _take(sight: _Sight, probe: ProbeResult, now: float) -> None:
+    if probe.weights is None:
+        sight.error = probe.error
+        sight.slow_probes = sight.slow_probes + 1 if probe.is_slow else MAX_SLOW_PROBES
+        if sight.slow_probes >= MAX_SLOW_PROBES:
+            sight.seen = None
+        return
+    sight.slow_probes = 0
+    weights = probe.weights
+    sight.seen = SeenGenerator(
+        name=sight.client.name,
+        num_workers=int(weights.get("num_workers", 1)),
+        epoch=max(0, int(weights.get("epoch") or 0)),
+        served_version=int(weights.get("version", -1)),
+        seen_since=sight.seen.seen_since if sight.seen else now,
+    )

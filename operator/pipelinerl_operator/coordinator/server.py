@@ -1,0 +1,93 @@
+"""The `WeightTransfer` service in front of the coordinator."""
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from pipelinerl.v1 import weights_pb2, weights_pb2_grpc
+from pipelinerl_common import rpc
+from pipelinerl_common.settings import WeightTransferSettings
+from pipelinerl_operator.coordinator.coordinator import Coordinator
+from pipelinerl_operator.coordinator.generator import Answer
+
+FULL_NAME = "pipelinerl.v1.WeightTransfer"
+
+
+class WeightTransferServicer(weights_pb2_grpc.WeightTransferServicer):
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    async def PublishVersion(
+        self, request: weights_pb2.PublishVersionRequest, context: Any
+    ) -> weights_pb2.PublishVersionResponse:
+        outcome = await self._coordinator.publish(
+            request.epoch,
+            request.policy_version,
+            request.manifest,
+            allow_rollback=request.allow_rollback,
+            timeout_s=request.timeout_s,
+        )
+        members = [
+            member_result(name, answer, outcome.expelled.get(name, answer.error), request.policy_version)
+            for name, answer in outcome.answers.items()
+        ]
+        return weights_pb2.PublishVersionResponse(published=outcome.published, members=members)
+
+    async def GetGroup(self, request: weights_pb2.GetGroupRequest, context: Any) -> weights_pb2.GetGroupResponse:
+        group = self._coordinator.group
+        return weights_pb2.GetGroupResponse(
+            epoch=group.epoch if group else 0,
+            members=group.names if group else (),
+            served_version=self._coordinator.served_version,
+        )
+
+
+def member_result(name: str, answer: Answer, error: str, version: int) -> weights_pb2.MemberResult:
+    """One member's answer for the trainer. A failed member serves what it says itself, -1 when it says nothing."""
+    if not answer.ok or error:
+        reported = answer.body.get("error")
+        serving = reported.get("serving_version") if isinstance(reported, Mapping) else None
+        return weights_pb2.MemberResult(
+            generator=name, ok=False, error=error, policy_version=serving if isinstance(serving, int) else -1
+        )
+    body = answer.body
+    return weights_pb2.MemberResult(
+        generator=name,
+        ok=True,
+        policy_version=int(body.get("version", version)),
+        checksum=str(body.get("checksum", "")),
+        pause_s=float(body.get("pause_s", 0)),
+        transfer_s=float(body.get("transfer_s", 0)),
+        apply_s=float(body.get("apply_s", 0)),
+        num_running=int(body.get("num_running", 0)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCoordinator:
+    """`await coordinator.run()` is the caller's to schedule; the server answers meanwhile."""
+
+    coordinator: Coordinator
+    address: str
+
+
+@asynccontextmanager
+async def serve_coordinator(
+    settings: WeightTransferSettings,
+    generators: Callable[[], Mapping[str, str]],
+    *,
+    trainer_address: str,
+    listen: str,
+    token: str | None,
+) -> AsyncIterator[RunningCoordinator]:
+    """A coordinator with its server on `listen`. Raises SettingsError when the address cannot be bound."""
+    coordinator = Coordinator(settings, generators, trainer_address, token=token)
+    service = rpc.RpcService(
+        weights_pb2_grpc.add_WeightTransferServicer_to_server, WeightTransferServicer(coordinator), FULL_NAME
+    )
+    async with rpc.serve(listen, [service], token=token) as server:
+        try:
+            yield RunningCoordinator(coordinator, server.address)
+        finally:
+            await coordinator.close()
