@@ -1,3 +1,6 @@
+import argparse
+
+from pipelinerl_cli.bench import packing
 from pipelinerl_cli.bench.first_fit import first_fit
 
 
@@ -11,3 +14,21 @@ def test_first_fit_closes_a_row_when_the_next_sample_does_not_fit() -> None:
 def test_first_fit_closes_a_row_when_its_rank_has_its_share() -> None:
     ranks = first_fit([1, 1, 1, 1], num_ranks=2, num_slots=10)
     assert [(rank.rows, rank.num_samples) for rank in ranks] == [([2], 2), ([2], 2)]
+
+
+def test_packing_bench_beats_first_fit() -> None:
+    args = argparse.Namespace(
+        quick=True, seed=1, samples=512, ranks=2, slots=12000, median_tokens=900, max_tokens=8192, rounds=9
+    )
+    values = packing.bench(args).values
+    assert {"fill", "imbalance", "samples_per_minute", "baseline_fill", "baseline_imbalance"} <= values.keys()
+    fill, slot_fill, baseline_fill = values["fill"], values["slot_fill"], values["baseline_fill"]
+    assert isinstance(fill, float)
+    assert isinstance(slot_fill, float)
+    assert isinstance(baseline_fill, float)
+    assert 0.5 < baseline_fill < fill < slot_fill <= 1
+    assert values["num_samples"] == 1024
+    imbalance, baseline_imbalance = values["imbalance"], values["baseline_imbalance"]
+    assert isinstance(imbalance, float)
+    assert isinstance(baseline_imbalance, float)
+    assert 0 <= imbalance < baseline_imbalance < 1

@@ -47,7 +47,7 @@ def _weights_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _packing_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=_positive, default=5, help="batches packed; medians count")
+    parser.add_argument("--rounds", type=_positive, default=20, help="batches packed")
     parser.add_argument("--samples", type=_positive, default=1024, help="samples per batch")
     parser.add_argument("--ranks", type=_positive, default=4, help="trainer ranks")
     parser.add_argument("--slots", type=_positive, default=12000, help="token slots of a micro-batch")
