@@ -72,7 +72,7 @@ class TransferGroup:
         Raises TransferTimeout (names the missing ranks), TransferAborted or TransferFailed.
         """
         deadline = time.monotonic() + timeout_s
-        host = "127.0.0.1" if store else address
+        host, port = ("127.0.0.1", store.port) if store else (address, port)
         base = store.store if store and store.store else connect_store(host, port, timeout_s)
         flag = AbortFlag(PrefixStore(f"epoch-{epoch}", connect_store(host, port, timeout_s)), world_size)
         scoped = PrefixStore(f"epoch-{epoch}", base)

@@ -44,6 +44,7 @@ class Snapshot:
         Raises PermanentError that lists tensors which are missing, unknown, given twice, or of the wrong shape.
         """
         layout = manifest.buckets()
+        # Zeros: the padding between tensors is part of the checksum.
         buckets = tuple(torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=device) for bucket in layout)
         targets = {
             slot.tensor.name: slot_view(buckets[bucket.index], slot.offset, slot.tensor.dtype, slot.tensor.shape)
@@ -59,7 +60,7 @@ class Snapshot:
                     raise PermanentError(f"{name} has shape {tuple(tensor.shape)}, the manifest says {tuple(target.shape)}")
                 target.copy_(tensor)
         if targets:
-            raise PermanentError(f"{len(targets)} tensors of the manifest were not given: {', '.join(list(targets)[:5])} ...")
+            raise PermanentError(f"{len(targets)} tensor(s) of the manifest were not given: {', '.join(list(targets)[:5])}")
         sums = [bucket_checksum(bucket) for bucket in buckets]
         return cls(manifest, buckets, fold_checksums(sums, [len(bucket) for bucket in buckets]))
 

@@ -1,0 +1,61 @@
+"""The manifest's layout and its forms on the wire."""
+
+import subprocess
+import sys
+
+import pytest
+
+from pipelinerl_common.errors import MalformedMessage
+from pipelinerl_weights.manifest import Manifest, TensorSpec
+
+TENSORS = (
+    TensorSpec("a", "float32", (3, 5)),  # 60 bytes
+    TensorSpec("b", "bfloat16", (7,)),  # 14
+    TensorSpec("c", "int8", (3,)),  # 3
+    TensorSpec("d", "float32", ()),  # 4
+    TensorSpec("e", "float32", (0, 4)),  # 0
+)
+
+
+def test_tensors_start_aligned_and_fill_buckets_in_order() -> None:
+    first, second = Manifest(TENSORS, bucket_bytes=96).buckets()
+    assert [(slot.tensor.name, slot.offset) for slot in first.slots] == [("a", 0), ("b", 64), ("c", 80)]
+    assert first.num_bytes == 96
+    assert [(slot.tensor.name, slot.offset) for slot in second.slots] == [("d", 0), ("e", 16)]
+    assert (second.index, second.num_bytes) == (1, 32)
+
+
+def test_a_tensor_larger_than_a_bucket_travels_alone() -> None:
+    manifest = Manifest((*TENSORS[:2], TensorSpec("big", "float32", (1000,)), TENSORS[2]), bucket_bytes=128)
+    assert [[slot.tensor.name for slot in bucket.slots] for bucket in manifest.buckets()] == [["a", "b"], ["big"], ["c"]]
+    assert manifest.num_bytes == 60 + 14 + 4000 + 3
+
+
+def test_every_form_reads_back_equal() -> None:
+    manifest = Manifest(TENSORS, bucket_bytes=96)
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    assert Manifest.from_proto(manifest.to_proto()) == manifest
+    assert Manifest.from_dict(manifest.to_dict()) == manifest
+
+
+@pytest.mark.parametrize(
+    ("document", "complaint"),
+    [
+        ("{}", "tensors"),
+        ("nonsense", "not a weight manifest"),
+        ('{"tensors": [], "bucket_bytes": 8}', "no tensors"),
+        ('{"tensors": [{"name": "a", "dtype": "float32", "shape": [1]}], "bucket_bytes": 0}', "bucket_bytes=0"),
+        ('{"tensors": [{"name": "a", "dtype": "float33", "shape": [1]}], "bucket_bytes": 8}', "float33"),
+        ('{"tensors": [{"name": "a", "dtype": "float32", "shape": [-1]}], "bucket_bytes": 8}', "negative"),
+        ('{"tensors": [{"name": "", "dtype": "float32", "shape": [1]}], "bucket_bytes": 8}', "empty name"),
+        ('{"tensors": [' + ", ".join(['{"name": "a", "dtype": "int8", "shape": [1]}'] * 2) + '], "bucket_bytes": 8}', "twice"),
+    ],
+)  # fmt: skip
+def test_a_broken_manifest_is_refused_by_name(document: str, complaint: str) -> None:
+    with pytest.raises(MalformedMessage, match=complaint):
+        Manifest.from_json(document)
+
+
+def test_the_manifest_loads_without_torch() -> None:
+    code = "import sys, pipelinerl_weights.manifest, pipelinerl_weights.errors; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

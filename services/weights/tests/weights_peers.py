@@ -1,0 +1,115 @@
+"""Receivers as real processes, started once and told what to do over a pipe."""
+
+import contextlib
+import multiprocessing
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from pipelinerl_weights.group import Rendezvous, TransferGroup
+from pipelinerl_weights.manifest import Bucket, Manifest
+from pipelinerl_weights.receiver import receive, tensors_of
+
+TIMEOUT_S = 60.0
+
+
+class Peer:
+    """One receiver process."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+
+    def start(self, verb: str, *args: Any) -> None:
+        self._pipe.send((verb, args))
+
+    def result(self, timeout_s: float = TIMEOUT_S) -> Any:
+        """What the verb returned; ("failed", type name, message) if it raised."""
+        assert self._pipe.poll(timeout_s), "the peer did not answer"
+        return self._pipe.recv()
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join(TIMEOUT_S)
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    state = _Receiver(pipe)
+    while True:
+        verb, args = pipe.recv()
+        try:
+            pipe.send(getattr(state, verb)(*args))
+        except Exception as error:  # noqa: BLE001 - reported to the test
+            pipe.send(("failed", type(error).__name__, str(error)))
+
+
+class _Receiver:
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe = pipe
+        self.group: TransferGroup | None = None
+
+    def join(self, port: int, rank: int, world_size: int, epoch: int, timeout_s: float) -> str:
+        if self.group:
+            self.group.close()
+        self.group = TransferGroup.join(
+            "127.0.0.1", port, rank=rank, world_size=world_size, backend="gloo", epoch=epoch, timeout_s=timeout_s
+        )
+        return "joined"
+
+    def receive(self, manifest: Manifest, version: int, timeout_s: float, fault: str = "") -> Any:
+        """Returns (checksum, tensors). `fault`: "announce" reports when the first bucket came, "raise" raises then."""
+        assert self.group is not None
+        tensors: dict[str, torch.Tensor] = {}
+
+        def on_bucket(bucket: Bucket, buffer: torch.Tensor) -> None:
+            if fault == "raise":
+                raise ValueError("no room")
+            if fault == "announce" and bucket.index == 0:
+                self.pipe.send("first bucket")
+            tensors.update((name, tensor.clone()) for name, tensor in tensors_of(bucket, buffer))
+
+        checksum = receive(self.group, manifest, version, timeout_s, on_bucket)
+        return checksum, {name: (tensor.dtype, tuple(tensor.shape), _raw(tensor)) for name, tensor in tensors.items()}
+
+    def mark(self, version: int) -> str:
+        assert self.group is not None
+        self.group.mark_receiving(version)
+        return "marked"
+
+    def close(self) -> str:
+        assert self.group is not None
+        self.group.close()
+        return "closed"
+
+
+def _raw(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+@contextlib.contextmanager
+def form(peers: list[Peer], epoch: int, timeout_s: float = TIMEOUT_S) -> Iterator[TransferGroup]:
+    """The sender's group, with every peer joined."""
+    world_size = 1 + len(peers)
+    rendezvous = Rendezvous.open("127.0.0.1", 0, world_size, timeout_s)
+    for rank, peer in enumerate(peers, start=1):
+        peer.start("join", rendezvous.port, rank, world_size, epoch, timeout_s)
+    with TransferGroup.join(
+        "127.0.0.1", rendezvous.port, rank=0, world_size=world_size, backend="gloo", epoch=epoch, timeout_s=timeout_s,
+        store=rendezvous,
+    ) as group:  # fmt: skip
+        assert [peer.result() for peer in peers] == ["joined"] * len(peers)
+        yield group
+
+
+@contextlib.contextmanager
+def prompt(limit_s: float = 10.0) -> Iterator[None]:
+    """The body must end well before any deadline of the transfer itself (60 s)."""
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < limit_s
