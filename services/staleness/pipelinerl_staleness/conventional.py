@@ -72,5 +72,8 @@ class Conventional(Policy):
     def max_outstanding(self) -> int:
         return self.settings.steps_per_generation * self.groups_per_step
 
+    def min_waiting(self) -> int:
+        return self.max_outstanding()
+
     def outstanding(self) -> Sequence[str]:
         return (*self._ready, *self._running)

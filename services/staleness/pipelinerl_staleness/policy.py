@@ -7,9 +7,12 @@ v   trainer version: optimizer steps finished
 w   version that the generators serve, w <= v
 birth(g)   lowest version of any first token of group g; staleness of g when trained = k - birth(g)
 
-Order of events of one group: `admit` -> `started` -> `first_token` (once per trajectory) -> `finished` -> in a `take`,
-or `lost` at any time after `admit` (failed, filtered, expired): its slot comes back.
-Ties are broken by dispatch order, the order of `admit`.
+Order of events of one group: `admitted` -> `started` -> `first_token` and `last_token` (once per trajectory) -> `finished`
+-> in a `take`, or `lost` at any time after `admitted` (failed, filtered, expired): its slot comes back.
+Ties are broken by dispatch order, the order of `admitted`.
+
+A group that is granted again, because its actor went away, stays the same group with the same slot: it may start again, and
+then the newest `started` counts.
 """
 
 from abc import ABC, abstractmethod
@@ -46,6 +49,8 @@ class Policy(ABC):
     """
 
     settings_type: ClassVar[type[PolicySettings]]
+    requeues_cancelled: ClassVar[bool] = False
+    """Prompts of groups that `published` cancels are generated again, before any new prompt; otherwise they are given up."""
 
     def __init__(self, settings: Any, groups_per_step: int) -> None:
         self.settings = settings
@@ -64,7 +69,10 @@ class Policy(ABC):
         """The group's first request runs on a generator that serves `version`."""
 
     def first_token(self, group: str, version: int) -> None:
-        """A trajectory's first token was sampled by `version`. Live, this may only be known when the group finishes."""
+        """A trajectory's first token was sampled by `version`. Live, this is only known when the group finishes."""
+
+    def last_token(self, group: str, version: int) -> None:
+        """A trajectory's last token was sampled by `version`. Live, this is only known when the group finishes."""
 
     @abstractmethod
     def finished(self, group: str) -> None:
@@ -84,7 +92,7 @@ class Policy(ABC):
 
     @abstractmethod
     def take(self, step: int) -> Take:
-        """Assembles the batch for `step`, at most once per step."""
+        """Assembles the batch for `step`. Asked again after a wait, never again once it returned groups for that step."""
 
     def step_begun(self, step: int) -> None:
         """The trainer computes on the batch of `step` now."""
@@ -99,8 +107,8 @@ class Policy(ABC):
 
     @abstractmethod
     def recover(self, step: int, version: int) -> None:
-        """Starts over with `step` batches taken and `version` served, nothing outstanding. `admitted`, `started`,
-        `first_token` and `finished` of what is still outstanding follow, in dispatch order."""
+        """Starts over with `step` batches taken and `version` served, nothing outstanding. `admitted` and `started` of what is
+        still outstanding follow in dispatch order, then tokens and `finished` of what is ready, in the order of finishing."""
 
     @abstractmethod
     def bound(self) -> int | None:
@@ -109,6 +117,10 @@ class Policy(ABC):
     @abstractmethod
     def max_outstanding(self) -> int:
         """Most groups that can be admitted and not yet taken; sizes queues."""
+
+    def min_waiting(self) -> int:
+        """Fewest finished groups that must be able to wait for a batch to form: a smaller ring buffer stalls the run."""
+        return self.groups_per_step
 
     @abstractmethod
     def outstanding(self) -> Sequence[str]:

@@ -162,6 +162,9 @@ class StepPlan(_message.Message):
     num_micro_batches: _builtins.int
     """of this rank, and of every other"""
     num_sequences: _builtins.int
+    """Trajectories of the step, for the loss's normaliser: those with an empty completion count though no row holds them; masked and
+    over-long ones do not.
+    """
     num_trained_tokens: _builtins.int
     """sampled tokens with a loss"""
     publish_after: _builtins.bool
@@ -405,10 +408,15 @@ class LedgerSnapshot(_message.Message):
     NUM_COMMITTED_STEPS_FIELD_NUMBER: _builtins.int
     NEXT_PROMPT_INDEX_FIELD_NUMBER: _builtins.int
     OPEN_PROMPT_INDICES_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     schema_version: _builtins.int
     num_committed_steps: _builtins.int
     next_prompt_index: _builtins.int
     """the prompt cursor"""
+    incarnation: _builtins.int
+    """Timeline of the ledger, which grows at every Restore that rewinds. A snapshot of the ledger's own timeline and step needs no
+    rewind; groups of other timelines are void.
+    """
     @_builtins.property
     def open_prompt_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """granted before the cursor and neither trained nor given up: granted again first"""
@@ -420,10 +428,11 @@ class LedgerSnapshot(_message.Message):
         num_committed_steps: _builtins.int = ...,
         next_prompt_index: _builtins.int = ...,
         open_prompt_indices: _abc.Iterable[_builtins.int] | None = ...,
+        incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_prompt_index", b"next_prompt_index", "num_committed_steps", b"num_committed_steps", "open_prompt_indices", b"open_prompt_indices", "schema_version", b"schema_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "next_prompt_index", b"next_prompt_index", "num_committed_steps", b"num_committed_steps", "open_prompt_indices", b"open_prompt_indices", "schema_version", b"schema_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,134 @@
+"""From a finished group to sequences ready to be packed: checks, reward shaping, advantages. Pure.
+
+What a trajectory contributes:
+    empty completion                   its reward to the baseline; counts as a sequence of the step; no tokens
+    truncated, completions: mask       its reward to the baseline; nothing else
+    longer than a row or the model     the same, counted as over-long
+    everything else                    everything
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl_common.settings import JobSpec, OverlongSettings
+from pipelinerl_common.types import FinishReason, Sample, SampleGroup
+from pipelinerl_preprocessor.advantage import Estimator, estimator_of
+from pipelinerl_preprocessor.drops import DropReason
+from pipelinerl_preprocessor.rows import TrainSequence
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedGroup:
+    """A group that passed every check. `num_sequences` counts its trajectories for the loss's normaliser."""
+
+    group_id: str
+    attempt: int
+    sequences: tuple[TrainSequence, ...]
+    num_sequences: int
+    num_masked: int
+    num_overlong: int
+    rewards: tuple[float, ...]
+    """As the task gave them, before shaping, of all trajectories."""
+    successes: tuple[float, ...]
+    completion_lengths: tuple[int, ...]
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(self.completion_lengths)
+
+    def with_reference(self, ref_logprobs: Iterable[NDArray[np.float32]]) -> "PreparedGroup":
+        """The same group with T reference log-probs for each sequence, in order."""
+        scored = zip(self.sequences, ref_logprobs, strict=True)
+        return replace(self, sequences=tuple(replace(sequence, ref_logprobs_T=column) for sequence, column in scored))
+
+
+class Preparation:
+    """Applies one job's rules to groups."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._overlong = spec.algorithm.overlong
+        self._drop_zero_advantage = spec.algorithm.drop_zero_advantage
+        self._estimator: Estimator = estimator_of(spec.algorithm)
+        self._temperature = spec.task.sampling.temperature
+        self._max_completion = spec.task.sampling.max_tokens
+        self._max_tokens = min(spec.trainers.micro_batch_tokens, spec.model.max_model_len)
+        self._group_size = spec.task.group_size
+
+    def fault(self, group: SampleGroup, prompt_index: int, newest_version: int) -> DropReason | None:
+        """Why the group, leased for `prompt_index`, cannot be trained while the trainer is at most at `newest_version`."""
+        samples = group.samples
+        if group.prompt_index != prompt_index or len(samples) > self._group_size:
+            return DropReason.MISMATCH
+        if not math.isclose(group.temperature, self._temperature, rel_tol=1e-5):
+            return DropReason.TEMPERATURE
+        if not all(math.isfinite(sample.reward) and np.isfinite(sample.logprobs_T).all() for sample in samples):
+            return DropReason.NON_FINITE
+        if any(not 0 <= run.policy_version <= newest_version for sample in samples for run in sample.version_runs):
+            return DropReason.BAD_VERSION
+        if len(samples) < self._estimator.min_samples:
+            return DropReason.TOO_FEW_SAMPLES
+        return None
+
+    def prepare(self, group: SampleGroup) -> PreparedGroup | DropReason:
+        """A group without a `fault` as sequences, or why nothing of it is trained."""
+        samples = group.samples
+        shaped_G = np.array(
+            [sample.reward + overlong_penalty(sample, self._overlong, self._max_completion) for sample in samples]
+        )
+        if self._drop_zero_advantage and np.all(shaped_G == shaped_G[0]):
+            return DropReason.ZERO_ADVANTAGE
+        advantages_G = self._estimator.advantages(shaped_G)
+        overlong = [len(sample.token_ids_S) > self._max_tokens for sample in samples]
+        masked = [self._overlong.completions == "mask" and sample.finish_reason is FinishReason.LENGTH for sample in samples]
+        trained = [not (long or hidden) for long, hidden in zip(overlong, masked, strict=True)]
+        candidates = (
+            self._sequence(sample, float(advantage), float(reward))
+            for sample, advantage, reward, keep in zip(samples, advantages_G, shaped_G, trained, strict=True)
+            if keep
+        )
+        sequences = tuple(sequence for sequence in candidates if sequence.num_trained > 0)
+        if not sequences:
+            return DropReason.NO_TOKENS
+        return PreparedGroup(
+            group_id=group.group_id,
+            attempt=group.attempt,
+            sequences=sequences,
+            num_sequences=sum(trained),
+            num_masked=sum(masked),
+            num_overlong=sum(overlong),
+            rewards=tuple(sample.reward for sample in samples),
+            successes=tuple(
+                sample.metrics["success"] for sample in samples if math.isfinite(sample.metrics.get("success", math.nan))
+            ),
+            completion_lengths=tuple(sample.num_sampled for sample in samples),
+        )
+
+    def _sequence(self, sample: Sample, advantage: float, shaped_reward: float) -> TrainSequence:
+        segments = sample.segment_lengths
+        return TrainSequence(
+            token_ids_S=sample.token_ids_S,
+            segment_lengths=segments if len(segments) % 2 == 0 else (*segments, 0),
+            logprobs_T=sample.logprobs_T,
+            ref_logprobs_T=None,
+            version_runs=sample.version_runs,
+            advantage=advantage,
+            target_return=shaped_reward if self._estimator.with_returns else None,
+            reward=sample.reward,
+        )
+
+
+def overlong_penalty(sample: Sample, overlong: OverlongSettings, max_tokens: int) -> float:
+    """DAPO's soft over-long punishment (arXiv 2503.14476, equation 13): 0 up to `max_tokens - buffer` tokens, then linear
+    down to -1 at `max_tokens`. `max_tokens` limits one request, so the longest sampled segment counts.
+
+    Example: buffer 4, max_tokens 10: 6 tokens 0.0, 7 tokens -0.25, 10 tokens -1.0.
+    """
+    buffer = overlong.penalty_buffer_tokens
+    if buffer == 0:
+        return 0.0
+    excess = max(sample.segment_lengths[1::2], default=0) - (max_tokens - buffer)
+    return -min(max(excess / buffer, 0.0), 1.0)

@@ -1,0 +1,122 @@
+"""The columns of a packed row.
+
+Shape suffixes: S tokens of a trajectory, T sampled tokens of it, L token slots of a row.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl_common.types import MicroBatch, VersionRun
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSequence:
+    """One trajectory, ready to be packed.
+
+    Example: token_ids_S of 7, segment_lengths (4, 3), logprobs_T of 3: slots 4, 5 and 6 are trained.
+    """
+
+    token_ids_S: NDArray[np.uint32]
+    segment_lengths: tuple[int, ...]
+    """Alternating given, sampled, ...; an even number of them."""
+    logprobs_T: NDArray[np.float32]
+    ref_logprobs_T: NDArray[np.float32] | None
+    version_runs: tuple[VersionRun, ...]
+    advantage: float
+    target_return: float | None
+    """Target of a value head, None without one."""
+    reward: float
+    weight: float = 1.0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids_S)
+
+    @property
+    def num_trained(self) -> int:
+        """Sampled tokens with a loss: a trajectory's very first token has no context and none."""
+        return len(self.logprobs_T) - self.starts_sampled
+
+    @property
+    def starts_sampled(self) -> bool:
+        """Whether there is no prompt at all, so that the first token was sampled."""
+        return self.segment_lengths[0] == 0 and len(self.logprobs_T) > 0
+
+    @property
+    def trained_runs(self) -> tuple[VersionRun, ...]:
+        """Version runs of the trained tokens alone."""
+        if not self.starts_sampled:
+            return self.version_runs
+        first, *others = self.version_runs
+        return (VersionRun(first.policy_version, first.num_tokens - 1), *others)
+
+
+def build_row(
+    index: int,
+    members: Sequence[tuple[int, TrainSequence]],
+    num_slots: int,
+    temperature: float,
+    *,
+    reference: bool,
+    returns: bool,
+) -> MicroBatch:
+    """Lays `members`, (group number, sequence) pairs, one after another into `num_slots` slots; the rest is padding.
+
+    `reference` and `returns` tell whether the row has those columns, filler rows included.
+    """
+    sequences = [sequence for _, sequence in members]
+    lengths = [sequence.num_tokens for sequence in sequences]
+    used = sum(lengths)
+    sampled_L = np.zeros(num_slots, dtype=bool)
+    segments = [length for sequence in sequences for length in sequence.segment_lengths]
+    sampled_L[:used] = np.repeat(np.tile([False, True], len(segments) // 2), segments)
+    mask_L = sampled_L.astype(np.uint8)
+    mask_L[np.cumsum([0, *lengths[:-1]], dtype=np.intp)[: len(lengths)]] = 0
+
+    def per_slot(columns: list[NDArray[np.float32]]) -> NDArray[np.float32]:
+        slots_L = np.zeros(num_slots, dtype=np.float32)
+        if columns:
+            slots_L[sampled_L] = np.concatenate(columns)
+        return slots_L * mask_L
+
+    def per_sequence(values: list[float]) -> NDArray[np.float32]:
+        slots_L = np.zeros(num_slots, dtype=np.float32)
+        slots_L[:used] = np.repeat(np.asarray(values, dtype=np.float32), lengths)
+        return slots_L * mask_L
+
+    input_ids_L = np.zeros(num_slots, dtype=np.uint32)
+    if sequences:
+        input_ids_L[:used] = np.concatenate([sequence.token_ids_S for sequence in sequences])
+    references = [s.ref_logprobs_T for s in sequences if s.ref_logprobs_T is not None]
+    targets = [s.target_return for s in sequences if s.target_return is not None]
+    return MicroBatch(
+        index=index,
+        sequence_lengths=tuple(lengths),
+        input_ids_L=input_ids_L,
+        loss_mask_L=mask_L,
+        old_logprobs_L=per_slot([sequence.logprobs_T for sequence in sequences]),
+        advantages_L=per_sequence([sequence.advantage for sequence in sequences]),
+        ref_logprobs_L=per_slot(references) if reference else None,
+        returns_L=per_sequence(targets) if returns else None,
+        rewards=tuple(sequence.reward for sequence in sequences),
+        sequence_weights=tuple(sequence.weight for sequence in sequences),
+        version_runs=merge_runs(run for sequence in sequences for run in sequence.trained_runs),
+        temperature=temperature,
+        group_numbers=tuple(number for number, _ in members),
+    )
+
+
+def merge_runs(runs: Iterable[VersionRun]) -> tuple[VersionRun, ...]:
+    """Joins neighbours of the same version and leaves out empty runs."""
+    merged: list[VersionRun] = []
+    for run in runs:
+        if run.num_tokens == 0:
+            continue
+        if merged and merged[-1].policy_version == run.policy_version:
+            merged[-1] = VersionRun(run.policy_version, merged[-1].num_tokens + run.num_tokens)
+        else:
+            merged.append(run)
+    return tuple(merged)
