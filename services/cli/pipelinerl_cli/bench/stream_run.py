@@ -5,14 +5,16 @@ import json
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from pipelinerl_cli.bench import children
 from pipelinerl_cli.bench.trajectories import Workload
 from pipelinerl_common.errors import Unavailable
+from pipelinerl_common.stream.server import NatsServer
 
 READY_TIMEOUT_S, RUN_TIMEOUT_S = 60.0, 300.0
 
@@ -55,15 +57,13 @@ class Measurement:
     payload_bytes: int = 0
 
 
-async def run(transport: str, program: str, workload: Workload) -> Run:
-    """Moves the workload once. Raises Unavailable when a process fails or samples are lost."""
+async def run(transport: str, workload: Workload) -> Run:
+    """Moves the workload once over "jetstream" or "redis". Raises Unavailable when a process fails or samples are lost."""
     with tempfile.TemporaryDirectory(prefix="pipelinerl-bench-") as folder:
-        port = children.free_port()
-        argv = _server_argv(transport, program, port, folder)
         async with (
-            children.server(argv, port, Path(folder) / "server.log") as server,
-            _role("consume", transport, port, workload) as consumer,
-            _role("produce", transport, port, workload) as producer,
+            SERVERS[transport](Path(folder)) as server,
+            _role("consume", transport, server.port, workload) as consumer,
+            _role("produce", transport, server.port, workload) as producer,
         ):
             before = children.cpu_seconds(server.pid)
             consumer.start()
@@ -84,10 +84,40 @@ async def run(transport: str, program: str, workload: Workload) -> Run:
     )
 
 
-def _server_argv(transport: str, program: str, port: int, folder: str) -> list[str]:
-    if transport == "redis":
-        return [program, "--bind", "127.0.0.1", "--port", str(port), "--dir", folder, "--save", "", "--appendonly", "no"]
-    return [program, "--addr", "127.0.0.1", "--port", str(port), "--jetstream", "--store_dir", folder]
+class Server(NamedTuple):
+    pid: int
+    port: int
+
+
+@asynccontextmanager
+async def _nats(folder: Path) -> AsyncIterator[Server]:
+    """The product's server with its file storage in `folder`."""
+    async with NatsServer.start(folder) as server:
+        yield Server(server.pid, server.port)
+
+
+@asynccontextmanager
+async def _redis(folder: Path) -> AsyncIterator[Server]:
+    """Redis as the reference system runs it, in memory alone."""
+    port = children.free_port()
+    argv = [
+        "redis-server",
+        "--bind",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--dir",
+        str(folder),
+        "--save",
+        "",
+        "--appendonly",
+        "no",
+    ]
+    async with children.server(argv, port, folder / "redis.log") as process:
+        yield Server(process.pid, port)
+
+
+SERVERS: dict[str, Callable[[Path], AbstractAsyncContextManager[Server]]] = {"jetstream": _nats, "redis": _redis}
 
 
 @dataclass(frozen=True)
