@@ -1,0 +1,128 @@
+"""Attention over packed rows. Two implementations of one rule: no token attends outside its own sequence.
+
+`packed`            torch's scaled dot-product attention on the row's sequences, batched by similar length: exact, any device.
+`flash_attention_2` the varlen kernel, where the flash-attn package and a GPU are there.
+
+The model's forward hands keyword arguments on to its attention; those made by `attention_arguments` mark the boundaries.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.utils import is_flash_attn_2_available
+
+from pipelinerl_common.errors import SettingsError
+
+PACKED = "packed"
+FLASH = "flash_attention_2"
+
+_UNSUPPORTED = ("s_aux", "softcap")
+"""Keyword arguments of attention variants that `packed` does not compute."""
+
+
+def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
+    """The fastest implementation that this device and element type have."""
+    if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and is_flash_attn_2_available():
+        return FLASH
+    return PACKED
+
+
+def attention_arguments(sequence_lengths: tuple[int, ...], device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of the model's forward that mark the boundaries of a packed row's sequences."""
+    cumulative = torch.tensor((0, *sequence_lengths)).cumsum(0).to(device, torch.int32)
+    longest = max(sequence_lengths)
+    slots = length_buckets(sequence_lengths)
+    order_L = torch.cat([slots_NS[slots_NS >= 0] for slots_NS in slots])
+    return {
+        "cu_seq_lens_q": cumulative,
+        "cu_seq_lens_k": cumulative,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "packed_slots": tuple(slots_NS.to(device) for slots_NS in slots),
+        "packed_order_L": order_L.argsort().to(device),
+    }
+
+
+def length_buckets(sequence_lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Slots of the row, one [N, S] tensor per bucket of N sequences up to S long; -1 fills behind a shorter sequence.
+
+    Lengths in a bucket are within a factor of two, so at most half of a bucket is filling.
+    Example: lengths (3, 9, 4) give [[0, 1, 2, -1], [12, 13, 14, 15]] and [[3, ..., 11]].
+    """
+    buckets: dict[int, list[tuple[int, int]]] = {}
+    start = 0
+    for length in sequence_lengths:
+        buckets.setdefault((length - 1).bit_length(), []).append((start, length))
+        start += length
+    return tuple(_slots(members) for members in buckets.values())
+
+
+def _slots(members: list[tuple[int, int]]) -> Tensor:
+    starts_N1 = torch.tensor([[start] for start, _ in members])
+    lengths_N1 = torch.tensor([[length] for _, length in members])
+    offsets_S = torch.arange(int(lengths_N1.max()))
+    return torch.where(offsets_S < lengths_N1, starts_N1 + offsets_S, -1)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sequence: query [1, heads, L, D], key and value [1, kv_heads, L, D] to [1, L, heads, D].
+
+    Behind the end of a shorter sequence there are only later positions, which a causal query never sees, so no mask is needed.
+    Raises SettingsError for a model whose attention cannot be computed this way.
+    """
+    del attention_mask
+    _check_supported(module, arguments)
+    window: int | None = arguments.get("sliding_window")
+    results = []
+    for slots_NS in arguments["packed_slots"]:
+        mask_SS = _window_mask(slots_NS.shape[1], window, query.device)
+        gathered = [_gather(states, slots_NS) for states in (query, key, value)]
+        result = scaled_dot_product_attention(
+            *gathered,
+            attn_mask=mask_SS,
+            is_causal=mask_SS is None,
+            dropout_p=arguments.get("dropout", 0.0) if module.training else 0.0,
+            scale=arguments.get("scaling"),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        results.append(result.transpose(1, 2)[slots_NS >= 0])
+    return torch.cat(results)[arguments["packed_order_L"]].unsqueeze(0), None
+
+
+def _check_supported(module: nn.Module, arguments: dict[str, Any]) -> None:
+    name = type(module).__name__
+    if "packed_slots" not in arguments:
+        raise SettingsError(
+            f"model.uri: {name} does not pass keyword arguments on, so packed sequences would mix: not supported"
+        )
+    unsupported = [key for key in _UNSUPPORTED if arguments.get(key) is not None]
+    if unsupported:
+        raise SettingsError(f"model.uri: {name} needs {', '.join(unsupported)}, which only flash-attn on a GPU computes")
+
+
+def _gather(states: Tensor, slots_NS: Tensor) -> Tensor:
+    """[1, heads, L, D] -> [N, heads, S, D]."""
+    return states[0].transpose(0, 1)[slots_NS.clamp(min=0)].transpose(1, 2)
+
+
+def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    if not window or window >= length:
+        return None
+    positions = torch.arange(length, device=device)
+    distance = positions[:, None] - positions[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def register() -> None:
+    """Makes `packed` known to transformers. Idempotent."""
+    AttentionInterface.register(PACKED, packed_attention)

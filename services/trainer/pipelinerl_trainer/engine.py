@@ -1,0 +1,211 @@
+"""DeepSpeed as this trainer uses it: one optimizer step over any number of micro-batches, with an exact gradient.
+
+What DeepSpeed does to a loss and how it is undone here:
+- it divides by `gradient_accumulation_steps`: that is 1, and the boundary is set by hand at the last micro-batch;
+- it averages gradients over ranks: the loss is multiplied by the number of ranks, so that the gradient is the sum over all
+  ranks and micro-batches. The caller's loss is already divided by the whole step's normaliser.
+- it skips a step whose gradient is not finite and clears it: `apply` reports that.
+"""
+
+import logging
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipelinerl_common.settings import OptimizerSettings
+from pipelinerl_trainer.model import PolicyModel
+from pipelinerl_trainer.packed import PackedRow
+from pipelinerl_trainer.ranks import Ranks
+from pipelinerl_trainer.scoring import TokenScores
+
+log = logging.getLogger(__name__)
+
+_GATHER_BYTES = 256 << 20
+"""ZeRO-3: parameters are gathered this many bytes at a time, so that small ones share a collective."""
+
+
+def prepare_environment(local_rank: int, rank: int, num_ranks: int) -> None:
+    """The environment variables that DeepSpeed reads; called once, at the entry point, before it is imported.
+
+    Nothing is ever compiled: the only operator that a CPU run would build is a shared-memory all-reduce for inference.
+    """
+    os.environ |= {"LOCAL_RANK": str(local_rank), "RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+    os.environ |= {"DS_BUILD_OPS": "0", "DEEPSPEED_LOG_LEVEL": "warning"}
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import deepspeed.ops
+    deepspeed.ops.__compatible_ops__ = {}
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What the optimizer did."""
+
+    applied: bool
+    """False: the gradient was not finite, the weights are as before."""
+    grad_norm: float
+    """Global L2 norm before clipping; inf when not applied."""
+
+
+class Engine:
+    """The policy under DeepSpeed ZeRO 1, 2 or 3. Every method must be called by every rank, in the same order."""
+
+    def __init__(self, policy: PolicyModel, ranks: Ranks, zero_stage: int, settings: OptimizerSettings) -> None:
+        self._ranks = ranks
+        self.zero_stage = zero_stage
+        self.policy = policy.to(ranks.device)
+        self.dtype: torch.dtype = next(policy.parameters()).dtype
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in policy.served_parameters()}
+        self._engine, self._optimizer = _initialize(self.policy, zero_stage, self.dtype, settings)
+        if zero_stage == 3:
+            self._register_head()
+
+    def _register_head(self) -> None:
+        from deepspeed.runtime.zero import register_external_parameter
+
+        for parameter in self.policy.token_head.parameters_used:
+            register_external_parameter(self.policy.token_head, parameter)
+
+    def score(self, row: PackedRow, *, entropy_gradient: bool = False) -> TokenScores:
+        """Forward with gradient."""
+        scores: TokenScores = self._engine(row, entropy_gradient)
+        return scores
+
+    @torch.no_grad()
+    def score_only(self, row: PackedRow) -> TokenScores:
+        """Forward without gradient."""
+        self._engine.eval()
+        scores: TokenScores = self._engine(row)
+        self._engine.train()
+        return scores
+
+    def accumulate(self, loss: Tensor, *, is_last: bool) -> None:
+        """Backward of one micro-batch. `loss` is this micro-batch's share of the step's loss; `is_last` the step's last.
+
+        A loss that is not finite makes the whole gradient so, and `apply` then skips the step on every rank.
+        """
+        if not bool(torch.isfinite(loss)):
+            loss = loss * float("nan")
+        self._engine.set_gradient_accumulation_boundary(is_last)
+        self._engine.backward(loss * self._ranks.num_ranks)
+
+    def apply(self, learning_rate: float) -> StepOutcome:
+        """Clips and applies the accumulated gradient."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._engine.step()
+        norm = self._engine.get_global_grad_norm()
+        return StepOutcome(bool(self._engine.was_step_applied()), float("inf") if norm is None else float(norm))
+
+    @property
+    def served_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Full shapes of what generators need, by name, in the order in which `served_weights` gives them."""
+        return self._shapes
+
+    def served_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full weights by name, one after another; valid until the next one. Every rank must exhaust the iterator."""
+        for members in _by_size(self.policy.served_parameters(), self._shapes, self.dtype.itemsize):
+            with self._gathered([parameter for _, parameter in members]):
+                for name, parameter in members:
+                    yield name, parameter.detach()
+
+    def value_head_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Like `served_weights`, of the value head, if there is one."""
+        head = self.policy.value_head
+        if head is not None:
+            with self._gathered(list(head.parameters())):
+                for name, parameter in head.named_parameters():
+                    yield name, parameter.detach()
+
+    def _gathered(self, parameters: list[nn.Parameter]) -> Any:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        return GatheredParameters(parameters, enabled=self.zero_stage == 3)
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """This rank's share of the optimizer: float32 master weights and both moments, flat. Views, not copies."""
+        tensors: dict[str, Tensor] = {}
+        for index, master in enumerate(self._masters()):
+            tensors[f"{index}.master"] = master
+            state = self._optimizer.optimizer.state.get(master, {})
+            tensors.update({f"{index}.{key}": value for key, value in state.items() if isinstance(value, Tensor)})
+        return tensors
+
+    def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """The inverse, into an engine of the same layout whose weights are already those of the checkpoint.
+
+        Raises ValueError that names the first tensor which is missing or of another size.
+        """
+        for index, master in enumerate(self._masters()):
+            saved = {key.partition(".")[2]: value for key, value in tensors.items() if key.partition(".")[0] == str(index)}
+            if "master" not in saved or saved["master"].shape != master.shape:
+                raise ValueError(f"optimizer tensor {index}.master of {tuple(master.shape)} is missing or of another shape")
+            master.data.copy_(saved.pop("master"))
+            state = self._optimizer.optimizer.state[master]
+            for key, value in saved.items():
+                state[key] = value.clone() if key == "step" else value.to(master.device, copy=True)
+
+    def _masters(self) -> list[Tensor]:
+        """The flat float32 partitions that the base optimizer updates, under DeepSpeed's three names for them."""
+        optimizer = self._optimizer
+        for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+            if hasattr(optimizer, name):
+                return list(getattr(optimizer, name))
+        raise TypeError(f"{type(optimizer).__name__} is not an optimizer of DeepSpeed ZeRO that this trainer knows")
+
+
+def _initialize(policy: PolicyModel, zero_stage: int, dtype: torch.dtype, settings: OptimizerSettings) -> tuple[Any, Any]:
+    import deepspeed
+
+    optimizer = torch.optim.AdamW(
+        policy.parameters(),
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+    engine, zero_optimizer, _, _ = deepspeed.initialize(
+        model=policy, optimizer=optimizer, config=deepspeed_config(zero_stage, dtype, settings), dist_init_required=False
+    )
+    return engine, zero_optimizer
+
+
+def deepspeed_config(zero_stage: int, dtype: torch.dtype, settings: OptimizerSettings) -> dict[str, Any]:
+    """Gradients are accumulated in float32 whatever the weights' type is."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": settings.max_grad_norm,
+        "steps_per_print": 1 << 62,
+        "zero_optimization": {"stage": zero_stage},
+    }
+    if dtype is torch.bfloat16:
+        config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    if dtype is torch.float16:
+        config |= {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    return config
+
+
+def _by_size(
+    parameters: Iterable[tuple[str, nn.Parameter]], shapes: dict[str, tuple[int, ...]], item_bytes: int
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Groups of parameters of up to `_GATHER_BYTES` in all, at least one each."""
+    members: list[tuple[str, nn.Parameter]] = []
+    size = 0
+    for name, parameter in parameters:
+        num_bytes = item_bytes * torch.Size(shapes[name]).numel()
+        if members and size + num_bytes > _GATHER_BYTES:
+            yield members
+            members, size = [], 0
+        members.append((name, parameter))
+        size += num_bytes
+    if members:
+        yield members

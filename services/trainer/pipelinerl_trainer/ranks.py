@@ -1,0 +1,117 @@
+"""The trainer's ranks: their process group, and how they agree.
+
+Gradients and weights travel through DeepSpeed. Control travels here, over gloo on the host whatever the device is: small
+messages of fixed size, never pickled objects.
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipelinerl_common.errors import FatalError
+
+log = logging.getLogger(__name__)
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""Longest time that one rank waits for another. Ranks wait in rounds of seconds; only a checkpoint on a slow disk comes near."""
+
+
+class Vote(IntEnum):
+    """What a rank says in a round. When ranks differ, the highest one decides."""
+
+    READY = 0
+    WAIT = 1
+    DONE = 2
+    STOP = 3
+    FAILED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which rank this is, and where rank 0 listens."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    local_rank: int = 0
+    master_address: str = "127.0.0.1"
+    master_port: int = 0
+
+
+class Ranks:
+    """Collectives over all ranks. Every rank calls every method in the same order; with one rank nothing communicates."""
+
+    def __init__(self, place: Place, device: torch.device, control: dist.ProcessGroup | None) -> None:
+        self.rank = place.rank
+        self.num_ranks = place.num_ranks
+        self.device = device
+        self._control = control
+
+    @property
+    def is_leader(self) -> bool:
+        """Rank 0 speaks for all: it commits, publishes, writes the manifest."""
+        return self.rank == 0
+
+    def gather(self, values: list[float]) -> Tensor:
+        """[num_ranks, len(values)] float64 on the host: row r is what rank r gave."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        if self.num_ranks == 1:
+            return mine[None]
+        rows = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        dist.all_gather(rows, mine, group=self._control)
+        return torch.stack(rows)
+
+    def vote(self, vote: Vote, about: str = "") -> Vote:
+        """One round: the highest vote of all ranks. READY is the outcome only if all are ready about the same thing;
+        otherwise it becomes WAIT: try again."""
+        digest = hashlib.sha256(about.encode()).digest()
+        fingerprint = [float(int.from_bytes(digest[start : start + 6], "big")) for start in (0, 6, 12)]
+        rows = self.gather([float(vote), *fingerprint])
+        outcome = Vote(int(rows[:, 0].max()))
+        if outcome is Vote.READY and bool((rows != rows[0]).any()):
+            return Vote.WAIT
+        return outcome
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self.gather([])
+
+
+@contextmanager
+def join_ranks(place: Place) -> Iterator[Ranks]:
+    """Forms the process group. Raises FatalError when the others do not come."""
+    device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(
+            backend,
+            store=_store(place),
+            rank=place.rank,
+            world_size=place.num_ranks,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+        control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if place.num_ranks > 1 else None
+    except RuntimeError as error:
+        where = f"{place.master_address}:{place.master_port}"
+        raise FatalError(f"rank {place.rank} of {place.num_ranks} could not join the others at {where}: {error}") from error
+    try:
+        yield Ranks(place, device, control)
+    finally:
+        dist.destroy_process_group()
+
+
+def _store(place: Place) -> dist.Store:
+    if place.num_ranks == 1:
+        return dist.HashStore()
+    return dist.TCPStore(
+        place.master_address, place.master_port, place.num_ranks, is_master=place.rank == 0, timeout=timedelta(minutes=5)
+    )

@@ -1,0 +1,90 @@
+"""Log-probabilities, entropies and values of a row's trained tokens, without ever holding all of their logits.
+
+Shape suffixes: T trained tokens of a row, H hidden, V vocabulary. With a vocabulary of 150 000 the logits of 4096 tokens are
+2.5 GB in float32, twice that with their gradient; a chunk of tokens is scored at a time and its logits are computed again in
+backward.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_BYTES = 256 << 20
+"""Most bytes of float32 logits that exist at once."""
+
+
+class TokenScores(NamedTuple):
+    """A tuple, so that DeepSpeed finds the tensors in it."""
+
+    logprobs_T: Tensor
+    """float32, of the distribution at the sampling temperature."""
+    entropy_T: Tensor
+    """float32, of that distribution; without gradient unless it was asked for."""
+    values_T: Tensor | None
+
+
+class LogitTransform(NamedTuple):
+    """What some models do to their logits after the head; names as in transformers' configurations."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, config: object) -> "LogitTransform":
+        scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        return cls(scale, getattr(config, "final_logit_softcapping", None))
+
+    def __call__(self, logits_TV: Tensor) -> Tensor:
+        if self.scale != 1.0:
+            logits_TV = logits_TV * self.scale
+        return logits_TV if self.softcap is None else self.softcap * torch.tanh(logits_TV / self.softcap)
+
+
+class TokenHead(nn.Module):
+    """Scores hidden states with a language model's head. The head stays the language model's own submodule."""
+
+    def __init__(self, lm_head: nn.Linear, transform: LogitTransform, chunk_bytes: int = CHUNK_BYTES) -> None:
+        super().__init__()
+        self._lm_head = (lm_head,)  # a tuple hides it from nn.Module, which would list its weight twice
+        self._transform = transform
+        self._chunk_bytes = chunk_bytes
+
+    @property
+    def parameters_used(self) -> list[nn.Parameter]:
+        """Parameters that belong to another module: ZeRO-3 has to be told to gather them."""
+        return list(self._lm_head[0].parameters(recurse=False))
+
+    def forward(
+        self, hidden_TH: Tensor, targets_T: Tensor, temperature: float, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of `targets_T` and entropies, both [T] float32, of softmax(logits / temperature)."""
+        weight_VH, bias_V = self._lm_head[0].weight, self._lm_head[0].bias
+        chunk_size = max(1, self._chunk_bytes // (4 * self._lm_head[0].out_features))
+        arguments = (weight_VH, bias_V, temperature, entropy_gradient)
+        if len(targets_T) <= chunk_size:
+            return self._score(hidden_TH, targets_T, *arguments)
+        scores = [
+            checkpoint(self._score, hidden, targets, *arguments, use_reentrant=False, preserve_rng_state=False)
+            for hidden, targets in zip(hidden_TH.split(chunk_size), targets_T.split(chunk_size), strict=True)
+        ]
+        return torch.cat([logprobs for logprobs, _ in scores]), torch.cat([entropy for _, entropy in scores])
+
+    def _score(
+        self,
+        hidden_TH: Tensor,
+        targets_T: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        temperature: float,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        logits_TV = self._transform(linear(hidden_TH, weight_VH, bias_V).float()) / temperature
+        normalizer_T = logits_TV.logsumexp(-1)
+        logprobs_T = logits_TV.gather(-1, targets_T[:, None])[:, 0] - normalizer_T
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            probabilities_TV = torch.softmax(logits_TV, -1)
+            entropy_T = normalizer_T - (probabilities_TV * logits_TV).sum(-1)
+        return logprobs_T, entropy_T

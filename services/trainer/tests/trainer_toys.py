@@ -1,0 +1,146 @@
+"""Tiny models and batches, made the same way in every process of a test."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from pipelinerl_common.settings import AlgorithmSettings, Job, parse_job
+from pipelinerl_common.types import GroupId, MicroBatch, StepPlan, VersionRun
+from pipelinerl_trainer import attention
+from pipelinerl_trainer.learner import Batch
+
+VOCABULARY = 23
+
+
+def tiny_model(seed: int = 0, *, tied: bool = True) -> Any:
+    """Qwen3 with 2 layers, grouped-query attention, float32; the same weights for the same seed."""
+    attention.register()
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        attn_implementation=attention.PACKED,
+        initializer_range=0.2,
+    )
+    return Qwen3ForCausalLM(config).float()
+
+
+def save_tiny_model(folder: Path, seed: int = 0, *, tied: bool = True) -> Path:
+    tiny_model(seed, tied=tied).save_pretrained(folder)
+    return folder
+
+
+def job(**spec: Any) -> Job:
+    """A job file's content with `spec` laid over a minimal one; trainers' options are given as `trainers={...}`."""
+    base: dict[str, Any] = {
+        "model": {"uri": "tiny://arithmetic", "dtype": "float32", "maxModelLen": 64},
+        "task": {"path": "tests:Task", "groupSize": 2, "sampling": {"maxTokens": 16, "temperature": 0.7}},
+        "algorithm": {"steps": 4, "groupsPerStep": 2, "optimizer": {"learningRate": 1e-3}},
+        "trainers": {"microBatchTokens": 64, "parity": {"numPrompts": 0}},
+        "weightTransfer": {"backend": "gloo", "bucketBytes": 2048, "formTimeoutSeconds": 20, "syncTimeoutSeconds": 20},
+    }
+    merged = {key: {**base.get(key, {}), **value} if isinstance(value, dict) else value for key, value in spec.items()}
+    document = {"apiVersion": "pipelinerl.dev/v1alpha1", "kind": "PipelineRLJob", "metadata": {"name": "toy"}}
+    return parse_job({**document, "spec": {**base, **merged}}, source="test")
+
+
+def algorithm(**options: Any) -> AlgorithmSettings:
+    return job(algorithm={"steps": 4, "groupsPerStep": 2, **options}).spec.algorithm
+
+
+@dataclass(frozen=True)
+class Sequence_:
+    """One trajectory with everything a trained token needs; columns are over the sampled tokens."""
+
+    tokens: list[int]
+    num_prompt: int
+    old_logprobs: list[float]
+    ref_logprobs: list[float]
+    advantages: list[float]
+    returns: list[float]
+    version: int = 0
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+
+def sequences(count: int, seed: int = 1) -> list[Sequence_]:
+    """Lengths from 3 to 14, about uniform."""
+    generator = np.random.default_rng(seed)
+    made = []
+    for index in range(count):
+        prompt, sampled = int(generator.integers(1, 6)), int(generator.integers(2, 10))
+        reward = float(generator.normal())
+        made.append(
+            Sequence_(
+                tokens=generator.integers(0, VOCABULARY, prompt + sampled).tolist(),
+                num_prompt=prompt,
+                old_logprobs=(-3.2 + 0.8 * generator.normal(size=sampled)).tolist(),
+                ref_logprobs=(-3.2 + 0.5 * generator.normal(size=sampled)).tolist(),
+                advantages=[reward] * sampled,
+                returns=[reward] * sampled,
+                version=index % 2,
+            )
+        )
+    return made
+
+
+def pack(members: Sequence[Sequence_], index: int = 0, num_slots: int = 64, temperature: float = 0.7) -> MicroBatch:
+    """One row, its sequences in the given order; no members make a filler row."""
+    columns = {name: np.zeros(num_slots, np.float32) for name in ("old_logprobs", "ref_logprobs", "advantages", "returns")}
+    ids, mask = np.zeros(num_slots, np.uint32), np.zeros(num_slots, np.uint8)
+    start = 0
+    for member in members:
+        end = start + len(member.tokens)
+        ids[start:end] = member.tokens
+        mask[start + member.num_prompt : end] = 1
+        for name, column in columns.items():
+            column[start + member.num_prompt : end] = getattr(member, name)
+        start = end
+    return MicroBatch(
+        index=index,
+        sequence_lengths=tuple(len(member.tokens) for member in members),
+        input_ids_L=ids,
+        loss_mask_L=mask,
+        old_logprobs_L=columns["old_logprobs"],
+        advantages_L=columns["advantages"],
+        ref_logprobs_L=columns["ref_logprobs"],
+        returns_L=columns["returns"],
+        rewards=tuple(member.returns[0] for member in members),
+        sequence_weights=(1.0,) * len(members),
+        version_runs=tuple(VersionRun(member.version, member.num_sampled) for member in members),
+        temperature=temperature,
+        group_numbers=(0,) * len(members),
+    )
+
+
+def plan_of(members: Sequence[Sequence_], step: int = 0, num_micro_batches: int = 1, batch_id: str = "batch") -> StepPlan:
+    return StepPlan(
+        step=step,
+        batch_id=batch_id,
+        group_ids=(GroupId("0-0"),),
+        num_micro_batches=num_micro_batches,
+        num_sequences=len(members),
+        num_trained_tokens=sum(member.num_sampled for member in members),
+        publish_after=True,
+        metrics={"success_mean": 0.5},
+    )
+
+
+def batch_of(rows: Sequence[Sequence[Sequence_]], everything: Sequence[Sequence_], step: int = 0) -> Batch:
+    """This rank's rows of a batch that trains `everything` over all ranks."""
+    micro_batches = tuple(pack(members, index) for index, members in enumerate(rows))
+    return Batch(plan_of(everything, step, len(rows)), micro_batches)
