@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sysconfig
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,27 +48,22 @@ class NatsServer:
         *,
         max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
         timeout_s: float = 30.0,
+        launcher: Sequence[str] = (),
     ) -> AsyncIterator["NatsServer"]:
         """Runs a server that keeps its streams, log and configuration in `store_dir` until the block is left.
 
-        Port 0 takes a free one. Streams of an earlier server in the same folder are there again. Raises SettingsError (no
+        `launcher` is a command that becomes the server's, put before it. Port 0 takes a free one. Streams of an earlier server in the same folder are there again. Raises SettingsError (no
         binary, folder in use, port occupied) and Unavailable when it is not ready within `timeout_s`.
         """
         binary = find_binary()
-        store_dir = store_dir.resolve()
-        try:
-            store_dir.mkdir(parents=True, exist_ok=True)
-            lock = _locked(store_dir)
-        except OSError as error:
-            raise SettingsError(f"the stream's folder {store_dir} cannot be used: {error}") from error
+        store_dir, lock = _claim(store_dir)
         config_file, log_file = store_dir / "nats-server.conf", store_dir / "nats-server.log"
         with lock, log_file.open("ab") as log_stream:
             start_of_log = log_stream.tell()
-            for left_over in store_dir.glob("nats-server_*.ports"):  # of a server that was killed
-                left_over.unlink(missing_ok=True)
             _write_config(config_file, store_dir, port, token, max_payload_bytes)
             # The server inherits the lock: the folder stays taken even when this process is killed and the server is not.
             process = await asyncio.create_subprocess_exec(
+                *launcher,
                 binary,
                 "--config",
                 str(config_file),
@@ -96,8 +91,14 @@ def find_binary() -> str:
     return found
 
 
-def _locked(store_dir: Path) -> IO[bytes]:
-    lock = (store_dir / "lock").open("ab")
+def _claim(store_dir: Path) -> tuple[Path, IO[bytes]]:
+    """The folder's absolute path and its lock, held. Raises SettingsError when it is in use or cannot be used."""
+    store_dir = store_dir.resolve()
+    try:
+        store_dir.mkdir(parents=True, exist_ok=True)
+        lock = (store_dir / "lock").open("ab")
+    except OSError as error:
+        raise SettingsError(f"the stream's folder {store_dir} cannot be used: {error}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -105,7 +106,9 @@ def _locked(store_dir: Path) -> IO[bytes]:
         raise SettingsError(
             f"the stream's folder {store_dir} is in use by another nats-server: end that run or choose another output folder"
         ) from error
-    return lock
+    for left_over in store_dir.glob("nats-server_*.ports"):  # of a server that was killed
+        left_over.unlink(missing_ok=True)
+    return store_dir, lock
 
 
 def _write_config(path: Path, store_dir: Path, port: int, token: str | None, max_payload_bytes: int) -> None:
