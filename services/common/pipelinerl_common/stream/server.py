@@ -52,8 +52,9 @@ class NatsServer:
     ) -> AsyncIterator["NatsServer"]:
         """Runs a server that keeps its streams, log and configuration in `store_dir` until the block is left.
 
-        `launcher` is a command that becomes the server's, put before it. Port 0 takes a free one. Streams of an earlier server in the same folder are there again. Raises SettingsError (no
-        binary, folder in use, port occupied) and Unavailable when it is not ready within `timeout_s`.
+        Port 0 takes a free one. Streams of an earlier server in the same folder are there again. `launcher` is a command that
+        is put before the server's own and becomes it. Raises SettingsError (no binary, folder in use, port occupied) and
+        Unavailable when it is not ready within `timeout_s`.
         """
         binary = find_binary()
         store_dir, lock = _claim(store_dir)
