@@ -15,6 +15,7 @@ VOCAB_SIZE = 128
 PAD, UNKNOWN, END = "<|pad|>", "<|unknown|>", "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 SPECIAL_TOKENS = (PAD, UNKNOWN, END, *ROLES)
+PAD_ID, END_ID = SPECIAL_TOKENS.index(PAD), SPECIAL_TOKENS.index(END)
 CHARACTERS = "".join(chr(code) for code in range(32, 127)) + "\n"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -67,8 +68,8 @@ def make_model(shape: TinyShape, seed: int) -> Qwen3ForCausalLM:
         max_position_embeddings=shape.max_model_len,
         tie_word_embeddings=shape.tie_word_embeddings,
         bos_token_id=None,
-        eos_token_id=SPECIAL_TOKENS.index(END),
-        pad_token_id=SPECIAL_TOKENS.index(PAD),
+        eos_token_id=END_ID,
+        pad_token_id=PAD_ID,
         initializer_range=0.05,
     )
     with torch.random.fork_rng(devices=[]):
