@@ -143,10 +143,11 @@ async def run_until_first(clock: Coroutine[Any, Any, Result], *others: Coroutine
         ended.result()
         raise FatalError(f"{_task_name(ended)} ended while it was still needed")
     finally:
-        await _cancel_all(tasks)
+        await cancel_all(tasks)
 
 
-async def _cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
+async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancels what still runs and waits for its clean-up, at most 30 s. Failures of the clean-up are logged, not raised."""
     cancelled = [task for task in tasks if task.cancel()]
     if not cancelled:
         return

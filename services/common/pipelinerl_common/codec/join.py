@@ -19,11 +19,14 @@ class GroupJoiner:
     """Collects parts until their group is whole. Groups of one part pass straight through.
 
     Bounded: beyond `max_groups` incomplete groups or `max_tokens` in them the oldest is evicted, as is an attempt when a part
-    of a newer one arrives (its actor is gone). `num_evicted` counts, `on_evict` is told.
+    of a newer one arrives (its actor is gone). `num_evicted` counts them, `on_evict` gets what is lost.
     """
 
     def __init__(
-        self, max_groups: int = 1024, max_tokens: int = 1 << 25, on_evict: Callable[[PartKey], None] | None = None
+        self,
+        max_groups: int = 1024,
+        max_tokens: int = 1 << 25,
+        on_evict: Callable[[PartKey, list[GroupPart]], None] | None = None,
     ) -> None:
         self._max_groups = max_groups
         self._max_tokens = max_tokens
@@ -61,10 +64,11 @@ class GroupJoiner:
         check(len(samples) == total, "num_samples", f"group {key.group_id}: {len(samples)} samples, num_samples={total}")
         return whole(part.header, samples)
 
-    def discard(self, key: PartKey) -> None:
-        """Forgets an incomplete group, if it is there."""
-        for part in self._waiting.pop(key, {}).values():
-            self._num_tokens -= _num_tokens(part)
+    def discard(self, key: PartKey) -> list[GroupPart]:
+        """Forgets an incomplete group, if it is there, and returns its parts."""
+        parts = list(self._waiting.pop(key, {}).values())
+        self._num_tokens -= sum(_num_tokens(part) for part in parts)
+        return parts
 
     def _make_room(self, newest: PartKey) -> None:
         while len(self._waiting) > self._max_groups or self._num_tokens > self._max_tokens:
@@ -74,10 +78,10 @@ class GroupJoiner:
             self._evict(oldest)
 
     def _evict(self, key: PartKey) -> None:
-        self.discard(key)
+        parts = self.discard(key)
         self.num_evicted += 1
         if self._on_evict is not None:
-            self._on_evict(key)
+            self._on_evict(key, parts)
 
 
 def _check_agreement(part: GroupPart, other: GroupPart) -> None:

@@ -1,0 +1,252 @@
+"""One connection to NATS that outlives every restart of the server.
+
+The client library reconnects by itself after most faults and gives up for good after some (for example when the server is too
+busy to authenticate in time). Here both look the same: the connection is away for a while and then ready again, with
+`generation` one higher and the job's streams made sure of.
+"""
+
+import asyncio
+import json
+import logging
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeVar
+
+import nats.errors
+import nats.js.errors
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+from pipelinerl_common.errors import PermanentError, SettingsError, Unavailable
+from pipelinerl_common.service import cancel_all
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+ATTEMPT_S: Final = 5.0
+"""Longest wait for one answer of the server before the request is sent again."""
+
+_FIRST_BACKOFF_S: Final = 0.05
+_MAX_BACKOFF_S: Final = 2.0
+
+RETRYABLE: Final[tuple[type[Exception], ...]] = (
+    nats.errors.TimeoutError,
+    nats.errors.NoRespondersError,
+    nats.errors.ConnectionClosedError,
+    nats.errors.OutboundBufferLimitError,
+    nats.errors.StaleConnectionError,
+    nats.errors.FlushTimeoutError,
+    nats.js.errors.NoStreamResponseError,
+    nats.js.errors.ServiceUnavailableError,
+    nats.js.errors.ServerError,
+    nats.js.errors.NotFoundError,
+    OSError,
+    TimeoutError,
+)
+"""What passes when the server is back, has room again, or has its streams again."""
+
+
+class Connection:
+    """`client` is the library's client of the moment: never kept across an await on readiness."""
+
+    def __init__(self, url: str, name: str, token: str | None, counters: Counter[str]) -> None:
+        self._url = url
+        self._name = name
+        self._token = token
+        self._counters = counters
+        self._ready = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._listeners: list[Callable[[], None]] = []
+        self._closing = False
+        self.client = Client()
+        self.jetstream: JetStreamContext = self.client.jetstream(timeout=ATTEMPT_S)
+        self.generation = 0
+        """Grows with every connect: what was on its way on an older one may be lost."""
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        url: str,
+        *,
+        name: str,
+        token: str | None,
+        prepare: Callable[["Connection"], Awaitable[None]],
+        timeout_s: float,
+        counters: Counter[str],
+    ) -> AsyncIterator["Connection"]:
+        """Connects and runs `prepare`, now and after every reconnect, before anyone is told that the connection is ready.
+
+        Raises Unavailable when there is no server within `timeout_s`, SettingsError when it refuses the token.
+        """
+        connection = cls(url, name, token, counters)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await connection._connect(first=True)
+                await connection._prepare_first(prepare)
+        except TimeoutError as error:
+            await connection._close()
+            raise Unavailable(
+                f"no nats-server at {url} within {timeout_s:g} s; is it running, is the address right?"
+            ) from error
+        except BaseException:
+            await connection._close()
+            raise
+        connection._become_ready()
+        supervisor = asyncio.ensure_future(connection._supervise(prepare))
+        try:
+            yield connection
+        finally:
+            await cancel_all([supervisor])
+            await connection._close()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready.is_set()
+
+    async def wait_ready(self) -> None:
+        await self._ready.wait()
+
+    @asynccontextmanager
+    async def listening(self, listener: Callable[[], None]) -> AsyncIterator[None]:
+        """Calls `listener` after every reconnect while the block runs."""
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
+
+    async def publish(self, subject: str, payload: bytes, headers: dict[str, str] | None, timeout_s: float) -> None:
+        """Publishes to a JetStream subject and waits until the server has stored it.
+
+        Sends again while the server is away or the stream is full. Raises Unavailable at the deadline, PermanentError when the
+        server refuses the message as such.
+        """
+        await self.retrying(lambda: self.jetstream.publish(subject, payload, ATTEMPT_S, headers=headers), subject, timeout_s)
+
+    async def request(self, subject: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """One request to JetStream's API, retried like `publish`; the answer as JSON."""
+
+        async def attempt() -> dict[str, Any]:
+            message = await self.client.request(subject, json.dumps(body).encode(), timeout=ATTEMPT_S)
+            answer: dict[str, Any] = json.loads(message.data)
+            if "error" in answer:
+                raise nats.js.errors.APIError.from_error(answer["error"])
+            return answer
+
+        return await self.retrying(attempt, subject, timeout_s)
+
+    async def retrying(self, attempt: Callable[[], Awaitable[Result]], what: str, timeout_s: float) -> Result:
+        """`attempt` until it passes, only while the connection is ready. Raises as `publish` does."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        backoff_s = _FIRST_BACKOFF_S
+        reason = f"no connection to {self._url}"
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self.wait_ready()
+                    return await attempt()
+            except RETRYABLE as error:
+                reason = str(error) or reason
+                self._counters["retries"] += 1
+            except nats.errors.Error as error:
+                raise PermanentError(f"{what}: refused by the stream's server: {error}") from error
+            if asyncio.get_running_loop().time() + backoff_s > deadline:
+                raise Unavailable(f"{what}: not done within {timeout_s:g} s: {reason}")
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    async def _connect(self, first: bool) -> None:
+        """A client that has connected. Tries for ever, except that the first time a wrong token ends it."""
+        client = Client()
+        refused = asyncio.get_running_loop().create_future()
+
+        async def on_error(error: Exception) -> None:
+            log.debug("nats error=%r", error)
+            if "authorization violation" in str(error).lower() and not refused.done():
+                refused.set_result(None)
+
+        async def on_lost() -> None:
+            self._ready.clear()
+            self._changed.set()
+            if not self._closing:
+                log.warning("the connection to nats is lost, waiting for it")
+
+        async def on_back() -> None:
+            self._changed.set()
+
+        connecting = asyncio.ensure_future(
+            client.connect(
+                self._url,
+                name=self._name,
+                token=self._token,
+                error_cb=on_error,
+                disconnected_cb=on_lost,
+                closed_cb=on_lost,
+                reconnected_cb=on_back,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=0.2,
+                connect_timeout=5,
+                ping_interval=20,
+                pending_size=64 << 20,
+            )
+        )
+        try:
+            await asyncio.wait([connecting, refused] if first else [connecting], return_when=asyncio.FIRST_COMPLETED)
+            if not connecting.done():
+                raise SettingsError(f"nats-server at {self._url} refuses the token: give the right --token-file")
+            connecting.result()
+        finally:
+            await cancel_all([connecting])
+        self.client = client
+        self.jetstream = client.jetstream(timeout=ATTEMPT_S)
+
+    async def _prepare_first(self, prepare: Callable[["Connection"], Awaitable[None]]) -> None:
+        while True:
+            try:
+                return await prepare(self)
+            except RETRYABLE as error:
+                log.info("nats is not usable yet, trying again: %s", error)
+            await asyncio.sleep(_MAX_BACKOFF_S / 4)
+
+    async def _supervise(self, prepare: Callable[["Connection"], Awaitable[None]]) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            try:
+                if self.client.is_closed:
+                    await self._connect(first=False)
+                if not self.client.is_connected:
+                    continue  # the library is at it and will tell
+                await prepare(self)
+            except Exception as error:  # noqa: BLE001 - whatever it is, giving up would leave the service deaf
+                log.warning("nats is not usable yet, trying again: %r", error)
+                await asyncio.sleep(_MAX_BACKOFF_S / 2)
+                self._changed.set()
+                continue
+            if self.client.is_connected:
+                self._become_ready()
+
+    def _become_ready(self) -> None:
+        self.generation += 1
+        self._ready.set()
+        if self.generation == 1:
+            return
+        self._counters["reconnects"] += 1
+        log.info("connected to nats again")
+        for listener in tuple(self._listeners):
+            listener()
+
+    async def _close(self) -> None:
+        self._closing = True
+        self._ready.clear()
+        try:
+            async with asyncio.timeout(ATTEMPT_S):
+                if self.client.is_connected:
+                    await self.client.flush()
+                await self.client.close()
+        except (nats.errors.Error, *RETRYABLE) as error:
+            log.debug("closing nats: %r", error)

@@ -1,0 +1,170 @@
+"""What a service does with its job's streams."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Final
+
+import nats.errors
+from google.protobuf.message import DecodeError
+from nats.aio.msg import Msg
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+
+from pipelinerl.v1 import metrics_pb2
+from pipelinerl_common.codec import EncodedPart, encode_group
+from pipelinerl_common.errors import Unavailable
+from pipelinerl_common.settings import StreamSettings
+from pipelinerl_common.stream.connection import RETRYABLE, Connection
+from pipelinerl_common.stream.journal import Journal
+from pipelinerl_common.stream.layout import HEADER_RESERVE_BYTES, Layout
+from pipelinerl_common.stream.pull import Arrivals, PullReader
+from pipelinerl_common.stream.samples import ReceivedGroup, SampleReader
+from pipelinerl_common.types import SampleGroup
+
+log = logging.getLogger(__name__)
+
+_MAX_PUBLISHING_MESSAGES: Final = 64
+_SET_ASIDE_S: Final = 30.0
+_METRICS_WAITING: Final = 4096
+_DETAIL_CHARACTERS: Final = 500
+
+
+@asynccontextmanager
+async def connect(
+    url: str, job: str, settings: StreamSettings, *, name: str, token: str | None = None, timeout_s: float = 60.0
+) -> AsyncIterator["Stream"]:
+    """The streams of `job` on the server at `url`, created or updated to `settings`. `name` shows in the server's reports.
+
+    Afterwards the connection is kept for ever: whatever happens to the server, calls wait up to their own deadlines.
+    Raises Unavailable without a server within `timeout_s`; SettingsError for a wrong token or limits the server cannot give.
+    """
+    layout = Layout(job, settings)
+    counters: Counter[str] = Counter()
+
+    async def prepare(connection: Connection) -> None:
+        await layout.ensure(connection.jetstream)
+
+    opening = Connection.open(url, name=name, token=token, prepare=prepare, timeout_s=timeout_s, counters=counters)
+    async with opening as connection:
+        yield Stream(connection, layout, counters)
+
+
+class Stream:
+    """One service's end of its job's streams.
+
+    `counters` only grow: set_aside_<reason>, retries (publishes and requests sent again), redelivered, duplicates (groups
+    published twice), reconnects, metrics_dropped, metrics_malformed.
+    """
+
+    def __init__(self, connection: Connection, layout: Layout, counters: Counter[str]) -> None:
+        self._connection = connection
+        self._layout = layout
+        self.counters = counters
+        self._publishing = asyncio.Semaphore(_MAX_PUBLISHING_MESSAGES)
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """Largest payload of one message, headers put aside."""
+        return int(self._connection.client.max_payload) - HEADER_RESERVE_BYTES
+
+    async def publish_group(self, group: SampleGroup, timeout_s: float = 60.0) -> None:
+        """Returns when the server has stored every part. Many may be published at once.
+
+        Waits while the server is away or the stream is full. Raises Unavailable at the deadline (parts may be stored:
+        publishing the same group again is safe), PermanentError for a sample larger than the server takes.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        parts = encode_group(group, self.max_payload_bytes)
+        await asyncio.gather(*(self._publish_part(part, deadline) for part in parts))
+
+    async def _publish_part(self, part: EncodedPart, deadline: float) -> None:
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._publishing.acquire()
+        except TimeoutError as error:
+            raise Unavailable(f"{part.message_id}: earlier publishes wait for the stream's server") from error
+        try:
+            left_s = deadline - asyncio.get_running_loop().time()
+            headers = {"Nats-Msg-Id": part.message_id}
+            await self._connection.publish(self._layout.subject("samples"), part.payload, headers, left_s)
+        finally:
+            self._publishing.release()
+
+    def samples(self, max_pending: int) -> AbstractAsyncContextManager[AsyncIterator[ReceivedGroup]]:
+        """Groups as they arrive, those first that an earlier reader has left unacknowledged.
+
+        At most `max_pending` are out and neither acknowledged nor put back. Malformed messages never show here: they are set
+        aside and counted. The iteration raises FatalError when another process starts to read the same job's samples.
+        """
+        if max_pending < 1:
+            raise ValueError(f"max_pending={max_pending} must be at least 1")
+        return SampleReader(self._connection, self._layout, max_pending, self._set_aside, self.counters).reading()
+
+    async def set_aside(self, received: ReceivedGroup, reason: str, detail: str = "") -> None:
+        """Moves a group to the dead-letter subject. `reason` is one word for counters. Raises Unavailable."""
+        for part in encode_group(received.group, self.max_payload_bytes):
+            await self._set_aside(part.payload, reason, detail)
+        await received.ack()
+
+    async def _set_aside(self, payload: bytes, reason: str, detail: str) -> None:
+        log.warning("set aside: reason=%s %s", reason, detail)
+        headers = {"Reason": reason, "Detail": detail[:_DETAIL_CHARACTERS].encode("ascii", "replace").decode()}
+        if len(payload) > self.max_payload_bytes:
+            headers["Truncated-From"] = str(len(payload))
+            payload = payload[: self.max_payload_bytes]
+        await self._connection.publish(self._layout.subject("dead"), payload, headers, _SET_ASIDE_S)
+        self.counters[f"set_aside_{reason}"] += 1
+
+    async def num_waiting(self, timeout_s: float = 10.0) -> int:
+        """Messages on the sample stream that are not acknowledged yet. Raises Unavailable."""
+        answer = await self._connection.request(f"$JS.API.STREAM.INFO.{self._layout.stream('samples')}", {}, timeout_s)
+        return int(answer["state"]["messages"])
+
+    async def journal(self) -> Journal:
+        """The job's journal; it has one writer."""
+        return Journal(self._connection, self._layout)
+
+    async def publish_metrics(self, record: metrics_pb2.MetricsRecord) -> None:
+        """Best effort: never raises, never waits for the server; counts what it drops as metrics_dropped."""
+        try:
+            if not self._connection.is_ready:
+                raise Unavailable("no connection")
+            await self._connection.client.publish(self._layout.subject("metrics"), record.SerializeToString())
+        except (Unavailable, nats.errors.Error, *RETRYABLE) as error:
+            self.counters["metrics_dropped"] += 1
+            log.debug("metrics dropped: %r", error)
+
+    @asynccontextmanager
+    async def metrics(self) -> AsyncIterator[AsyncIterator[metrics_pb2.MetricsRecord]]:
+        """All records that the stream still has, in order, then new ones as they come."""
+        arrivals: Arrivals[metrics_pb2.MetricsRecord] = Arrivals()
+        stream = self._layout.stream("metrics")
+        next_sequence = 1
+
+        async def make_consumer() -> str:
+            config = ConsumerConfig(
+                ack_policy=AckPolicy.NONE,
+                deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+                opt_start_seq=next_sequence,
+                inactive_threshold=60.0,
+                mem_storage=True,
+            )
+            return str((await self._connection.jetstream.add_consumer(stream, config)).name)
+
+        async def capacity() -> int:
+            return await arrivals.wait_room(_METRICS_WAITING)
+
+        async def handle(messages: list[Msg]) -> None:
+            nonlocal next_sequence
+            for message in messages:
+                next_sequence = message.metadata.sequence.stream + 1
+                try:
+                    arrivals.put(metrics_pb2.MetricsRecord.FromString(message.data))
+                except DecodeError:
+                    self.counters["metrics_malformed"] += 1
+
+        reader = PullReader(self._connection, stream, make_consumer=make_consumer, capacity=capacity, handle=handle)
+        async with arrivals.filled_by(reader.run()) as records:
+            yield records

@@ -1,0 +1,131 @@
+"""What a job has on JetStream: its streams and subjects, and how they are configured."""
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+import nats.js.errors
+from nats.js import JetStreamContext
+from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
+
+from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.settings import StreamSettings
+
+HEADER_RESERVE_BYTES: Final = 4096
+"""Of the server's payload limit, which counts headers too."""
+
+CONSUMER: Final = "preprocessor"
+DAY_S: Final = 86_400.0
+
+_DEDUPLICATION_S: Final = 300.0
+_MAX_UNACKED_MESSAGES: Final = 100_000
+_SIDE_STREAM_BYTES: Final = 256 << 20
+_KEY: Final = re.compile(r"^[-/_=.a-zA-Z0-9]+$")
+
+_NAME_IN_USE: Final = 10058
+_UNREPAIRABLE: Final = {
+    10074: "stream.replicas={settings.replicas}: {error.description}; set it to 1 for a single server",
+    10047: "stream.maxBytes={settings.max_bytes}: {error.description}; lower it or give the server more disk",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of one job's streams. Job names are lower-case letters, digits and '-'.
+
+    Example: job "maths" has the streams maths_samples (subject maths.samples), maths_dead (maths.dead), maths_metrics
+    (maths.metrics) and the key-value bucket maths_journal.
+    """
+
+    job: str
+    settings: StreamSettings
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", self.job):
+            raise SettingsError(f"metadata.name={self.job!r}: use lower-case letters, digits and '-' only")
+
+    def stream(self, kind: str) -> str:
+        """Stream name of "samples", "dead" or "metrics"."""
+        return f"{self.job}_{kind}"
+
+    def subject(self, kind: str) -> str:
+        return f"{self.job}.{kind}"
+
+    @property
+    def journal_stream(self) -> str:
+        return f"KV_{self.job}_journal"
+
+    def journal_subject(self, key: str) -> str:
+        """Raises ValueError for a key that NATS cannot hold."""
+        if not _KEY.match(key) or key.startswith(".") or key.endswith(".") or ".." in key:
+            raise ValueError(f"journal key {key!r}: use letters, digits and - / _ = . (not at the ends, not doubled)")
+        return f"$KV.{self.job}_journal.{key}"
+
+    def journal_key(self, subject: str) -> str:
+        return subject.removeprefix(f"$KV.{self.job}_journal.")
+
+    def stream_configs(self) -> tuple[StreamConfig, ...]:
+        replicas = self.settings.replicas
+        common = {"storage": StorageType.FILE, "num_replicas": replicas}
+        return (
+            StreamConfig(
+                name=self.stream("samples"),
+                subjects=[self.subject("samples")],
+                retention=RetentionPolicy.WORK_QUEUE,
+                discard=DiscardPolicy.NEW,
+                max_bytes=self.settings.max_bytes,
+                max_age=self.settings.max_age_seconds,
+                duplicate_window=min(_DEDUPLICATION_S, self.settings.max_age_seconds),
+                **common,
+            ),
+            StreamConfig(
+                name=self.stream("dead"),
+                subjects=[self.subject("dead")],
+                max_bytes=_SIDE_STREAM_BYTES,
+                max_age=7 * DAY_S,
+                **common,
+            ),
+            StreamConfig(
+                name=self.stream("metrics"),
+                subjects=[self.subject("metrics")],
+                max_bytes=_SIDE_STREAM_BYTES,
+                max_age=7 * DAY_S,
+                **common,
+            ),
+            StreamConfig(  # as the nats command line makes key-value buckets, so that `nats kv` reads it
+                name=self.journal_stream,
+                subjects=[f"$KV.{self.job}_journal.>"],
+                max_msgs_per_subject=1,
+                allow_rollup_hdrs=True,
+                allow_direct=True,
+                discard=DiscardPolicy.NEW,
+                max_bytes=_SIDE_STREAM_BYTES,
+                **common,
+            ),
+        )
+
+    async def ensure(self, jetstream: JetStreamContext) -> None:
+        """Creates what is missing and updates what differs. Raises SettingsError when the server cannot have it so."""
+        for config in self.stream_configs():
+            try:
+                try:
+                    await jetstream.add_stream(config)
+                except nats.js.errors.BadRequestError as error:
+                    if error.err_code != _NAME_IN_USE:
+                        raise
+                    await jetstream.update_stream(config)
+            except nats.js.errors.APIError as error:
+                template = _UNREPAIRABLE.get(error.err_code or 0)
+                if template is None:
+                    raise
+                raise SettingsError(template.format(settings=self.settings, error=error)) from error
+
+    def sample_consumer(self) -> ConsumerConfig:
+        """The one durable consumer of the sample stream.
+
+        A message is redelivered when the reader starts anew, never by time: the reader bounds how much it holds, and an
+        optimizer step may take arbitrarily long.
+        """
+        return ConsumerConfig(
+            durable_name=CONSUMER, ack_policy=AckPolicy.EXPLICIT, ack_wait=7 * DAY_S, max_ack_pending=_MAX_UNACKED_MESSAGES
+        )
