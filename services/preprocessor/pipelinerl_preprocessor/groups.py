@@ -1,6 +1,6 @@
-"""What the ledger knows of one group, and of itself."""
+"""What the ledger knows of one group, of all outstanding ones, and of itself."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -49,8 +49,6 @@ class Group:
     expires_at: float = 0.0
     started_version: int = -1
     """Version that the generator served when the group was started; -1 while unknown."""
-    arrived_attempt: int = -1
-    """Attempt whose result counts."""
     first_versions: tuple[int, ...] = ()
     last_versions: tuple[int, ...] = ()
 
@@ -60,7 +58,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class GroupLease:
     """What an actor is granted."""
 
     lease_id: str
@@ -98,3 +96,57 @@ class LedgerState:
     restore_id: str = ""
     rewound: bool = False
     """What the last restore answered."""
+
+    def next_prompt(self) -> int:
+        """Takes the next prompt: an open one first, otherwise the cursor moves on."""
+        if self.open_prompts:
+            return self.open_prompts.pop(0)
+        self.next_prompt_index += 1
+        return self.next_prompt_index - 1
+
+    def catch_up(self, groups: Iterable[Group]) -> None:
+        """Groups are journalled before this record, so a crash in between leaves groups beyond the cursor, and gaps where a
+        lease was never granted: both are mended."""
+        outstanding = list(groups)
+        recorded = {group.prompt_index for group in outstanding}
+        cursor = max([self.next_prompt_index, *(prompt + 1 for prompt in recorded)])
+        gaps = [prompt for prompt in range(self.next_prompt_index, cursor) if prompt not in recorded]
+        self.open_prompts = [prompt for prompt in self.open_prompts if prompt not in recorded] + gaps
+        self.next_prompt_index = cursor
+        self.next_sequence = max([self.next_sequence, *(group.sequence + 1 for group in outstanding)])
+
+
+class GroupTable:
+    """The outstanding groups, in dispatch order, and by state in the order in which they came into it."""
+
+    def __init__(self) -> None:
+        self._groups: dict[GroupId, Group] = {}
+        self._by_state: dict[GroupState, dict[GroupId, None]] = {state: {} for state in GroupState}
+
+    def add(self, group: Group) -> None:
+        self._groups[group.group_id] = group
+        self._by_state[group.state][group.group_id] = None
+
+    def move(self, group: Group, state: GroupState) -> None:
+        del self._by_state[group.state][group.group_id]
+        group.state = state
+        self._by_state[state][group.group_id] = None
+
+    def remove(self, group: Group) -> None:
+        del self._groups[group.group_id]
+        del self._by_state[group.state][group.group_id]
+
+    def get(self, group_id: str) -> Group | None:
+        return self._groups.get(GroupId(group_id))
+
+    def within(self, state: GroupState) -> list[Group]:
+        return [self._groups[group_id] for group_id in self._by_state[state]]
+
+    def count(self, state: GroupState) -> int:
+        return len(self._by_state[state])
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups.values())
+
+    def __len__(self) -> int:
+        return len(self._groups)

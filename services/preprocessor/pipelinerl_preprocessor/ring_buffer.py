@@ -1,13 +1,8 @@
 """The finished groups that wait for training: bounded, the oldest gives way."""
 
-from collections.abc import Iterator
-from typing import Generic, TypeVar
 
-T = TypeVar("T")
-
-
-class RingBuffer(Generic[T]):
-    """Groups by id, in the order in which they finished, each with the time at which it came.
+class RingBuffer:
+    """Ids of waiting groups in the order in which they finished, each with the time at which it came.
 
     Example with room for two: add a, b, c; `add` of c returns a, which is no longer inside.
     """
@@ -16,35 +11,26 @@ class RingBuffer(Generic[T]):
         if max_groups < 1:
             raise ValueError(f"max_groups={max_groups} must be at least 1")
         self.max_groups = max_groups
-        self._waiting: dict[str, tuple[float, T]] = {}
+        self._waiting: dict[str, float] = {}
 
-    def add(self, group_id: str, group: T, now: float) -> T | None:
+    def add(self, group_id: str, now: float) -> str | None:
         """Returns the oldest group when it had to give way; the caller counts it and gives its slot back."""
-        self._waiting[group_id] = (now, group)
+        self._waiting[group_id] = now
         if len(self._waiting) <= self.max_groups:
             return None
-        return self._waiting.pop(next(iter(self._waiting)))[1]
+        oldest = next(iter(self._waiting))
+        del self._waiting[oldest]
+        return oldest
 
-    def pop(self, group_id: str) -> T | None:
-        entry = self._waiting.pop(group_id, None)
-        return None if entry is None else entry[1]
-
-    def get(self, group_id: str) -> T | None:
-        entry = self._waiting.get(group_id)
-        return None if entry is None else entry[1]
+    def discard(self, group_id: str) -> None:
+        self._waiting.pop(group_id, None)
 
     def oldest_age(self, now: float) -> float:
         """Seconds that the oldest group has waited; 0 when none waits."""
-        return now - next(iter(self._waiting.values()))[0] if self._waiting else 0.0
-
-    def clear(self) -> list[T]:
-        """Empties the buffer and returns what was in it."""
-        groups = [group for _, group in self._waiting.values()]
-        self._waiting.clear()
-        return groups
+        return now - next(iter(self._waiting.values())) if self._waiting else 0.0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._waiting)
+    def __contains__(self, group_id: object) -> bool:
+        return group_id in self._waiting

@@ -1,0 +1,117 @@
+"""The Admission service: grants leases of groups to actors. Contract in admission.proto."""
+
+import asyncio
+import logging
+import math
+from typing import Any
+
+from pipelinerl.v1 import admission_pb2 as pb
+from pipelinerl_common.errors import PermanentError, Unavailable
+from pipelinerl_preprocessor.drops import DropReason
+from pipelinerl_preprocessor.groups import GroupLease
+from pipelinerl_preprocessor.live import LiveLedger
+
+log = logging.getLogger(__name__)
+
+MAX_WAIT_S = 30.0
+MAX_GROUPS_PER_CALL = 4096
+
+
+class Admission:
+    """Every lease is durable in the journal before it is answered."""
+
+    def __init__(self, live: LiveLedger, group_size: int) -> None:
+        self._live = live
+        self._group_size = group_size
+
+    async def Lease(self, request: pb.LeaseRequest, context: Any) -> pb.LeaseResponse:
+        """Waits for the policy, for a lease to cancel, for the end of the run, or for `wait_s`, whichever comes first."""
+        del context
+        _check_actor(request.actor_id, request.session_id)
+        _check_range("max_groups", request.max_groups, MAX_GROUPS_PER_CALL)
+        _check_range("wait_s", request.wait_s, MAX_WAIT_S)
+        live, ledger = self._live, self._live.ledger
+        ledger.check_restored()
+        await live.given_up(ledger.heard_of(request.actor_id, request.session_id, live.now()), DropReason.EXPIRED)
+        give_up_at = live.now() + (request.wait_s if request.max_groups else 0.0)
+        while True:
+            cancelled, leases = self._decide(request)
+            left_s = give_up_at - live.now()
+            if leases or cancelled or left_s <= 0 or ledger.state.done:
+                break
+            # Woken in between to renew the leases of an actor that is visibly there.
+            await live.admission_bell.wait(min(left_s, ledger.lease_s / 3))
+        if leases:
+            await self._make_durable(leases)
+        return pb.LeaseResponse(
+            leases=[self._lease(lease) for lease in leases],
+            cancelled_lease_ids=cancelled,
+            served_version=ledger.state.served_version if ledger.state.publishing else -1,
+            state=pb.RUN_STATE_DONE if ledger.state.done else pb.RUN_STATE_RUNNING,
+        )
+
+    async def Report(self, request: pb.ReportRequest, context: Any) -> pb.ReportResponse:
+        """Events of leases that have ended already change nothing but the count of wasted tokens."""
+        del context
+        self._live.ledger.check_restored()
+        if not request.actor_id:
+            raise PermanentError("actor_id is empty: give the actor's name")
+        for event in request.events:
+            await self._report(request.actor_id, event)
+        return pb.ReportResponse()
+
+    def _decide(self, request: pb.LeaseRequest) -> tuple[list[str], list[GroupLease]]:
+        """(leases to cancel, new leases). A session that was replaced while it waited gets nothing."""
+        live, ledger = self._live, self._live.ledger
+        if not ledger.sessions.is_current(request.actor_id, request.session_id):
+            return list(request.running_lease_ids), []
+        cancelled = ledger.renew(request.actor_id, request.running_lease_ids, live.now())
+        return cancelled, ledger.grant(request.actor_id, request.session_id, request.max_groups, live.now())
+
+    async def _make_durable(self, leases: list[GroupLease]) -> None:
+        try:
+            await self._live.journal.sync()
+        except (asyncio.CancelledError, Unavailable):  # the actor will never hear of them
+            self._live.ledger.revoke(leases)
+            raise
+
+    def _lease(self, lease: GroupLease) -> pb.GroupLease:
+        return pb.GroupLease(
+            lease_id=lease.lease_id,
+            group_id=lease.group_id,
+            attempt=lease.attempt,
+            prompt_index=lease.prompt_index,
+            group_size=self._group_size,
+            expires_in_s=self._live.ledger.lease_s,
+        )
+
+    async def _report(self, actor_id: str, event: pb.GroupEvent) -> None:
+        live, ledger = self._live, self._live.ledger
+        group = ledger.held(actor_id, event.lease_id)
+        if event.outcome == pb.GROUP_OUTCOME_STARTED:
+            if 0 <= event.served_version <= ledger.state.num_committed + 1:
+                ledger.started(actor_id, event.lease_id, event.served_version)
+        elif event.outcome == pb.GROUP_OUTCOME_FAILED:
+            if group is not None:
+                log.warning("lease=%s failed reason=%s %s", event.lease_id, event.reason, event.detail)
+                await live.drop(group.group_id, event.reason or DropReason.FAILED, event.tokens_wasted)
+        elif event.outcome == pb.GROUP_OUTCOME_HANDED_BACK:
+            given_up = ledger.hand_back(actor_id, event.lease_id)
+            live.counters.wasted("handed_back", event.tokens_wasted)
+            await live.given_up(given_up, DropReason.EXPIRED)
+            live.changed()
+        elif event.outcome == pb.GROUP_OUTCOME_CANCELLED:
+            live.counters.wasted(DropReason.CANCELLED, event.tokens_wasted)
+        else:
+            raise PermanentError(f"outcome={event.outcome} of lease {event.lease_id!r} is not one of GroupOutcome")
+
+
+def _check_actor(actor_id: str, session_id: str) -> None:
+    for name, value in (("actor_id", actor_id), ("session_id", session_id)):
+        if not value or len(value) > 256:
+            raise PermanentError(f"{name}={value[:40]!r} must have 1 to 256 characters")
+
+
+def _check_range(name: str, value: float, most: float) -> None:
+    if not (math.isfinite(value) and 0 <= value <= most):
+        raise PermanentError(f"{name}={value} must be between 0 and {most:g}")

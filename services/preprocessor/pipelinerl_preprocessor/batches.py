@@ -1,0 +1,185 @@
+"""The Batches service: hands the trainer its steps. Contract in batches.proto."""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from pipelinerl.v1 import batches_pb2 as pb
+from pipelinerl_common.codec import micro_batch_to_proto, plan_to_proto
+from pipelinerl_common.errors import PermanentError, Refused
+from pipelinerl_preprocessor.admission import MAX_WAIT_S
+from pipelinerl_preprocessor.batch import Batch, Layout, assemble
+from pipelinerl_preprocessor.drops import DropReason
+from pipelinerl_preprocessor.groups import Group, Snapshot
+from pipelinerl_preprocessor.live import LiveLedger
+from pipelinerl_preprocessor.trained import TrainedLog
+
+log = logging.getLogger(__name__)
+
+MAX_RANKS = 65536
+SNAPSHOT_SCHEMA = 1
+
+
+class Batches:
+    """One batch at a time, kept until its commit. Whatever changes the step holds `_lock`."""
+
+    def __init__(self, live: LiveLedger, layout: Layout, trained: TrainedLog) -> None:
+        self._live = live
+        self._layout = layout
+        self._trained = trained
+        self._lock = asyncio.Lock()
+        self._batch: tuple[Layout, Batch] | None = None
+        self._unacknowledged: list[str] = []
+
+    async def PullStep(self, request: pb.PullStepRequest, context: Any) -> AsyncIterator[pb.PullStepResponse]:
+        del context
+        _check_pull(request)
+        live = self._live
+        give_up_at = live.now() + request.wait_s
+        while True:
+            if live.ledger.state.done:
+                yield pb.PullStepResponse(end=pb.EndOfRun())
+                return
+            pulled = await self._pull(request.step, replace(self._layout, num_ranks=request.num_ranks))
+            if isinstance(pulled, Batch):
+                break
+            if not await live.batch_bell.wait(give_up_at - live.now()):
+                yield pb.PullStepResponse(wait=pb.Wait(reason=pulled))
+                return
+        yield pb.PullStepResponse(plan=plan_to_proto(pulled.plan))
+        for row in pulled.rows[request.rank]:
+            yield pb.PullStepResponse(micro_batch=micro_batch_to_proto(row))
+
+    async def CommitStep(self, request: pb.CommitStepRequest, context: Any) -> pb.CommitStepResponse:
+        """Acknowledges only when the commit is durable; a repeated call finishes what an earlier one could not."""
+        del context
+        live, ledger = self._live, self._live.ledger
+        async with self._lock:
+            trained = ledger.commit(request.step, request.group_ids, last=request.last)
+            if trained:
+                self._log_trained(request.step, trained)
+                self._batch = None
+                self._unacknowledged.extend(group.group_id for group in trained)
+                live.counters.groups_trained += len(trained)
+                await live.return_untrained()
+            await live.journal.sync()
+            acknowledged, self._unacknowledged = self._unacknowledged, []
+            await live.release(acknowledged)
+        live.changed(leases_ended=request.last)
+        return pb.CommitStepResponse()
+
+    async def MarkPublished(self, request: pb.MarkPublishedRequest, context: Any) -> pb.MarkPublishedResponse:
+        del context
+        live = self._live
+        cancelled = live.ledger.publish(request.policy_version)
+        await live.given_up(cancelled, DropReason.CANCELLED)
+        await live.journal.sync()
+        live.changed(leases_ended=True)
+        return pb.MarkPublishedResponse()
+
+    async def GetSnapshot(self, request: pb.GetSnapshotRequest, context: Any) -> pb.GetSnapshotResponse:
+        del context
+        snapshot = self._live.ledger.snapshot()
+        if request.step != snapshot.num_committed_steps:
+            raise Refused(f"GetSnapshot: {snapshot.num_committed_steps} steps are committed, not {request.step}")
+        return pb.GetSnapshotResponse(
+            snapshot=pb.LedgerSnapshot(
+                schema_version=SNAPSHOT_SCHEMA,
+                num_committed_steps=snapshot.num_committed_steps,
+                next_prompt_index=snapshot.next_prompt_index,
+                open_prompt_indices=snapshot.open_prompt_indices,
+                incarnation=snapshot.incarnation,
+            )
+        )
+
+    async def Restore(self, request: pb.RestoreRequest, context: Any) -> pb.RestoreResponse:
+        del context
+        live, ledger = self._live, self._live.ledger
+        snapshot = _snapshot_of(request.snapshot) if request.HasField("snapshot") else None
+        async with self._lock:
+            void = ledger.restore(request.restore_id, request.num_committed_steps, snapshot)
+            rewound = ledger.state.rewound
+            if not ledger.batch:
+                self._batch = None
+            ended = [group_id for group_id in live.received if ledger.groups.get(group_id) is None]
+            await live.given_up(ended, DropReason.ROLLBACK)
+            if rewound:
+                self._trained.rewind(ledger.state.num_committed)
+            await live.journal.sync()
+        log.info(
+            "restored step=%d incarnation=%d rewound=%s void=%d",
+            request.num_committed_steps,
+            ledger.state.incarnation,
+            rewound,
+            len(void),
+        )
+        live.changed(leases_ended=True)
+        return pb.RestoreResponse(rewound=rewound)
+
+    async def _pull(self, step: int, layout: Layout) -> Batch | str:
+        """The batch of `step`, or why it must be waited for. Raises Unavailable and Refused."""
+        async with self._lock:
+            ledger = self._live.ledger
+            ledger.check_restored()
+            current = ledger.state.num_committed
+            if step == current + 1:
+                return f"step {current} is not committed yet"
+            if step != current:
+                raise Refused(f"PullStep: step {step} is neither the current one, {current}, nor the next")
+            if self._batch is None or self._batch[0] != layout:
+                if not ledger.batch:
+                    take = ledger.take()
+                    await self._live.given_up(take.dropped, DropReason.STALE)
+                    if not take.groups:
+                        return take.wait_reason
+                self._batch = (layout, await self._assemble(step, layout))
+            return self._batch[1]
+
+    async def _assemble(self, step: int, layout: Layout) -> Batch:
+        """In a thread, so that leases are answered meanwhile."""
+        live = self._live
+        groups = [live.prepared[group_id] for group_id in live.ledger.batch]
+        for group in groups:
+            live.waiting.discard(group.group_id)
+        publish_after = live.ledger.policy.publishes_after(step)
+        metrics = {**live.gauges(), **live.counters.values()}
+        batch = await asyncio.to_thread(assemble, step, groups, layout, publish_after=publish_after, metrics=metrics)
+        log.info(
+            "step=%d groups=%d sequences=%d tokens=%d micro_batches=%d fill=%.3f",
+            step, len(groups), batch.plan.num_sequences, batch.plan.num_trained_tokens, batch.plan.num_micro_batches,
+            batch.plan.metrics["packing_fill"],
+        )  # fmt: skip
+        return batch
+
+    def _log_trained(self, step: int, trained: list[Group]) -> None:
+        """Before the journal has the commit: a line that a crash leaves too many is cut at the next start."""
+        try:
+            self._trained.append(step, self._live.ledger.state.incarnation, trained)
+        except OSError as error:
+            log.error("step=%d could not be noted in %s: %s", step, self._trained.path, error)
+
+
+def _check_pull(request: pb.PullStepRequest) -> None:
+    if not 1 <= request.num_ranks <= MAX_RANKS:
+        raise PermanentError(f"num_ranks={request.num_ranks} must be between 1 and {MAX_RANKS}")
+    if request.rank >= request.num_ranks:
+        raise PermanentError(f"rank={request.rank} must be below num_ranks={request.num_ranks}")
+    if request.step < 0:
+        raise PermanentError(f"step={request.step} must not be negative")
+    if not (math.isfinite(request.wait_s) and 0 <= request.wait_s <= MAX_WAIT_S):
+        raise PermanentError(f"wait_s={request.wait_s} must be between 0 and {MAX_WAIT_S:g}")
+
+
+def _snapshot_of(message: pb.LedgerSnapshot) -> Snapshot:
+    if message.schema_version != SNAPSHOT_SCHEMA:
+        raise PermanentError(f"snapshot.schema_version={message.schema_version}: this release reads {SNAPSHOT_SCHEMA}")
+    open_prompts = tuple(message.open_prompt_indices)
+    if message.num_committed_steps < 0 or any(prompt >= message.next_prompt_index for prompt in open_prompts):
+        raise PermanentError(
+            f"snapshot of step {message.num_committed_steps}: open prompts {open_prompts[:8]} must lie before "
+            f"next_prompt_index={message.next_prompt_index}"
+        )
+    return Snapshot(message.num_committed_steps, message.next_prompt_index, open_prompts, message.incarnation)

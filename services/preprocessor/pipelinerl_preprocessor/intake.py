@@ -1,0 +1,80 @@
+"""From the sample stream to groups that wait for training."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+from pipelinerl_common.errors import PermanentError, TemporaryError
+from pipelinerl_common.stream import ReceivedGroup
+from pipelinerl_preprocessor.drops import DropReason
+from pipelinerl_preprocessor.groups import Group
+from pipelinerl_preprocessor.ledger import Arrival
+from pipelinerl_preprocessor.live import LiveLedger
+from pipelinerl_preprocessor.preparation import Preparation, PreparedGroup
+from pipelinerl_preprocessor.reference import Reference
+
+log = logging.getLogger(__name__)
+
+
+class Intake:
+    """Checks what arrives and makes it ready.
+
+    With a reference, groups are scored concurrently, and the stream is read no faster than that.
+    """
+
+    def __init__(self, live: LiveLedger, preparation: Preparation, reference: Reference | None) -> None:
+        self._live = live
+        self._preparation = preparation
+        self._reference = reference
+        self._scoring = asyncio.Semaphore(reference.max_concurrent if reference else 1)
+
+    async def run(self, groups: AsyncIterator[ReceivedGroup]) -> None:
+        """Consumes `groups`, produces ready groups; waits for messages and for room at the reference."""
+        async with asyncio.TaskGroup() as scoring:
+            async for received in groups:
+                await self._handle(received, scoring)
+
+    async def _handle(self, received: ReceivedGroup, scoring: asyncio.TaskGroup) -> None:
+        live, group = self._live, received.group
+        live.counters.tokens_received += group.num_sampled
+        arrival = live.ledger.arrive(group.group_id)
+        leased = live.ledger.groups.get(group.group_id)
+        if arrival is not Arrival.ACCEPTED or leased is None:
+            await self._turn_away(received, arrival)
+            return
+        live.received[group.group_id] = received
+        prepared = self._checked(received, leased)
+        if isinstance(prepared, DropReason):
+            await live.drop(group.group_id, prepared)
+        elif self._reference is None:
+            await live.finish(prepared)
+        else:
+            await self._scoring.acquire()
+            scoring.create_task(self._score(self._reference, prepared))
+
+    async def _turn_away(self, received: ReceivedGroup, arrival: Arrival) -> None:
+        group = received.group
+        if arrival is not Arrival.TRAINED:
+            log.info("dropped group=%s attempt=%d reason=%s", group.group_id, group.attempt, arrival.value)
+            self._live.counters.dropped(arrival.value, group.num_sampled)
+        await received.ack()
+
+    def _checked(self, received: ReceivedGroup, leased: Group) -> PreparedGroup | DropReason:
+        newest_version = self._live.ledger.state.num_committed + 1
+        fault = self._preparation.fault(received.group, leased.prompt_index, newest_version)
+        prepared = fault or self._preparation.prepare(received.group)
+        if isinstance(prepared, PreparedGroup):
+            self._live.counters.sequences_masked += prepared.num_masked
+            self._live.counters.sequences_overlong += prepared.num_overlong
+        return prepared
+
+    async def _score(self, reference: Reference, prepared: PreparedGroup) -> None:
+        try:
+            scored = prepared.with_reference(await reference.score(prepared.sequences))
+        except (TemporaryError, PermanentError) as error:
+            log.warning("group=%s not scored by the reference: %s", prepared.group_id, error)
+            await self._live.drop(prepared.group_id, DropReason.REFERENCE)
+        else:
+            await self._live.finish(scored)
+        finally:
+            self._scoring.release()

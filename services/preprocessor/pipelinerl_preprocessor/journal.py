@@ -1,0 +1,141 @@
+"""Keeps the ledger's records durable in a key-value bucket.
+
+Keys       "ledger", and "group.<slot>" per outstanding group. Slots are used again, so the bucket never outgrows the largest
+           number of groups that were ever outstanding at once.
+Order      groups, then the ledger, then deletions. A crash between any two writes is mended by `Ledger.recover`: groups beyond
+           the cursor move it on; groups of the last commit or of an older incarnation are passed over.
+"""
+
+import asyncio
+import heapq
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+from pipelinerl_common.errors import FatalError, TemporaryError, Unavailable
+from pipelinerl_common.types import GroupId
+from pipelinerl_preprocessor.bell import Bell
+from pipelinerl_preprocessor.groups import Group
+from pipelinerl_preprocessor.ledger import Ledger
+from pipelinerl_preprocessor.records import decode_group, decode_ledger, encode_group, encode_ledger
+
+log = logging.getLogger(__name__)
+
+LEDGER_KEY = "ledger"
+GROUP_PREFIX = "group."
+_RETRY_S = 0.5
+_WRITES_AT_ONCE = 64
+
+Write: TypeAlias = tuple[str, bytes | None]
+"""Key and value; None deletes."""
+
+
+class Bucket(Protocol):
+    """What is needed of `pipelinerl_common.stream.Journal`."""
+
+    async def put(self, key: str, value: bytes) -> None: ...
+    async def delete(self, key: str) -> None: ...
+    async def entries(self) -> dict[str, bytes]: ...
+
+
+class JournalWriter:
+    """Writes what the ledger says has changed, one write at a time, many changes in each."""
+
+    def __init__(self, bucket: Bucket, ledger: Ledger) -> None:
+        self._bucket = bucket
+        self._ledger = ledger
+        self._changed: set[GroupId | None] = set()
+        self._num_marked = 0
+        self._num_written = 0
+        self._marked, self._written = Bell(), Bell()
+        self._slots: dict[GroupId, int] = {}
+        self._free_slots: list[int] = []
+        self._next_slot = itertools.count()
+        ledger.on_change = self._mark
+
+    async def recover(self, now: float) -> None:
+        """Brings the ledger to where the journal says it was; a bucket without a ledger record leaves it unrestored."""
+        entries = await self._bucket.entries()
+        groups: list[Group] = []
+        for key in sorted((key for key in entries if key.startswith(GROUP_PREFIX)), key=_slot_of):
+            group = decode_group(key, entries[key])
+            groups.append(group)
+            self._slots[group.group_id] = _slot_of(key)
+        used = set(self._slots.values())
+        self._next_slot = itertools.count(max(used, default=-1) + 1)
+        self._free_slots = sorted(set(range(max(used, default=0))) - used)
+        if LEDGER_KEY in entries:
+            self._ledger.recover(decode_ledger(LEDGER_KEY, entries[LEDGER_KEY]), groups, now)
+        for group in groups:
+            if self._ledger.groups.get(group.group_id) is None:
+                self._mark(group.group_id)
+
+    async def run(self) -> None:
+        """Consumes marks, produces writes; waits for marks, is unblocked by `Ledger.on_change`. Never returns."""
+        while True:
+            if not self._changed:
+                await self._marked.wait(3600.0)
+                continue
+            changed, self._changed = self._changed, set()
+            marked = self._num_marked
+            await self._write(changed)
+            self._num_written = marked
+            self._written.ring()
+
+    async def sync(self, timeout_s: float = 10.0) -> None:
+        """Returns when everything that has changed until now is durable. Raises Unavailable at the deadline."""
+        loop = asyncio.get_running_loop()
+        target, deadline = self._num_marked, loop.time() + timeout_s
+        while self._num_written < target:
+            if not await self._written.wait(deadline - loop.time()) and self._num_written < target:
+                raise Unavailable(f"the journal could not be written within {timeout_s:g} s")
+
+    def _mark(self, group_id: GroupId | None) -> None:
+        self._changed.add(group_id)
+        self._num_marked += 1
+        self._marked.ring()
+
+    async def _write(self, changed: set[GroupId | None]) -> None:
+        """Encodes all of `changed` at this one moment, then writes."""
+        groups: list[Write] = []
+        ended: list[GroupId] = []
+        for group_id in changed:
+            group = None if group_id is None else self._ledger.groups.get(group_id)
+            if group is not None:
+                groups.append((f"{GROUP_PREFIX}{self._slot(group.group_id)}", encode_group(group)))
+            elif group_id in self._slots:
+                ended.append(group_id)
+        ledger: list[Write] = [(LEDGER_KEY, encode_ledger(self._ledger.state))] if self._ledger.restored else []
+        await self._apply(groups)
+        await self._apply(ledger)
+        await self._apply([(f"{GROUP_PREFIX}{self._slots[group_id]}", None) for group_id in ended])
+        for group_id in ended:
+            heapq.heappush(self._free_slots, self._slots.pop(group_id))
+
+    def _slot(self, group_id: GroupId) -> int:
+        if group_id not in self._slots:
+            self._slots[group_id] = heapq.heappop(self._free_slots) if self._free_slots else next(self._next_slot)
+        return self._slots[group_id]
+
+    async def _apply(self, writes: Sequence[Write]) -> None:
+        for start in range(0, len(writes), _WRITES_AT_ONCE):
+            async with asyncio.TaskGroup() as tasks:
+                for key, value in writes[start : start + _WRITES_AT_ONCE]:
+                    tasks.create_task(self._apply_one(key, value))
+
+    async def _apply_one(self, key: str, value: bytes | None) -> None:
+        """Tries until the store is there again; `sync` has the deadline."""
+        while True:
+            try:
+                return await (self._bucket.delete(key) if value is None else self._bucket.put(key, value))
+            except TemporaryError as error:
+                log.warning("journal key=%s not written, retrying: %s", key, error)
+                await asyncio.sleep(_RETRY_S)
+
+
+def _slot_of(key: str) -> int:
+    try:
+        return int(key.removeprefix(GROUP_PREFIX))
+    except ValueError as error:
+        raise FatalError(f"journal key {key!r} is not a group's slot: delete the job's journal bucket") from error

@@ -1,0 +1,107 @@
+"""The ledger at work: the same object for all services of this process, with its payloads, its journal and its clock.
+
+One event loop, so between two awaits nobody else changes anything.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from pipelinerl_common.stream import ReceivedGroup
+from pipelinerl_preprocessor.bell import Bell
+from pipelinerl_preprocessor.counters import Counters
+from pipelinerl_preprocessor.drops import DropReason
+from pipelinerl_preprocessor.groups import GroupState
+from pipelinerl_preprocessor.journal import JournalWriter
+from pipelinerl_preprocessor.ledger import Ledger
+from pipelinerl_preprocessor.preparation import PreparedGroup
+from pipelinerl_preprocessor.ring_buffer import RingBuffer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class LiveLedger:
+    """`received` holds what is not acknowledged yet, by group: arrived, ready and taken ones; `prepared` the latter two."""
+
+    ledger: Ledger
+    journal: JournalWriter
+    waiting: RingBuffer
+    counters: Counters = field(default_factory=Counters)
+    now: Callable[[], float] = time.monotonic
+    received: dict[str, ReceivedGroup] = field(default_factory=dict)
+    prepared: dict[str, PreparedGroup] = field(default_factory=dict)
+    admission_bell: Bell = field(default_factory=Bell)
+    """Rings when a lease may be granted or must be cancelled."""
+    batch_bell: Bell = field(default_factory=Bell)
+    """Rings when a batch may be formed."""
+
+    def changed(self, *, leases_ended: bool = False) -> None:
+        """Wakes whoever can go on now. Actors are only woken for something to do: there may be thousands."""
+        self.batch_bell.ring()
+        if leases_ended or self.ledger.may_grant():
+            self.admission_bell.ring()
+
+    async def finish(self, prepared: PreparedGroup) -> None:
+        """A group passed every check and waits to be taken."""
+        group = self.received[prepared.group_id].group
+        runs = [sample.version_runs for sample in group.samples if sample.version_runs]
+        firsts, lasts = [run[0].policy_version for run in runs], [run[-1].policy_version for run in runs]
+        if not self.ledger.ready(prepared.group_id, firsts, lasts):
+            await self.given_up([prepared.group_id], DropReason.ROLLBACK)
+            return
+        self.prepared[prepared.group_id] = prepared
+        await self.wait_for_training(prepared.group_id)
+
+    async def wait_for_training(self, group_id: str) -> None:
+        """Puts a ready group into the ring buffer; whoever gives way is dropped."""
+        overflown = self.waiting.add(group_id, self.now())
+        if overflown is not None:
+            await self.drop(overflown, DropReason.RING_BUFFER)
+        self.changed()
+
+    async def return_untrained(self) -> None:
+        """Groups of a batch that was not the one committed wait again."""
+        for group in self.ledger.groups.within(GroupState.READY):
+            if group.group_id not in self.waiting:
+                await self.wait_for_training(group.group_id)
+
+    async def drop(self, group_id: str, reason: str, num_wasted: int = 0) -> None:
+        """Ends an outstanding group untrained and gives its slot back."""
+        if self.ledger.drop(group_id):
+            await self.given_up([group_id], reason, num_wasted)
+
+    async def given_up(self, group_ids: Iterable[str], reason: str, num_wasted: int = 0) -> None:
+        """Groups have left the ledger untrained: counts them and lets go of their messages."""
+        ended = list(group_ids)
+        for group_id in ended:
+            received = self.received.get(group_id)
+            num_tokens = num_wasted if received is None else received.group.num_sampled
+            self.counters.dropped(reason, num_tokens)
+            log.info("dropped group=%s reason=%s tokens=%d", group_id, reason, num_tokens)
+        await self.release(ended)
+        if ended:
+            self.changed(leases_ended=True)
+
+    async def release(self, group_ids: Iterable[str]) -> None:
+        """Acknowledges the messages of groups that have ended and frees their memory."""
+        for group_id in group_ids:
+            self.prepared.pop(group_id, None)
+            self.waiting.discard(group_id)
+            received = self.received.pop(group_id, None)
+            if received is not None:
+                await received.ack()
+
+    def gauges(self) -> dict[str, float]:
+        """How full everything is."""
+        groups = self.ledger.groups
+        return {
+            "groups_running": float(groups.count(GroupState.LEASED)),
+            "groups_to_grant_again": float(groups.count(GroupState.WAITING)),
+            "groups_scoring": float(groups.count(GroupState.ARRIVED)),
+            "groups_ready": float(groups.count(GroupState.READY)),
+            "groups_in_batch": float(groups.count(GroupState.TAKEN)),
+            "oldest_ready_seconds": self.waiting.oldest_age(self.now()),
+            "served_version": float(self.ledger.state.served_version),
+        }

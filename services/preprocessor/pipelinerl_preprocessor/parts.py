@@ -1,0 +1,71 @@
+"""Makes the preprocessor's parts from the job's settings."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.service import Wiring
+from pipelinerl_common.settings import JobSpec
+from pipelinerl_common.stream import Stream
+from pipelinerl_preprocessor.advantage import estimator_of
+from pipelinerl_preprocessor.batch import Layout
+from pipelinerl_preprocessor.journal import JournalWriter
+from pipelinerl_preprocessor.ledger import Ledger
+from pipelinerl_preprocessor.live import LiveLedger
+from pipelinerl_preprocessor.reference import Reference
+from pipelinerl_preprocessor.ring_buffer import RingBuffer
+from pipelinerl_preprocessor.trained import TrainedLog
+from pipelinerl_staleness.policy import Policy
+from pipelinerl_staleness.registry import make_policy
+
+
+def policy_of(spec: JobSpec) -> Policy:
+    return make_policy(spec.staleness.parse(), spec.algorithm.groups_per_step)
+
+
+def ring_buffer_groups(spec: JobSpec, policy: Policy) -> int:
+    """Room of the ring buffer. Raises SettingsError when it is too small for a batch ever to form."""
+    wanted = spec.preprocessor.ring_buffer_groups
+    if wanted is None:
+        return policy.max_outstanding()
+    if wanted < policy.min_waiting():
+        raise SettingsError(
+            f"spec.preprocessor.ringBufferGroups={wanted} is too small: the staleness policy {spec.staleness.policy} with "
+            f"algorithm.groupsPerStep={spec.algorithm.groups_per_step} needs {policy.min_waiting()} waiting groups for a batch"
+        )
+    return wanted
+
+
+def layout_of(spec: JobSpec) -> Layout:
+    """The rows of a single rank."""
+    return Layout(
+        num_ranks=1,
+        row_tokens=spec.trainers.micro_batch_tokens,
+        temperature=spec.task.sampling.temperature,
+        reference=spec.reference is not None,
+        returns=estimator_of(spec.algorithm).with_returns,
+    )
+
+
+async def open_ledger(spec: JobSpec, stream: Stream, trained: TrainedLog) -> LiveLedger:
+    """The ledger as the journal has it, or one that waits for the trainer's Restore."""
+    policy = policy_of(spec)
+    settings = spec.preprocessor
+    ledger = Ledger(policy, lease_s=settings.lease_seconds, max_attempts=settings.max_group_attempts)
+    journal = JournalWriter(await stream.journal(), ledger)
+    live = LiveLedger(ledger, journal, RingBuffer(ring_buffer_groups(spec, policy)))
+    await journal.recover(live.now())
+    if ledger.restored:
+        trained.rewind(ledger.state.num_committed)
+    return live
+
+
+@asynccontextmanager
+async def open_reference(spec: JobSpec, wiring: Wiring) -> AsyncIterator[Reference | None]:
+    """None when the job has no reference model."""
+    if spec.reference is None:
+        yield None
+        return
+    temperature = spec.task.sampling.temperature
+    async with Reference.open(wiring.references, temperature=temperature, token=wiring.token) as reference:
+        yield reference
