@@ -89,6 +89,11 @@ class Coordinator:
         return self._state.waiting_for
 
     @property
+    def absent(self) -> dict[str, str]:
+        """Generators that do not answer, with the reason."""
+        return self._observer.errors()
+
+    @property
     def served_version(self) -> int:
         """Lowest version over the members; -1 before the first update or without members."""
         names = self._state.group.names if self._state.group else ()

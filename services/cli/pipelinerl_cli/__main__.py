@@ -1,0 +1,56 @@
+"""`pipelinerl`: one command, subcommands from a table. Only the chosen subcommand's module is imported."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipelinerl_common.errors import PipelineRLError, SettingsError
+
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+
+
+class Command(NamedTuple):
+    """One subcommand. `module` offers `add_arguments(parser)` and `run(args) -> int`, the exit status."""
+
+    summary: str
+    module: str
+
+
+COMMANDS: dict[str, Command] = {
+    "up": Command("run a job on this machine, or go on with it", "pipelinerl_cli.up.command"),
+    "report": Command("write report.html and summary.json of a run again", "pipelinerl_cli.report.command"),
+    "compare": Command("compare runs: learning curves over time, samples and tokens", "pipelinerl_cli.compare.command"),
+    "bench": Command("measure the data plane against baselines", "pipelinerl_cli.bench.command"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="pipelinerl",
+        description="Reinforcement learning of language models where generation never stops.",
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=command.summary, description=command.summary)
+        if name == chosen:
+            importlib.import_module(command.module).add_arguments(subparser)
+    args = parser.parse_args(arguments)
+    try:
+        status: int = importlib.import_module(COMMANDS[args.command].module).run(args)
+    except SettingsError as error:
+        print(f"pipelinerl {args.command}: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except PipelineRLError as error:
+        print(f"pipelinerl {args.command}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

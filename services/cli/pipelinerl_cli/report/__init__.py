@@ -1,0 +1,1 @@
+"""`pipelinerl report`: report.html, one file without dependencies."""

@@ -1,0 +1,18 @@
+"""`pipelinerl report DIR`: summary.json and report.html from metrics.jsonl, again."""
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="DIR", help="the run's folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    from pipelinerl_cli.results.finish import write_results
+    from pipelinerl_cli.results.run_folder import load_run
+
+    earlier = load_run(args.run)
+    write_results(args.run, earlier.job, earlier.status)
+    print(args.run / "report.html")
+    return 0

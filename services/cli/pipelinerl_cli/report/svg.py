@@ -1,0 +1,180 @@
+"""Line plots as inline SVG: no script or font from elsewhere, colours from the page's own variables."""
+
+import html
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+WIDTH, HEIGHT = 560, 250
+LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 36
+MAX_POINTS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A series. `colour` is the number of a page colour, 0 to 5."""
+
+    label: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    colour: int = 0
+    style: Literal["line", "faint", "dashed"] = "line"
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    label: str
+    kind: Literal["number", "clock", "duration"] = "number"
+    """How a value is written at a tick and beside the pointer."""
+    low: float | None = None
+    """The axis begins here; None for the data's own range."""
+    high: float | None = None
+
+    def form(self, value: float) -> str:
+        return FORMS[self.kind](value)
+
+
+def compact(value: float) -> str:
+    """Example: 0.25 is "0.25", 1500 is "1.5k", 2e6 is "2M"."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def clock(seconds: float) -> str:
+    """Example: 45 is "45 s", 90 is "1:30", 3700 is "1:01:40"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def duration(seconds: float) -> str:
+    """Example: 0.05 is "50 ms", 2.5 is "2.5 s"."""
+    return f"{seconds * 1000:.3g} ms" if abs(seconds) < 1 else f"{seconds:.3g} s"
+
+
+FORMS: dict[str, Callable[[float], str]] = {"number": compact, "clock": clock, "duration": duration}
+
+
+def plot(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
+    """One figure. Without a finite point in any line it says so instead of drawing."""
+    clean = [_finite(line) for line in lines]
+    shown = [line for line in clean if line.xs]
+    heading = f"<figcaption>{html.escape(title)}{_legend(shown)}</figcaption>"
+    if not shown:
+        return f'<figure class="plot">{heading}<p class="empty">no data</p></figure>'
+    x_ticks = ticks(*_range(x, [value for line in shown for value in line.xs]))
+    y_ticks = ticks(*_range(y, [value for line in shown for value in line.ys]))
+    scale = _Scale(x_ticks[0], x_ticks[-1], y_ticks[0], y_ticks[-1])
+    if x.low is not None:  # do not leave room on the right for a round number
+        scale = _Scale(scale.x0, max(max(line.xs) for line in shown) or 1.0, scale.y0, scale.y1)
+    parts = [_grid(scale, x, y, x_ticks, y_ticks), *(_path(scale, line) for line in shown)]
+    svg = (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title)}" data-plot '
+        f'data-x0="{scale.x0:.8g}" data-x1="{scale.x1:.8g}" data-y0="{scale.y0:.8g}" data-y1="{scale.y1:.8g}" '
+        f'data-x-kind="{x.kind}" data-y-kind="{y.kind}">'
+        f"{''.join(parts)}"
+        f'<g class="pointer" visibility="hidden"><line y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></g></svg>'
+    )
+    return f'<figure class="plot">{heading}{svg}<div class="tip" hidden></div></figure>'
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    x0: float
+    x1: float
+    y0: float
+    y1: float
+
+    def x(self, value: float) -> float:
+        return LEFT + (value - self.x0) / ((self.x1 - self.x0) or 1) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        return HEIGHT - BOTTOM - (value - self.y0) / ((self.y1 - self.y0) or 1) * (HEIGHT - TOP - BOTTOM)
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers that cover low to high. Example: ticks(0, 0.83) is [0, 0.2, 0.4, 0.6, 0.8, 1.0]."""
+    span = high - low
+    if span <= 0:
+        span = abs(high) or 1.0
+        low, high = low - span / 2, high + span / 2
+    raw = span / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(k * step, 12) for k in range(first, last + 1)]
+
+
+def thin(xs: Sequence[float], ys: Sequence[float], most: int = MAX_POINTS) -> tuple[list[float], list[float]]:
+    """At most about `most` points: of each stretch its lowest and its highest, so that no spike is lost."""
+    if len(xs) <= most:
+        return list(xs), list(ys)
+    keep: set[int] = {0, len(xs) - 1}
+    stretches = most // 2
+    for k in range(stretches):
+        stretch = range(k * len(xs) // stretches, (k + 1) * len(xs) // stretches)
+        keep |= {min(stretch, key=ys.__getitem__), max(stretch, key=ys.__getitem__)}
+    order = sorted(keep)
+    return [xs[k] for k in order], [ys[k] for k in order]
+
+
+def smooth(ys: Sequence[float], window: int) -> list[float]:
+    """Mean over the last `window` values, fewer at the beginning."""
+    means: list[float] = []
+    total = 0.0
+    for k, value in enumerate(ys):
+        total += value - (ys[k - window] if k >= window else 0.0)
+        means.append(total / min(k + 1, window))
+    return means
+
+
+def _finite(line: Line) -> Line:
+    pairs = [(a, b) for a, b in zip(line.xs, line.ys, strict=True) if math.isfinite(a) and math.isfinite(b)]
+    xs, ys = thin([a for a, _ in pairs], [b for _, b in pairs])
+    return Line(line.label, xs, ys, line.colour, line.style)
+
+
+def _range(axis: Axis, values: Sequence[float]) -> tuple[float, float]:
+    low = min(values) if axis.low is None else min(axis.low, min(values))
+    high = max(values) if axis.high is None else max(axis.high, max(values))
+    return low, high
+
+
+def _grid(scale: _Scale, x: Axis, y: Axis, x_ticks: Sequence[float], y_ticks: Sequence[float]) -> str:
+    right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+    parts = []
+    for tick in y_ticks:
+        at = scale.y(tick)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{at + 3.5:.1f}" text-anchor="end">{html.escape(y.form(tick))}</text>')
+    for tick in x_ticks:
+        at = scale.x(tick)
+        if LEFT - 1 <= at <= right + 1:
+            parts.append(f'<line class="tick" x1="{at:.1f}" x2="{at:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
+            parts.append(f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="middle">{html.escape(x.form(tick))}</text>')
+    parts.append(f'<text class="axis" x="{right}" y="{HEIGHT - 4}" text-anchor="end">{html.escape(x.label)}</text>')
+    parts.append(f'<line class="base" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+    return "".join(parts)
+
+
+def _path(scale: _Scale, line: Line) -> str:
+    points = [f"{scale.x(a):.1f},{scale.y(b):.1f}" for a, b in zip(line.xs, line.ys, strict=True)]
+    title = html.escape(line.label)
+    if len(points) == 1:
+        a, _, b = points[0].partition(",")
+        return f'<circle class="dot c{line.colour}" cx="{a}" cy="{b}" r="2.5" data-label="{title}"/>'
+    return f'<polyline class="{line.style} c{line.colour}" points="{" ".join(points)}" data-label="{title}"/>'
+
+
+def _legend(lines: Sequence[Line]) -> str:
+    named = [line for line in lines if line.label and line.style != "faint"]
+    if len(named) < 2:
+        return ""
+    items = (f'<span class="key {line.style} c{line.colour}">{html.escape(line.label)}</span>' for line in named)
+    return f'<span class="legend">{"".join(items)}</span>'

@@ -1,0 +1,143 @@
+"""A run as time series, from its metrics records."""
+
+import bisect
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pipelinerl_cli.results.metrics_file import Record
+
+SESSION_START = "session_started"
+"""Name of the value that marks the first record of a session."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One value of a series. `t` is seconds since the run began, time between sessions left out."""
+
+    t: float
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer step as the trainer reported it. Example: step 13 of 32 groups of 8 has samples=13*256 behind it."""
+
+    step: int
+    t: float
+    samples: float
+    """Trajectories trained up to and including this step."""
+    tokens: float
+    """Tokens trained up to and including this step."""
+    values: dict[str, float]
+
+    def get(self, name: str) -> float:
+        return self.values.get(name, math.nan)
+
+
+class ActiveTime:
+    """Maps clock time to seconds of the run: a run that was stopped for an hour and resumed is not an hour longer."""
+
+    def __init__(self, starts: Sequence[float], ends: Sequence[float]) -> None:
+        self._starts = list(starts)
+        lengths = [max(0.0, end - start) for start, end in zip(starts, ends, strict=True)]
+        self._offsets = [sum(lengths[:k]) for k in range(len(starts))]
+        self._lengths = lengths
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> "ActiveTime":
+        starts: list[float] = []
+        ends: list[float] = []
+        for record in records:
+            if SESSION_START in record.values or not starts:
+                starts.append(record.time)
+                ends.append(record.time)
+            ends[-1] = max(ends[-1], record.time)
+        return cls(starts, ends)
+
+    def at(self, time: float) -> float:
+        """Seconds of the run at clock time `time`."""
+        session = bisect.bisect_right(self._starts, time) - 1
+        if session < 0:
+            return 0.0
+        into = time - self._starts[session]
+        return self._offsets[session] + (into if session == len(self._starts) - 1 else min(into, self._lengths[session]))
+
+    @property
+    def total(self) -> float:
+        return sum(self._lengths)
+
+
+class RunHistory:
+    """Series of one run, over all its sessions. Of a step that was trained again after a crash the last record counts."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        in_order = list(records)
+        self.time = ActiveTime.of(in_order)
+        self.steps = _steps(in_order, self.time)
+        self._by_role: dict[str, list[Record]] = defaultdict(list)
+        for record in in_order:
+            self._by_role[record.role].append(record)
+
+    @property
+    def seconds(self) -> float:
+        return self.time.total
+
+    def of_steps(self, name: str) -> list[Point]:
+        """The trainer's per-step value over time, where it is finite."""
+        return [Point(step.t, step.get(name)) for step in self.steps if math.isfinite(step.get(name))]
+
+    def gauge(self, role: str, name: str) -> list[Point]:
+        """A value over time, summed over the role's instances: each contributes what it said last."""
+        latest: dict[str, float] = {}
+        points: list[Point] = []
+        for record in self._by_role[role]:
+            if name in record.values and math.isfinite(record.values[name]):
+                latest[record.instance] = record.values[name]
+                points.append(Point(self.time.at(record.time), sum(latest.values())))
+        return points
+
+    def total(self, role: str, name: str) -> float:
+        """What a counter counted over all instances, restarts of the process included."""
+        return sum(counter_total(values) for values in self._counters(role, name).values())
+
+    def names(self, role: str) -> set[str]:
+        return {name for record in self._by_role[role] for name in record.values}
+
+    def span(self, role: str) -> float:
+        """Seconds of the run between the role's first and last record."""
+        times = [self.time.at(record.time) for record in self._by_role[role]]
+        return max(times) - min(times) if times else 0.0
+
+    def _counters(self, role: str, name: str) -> dict[str, list[float]]:
+        values: dict[str, list[float]] = defaultdict(list)
+        for record in self._by_role[role]:
+            if name in record.values and math.isfinite(record.values[name]):
+                values[record.instance].append(record.values[name])
+        return values
+
+
+def counter_total(values: Sequence[float]) -> float:
+    """The sum of a counter's increases; a fall means that its process began again at 0. Example: [3, 5, 1, 4] is 5 + 4 = 9."""
+    total = 0.0
+    previous = 0.0
+    for value in values:
+        total += value - previous if value >= previous else value
+        previous = value
+    return total
+
+
+def _steps(records: Iterable[Record], time: ActiveTime) -> list[Step]:
+    newest: dict[int, Record] = {}
+    for record in records:
+        if record.role == "trainer" and record.step >= 0 and "reward_mean" in record.values:
+            newest[record.step] = record
+    steps: list[Step] = []
+    samples = tokens = 0.0
+    for number in sorted(newest):
+        record = newest[number]
+        samples += record.values.get("num_sequences", 0.0)
+        tokens += record.values.get("num_trained_tokens", 0.0)
+        steps.append(Step(number, time.at(record.time), samples, tokens, dict(record.values)))
+    return steps

@@ -1,0 +1,131 @@
+"""metrics.jsonl: one metrics record per line, in the order of arrival."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from pipelinerl_common.errors import SettingsError
+
+THINNING_S_PER_S = 1.0 / 3600.0
+"""Of an instance, records that are not tied to a step are kept at most once per this many seconds and second of the run's
+age: one a second in the first hour, one in 24 seconds after a day. So they grow with the logarithm of time."""
+
+SESSION_ROLE = "up"
+"""Role of the records that `pipelinerl up` writes about itself; never thinned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One MetricsRecord. Example: Record("trainer", "trainer-0", 1764446400.5, 12, {"reward_mean": 0.41})."""
+
+    role: str
+    instance: str
+    time: float
+    """Seconds since the epoch."""
+    step: int
+    """Optimizer steps finished; -1 when not tied to a step."""
+    values: Mapping[str, float]
+
+    def to_json(self) -> str:
+        values = {name: value if math.isfinite(value) else None for name, value in self.values.items()}
+        return json.dumps(
+            {"role": self.role, "instance": self.instance, "time": self.time, "step": self.step, "values": values},
+            allow_nan=False,
+        )
+
+
+def parse_record(line: str) -> Record:
+    """Raises ValueError for anything but a record. A null value reads as not-a-number."""
+    document: Any = json.loads(line)
+    if not isinstance(document, dict) or not isinstance(document.get("values"), dict):
+        raise ValueError("not a metrics record")
+    values = {str(name): math.nan if value is None else float(value) for name, value in document["values"].items()}
+    return Record(
+        role=str(document["role"]),
+        instance=str(document["instance"]),
+        time=float(document["time"]),
+        step=int(document["step"]),
+        values=values,
+    )
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Records in the file's order. A last line that a crash cut short is left out. Raises SettingsError."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    yield parse_record(line)
+                except (ValueError, KeyError, TypeError) as error:
+                    if line.endswith("\n"):
+                        raise SettingsError(f"{path}: line {number} is not a metrics record: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: cannot be read: {error}") from error
+
+
+@dataclass
+class MetricsWriter:
+    """Appends records, each once, over all sessions of a run: after a resume the stream replays from its beginning."""
+
+    path: Path
+    started_at: float
+    """When the run began, seconds since the epoch."""
+    _newest: dict[str, float] = field(default_factory=dict)
+    _newest_kept: dict[str, float] = field(default_factory=dict)
+    _file: TextIO | None = None
+
+    @classmethod
+    def open(cls, path: Path, now: float) -> "MetricsWriter":
+        """Goes on with an existing file. Raises SettingsError when it is not ours."""
+        writer = cls(path, started_at=now)
+        if path.exists():
+            _cut_torn_line(path)
+            for record in read_records(path):
+                writer.started_at = min(writer.started_at, record.time)
+                writer._newest[record.instance] = max(record.time, writer._newest.get(record.instance, 0.0))
+        writer._file = path.open("a", encoding="utf-8")
+        return writer
+
+    def write(self, record: Record) -> bool:
+        """Whether the record was news. What is news may still be thinned out of the file."""
+        if record.time <= self._newest.get(record.instance, 0.0):
+            return False
+        self._newest[record.instance] = record.time
+        if self._file is not None and self._is_due(record):
+            self._file.write(record.to_json() + "\n")
+            self._file.flush()
+        return True
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _is_due(self, record: Record) -> bool:
+        if record.step >= 0 or record.role == SESSION_ROLE:
+            return True
+        interval = (record.time - self.started_at) * THINNING_S_PER_S
+        if record.time - self._newest_kept.get(record.instance, 0.0) < interval:
+            return False
+        self._newest_kept[record.instance] = record.time
+        return True
+
+
+def _cut_torn_line(path: Path) -> None:
+    """A crash may have cut the last line short; the next record must start on a line of its own."""
+    with path.open("rb+") as file:
+        content_end = file.seek(0, 2)
+        position = content_end
+        while position > 0:
+            start = max(0, position - 65536)
+            file.seek(start)
+            newline = file.read(position - start).rfind(b"\n")
+            if newline >= 0:
+                position = start + newline + 1
+                break
+            position = start
+        if position < content_end:
+            file.truncate(position)

@@ -1,0 +1,32 @@
+"""What is printed when a run has ended."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def print_outcome(summary: Mapping[str, Any], root: Path, failure: str | None) -> None:
+    if failure is not None:
+        print(f"the run failed: {failure}")
+        print(f"logs: {root / 'logs'}")
+    if summary["steps"]:
+        print(_line(summary))
+    if summary["status"] == "interrupted":
+        print("stopped; the same command goes on with the run")
+    print(f"report: {root / 'report.html'}")
+
+
+def _line(summary: Mapping[str, Any]) -> str:
+    restarts = f", {summary['restarts']} restarts" if summary["restarts"] else ""
+    return (
+        f"{summary['steps']} steps in {shown(summary['seconds'], '.0f')} s: "
+        f"reward {shown(summary['reward_first'], '.3f')} -> {shown(summary['reward_last'], '.3f')}, "
+        f"{summary['weight_updates']} in-flight updates (pause {shown(summary['pause_seconds_mean'], '.3f')} s), "
+        f"lag {shown(summary['lag_mean'], '.2f')} mean {shown(summary['lag_max'], '.0f')} max, "
+        f"ESS {shown(summary['ess_mean'], '.3f')}, {shown(summary['tokens_per_second'], ',.0f')} tokens/s{restarts}"
+    )
+
+
+def shown(value: float | None, form: str) -> str:
+    """Example: shown(0.1234, ".2f") is "0.12"; shown(None, ".2f") is "-"."""
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,122 @@
+"""summary.json: what a run came to, in numbers."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipelinerl_cli.results.history import RunHistory
+from pipelinerl_cli.results.metrics_file import SESSION_ROLE
+
+EDGE_STEPS = 5
+"""`reward_first` and `reward_last` are means over this many steps."""
+
+
+def summarize(history: RunHistory, *, status: str, job: str, seed: int) -> dict[str, Any]:
+    """The summary's keys. A number that the run has no data for is None.
+
+    status               "finished", "interrupted" or "failed"
+    steps                optimizer steps done
+    seconds              of the run, start-up included, time between sessions left out
+    training_seconds     from the actors' first record to the last step
+    reward_first, _last  means of the steps' mean rewards over the first and the last 5 steps
+    lag_mean             per trained token, in steps; lag_max over the run
+    ess_min, ess_mean    per step, 1 is on-policy
+    weight_updates       versions that the generators took while running
+    pause_seconds_mean   decoding stood still, the slowest member's, per update; transfer_seconds_mean likewise
+    tokens_generated     by all actors; tokens_trained those that had a loss in the steps that counted
+    waste                share of the generated tokens that were never trained
+    tokens_per_second    generated, while actors ran
+    restarts             of processes, all sessions; by process in restarts_by_process
+    dropped_groups       by reason
+    """
+    steps = history.steps
+    rewards = [step.get("reward_mean") for step in steps]
+    generated = history.total("actor", "tokens_generated_total")
+    trained = sum(step.values.get("num_trained_tokens", 0.0) for step in steps)
+    generation_seconds = history.span("actor")
+    return {
+        "job": job,
+        "status": status,
+        "seed": seed,
+        "steps": steps[-1].step if steps else 0,
+        "seconds": _rounded(history.seconds),
+        "training_seconds": _rounded(_training_seconds(history)),
+        "reward_first": _mean(rewards[:EDGE_STEPS]),
+        "reward_last": _mean(rewards[-EDGE_STEPS:]),
+        "reward_max": _max(rewards),
+        "success_last": _mean(step.get("success_mean") for step in steps[-EDGE_STEPS:]),
+        "lag_max": _max(step.get("lag_max") for step in steps),
+        "lag_mean": _weighted_mean((step.get("lag_mean"), step.get("num_trained_tokens")) for step in steps),
+        "ess_min": _min(step.get("ess") for step in steps),
+        "ess_mean": _mean(step.get("ess") for step in steps),
+        "weight_updates": int(history.total("trainer", "weight_updates_total")),
+        "weight_update_failures": int(history.total("trainer", "weight_update_failures_total")),
+        "pause_seconds_mean": _mean(point.value for point in history.of_steps("pause_seconds")),
+        "transfer_seconds_mean": _mean(point.value for point in history.of_steps("transfer_seconds")),
+        "samples_trained": int(steps[-1].samples) if steps else 0,
+        "tokens_generated": int(generated),
+        "tokens_trained": int(trained),
+        "waste": _rounded(max(0.0, 1 - trained / generated)) if generated else None,
+        "tokens_per_second": _rounded(generated / generation_seconds) if generation_seconds else None,
+        "dropped_groups": _by_middle(history, "preprocessor", "dropped_", "_groups_total"),
+        "rollout_errors": _by_middle(history, "actor", "rollout_errors_", "_total"),
+        "restarts": int(history.total(SESSION_ROLE, "restarts_total")),
+        "restarts_by_process": _by_middle(history, SESSION_ROLE, "restarts_", "_process_total"),
+    }
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Writes whole or not at all."""
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def _training_seconds(history: RunHistory) -> float:
+    generating = history.gauge("actor", "tokens_generated_total")
+    if not history.steps:
+        return 0.0
+    begin = min(generating[0].t, history.steps[0].t) if generating else history.steps[0].t
+    return history.steps[-1].t - begin
+
+
+def _by_middle(history: RunHistory, role: str, prefix: str, suffix: str) -> dict[str, int]:
+    """Counters named prefix + reason + suffix, by reason, those that counted anything."""
+    counts: dict[str, int] = {}
+    for name in sorted(history.names(role)):
+        if name.startswith(prefix) and name.endswith(suffix) and len(name) > len(prefix) + len(suffix):
+            count = int(history.total(role, name))
+            if count:
+                counts[name[len(prefix) : -len(suffix)]] = count
+    return counts
+
+
+def _finite(values: Iterable[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    finite = _finite(values)
+    return _rounded(sum(finite) / len(finite)) if finite else None
+
+
+def _max(values: Iterable[float]) -> float | None:
+    return _rounded(max(_finite(values), default=math.nan))
+
+
+def _min(values: Iterable[float]) -> float | None:
+    return _rounded(min(_finite(values), default=math.nan))
+
+
+def _weighted_mean(pairs: Iterable[tuple[float, float]]) -> float | None:
+    """Mean of values by their weights; a missing weight counts as 1."""
+    finite = [(value, weight if math.isfinite(weight) else 1.0) for value, weight in pairs if math.isfinite(value)]
+    total = sum(weight for _, weight in finite)
+    return _rounded(sum(value * weight for value, weight in finite) / total) if total else None
+
+
+def _rounded(value: float) -> float | None:
+    """Six significant digits; None for what is not a number."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,0 +1,89 @@
+"""What would make a run fail later is found before anything starts, with the remedy in the message."""
+
+import importlib.util
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipelinerl_cli.up.ports import check_port_is_free
+from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.settings import Job
+from pipelinerl_common.stream.server import find_binary
+
+MIN_FREE_BYTES = 512 << 20
+BYTES_PER_WEIGHT_BYTE = 7
+"""A checkpoint of bfloat16 weights: float32 weights and two moments (6 times), and the weights themselves."""
+
+ACTOR_MODULES = ("aiohttp", "fastapi", "torch", "transformers", "uvicorn")
+TRAINER_MODULES = ("deepspeed", "torch", "transformers")
+
+
+def check(job: Job, output: Path) -> None:
+    """Raises SettingsError that lists everything that is missing or wrong."""
+    faults = [*_packages(job), *_model(job), *_disk(job, output), *_port(job)]
+    if faults:
+        raise SettingsError("\n".join([f"{len(faults)} thing(s) to put right first:", *(f"  {fault}" for fault in faults)]))
+
+
+def _packages(job: Job) -> list[str]:
+    faults = _missing(ACTOR_MODULES, "actor") + _missing(TRAINER_MODULES, "trainer")
+    settings = [job.spec.actors.generator, *([job.spec.reference.generator] if job.spec.reference else [])]
+    if any(each.engine == "vllm" for each in settings) and importlib.util.find_spec("vllm") is None:
+        faults.append(
+            "actors.generator.engine=vllm: vllm is not installed; install the extra 'vllm' (on a CPU run e2e/environment) "
+            "or set the engine to transformers"
+        )
+    try:
+        find_binary()
+    except SettingsError as error:
+        faults.append(str(error))
+    return faults
+
+
+def _missing(modules: Sequence[str], extra: str) -> list[str]:
+    absent = [module for module in modules if importlib.util.find_spec(module) is None]
+    return [f"not installed: {', '.join(absent)}; run pip install 'pipelinerl[{extra}]'"] if absent else []
+
+
+def _model(job: Job) -> list[str]:
+    uri = job.spec.model.uri
+    if "://" in uri:
+        scheme = uri.partition("://")[0]
+        return (
+            [] if scheme in ("hf", "tiny") else [f"model.uri={uri}: unknown scheme {scheme!r}; use a folder, hf:// or tiny://"]
+        )
+    folder = Path(uri)
+    if not folder.is_dir():
+        return [
+            f"model.uri={uri}: there is no such folder (looked in {Path.cwd()}); give a folder, hf://name or tiny://arithmetic"
+        ]
+    if not (folder / "config.json").is_file():
+        return [f"model.uri={uri}: the folder has no config.json; it must be a model in Hugging Face format"]
+    return []
+
+
+def _disk(job: Job, output: Path) -> list[str]:
+    existing = next(parent for parent in (output, *output.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    needed = max(MIN_FREE_BYTES, _model_bytes(job) * (1 + BYTES_PER_WEIGHT_BYTE * (job.spec.trainers.checkpoint.keep + 1)))
+    if free >= needed:
+        return []
+    return [
+        f"--output {output}: {free / 1e9:.1f} GB free, about {needed / 1e9:.1f} GB needed for the model, "
+        f"{job.spec.trainers.checkpoint.keep} checkpoints and the next; free some or choose another --output"
+    ]
+
+
+def _model_bytes(job: Job) -> int:
+    folder = Path(job.spec.model.uri)
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder.is_dir() else 0
+
+
+def _port(job: Job) -> list[str]:
+    port = job.spec.weight_transfer.port
+    try:
+        if port:
+            check_port_is_free("weightTransfer.port", port)
+    except SettingsError as error:
+        return [str(error)]
+    return []

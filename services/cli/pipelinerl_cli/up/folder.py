@@ -1,0 +1,192 @@
+"""The run's folder: who has it, which job lives in it, how far that job is.
+
+```
+job.yaml        the effective job: the file with --set and --max-steps applied; what every service reads
+token           bearer token of this run (0600)
+lock            held while `pipelinerl up` runs
+logs/           one file per process        nats/   the stream's store
+model/          the prepared model          checkpoints/, final/   the trainer's
+metrics.jsonl   summary.json   report.html
+```
+"""
+
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.settings import Job, load_job
+
+MAY_CHANGE = ("algorithm.steps",)
+"""Settings that may differ when a run is resumed, without being mentioned."""
+MUST_NOT_CHANGE = ("model.uri", "model.revision", "model.dtype", "seed", "task.path")
+"""Settings that make another run of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    root: Path
+
+    @property
+    def job_file(self) -> Path:
+        return self.root / "job.yaml"
+
+    @property
+    def token_file(self) -> Path:
+        return self.root / "token"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def stream_store(self) -> Path:
+        return self.root / "nats"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def summary_file(self) -> Path:
+        return self.root / "summary.json"
+
+    @property
+    def report_file(self) -> Path:
+        return self.root / "report.html"
+
+    def log_file(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
+
+    def make(self) -> None:
+        """Raises SettingsError when the folder cannot be made or written to."""
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            probe = self.root / ".writable"
+            probe.write_bytes(b"")
+            probe.unlink()
+        except OSError as error:
+            raise SettingsError(f"--output {self.root}: cannot be written to: {error}") from error
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the folder for this process; the kernel lets go of it however the process ends. Raises SettingsError."""
+        descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.read(descriptor, 32).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise SettingsError(
+                f"--output {self.root}: another `pipelinerl up` (process {holder or 'unknown'}) is running in it; "
+                "stop that one first or choose another --output"
+            ) from error
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def write_job(self, job: Job) -> None:
+        document = job.model_dump(mode="json", by_alias=True, exclude_none=True)
+        write_whole(self.job_file, yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
+
+    def make_token(self) -> str:
+        """A new token for this session, readable by the owner only."""
+        token = secrets.token_urlsafe(32)
+        self.token_file.unlink(missing_ok=True)
+        descriptor = os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(token)
+        return token
+
+    def move_aside(self) -> Path | None:
+        """Makes room for a fresh run; returns where the old one lies now, None when there was none."""
+        if not self.job_file.exists():
+            return None
+        old = self.root.with_name(f"{self.root.name}.{datetime.now(UTC):%Y%m%d-%H%M%S}")
+        number = 1
+        while old.exists():
+            number += 1
+            old = old.with_name(f"{old.name.partition('_')[0]}_{number}")
+        self.root.rename(old)
+        return old
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What lies in the folder already. `steps_done` is of the newest complete checkpoint."""
+
+    steps_done: int
+    changed: tuple[str, ...]
+    """Settings that differ from the earlier session, as "algorithm.loss: ppo -> grpo"."""
+
+
+def inspect(folder: RunFolder, job: Job) -> Resume | None:
+    """None for an empty folder. Raises SettingsError when another run lies there."""
+    if not folder.job_file.exists():
+        strangers = [path.name for path in folder.root.iterdir()] if folder.root.exists() else []
+        strangers = [name for name in strangers if name not in ("lock", "logs", "token")]
+        if strangers:
+            raise SettingsError(
+                f"--output {folder.root}: the folder holds other files ({', '.join(sorted(strangers)[:3])}); "
+                "choose an empty or a new one"
+            )
+        return None
+    earlier = load_job(folder.job_file)
+    if earlier.name != job.name:
+        raise SettingsError(
+            f"--output {folder.root}: the folder holds a run of the job {earlier.name!r}, not of {job.name!r}; "
+            "choose another --output, or --fresh to move the old run aside"
+        )
+    changed = changed_settings(earlier, job)
+    forbidden = [change for change in changed if change.partition(":")[0] in MUST_NOT_CHANGE]
+    if forbidden:
+        raise SettingsError(
+            f"--output {folder.root}: the run in it has other settings ({'; '.join(forbidden)}) and cannot go on with these; "
+            "choose another --output, or --fresh to move the old run aside"
+        )
+    return Resume(newest_checkpoint(folder.root), tuple(c for c in changed if c.partition(":")[0] not in MAY_CHANGE))
+
+
+def newest_checkpoint(root: Path) -> int:
+    """Optimizer steps of the newest complete checkpoint, 0 without one."""
+    steps = [0]
+    for manifest in (root / "checkpoints").glob("step-*/manifest.json"):
+        number = manifest.parent.name.removeprefix("step-")
+        if number.isdigit():
+            steps.append(int(number))
+    return max(steps)
+
+
+def changed_settings(earlier: Job, now: Job) -> list[str]:
+    """Settings below spec that differ, as "path: old -> new"."""
+    old = _flat(earlier.model_dump(mode="json", by_alias=True)["spec"])
+    new = _flat(now.model_dump(mode="json", by_alias=True)["spec"])
+    return [
+        f"{path}: {old.get(path, 'unset')} -> {new.get(path, 'unset')}"
+        for path in sorted(old.keys() | new.keys())
+        if old.get(path) != new.get(path)
+    ]
+
+
+def _flat(node: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(node, dict) and node:
+        return {key: value for name, child in node.items() for key, value in _flat(child, f"{path}{name}.").items()}
+    return {path.rstrip("."): node}
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes whole or not at all, so that a reader never sees half a file."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

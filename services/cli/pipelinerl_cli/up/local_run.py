@@ -1,0 +1,237 @@
+"""One session of a run on this machine, from the first process to the last.
+
+```
+ nats-server -> prepare the model -> coordinator, services (plan) -> ... -> stop in order -> summary, report
+                                            ^ supervisor restarts what crashes
+```
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from pipelinerl_cli.results.history import SESSION_START
+from pipelinerl_cli.results.metrics_file import SESSION_ROLE, MetricsWriter, Record
+from pipelinerl_cli.up.display import Display
+from pipelinerl_cli.up.feed import Feed
+from pipelinerl_cli.up.folder import RunFolder, newest_checkpoint
+from pipelinerl_cli.up.interrupt import Interrupt
+from pipelinerl_cli.up.machine import environment
+from pipelinerl_cli.up.phase import describe_phase
+from pipelinerl_cli.up.ports import Ports
+from pipelinerl_cli.up.process import Process
+from pipelinerl_cli.up.restarts import EXIT_DONE, EXIT_SETTINGS
+from pipelinerl_cli.up.stream_server import StreamServer
+from pipelinerl_cli.up.supervisor import LAST_LINES, Failure, Supervisor
+from pipelinerl_cli.up.view import RunView
+from pipelinerl_common.settings import Job
+from pipelinerl_operator.coordinator import Coordinator, serve_coordinator
+from pipelinerl_operator.plan import Endpoints, Role, Workload, generator_url, plan, workload_names
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+CHECKPOINT_GRACE_S = 120.0
+STOP_GRACE_S = 15.0
+PREPARE = "prepare"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """`status` as in summary.json: finished, interrupted or failed."""
+
+    status: str
+    failure: Failure | None = None
+
+
+class LocalRun:
+    """Runs `job` in `folder`, which the caller holds."""
+
+    def __init__(self, job: Job, folder: RunFolder, display: Display, interrupt: Interrupt) -> None:
+        self._job = job
+        self._folder = folder
+        self._display = display
+        self._interrupt = interrupt
+        self._view = RunView(steps_total=job.spec.algorithm.steps)
+        self._describe: Callable[[], tuple[str, str]] = lambda: ("starting", "")
+        self._restarts: Counter[str] = Counter()
+        self._token = folder.make_token()
+        self._writer = MetricsWriter.open(folder.metrics_file, time.time())
+
+    async def run(self) -> Ending:
+        """To the end of the run, a failure, or a signal. Nothing is left running."""
+        self._write_own(SESSION_ROLE, {SESSION_START: 1.0, **self._restart_values()})
+        try:
+            async with AsyncExitStack() as stack:
+                return await self._session(stack)
+        finally:
+            self._write_own(SESSION_ROLE, self._restart_values())
+            self._writer.close()
+
+    async def _session(self, stack: AsyncExitStack) -> Ending:
+        ports = stack.enter_context(Ports())
+        _background(stack, self._refresh())
+        server = StreamServer(self._folder.stream_store, ports.reserve(), self._token, self._count_restart)
+        serving = _background(stack, server.run())
+        self._describe = lambda: ("starting nats-server", "")
+        if (ending := await self._until(server.ready.wait(), serving)) is not None:
+            return ending
+        if (ending := await self._prepare(serving)) is not None:
+            return ending
+        feed = Feed(self._job, server.url, self._token, self._writer, self._take)
+        _background(stack, feed.run())
+        endpoints = self._endpoints(ports, server.url)
+        coordinator = await self._coordinate(stack, endpoints)
+        coordinating = _background(stack, coordinator.run())
+        supervisor = Supervisor(plan(self._job, endpoints), self._launch, self._is_finished, on_restart=self._count_restart)
+        stack.callback(supervisor.kill)
+        supervising = _background(stack, supervisor.run())
+        ending = await self._until(supervising, serving, coordinating) or _ending_of(supervising)
+        await self._stop(supervisor, ending)
+        await feed.settle(quiet_s=0.5, timeout_s=3.0)
+        return ending
+
+    async def _until(self, goal: Coroutine[Any, Any, Any] | asyncio.Task[Any], *keepers: asyncio.Task[Any]) -> Ending | None:
+        """None when `goal` is reached; an ending when a signal comes, or one of `keepers` ends before."""
+        task = asyncio.ensure_future(goal)
+        asked = asyncio.create_task(self._interrupt.asked.wait())
+        try:
+            done, _ = await asyncio.wait({task, asked, *keepers}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asked.cancel()
+        if asked in done:
+            if task is not goal:
+                task.cancel()
+            return Ending("interrupted")
+        if task in done:
+            return None
+        return _ending_of(next(keeper for keeper in keepers if keeper in done))
+
+    async def _prepare(self, serving: asyncio.Task[Failure]) -> Ending | None:
+        """Runs the model's preparation to its end; None when it succeeded."""
+        argv = ("python", "-m", "pipelinerl_actor.prepare", "--job", str(self._folder.job_file))
+        process = await self._start(PREPARE, (*argv, "--output", str(self._folder.root)))
+        self._describe = lambda: ("preparing the model", " ".join(process.last_lines(1)))
+        try:
+            ending = await self._until(process.wait(), serving)
+        finally:
+            process.kill()
+        if ending is not None or process.exit_status == EXIT_DONE:
+            return ending
+        status = process.exit_status
+        failure = Failure(
+            PREPARE, f"ended with status {status}", process.last_lines(LAST_LINES), bad_input=status == EXIT_SETTINGS
+        )
+        return Ending("failed", failure)
+
+    async def _coordinate(self, stack: AsyncExitStack, endpoints: Endpoints) -> Coordinator:
+        urls = {name: generator_url(endpoints.addresses[name]) for name in workload_names(self._job) if _is_generator(name)}
+        running = await stack.enter_async_context(
+            serve_coordinator(
+                self._job.spec.weight_transfer,
+                lambda: urls,
+                trainer_address=endpoints.addresses["trainer-0"],
+                listen=endpoints.coordinator,
+                token=self._token,
+            )
+        )
+        self._describe = lambda: describe_phase(self._job, running.coordinator, self._view)
+        return running.coordinator
+
+    async def _stop(self, supervisor: Supervisor, ending: Ending) -> None:
+        """Role by role, trainers first since they save a checkpoint. A second signal ends everything at once."""
+        self._describe = lambda: ("stopping", f"waiting for {', '.join(supervisor.running)}")
+        drain = 0.0 if ending.status == "finished" else self._job.spec.actors.drain_seconds
+        stopping = asyncio.create_task(
+            supervisor.stop(
+                {
+                    Role.TRAINER: CHECKPOINT_GRACE_S,
+                    Role.ACTOR: drain + STOP_GRACE_S,
+                    Role.GENERATOR: STOP_GRACE_S,
+                    Role.REFERENCE: STOP_GRACE_S,
+                    Role.PREPROCESSOR: STOP_GRACE_S,
+                }
+            )
+        )
+        at_once = asyncio.create_task(self._interrupt.at_once.wait())
+        await asyncio.wait({stopping, at_once}, return_when=asyncio.FIRST_COMPLETED)
+        at_once.cancel()
+        if not stopping.done():
+            supervisor.kill()
+        await stopping
+
+    def _endpoints(self, ports: Ports, nats_url: str) -> Endpoints:
+        return Endpoints(
+            job_file=self._folder.job_file,
+            output=self._folder.root,
+            nats_url=nats_url,
+            coordinator=ports.address(),
+            addresses={name: ports.address() for name in workload_names(self._job)},
+            trainer_master=ports.address(),
+            token_file=self._folder.token_file,
+        )
+
+    async def _launch(self, workload: Workload) -> Process:
+        return await self._start(workload.name, workload.argv)
+
+    async def _start(self, name: str, argv: tuple[str, ...]) -> Process:
+        own = environment(self._job, name, os.environ, os.cpu_count() or 1)
+        return await Process.start(name, argv, log_file=self._folder.log_file(name), environment=own)
+
+    def _is_finished(self) -> bool:
+        return newest_checkpoint(self._folder.root) >= self._job.spec.algorithm.steps
+
+    def _take(self, record: Record) -> None:
+        if self._view.take(record):
+            self._display.stepped(self._view)
+
+    def _count_restart(self, name: str) -> None:
+        self._restarts[name] += 1
+        self._view.restarts = self._restarts.total()
+        self._write_own(SESSION_ROLE, self._restart_values())
+
+    def _restart_values(self) -> dict[str, float]:
+        by_process = {f"restarts_{name}_process_total": float(count) for name, count in self._restarts.items()}
+        return {"restarts_total": float(self._restarts.total()), **by_process}
+
+    def _write_own(self, role: str, values: dict[str, float]) -> None:
+        self._writer.write(Record(role, role, time.time(), -1, values))
+
+    async def _refresh(self) -> None:
+        """Keeps the display up to date until cancelled."""
+        while True:
+            self._view.phase, self._view.detail = self._describe()
+            self._display.update(self._view)
+            await asyncio.sleep(TICK_S)
+
+
+def _is_generator(name: str) -> bool:
+    return name.startswith(f"{Role.GENERATOR.value}-")
+
+
+def _ending_of(task: asyncio.Task[Any]) -> Ending:
+    """A task that keeps something running ends with a Failure; the supervisor's with None when the run is finished."""
+    try:
+        failure = task.result()
+    except Exception as error:  # a bug in one part must still end the run in order
+        log.exception("%s crashed", task.get_name())
+        failure = Failure(task.get_name(), f"crashed: {type(error).__name__}: {error}")
+    return Ending("finished") if failure is None else Ending("failed", failure)
+
+
+def _background(stack: AsyncExitStack, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """A task that is cancelled, and waited for, when the stack unwinds."""
+    task = asyncio.create_task(work, name=getattr(work, "__qualname__", None))
+
+    async def end() -> None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    stack.push_async_callback(end)
+    return task

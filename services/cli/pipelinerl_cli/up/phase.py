@@ -1,0 +1,27 @@
+"""What the run is waiting for until its first step, in words."""
+
+from pipelinerl_cli.up.view import RunView
+from pipelinerl_common.settings import Job
+from pipelinerl_operator.coordinator import Coordinator
+from pipelinerl_operator.plan import workload_names
+
+STEADY = ("every ready generator is a member", "an update is running")
+
+
+def describe_phase(job: Job, coordinator: Coordinator, view: RunView) -> tuple[str, str]:
+    """The phase and a detail."""
+    trouble = "" if coordinator.waiting_for in STEADY else coordinator.waiting_for
+    if view.is_training:
+        return "training", trouble
+    generators = [name for name in workload_names(job) if name.startswith("generator-")]
+    absent = [name for name in generators if name in coordinator.absent]
+    if absent:
+        ready = len(generators) - len(absent)
+        return f"loading: {ready} of {len(generators)} generators ready", f"waiting for {', '.join(absent[:3])}"
+    if coordinator.group is None:
+        return "forming the weight-transfer group", coordinator.waiting_for
+    if coordinator.served_version < 0:
+        return "sending the first weights to the generators", trouble
+    generated = view.gauge("actor", "tokens_generated_total") or 0
+    ready_groups = view.gauge("preprocessor", "groups_ready") or 0
+    return "generating the first batch", f"{generated:,.0f} tokens, {ready_groups:.0f} groups ready"

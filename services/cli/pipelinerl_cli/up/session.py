@@ -1,0 +1,106 @@
+"""`pipelinerl up` around the run itself: which run it is, whether it can start, and what is said at the end."""
+
+import asyncio
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from pipelinerl_cli.results.finish import write_results
+from pipelinerl_cli.results.outcome import print_outcome
+from pipelinerl_cli.up.checks import check
+from pipelinerl_cli.up.display import Display, LiveDisplay, PlainDisplay
+from pipelinerl_cli.up.folder import Resume, RunFolder, inspect
+from pipelinerl_cli.up.interrupt import Interrupt
+from pipelinerl_cli.up.local_run import Ending, LocalRun
+from pipelinerl_common.settings import Job, load_job
+
+EXIT_FINISHED, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_SIGNAL = 0, 1, 2, 128
+
+
+def up(job_file: Path, *, output: Path | None, max_steps: int | None, overrides: Sequence[str], fresh: bool) -> int:
+    """Runs the job, or goes on with it, and returns the exit status. Raises SettingsError before anything is started."""
+    if max_steps is not None:
+        overrides = [*overrides, f"algorithm.steps={max_steps}"]
+    job = load_job(job_file, overrides)
+    folder = RunFolder((output or Path("runs") / job.name).absolute())
+    with ExitStack() as stack:
+        if folder.root.is_dir():
+            stack.enter_context(folder.locked())
+        if fresh and (old := folder.move_aside()) is not None:
+            print(f"the old run lies in {old}")
+        resume = inspect(folder, job)
+        if resume is not None and resume.steps_done >= job.spec.algorithm.steps:
+            _say_finished(folder, resume, job)
+            return EXIT_FINISHED
+        check(job, folder.root)
+        if not folder.root.is_dir():
+            folder.make()
+            stack.enter_context(folder.locked())
+        folder.make()
+        if resume is not None:
+            _say_resumed(folder, resume, job)
+        folder.write_job(job)
+        ending, interrupt = asyncio.run(_run(job, folder))
+        summary = write_results(folder.root, job, ending.status)
+    print_outcome(summary, folder.root, str(ending.failure) if ending.failure else None)
+    return _exit_status(ending, interrupt)
+
+
+async def _run(job: Job, folder: RunFolder) -> tuple[Ending, Interrupt]:
+    interrupt = Interrupt()
+    interrupt.install()
+    with ExitStack() as stack:
+        display: Display = PlainDisplay()
+        if sys.stdout.isatty():
+            display = stack.enter_context(LiveDisplay(job.name, str(folder.root)))
+        stack.enter_context(_logging(folder.log_file("up"), display))
+        return await LocalRun(job, folder, display, interrupt).run(), interrupt
+
+
+def _exit_status(ending: Ending, interrupt: Interrupt) -> int:
+    if ending.status == "finished":
+        return EXIT_FINISHED
+    if ending.failure is not None:
+        return EXIT_BAD_INPUT if ending.failure.bad_input else EXIT_FAILED
+    return EXIT_SIGNAL + interrupt.first if interrupt.first is not None else EXIT_FAILED
+
+
+def _say_finished(folder: RunFolder, resume: Resume, job: Job) -> None:
+    print(f"{folder.root}: this run is finished ({resume.steps_done} of {job.spec.algorithm.steps} steps)")
+    print(f"report: {folder.report_file}")
+    print("a larger --max-steps goes on with it, --fresh starts over")
+
+
+def _say_resumed(folder: RunFolder, resume: Resume, job: Job) -> None:
+    print(f"going on with the run in {folder.root} after step {resume.steps_done} of {job.spec.algorithm.steps}")
+    for change in resume.changed:
+        print(f"  changed: {change}")
+
+
+class _ToDisplay(logging.Handler):
+    def __init__(self, display: Display) -> None:
+        super().__init__(logging.WARNING)
+        self._display = display
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._display.note(record.getMessage())
+
+
+@contextmanager
+def _logging(log_file: Path, display: Display) -> Iterator[None]:
+    """This process's own log, and on the display what its user must know: that something is started again."""
+    to_file = logging.FileHandler(log_file, encoding="utf-8")
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    to_display = _ToDisplay(display)
+    root, own = logging.getLogger(), logging.getLogger("pipelinerl_cli.up")
+    root.setLevel(logging.INFO)
+    root.addHandler(to_file)
+    own.addHandler(to_display)
+    try:
+        yield
+    finally:
+        own.removeHandler(to_display)
+        root.removeHandler(to_file)
+        to_file.close()

@@ -1,0 +1,55 @@
+"""What the run looks like now: the newest numbers of every service, bounded, for the display."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pipelinerl_cli.results.metrics_file import Record
+
+SPARK_STEPS = 40
+
+
+@dataclass
+class RunView:
+    """Fed with records, read by the displays."""
+
+    steps_total: int
+    phase: str = "starting"
+    detail: str = ""
+    step: int = 0
+    step_values: Mapping[str, float] = field(default_factory=dict)
+    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=SPARK_STEPS))
+    step_times: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=20))
+    restarts: int = 0
+    _gauges: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
+
+    def take(self, record: Record) -> bool:
+        """Whether the record finished a step."""
+        for name, value in record.values.items():
+            self._gauges.setdefault((record.role, name), {})[record.instance] = value
+        if record.role != "trainer" or record.step < 0 or "reward_mean" not in record.values:
+            return False
+        self.step = record.step
+        self.step_values = record.values
+        self.rewards.append(record.values["reward_mean"])
+        self.step_times.append((record.time, record.step))
+        return True
+
+    def gauge(self, role: str, name: str) -> float | None:
+        """Newest value, summed over the role's instances."""
+        values = self._gauges.get((role, name))
+        return sum(values.values()) if values else None
+
+    @property
+    def is_training(self) -> bool:
+        return bool(self.step_times)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """From the pace of the last steps."""
+        if len(self.step_times) < 2:
+            return None
+        (t0, first), (t1, last) = self.step_times[0], self.step_times[-1]
+        if last <= first:
+            return None
+        return max(0.0, (t1 - t0) / (last - first) * (self.steps_total - self.step))
