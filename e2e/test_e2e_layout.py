@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TOP_LEVEL = {
-    "README.md", "LICENSE", "pyproject.toml", "services", "proto", "charts", "operator", "e2e", "Dockerfile.actor", "Dockerfile.trainer",
+    "README.md", "LICENSE", "pyproject.toml", "services", "proto", "charts", "operator", "e2e",
+    "Dockerfile.actor", "Dockerfile.trainer",
 }  # fmt: skip
 
 

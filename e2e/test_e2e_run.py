@@ -1,0 +1,91 @@
+"""Whole runs: learning, resuming, and every process killed in turn."""
+
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from up_run import Run
+
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(600)]
+
+EVERY_STEP = ("--set", "trainers.checkpoint.everySteps=1")
+
+
+def assert_nothing_trained_twice(run: Run, num_steps: int) -> None:
+    trained = run.trained
+    assert [line["step"] for line in trained] == list(range(num_steps))
+    groups = [group["group_id"] for line in trained for group in line["groups"]]
+    prompts = [group["prompt_index"] for line in trained for group in line["groups"]]
+    assert len(set(groups)) == len(groups)
+    assert len(set(prompts)) == len(prompts)
+
+
+def assert_ended_without_leftovers(run: Run) -> None:
+    deadline = time.monotonic() + 20
+    while run.leftovers() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert run.leftovers() == []
+
+
+def test_the_demo_learns_with_weights_swapped_in_flight(new_run: Callable[..., Run]) -> None:
+    run = new_run("demo").start()
+    assert run.wait() == 0, run.terminal[-4000:]
+    summary = run.summary
+    assert summary["reward_first"] <= 0.3
+    assert summary["reward_last"] >= 0.8
+    assert summary["weight_updates"] >= 30
+    assert summary["lag_max"] > 0
+    assert summary["lag_mean"] > 0
+    assert 0 < summary["ess_min"] <= summary["ess_mean"] <= 1
+    assert summary["restarts"] == 0
+    assert summary["tokens_trained"] <= summary["tokens_generated"]
+    assert (run.output / "report.html").stat().st_size > 10_000
+    assert (run.output / "final" / "model.safetensors").exists()
+    assert_nothing_trained_twice(run, summary["steps"])
+    assert_ended_without_leftovers(run)
+
+
+def test_every_process_may_be_killed_during_training(new_run: Callable[..., Run]) -> None:
+    run = new_run("kills", "--max-steps", "24", *EVERY_STEP).start()
+    for number, name in enumerate(["actor-0", "preprocessor-0", "nats-server", "generator-0-0", "trainer-0"]):
+        run.wait_for_step(2 + 4 * number)
+        run.kill(name)
+    assert run.wait(400) == 0, run.terminal[-4000:]
+    assert run.summary["steps"] == 24
+    assert run.summary["restarts"] >= 5
+    assert_nothing_trained_twice(run, 24)
+    assert_ended_without_leftovers(run)
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(new_run: Callable[..., Run]) -> None:
+    run = new_run("resumed", "--max-steps", "10").start()
+    run.wait_for_step(4)
+    run.signal(signal.SIGINT)
+    assert run.wait(90) == 130, run.terminal[-4000:]
+    assert_ended_without_leftovers(run)
+    before = run.summary["steps"]
+    assert 4 <= before < 10
+    run.start()
+    run.wait_for_step(before + 2)
+    run.signal(signal.SIGKILL)  # the hard way: nothing may outlive `up`
+    run.wait(30)
+    assert_ended_without_leftovers(run)
+    run.start()
+    assert run.wait() == 0, run.terminal[-4000:]
+    assert run.summary["steps"] == 10
+    assert_nothing_trained_twice(run, 10)
+
+
+def test_two_runs_on_one_machine_do_not_meet_and_one_folder_takes_one_run(new_run: Callable[..., Run]) -> None:
+    conventional = Run.job.parent / "arithmetic-conventional.yaml"
+    one = new_run("one", "--max-steps", "2").start()
+    two = new_run("two", "--max-steps", "2", job=conventional).start()
+    one.wait_until(lambda: bool(one.pids("preprocessor-0")), "preprocessor")
+    third = new_run("one").start()
+    assert third.wait(60) == 2
+    assert "is in use" in third.terminal
+    assert one.wait(400) == 0, one.terminal[-4000:]
+    assert two.wait(400) == 0, two.terminal[-4000:]
+    assert two.summary["lag_max"] == 0
