@@ -20,7 +20,7 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 from pipelinerl_common.errors import PermanentError, SettingsError, Unavailable
-from pipelinerl_common.service import cancel_all
+from pipelinerl_common.service import cancel_all, check_cancelled, num_cancellations
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +50,6 @@ RETRYABLE: Final[tuple[type[Exception], ...]] = (
 
 
 class Connection:
-    """`client` is the library's client of the moment: never kept across an await on readiness."""
-
     def __init__(self, url: str, name: str, token: str | None, counters: Counter[str]) -> None:
         self._url = url
         self._name = name
@@ -62,6 +60,7 @@ class Connection:
         self._listeners: list[Callable[[], None]] = []
         self._closing = False
         self.client = Client()
+        """The library's client of the moment; another one after it has given up."""
         self.jetstream: JetStreamContext = self.client.jetstream(timeout=ATTEMPT_S)
         self.generation = 0
         """Grows with every connect: what was on its way on an older one may be lost."""
@@ -144,11 +143,14 @@ class Connection:
         deadline = asyncio.get_running_loop().time() + timeout_s
         backoff_s = _FIRST_BACKOFF_S
         reason = f"no connection to {self._url}"
+        cancellations = num_cancellations()
         while True:
             try:
                 async with asyncio.timeout_at(deadline):
                     await self.wait_ready()
-                    return await attempt()
+                    result = await attempt()
+                check_cancelled(since=cancellations)
+                return result
             except RETRYABLE as error:
                 reason = str(error) or reason
                 self._counters["retries"] += 1
@@ -199,8 +201,10 @@ class Connection:
             if not connecting.done():
                 raise SettingsError(f"nats-server at {self._url} refuses the token: give the right --token-file")
             connecting.result()
-        finally:
+        except BaseException:
             await cancel_all([connecting])
+            await _close_client(client)
+            raise
         self.client = client
         self.jetstream = client.jetstream(timeout=ATTEMPT_S)
 
@@ -214,6 +218,7 @@ class Connection:
 
     async def _supervise(self, prepare: Callable[["Connection"], Awaitable[None]]) -> None:
         while True:
+            check_cancelled()
             await self._changed.wait()
             self._changed.clear()
             try:
@@ -243,10 +248,16 @@ class Connection:
     async def _close(self) -> None:
         self._closing = True
         self._ready.clear()
-        try:
-            async with asyncio.timeout(ATTEMPT_S):
-                if self.client.is_connected:
-                    await self.client.flush()
-                await self.client.close()
-        except (nats.errors.Error, *RETRYABLE) as error:
-            log.debug("closing nats: %r", error)
+        await _close_client(self.client)
+
+
+async def _close_client(client: Client) -> None:
+    if client._flush_queue is None:  # it was never told to connect, and its close would trip over that
+        return
+    try:
+        async with asyncio.timeout(ATTEMPT_S):
+            if client.is_connected:
+                await client.flush()
+            await client.close()
+    except (nats.errors.Error, *RETRYABLE) as error:
+        log.debug("closing nats: %r", error)

@@ -26,7 +26,7 @@ SetAside = Callable[[bytes, str, str], Awaitable[None]]
 """Payload, reason in a word, detail."""
 
 _CONFIRM_S: Final = 5.0
-_RETRY_LATER_NS: Final = 5_000_000_000
+_RETRY_LATER_NS: Final = 2_000_000_000
 
 
 @dataclass(slots=True, eq=False)
