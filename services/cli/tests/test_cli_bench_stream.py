@@ -1,9 +1,10 @@
 import argparse
 import pickle
+import shutil
 
 import pytest
 
-from pipelinerl_cli.bench import children, stream, stream_redis
+from pipelinerl_cli.bench import stream, stream_redis
 from pipelinerl_cli.bench.trajectories import Workload, cycle
 from pipelinerl_common.types import FinishReason
 
@@ -40,7 +41,7 @@ def test_baseline_carries_the_same_trajectories_as_lists() -> None:
             assert len(read["logprobs"]) == read["output_tokens"] == sample.num_sampled
 
 
-@pytest.mark.skipif(children.find_program("redis-server") is None, reason="needs redis-server")
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server")
 def test_stream_bench_measures_both_sides() -> None:
     values = stream.bench(arguments()).values
     assert {"samples_per_second_ratio", "cpu_per_token_ratio", "bytes_per_token"} <= values.keys()
@@ -55,7 +56,7 @@ def test_stream_bench_measures_both_sides() -> None:
 
 
 def test_without_a_redis_server_it_is_skipped_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "find_program", lambda name: None if name == "redis-server" else "/bin/true")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     report = stream.bench(arguments())
     assert report.skipped is not None
     assert "install" in report.skipped
