@@ -65,8 +65,8 @@ class Learner:
 
     def _report_skipped(self, plan: StepPlan, metrics: StepMetrics) -> None:
         log.error(
-            "alert=non_finite_step step=%d the gradient is not finite, the weights stay as they were: %d micro-batches of the step "
-            "had a loss that is not finite; groups %s",
+            "alert=non_finite_step step=%d the gradient is not finite, the weights stay as they were: %d micro-batches had a "
+            "loss that is not finite; groups %s",
             plan.step,
             int(metrics.non_finite_micro_batches.value),
             ", ".join(plan.group_ids[:8]) + (" ..." if len(plan.group_ids) > 8 else ""),
