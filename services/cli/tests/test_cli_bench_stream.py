@@ -12,7 +12,7 @@ WORKLOAD = Workload(num_groups=5, num_distinct=2, group_size=3, median_tokens=40
 
 
 def arguments() -> argparse.Namespace:
-    return argparse.Namespace(quick=True, seed=1, group_size=8, median_tokens=200, max_tokens=1000, groups=1, rounds=1)
+    return argparse.Namespace(quick=True, seed=1, group_size=8, median_tokens=900, max_tokens=8192, groups=1, rounds=1)
 
 
 def test_workload_is_the_same_in_every_process_and_its_columns_fit() -> None:
@@ -48,7 +48,7 @@ def test_stream_bench_measures_both_sides() -> None:
     ours, baseline = values["ours"], values["baseline"]
     assert isinstance(ours, dict)
     assert isinstance(baseline, dict)
-    assert ours["num_samples"] == baseline["num_samples"] == 96
+    assert ours["num_samples"] == baseline["num_samples"] == 800
     assert ours["num_tokens"] == baseline["num_tokens"]
     assert isinstance(values["bytes_per_token"], float)
     assert 4 < values["bytes_per_token"] <= 12
