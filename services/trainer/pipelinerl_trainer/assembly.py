@@ -112,7 +112,7 @@ def manifest_of(engine: Engine, run: Run) -> Manifest:
     return Manifest(tensors, spec.weight_transfer.bucket_bytes)
 
 
-def make_loop(  # noqa: PLR0913 - the one place where everything meets
+def make_loop(
     run: Run,
     ranks: Ranks,
     engine: Engine,
@@ -136,4 +136,6 @@ def make_loop(  # noqa: PLR0913 - the one place where everything meets
         export=partial(export_final, engine, ranks, run.model_folder, run.final_folder),
         desk=desk,
     )
-    return TrainingLoop(parts, 0 if checkpoint is None else checkpoint.step, checkpoint and ledger_of(checkpoint))
+    if checkpoint is None:
+        return TrainingLoop(parts, step=0, ledger=None)
+    return TrainingLoop(parts, checkpoint.step, ledger_of(checkpoint))

@@ -29,6 +29,10 @@ _GATHER_BYTES = 256 << 20
 """ZeRO-3: parameters are gathered this many bytes at a time, so that small ones share a collective."""
 
 
+COLLECTIVE_WARNING = r"`torch\.distributed\..*` is deprecated"
+"""DeepSpeed calls collectives by names that this torch announces to rename."""
+
+
 def prepare_environment(local_rank: int, rank: int, num_ranks: int) -> None:
     """The environment variables that DeepSpeed reads; called once, at the entry point, before it is imported.
 
@@ -42,6 +46,7 @@ def prepare_environment(local_rank: int, rank: int, num_ranks: int) -> None:
         warnings.simplefilter("ignore")
         import deepspeed.ops
     deepspeed.ops.__compatible_ops__ = {}
+    warnings.filterwarnings("ignore", message=COLLECTIVE_WARNING, category=FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
 

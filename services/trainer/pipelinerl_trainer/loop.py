@@ -76,7 +76,7 @@ class TrainingLoop:
         """Optimizer steps done, which is the policy version."""
 
     def run(self) -> None:
-        """Trains until the last step, the end of the run, or a stop, and leaves a checkpoint; at the end the exported model too."""
+        """Trains to the last step, the end of the run, or a stop; leaves a checkpoint, and at the end the exported model."""
         try:
             self._start()
             while self.step < self._parts.spec.algorithm.steps:

@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import ModelSettings
@@ -56,6 +57,7 @@ def load_policy(folder: Path, settings: ModelSettings, device: torch.device, *, 
     if not (folder / "config.json").is_file():
         raise SettingsError(f"model folder {folder}: there is no config.json in it; prepare the model first")
     attention.register()
+    disable_progress_bar()
     dtype: torch.dtype = getattr(torch, settings.dtype)
     try:
         language_model = AutoModelForCausalLM.from_pretrained(

@@ -77,9 +77,9 @@ class ParityCheck:
         if not mean <= bound:
             raise SettingsError(
                 f"generators and trainer disagree on the same weights: over {count:.0f} tokens their log-probabilities differ "
-                f"by {mean:.4g} on average and {largest:.4g} at most; trainers.parity.maxLogprobDifference={bound:g} allows no "
-                "more. Check model.dtype, the engine's arguments and the sampling settings; raise the bound only for a numerical "
-                "difference that you know of"
+                f"by {mean:.4g} on average and {largest:.4g} at most; trainers.parity.maxLogprobDifference={bound:g} allows "
+                "no more. Check model.dtype, the engine's arguments and the sampling settings; raise the bound only for a "
+                "difference that you can explain"
             )
         log.info("parity mean=%.3g max=%.3g tokens=%d bound=%g", mean, largest, count, bound)
         return mean

@@ -104,9 +104,22 @@ def join_ranks(place: Place) -> Iterator[Ranks]:
     except RuntimeError as error:
         where = f"{place.master_address}:{place.master_port}"
         raise FatalError(f"rank {place.rank} of {place.num_ranks} could not join the others at {where}: {error}") from error
+    clean = False
     try:
         yield Ranks(place, device, control)
+        clean = True
     finally:
+        if clean or place.num_ranks == 1:
+            _leave()  # after a failure it could wait for a rank that is gone; the process ends anyway
+
+
+def _leave() -> None:
+    """Through DeepSpeed where it was used, so that it forgets the groups that it made."""
+    import deepspeed.comm
+
+    if deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()
+    else:
         dist.destroy_process_group()
 
 
