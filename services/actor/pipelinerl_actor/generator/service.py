@@ -1,0 +1,176 @@
+"""From a job and a model folder to a running generator.
+
+```
+ engine starts, warms up -> HTTP is served -> (stop) -> drain -> HTTP ends -> engine ends
+```
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from fastapi import FastAPI
+from transformers import AutoConfig, AutoTokenizer
+
+from pipelinerl_actor.generator.app import Generator, create_app
+from pipelinerl_actor.generator.engine import Engine
+from pipelinerl_actor.generator.environment import prepare_environment
+from pipelinerl_actor.generator.layout import Layout
+from pipelinerl_actor.generator.metrics import GeneratorMetrics
+from pipelinerl_actor.generator.serving import Limits, Serving
+from pipelinerl_actor.generator.updater import NOTHING_RECEIVED, WeightUpdater
+from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.service import Wiring, run_until_first
+from pipelinerl_common.settings import GeneratorSettings, Job, load_job
+
+log = logging.getLogger(__name__)
+
+_INITIAL_VERSION = 0
+_STOP_HTTP_S = 5
+_MAX_HOST_KV_BYTES = 4 << 30
+
+
+async def serve_generator(wiring: Wiring, model: Path, stop: asyncio.Event, *, serve_initial: bool) -> None:
+    """Serves until `stop` is set. Raises SettingsError for a folder, an address or settings that cannot be used."""
+    job = load_job(wiring.job_file)
+    token = wiring.token
+    listening = _bind(wiring.listen)
+    with listening:
+        version = _INITIAL_VERSION if serve_initial else NOTHING_RECEIVED
+        settings = _settings(job, wiring.name)
+        engine = make_engine(job, settings, model, initial_version=version, log_level=wiring.log_level)
+        async with engine.running():
+            generator = assemble(job, settings, model, engine, version=version, token=token)
+            host, port = listening.getsockname()[:2]
+            log.info("listening=http://%s:%d engine=%s version=%d", host, port, settings.engine, version)
+            async with _http(create_app(generator), listening):
+                await run_until_first(_until_stopped(stop, generator), engine.watch(), generator.watch())
+
+
+def make_engine(job: Job, settings: GeneratorSettings, model: Path, *, initial_version: int, log_level: str = "info") -> Engine:
+    """The engine that `settings` names, not yet running."""
+    spec = job.spec
+    on_cpu = not torch.cuda.is_available()
+    can_stage = spec.weight_transfer.mode == "staged"
+    if settings.engine == "transformers":
+        from pipelinerl_actor.generator.transformers_engine import TransformersEngine, TransformersOptions
+
+        return TransformersEngine(
+            TransformersOptions(
+                model=model,
+                dtype=spec.model.dtype,
+                max_running_requests=settings.max_running_requests,
+                initial_version=initial_version,
+                can_stage=can_stage,
+                device="cpu" if on_cpu else "cuda",
+            )
+        )
+    prepare_environment(log_level, on_cpu=on_cpu)
+    from pipelinerl_actor.generator.vllm_engine import VllmEngine, VllmOptions
+
+    if on_cpu and settings.kv_cache_bytes is None:
+        settings = settings.model_copy(update={"kv_cache_bytes": host_kv_bytes(job, settings, model)})
+    return VllmEngine(
+        VllmOptions(
+            model=model,
+            dtype=spec.model.dtype,
+            max_model_len=spec.model.max_model_len,
+            generator=settings,
+            initial_version=initial_version,
+            can_stage=can_stage,
+            on_cpu=on_cpu,
+        )
+    )
+
+
+def host_kv_bytes(job: Job, settings: GeneratorSettings, model: Path) -> int:
+    """KV cache for a generator on a CPU, where vLLM would take most of the memory: what all its sequences need at full length.
+
+    At most 4 GiB, and a quarter more than needed, because blocks are not always full.
+    """
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    item = torch.empty(0, dtype=getattr(torch, job.spec.model.dtype)).element_size()
+    token_bytes = 2 * config.num_hidden_layers * heads * head_dim * item
+    needed = token_bytes * job.spec.model.max_model_len * settings.max_running_requests
+    return int(min(_MAX_HOST_KV_BYTES, max(64 << 20, needed + needed // 4)))
+
+
+def _settings(job: Job, name: str) -> GeneratorSettings:
+    """A reference generator has its own section of the job."""
+    if not name.startswith("reference"):
+        return job.spec.actors.generator
+    if job.spec.reference is None:
+        raise SettingsError(f"--name {name}: the job has no spec.reference")
+    return job.spec.reference.generator
+
+
+def assemble(
+    job: Job, settings: GeneratorSettings, model: Path, engine: Engine, *, version: int, token: str | None
+) -> Generator:
+    """The parts around a running engine. Raises SettingsError for a folder that does not hold a model."""
+    metrics = GeneratorMetrics()
+    limits = Limits(job.spec.model.max_model_len, settings.max_running_requests, _vocabulary(model))
+    layout = Layout.of_folder(model)
+    updater = WeightUpdater(engine, layout, metrics, initial_version=version, running=lambda: serving.num_running)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    serving = Serving(engine, tokenizer, limits, metrics, lambda: updater.version, model=job.name)
+    return Generator(engine, serving, updater, metrics, token, job.spec.actors.drain_seconds)
+
+
+def _vocabulary(model: Path) -> int:
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        return int(config.get("text_config", config)["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SettingsError(f"{model / 'config.json'}: no vocab_size: {error}") from error
+
+
+async def _until_stopped(stop: asyncio.Event, generator: Generator) -> None:
+    """The clock: ends when the process was told to stop and what ran has ended, or has had its time."""
+    await stop.wait()
+    if not await generator.serving.drain(generator.drain_s):
+        log.warning("running=%d cut off after %g s", generator.serving.num_running, generator.drain_s)
+
+
+def _bind(listen: str) -> socket.socket:
+    host, _, port = listen.rpartition(":")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"--listen {listen}: cannot listen there: {error}") from error
+    return listening
+
+
+class _Server(uvicorn.Server):
+    """Signals belong to run_service."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def _http(app: FastAPI, listening: socket.socket) -> AsyncIterator[None]:
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=_STOP_HTTP_S, timeout_keep_alive=75
+    )
+    server = _Server(config)
+    task = asyncio.ensure_future(server.serve(sockets=[listening]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await task
