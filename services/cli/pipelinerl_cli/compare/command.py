@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from pipelinerl_cli.compare.page import compare_page
+    from pipelinerl_cli.compare.page import compare_page, transposed
     from pipelinerl_cli.compare.table import COLUMNS, Compared, load, rows
     from pipelinerl_cli.compare.terminal import print_table
     from pipelinerl_common.errors import SettingsError
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     rewards = sorted(set(args.reward or (0.5, 0.8)))
     head = [*COLUMNS, *(name for reward in rewards for name in (f"time to {reward:g}", f"trajectories to {reward:g}"))]
     body = rows(compared, rewards)
-    print_table(head, body)
+    print_table(*transposed(head, body))
     try:
         args.output.write_text(compare_page(compared, head, body), encoding="utf-8")
     except OSError as error:

@@ -34,12 +34,18 @@ def compare_page(runs: Sequence[Compared], head: Sequence[str], rows: Sequence[S
         "\n".join(
             [
                 f"<h1>Runs compared</h1><p class='sub'>Rewards are means of {SMOOTHING} steps.</p>",
-                table(head, rows),
+                table(*transposed(head, rows)),
                 section("Learning", grid(learning)),
                 section("Behaviour", grid(behaviour)),
             ]
         ),
     )
+
+
+def transposed(head: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """A column per run and a line per number, so that any number of numbers fits."""
+    lines = [[name, *(row[k] for row in rows)] for k, name in enumerate(head)]
+    return lines[0], lines[1:]
 
 
 def _curves(title: str, x: Axis, runs: Sequence[Compared], at: Callable[[Step], float]) -> str:

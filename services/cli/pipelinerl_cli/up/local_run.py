@@ -40,6 +40,7 @@ TICK_S = 0.25
 CHECKPOINT_GRACE_S = 120.0
 STOP_GRACE_S = 15.0
 PREPARE = "prepare"
+PREPARE_MODULE = "pipelinerl_actor.prepare"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ class LocalRun:
 
     async def _prepare(self, serving: asyncio.Task[Failure]) -> Ending | None:
         """Runs the model's preparation to its end; None when it succeeded."""
-        argv = ("python", "-m", "pipelinerl_actor.prepare", "--job", str(self._folder.job_file))
+        argv = ("python", "-m", PREPARE_MODULE, "--job", str(self._folder.job_file))
         process = await self._start(PREPARE, (*argv, "--output", str(self._folder.root)))
         self._describe = lambda: ("preparing the model", " ".join(process.last_lines(1)))
         try:
