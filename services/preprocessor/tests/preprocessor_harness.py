@@ -35,7 +35,6 @@ def job_document(**sections: dict[str, Any]) -> dict[str, Any]:
         "model": {"uri": "tiny://arithmetic", "maxModelLen": 64},
         "task": {"path": "tests.tasks:Task", "groupSize": 2, "sampling": {"maxTokens": 32}},
         "algorithm": {"groupsPerStep": 2, "steps": 100},
-        "staleness": {"policy": "areal", "eta": 1},
         "preprocessor": {"leaseSeconds": 60},
         "trainers": {"microBatchTokens": 64},
     }
@@ -106,7 +105,7 @@ class Rig:
     nats: NatsServer
     stream: Stream
     process: asyncio.subprocess.Process | None = None
-    channel: Channel | None = None
+    _channel: Channel | None = None
     actor_session: str = "session-1"
     log_lines: list[str] = field(default_factory=list)
     _reading: asyncio.Task[None] | None = None
@@ -123,7 +122,7 @@ class Rig:
         self._reading = asyncio.create_task(self._read_log(self.process, address))
         async with asyncio.timeout(DEADLINE_S):
             self._opened = connect(await address, token=None)
-        self.channel = await self._opened.__aenter__()
+        self._channel = await self._opened.__aenter__()
 
     async def _read_log(self, process: asyncio.subprocess.Process, address: "asyncio.Future[str]") -> None:
         assert process.stderr is not None
@@ -147,13 +146,18 @@ class Rig:
         self._reading.exception()
         if self._opened is not None:
             await self._opened.__aexit__(None, None, None)
-        self._opened = self.channel = self.process = None
+        self._opened = self._channel = self.process = None
         return status
 
     async def crash(self) -> None:
         """kill -9, and a new process on the same store."""
         await self.stop(signal.SIGKILL)
         await self.start()
+
+    @property
+    def channel(self) -> Channel:
+        assert self._channel is not None, "the preprocessor is not running"
+        return self._channel
 
     # The actor's part
 
@@ -175,7 +179,7 @@ class Rig:
         )
         return await call(AdmissionStub(self.channel).Lease, request, timeout_s=DEADLINE_S)
 
-    async def report(self, lease_id: str, outcome: "apb.GroupOutcome", actor: str = "actor-0", **fields: Any) -> None:
+    async def report(self, lease_id: str, outcome: "apb.GroupOutcome.ValueType", actor: str = "actor-0", **fields: Any) -> None:
         event = apb.GroupEvent(lease_id=lease_id, outcome=outcome, **fields)
         request = apb.ReportRequest(actor_id=actor, events=[event])
         await call(AdmissionStub(self.channel).Report, request, timeout_s=DEADLINE_S)
@@ -261,7 +265,7 @@ class Rig:
     async def unacknowledged(self, expected: int) -> None:
         """Waits until the sample stream holds exactly `expected` messages."""
         async with asyncio.timeout(DEADLINE_S):
-            while await self.stream.num_waiting() != expected:
+            while await self.stream.num_waiting() != expected:  # noqa: ASYNC110 - the server tells nobody
                 await asyncio.sleep(0.02)
 
 

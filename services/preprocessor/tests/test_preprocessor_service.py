@@ -157,14 +157,14 @@ async def test_groups_that_cannot_be_trained_are_dropped_with_a_reason_and_their
     async with rig(tmp_path) as preprocessor:
         await preprocessor.begin()
         good = make_sample(1, 1.0)
-        long = {"prompt": 40, "sampled": 30}
+        over_long = [make_sample(index, float(index), prompt=40, sampled=30) for index in range(2)]
         cases: dict[str, dict[str, Any]] = {
             "non_finite": {"samples": (make_sample(0, float("nan")), good)},
             "temperature": {"temperature": 0.7},
             "bad_version": {"version": 2},
             "mismatch": {"prompt_index": 77},
             "too_few_samples": {"samples": (good,)},
-            "no_tokens": {"samples": (make_sample(0, 1.0, **long), make_sample(1, 0.0, **long))},
+            "no_tokens": {"samples": over_long},
         }
         for fields in [*cases.values(), {"samples": (make_sample(0, 1.0, logprob=-np.inf), good)}]:
             [lease] = (await preprocessor.lease(1)).leases
