@@ -39,7 +39,7 @@ class Learner:
         A step whose loss or gradient is not finite leaves the weights as they are; it is counted and logged as an error.
         """
         step = batch.plan.step
-        metrics = self._accumulate(batch)
+        metrics = self.accumulate(batch)
         rate = learning_rate(step, self._settings.steps, self._settings.optimizer)
         outcome = self._engine.apply(rate)
         metrics.reduce(self._ranks)
@@ -51,7 +51,8 @@ class Learner:
             values["grad_norm"] = outcome.grad_norm
         return values | {"learning_rate": rate, "skipped_steps_total": float(self.num_skipped_steps)}
 
-    def _accumulate(self, batch: Batch) -> StepMetrics:
+    def accumulate(self, batch: Batch) -> StepMetrics:
+        """Forward and backward only: the gradient is there afterwards, and not yet applied."""
         metrics = StepMetrics()
         normalizer = self._objective.normalizer(batch.plan)
         for number, micro_batch in enumerate(batch.micro_batches, start=1):

@@ -64,9 +64,7 @@ class Preprocessor(batches_pb2_grpc.BatchesServicer):
         if self.is_away:
             raise Unavailable("the preprocessor restarts")
 
-    async def PullStep(
-        self, request: batches_pb2.PullStepRequest, context: Any
-    ) -> AsyncIterator[batches_pb2.PullStepResponse]:
+    async def PullStep(self, request: batches_pb2.PullStepRequest, context: Any) -> AsyncIterator[batches_pb2.PullStepResponse]:
         self._check()
         if not self.restores:
             raise Unavailable("not restored")
@@ -103,9 +101,7 @@ class Preprocessor(batches_pb2_grpc.BatchesServicer):
             raise Refused(f"step {request.step} is not the current one, {self.committed}")
         return batches_pb2.CommitStepResponse()
 
-    async def MarkPublished(
-        self, request: batches_pb2.MarkPublishedRequest, context: Any
-    ) -> batches_pb2.MarkPublishedResponse:
+    async def MarkPublished(self, request: batches_pb2.MarkPublishedRequest, context: Any) -> batches_pb2.MarkPublishedResponse:
         self._check()
         self.published.append(request.policy_version)
         return batches_pb2.MarkPublishedResponse()

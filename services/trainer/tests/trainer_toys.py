@@ -151,3 +151,37 @@ def batch_of(rows: Sequence[Sequence[Trajectory]], everything: Sequence[Trajecto
     """This rank's rows of a batch that trains `everything` over all ranks."""
     micro_batches = tuple(pack(members, index) for index, members in enumerate(rows))
     return Batch(plan_of(everything, step, len(rows)), micro_batches)
+
+
+def reference_gradient(settings: AlgorithmSettings, members: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
+    """The gradient of the step's loss by the plainest means: no packing, no DeepSpeed, one sequence at a time."""
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    total = torch.zeros(())
+    for member in members:
+        ids = torch.tensor([member.tokens])
+        distribution = (model(input_ids=ids).logits[0, :-1].float() / 0.7).log_softmax(-1)[member.num_prompt - 1 :]
+        logprobs = distribution.gather(-1, ids[0, member.num_prompt :, None])[:, 0]
+        old, reference = torch.tensor(member.old_logprobs), torch.tensor(member.ref_logprobs)
+        advantages = torch.tensor(member.advantages)
+        weights = torch.exp(logprobs - old)
+        if settings.loss == "reinforce":
+            policy = -weights.detach().clamp(max=settings.truncation) * advantages * logprobs
+        else:
+            clipped = weights.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+            policy = -torch.minimum(weights * advantages, clipped * advantages)
+        k3 = torch.exp(reference - logprobs) - (reference - logprobs) - 1
+        entropy = -(distribution.exp() * distribution).sum(-1)
+        total = total + (policy + settings.kl.coefficient * k3 - settings.entropy_coefficient * entropy).sum()
+    count = len(members) if settings.normalize_by == "sequences" else sum(member.num_sampled for member in members)
+    (total / count).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def full_algorithm(**options: Any) -> AlgorithmSettings:
+    """Every term of the loss at once."""
+    spec = job(
+        algorithm={"steps": 4, "groupsPerStep": 2, "entropyCoefficient": 0.01, "kl": {"coefficient": 0.1}, **options},
+        reference={},
+    )
+    return spec.spec.algorithm
