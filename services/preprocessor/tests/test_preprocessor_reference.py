@@ -146,8 +146,11 @@ async def test_a_reference_without_an_address_is_refused() -> None:
 
 
 async def test_a_job_with_a_reference_gets_the_column_and_drops_what_is_refused(tmp_path: Path) -> None:
-    sections: dict[str, dict[str, Any]] = {"algorithm": {"groupsPerStep": 2, "kl": {"coefficient": 0.1}}, "reference": {}}
-    async with scorer() as server, rig(tmp_path, "--reference", server.url, **sections) as preprocessor:
+    algorithm = {"groupsPerStep": 2, "kl": {"coefficient": 0.1}}
+    async with (
+        scorer() as server,
+        rig(tmp_path, "--reference", server.url, algorithm=algorithm, reference={}) as preprocessor,
+    ):
         server.answers = [(400, {"error": "too long"})]
         await preprocessor.begin()
         leases = (await preprocessor.lease(1)).leases
