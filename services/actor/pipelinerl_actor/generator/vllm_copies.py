@@ -4,6 +4,7 @@ vLLM keeps weights in three kinds of places: parameters and buffers; tensors der
 latent attention); and, on a CPU, `cpu_linear`, a function that holds a packed copy of the weight. All three belong to a copy.
 """
 
+import contextlib
 import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -55,7 +57,7 @@ class StagingModel:
         config.compilation_config.static_forward_context = {}
         config.compilation_config.static_all_moe_layers = []
         self._live = live
-        with set_current_vllm_config(config):
+        with set_current_vllm_config(config), _own_rotary_embeddings():
             self._staging = get_model(vllm_config=config)
         if _names(live) != _names(self._staging):
             raise FatalError(f"{type(live).__name__} cannot be built twice alike: use weightTransfer.mode=inplace")
@@ -69,7 +71,7 @@ class StagingModel:
         seen: set[int] = set()
         for live, staging in zip(self._live.modules(), self._staging.modules(), strict=True):
             if live is staging:
-                continue  # shared by both, such as the table of rotary embeddings
+                raise FatalError(f"{type(live).__name__} is shared with the staging model: use weightTransfer.mode=inplace")
             for target, source in _pairs(live, staging):
                 if id(target) in seen:
                     continue  # tied weights
@@ -90,6 +92,19 @@ class StagingModel:
         if targets:
             torch._foreach_copy_(targets, sources)
             torch.accelerator.synchronize()
+
+
+@contextlib.contextmanager
+def _own_rotary_embeddings() -> Iterator[None]:
+    """vLLM shares the tables between all models of a process: a reload of the staging model, which empties every module while
+    it lasts, would take them away from the live one in the middle of its decode."""
+    shared = dict(_ROPE_DICT)
+    _ROPE_DICT.clear()
+    try:
+        yield
+    finally:
+        _ROPE_DICT.clear()
+        _ROPE_DICT.update(shared)
 
 
 class Backup:
