@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +11,8 @@ import pytest
 from preprocessor_harness import Rig, rig
 
 from pipelinerl.v1 import batches_pb2 as pb
-from pipelinerl_common.errors import PermanentError, Refused
+from pipelinerl_common.errors import PermanentError, Refused, Unavailable
+from pipelinerl_common.stream import NatsServer
 
 
 def trained(output: Path) -> list[tuple[int, list[str]]]:
@@ -239,3 +242,23 @@ async def _crash_somewhere(preprocessor: Rig, step: int) -> None:
     await preprocessor.mark_published(step + 1)
     if step % 4 == 3:
         await preprocessor.crash()
+
+
+async def test_a_killed_stream_server_only_delays(tmp_path: Path) -> None:
+    async with rig(tmp_path) as preprocessor:
+        await preprocessor.begin()
+        await preprocessor.roll_out(4)
+        pulled = await preprocessor.pull(0)
+        os.kill(preprocessor.nats.pid, signal.SIGKILL)
+        await preprocessor.nats.wait()
+        committing = asyncio.create_task(preprocessor.commit(0, pulled.plan.group_ids))
+        async with NatsServer.start(tmp_path / "nats", preprocessor.nats.port):
+            try:
+                await committing
+            except Unavailable:  # its deadline passed first: the trainer calls again
+                await preprocessor.commit(0, pulled.plan.group_ids)
+            await preprocessor.unacknowledged(2)
+            await preprocessor.mark_published(1)
+            await preprocessor.roll_out(2, version=1)
+            await preprocessor.train(1)
+        assert trained(tmp_path / "output") == [(0, ["0-0", "0-1"]), (1, ["0-2", "0-3"])]

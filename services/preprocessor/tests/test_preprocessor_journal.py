@@ -7,8 +7,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from pipelinerl_common.errors import FatalError, Unavailable
+from pipelinerl_preprocessor.groups import Arrival
 from pipelinerl_preprocessor.journal import JournalWriter
-from pipelinerl_preprocessor.ledger import Arrival, Ledger
+from pipelinerl_preprocessor.ledger import Ledger
 from pipelinerl_staleness.areal import Areal, ArealSettings
 
 

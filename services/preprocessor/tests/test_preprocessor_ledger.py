@@ -10,8 +10,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pipelinerl_common.errors import PermanentError, Refused, Unavailable
 from pipelinerl_common.types import GroupId
-from pipelinerl_preprocessor.groups import Group, GroupLease, GroupState, LedgerState, Snapshot, make_group_id, split_group_id
-from pipelinerl_preprocessor.ledger import Arrival, Ledger
+from pipelinerl_preprocessor.groups import (
+    Arrival,
+    Group,
+    GroupLease,
+    GroupState,
+    LedgerState,
+    Snapshot,
+    make_group_id,
+    split_group_id,
+)
+from pipelinerl_preprocessor.ledger import Ledger
 from pipelinerl_staleness.areal import Areal, ArealSettings
 from pipelinerl_staleness.conventional import Conventional, ConventionalSettings
 from pipelinerl_staleness.policy import Policy
@@ -64,12 +73,12 @@ def test_nothing_happens_before_a_restore() -> None:
 def test_a_lease_that_is_renewed_does_not_expire() -> None:
     ledger = running_ledger()
     [lease] = ledger.grant("a", "s", 1, now=0.0)
-    assert ledger.renew("a", [lease.lease_id, "0-9:0", "junk"], now=9.0) == ["0-9:0", "junk"]
+    assert ledger.leases.renew("a", [lease.lease_id, "0-9:0", "junk"], now=9.0) == ["0-9:0", "junk"]
     ledger.expire(now=18.9)
-    assert ledger.held("a", lease.lease_id) is not None
+    assert ledger.leases.held("a", lease.lease_id) is not None
     ledger.expire(now=19.0)
-    assert ledger.held("a", lease.lease_id) is None
-    assert ledger.renew("a", [lease.lease_id], now=19.0) == [lease.lease_id]
+    assert ledger.leases.held("a", lease.lease_id) is None
+    assert ledger.leases.renew("a", [lease.lease_id], now=19.0) == [lease.lease_id]
 
 
 def test_the_last_attempt_gives_the_group_up_and_its_slot_back() -> None:
@@ -96,7 +105,7 @@ def test_the_first_result_counts_whatever_its_attempt() -> None:
     [new] = ledger.grant("a", "s", 1, now=LEASE_S)
     assert (new.group_id, new.attempt) == (old.group_id, 1)
     assert ledger.arrive(old.group_id) is Arrival.ACCEPTED
-    assert ledger.renew("a", [new.lease_id], now=LEASE_S) == [new.lease_id]
+    assert ledger.leases.renew("a", [new.lease_id], now=LEASE_S) == [new.lease_id]
     assert ledger.arrive(new.group_id) is Arrival.DUPLICATE
 
 
@@ -249,7 +258,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.started(actor, lease.lease_id, self.ledger.state.served_version)
         elif outcome == "handed_back":
             self.ledger.hand_back(actor, lease.lease_id)
-        elif self.ledger.held(actor, lease.lease_id):
+        elif self.ledger.leases.held(actor, lease.lease_id):
             self.ledger.drop(lease.group_id)
 
     @rule(seconds=st.sampled_from([1.0, LEASE_S]))

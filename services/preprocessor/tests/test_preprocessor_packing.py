@@ -96,6 +96,6 @@ def test_a_million_samples_a_minute_are_assigned() -> None:
 
 
 def _seconds(lengths: np.ndarray) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     pack(lengths, 12000, 8)
-    return time.perf_counter() - start
+    return time.process_time() - start

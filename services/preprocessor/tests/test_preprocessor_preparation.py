@@ -87,6 +87,11 @@ def test_equal_rewards_are_kept_or_dropped_as_the_job_says() -> None:
     assert Preparation(dropping).prepare(group) is DropReason.ZERO_ADVANTAGE
 
 
+def test_an_advantage_that_does_not_fit_32_bits_is_not_finite() -> None:
+    group = make_group("0-0", samples=(make_sample(0, 3e38), make_sample(1, -3e38)))
+    assert Preparation(make_job().spec).prepare(group) is DropReason.NON_FINITE
+
+
 def test_a_value_head_gets_the_reward_as_its_target() -> None:
     group = prepare(make_sample(0, 1.0), make_sample(1, 0.0), algorithm={"baseline": "value"})
     assert [(sequence.advantage, sequence.target_return) for sequence in group.sequences] == [(1.0, 1.0), (0.0, 0.0)]

@@ -17,6 +17,8 @@ from pipelinerl_common.types import VersionRun
 from pipelinerl_preprocessor.reference import Reference
 from pipelinerl_preprocessor.rows import TrainSequence
 
+WITH_KL = {"groupsPerStep": 2, "kl": {"coefficient": 0.1}}
+
 
 class Scorer:
     """A generator's /v1/score: token t scores -t/1000 unless told otherwise."""
@@ -146,10 +148,9 @@ async def test_a_reference_without_an_address_is_refused() -> None:
 
 
 async def test_a_job_with_a_reference_gets_the_column_and_drops_what_is_refused(tmp_path: Path) -> None:
-    algorithm = {"groupsPerStep": 2, "kl": {"coefficient": 0.1}}
     async with (
         scorer() as server,
-        rig(tmp_path, "--reference", server.url, algorithm=algorithm, reference={}) as preprocessor,
+        rig(tmp_path, "--reference", server.url, algorithm=WITH_KL, reference={}) as preprocessor,
     ):
         server.answers = [(400, {"error": "too long"})]
         await preprocessor.begin()
@@ -162,6 +163,24 @@ async def test_a_job_with_a_reference_gets_the_column_and_drops_what_is_refused(
         trained = row.ref_logprobs_L[row.loss_mask_L == 1]
         np.testing.assert_allclose(trained, [-0.103, -0.104, -0.105, -0.106] * 4)
         assert make_sample(0, 0.0).token_ids_S[3] == 103
+
+
+async def test_a_rewind_while_a_group_is_scored_drops_it_once(tmp_path: Path) -> None:
+    async with (
+        scorer() as server,
+        rig(tmp_path, "--reference", server.url, algorithm=WITH_KL, reference={}) as preprocessor,
+    ):
+        server.hold.clear()
+        await preprocessor.begin()
+        await preprocessor.roll_out(1)
+        await server.arrived.get()
+        await preprocessor.restore()
+        server.hold.set()
+        await preprocessor.mark_published(0)
+        await preprocessor.roll_out(2)
+        pulled = await preprocessor.pull(0)
+        assert pulled.plan.group_ids == ("1-0", "1-1")
+        assert pulled.plan.metrics["dropped_rollback_groups_total"] == 1
 
 
 async def test_a_job_with_a_reference_and_no_address_says_so(tmp_path: Path) -> None:
