@@ -50,10 +50,15 @@ def test_a_ring_buffer_in_which_no_batch_can_form_is_refused(staleness: dict[str
         spec = make_job(algorithm={"groupsPerStep": 4}, staleness=staleness, preprocessor={"ringBufferGroups": size}).spec
         return ring_buffer_groups(spec, policy_of(spec))
 
-    with pytest.raises(SettingsError, match=f"ringBufferGroups={wanted} is too small.*needs {least} "):
+    with pytest.raises(SettingsError, match=f"ringBufferGroups={wanted} is too small.*needs {least} waiting"):
         groups(wanted)
     assert groups(least) == least
     assert groups(None) == 16
+
+
+def test_a_penalty_for_every_completion_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"penaltyBufferTokens=33 .*maxTokens=32"):
+        make_job(algorithm={"overlong": {"penaltyBufferTokens": 33}})
 
 
 def test_sessions_are_replaced_and_forgotten() -> None:
