@@ -18,7 +18,7 @@ _FIXED = {
 def prepare_environment(log_level: str, *, on_cpu: bool, environ: MutableMapping[str, str] = os.environ) -> None:
     """Sets what vLLM needs. `on_cpu`: leave cores to the other processes of the job instead of binding to them."""
     environ.update(_FIXED)
-    environ["VLLM_LOGGING_LEVEL"] = "DEBUG" if log_level == "debug" else "WARNING"
+    environ["VLLM_LOGGING_LEVEL"] = "DEBUG" if log_level == "debug" else "ERROR"
     if on_cpu:
         environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a single worker then lives in the engine core's process

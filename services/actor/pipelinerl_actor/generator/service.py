@@ -49,6 +49,7 @@ async def serve_generator(wiring: Wiring, model: Path, stop: asyncio.Event, *, s
         engine = make_engine(job, settings, model, initial_version=version, log_level=wiring.log_level)
         async with engine.running():
             generator = assemble(job, settings, model, engine, version=version, token=token)
+            listening.listen()  # not before: a connection would then wait for the engine instead of being refused
             host, port = listening.getsockname()[:2]
             log.info("listening=http://%s:%d engine=%s version=%d", host, port, settings.engine, version)
             async with _http(create_app(generator), listening):
