@@ -14,7 +14,9 @@ def install_model(source: Path, output: Path, *, copy: bool) -> Path:
     Idempotent. A real folder that is already there is only replaced when it was copied from elsewhere by an earlier call.
     """
     target = output / "model"
-    if target.exists() and target.resolve() == source.resolve():
+    is_linked = target.is_symlink() and target.resolve() == source.resolve()
+    is_source = not target.is_symlink() and target.exists() and target.samefile(source)
+    if is_source or (is_linked and not copy):
         return target
     output.mkdir(parents=True, exist_ok=True)
     if copy:

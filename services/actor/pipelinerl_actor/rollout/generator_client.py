@@ -52,7 +52,6 @@ class CompletionRequest:
             "temperature": self.sampling.temperature,
             "top_p": self.sampling.top_p,
             "top_k": self.sampling.top_k,
-            "logprobs": True,
         }
         if self.sampling.stop:
             body["stop"] = self.sampling.stop

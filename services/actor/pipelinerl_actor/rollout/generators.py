@@ -21,7 +21,7 @@ from pipelinerl_common.errors import TemporaryError
 
 log = logging.getLogger(__name__)
 
-_MAX_AWAY_BACKOFF_S = 10.0
+_MAX_AWAY_BACKOFF_S = 2.0
 _LOST_BACKOFF_S = 0.2
 _LOOK_AGAIN_S = 1.0
 """Longest sleep of a request that waits for a generator; it is woken earlier by whatever changes."""
@@ -128,7 +128,7 @@ class Generators:
         if now < generator.rest_until:
             return  # another of its requests has already told
         generator.failures_in_a_row += 1
-        rest_s = min(max(at_least_s, 0.1 * 2 ** min(generator.failures_in_a_row, 10)), _MAX_AWAY_BACKOFF_S)
+        rest_s = max(at_least_s, min(0.1 * 2 ** min(generator.failures_in_a_row, 10), _MAX_AWAY_BACKOFF_S))
         generator.rest_until = now + rest_s * random.uniform(0.5, 1.0)
         level = logging.WARNING if generator.failures_in_a_row in (1, 10) else logging.DEBUG
         log.log(level, "generator=%s rests for %.1f s: %s", generator.client.url, rest_s, error)
