@@ -42,6 +42,7 @@ def test_time_between_sessions_does_not_count() -> None:
 def test_summary_of_a_small_run() -> None:
     records = [
         session(0),
+        actor(4, 0),
         actor(10, 0),
         *[
             step(
@@ -69,7 +70,7 @@ def test_summary_of_a_small_run() -> None:
         "seed": 7,
         "steps": 6,
         "seconds": 20,
-        "training_seconds": 6,  # from the actor's first record at 10 to the last step at 16
+        "training_seconds": 6,  # from the last record without a token, at 10, to the last step at 16
         "reward_first": 0.3,  # mean of 0.1 .. 0.5
         "reward_last": 0.4,  # mean of 0.2 .. 0.6
         "reward_max": 0.6,

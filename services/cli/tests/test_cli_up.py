@@ -240,7 +240,7 @@ def test_trainer_that_stops_early_is_started_again_until_the_last_step(start: Ca
 def test_no_service_outlives_a_killed_up_and_the_next_one_goes_on(start: Callable[..., Up]) -> None:
     up = start("--max-steps", "100000")
     up.until_step(3)
-    assert len(up.services()) >= 5  # four services and the stream's server
+    assert len(up.services()) >= 6  # four services, the generator's own worker, the stream's server
     up.process.kill()
     up.wait()
     deadline = time.monotonic() + DEADLINE_S

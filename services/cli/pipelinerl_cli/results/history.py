@@ -105,11 +105,6 @@ class RunHistory:
     def names(self, role: str) -> set[str]:
         return {name for record in self._by_role[role] for name in record.values}
 
-    def span(self, role: str) -> float:
-        """Seconds of the run between the role's first and last record."""
-        times = [self.time.at(record.time) for record in self._by_role[role]]
-        return max(times) - min(times) if times else 0.0
-
     def _counters(self, role: str, name: str) -> dict[str, list[float]]:
         values: dict[str, list[float]] = defaultdict(list)
         for record in self._by_role[role]:

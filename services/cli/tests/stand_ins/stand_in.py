@@ -57,6 +57,14 @@ class StandIn:
             pass
 
     async def generate(self) -> None:
+        program = "import time; time.sleep(600)"
+        worker = await asyncio.create_subprocess_exec(sys.executable, "-c", program, f"worker of {self.output}")
+        try:
+            await self.answer()
+        finally:
+            worker.kill()
+
+    async def answer(self) -> None:
         state = {"epoch": 0, "version": -1, "num_workers": 1}
 
         async def weights(request: web.Request) -> web.Response:
