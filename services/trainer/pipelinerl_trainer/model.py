@@ -63,7 +63,7 @@ def load_policy(folder: Path, settings: ModelSettings, device: torch.device, *, 
         language_model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation=attention.choose_attention(device, dtype), local_files_only=True
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise SettingsError(f"model folder {folder}: cannot be loaded: {error}") from error
     language_model.config.use_cache = False
     _check_names(folder, language_model)

@@ -90,7 +90,7 @@ class Publisher:
         self._backoff_s = FIRST_BACKOFF_S
         self._wake = asyncio.Event()
         self._mark_wake = asyncio.Event()
-        self._is_sending = asyncio.Lock()
+        self._sending = asyncio.Lock()
         self.status = PublisherStatus()
 
     def offer(self, offer: Offer) -> None:
@@ -103,6 +103,11 @@ class Publisher:
         self._backoff_s = FIRST_BACKOFF_S
         self._wake.set()
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether an update is under way."""
+        return self._sending.locked()
+
     async def run(self, membership: Membership) -> None:
         """Publishes and marks for ever. Consumes offers and new groups; waits for either, or for a retry's time."""
         async with asyncio.TaskGroup() as tasks:
@@ -112,7 +117,7 @@ class Publisher:
     async def finish(self, timeout_s: float) -> None:
         """Waits for a transfer that is under way, so that generators do not see it break off."""
         try:
-            async with asyncio.timeout(timeout_s), self._is_sending:
+            async with asyncio.timeout(timeout_s), self._sending:
                 pass
         except TimeoutError:
             log.warning("the weights of version %s were still being sent at the end", self._offer and self._offer.version)
@@ -125,7 +130,7 @@ class Publisher:
                 await self._wake.wait()
                 continue
             try:
-                async with self._is_sending:
+                async with self._sending:
                     await self._publish(offer, group, epoch)
             except NotYet as error:
                 log.debug("version=%d epoch=%d waits: %s", offer.version, epoch, error)

@@ -4,7 +4,6 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,7 @@ def test_packing_and_accumulation_change_nothing(stage: int, rows: list[list[toy
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Any]]]:
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     toys.save_tiny_model(folder / "model")
     with ExitStack() as stack:
@@ -82,7 +81,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, 
             log.close()
     for rank, status in enumerate(statuses):
         assert status == 0, (folder / f"rank-{rank}.log").read_text(errors="replace")[-3000:]
-    yield folder, json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    return folder, json.loads((folder / "results.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -25,7 +25,7 @@ async def until(condition: Callable[[], bool], what: str, timeout_s: float = DEA
     """Waits for a condition that other tasks and threads bring about."""
     try:
         async with asyncio.timeout(timeout_s):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
                 await asyncio.sleep(0.01)
     except TimeoutError:
         raise AssertionError(f"{what} did not happen within {timeout_s:g} s") from None
