@@ -202,7 +202,7 @@ class Connection:
                 raise SettingsError(f"nats-server at {self._url} refuses the token: give the right --token-file")
             connecting.result()
         except BaseException:
-            await cancel_all([connecting])
+            await _end(connecting)
             await _close_client(client)
             raise
         self.client = client
@@ -261,3 +261,12 @@ async def _close_client(client: Client) -> None:
             await client.close()
     except (nats.errors.Error, *RETRYABLE) as error:
         log.debug("closing nats: %r", error)
+    if client._reconnection_task is not None:  # which would go on for ever, closed or not
+        await _end(client._reconnection_task)
+
+
+async def _end(task: "asyncio.Task[Any]") -> None:
+    """Cancels a task of the library until it has ended: it may lose a cancellation, see `check_cancelled`."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=0.1)

@@ -55,7 +55,8 @@ class Stream:
     """One service's end of its job's streams.
 
     `counters` only grow: set_aside_<reason>, retries (publishes and requests sent again), redelivered, duplicates (groups
-    published twice), reconnects, metrics_dropped, metrics_malformed.
+    published twice), lost (unacknowledged when the server came back without its disk), reconnects, metrics_dropped,
+    metrics_malformed.
     """
 
     def __init__(self, connection: Connection, layout: Layout, counters: Counter[str]) -> None:
@@ -68,6 +69,11 @@ class Stream:
     def max_payload_bytes(self) -> int:
         """Largest payload of one message, headers put aside."""
         return int(self._connection.client.max_payload) - HEADER_RESERVE_BYTES
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the server is there now; for display."""
+        return self._connection.is_ready
 
     async def publish_group(self, group: SampleGroup, timeout_s: float = 60.0) -> None:
         """Returns when the server has stored every part. Many may be published at once.

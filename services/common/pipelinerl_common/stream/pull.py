@@ -104,7 +104,8 @@ class PullReader:
                 check_cancelled()
                 messages = await self._next(deadline)
                 if not messages:
-                    log.warning("stream=%s the server is silent", self._stream)
+                    if self._connection.generation == self._generation:
+                        log.warning("stream=%s the server is silent, reading starts anew", self._stream)
                     return
                 data = [message for message in messages if _status(message) is None]
                 statuses = [message for message in messages if _status(message) is not None]

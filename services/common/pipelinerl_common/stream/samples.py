@@ -26,6 +26,8 @@ SetAside = Callable[[bytes, str, str], Awaitable[None]]
 """Payload, reason in a word, detail."""
 
 _CONFIRM_S: Final = 5.0
+_MAX_CONFIRMED: Final = 1 << 16
+"""Newest acknowledged messages that are remembered."""
 _RETRY_LATER_NS: Final = 2_000_000_000
 
 
@@ -35,6 +37,7 @@ class _Delivery:
 
     sequence: int
     reply: str
+    """Where to acknowledge; empty when the message went with the server's disk."""
     key: PartKey | None = None
     acked: bool = False
 
@@ -70,6 +73,7 @@ class SampleReader:
         self._counters = counters
         self._joiner = GroupJoiner(on_evict=self._on_evicted)
         self._deliveries: dict[int, _Delivery] = {}
+        self._confirmed: dict[int, None] = {}
         self._parts: dict[PartKey, list[_Delivery]] = {}
         self._evicted: list[tuple[PartKey, list[GroupPart]]] = []
         self._open: dict[PartKey, ReceivedGroup] = {}
@@ -78,6 +82,7 @@ class SampleReader:
         self._settled = asyncio.Event()
         self._arrivals: Arrivals[ReceivedGroup] = Arrivals()  # holds no more than _open does
         self._confirm_inbox = ""
+        self._stream_created = ""
         self._confirming: Subscription | None = None
 
     @asynccontextmanager
@@ -102,11 +107,25 @@ class SampleReader:
         jetstream, stream = self._connection.jetstream, self._layout.stream("samples")
         with suppress(nats.js.errors.NotFoundError):
             await jetstream.delete_consumer(stream, CONSUMER)
+        await self._check_same_stream()
         await jetstream.add_consumer(stream, self._layout.sample_consumer())
         await self._listen_for_confirmations()
         for delivery in [each for each in self._deliveries.values() if each.acked]:
             await self._send_ack(delivery)
         return CONSUMER
+
+    async def _check_same_stream(self) -> None:
+        """A server that lost its disk numbers messages anew: acknowledging an old number would remove a new message."""
+        info = await self._connection.jetstream.stream_info(self._layout.stream("samples"))
+        created = str(info.created)
+        if self._stream_created not in ("", created):
+            log.error("the sample stream was made anew: what was on it is lost (%d messages known here)", len(self._deliveries))
+            self._counters["lost"] += len(self._deliveries)
+            for delivery in self._deliveries.values():
+                delivery.reply = ""
+            self._deliveries.clear()
+            self._confirmed.clear()
+        self._stream_created = created
 
     async def _listen_for_confirmations(self) -> None:
         client, older = self._connection.client, self._confirming
@@ -147,6 +166,10 @@ class SampleReader:
             self._counters["redelivered"] += 1
             if known.acked:
                 await self._send_ack(known)
+            return
+        if sequence in self._confirmed:  # a server that was killed forgets the last removals
+            self._counters["redelivered"] += 1
+            await self._ack(self._deliveries.setdefault(sequence, _Delivery(sequence, message.reply)))
             return
         part = decode_part(message.data)
         if part.header.job != self._layout.job:
@@ -200,8 +223,8 @@ class SampleReader:
         await self._send(delivery.reply, b"+ACK", f"{self._confirm_inbox}.{delivery.sequence}")
 
     async def _send(self, subject: str, payload: bytes, reply: str) -> None:
-        if not self._connection.is_ready:
-            return  # the reader starts anew after the reconnect and sends again what is unconfirmed
+        if not subject or not self._connection.is_ready:
+            return  # the message is gone, or the reader starts anew after the reconnect and sends again what is unconfirmed
         try:
             await self._connection.client.publish(subject, payload, reply=reply)
         except (nats.errors.Error, *RETRYABLE) as error:
@@ -209,7 +232,11 @@ class SampleReader:
 
     async def _on_confirmed(self, message: Msg) -> None:
         if not message.headers:  # otherwise a status: nobody listens on that consumer any more
-            self._deliveries.pop(int(message.subject.rpartition(".")[2]), None)
+            sequence = int(message.subject.rpartition(".")[2])
+            self._deliveries.pop(sequence, None)
+            self._confirmed[sequence] = None
+            if len(self._confirmed) > _MAX_CONFIRMED:
+                del self._confirmed[next(iter(self._confirmed))]
             self._settled.set()
 
     async def _wait_confirmed(self) -> None:
