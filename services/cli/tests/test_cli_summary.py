@@ -110,6 +110,11 @@ def test_step_that_was_trained_again_after_a_crash_counts_once_with_its_last_val
     assert history.steps[1].get("reward_mean") == 0.4
 
 
+def test_steps_that_a_return_to_a_checkpoint_made_void_do_not_count() -> None:
+    records = [session(0), *(step(number, number) for number in range(1, 8)), session(20), step(3, 21), step(4, 22)]
+    assert [each.step for each in RunHistory(records).steps] == [1, 2, 3, 4]
+
+
 def test_restarts_of_all_sessions_add_up() -> None:
     restarts = [1.0, 0.0, 2.0]  # one in the first session; the second begins at 0 and comes to 2
     records = [Record("up", "up", float(k), -1, {"restarts_total": value}) for k, value in enumerate(restarts)]
