@@ -33,11 +33,10 @@ class Stopped(Exception):
 class BatchSource:
     """Used in the training thread, by every rank in the same order."""
 
-    def __init__(self, client: BatchesClient, bridge: Bridge, ranks: Ranks, refused_for_s: float = REFUSED_FOR_S) -> None:
+    def __init__(self, client: BatchesClient, bridge: Bridge, ranks: Ranks) -> None:
         self._client = client
         self._bridge = bridge
         self._ranks = ranks
-        self._refused_for_s = refused_for_s
         self._backoff_s = FIRST_BACKOFF_S
         self._refused_since: float | None = None
         self._reported_at = time.monotonic()
@@ -117,7 +116,7 @@ class BatchSource:
         """Whether a failed call is worth another round; waits a little if so."""
         if isinstance(error, PermanentError):
             self._refused_since = self._refused_since or time.monotonic()
-            if not isinstance(error, Refused) or time.monotonic() - self._refused_since > self._refused_for_s:
+            if not isinstance(error, Refused) or time.monotonic() - self._refused_since > REFUSED_FOR_S:
                 log.error("the preprocessor refuses %s: %s", purpose, error)
                 return Vote.FAILED
         self._back_off(f"trying again {purpose}: {error}")

@@ -48,6 +48,10 @@ class Preprocessor(batches_pb2_grpc.BatchesServicer):
     is_away: bool = False
     lost_ranks: set[int] = field(default_factory=set)
     """Ranks that are sent another assembly of the batch, once."""
+    hold_at: int | None = None
+    """This step's batch is not ready yet."""
+    num_held: int = 0
+    num_turned_away: int = 0
     poisoned_step: int | None = None
     """The batch of this step has an advantage that is not a number."""
     publish_after: Callable[[int], bool] = lambda step: True
@@ -62,6 +66,7 @@ class Preprocessor(batches_pb2_grpc.BatchesServicer):
 
     def _check(self) -> None:
         if self.is_away:
+            self.num_turned_away += 1
             raise Unavailable("the preprocessor restarts")
 
     async def PullStep(self, request: batches_pb2.PullStepRequest, context: Any) -> AsyncIterator[batches_pb2.PullStepResponse]:
@@ -73,6 +78,11 @@ class Preprocessor(batches_pb2_grpc.BatchesServicer):
         if self.needs_publication and not self.published:
             await asyncio.sleep(0.05)
             yield batches_pb2.PullStepResponse(wait=batches_pb2.Wait(reason="nothing is served yet"))
+            return
+        if request.step == self.hold_at:
+            self.num_held += 1
+            await asyncio.sleep(0.05)
+            yield batches_pb2.PullStepResponse(wait=batches_pb2.Wait(reason="3 of 4 groups ready"))
             return
         if request.step >= self.num_steps:
             yield batches_pb2.PullStepResponse(end=batches_pb2.EndOfRun())
@@ -125,6 +135,7 @@ class Preprocessor(batches_pb2_grpc.BatchesServicer):
         self.restore_ids.add(request.restore_id)
         self.restores.append((request.num_committed_steps, has_snapshot))
         self.committed = request.num_committed_steps
+        self.published.clear()
         return batches_pb2.RestoreResponse(rewound=True)
 
 
