@@ -128,6 +128,7 @@ class FakeAdmission:
         self.requests: list[pb.LeaseRequest] = []
         self.events: list[pb.GroupEvent] = []
         self.num_granted = 0
+        self.on_grant: Callable[[], None] = lambda: None
 
     async def Lease(self, request: pb.LeaseRequest, context: Any) -> pb.LeaseResponse:
         self.requests.append(request)
@@ -136,6 +137,8 @@ class FakeAdmission:
         cancelled, self.to_cancel = self.to_cancel, []
         num_groups = min(self.to_grant, request.max_groups)
         self.to_grant -= num_groups
+        if num_groups:
+            self.on_grant()
         return pb.LeaseResponse(
             leases=[self._lease() for _ in range(num_groups)],
             cancelled_lease_ids=cancelled,

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -81,6 +82,10 @@ class ShakyEnvironment(Alone):
 class Lazy(Base):
     async def rollout(self, rollout):
         return Verdict(1.0)
+
+async def function(rollout, *, right: str):
+    turn = await rollout.chat([{"role": "user", "content": f"{rollout.seed} {rollout.prompt_index}"}])
+    return Verdict(float(turn.text == right) + rollout.sample_index)
 """
 
 
@@ -235,6 +240,14 @@ async def test_a_group_larger_than_the_slots_is_split_into_requests_that_fit(hou
         await alive(actor, lambda: house.groups)
     assert [request["n"] for request in house.generator.requests] == [3, 1]
     assert len(house.groups[0].samples) == 4
+
+
+async def test_a_task_may_be_a_function(house: House) -> None:
+    house.admission.to_grant = 1
+    async with acting(house, "function", args={"right": "7"}) as (actor, _):
+        await alive(actor, lambda: house.groups)
+    assert [sample.reward for sample in house.groups[0].samples] == [1.0, 2.0, 3.0, 4.0]
+    assert house.generator.requests[0]["messages"] == [{"role": "user", "content": "0 0"}]
 
 
 async def test_no_more_sequences_run_than_the_generator_has_slots(house: House) -> None:
@@ -472,6 +485,25 @@ async def test_a_stop_hands_back_what_does_not_finish_in_time(house: House) -> N
     await until(lambda: house.generator.num_running == 0)
 
 
+async def test_a_stop_hands_back_groups_that_have_not_even_begun(house: House) -> None:
+    house.admission.to_grant = 1
+    wiring = _wiring(house, {"path": "house_tasks:Together"}, {"drainSeconds": 0})
+    stop = asyncio.Event()
+    house.admission.on_grant = stop.set
+    async with asyncio.timeout(20):
+        await run_actor(wiring, stop)
+    assert [event.lease_id for event in house.admission.outcomes(pb.GROUP_OUTCOME_HANDED_BACK)] == ["lease-0"]
+
+
+async def test_groups_that_all_fail_are_taken_ever_more_slowly(house: House) -> None:
+    house.admission.to_grant = 10_000
+    async with acting(house, "BrokenPrompt", actors={"generator": {"maxRunningRequests": 4}}) as (actor, _):
+        await alive(actor, lambda: len(house.failures()) >= 18)
+        granted = house.admission.num_granted
+        with pytest.raises(TimeoutError):
+            await until(lambda: house.admission.num_granted > granted + 20, timeout_s=1.0)
+
+
 async def test_leases_are_renewed_in_one_session_while_groups_run(house: House) -> None:
     house.admission.to_grant = 1
     house.generator.answer = house.generator.hang
@@ -479,6 +511,43 @@ async def test_leases_are_renewed_in_one_session_while_groups_run(house: House) 
         await alive(actor, lambda: sum("lease-0" in request.running_lease_ids for request in house.admission.requests) >= 2)
     assert len({request.session_id for request in house.admission.requests}) == 1
     assert {request.actor_id for request in house.admission.requests} == {"actor-0"}
+
+
+async def _process(house: House, *flags: str) -> asyncio.subprocess.Process:
+    wiring = _wiring(house, {"path": "house_tasks:Together"}, {"drainSeconds": 0.1})
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "pipelinerl_actor.rollout", "--job", str(wiring.job_file), "--output", str(house.folder)),
+        *("--nats-url", house.nats.url, "--preprocessor", house.preprocessor, *flags),
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(house.folder)},
+    )
+
+
+async def test_sigterm_hands_back_and_ends_the_process_with_0(house: House) -> None:
+    house.admission.to_grant = 1
+    house.generator.answer = house.generator.hang
+    process = await _process(house, "--generator", house.generator.url)
+    try:
+        await until(lambda: house.generator.num_running == 1)
+        process.terminate()
+        async with asyncio.timeout(20):
+            _, errors = await process.communicate()
+        assert process.returncode == 0, errors.decode()
+        assert len(house.admission.outcomes(pb.GROUP_OUTCOME_HANDED_BACK)) == 1
+        await until(lambda: house.generator.num_running == 0)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_a_process_with_wrong_wiring_ends_with_2_and_says_why(house: House) -> None:
+    process = await _process(house)
+    async with asyncio.timeout(30):
+        _, errors = await process.communicate()
+    assert process.returncode == 2
+    assert b"--generator is missing" in errors
 
 
 async def test_a_preprocessor_that_is_away_is_waited_for_and_nothing_is_lost(house: House) -> None:

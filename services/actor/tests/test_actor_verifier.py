@@ -40,6 +40,16 @@ class Plain(Task):
         facts = {"pid": os.getpid(), "seed": self.seed, "index": prompt.facts["index"], "tokens": len(answer.token_ids)}
         return Verdict(1.0 + self.bonus, {**facts, "version": answer.version_runs[0].policy_version})
 
+def decorated(function):
+    def wrapper(self, prompt, answer):
+        return function(self, prompt, answer)
+    return wrapper
+
+class Decorated(Plain):
+    @decorated
+    async def verify(self, prompt, answer):
+        return Verdict(3.0)
+
 class OnlyHere(Plain):
     def __init__(self, *, seed: int):
         if "pipelinerl_actor.rollout.verifier" not in sys.modules:
@@ -86,6 +96,11 @@ async def test_a_plain_verify_runs_in_a_process_with_the_same_task_prompt_and_an
         "tokens": 2.0,
         "version": 9.0,
     }
+
+
+async def test_a_plain_verify_that_returns_a_coroutine_is_awaited() -> None:
+    async with verifying("Decorated") as verifier:
+        assert (await ask(verifier, "fine")).reward == 3.0
 
 
 async def test_a_process_is_used_again_until_it_hangs_and_then_replaced() -> None:

@@ -11,6 +11,7 @@ The loop keeps the generators' slots filled, and somewhat more, so that a finish
 import asyncio
 import logging
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 
 from pipelinerl.v1 import admission_pb2 as pb
@@ -31,6 +32,11 @@ _AHEAD = 0.25
 """Share of the slots that is leased beyond them."""
 _MAX_LEASES_PER_SLOT_GROUP = 4
 """Groups that are verified or published hold no slot; this bounds them, as a multiple of what fills the slots."""
+_FAILED_IN_A_ROW = 16
+"""After so many failed groups without a good one in between, new ones are taken ever more slowly."""
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
+_END_S = 30.0
+"""Longest time for cancelled groups to end."""
 _FLUSH_S = 5.0
 _PUBLISH_S = 60.0
 
@@ -58,6 +64,7 @@ class RolloutLoop:
         self._slots = slots
         self._running: dict[str, _Running] = {}
         self._changed = asyncio.Event()
+        self._num_failed_in_a_row = 0
 
     async def run(self, stop: asyncio.Event, drain_s: float) -> None:
         """Consumes leases, produces groups, waits for the preprocessor; ends when the run is done or `stop` is set.
@@ -84,7 +91,16 @@ class RolloutLoop:
                 self._start(lease, response.served_version, tasks)
             if not wanted:
                 await self._wait_changed(_RENEW_S)
+            elif self._num_failed_in_a_row > _FAILED_IN_A_ROW:
+                await self._pause_after_failures(stop)
         return False
+
+    async def _pause_after_failures(self, stop: asyncio.Event) -> None:
+        """When nothing but failures comes, the task or what it needs is broken: prompts are not to be burnt at full speed."""
+        pause_s = min(_FIRST_PAUSE_S * (self._num_failed_in_a_row - _FAILED_IN_A_ROW), _MAX_PAUSE_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await stop.wait()
 
     async def _exchange(self, wanted: int) -> pb.LeaseResponse:
         running = [lease_id for lease_id, running in self._running.items() if running.ending is None]
@@ -99,6 +115,14 @@ class RolloutLoop:
         self._running[lease.lease_id] = running
         self._report(running, pb.GROUP_OUTCOME_STARTED, served_version=served_version)
         running.task = tasks.create_task(self._work(running), name=f"group {lease.group_id}")
+        running.task.add_done_callback(lambda task: self._ended(running, task))
+
+    def _ended(self, running: _Running, task: asyncio.Task[None]) -> None:
+        """Not part of `_work`, since a task that is cancelled before its first step runs none of it."""
+        del self._running[running.lease.lease_id]
+        self._changed.set()
+        if task.cancelled() and running.ending is not None:
+            self._report(running, running.ending)
 
     async def _work(self, running: _Running) -> None:
         """One group from its lease to its end; raises only what must end the actor."""
@@ -110,13 +134,6 @@ class RolloutLoop:
         except PermanentError as error:  # the stream's: a sample over its limit
             self._meter.failed("unpublishable")
             self._failed(running, "unpublishable", error)
-        except asyncio.CancelledError:
-            if running.ending is None:
-                raise
-            self._report(running, running.ending)
-        finally:
-            del self._running[running.lease.lease_id]
-            self._changed.set()
 
     async def _publish(self, group: SampleGroup) -> None:
         while True:
@@ -125,10 +142,14 @@ class RolloutLoop:
                 break
             except Unavailable as error:
                 log.warning("group=%s waits to be published: %s", group.group_id, error)
+        self._num_failed_in_a_row = 0
         self._meter.num_groups_published += 1
         self._meter.num_samples += len(group.samples)
 
     def _failed(self, running: _Running, reason: str, error: PermanentError) -> None:
+        self._num_failed_in_a_row += 1
+        if self._num_failed_in_a_row == _FAILED_IN_A_ROW:
+            log.error("%d groups in a row failed, the last: reason=%s %s", _FAILED_IN_A_ROW, reason, error)
         self._meter.num_groups_failed += 1
         self._report(running, pb.GROUP_OUTCOME_FAILED, reason=reason, detail=str(error)[:500])
 
@@ -155,19 +176,17 @@ class RolloutLoop:
                 return
 
     async def _end_all(self, outcome: pb.GroupOutcome.ValueType) -> None:
+        tasks = [running.task for running in self._running.values() if running.task is not None]
         for lease_id in tuple(self._running):
             self._end(lease_id, outcome)
-        while self._running:
-            await self._wait_changed(_RENEW_S)
+        if tasks:
+            await asyncio.wait(tasks, timeout=_END_S)
 
     async def _wait_changed(self, timeout_s: float) -> None:
         """Until a group has ended, or `timeout_s` is over."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
-        except TimeoutError:
-            return
-        self._changed.clear()
 
 
 @dataclass(frozen=True, slots=True)

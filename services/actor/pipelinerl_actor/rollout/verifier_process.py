@@ -5,9 +5,12 @@ First {"path", "args", "seed", "sys_path"}, answered with {}; then {"prompt_inde
 Either may be answered with {"error", "temporary"}. Ends with its stdin. What the task prints goes to stderr.
 """
 
+import asyncio
+import inspect
 import json
 import os
 import sys
+from collections.abc import Awaitable
 from typing import IO, Any
 
 from pipelinerl_actor.task import Task, TaskName, Turn
@@ -41,12 +44,18 @@ def _answer(answers: IO[str], answer: dict[str, Any]) -> None:
 def _verdict(task: Task, question: dict[str, Any]) -> dict[str, Any]:
     try:
         verdict: Any = task.verify(task.prompt(question["prompt_index"]), _turn(question["turn"]))
+        if inspect.isawaitable(verdict):  # a plain function that returns a coroutine, for example a decorated one
+            verdict = asyncio.run(_awaited(verdict))
         return {
             "reward": float(verdict.reward),
             "metrics": {str(name): float(value) for name, value in verdict.metrics.items()},
         }
     except Exception as error:  # noqa: BLE001 - the task's code: whatever it raises counts against one trajectory
         return {"error": f"{type(error).__name__}: {error}"[:2000], "temporary": isinstance(error, TemporaryError)}
+
+
+async def _awaited(verdict: Awaitable[Any]) -> Any:
+    return await verdict
 
 
 def _turn(fields: dict[str, Any]) -> Turn:
