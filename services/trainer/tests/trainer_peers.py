@@ -1,12 +1,16 @@
 """The trainer's neighbours for tests, behind our gRPC contracts: a preprocessor with given batches, a coordinator with a real
-receiver in a real weight-transfer group."""
+receiver in a real weight-transfer group, a generator that completes with the tiny model."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 from typing import Any
 
+import torch
 import trainer_toys as toys
 from torch import Tensor
 
@@ -255,3 +259,67 @@ async def serving(preprocessor: Preprocessor, coordinator: Coordinator) -> Async
         ]
         stack.callback(coordinator.leave)
         yield Peers(preprocessor, coordinator, servers[0].address, servers[1].address)
+
+
+class Generator:
+    """Answers /v1/chat/completions over HTTP with tokens and log-probabilities of the tiny model, in a thread."""
+
+    def __init__(self, *, temperature_error: float = 1.0, busy: int = 0, token: str | None = None) -> None:
+        self.num_busy = busy
+        """Requests that are turned away before the first answer."""
+        self.num_answers = 0
+        self.version = 0
+        self.token = token
+        self._temperature_error = temperature_error
+        self._model = toys.tiny_model()
+        self._model.set_attn_implementation("sdpa")
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> "Generator":
+        Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        generator = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                authorized = generator.token is None or self.headers["Authorization"] == f"Bearer {generator.token}"
+                status, body = generator.answer(request) if authorized else (401, {"error": "token"})
+                content = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        return Handler
+
+    @torch.no_grad()
+    def answer(self, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if self.num_busy > 0:
+            self.num_busy -= 1
+            return 503, {"error": {"message": "no weights yet"}}
+        self.num_answers += 1
+        ids, sampler = list(request["prompt_token_ids"]), torch.Generator().manual_seed(self.num_answers)
+        logprobs: list[float] = []
+        for _ in range(request["max_tokens"]):
+            logits = self._model(input_ids=torch.tensor([ids])).logits[0, -1]
+            distribution = (logits / (request["temperature"] * self._temperature_error)).log_softmax(-1)
+            token = int(torch.multinomial(distribution.exp(), 1, generator=sampler))
+            ids.append(token)
+            logprobs.append(float(distribution[token]))
+        choice = {
+            "token_ids": ids[len(request["prompt_token_ids"]) :],
+            "token_logprobs": logprobs,
+            "weight_versions": [[self.version, len(logprobs)]],
+        }
+        return 200, {"choices": [choice]}
