@@ -15,6 +15,8 @@ from pipelinerl_common.rpc import Channel, call
 log = logging.getLogger(__name__)
 
 _CALL_S = 20.0
+_MAX_PAUSE_S = 1.0
+"""Between two tries to lease while the preprocessor is away: it is one call from one actor, and generators wait for it."""
 _MAX_EVENTS_PER_CALL = 256
 _MAX_WAITING_EVENTS = 65536
 """Events wait only while the preprocessor is away, which grants nothing then: a bound that nothing reaches."""
@@ -46,7 +48,7 @@ class LeaseDesk:
         except TemporaryError as error:
             self._num_failures += 1
             log.log(logging.WARNING if self._num_failures == 1 else logging.DEBUG, "waiting for the preprocessor: %s", error)
-            await asyncio.sleep(backoff_s(self._num_failures))
+            await asyncio.sleep(min(backoff_s(self._num_failures), _MAX_PAUSE_S))
             return pb.LeaseResponse(served_version=-1, state=pb.RUN_STATE_RUNNING)
         if self._num_failures:
             log.info("the preprocessor answers again")
