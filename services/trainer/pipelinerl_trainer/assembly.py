@@ -17,7 +17,6 @@ from pipelinerl_trainer.export import export_final
 from pipelinerl_trainer.learner import Learner
 from pipelinerl_trainer.loop import Desk, Parts, TrainingLoop
 from pipelinerl_trainer.model import load_policy
-from pipelinerl_trainer.objective import Objective
 from pipelinerl_trainer.parity import ParityCheck, vocabulary_of
 from pipelinerl_trainer.randomness import seed_everything
 from pipelinerl_trainer.ranks import Place, Ranks, join_ranks
@@ -95,8 +94,7 @@ def make_engine(run: Run, ranks: Ranks, checkpoint: Checkpoint | None) -> Engine
     """The model and its optimizer, as they were at the checkpoint or as they were prepared."""
     spec = run.job.spec
     folder = run.model_folder if checkpoint is None else checkpoint.folder / MODEL
-    with_value_head = Objective(spec.algorithm).needs_value_head
-    policy = load_policy(folder, spec.model, ranks.device, with_value_head=with_value_head)
+    policy = load_policy(folder, spec, ranks.device)
     if checkpoint is not None:
         load_value_head(policy, checkpoint)
     engine = Engine(policy, ranks, spec.trainers.zero_stage, spec.algorithm.optimizer)

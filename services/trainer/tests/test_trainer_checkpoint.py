@@ -64,18 +64,17 @@ def engine(
 ) -> Iterator[Setup]:
     if not (folder / "model").exists():
         toys.save_tiny_model(folder / "model")
-    settings = toys.algorithm(**options)
-    model = toys.job(model={"dtype": dtype}).spec.model
+    spec = toys.job(model={"dtype": dtype}, algorithm={"steps": 4, "groupsPerStep": 2, **options}).spec
     source = folder / "model" if checkpoint is None else checkpoint.folder / MODEL
     with join_ranks(Place()) as ranks:
         torch.manual_seed(0)
-        policy = load_policy(source, model, ranks.device, with_value_head=settings.baseline == "value")
+        policy = load_policy(source, spec, ranks.device)
         if checkpoint is not None:
             load_value_head(policy, checkpoint)
-        made = Engine(policy, ranks, stage, settings.optimizer)
+        made = Engine(policy, ranks, stage, spec.algorithm.optimizer)
         if checkpoint is not None:
             load_optimizer(made, ranks, checkpoint)
-        yield Setup(folder, ranks, made, Learner(made, ranks, settings))
+        yield Setup(folder, ranks, made, Learner(made, ranks, spec.algorithm))
 
 
 def newest(folder: Path) -> Checkpoint:
@@ -227,11 +226,11 @@ def test_a_folder_without_a_model_is_a_settings_error(tmp_path: Path, prepare: A
     folder.mkdir()
     prepare(folder)
     with pytest.raises(SettingsError, match=message):
-        load_policy(folder, toys.job().spec.model, torch.device("cpu"), with_value_head=False)
+        load_policy(folder, toys.job().spec, torch.device("cpu"))
 
 
 def test_a_model_that_is_too_short_is_a_settings_error(tmp_path: Path) -> None:
     toys.save_tiny_model(tmp_path)
-    settings = toys.job(model={"maxModelLen": 129}, trainers={"microBatchTokens": 200}).spec.model
+    settings = toys.job(model={"maxModelLen": 129}, trainers={"microBatchTokens": 200}).spec
     with pytest.raises(SettingsError, match=r"maxModelLen=129 is more than the model's 128 positions"):
-        load_policy(tmp_path, settings, torch.device("cpu"), with_value_head=False)
+        load_policy(tmp_path, settings, torch.device("cpu"))

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 from pipelinerl_trainer.engine import Engine
 from pipelinerl_trainer.learner import Learner
-from pipelinerl_trainer.model import PolicyModel
+from pipelinerl_trainer.model import PolicyModel, load_policy
+from pipelinerl_trainer.packed import pack_row
 from pipelinerl_trainer.ranks import Place, join_ranks
 
 TOLERANCE = 1e-5
@@ -120,3 +121,27 @@ def test_stages_train_alike(two_ranks: tuple[Path, dict[str, Any]]) -> None:
 def test_ranks_agree_on_the_highest_vote_and_on_the_same_batch_only(two_ranks: tuple[Path, dict[str, Any]]) -> None:
     _, results = two_ranks
     assert results["votes"] == ["READY", "WAIT", "WAIT", "STOP"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_activation_checkpointing_changes_nothing(tmp_path: Path, stage: int) -> None:
+    spec = toys.job(trainers={"activationCheckpointing": True}).spec
+    settings = toys.full_algorithm()
+    toys.save_tiny_model(tmp_path)
+    with join_ranks(Place()) as ranks:
+        policy = load_policy(tmp_path, spec, ranks.device)
+        assert policy.language_model.is_gradient_checkpointing
+        engine = Engine(policy, ranks, stage, settings.optimizer)
+        Learner(engine, ranks, settings).accumulate(toys.batch_of([EVERYTHING[:4], EVERYTHING[4:]], EVERYTHING))
+        found = {name: safe_get_full_grad(weight).clone() for name, weight in policy.language_model.named_parameters()}
+    assert_same_gradient(found, toys.reference_gradient(settings, EVERYTHING))
+
+
+def test_dropout_of_the_checkpoint_is_off(tmp_path: Path) -> None:
+    toys.save_tiny_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    policy = load_policy(tmp_path, toys.job().spec, torch.device("cpu"))
+    assert policy.training
+    row, _ = pack_row(toys.pack(EVERYTHING), torch.device("cpu"))
+    torch.testing.assert_close(policy(row).logprobs_T, policy(row).logprobs_T, rtol=0, atol=0)

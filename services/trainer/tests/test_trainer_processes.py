@@ -20,7 +20,7 @@ from trainer_peers import DEADLINE_S, Coordinator, Generator, Peers, Preprocesso
 from pipelinerl_common.stream import NatsServer
 from pipelinerl_trainer.__main__ import main, parse_flags
 
-START_S = 90.0
+START_S = 200.0
 
 
 @dataclass

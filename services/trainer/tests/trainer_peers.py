@@ -22,7 +22,7 @@ from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Bucket, Manifest
 from pipelinerl_weights.receiver import receive, tensors_of
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 async def until(condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:

@@ -92,7 +92,7 @@ def store(stage: int) -> CheckpointStore:
 def resume(ranks: Ranks, stage: int) -> dict[str, object]:
     checkpoint = store(stage).newest()
     assert checkpoint is not None
-    policy = load_policy(checkpoint.folder / MODEL, toys.job().spec.model, ranks.device, with_value_head=False)
+    policy = load_policy(checkpoint.folder / MODEL, toys.job().spec, ranks.device)
     engine = Engine(policy, ranks, stage, SETTINGS.optimizer)
     load_optimizer(engine, ranks, checkpoint)
     return {"second": second_half(Learner(engine, ranks, SETTINGS)), "weights": weights(engine)}

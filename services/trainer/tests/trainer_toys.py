@@ -143,7 +143,7 @@ def plan_of(
         num_sequences=len(members),
         num_trained_tokens=sum(member.num_sampled for member in members),
         publish_after=publish_after,
-        metrics={"success_mean": 0.5},
+        metrics={"success_mean": 0.5, "reward_mean": sum(member.returns[0] for member in members) / max(1, len(members))},
     )
 
 
