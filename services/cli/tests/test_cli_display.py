@@ -46,6 +46,9 @@ def test_view_adds_instances_and_estimates_the_time_left() -> None:
     view = view_after_steps()
     assert view.gauge("actor", "generation_tokens_per_second") == 1500
     assert view.gauge("actor", "nothing") is None
+    assert view.total("trainer", "weight_updates_total") == 7
+    view.take(Record("trainer", "trainer-0", 99, -1, {"weight_updates_total": 2.0}))  # a restarted trainer counts from 0
+    assert view.total("trainer", "weight_updates_total") == 9
     assert view.seconds_left == 970  # 97 steps at 10 s
     assert list(view.rewards) == [0.1, 0.2, 0.3]
 

@@ -152,7 +152,7 @@ class LocalRun:
 
     async def _stop(self, supervisor: Supervisor, ending: Ending) -> None:
         """Role by role, trainers first since they save a checkpoint. A second signal ends everything at once."""
-        self._describe = lambda: ("stopping", f"waiting for {', '.join(supervisor.running)}")
+        self._describe = lambda: ("stopping", f"stopping: {', '.join(supervisor.running) or 'the last metrics'}")
         drain = 0.0 if ending.status == "finished" else self._job.spec.actors.drain_seconds
         stopping = asyncio.create_task(
             supervisor.stop(
