@@ -29,9 +29,7 @@ def assert_same_gradient(found: dict[str, torch.Tensor], expected: dict[str, tor
     assert max(float(gradient.abs().max()) for gradient in expected.values()) > 0.1  # the comparison means something
     assert set(found) == set(expected)
     for name, gradient in expected.items():
-        torch.testing.assert_close(
-            found[name], gradient, atol=TOLERANCE, rtol=TOLERANCE, msg=lambda text, n=name: f"{n}: {text}"
-        )
+        torch.testing.assert_close(found[name], gradient, atol=TOLERANCE, rtol=TOLERANCE, msg=f"the gradient of {name}")
 
 
 def gradient_of(settings: Any, rows: list[list[toys.Trajectory]], stage: int) -> dict[str, torch.Tensor]:

@@ -22,6 +22,11 @@ def log_of(*ratios: float, grad: bool = False) -> Tensor:
     return column(*(math.log(ratio) for ratio in ratios), grad=grad)
 
 
+def gradient(loss: Tensor, of: Tensor) -> list[float]:
+    values: list[float] = torch.autograd.grad(loss.sum(), of)[0].tolist()
+    return values
+
+
 def test_reinforce_is_minus_truncated_weight_times_advantage_times_logprob() -> None:
     # pi = 0.5, 0.9, 0.5; mu = 0.25, 0.1, 0.5: w = 2, 9, 1; c = 5 truncates the second.
     logprobs = log_of(0.5, 0.9, 0.5, grad=True)
@@ -30,10 +35,8 @@ def test_reinforce_is_minus_truncated_weight_times_advantage_times_logprob() -> 
     assert loss.weights_T.tolist() == pytest.approx([2, 9, 1])
     assert loss.effective_weights_T.tolist() == pytest.approx([2, 5, 1])
     assert loss.clipped_T.tolist() == [False, True, False]
-    loss.loss_T.sum().backward()
-    assert logprobs.grad is not None
     # d/dlogp of -w A logp with w held fixed: a positive advantage makes the token more likely.
-    assert logprobs.grad.tolist() == pytest.approx([-3.0, -5.0, 2.0])
+    assert gradient(loss.loss_T, logprobs) == pytest.approx([-3.0, -5.0, 2.0])
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
@@ -47,10 +50,8 @@ def test_clipped_ratio_stops_only_moves_beyond_its_bounds(name: str) -> None:
     assert loss.loss_T.tolist() == pytest.approx([-1.3, 1.5, 0.9, -0.5, -3.0])
     assert loss.clipped_T.tolist() == [True, False, True, False, False]
     assert loss.effective_weights_T.tolist() == pytest.approx([1.3, 1.3, 0.9, 0.9, 1.0])
-    loss.loss_T.sum().backward()
-    assert logprobs.grad is not None
     # d(-w A)/dlogp = -w A where the ratio is not clipped, 0 where it is.
-    assert logprobs.grad.tolist() == pytest.approx([0.0, 1.5, 0.0, -0.5, -3.0])
+    assert gradient(loss.loss_T, logprobs) == pytest.approx([0.0, 1.5, 0.0, -0.5, -3.0])
 
 
 def test_a_token_of_a_very_different_policy_gives_a_finite_weight() -> None:
@@ -64,19 +65,15 @@ def test_k3_is_zero_where_equal_and_pulls_towards_the_reference() -> None:
     kl = kl_to_reference(logprobs, log_of(0.5, 0.25, 1.0))
     # r = log(ref / pi) = 0, log 0.5, log 2: exp(r) - r - 1.
     assert kl.tolist() == pytest.approx([0.0, 0.5 + math.log(2) - 1, 2 - math.log(2) - 1])
-    kl.sum().backward()
-    assert logprobs.grad is not None
     # d/dlogp = 1 - exp(r): a token that the policy likes more than the reference does (r < 0) is pushed down.
-    assert logprobs.grad.tolist() == pytest.approx([0.0, 0.5, -1.0])
+    assert gradient(kl, logprobs) == pytest.approx([0.0, 0.5, -1.0])
 
 
 def test_value_loss_is_half_the_squared_error() -> None:
     values = column(2.0, -1.0, grad=True)
     loss = value_loss(values, column(0.5, 1.0))
     assert loss.tolist() == pytest.approx([1.125, 2.0])
-    loss.sum().backward()
-    assert values.grad is not None
-    assert values.grad.tolist() == pytest.approx([1.5, -2.0])
+    assert gradient(loss, values) == pytest.approx([1.5, -2.0])
 
 
 def scores(*, values: bool = False) -> TokenScores:
@@ -109,9 +106,8 @@ def test_the_objective_adds_its_terms_with_their_signs_and_sequence_weights() ->
 
 def test_the_entropy_bonus_rewards_entropy() -> None:
     given = scores()
-    Objective(toys.algorithm(entropyCoefficient=0.1))(given, COLUMNS).total.backward()
-    assert given.entropy_T.grad is not None
-    assert given.entropy_T.grad.tolist() == pytest.approx([-0.1, -0.05])
+    total = Objective(toys.algorithm(entropyCoefficient=0.1))(given, COLUMNS).total
+    assert gradient(total, given.entropy_T) == pytest.approx([-0.1, -0.05])
 
 
 def test_with_a_value_head_the_advantage_is_return_minus_value_and_does_not_train_the_head() -> None:
@@ -120,11 +116,9 @@ def test_with_a_value_head_the_advantage_is_return_minus_value_and_does_not_trai
     policy = -(1.0 - 0.5) * math.log(0.5) - 0.5 * 2.0 * math.log(0.25)
     value = 0.1 * (0.5 * 0.25 + 0.5 * 0.5 * 4.0)
     assert row.total.item() == pytest.approx(policy + value)
-    row.total.backward()
     assert given.values_T is not None
-    assert given.values_T.grad is not None
     # Only the squared error reaches the head: coefficient * weight * (v - R).
-    assert given.values_T.grad.tolist() == pytest.approx([0.1 * -0.5, 0.1 * 0.5 * -2.0])
+    assert gradient(row.total, given.values_T) == pytest.approx([0.1 * -0.5, 0.1 * 0.5 * -2.0])
 
 
 def test_a_row_without_a_needed_column_is_an_error_and_never_silently_zero() -> None:

@@ -22,7 +22,7 @@ def alone(model: Qwen3ForCausalLM, sequence: toys.Trajectory, temperature: float
     """Log-probabilities of the sampled tokens by the plainest means: whole softmax, one sequence, torch's own attention."""
     ids = torch.tensor([sequence.tokens])
     logits = model(input_ids=ids).logits[0, :-1].float() / temperature
-    logprobs = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    logprobs: torch.Tensor = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
     return logprobs[sequence.num_prompt - 1 :]
 
 

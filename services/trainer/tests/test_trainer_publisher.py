@@ -167,7 +167,7 @@ async def test_finish_waits_for_a_transfer_under_way() -> None:
 
 
 async def ask(harness: Harness, **fields: Any) -> policy_pb2.JoinGroupResponse:
-    request = {"epoch": 1, "world_size": 2, "backend": "gloo", "port": 0, "timeout_s": 5.0} | fields
+    request: dict[str, Any] = {"epoch": 1, "world_size": 2, "backend": "gloo", "port": 0, "timeout_s": 5.0, **fields}
     async with rpc.connect(harness.coordinator.trainer, token=None) as channel:
         method = policy_pb2_grpc.PolicyStub(channel).JoinGroup
         return await rpc.call(method, policy_pb2.JoinGroupRequest(**request), timeout_s=10)

@@ -174,8 +174,8 @@ def reference_gradient(settings: AlgorithmSettings, members: Sequence[Trajectory
         entropy = -(distribution.exp() * distribution).sum(-1)
         total = total + (policy + settings.kl.coefficient * k3 - settings.entropy_coefficient * entropy).sum()
     count = len(members) if settings.normalize_by == "sequences" else sum(member.num_sampled for member in members)
-    (total / count).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(total / count, parameters), strict=True))
 
 
 def full_algorithm(**options: Any) -> AlgorithmSettings:
