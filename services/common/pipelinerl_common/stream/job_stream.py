@@ -83,14 +83,20 @@ class Stream:
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
         parts = encode_group(group, self.max_payload_bytes)
-        await asyncio.gather(*(self._publish_part(part, deadline) for part in parts))
+        if len(parts) == 1:
+            await self._publish_part(parts[0], deadline)
+        else:
+            await asyncio.gather(*(self._publish_part(part, deadline) for part in parts))
 
     async def _publish_part(self, part: EncodedPart, deadline: float) -> None:
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self._publishing.acquire()
-        except TimeoutError as error:
-            raise Unavailable(f"{part.message_id}: earlier publishes wait for the stream's server") from error
+        if self._publishing.locked():
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._publishing.acquire()
+            except TimeoutError as error:
+                raise Unavailable(f"{part.message_id}: earlier publishes wait for the stream's server") from error
+        else:
+            await self._publishing.acquire()
         try:
             left_s = deadline - asyncio.get_running_loop().time()
             headers = {"Nats-Msg-Id": part.message_id}
