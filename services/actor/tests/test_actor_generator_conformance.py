@@ -17,6 +17,7 @@ from actor_generator_harness import (
     GeneratorProcess,
     Reference,
     Trainer,
+    manifest_of,
     prompt_end,
     running,
     until,
@@ -24,6 +25,7 @@ from actor_generator_harness import (
 )
 
 from pipelinerl_actor.models.tiny import CHARACTERS, SPECIAL_TOKENS, make_tiny_model
+from pipelinerl_weights.group import Rendezvous
 from pipelinerl_weights.sender import Snapshot
 
 ENGINES = [
@@ -176,7 +178,7 @@ async def test_scores_are_the_logprobs_at_the_temperature(
         ({"prompt_token_ids": [40], "temperature": -1}, 422, "temperature"),
         ({"prompt_token_ids": [40], "stop": [""]}, 422, "empty string"),
         ({"prompt_token_ids": [40, 99999], "max_tokens": 4}, 400, "token id 99999 is outside the vocabulary of 128"),
-        ({"prompt_token_ids": [40] * 1000, "max_tokens": 25}, 400, "prompt of 1000 tokens and max_tokens=25 exceed the context of 1024"),
+        ({"prompt_token_ids": [40] * 1000, "max_tokens": 25}, 400, "1000 tokens and max_tokens=25 exceed the context of 1024"),
         ({"prompt_token_ids": [40] * 2000}, 400, "prompt of 2000 tokens"),
     ],
 )  # fmt: skip
@@ -230,7 +232,7 @@ async def test_a_client_that_leaves_frees_its_place(client: Client) -> None:
 async def test_versions_are_exact_to_the_token_for_everything_that_runs(
     client: Client, trainer: Trainer, reference: Reference, mode: str, kv_cache: str
 ) -> None:
-    """Random weights, then ones that sample only X, then ones that sample only Y: the tokens show which weights sampled them."""
+    """Random weights, then ones that sample only X, then only Y: the tokens show which weights sampled them."""
     base = trainer.version + 1
     await trainer.update(reference.random(seed=1), mode=mode, kv_cache=kv_cache)
     long = [asyncio.create_task(client.choice([40 + i, *PROMPT], 600, temperature=1.0)) for i in range(7)]
@@ -375,7 +377,7 @@ def _fail(trainer: Trainer, group: Any, weights: dict[str, torch.Tensor], versio
         return
     group.wait_all_receiving(version, CALL_S)
     if "half-way" in fault:
-        snapshot = Snapshot.pack(_manifest(weights, trainer), weights.items())
+        snapshot = Snapshot.pack(manifest_of(weights, trainer.bucket_bytes), weights.items())
         for bucket in snapshot.buckets[: len(snapshot.buckets) // 2]:
             group.broadcast(bucket)
     if "abort" in fault:
@@ -384,15 +386,7 @@ def _fail(trainer: Trainer, group: Any, weights: dict[str, torch.Tensor], versio
         trainer.leave()
 
 
-def _manifest(weights: dict[str, torch.Tensor], trainer: Trainer) -> Any:
-    from actor_generator_harness import manifest_of
-
-    return manifest_of(weights, trainer.bucket_bytes)
-
-
 async def test_a_group_that_does_not_form_ends_at_the_deadline(client: Client, trainer: Trainer) -> None:
-    from pipelinerl_weights.group import Rendezvous
-
     rendezvous = Rendezvous.open("127.0.0.1", 0, 3, CALL_S)
     body = {
         "epoch": (await client.weights())["epoch"] + 1, "master_address": "127.0.0.1", "master_port": rendezvous.port,

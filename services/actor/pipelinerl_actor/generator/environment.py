@@ -1,5 +1,6 @@
 """The process environment that vLLM reads. This is the only place that sets it, and it runs before vllm is imported."""
 
+import logging
 import os
 from collections.abc import MutableMapping
 
@@ -18,7 +19,9 @@ _FIXED = {
 def prepare_environment(log_level: str, *, on_cpu: bool, environ: MutableMapping[str, str] = os.environ) -> None:
     """Sets what vLLM needs. `on_cpu`: leave cores to the other processes of the job instead of binding to them."""
     environ.update(_FIXED)
-    environ["VLLM_LOGGING_LEVEL"] = "DEBUG" if log_level == "debug" else "ERROR"
+    level = "DEBUG" if log_level == "debug" else "ERROR"
+    environ["VLLM_LOGGING_LEVEL"] = level
+    logging.getLogger("vllm").setLevel(level)
     if on_cpu:
         environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a single worker then lives in the engine core's process

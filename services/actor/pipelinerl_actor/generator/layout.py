@@ -5,6 +5,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipelinerl_common.errors import PermanentError, SettingsError
 from pipelinerl_weights.manifest import ITEM_BYTES, Manifest
@@ -30,6 +31,8 @@ class Layout:
     @classmethod
     def of_folder(cls, folder: Path) -> "Layout":
         """Reads the headers of the folder's safetensors files. Raises SettingsError."""
+        if not folder.is_dir():
+            raise SettingsError(f"--model {folder}: no such folder; prepare the job's model first")
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise SettingsError(f"--model {folder}: holds no *.safetensors file; save the model with save_pretrained")
@@ -37,7 +40,7 @@ class Layout:
         for file in files:
             shapes.update(_read_header(file))
         shapes = {name: shape for name, shape in shapes.items() if not name.endswith(_NOT_WEIGHTS)}
-        tied = bool(_read_config(folder).get("tie_word_embeddings", False))
+        tied = bool(read_config(folder).get("tie_word_embeddings", False))
         return cls(shapes, frozenset(["lm_head.weight"]) if tied else frozenset())
 
     def check(self, manifest: Manifest) -> None:
@@ -70,12 +73,16 @@ def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
         raise SettingsError(f"{file}: not a safetensors file: {error}") from error
 
 
-def _read_config(folder: Path) -> dict[str, object]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """The model's config.json; of a model with several parts, the text part's. Raises SettingsError."""
+    file = folder / "config.json"
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{folder / 'config.json'}: cannot be read: {error}") from error
-    return config if isinstance(config, dict) else {}
+        raise SettingsError(f"{file}: cannot be read: {error}; it belongs to a model in Hugging Face format") from error
+    if not isinstance(config, dict):
+        raise SettingsError(f"{file}: not a mapping")
+    return {**config, **config.get("text_config", {})}
 
 
 def _some(names: "set[str] | list[str]") -> str:

@@ -7,7 +7,6 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -15,21 +14,20 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import uvicorn
 from fastapi import FastAPI
-from transformers import AutoConfig, AutoTokenizer
 
 from pipelinerl_actor.generator.app import Generator, create_app
 from pipelinerl_actor.generator.engine import Engine
 from pipelinerl_actor.generator.environment import prepare_environment
-from pipelinerl_actor.generator.layout import Layout
+from pipelinerl_actor.generator.layout import Layout, read_config
 from pipelinerl_actor.generator.metrics import GeneratorMetrics
 from pipelinerl_actor.generator.serving import Limits, Serving
 from pipelinerl_actor.generator.updater import NOTHING_RECEIVED, WeightUpdater
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.service import Wiring, run_until_first
 from pipelinerl_common.settings import GeneratorSettings, Job, load_job
+from pipelinerl_weights.manifest import ITEM_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -40,24 +38,25 @@ _MAX_HOST_KV_BYTES = 4 << 30
 
 async def serve_generator(wiring: Wiring, model: Path, stop: asyncio.Event, *, serve_initial: bool) -> None:
     """Serves until `stop` is set. Raises SettingsError for a folder, an address or settings that cannot be used."""
-    job = load_job(wiring.job_file)
-    token = wiring.token
-    listening = _bind(wiring.listen)
-    with listening:
-        version = _INITIAL_VERSION if serve_initial else NOTHING_RECEIVED
-        settings = _settings(job, wiring.name)
+    job, token = load_job(wiring.job_file), wiring.token
+    settings = generator_settings(job, wiring.name)
+    layout = Layout.of_folder(model)
+    version = _INITIAL_VERSION if serve_initial else NOTHING_RECEIVED
+    with _bind(wiring.listen) as listening:
         engine = make_engine(job, settings, model, initial_version=version, log_level=wiring.log_level)
+        generator = assemble(job, settings, model, layout, engine, version=version, token=token)
         async with engine.running():
-            generator = assemble(job, settings, model, engine, version=version, token=token)
             listening.listen()  # not before: a connection would then wait for the engine instead of being refused
             host, port = listening.getsockname()[:2]
             log.info("listening=http://%s:%d engine=%s version=%d", host, port, settings.engine, version)
-            async with _http(create_app(generator), listening):
+            async with serve_http(create_app(generator), listening):
                 await run_until_first(_until_stopped(stop, generator), engine.watch(), generator.watch())
 
 
 def make_engine(job: Job, settings: GeneratorSettings, model: Path, *, initial_version: int, log_level: str = "info") -> Engine:
     """The engine that `settings` names, not yet running."""
+    import torch  # here, so that what is wrong with the settings is said at once
+
     spec = job.spec
     on_cpu = not torch.cuda.is_available()
     can_stage = spec.weight_transfer.mode == "staged"
@@ -97,16 +96,18 @@ def host_kv_bytes(job: Job, settings: GeneratorSettings, model: Path) -> int:
 
     At most 4 GiB, and a quarter more than needed, because blocks are not always full.
     """
-    config = AutoConfig.from_pretrained(model).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    item = torch.empty(0, dtype=getattr(torch, job.spec.model.dtype)).element_size()
-    token_bytes = 2 * config.num_hidden_layers * heads * head_dim * item
+    config = read_config(model)
+    try:
+        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        token_bytes = 2 * config["num_hidden_layers"] * heads * head_dim * ITEM_BYTES[job.spec.model.dtype]
+    except (KeyError, TypeError) as error:
+        raise SettingsError(f"generator.kvCacheBytes: set it, because {model / 'config.json'} has no {error}") from error
     needed = token_bytes * job.spec.model.max_model_len * settings.max_running_requests
     return int(min(_MAX_HOST_KV_BYTES, max(64 << 20, needed + needed // 4)))
 
 
-def _settings(job: Job, name: str) -> GeneratorSettings:
+def generator_settings(job: Job, name: str) -> GeneratorSettings:
     """A reference generator has its own section of the job."""
     if not name.startswith("reference"):
         return job.spec.actors.generator
@@ -116,24 +117,20 @@ def _settings(job: Job, name: str) -> GeneratorSettings:
 
 
 def assemble(
-    job: Job, settings: GeneratorSettings, model: Path, engine: Engine, *, version: int, token: str | None
+    job: Job, settings: GeneratorSettings, model: Path, layout: Layout, engine: Engine, *, version: int, token: str | None
 ) -> Generator:
-    """The parts around a running engine. Raises SettingsError for a folder that does not hold a model."""
+    """The parts around an engine. Raises SettingsError for a folder that does not hold a model."""
+    from transformers import AutoTokenizer
+
+    vocabulary = read_config(model).get("vocab_size")
+    if not isinstance(vocabulary, int):
+        raise SettingsError(f"{model / 'config.json'}: has no vocab_size")
     metrics = GeneratorMetrics()
-    limits = Limits(job.spec.model.max_model_len, settings.max_running_requests, _vocabulary(model))
-    layout = Layout.of_folder(model)
+    limits = Limits(job.spec.model.max_model_len, settings.max_running_requests, vocabulary)
     updater = WeightUpdater(engine, layout, metrics, initial_version=version, running=lambda: serving.num_running)
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     serving = Serving(engine, tokenizer, limits, metrics, lambda: updater.version, model=job.name)
     return Generator(engine, serving, updater, metrics, token, job.spec.actors.drain_seconds)
-
-
-def _vocabulary(model: Path) -> int:
-    try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        return int(config.get("text_config", config)["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SettingsError(f"{model / 'config.json'}: no vocab_size: {error}") from error
 
 
 async def _until_stopped(stop: asyncio.Event, generator: Generator) -> None:
@@ -164,7 +161,9 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def _http(app: FastAPI, listening: socket.socket) -> AsyncIterator[None]:
+async def serve_http(app: FastAPI, listening: socket.socket) -> AsyncIterator[None]:
+    """Serves `app` on a listening socket, until the end of the block."""
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     config = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=_STOP_HTTP_S, timeout_keep_alive=75
     )
