@@ -47,7 +47,10 @@ def prepare_environment(local_rank: int, rank: int, num_ranks: int) -> None:
         import deepspeed.ops
     deepspeed.ops.__compatible_ops__ = {}
     warnings.filterwarnings("ignore", message=COLLECTIVE_WARNING, category=FutureWarning)
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    chatter = logging.getLogger("DeepSpeed")
+    chatter.handlers.clear()
+    chatter.propagate = True
+    chatter.setLevel(logging.ERROR)  # a skipped step is reported by the learner
 
 
 @dataclass(frozen=True, slots=True)

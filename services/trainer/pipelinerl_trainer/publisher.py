@@ -23,7 +23,7 @@ from pipelinerl_weights.sender import SendReport, Snapshot, send_snapshot
 
 log = logging.getLogger(__name__)
 
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 15.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 15.0
 ANSWER_GRACE_S = 15.0
 """The coordinator answers at the latest this long after the update's own deadline."""
 PROBE_S = 5.0
