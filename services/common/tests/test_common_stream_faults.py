@@ -178,6 +178,28 @@ async def test_a_server_that_lost_its_disk_gets_its_streams_again(tmp_path: Path
         assert stream.counters["lost"] == 1
 
 
+async def test_a_server_that_cannot_write_is_unavailable_and_loses_nothing(tmp_path: Path) -> None:
+    """A file-size limit stands for the full disk. The server serves what it has and takes more after a restart with space."""
+    groups = [make_group(sequence, num_samples=8, segment_lengths=(400, 1600)) for sequence in range(40)]  # 115 kB each
+    limited = ("prlimit", "--fsize=2000000", "--core=0")
+    stored: list[str] = []
+
+    async def publish(stream: Stream, timeout_s: float) -> None:
+        for group in groups[len(stored) :]:
+            await stream.publish_group(group, timeout_s)
+            stored.append(group.group_id)
+
+    async with NatsServer.start(tmp_path / "nats", launcher=limited) as server, open_stream(server) as stream:
+        with pytest.raises(Unavailable, match="its disk may be full"):
+            await publish(stream, timeout_s=0.5)
+        assert 0 < len(stored) < len(groups)
+        await kill(server)
+        async with NatsServer.start(tmp_path / "nats", port=server.port):
+            await publish(stream, timeout_s=DEADLINE_S)
+            async with stream.samples(max_pending=64) as received:
+                assert [each.group.group_id for each in await take(received, len(groups))] == stored
+
+
 async def test_a_frozen_server_only_delays(tmp_path: Path) -> None:
     async with NatsServer.start(tmp_path / "nats") as server, open_stream(server) as stream:
         os.kill(server.pid, signal.SIGSTOP)

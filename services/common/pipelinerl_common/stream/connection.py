@@ -145,7 +145,7 @@ class Connection:
         time = asyncio.get_running_loop().time
         deadline = time() + timeout_s
         backoff_s = _FIRST_BACKOFF_S
-        reason = f"no answer from {self._url}"
+        reason = f"no answer from {self._url}; see the server's log, its disk may be full"
         cancellations = num_cancellations()
         while True:
             try:
