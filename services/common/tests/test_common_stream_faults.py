@@ -77,6 +77,7 @@ async def test_nothing_is_lost_when_the_server_is_killed_again_and_again_while_g
             await kill(server)
             contexts.append(NatsServer.start(store, port=server.port))
             server = await contexts[-1].__aenter__()
+            await until(lambda: publishing.is_connected and consuming.is_connected)
         await asyncio.wait_for(flow, DEADLINE_S)
         assert set(seen) == {f"0-{sequence}" for sequence in range(num_groups)}
         assert len(seen) == num_groups
