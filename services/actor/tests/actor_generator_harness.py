@@ -259,7 +259,7 @@ class Reference:
 
 
 @contextlib.contextmanager
-def prompt_end(limit_s: float = 15.0) -> Iterator[None]:
+def prompt_end(limit_s: float = 40.0) -> Iterator[None]:
     """The body must end well before the deadlines of the calls in it."""
     start = time.monotonic()
     yield

@@ -1,8 +1,10 @@
 """Two tensor-parallel workers on a CPU: a smoke test, because two cores starve on it."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from actor_generator_harness import Client, GeneratorProcess, Reference, Trainer, write_job
 
@@ -32,3 +34,8 @@ async def test_every_worker_gets_its_share_of_every_update(generator: GeneratorP
         expected = reference.logprobs(weights, PROMPT, choice["token_ids"])
         assert max(abs(a - b) for a, b in zip(expected, choice["token_logprobs"], strict=True)) <= 1e-4
     trainer.leave()
+    workers = [child for child in psutil.Process(generator.process.pid).children(recursive=True) if "Worker" in child.name()]
+    assert len(workers) == 2, "vLLM's worker processes are told by their names"
+    workers[0].kill()
+    assert await asyncio.to_thread(generator.process.wait, 60) == 1
+    assert any("engine died" in line for line in generator.log)

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,8 @@ async def serve_generator(wiring: Wiring, model: Path, stop: asyncio.Event, *, s
     layout = Layout.of_folder(model)
     version = _INITIAL_VERSION if serve_initial else NOTHING_RECEIVED
     with _bind(wiring.listen) as listening:
-        engine = make_engine(job, settings, model, initial_version=version, log_level=wiring.log_level)
+        can_stage = job.spec.weight_transfer.mode == "staged" and not _is_reference(wiring.name)
+        engine = make_engine(job, settings, model, initial_version=version, can_stage=can_stage, log_level=wiring.log_level)
         generator = assemble(job, settings, model, layout, engine, version=version, token=token)
         async with engine.running():
             listening.listen()  # not before: a connection would then wait for the engine instead of being refused
@@ -53,13 +54,14 @@ async def serve_generator(wiring: Wiring, model: Path, stop: asyncio.Event, *, s
                 await run_until_first(_until_stopped(stop, generator), engine.watch(), generator.watch())
 
 
-def make_engine(job: Job, settings: GeneratorSettings, model: Path, *, initial_version: int, log_level: str = "info") -> Engine:
+def make_engine(
+    job: Job, settings: GeneratorSettings, model: Path, *, initial_version: int, can_stage: bool, log_level: str = "info"
+) -> Engine:
     """The engine that `settings` names, not yet running."""
     import torch  # here, so that what is wrong with the settings is said at once
 
     spec = job.spec
     on_cpu = not torch.cuda.is_available()
-    can_stage = spec.weight_transfer.mode == "staged"
     if settings.engine == "transformers":
         from pipelinerl_actor.generator.transformers_engine import TransformersEngine, TransformersOptions
 
@@ -74,7 +76,8 @@ def make_engine(job: Job, settings: GeneratorSettings, model: Path, *, initial_v
             )
         )
     prepare_environment(log_level, on_cpu=on_cpu)
-    from pipelinerl_actor.generator.vllm_engine import VllmEngine, VllmOptions
+    from pipelinerl_actor.generator.vllm_engine import VllmEngine
+    from pipelinerl_actor.generator.vllm_options import VllmOptions
 
     if on_cpu and settings.kv_cache_bytes is None:
         settings = settings.model_copy(update={"kv_cache_bytes": host_kv_bytes(job, settings, model)})
@@ -107,9 +110,13 @@ def host_kv_bytes(job: Job, settings: GeneratorSettings, model: Path) -> int:
     return int(min(_MAX_HOST_KV_BYTES, max(64 << 20, needed + needed // 4)))
 
 
+def _is_reference(name: str) -> bool:
+    return name.startswith("reference")
+
+
 def generator_settings(job: Job, name: str) -> GeneratorSettings:
     """A reference generator has its own section of the job."""
-    if not name.startswith("reference"):
+    if not _is_reference(name):
         return job.spec.actors.generator
     if job.spec.reference is None:
         raise SettingsError(f"--name {name}: the job has no spec.reference")
@@ -122,15 +129,25 @@ def assemble(
     """The parts around an engine. Raises SettingsError for a folder that does not hold a model."""
     from transformers import AutoTokenizer
 
-    vocabulary = read_config(model).get("vocab_size")
+    config = read_config(model)
+    vocabulary, positions = config.get("vocab_size"), config.get("max_position_embeddings")
     if not isinstance(vocabulary, int):
         raise SettingsError(f"{model / 'config.json'}: has no vocab_size")
+    longest = job.spec.model.max_model_len
+    if isinstance(positions, int) and longest > positions and not _scales_positions(config):
+        raise SettingsError(f"model.maxModelLen={longest} is more than the model's {positions} positions; lower it")
     metrics = GeneratorMetrics()
     limits = Limits(job.spec.model.max_model_len, settings.max_running_requests, vocabulary)
     updater = WeightUpdater(engine, layout, metrics, initial_version=version, running=lambda: serving.num_running)
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     serving = Serving(engine, tokenizer, limits, metrics, lambda: updater.version, model=job.name)
     return Generator(engine, serving, updater, metrics, token, job.spec.actors.drain_seconds)
+
+
+def _scales_positions(config: Mapping[str, Any]) -> bool:
+    """Rotary embeddings that reach beyond `max_position_embeddings`."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return bool(scaling.get("rope_type", scaling.get("type", "default")) != "default")
 
 
 async def _until_stopped(stop: asyncio.Event, generator: Generator) -> None:

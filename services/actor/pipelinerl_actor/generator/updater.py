@@ -25,7 +25,6 @@ from pipelinerl_actor.generator.layout import Layout, ManifestMismatch
 from pipelinerl_actor.generator.metrics import GeneratorMetrics
 from pipelinerl_common.errors import FatalError, Refused
 from pipelinerl_common.telemetry import fields
-from pipelinerl_weights.errors import TransferFailed
 
 log = logging.getLogger(__name__)
 
@@ -138,8 +137,10 @@ class WeightUpdater:
             if update.mode == "staged":
                 return await self._staged(update)
             return await self._in_place(update)
-        except (TransferFailed, RuntimeError):
-            # The group is finished for everyone. What cannot be left any more is as good as left.
+        except FatalError:
+            raise
+        except Exception:
+            # Whatever it was, the group is finished for everyone.
             self.epoch = NO_GROUP
             await self._engine.leave()
             raise
@@ -160,7 +161,9 @@ class WeightUpdater:
         async with self._paused(update) as pause:
             try:
                 received = await self._engine.receive_in_place(update.transfer)
-            except (TransferFailed, RuntimeError) as error:
+            except FatalError:
+                raise
+            except Exception as error:
                 log.warning("rolling back to version=%d", self.version, exc_info=error)
                 await self._engine.roll_back()
                 pause.survivable = error

@@ -7,14 +7,13 @@ The engine core labels every step's tokens with the weight version that was set 
 
 import asyncio
 import itertools
-import logging
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from vllm import AsyncEngineArgs, SamplingParams
+from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -22,34 +21,16 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from pipelinerl_actor.generator.background import result_of
 from pipelinerl_actor.generator.engine import Completion, GroupSpec, KVCache, Received, Sampling, Transfer
-from pipelinerl_actor.generator.vllm_worker import STAGING
-from pipelinerl_common.errors import FatalError, SettingsError
-from pipelinerl_common.settings import GeneratorSettings
+from pipelinerl_actor.generator.vllm_options import VllmOptions, engine_args
+from pipelinerl_common.errors import FatalError
 from pipelinerl_common.types import VersionRun
 
-log = logging.getLogger(__name__)
-
-_WORKER = "pipelinerl_actor.generator.vllm_worker.GeneratorWorker"
-_POLL_S = 0.005
+_MIN_POLL_S, _MAX_POLL_S, _POLL_SHARE = 0.003, 0.05, 0.02
 _WATCH_S = 1.0
 _GRACE_S = 30.0
 """Beyond a transfer's own deadline: a worker that does not end by then is not to be trusted."""
 _NEVER = 1 << 30
 _WARM_UP_TOKENS = 4
-_FIXED = {"model", "worker_cls", "logprobs_mode", "tensor_parallel_size", "max_num_seqs", "enable_prefix_caching"}
-
-
-@dataclass(frozen=True, slots=True)
-class VllmOptions:
-    """What the engine is started with."""
-
-    model: Path
-    dtype: str
-    max_model_len: int
-    generator: GeneratorSettings
-    initial_version: int
-    can_stage: bool
-    on_cpu: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -133,15 +114,22 @@ class VllmEngine:
             await asyncio.wait([reader])
 
     async def _read(self, request: _Request, prompt: list[int], params: SamplingParams) -> RequestOutput:
-        last: RequestOutput | None = None
         # One salt per set of weights: blocks that older weights computed are never found. Clearing the cache instead would
         # also drop the KV of running sequences.
         tokens = tokens_input(prompt, cache_salt=f"update-{self._num_updates}")
+        return await self._last_output(self._engine.generate(tokens, params, f"g{next(self._ids)}"), request)
+
+    async def _last_output(
+        self, outputs: AsyncGenerator[RequestOutput, None], request: _Request | None = None
+    ) -> RequestOutput:
+        """The finished one. Leaving early aborts the request in vLLM."""
+        last: RequestOutput | None = None
         try:
-            async with aclosing(self._engine.generate(tokens, params, f"g{next(self._ids)}")) as outputs:
+            async with aclosing(outputs):
                 async for output in outputs:
-                    request.begun = request.begun or bool(output.outputs)
                     last = output
+                    if request is not None:
+                        request.begun = True
         except EngineDeadError as error:
             raise FatalError("the vLLM engine died; see its log above") from error
         assert last is not None
@@ -152,11 +140,7 @@ class VllmEngine:
             max_tokens=1, temperature=temperature, prompt_logprobs=0, flat_logprobs=True, detokenize=False, ignore_eos=True
         )
         tokens = tokens_input(list(token_ids))
-        last: RequestOutput | None = None
-        async with aclosing(self._engine.generate(tokens, params, f"s{next(self._ids)}")) as outputs:
-            async for output in outputs:
-                last = output
-        assert last is not None
+        last = await self._last_output(self._engine.generate(tokens, params, f"s{next(self._ids)}"))
         assert last.prompt_logprobs is not None
         return [last.prompt_logprobs[at][token].logprob for at, token in enumerate(token_ids) if at >= start]
 
@@ -212,11 +196,13 @@ class VllmEngine:
         await self._call(method, *arguments)
         try:
             async with asyncio.timeout(timeout_s + _GRACE_S):
+                start = time.monotonic()
                 while True:
                     outcomes = await self._call("weights_poll")
                     if all(outcome is not None for outcome in outcomes):
                         return result_of(outcomes)
-                    await asyncio.sleep(_POLL_S)
+                    # Every question takes the engine a moment: what lasts long is asked about less often.
+                    await asyncio.sleep(min(_MAX_POLL_S, max(_MIN_POLL_S, _POLL_SHARE * (time.monotonic() - start))))
         except TimeoutError as error:
             raise FatalError(f"a worker did not end {method} {_GRACE_S:g} s after its deadline") from error
 
@@ -226,38 +212,6 @@ class VllmEngine:
         except EngineDeadError as error:
             raise FatalError("the vLLM engine died; see its log above") from error
         return results
-
-
-def engine_args(options: VllmOptions) -> AsyncEngineArgs:
-    """Ours, overridden by the user's `engineArgs`. Raises SettingsError for names that vLLM does not know."""
-    generator = options.generator
-    arguments: dict[str, Any] = {
-        "model": str(options.model),
-        "dtype": options.dtype,
-        # One more than a trajectory: to score a full-length one, vLLM samples a token behind it (its position is unused).
-        "max_model_len": options.max_model_len + 1,
-        "tensor_parallel_size": generator.tensor_parallel_size,
-        "max_num_seqs": generator.max_running_requests,
-        "enable_prefix_caching": generator.prefix_caching,
-        "kv_cache_memory_bytes": generator.kv_cache_bytes,
-        "logprobs_mode": "processed_logprobs",
-        "enforce_eager": options.on_cpu,
-        "worker_cls": _WORKER,
-        "additional_config": {STAGING: options.can_stage},
-        "disable_log_stats": True,
-        "seed": 0,
-        "generation_config": "vllm",
-        "trust_remote_code": False,
-    }
-    unknown = sorted(set(generator.engine_args) - set(AsyncEngineArgs.__dataclass_fields__))
-    if unknown:
-        raise SettingsError(
-            f"generator.engineArgs: vLLM has no argument {', '.join(unknown)}; see its EngineArgs for the names"
-        )
-    fixed = sorted(set(generator.engine_args) & _FIXED)
-    if fixed:
-        raise SettingsError(f"generator.engineArgs: {', '.join(fixed)} cannot be set here; use the generator's own fields")
-    return AsyncEngineArgs(**{**arguments, **generator.engine_args})
 
 
 async def _cancelling(reader: "asyncio.Future[RequestOutput]") -> RequestOutput:

@@ -6,7 +6,7 @@ own work: what takes long runs on a thread and is asked about with `weights_poll
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 
 from pipelinerl_actor.generator.background import BackgroundWork, TransferClock
 from pipelinerl_actor.generator.vllm_copies import Backup, Reload, StagingModel
+from pipelinerl_actor.generator.vllm_options import STAGING
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Bucket, Manifest
 from pipelinerl_weights.receiver import receive, tensors_of
@@ -23,9 +24,6 @@ if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as BaseWorker
 else:
     from vllm.v1.worker.gpu_worker import Worker as BaseWorker
-
-STAGING = "pipelinerl_staging"
-"""Key of vLLM's `additional_config`: whether to set memory aside for a second copy of the weights."""
 
 
 class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
@@ -97,7 +95,7 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
                 # vLLM holds tensors back until their layer is complete; the buffer itself is used again before that.
                 reload.load(tensors_of(bucket, buffer.clone()))
 
-        with _side_stream(self.device):
+        with _off_the_decode_stream(self.device):
             reload.begin()
             clock.ready()
             try:
@@ -144,11 +142,15 @@ def install_score_temperature(runner: Any) -> None:
     runner._get_prompt_logprobs_dict = at_temperature
 
 
-def _side_stream(device: torch.device) -> Any:
-    """On a GPU the copies of a transfer must not queue behind the decode."""
-    return torch.cuda.stream(_new_stream(device)) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def _new_stream(device: torch.device) -> Any:
+@contextlib.contextmanager
+def _off_the_decode_stream(device: torch.device) -> Iterator[None]:
+    """On a GPU a transfer has a stream of its own, so that it does not queue behind the decode, and ends when that is done."""
+    if device.type != "cuda":
+        yield
+        return
     cuda: Any = torch.cuda
-    return cuda.Stream(device)
+    cuda.set_device(device)  # a new thread starts on device 0
+    stream = cuda.Stream(device)
+    with cuda.stream(stream):
+        yield
+        stream.synchronize()
