@@ -85,7 +85,7 @@ def test_two_runs_on_one_machine_do_not_meet_and_one_folder_takes_one_run(new_ru
     one.wait_until(lambda: bool(one.pids("preprocessor-0")), "preprocessor")
     third = new_run("one").start()
     assert third.wait(60) == 2
-    assert "is in use" in third.terminal
+    assert "is running in it; stop that one first or choose another --output" in third.terminal
     assert one.wait(400) == 0, one.terminal[-4000:]
     assert two.wait(400) == 0, two.terminal[-4000:]
     assert two.summary["lag_max"] == 0
