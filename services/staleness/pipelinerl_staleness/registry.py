@@ -8,11 +8,13 @@ from pipelinerl_staleness.areal import Areal
 from pipelinerl_staleness.conventional import Conventional
 from pipelinerl_staleness.policy import Policy, PolicySettings
 from pipelinerl_staleness.skyrl import Skyrl
+from pipelinerl_staleness.verl_drop import VerlDrop
 
 _POLICY_TYPES: Mapping[str, type[Policy]] = {
     "areal": Areal,
     "conventional": Conventional,
     "skyrl": Skyrl,
+    "verl_drop": VerlDrop,
 }
 
 POLICIES: Mapping[str, type[PolicySettings]] = {name: policy.settings_type for name, policy in _POLICY_TYPES.items()}
