@@ -9,12 +9,14 @@ from pipelinerl_staleness.conventional import Conventional
 from pipelinerl_staleness.policy import Policy, PolicySettings
 from pipelinerl_staleness.skyrl import Skyrl
 from pipelinerl_staleness.verl_drop import VerlDrop
+from pipelinerl_staleness.verl_wait import VerlWait
 
 _POLICY_TYPES: Mapping[str, type[Policy]] = {
     "areal": Areal,
     "conventional": Conventional,
     "skyrl": Skyrl,
     "verl_drop": VerlDrop,
+    "verl_wait": VerlWait,
 }
 
 POLICIES: Mapping[str, type[PolicySettings]] = {name: policy.settings_type for name, policy in _POLICY_TYPES.items()}
