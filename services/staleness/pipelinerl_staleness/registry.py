@@ -8,6 +8,7 @@ from pipelinerl_staleness.areal import Areal
 from pipelinerl_staleness.conventional import Conventional
 from pipelinerl_staleness.policy import Policy, PolicySettings
 from pipelinerl_staleness.skyrl import Skyrl
+from pipelinerl_staleness.trl import Trl
 from pipelinerl_staleness.verl_drop import VerlDrop
 from pipelinerl_staleness.verl_wait import VerlWait
 
@@ -15,6 +16,7 @@ _POLICY_TYPES: Mapping[str, type[Policy]] = {
     "areal": Areal,
     "conventional": Conventional,
     "skyrl": Skyrl,
+    "trl": Trl,
     "verl_drop": VerlDrop,
     "verl_wait": VerlWait,
 }
