@@ -6,6 +6,7 @@ from typing import Any
 
 from pipelinerl_staleness.areal import Areal
 from pipelinerl_staleness.conventional import Conventional
+from pipelinerl_staleness.openrlhf import Openrlhf
 from pipelinerl_staleness.policy import Policy, PolicySettings
 from pipelinerl_staleness.skyrl import Skyrl
 from pipelinerl_staleness.trl import Trl
@@ -15,6 +16,7 @@ from pipelinerl_staleness.verl_wait import VerlWait
 _POLICY_TYPES: Mapping[str, type[Policy]] = {
     "areal": Areal,
     "conventional": Conventional,
+    "openrlhf": Openrlhf,
     "skyrl": Skyrl,
     "trl": Trl,
     "verl_drop": VerlDrop,
