@@ -7,6 +7,7 @@ from typing import Any
 from pipelinerl_staleness.areal import Areal
 from pipelinerl_staleness.conventional import Conventional
 from pipelinerl_staleness.openrlhf import Openrlhf
+from pipelinerl_staleness.openrlhf_article import OpenrlhfArticle
 from pipelinerl_staleness.policy import Policy, PolicySettings
 from pipelinerl_staleness.skyrl import Skyrl
 from pipelinerl_staleness.trl import Trl
@@ -17,6 +18,7 @@ _POLICY_TYPES: Mapping[str, type[Policy]] = {
     "areal": Areal,
     "conventional": Conventional,
     "openrlhf": Openrlhf,
+    "openrlhf_article": OpenrlhfArticle,
     "skyrl": Skyrl,
     "trl": Trl,
     "verl_drop": VerlDrop,
