@@ -10,6 +10,7 @@ from pipelinerl_staleness.openrlhf import Openrlhf
 from pipelinerl_staleness.openrlhf_article import OpenrlhfArticle
 from pipelinerl_staleness.policy import Policy, PolicySettings
 from pipelinerl_staleness.skyrl import Skyrl
+from pipelinerl_staleness.slime import Slime
 from pipelinerl_staleness.trl import Trl
 from pipelinerl_staleness.verl_drop import VerlDrop
 from pipelinerl_staleness.verl_wait import VerlWait
@@ -20,6 +21,7 @@ _POLICY_TYPES: Mapping[str, type[Policy]] = {
     "openrlhf": Openrlhf,
     "openrlhf_article": OpenrlhfArticle,
     "skyrl": Skyrl,
+    "slime": Slime,
     "trl": Trl,
     "verl_drop": VerlDrop,
     "verl_wait": VerlWait,
