@@ -9,6 +9,7 @@ from pipelinerl_staleness.conventional import Conventional
 from pipelinerl_staleness.openrlhf import Openrlhf
 from pipelinerl_staleness.openrlhf_article import OpenrlhfArticle
 from pipelinerl_staleness.policy import Policy, PolicySettings
+from pipelinerl_staleness.roll import Roll
 from pipelinerl_staleness.skyrl import Skyrl
 from pipelinerl_staleness.slime import Slime
 from pipelinerl_staleness.trl import Trl
@@ -20,6 +21,7 @@ _POLICY_TYPES: Mapping[str, type[Policy]] = {
     "conventional": Conventional,
     "openrlhf": Openrlhf,
     "openrlhf_article": OpenrlhfArticle,
+    "roll": Roll,
     "skyrl": Skyrl,
     "slime": Slime,
     "trl": Trl,
