@@ -6,6 +6,7 @@ from typing import Any
 
 from pipelinerl_staleness.areal import Areal
 from pipelinerl_staleness.conventional import Conventional
+from pipelinerl_staleness.nemo_in_order import NemoInOrder
 from pipelinerl_staleness.nemo_ready_first import NemoReadyFirst
 from pipelinerl_staleness.nemo_weight_fifo import NemoWeightFifo
 from pipelinerl_staleness.openrlhf import Openrlhf
@@ -21,6 +22,7 @@ from pipelinerl_staleness.verl_wait import VerlWait
 _POLICY_TYPES: Mapping[str, type[Policy]] = {
     "areal": Areal,
     "conventional": Conventional,
+    "nemo_in_order": NemoInOrder,
     "nemo_ready_first": NemoReadyFirst,
     "nemo_weight_fifo": NemoWeightFifo,
     "openrlhf": Openrlhf,
