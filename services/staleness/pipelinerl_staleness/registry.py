@@ -9,6 +9,7 @@ from pipelinerl_staleness.conventional import Conventional
 from pipelinerl_staleness.nemo_in_order import NemoInOrder
 from pipelinerl_staleness.nemo_ready_first import NemoReadyFirst
 from pipelinerl_staleness.nemo_weight_fifo import NemoWeightFifo
+from pipelinerl_staleness.nemo_windowed import NemoWindowed
 from pipelinerl_staleness.openrlhf import Openrlhf
 from pipelinerl_staleness.openrlhf_article import OpenrlhfArticle
 from pipelinerl_staleness.policy import Policy, PolicySettings
@@ -25,6 +26,7 @@ _POLICY_TYPES: Mapping[str, type[Policy]] = {
     "nemo_in_order": NemoInOrder,
     "nemo_ready_first": NemoReadyFirst,
     "nemo_weight_fifo": NemoWeightFifo,
+    "nemo_windowed": NemoWindowed,
     "openrlhf": Openrlhf,
     "openrlhf_article": OpenrlhfArticle,
     "roll": Roll,
