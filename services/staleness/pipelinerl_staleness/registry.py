@@ -14,6 +14,7 @@ from pipelinerl_staleness.openrlhf import Openrlhf
 from pipelinerl_staleness.openrlhf_article import OpenrlhfArticle
 from pipelinerl_staleness.policy import Policy, PolicySettings
 from pipelinerl_staleness.roll import Roll
+from pipelinerl_staleness.roll_rlvr import RollRlvr
 from pipelinerl_staleness.skyrl import Skyrl
 from pipelinerl_staleness.slime import Slime
 from pipelinerl_staleness.trl import Trl
@@ -30,6 +31,7 @@ _POLICY_TYPES: Mapping[str, type[Policy]] = {
     "openrlhf": Openrlhf,
     "openrlhf_article": OpenrlhfArticle,
     "roll": Roll,
+    "roll_rlvr": RollRlvr,
     "skyrl": Skyrl,
     "slime": Slime,
     "trl": Trl,
