@@ -7,6 +7,7 @@ from typing import Any
 from pipelinerl_staleness.areal import Areal
 from pipelinerl_staleness.conventional import Conventional
 from pipelinerl_staleness.dressage import Dressage
+from pipelinerl_staleness.layered import Layered
 from pipelinerl_staleness.nemo_in_order import NemoInOrder
 from pipelinerl_staleness.nemo_ready_first import NemoReadyFirst
 from pipelinerl_staleness.nemo_weight_fifo import NemoWeightFifo
@@ -27,6 +28,7 @@ _POLICY_TYPES: Mapping[str, type[Policy]] = {
     "areal": Areal,
     "conventional": Conventional,
     "dressage": Dressage,
+    "layered": Layered,
     "nemo_in_order": NemoInOrder,
     "nemo_ready_first": NemoReadyFirst,
     "nemo_weight_fifo": NemoWeightFifo,
