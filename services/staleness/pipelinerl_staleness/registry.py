@@ -16,6 +16,7 @@ from pipelinerl_staleness.openrlhf import Openrlhf
 from pipelinerl_staleness.openrlhf_article import OpenrlhfArticle
 from pipelinerl_staleness.policy import Policy, PolicySettings
 from pipelinerl_staleness.prime_rl import PrimeRl
+from pipelinerl_staleness.psrl import Psrl
 from pipelinerl_staleness.roll import Roll
 from pipelinerl_staleness.roll_rlvr import RollRlvr
 from pipelinerl_staleness.skyrl import Skyrl
@@ -36,6 +37,7 @@ _POLICY_TYPES: Mapping[str, type[Policy]] = {
     "openrlhf": Openrlhf,
     "openrlhf_article": OpenrlhfArticle,
     "prime_rl": PrimeRl,
+    "psrl": Psrl,
     "roll": Roll,
     "roll_rlvr": RollRlvr,
     "skyrl": Skyrl,
