@@ -20,6 +20,7 @@ from pipelinerl_staleness.psrl import Psrl
 from pipelinerl_staleness.roll import Roll
 from pipelinerl_staleness.roll_rlvr import RollRlvr
 from pipelinerl_staleness.skyrl import Skyrl
+from pipelinerl_staleness.slack import Slack
 from pipelinerl_staleness.slime import Slime
 from pipelinerl_staleness.trl import Trl
 from pipelinerl_staleness.verl_drop import VerlDrop
@@ -41,6 +42,7 @@ _POLICY_TYPES: Mapping[str, type[Policy]] = {
     "roll": Roll,
     "roll_rlvr": RollRlvr,
     "skyrl": Skyrl,
+    "slack": Slack,
     "slime": Slime,
     "trl": Trl,
     "verl_drop": VerlDrop,
