@@ -34,8 +34,7 @@ from pipelinerl_staleness.checks import check_flag, check_optional_whole, check_
 from pipelinerl_staleness.groups import GroupPolicy
 from pipelinerl_staleness.policy import EngineLoad, PolicySettings, Take
 
-_LOW_KV_USAGE = 0.6
-_LEAST_CHANGE = 1
+_LOW_KV_USAGE = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +42,15 @@ class SlackSettings(PolicySettings):
     eta: int = 3
     """Oldest age of a trained token in versions, at least 0; 0 is synchronous."""
     c_busy: int | None = None
-    """Groups outstanding at most while the trainer computes; unset is one and a half batches. The starting value only,
-    with `adaptive`."""
+    """Groups outstanding at most while the trainer computes; unset is one and a half batches. With `adaptive` this is where
+    it starts."""
     c_idle: int | None = None
-    """Groups outstanding at most while the trainer waits, at least B; unset is two batches."""
+    """Groups outstanding at most while the trainer waits, at least B; unset is two batches. Likewise."""
     stream: bool = True
     """Whether groups are trained one by one as they come, where the trainer can do that."""
     adaptive: bool = True
-    """Whether `c_busy` moves between one batch and eta + 1 batches: up while the trainer computes and the KV cache is under
-    60 % full, down after the trainer had to wait for a group at its deadline."""
+    """Whether both knobs move with the load reports: the one in force up while the KV cache is under 40 % full and no
+    request waits for it, both down after a preemption or after the trainer had to wait for a group at its deadline."""
 
     def __post_init__(self) -> None:
         check_whole("eta", self.eta, 0)
@@ -74,9 +73,9 @@ class Slack(GroupPolicy):
 
     def __init__(self, settings: SlackSettings, groups_per_step: int) -> None:
         super().__init__(settings, groups_per_step)
-        self._c_idle = 2 * groups_per_step if settings.c_idle is None else settings.c_idle
-        if self._c_idle < groups_per_step:
-            raise ValueError(f"c_idle={self._c_idle} must be at least the {groups_per_step} groups of a step")
+        self.c_idle = 2 * groups_per_step if settings.c_idle is None else settings.c_idle
+        if self.c_idle < groups_per_step:
+            raise ValueError(f"c_idle={self.c_idle} must be at least the {groups_per_step} groups of a step")
         self.c_busy = groups_per_step * 3 // 2 if settings.c_busy is None else settings.c_busy
         self._busy = False
         self._waited_for_deadline = False
@@ -87,7 +86,7 @@ class Slack(GroupPolicy):
         return self.settings.stream
 
     def may_admit(self) -> bool:
-        knob = self.c_busy if self._busy else self._c_idle
+        knob = self.c_busy if self._busy else self.c_idle
         return len(self.groups) < min(knob, self._slots_until(self.version + self.settings.eta))
 
     def started(self, group: str, version: int) -> None:
@@ -130,13 +129,11 @@ class Slack(GroupPolicy):
 
     def observe(self, load: EngineLoad) -> tuple[str, ...]:
         if self.settings.adaptive:
-            change = max(_LEAST_CHANGE, self.groups_per_step // 8)
-            ceiling = (self.settings.eta + 1) * self.groups_per_step
-            quiet = load.kv_usage < _LOW_KV_USAGE and load.num_waiting == 0 and load.num_preemptions == 0
-            if self._waited_for_deadline:
-                self.c_busy = max(min(self.c_busy, self.groups_per_step), self.c_busy - change)
-            elif self._busy and quiet:
-                self.c_busy = min(max(self.c_busy, ceiling), self.c_busy + change)
+            crowded = load.num_waiting > 0 or load.num_preemptions > 0
+            if self._waited_for_deadline or crowded:
+                self._move_knobs(-1, -1)
+            elif load.kv_usage < _LOW_KV_USAGE:
+                self._move_knobs(*((1, 0) if self._busy else (0, 1)))
             self._waited_for_deadline = False
         return ()
 
@@ -153,6 +150,14 @@ class Slack(GroupPolicy):
 
     def min_waiting(self) -> int:
         return self.max_outstanding()
+
+    def _move_knobs(self, busy: int, idle: int) -> None:
+        """Up or down by an eighth of a batch, never below one and two batches (or a lower start), never beyond H."""
+        batch = self.groups_per_step
+        change = max(1, batch // 8)
+        most = (self.settings.eta + 1) * batch
+        self.c_busy = _within(self.c_busy + busy * change, min(self.c_busy, batch), max(self.c_busy, most))
+        self.c_idle = _within(self.c_idle + idle * change, min(self.c_idle, 2 * batch), max(self.c_idle, most))
 
     def _step(self) -> int:
         return self.num_taken // self.groups_per_step
@@ -187,3 +192,7 @@ class Slack(GroupPolicy):
     def _idle_at_deadline(self, step: int) -> Take:
         self._waited_for_deadline = True
         return self._idle(f"running groups must be trained by step {step} or soon after")
+
+
+def _within(value: int, least: int, most: int) -> int:
+    return max(least, min(value, most))

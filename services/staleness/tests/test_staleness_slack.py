@@ -1,7 +1,7 @@
 """SLACK's claims: safe, live, and no strict no-drop rule starts a step sooner for the same births and finishing times."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import pytest
@@ -11,6 +11,7 @@ from staleness_world import World
 
 from pipelinerl_staleness.policy import EngineLoad, Policy
 from pipelinerl_staleness.registry import make_policy, parse_policy_settings
+from pipelinerl_staleness.slack import Slack
 
 NEVER = float("inf")
 QUIET = EngineLoad(kv_usage=0.2, num_waiting=0, num_preemptions=0, seconds=1.0)
@@ -241,17 +242,23 @@ def test_first_token_of_newer_weights_moves_the_deadline_back() -> None:
     assert policy.take(0).groups == ("a",)
 
 
-def test_knob_rises_while_the_cache_is_empty_and_falls_after_a_deadline_wait() -> None:
-    policy = make_policy(parse_policy_settings("slack", {"eta": 3, "stream": True}), 8)
-    assert policy.c_busy == 12  # type: ignore[attr-defined]
+def test_knobs_rise_while_the_cache_is_empty_and_fall_when_it_is_crowded_or_a_deadline_was_waited_for() -> None:
+    policy = make_policy(parse_policy_settings("slack", {"eta": 3, "c_busy": 12, "c_idle": 18, "stream": True}), 8)
+    assert isinstance(policy, Slack)
+
+    def knobs_after(load: EngineLoad) -> tuple[int, int]:
+        policy.observe(load)
+        return policy.c_busy, policy.c_idle
+
     for group in range(16):
         policy.admitted(str(group))
     policy.finished("15")
+    assert knobs_after(QUIET) == (12, 19)  # the trainer waits
     assert policy.take_next(0).groups == ("15",)
-    policy.observe(QUIET)
-    assert policy.c_busy == 13  # type: ignore[attr-defined]
-    policy.observe(EngineLoad(kv_usage=0.7, num_waiting=0, num_preemptions=0, seconds=1.0))
-    assert policy.c_busy == 13  # type: ignore[attr-defined]
+    assert knobs_after(QUIET) == (13, 19)  # the trainer computes
+    assert knobs_after(replace(QUIET, kv_usage=0.5)) == (13, 19)
+    assert knobs_after(replace(QUIET, num_preemptions=1)) == (12, 18)
+    assert knobs_after(replace(QUIET, num_waiting=1)) == (11, 17)
     for slot, group in enumerate([*range(8, 15), *range(100, 116)], start=1):
         if group >= 100:
             policy.admitted(str(group))
@@ -264,6 +271,11 @@ def test_knob_rises_while_the_cache_is_empty_and_falls_after_a_deadline_wait() -
     policy.admitted("late")
     policy.finished("late")
     assert policy.take_next(3).groups == ()  # the first eight groups are due now
-    for expected in (12, 12):
+    assert knobs_after(QUIET) == (10, 16)
+    assert knobs_after(replace(QUIET, num_waiting=1)) == (9, 16)
+    for _ in range(50):
         policy.observe(QUIET)
-        assert policy.c_busy == expected  # type: ignore[attr-defined]
+    assert (policy.c_busy, policy.c_idle) == (9, 32)
+    for _ in range(50):
+        policy.observe(replace(QUIET, num_waiting=1))
+    assert (policy.c_busy, policy.c_idle) == (8, 16)
