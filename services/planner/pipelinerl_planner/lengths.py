@@ -20,7 +20,8 @@ class Lengths(Protocol):
 class LognormalLengths:
     """Response lengths median * exp(group_sigma * z_group + own_sigma * z_own), capped; z standard normal.
 
-    Example: the defaults have a mean near 9 thousand tokens and a heavy tail.
+    The defaults are fitted to what the article tells of its load: preemptions, prefilled tokens, shares and mean lengths of
+    what is dropped. Their mean is near 11 thousand tokens, that of what a strict policy with drops trains near 9 thousand.
     """
 
     _CHUNK = 256
@@ -30,9 +31,9 @@ class LognormalLengths:
         seed: int,
         group_size: int = 8,
         *,
-        median: float = 5600.0,
-        group_sigma: float = 0.9,
-        own_sigma: float = 0.58,
+        median: float = 8500.0,
+        group_sigma: float = 0.7,
+        own_sigma: float = 0.3,
         cap: int = 38912,
         prompt: int = 150,
     ) -> None:

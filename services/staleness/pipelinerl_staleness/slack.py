@@ -34,7 +34,7 @@ from pipelinerl_staleness.checks import check_flag, check_optional_whole, check_
 from pipelinerl_staleness.groups import GroupPolicy
 from pipelinerl_staleness.policy import EngineLoad, PolicySettings, Take
 
-_LOW_KV_USAGE = 0.4
+_LOW_KV_USAGE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +42,14 @@ class SlackSettings(PolicySettings):
     eta: int = 3
     """Oldest age of a trained token in versions, at least 0; 0 is synchronous."""
     c_busy: int | None = None
-    """Groups outstanding at most while the trainer computes; unset is one and a half batches. With `adaptive` this is where
-    it starts."""
+    """Groups outstanding at most while the trainer computes; unset is one and a half batches."""
     c_idle: int | None = None
-    """Groups outstanding at most while the trainer waits, at least B; unset is two batches. Likewise."""
+    """Groups outstanding at most while the trainer waits, at least B; unset is one and a half batches."""
     stream: bool = True
     """Whether groups are trained one by one as they come, where the trainer can do that."""
     adaptive: bool = True
-    """Whether both knobs move with the load reports: the one in force up while the KV cache is under 40 % full and no
-    request waits for it, both down after a preemption or after the trainer had to wait for a group at its deadline."""
+    """Whether the knobs move with the load reports, between the values above and eta + 1 batches: the one in force up while
+    the KV cache is nearly empty, both down after a preemption or a wait for a group at its deadline."""
 
     def __post_init__(self) -> None:
         check_whole("eta", self.eta, 0)
@@ -73,10 +72,12 @@ class Slack(GroupPolicy):
 
     def __init__(self, settings: SlackSettings, groups_per_step: int) -> None:
         super().__init__(settings, groups_per_step)
-        self.c_idle = 2 * groups_per_step if settings.c_idle is None else settings.c_idle
+        default = groups_per_step * 3 // 2
+        self.c_busy = default if settings.c_busy is None else settings.c_busy
+        self.c_idle = default if settings.c_idle is None else settings.c_idle
         if self.c_idle < groups_per_step:
             raise ValueError(f"c_idle={self.c_idle} must be at least the {groups_per_step} groups of a step")
-        self.c_busy = groups_per_step * 3 // 2 if settings.c_busy is None else settings.c_busy
+        self._start = self.c_busy, self.c_idle
         self._busy = False
         self._waited_for_deadline = False
         self._born: set[str] = set()
@@ -128,19 +129,22 @@ class Slack(GroupPolicy):
         self._busy = False
 
     def observe(self, load: EngineLoad) -> tuple[str, ...]:
-        if self.settings.adaptive:
-            crowded = load.num_waiting > 0 or load.num_preemptions > 0
-            if self._waited_for_deadline or crowded:
-                self._move_knobs(-1, -1)
-            elif load.kv_usage < _LOW_KV_USAGE:
-                self._move_knobs(*((1, 0) if self._busy else (0, 1)))
-            self._waited_for_deadline = False
+        """Engines that are nearly empty cannot be crowded by more groups, so they outweigh a wait for a deadline."""
+        crowded = load.num_waiting > 0 or load.num_preemptions > 0
+        if not self.settings.adaptive:
+            return ()
+        if load.kv_usage < _LOW_KV_USAGE and not crowded:
+            self._move_knobs(*((1, 0) if self._busy else (0, 1)))
+        elif crowded or self._waited_for_deadline:
+            self._move_knobs(-1, -1)
+        self._waited_for_deadline = False
         return ()
 
     def recover(self, step: int, version: int) -> None:
         super().recover(step, version)
         self._born.clear()
         self._busy = False
+        self.c_busy, self.c_idle = self._start
 
     def bound(self) -> int:
         return self.settings.eta
@@ -152,12 +156,12 @@ class Slack(GroupPolicy):
         return self.max_outstanding()
 
     def _move_knobs(self, busy: int, idle: int) -> None:
-        """Up or down by an eighth of a batch, never below one and two batches (or a lower start), never beyond H."""
         batch = self.groups_per_step
         change = max(1, batch // 8)
         most = (self.settings.eta + 1) * batch
-        self.c_busy = _within(self.c_busy + busy * change, min(self.c_busy, batch), max(self.c_busy, most))
-        self.c_idle = _within(self.c_idle + idle * change, min(self.c_idle, 2 * batch), max(self.c_idle, most))
+        least_busy, least_idle = self._start
+        self.c_busy = max(least_busy, min(self.c_busy + busy * change, most))
+        self.c_idle = max(least_idle, min(self.c_idle + idle * change, most))
 
     def _step(self) -> int:
         return self.num_taken // self.groups_per_step
@@ -192,7 +196,3 @@ class Slack(GroupPolicy):
     def _idle_at_deadline(self, step: int) -> Take:
         self._waited_for_deadline = True
         return self._idle(f"running groups must be trained by step {step} or soon after")
-
-
-def _within(value: int, least: int, most: int) -> int:
-    return max(least, min(value, most))
