@@ -161,6 +161,17 @@ def test_all_credit_comes_back(case: Case, batch: int, trace: bytes) -> None:
     assert world.admit(1000) == fresh.admit(1000)
 
 
+@settings(EXAMPLES, max_examples=200)
+@given(trace=traces, batch=batches, eta=st.integers(0, 3))
+def test_roll_rlvr_decides_as_weight_fifo(trace: bytes, batch: int, eta: int) -> None:
+    worlds = World("roll_rlvr", {"rho": eta}, batch), World("nemo_weight_fifo", {"eta": eta}, batch)
+    for byte in trace:
+        for world in worlds:
+            world.event(byte)
+    roll, fifo = ([getattr(decision, "groups", decision) for decision in world.log] for world in worlds)
+    assert roll == fifo
+
+
 @each_case
 @EXAMPLES
 @given(trace=traces, batch=batches)
