@@ -245,6 +245,15 @@ class TestBatch:
         finish(policy, "c")
         assert policy.take(1).groups == ("c", "d")
 
+    @pytest.mark.parametrize("name", ["verl_drop", "verl_wait"])
+    def test_verl_counts_the_newest_start_of_a_group_granted_again(self, name: str) -> None:
+        policy = policy_of(name, eta=3, num_warmup_batches=1)
+        admit_all(policy, "abcd")
+        policy.published(1)
+        policy.started("a", 1)
+        finish(policy, "acbd")
+        assert policy.take(1).groups == ("b", "c")
+
     @pytest.mark.parametrize("warmup", [1, 2, 3])
     @pytest.mark.parametrize("eta", [1, 2, 3, 4])
     def test_verl_wait_bound_is_attained(self, warmup: int, eta: int) -> None:

@@ -242,6 +242,27 @@ def test_first_token_of_newer_weights_moves_the_deadline_back() -> None:
     assert policy.take(0).groups == ("a",)
 
 
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_group_that_starts_again_is_born_again(restored: bool) -> None:
+    """Its first attempt sampled at version 0 and went away; the second one starts at 1 and samples its first token at 2, so
+    with eta = 0 it is due at step 2, and step 1 need not wait for it."""
+    policy = make_policy(parse_policy_settings("slack", {"eta": 0, "stream": False}), 1)
+    policy.admitted("b")
+    policy.finished("b")
+    assert policy.take(0).groups == ("b",)
+    policy.admitted("a")
+    policy.first_token("a", 0)
+    if restored:
+        policy.recover(1, 1)
+        policy.admitted("a")
+    policy.started("a", 1)
+    policy.first_token("a", 2)
+    policy.admitted("c")
+    policy.started("c", 1)
+    policy.finished("c")
+    assert policy.take(1).groups == ("c",)
+
+
 def test_knobs_rise_while_the_cache_is_empty_and_fall_when_it_is_crowded_or_a_deadline_was_waited_for() -> None:
     policy = make_policy(parse_policy_settings("slack", {"eta": 3, "c_busy": 12, "c_idle": 18, "stream": True}), 8)
     assert isinstance(policy, Slack)
