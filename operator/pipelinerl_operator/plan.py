@@ -163,5 +163,6 @@ def _role_flags(job: Job, endpoints: Endpoints, role: Role, index: int) -> tuple
         host, _, port = endpoints.trainer_master.rpartition(":")
         ranks = ("--rank", str(index), "--num-ranks", str(num_trainer_ranks(job)))
         generators = flags("--generator", tuple(name for name in every_name if name.startswith("generator-")))
-        return (*generators, *ranks, "--master-address", host, "--master-port", port)
+        # A start of the trainers is always a return to the newest checkpoint, if there is one.
+        return (*generators, *ranks, "--master-address", host, "--master-port", port, "--resume")
     return ()

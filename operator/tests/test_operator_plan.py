@@ -66,6 +66,7 @@ def test_trainer_gets_every_generator_and_its_place_among_the_ranks() -> None:
     assert values(trainer, "--num-ranks") == ["2"]
     assert values(trainer, "--master-address") == ["127.0.0.1"]
     assert values(trainer, "--master-port") == ["4001"]
+    assert "--resume" in trainer.argv
 
 
 def test_references_serve_the_initial_weights_and_only_the_preprocessor_knows_them() -> None:

@@ -1,9 +1,10 @@
 import argparse
 import pickle
+import shutil
 
 import pytest
 
-from pipelinerl_cli.bench import children, stream, stream_redis
+from pipelinerl_cli.bench import stream, stream_redis
 from pipelinerl_cli.bench.trajectories import Workload, cycle
 from pipelinerl_common.types import FinishReason
 
@@ -11,7 +12,7 @@ WORKLOAD = Workload(num_groups=5, num_distinct=2, group_size=3, median_tokens=40
 
 
 def arguments() -> argparse.Namespace:
-    return argparse.Namespace(quick=True, seed=1, group_size=8, median_tokens=200, max_tokens=1000, groups=1, rounds=1)
+    return argparse.Namespace(quick=True, seed=1, group_size=8, median_tokens=900, max_tokens=8192, groups=1, rounds=1)
 
 
 def test_workload_is_the_same_in_every_process_and_its_columns_fit() -> None:
@@ -40,14 +41,14 @@ def test_baseline_carries_the_same_trajectories_as_lists() -> None:
             assert len(read["logprobs"]) == read["output_tokens"] == sample.num_sampled
 
 
-@pytest.mark.skipif(children.find_program("redis-server") is None, reason="needs redis-server")
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server")
 def test_stream_bench_measures_both_sides() -> None:
     values = stream.bench(arguments()).values
     assert {"samples_per_second_ratio", "cpu_per_token_ratio", "bytes_per_token"} <= values.keys()
     ours, baseline = values["ours"], values["baseline"]
     assert isinstance(ours, dict)
     assert isinstance(baseline, dict)
-    assert ours["num_samples"] == baseline["num_samples"] == 96
+    assert ours["num_samples"] == baseline["num_samples"] == 800
     assert ours["num_tokens"] == baseline["num_tokens"]
     assert isinstance(values["bytes_per_token"], float)
     assert 4 < values["bytes_per_token"] <= 12
@@ -55,7 +56,7 @@ def test_stream_bench_measures_both_sides() -> None:
 
 
 def test_without_a_redis_server_it_is_skipped_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "find_program", lambda name: None if name == "redis-server" else "/bin/true")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     report = stream.bench(arguments())
     assert report.skipped is not None
     assert "install" in report.skipped

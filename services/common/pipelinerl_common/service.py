@@ -159,5 +159,22 @@ async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
         log.error("task=%s did not end within %g s of its cancellation", _task_name(task), _SHUTDOWN_S)
 
 
+def check_cancelled(since: int = 0) -> None:
+    """Raises CancelledError when the running task was cancelled more than `since` times.
+
+    asyncio.wait_for of Python 3.11 loses a cancellation that arrives together with the result; loops around code that uses it
+    (the NATS client does) call this.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling() > since:
+        raise asyncio.CancelledError
+
+
+def num_cancellations() -> int:
+    """How often the running task was cancelled so far; more than 0 in the clean-up of a cancelled task."""
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
 def _task_name(task: asyncio.Task[Any]) -> str:
     return getattr(task.get_coro(), "__qualname__", task.get_name())

@@ -40,7 +40,7 @@ class Admission:
             if leases or cancelled or left_s <= 0 or ledger.state.done:
                 break
             # Woken in between to renew the leases of an actor that is visibly there.
-            await live.admission_bell.wait(min(left_s, ledger.lease_s / 3))
+            await live.admission_bell.wait(min(left_s, ledger.leases.lease_s / 3))
         if leases:
             await self._make_durable(leases)
         return pb.LeaseResponse(
@@ -63,9 +63,9 @@ class Admission:
     def _decide(self, request: pb.LeaseRequest) -> tuple[list[str], list[GroupLease]]:
         """(leases to cancel, new leases). A session that was replaced while it waited gets nothing."""
         live, ledger = self._live, self._live.ledger
-        if not ledger.sessions.is_current(request.actor_id, request.session_id):
+        if not ledger.leases.sessions.is_current(request.actor_id, request.session_id):
             return list(request.running_lease_ids), []
-        cancelled = ledger.renew(request.actor_id, request.running_lease_ids, live.now())
+        cancelled = ledger.leases.renew(request.actor_id, request.running_lease_ids, live.now())
         return cancelled, ledger.grant(request.actor_id, request.session_id, request.max_groups, live.now())
 
     async def _make_durable(self, leases: list[GroupLease]) -> None:
@@ -82,12 +82,12 @@ class Admission:
             attempt=lease.attempt,
             prompt_index=lease.prompt_index,
             group_size=self._group_size,
-            expires_in_s=self._live.ledger.lease_s,
+            expires_in_s=self._live.ledger.leases.lease_s,
         )
 
     async def _report(self, actor_id: str, event: pb.GroupEvent) -> None:
         live, ledger = self._live, self._live.ledger
-        group = ledger.held(actor_id, event.lease_id)
+        group = ledger.leases.held(actor_id, event.lease_id)
         if event.outcome == pb.GROUP_OUTCOME_STARTED:
             if 0 <= event.served_version <= ledger.state.num_committed + 1:
                 ledger.started(actor_id, event.lease_id, event.served_version)

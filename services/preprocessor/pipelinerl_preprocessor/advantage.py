@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import AlgorithmSettings
 
 Floats = NDArray[np.float64]
@@ -55,12 +54,5 @@ ESTIMATORS: Mapping[str, Estimator] = {
 
 
 def estimator_of(algorithm: AlgorithmSettings) -> Estimator:
-    """The estimator that `loss` and `baseline` ask for. Raises SettingsError when they contradict each other."""
-    if algorithm.loss != "grpo":
-        return ESTIMATORS[algorithm.baseline]
-    if algorithm.baseline == "value":
-        raise SettingsError(
-            "spec.algorithm: loss=grpo divides by the group's standard deviation and so has no value head, but baseline=value: "
-            "choose loss ppo with it, or baseline leave_one_out"
-        )
-    return ESTIMATORS["grpo"]
+    """The estimator that `loss` and `baseline` ask for."""
+    return ESTIMATORS["grpo" if algorithm.loss == "grpo" else algorithm.baseline]

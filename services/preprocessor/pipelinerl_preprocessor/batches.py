@@ -147,6 +147,7 @@ class Batches:
         publish_after = live.ledger.policy.publishes_after(step)
         metrics = {**live.gauges(), **live.counters.values()}
         batch = await asyncio.to_thread(assemble, step, groups, layout, publish_after=publish_after, metrics=metrics)
+        live.packing = {name: batch.plan.metrics[name] for name in ("packing_fill", "packing_imbalance")}
         log.info(
             "step=%d groups=%d sequences=%d tokens=%d micro_batches=%d fill=%.3f",
             step, len(groups), batch.plan.num_sequences, batch.plan.num_trained_tokens, batch.plan.num_micro_batches,

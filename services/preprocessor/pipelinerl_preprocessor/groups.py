@@ -34,6 +34,17 @@ class GroupState(Enum):
     """It is part of the batch that is being trained."""
 
 
+class Arrival(Enum):
+    """What the ledger makes of a group's message."""
+
+    ACCEPTED = "accepted"
+    TRAINED = "trained"
+    """Part of the last commit, whose acknowledgement was lost."""
+    DUPLICATE = "duplicate"
+    ROLLBACK = "rollback"
+    UNKNOWN = "unknown"
+
+
 @dataclass(slots=True)
 class Group:
     """One outstanding group. The ledger alone changes it."""
@@ -135,6 +146,11 @@ class GroupTable:
     def remove(self, group: Group) -> None:
         del self._groups[group.group_id]
         del self._by_state[group.state][group.group_id]
+
+    def clear(self) -> None:
+        self._groups.clear()
+        for members in self._by_state.values():
+            members.clear()
 
     def get(self, group_id: str) -> Group | None:
         return self._groups.get(GroupId(group_id))

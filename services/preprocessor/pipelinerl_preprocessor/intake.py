@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator
 from pipelinerl_common.errors import PermanentError, TemporaryError
 from pipelinerl_common.stream import ReceivedGroup
 from pipelinerl_preprocessor.drops import DropReason
-from pipelinerl_preprocessor.groups import Group
-from pipelinerl_preprocessor.ledger import Arrival
+from pipelinerl_preprocessor.groups import Arrival, Group
 from pipelinerl_preprocessor.live import LiveLedger
 from pipelinerl_preprocessor.preparation import Preparation, PreparedGroup
 from pipelinerl_preprocessor.reference import Reference

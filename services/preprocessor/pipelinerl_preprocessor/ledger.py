@@ -12,11 +12,11 @@ ended; memory grows with outstanding groups only.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from enum import Enum
 
 from pipelinerl_common.errors import PermanentError, Refused, Unavailable
 from pipelinerl_common.types import GroupId
 from pipelinerl_preprocessor.groups import (
+    Arrival,
     Group,
     GroupLease,
     GroupState,
@@ -26,19 +26,8 @@ from pipelinerl_preprocessor.groups import (
     make_group_id,
     split_group_id,
 )
-from pipelinerl_preprocessor.sessions import Sessions
+from pipelinerl_preprocessor.leases import Leases
 from pipelinerl_staleness.policy import Policy, Take
-
-
-class Arrival(Enum):
-    """What the ledger makes of a group's message."""
-
-    ACCEPTED = "accepted"
-    TRAINED = "trained"
-    """Part of the last commit, whose acknowledgement was lost."""
-    DUPLICATE = "duplicate"
-    ROLLBACK = "rollback"
-    UNKNOWN = "unknown"
 
 
 class Ledger:
@@ -49,11 +38,10 @@ class Ledger:
 
     def __init__(self, policy: Policy, *, lease_s: float, max_attempts: int) -> None:
         self.policy = policy
-        self.lease_s = lease_s
         self.max_attempts = max_attempts
         self.state = LedgerState()
         self.groups = GroupTable()
-        self.sessions = Sessions(forget_s=10 * lease_s)
+        self.leases = Leases(self.groups, lease_s)
         self.on_change: Callable[[GroupId | None], None] = lambda _: None
 
     @property
@@ -84,54 +72,25 @@ class Ledger:
 
     def heard_of(self, actor_id: str, session_id: str, now: float) -> list[GroupId]:
         """An actor calls: the leases of its older sessions are taken back. Returns the groups given up with them."""
-        if not self.sessions.heard_of(actor_id, session_id, now):
-            return []
-        leased = self.groups.within(GroupState.LEASED)
-        return self._take_back(group for group in leased if group.actor_id == actor_id and group.session_id != session_id)
-
-    def renew(self, actor_id: str, lease_ids: Iterable[str], now: float) -> list[str]:
-        """Extends the actor's leases and returns those that it no longer holds and must cancel."""
-        lost = []
-        for lease_id in lease_ids:
-            group = self.held(actor_id, lease_id)
-            if group is None:
-                lost.append(lease_id)
-            else:
-                group.expires_at = now + self.lease_s
-        return lost
+        return self._take_back(self.leases.of_older_sessions(actor_id, session_id, now))
 
     def grant(self, actor_id: str, session_id: str, max_groups: int, now: float) -> list[GroupLease]:
         """Leases of up to `max_groups` groups: those that wait to be granted again first, then open prompts, then new ones."""
-        leases: list[GroupLease] = []
-        while len(leases) < max_groups and self.may_grant():
+        granted: list[GroupLease] = []
+        while len(granted) < max_groups and self.may_grant():
             group = min(self.groups.within(GroupState.WAITING), key=lambda each: each.sequence, default=None) or self._admit()
-            self.groups.move(group, GroupState.LEASED)
-            group.attempt += 1
-            group.actor_id, group.session_id = actor_id, session_id
-            group.expires_at = now + self.lease_s
+            granted.append(self.leases.assign(group, actor_id, session_id, now))
             self.on_change(group.group_id)
-            leases.append(GroupLease(group.lease_id, group.group_id, group.attempt, group.prompt_index))
-        return leases
+        return granted
 
     def revoke(self, leases: Iterable[GroupLease]) -> None:
-        """Takes back leases that no actor has ever been told of, so they do not count as attempts."""
-        for lease in leases:
-            group = self.groups.get(lease.group_id)
-            if group is not None and group.state is GroupState.LEASED and group.lease_id == lease.lease_id:
-                self.groups.move(group, GroupState.WAITING)
-                group.attempt -= 1
-                self.on_change(group.group_id)
-
-    def held(self, actor_id: str, lease_id: str) -> Group | None:
-        """The group that the actor works on under this lease, if it still does."""
-        group = self.groups.get(lease_id.rpartition(":")[0])
-        if group is None or group.state is not GroupState.LEASED or (group.actor_id, group.lease_id) != (actor_id, lease_id):
-            return None
-        return group
+        """Takes back leases that no actor was ever told of, so they do not count as attempts."""
+        for group in self.leases.revoke(leases):
+            self.on_change(group.group_id)
 
     def started(self, actor_id: str, lease_id: str, version: int) -> None:
         """The group's first request runs on a generator that serves `version`."""
-        group = self.held(actor_id, lease_id)
+        group = self.leases.held(actor_id, lease_id)
         if group is not None and group.started_version != version:
             group.started_version = version
             self.policy.started(group.group_id, version)
@@ -139,13 +98,12 @@ class Ledger:
 
     def hand_back(self, actor_id: str, lease_id: str) -> list[GroupId]:
         """The actor stops working on a lease. Returns the group when it is given up because this was its last attempt."""
-        group = self.held(actor_id, lease_id)
+        group = self.leases.held(actor_id, lease_id)
         return self._take_back([group] if group else [])
 
     def expire(self, now: float) -> list[GroupId]:
         """Takes back leases that were not renewed. Returns the groups given up because this was their last attempt."""
-        self.sessions.forget_silent(now)
-        return self._take_back(group for group in self.groups.within(GroupState.LEASED) if group.expires_at <= now)
+        return self._take_back(self.leases.expired(now))
 
     # Results
 
@@ -274,7 +232,7 @@ class Ledger:
             self.on_change(None)
             return []
         void = [group.group_id for group in self.groups]
-        self.groups = GroupTable()
+        self.groups.clear()
         self.state = LedgerState(
             incarnation=max(self.state.incarnation, snapshot.incarnation if snapshot else -1) + 1,
             next_prompt_index=snapshot.next_prompt_index if snapshot else 0,
@@ -291,13 +249,11 @@ class Ledger:
     def recover(self, state: LedgerState, groups: Iterable[Group], now: float) -> None:
         """Goes on after a crash from journalled records. Leases live on for `lease_s` from `now`; messages of finished groups
         are delivered again and arrive anew. Records of ended groups are passed over."""
-        self.state, self.groups = state, GroupTable()
+        self.state = state
         ended = {make_group_id(state.incarnation, sequence) for sequence in state.last_commit}
         for group in sorted(groups, key=lambda group: group.sequence):
             if group.group_id == make_group_id(state.incarnation, group.sequence) and group.group_id not in ended:
-                group.state, group.expires_at = GroupState.LEASED, now + self.lease_s
-                self.groups.add(group)
-                self.sessions.heard_of(group.actor_id, group.session_id, now)
+                self.leases.adopt(group, now)
         state.catch_up(self.groups)
         self._rebuild_policy()
 

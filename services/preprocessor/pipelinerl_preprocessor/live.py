@@ -36,6 +36,8 @@ class LiveLedger:
     """Rings when a lease may be granted or must be cancelled."""
     batch_bell: Bell = field(default_factory=Bell)
     """Rings when a batch may be formed."""
+    packing: dict[str, float] = field(default_factory=dict)
+    """Fill and imbalance of the newest batch."""
 
     def changed(self, *, leases_ended: bool = False) -> None:
         """Wakes whoever can go on now. Actors are only woken for something to do: there may be thousands."""
@@ -45,12 +47,11 @@ class LiveLedger:
 
     async def finish(self, prepared: PreparedGroup) -> None:
         """A group passed every check and waits to be taken."""
-        group = self.received[prepared.group_id].group
-        runs = [sample.version_runs for sample in group.samples if sample.version_runs]
-        firsts, lasts = [run[0].policy_version for run in runs], [run[-1].policy_version for run in runs]
-        if not self.ledger.ready(prepared.group_id, firsts, lasts):
-            await self.given_up([prepared.group_id], DropReason.ROLLBACK)
+        received = self.received.get(prepared.group_id)
+        if received is None:  # void since a restore, and counted there
             return
+        runs = [sample.version_runs for sample in received.group.samples if sample.version_runs]
+        self.ledger.ready(prepared.group_id, [run[0].policy_version for run in runs], [run[-1].policy_version for run in runs])
         self.prepared[prepared.group_id] = prepared
         await self.wait_for_training(prepared.group_id)
 
@@ -104,4 +105,5 @@ class LiveLedger:
             "groups_in_batch": float(groups.count(GroupState.TAKEN)),
             "oldest_ready_seconds": self.waiting.oldest_age(self.now()),
             "served_version": float(self.ledger.state.served_version),
+            **self.packing,
         }

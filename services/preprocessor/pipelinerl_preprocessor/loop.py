@@ -75,7 +75,7 @@ async def receive(live: LiveLedger, intake: Intake, stream: Stream) -> None:
 async def expire_leases(live: LiveLedger) -> None:
     """Takes back the leases of actors that fell silent; looks a few times per lease."""
     while True:
-        await asyncio.sleep(min(live.ledger.lease_s / 8, 1.0))
+        await asyncio.sleep(min(live.ledger.leases.lease_s / 8, 1.0))
         await live.given_up(live.ledger.expire(live.now()), DropReason.EXPIRED)
         live.changed()
 

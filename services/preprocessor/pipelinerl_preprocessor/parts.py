@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.service import Wiring
 from pipelinerl_common.settings import JobSpec
 from pipelinerl_common.stream import Stream
@@ -24,16 +23,8 @@ def policy_of(spec: JobSpec) -> Policy:
 
 
 def ring_buffer_groups(spec: JobSpec, policy: Policy) -> int:
-    """Room of the ring buffer. Raises SettingsError when it is too small for a batch ever to form."""
-    wanted = spec.preprocessor.ring_buffer_groups
-    if wanted is None:
-        return policy.max_outstanding()
-    if wanted < policy.min_waiting():
-        raise SettingsError(
-            f"spec.preprocessor.ringBufferGroups={wanted} is too small: the staleness policy {spec.staleness.policy} with "
-            f"algorithm.groupsPerStep={spec.algorithm.groups_per_step} needs {policy.min_waiting()} waiting groups for a batch"
-        )
-    return wanted
+    """Room of the ring buffer; unless the job limits it, for everything that can be outstanding."""
+    return spec.preprocessor.ring_buffer_groups or policy.max_outstanding()
 
 
 def layout_of(spec: JobSpec) -> Layout:

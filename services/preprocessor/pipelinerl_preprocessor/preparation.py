@@ -20,6 +20,9 @@ from pipelinerl_preprocessor.advantage import Estimator, estimator_of
 from pipelinerl_preprocessor.drops import DropReason
 from pipelinerl_preprocessor.rows import TrainSequence
 
+_LARGEST = float(np.finfo(np.float32).max)
+"""Advantages travel as 32-bit floats."""
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedGroup:
@@ -82,6 +85,8 @@ class Preparation:
         if self._drop_zero_advantage and np.all(shaped_G == shaped_G[0]):
             return DropReason.ZERO_ADVANTAGE
         advantages_G = self._estimator.advantages(shaped_G)
+        if not np.all(np.abs(advantages_G) <= _LARGEST):
+            return DropReason.NON_FINITE
         overlong = [len(sample.token_ids_S) > self._max_tokens for sample in samples]
         masked = [self._overlong.completions == "mask" and sample.finish_reason is FinishReason.LENGTH for sample in samples]
         trained = [not (long or hidden) for long, hidden in zip(overlong, masked, strict=True)]

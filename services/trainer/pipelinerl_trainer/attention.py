@@ -86,9 +86,10 @@ def packed_attention(
     results = []
     for slots_NS in arguments["packed_slots"]:
         mask_SS = _window_mask(slots_NS.shape[1], window, query.device)
-        gathered = [_gather(states, slots_NS) for states in (query, key, value)]
         result = scaled_dot_product_attention(
-            *gathered,
+            _gather(query, slots_NS),
+            _gather(key, slots_NS),
+            _gather(value, slots_NS),
             attn_mask=mask_SS,
             is_causal=mask_SS is None,
             dropout_p=arguments.get("dropout", 0.0) if module.training else 0.0,

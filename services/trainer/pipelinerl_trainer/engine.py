@@ -29,6 +29,10 @@ _GATHER_BYTES = 256 << 20
 """ZeRO-3: parameters are gathered this many bytes at a time, so that small ones share a collective."""
 
 
+COLLECTIVE_WARNING = r"`torch\.distributed\..*` is deprecated"
+"""DeepSpeed calls collectives by names that this torch announces to rename."""
+
+
 def prepare_environment(local_rank: int, rank: int, num_ranks: int) -> None:
     """The environment variables that DeepSpeed reads; called once, at the entry point, before it is imported.
 
@@ -42,7 +46,11 @@ def prepare_environment(local_rank: int, rank: int, num_ranks: int) -> None:
         warnings.simplefilter("ignore")
         import deepspeed.ops
     deepspeed.ops.__compatible_ops__ = {}
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=COLLECTIVE_WARNING, category=FutureWarning)
+    chatter = logging.getLogger("DeepSpeed")
+    chatter.handlers.clear()
+    chatter.propagate = True
+    chatter.setLevel(logging.ERROR)  # a skipped step is reported by the learner
 
 
 @dataclass(frozen=True, slots=True)

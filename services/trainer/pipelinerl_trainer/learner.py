@@ -39,7 +39,7 @@ class Learner:
         A step whose loss or gradient is not finite leaves the weights as they are; it is counted and logged as an error.
         """
         step = batch.plan.step
-        metrics = self._accumulate(batch)
+        metrics = self.accumulate(batch)
         rate = learning_rate(step, self._settings.steps, self._settings.optimizer)
         outcome = self._engine.apply(rate)
         metrics.reduce(self._ranks)
@@ -51,7 +51,8 @@ class Learner:
             values["grad_norm"] = outcome.grad_norm
         return values | {"learning_rate": rate, "skipped_steps_total": float(self.num_skipped_steps)}
 
-    def _accumulate(self, batch: Batch) -> StepMetrics:
+    def accumulate(self, batch: Batch) -> StepMetrics:
+        """Forward and backward only: the gradient is there afterwards, and not yet applied."""
         metrics = StepMetrics()
         normalizer = self._objective.normalizer(batch.plan)
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
@@ -65,8 +66,8 @@ class Learner:
 
     def _report_skipped(self, plan: StepPlan, metrics: StepMetrics) -> None:
         log.error(
-            "alert=non_finite_step step=%d the gradient is not finite, the weights stay as they were: %d micro-batches of the step "
-            "had a loss that is not finite; groups %s",
+            "alert=non_finite_step step=%d the gradient is not finite, the weights stay as they were: %d micro-batches had a "
+            "loss that is not finite; groups %s",
             plan.step,
             int(metrics.non_finite_micro_batches.value),
             ", ".join(plan.group_ids[:8]) + (" ..." if len(plan.group_ids) > 8 else ""),

@@ -118,10 +118,8 @@ class StepMetrics:
     """Of one rank until `reduce`, of all ranks after it."""
 
     loss: Total = field(default_factory=Total)
-    num_sequences: Total = field(default_factory=Total)
     num_trained_tokens: Total = field(default_factory=Total)
     non_finite_micro_batches: Total = field(default_factory=Total)
-    reward_mean: Mean = field(default_factory=Mean)
     lag_mean: Mean = field(default_factory=Mean)
     lag_max: Maximum = field(default_factory=Maximum)
     entropy: Mean = field(default_factory=Mean)
@@ -137,9 +135,7 @@ class StepMetrics:
 
     def add_row(self, batch: MicroBatch, step: int, row: RowLoss, loss: float) -> None:
         """`loss` is the row's share of the step's loss. A row whose loss is not finite is counted and nothing else of it."""
-        self.num_sequences.add(len(batch.sequence_lengths))
         self.num_trained_tokens.add(batch.num_trained)
-        self.reward_mean.add(sum(batch.rewards), len(batch.rewards))
         self._add_lags(batch, step)
         if loss != loss or abs(loss) == float("inf"):
             self.non_finite_micro_batches.add(1)

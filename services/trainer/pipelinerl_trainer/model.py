@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from pipelinerl_common.errors import SettingsError
-from pipelinerl_common.settings import ModelSettings
+from pipelinerl_common.settings import JobSpec, ModelSettings
 from pipelinerl_trainer import attention
 from pipelinerl_trainer.packed import PackedRow
 from pipelinerl_trainer.scoring import LogitTransform, TokenHead, TokenScores
@@ -51,22 +52,39 @@ class PolicyModel(nn.Module):
         yield from self.language_model.named_parameters()
 
 
-def load_policy(folder: Path, settings: ModelSettings, device: torch.device, *, with_value_head: bool) -> PolicyModel:
-    """Reads a Hugging Face folder. Raises SettingsError when there is no model that this trainer can train and broadcast."""
+def load_policy(folder: Path, spec: JobSpec, device: torch.device) -> PolicyModel:
+    """Reads a Hugging Face folder for the job's loss. Raises SettingsError when there is no model that this trainer can train.
+
+    Dropout is off: generators have none, and the trained log-probabilities must be those of the same distribution.
+    """
     if not (folder / "config.json").is_file():
         raise SettingsError(f"model folder {folder}: there is no config.json in it; prepare the model first")
     attention.register()
-    dtype: torch.dtype = getattr(torch, settings.dtype)
+    disable_progress_bar()
+    dtype: torch.dtype = getattr(torch, spec.model.dtype)
     try:
         language_model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention.choose_attention(device, dtype), local_files_only=True
+            folder,
+            config=_without_dropout(AutoConfig.from_pretrained(folder, local_files_only=True)),
+            dtype=dtype,
+            attn_implementation=attention.choose_attention(device, dtype),
+            local_files_only=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise SettingsError(f"model folder {folder}: cannot be loaded: {error}") from error
     language_model.config.use_cache = False
     _check_names(folder, language_model)
-    _check_length(language_model.config, settings)
-    return PolicyModel(language_model, with_value_head=with_value_head)
+    _check_length(language_model.config, spec.model)
+    if spec.trainers.activation_checkpointing:
+        language_model.gradient_checkpointing_enable({"use_reentrant": False})
+    return PolicyModel(language_model, with_value_head=spec.algorithm.baseline == "value").train()
+
+
+def _without_dropout(config: Any) -> Any:
+    for name, value in list(vars(config).items()):
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
 
 
 def _check_length(config: Any, settings: ModelSettings) -> None:

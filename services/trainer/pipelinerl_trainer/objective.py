@@ -41,10 +41,6 @@ class Objective:
     def needs_entropy_gradient(self) -> bool:
         return self._settings.entropy_coefficient > 0
 
-    @property
-    def needs_value_head(self) -> bool:
-        return self._settings.baseline == "value"
-
     def normalizer(self, plan: StepPlan) -> float:
         """What the sum over all rows of the step is divided by; never 0."""
         by_sequences = self._settings.normalize_by == "sequences"

@@ -15,13 +15,14 @@ from enum import IntEnum
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from pipelinerl_common.errors import FatalError
 
 log = logging.getLogger(__name__)
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""Longest time that one rank waits for another. Ranks wait in rounds of seconds; only a checkpoint on a slow disk comes near."""
+"""Longest time that one rank waits for another. Ranks wait in rounds of seconds; a checkpoint on a slow disk takes longest."""
 
 
 class Vote(IntEnum):
@@ -103,15 +104,28 @@ def join_ranks(place: Place) -> Iterator[Ranks]:
     except RuntimeError as error:
         where = f"{place.master_address}:{place.master_port}"
         raise FatalError(f"rank {place.rank} of {place.num_ranks} could not join the others at {where}: {error}") from error
+    clean = False
     try:
         yield Ranks(place, device, control)
+        clean = True
     finally:
+        if clean or place.num_ranks == 1:
+            _leave()  # after a failure it could wait for a rank that is gone; the process ends anyway
+
+
+def _leave() -> None:
+    """Through DeepSpeed where it was used, so that it forgets the groups that it made."""
+    import deepspeed.comm
+
+    if deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()
+    else:
         dist.destroy_process_group()
 
 
-def _store(place: Place) -> dist.Store:
+def _store(place: Place) -> Store:
     if place.num_ranks == 1:
-        return dist.HashStore()
-    return dist.TCPStore(
+        return HashStore()
+    return TCPStore(
         place.master_address, place.master_port, place.num_ranks, is_master=place.rank == 0, timeout=timedelta(minutes=5)
     )

@@ -68,7 +68,7 @@ class TokenHead(nn.Module):
             return self._score(hidden_TH, targets_T, *arguments)
         scores = [
             checkpoint(self._score, hidden, targets, *arguments, use_reentrant=False, preserve_rng_state=False)
-            for hidden, targets in zip(hidden_TH.split(chunk_size), targets_T.split(chunk_size), strict=True)
+            for hidden, targets in zip(torch.split(hidden_TH, chunk_size), torch.split(targets_T, chunk_size), strict=True)
         ]
         return torch.cat([logprobs for logprobs, _ in scores]), torch.cat([entropy for _, entropy in scores])
 

@@ -61,7 +61,7 @@ def algorithm(**options: Any) -> AlgorithmSettings:
 
 
 @dataclass(frozen=True)
-class Sequence_:
+class Trajectory:
     """One trajectory with everything a trained token needs; columns are over the sampled tokens."""
 
     tokens: list[int]
@@ -77,7 +77,7 @@ class Sequence_:
         return len(self.tokens) - self.num_prompt
 
 
-def sequences(count: int, seed: int = 1) -> list[Sequence_]:
+def trajectories(count: int, seed: int = 1) -> list[Trajectory]:
     """Lengths from 3 to 14, about uniform."""
     generator = np.random.default_rng(seed)
     made = []
@@ -85,7 +85,7 @@ def sequences(count: int, seed: int = 1) -> list[Sequence_]:
         prompt, sampled = int(generator.integers(1, 6)), int(generator.integers(2, 10))
         reward = float(generator.normal())
         made.append(
-            Sequence_(
+            Trajectory(
                 tokens=generator.integers(0, VOCABULARY, prompt + sampled).tolist(),
                 num_prompt=prompt,
                 old_logprobs=(-3.2 + 0.8 * generator.normal(size=sampled)).tolist(),
@@ -98,7 +98,7 @@ def sequences(count: int, seed: int = 1) -> list[Sequence_]:
     return made
 
 
-def pack(members: Sequence[Sequence_], index: int = 0, num_slots: int = 64, temperature: float = 0.7) -> MicroBatch:
+def pack(members: Sequence[Trajectory], index: int = 0, num_slots: int = 64, temperature: float = 0.7) -> MicroBatch:
     """One row, its sequences in the given order; no members make a filler row."""
     columns = {name: np.zeros(num_slots, np.float32) for name in ("old_logprobs", "ref_logprobs", "advantages", "returns")}
     ids, mask = np.zeros(num_slots, np.uint32), np.zeros(num_slots, np.uint8)
@@ -127,7 +127,14 @@ def pack(members: Sequence[Sequence_], index: int = 0, num_slots: int = 64, temp
     )
 
 
-def plan_of(members: Sequence[Sequence_], step: int = 0, num_micro_batches: int = 1, batch_id: str = "batch") -> StepPlan:
+def plan_of(
+    members: Sequence[Trajectory],
+    step: int = 0,
+    num_micro_batches: int = 1,
+    batch_id: str = "batch",
+    *,
+    publish_after: bool = True,
+) -> StepPlan:
     return StepPlan(
         step=step,
         batch_id=batch_id,
@@ -135,12 +142,46 @@ def plan_of(members: Sequence[Sequence_], step: int = 0, num_micro_batches: int 
         num_micro_batches=num_micro_batches,
         num_sequences=len(members),
         num_trained_tokens=sum(member.num_sampled for member in members),
-        publish_after=True,
-        metrics={"success_mean": 0.5},
+        publish_after=publish_after,
+        metrics={"success_mean": 0.5, "reward_mean": sum(member.returns[0] for member in members) / max(1, len(members))},
     )
 
 
-def batch_of(rows: Sequence[Sequence[Sequence_]], everything: Sequence[Sequence_], step: int = 0) -> Batch:
+def batch_of(rows: Sequence[Sequence[Trajectory]], everything: Sequence[Trajectory], step: int = 0) -> Batch:
     """This rank's rows of a batch that trains `everything` over all ranks."""
     micro_batches = tuple(pack(members, index) for index, members in enumerate(rows))
     return Batch(plan_of(everything, step, len(rows)), micro_batches)
+
+
+def reference_gradient(settings: AlgorithmSettings, members: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
+    """The gradient of the step's loss by the plainest means: no packing, no DeepSpeed, one sequence at a time."""
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    total = torch.zeros(())
+    for member in members:
+        ids = torch.tensor([member.tokens])
+        distribution = (model(input_ids=ids).logits[0, :-1].float() / 0.7).log_softmax(-1)[member.num_prompt - 1 :]
+        logprobs = distribution.gather(-1, ids[0, member.num_prompt :, None])[:, 0]
+        old, reference = torch.tensor(member.old_logprobs), torch.tensor(member.ref_logprobs)
+        advantages = torch.tensor(member.advantages)
+        weights = torch.exp(logprobs - old)
+        if settings.loss == "reinforce":
+            policy = -weights.detach().clamp(max=settings.truncation) * advantages * logprobs
+        else:
+            clipped = weights.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+            policy = -torch.minimum(weights * advantages, clipped * advantages)
+        k3 = torch.exp(reference - logprobs) - (reference - logprobs) - 1
+        entropy = -(distribution.exp() * distribution).sum(-1)
+        total = total + (policy + settings.kl.coefficient * k3 - settings.entropy_coefficient * entropy).sum()
+    count = len(members) if settings.normalize_by == "sequences" else sum(member.num_sampled for member in members)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(total / count, parameters), strict=True))
+
+
+def full_algorithm(**options: Any) -> AlgorithmSettings:
+    """Every term of the loss at once."""
+    spec = job(
+        algorithm={"steps": 4, "groupsPerStep": 2, "entropyCoefficient": 0.01, "kl": {"coefficient": 0.1}, **options},
+        reference={},
+    )
+    return spec.spec.algorithm

@@ -7,7 +7,8 @@ from torch._C._distributed_c10d import Store
 
 from pipelinerl_weights.errors import TransferAborted
 
-_KEY = "aborted"
+ABORTED = "aborted"
+"""The key; its value is the reason."""
 _POLL_S = 0.05
 _MEMBERS_PER_POLL = 64
 """With more members than this each looks less often, so that the sender's store is not flooded."""
@@ -52,7 +53,7 @@ class AbortFlag:
         if not self._set_here(reason):
             return False
         with contextlib.suppress(RuntimeError):  # the store is gone with the sender, and everyone sees that too
-            store.set(_KEY, reason)
+            store.set(ABORTED, reason)
         return True
 
     def close(self) -> None:
@@ -76,8 +77,8 @@ class AbortFlag:
             if self._closed.is_set():
                 return
             try:
-                if self._store.check([_KEY]):
-                    self._set_here(self._store.get(_KEY).decode())
+                if self._store.check([ABORTED]):
+                    self._set_here(self._store.get(ABORTED).decode())
             except RuntimeError:
                 self._set_here("the sender is gone: its store does not answer")
             self._closed.wait(self._poll_s)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, PrefixStore, Store, Work
 
-from pipelinerl_weights.abort import AbortFlag
+from pipelinerl_weights.abort import ABORTED, AbortFlag
 from pipelinerl_weights.checksum import from_int64, to_int64
 from pipelinerl_weights.errors import TransferAborted, TransferFailed, TransferTimeout
 from pipelinerl_weights.rendezvous import Collectives, Rendezvous, connect_store, first_line, local_address, make_process_group
@@ -112,6 +112,9 @@ class TransferGroup:
         self._flag.arm()
         self._num_transfers += 1
         key = f"receiving/{self._num_transfers}"
+        if self._has(ABORTED):  # by a receiver that gave up while the sender was not looking
+            self.abort(self._get(ABORTED))
+            self._flag.raise_if_set()
         receivers = range(1, self.world_size)
         self._wait_for(key, receivers, time.monotonic() + timeout_s)
         for rank in receivers:

@@ -108,7 +108,7 @@ def form(peers: list[Peer], epoch: int, timeout_s: float = TIMEOUT_S) -> Iterato
 
 
 @contextlib.contextmanager
-def prompt(limit_s: float = 10.0) -> Iterator[None]:
+def prompt(limit_s: float = 20.0) -> Iterator[None]:
     """The body must end well before any deadline of the transfer itself (60 s)."""
     start = time.monotonic()
     yield

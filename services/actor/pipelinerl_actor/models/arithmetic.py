@@ -9,7 +9,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import shutil
 import tempfile
 from dataclasses import asdict, dataclass
@@ -67,7 +66,7 @@ def cached_model(recipe: Recipe, cache: Path) -> Path:
     scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
     try:
         tiny.save(train(recipe), scratch)
-        os.chmod(scratch, 0o755)
+        _make_readable(scratch)
         try:
             scratch.rename(folder)
         except OSError:
@@ -76,6 +75,13 @@ def cached_model(recipe: Recipe, cache: Path) -> Path:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder
+
+
+def _make_readable(folder: Path) -> None:
+    """Temporary folders and safetensors files are private to their maker; a model is for every service."""
+    folder.chmod(0o755)
+    for path in folder.iterdir():
+        path.chmod(0o644)
 
 
 def fingerprint(recipe: Recipe) -> str:

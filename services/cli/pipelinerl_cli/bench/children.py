@@ -51,7 +51,7 @@ async def server(argv: Sequence[str], port: int, log: Path, timeout_s: float = 2
         yield process
 
 
-def log_tail(log: Path, size: int = 2000) -> str:
+def log_tail(log: Path, size: int = 4000) -> str:
     """The last characters of a child's log, for an error's message."""
     return log.read_text(errors="replace")[-size:]
 

@@ -29,7 +29,7 @@ def _positive(text: str) -> int:
 
 def _stream_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=_positive, default=5, help="rounds of ours and baseline in turn; the median counts")
-    parser.add_argument("--groups", type=_positive, default=300, help="groups per round")
+    parser.add_argument("--groups", type=_positive, default=1000, help="groups per round")
     parser.add_argument("--group-size", type=_positive, default=8, help="samples per group")
     parser.add_argument(
         "--median-tokens", type=_positive, default=900, help="median completion length; the mean is about 1.4 times it"

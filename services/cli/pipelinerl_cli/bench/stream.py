@@ -26,7 +26,7 @@ def bench(args: argparse.Namespace) -> Report:
     """Runs the bench; skipped where no redis-server is installed."""
     if shutil.which("redis-server") is None:
         return Report(TITLE, skipped=NO_REDIS)
-    num_groups, num_rounds = (12, 1) if args.quick else (args.groups, args.rounds)
+    num_groups, num_rounds = (100, 1) if args.quick else (args.groups, args.rounds)
     workload = Workload(num_groups, DISTINCT_GROUPS, args.group_size, args.median_tokens, args.max_tokens, args.seed)
     ours, baseline = asyncio.run(_rounds(workload, num_rounds))
     return _report(ours, baseline)

@@ -13,13 +13,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from itertools import islice
 
-from pipelinerl_common.codec import encode_group
-
 from pipelinerl_cli.bench import stream_redis
 from pipelinerl_cli.bench.stream_run import Measurement
 from pipelinerl_cli.bench.trajectories import Workload, cycle
-from pipelinerl_common import stream
+from pipelinerl_common.codec import encode_group
 from pipelinerl_common.settings import StreamSettings
+from pipelinerl_common.stream import connect
 from pipelinerl_common.types import SampleGroup
 
 JOB = "bench"
@@ -56,7 +55,7 @@ class Meter:
 async def produce_jetstream(port: int, workload: Workload) -> Measurement:
     """Publishes every group through the product's stream and waits for each acknowledgement."""
     pool, meter = workload.groups(), Meter()
-    async with stream.connect(f"nats://127.0.0.1:{port}", JOB, StreamSettings(), name="bench-producer") as connection:
+    async with connect(f"nats://127.0.0.1:{port}", JOB, StreamSettings(), name="bench-producer") as connection:
         await _wait_for_start()
         groups = cycle(pool, workload.num_groups)
 
@@ -78,7 +77,7 @@ async def consume_jetstream(port: int, workload: Workload) -> Measurement:
     """Receives, decodes and acknowledges every group through the product's durable consumer."""
     meter = Meter()
     async with (
-        stream.connect(f"nats://127.0.0.1:{port}", JOB, StreamSettings(), name="bench-consumer") as connection,
+        connect(f"nats://127.0.0.1:{port}", JOB, StreamSettings(), name="bench-consumer") as connection,
         connection.samples(MAX_PENDING) as groups,
     ):
         await _wait_for_start()

@@ -12,8 +12,9 @@ import aiohttp
 import yaml
 
 from pipelinerl_cli.bench import children
+from pipelinerl_cli.bench.report import progress
 from pipelinerl_cli.bench.weights_model import MAX_MODEL_LEN
-from pipelinerl_common.errors import Refused, Unavailable
+from pipelinerl_common.errors import PipelineRLError, Refused, Unavailable
 
 START_TIMEOUT_S, CALL_TIMEOUT_S, POLL_S = 300.0, 300.0, 0.1
 COMPLETION_TOKENS = MAX_MODEL_LEN - 64
@@ -54,11 +55,14 @@ class Generator:
     @asynccontextmanager
     async def busy(self, num_requests: int) -> AsyncIterator[None]:
         """Inside, `num_requests` completions are being decoded all the time; one that fails ends the block with its error."""
-        async with asyncio.TaskGroup() as tasks:
-            workers = [tasks.create_task(self._complete_for_ever()) for _ in range(num_requests)]
-            yield
-            for worker in workers:
-                worker.cancel()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                workers = [tasks.create_task(self._complete_for_ever()) for _ in range(num_requests)]
+                yield
+                for worker in workers:
+                    worker.cancel()
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
 
     async def wait_until_running(self, num_requests: int) -> None:
         """Returns when so many requests are being decoded. Raises Unavailable after CALL_TIMEOUT_S."""
@@ -69,7 +73,7 @@ class Generator:
             await asyncio.sleep(POLL_S)
 
     async def _complete_for_ever(self) -> None:
-        body = {"prompt_token_ids": [5, 40, 41, 6], "max_tokens": COMPLETION_TOKENS, "temperature": 1.0}
+        body = {"prompt_token_ids": [5, 40, 41, 6], "max_tokens": COMPLETION_TOKENS, "temperature": 1.0, "ignore_eos": True}
         while True:
             await self.post("/v1/chat/completions", body)
 
@@ -93,7 +97,11 @@ async def running_generator(folder: Path, engine: str, num_requests: int) -> Asy
             if process.returncode is not None or time.monotonic() > deadline:
                 raise Unavailable(f"the generator does not come up; its log ends: {children.log_tail(log)}")
             await asyncio.sleep(POLL_S)
-        yield generator
+        try:
+            yield generator
+        except PipelineRLError:
+            progress(f"the generator's log ends: {children.log_tail(log)}")
+            raise
 
 
 def _job(folder: Path, engine: str, num_requests: int) -> dict[str, Any]:

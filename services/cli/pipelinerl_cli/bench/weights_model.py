@@ -19,9 +19,11 @@ def make_model(folder: Path, megabytes: int, seed: int) -> None:
     """Writes the model into `folder`, in Hugging Face format."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
     from pipelinerl_actor.models import tiny
 
+    logging.disable_progress_bar()
     config = Qwen3Config(
         vocab_size=tiny.VOCAB_SIZE,
         hidden_size=HIDDEN,

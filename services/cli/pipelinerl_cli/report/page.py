@@ -116,7 +116,7 @@ def _asynchrony(history: RunHistory) -> list[str]:
         plot(
             "Effective sample size",
             TIME,
-            Axis("ESS", low=0, high=1),
+            Axis("ESS", low=0.8, high=1),
             [_line("raw", history.of_steps("ess"), 2), _line("truncated", history.of_steps("ess_truncated"), 5, "dashed")],
         ),
         plot(

@@ -9,6 +9,7 @@ from typing import Literal
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 36
 MAX_POINTS = 600
+CLOCK_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,8 @@ def plot(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
     heading = f"<figcaption>{html.escape(title)}{_legend(shown)}</figcaption>"
     if not shown:
         return f'<figure class="plot">{heading}<p class="empty">no data</p></figure>'
-    x_ticks = ticks(*_range(x, [value for line in shown for value in line.xs]))
+    x_range = _range(x, [value for line in shown for value in line.xs])
+    x_ticks = clock_ticks(*x_range) if x.kind == "clock" else ticks(*x_range)
     y_ticks = ticks(*_range(y, [value for line in shown for value in line.ys]))
     scale = _Scale(x_ticks[0], x_ticks[-1], y_ticks[0], y_ticks[-1])
     if x.low is not None:  # do not leave room on the right for a round number
@@ -109,6 +111,13 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(k * step, 12) for k in range(first, last + 1)]
+
+
+def clock_ticks(low: float, high: float, count: int = 6) -> list[float]:
+    """Like `ticks`, in seconds that are round on a clock. Example: clock_ticks(0, 250) is [0, 60, 120, 180, 240, 300]."""
+    raw = max(1.0, (high - low) / count)
+    step = next((seconds for seconds in CLOCK_STEPS if seconds >= raw * 0.999), math.ceil(raw / 86400) * 86400)
+    return [float(k * step) for k in range(math.floor(low / step), math.ceil(max(high, low + step) / step) + 1)]
 
 
 def thin(xs: Sequence[float], ys: Sequence[float], most: int = MAX_POINTS) -> tuple[list[float], list[float]]:

@@ -70,7 +70,7 @@ class ActiveTime:
 
 
 class RunHistory:
-    """Series of one run, over all its sessions. Of a step that was trained again after a crash the last record counts."""
+    """Series of one run, over all its sessions."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         in_order = list(records)
@@ -105,11 +105,6 @@ class RunHistory:
     def names(self, role: str) -> set[str]:
         return {name for record in self._by_role[role] for name in record.values}
 
-    def span(self, role: str) -> float:
-        """Seconds of the run between the role's first and last record."""
-        times = [self.time.at(record.time) for record in self._by_role[role]]
-        return max(times) - min(times) if times else 0.0
-
     def _counters(self, role: str, name: str) -> dict[str, list[float]]:
         values: dict[str, list[float]] = defaultdict(list)
         for record in self._by_role[role]:
@@ -129,15 +124,17 @@ def counter_total(values: Sequence[float]) -> float:
 
 
 def _steps(records: Iterable[Record], time: ActiveTime) -> list[Step]:
-    newest: dict[int, Record] = {}
+    """Steps that count: when the trainer went back to a checkpoint, what it had done since then is void."""
+    valid: list[Record] = []
     for record in records:
         if record.role == "trainer" and record.step >= 0 and "reward_mean" in record.values:
-            newest[record.step] = record
+            while valid and valid[-1].step >= record.step:
+                valid.pop()
+            valid.append(record)
     steps: list[Step] = []
     samples = tokens = 0.0
-    for number in sorted(newest):
-        record = newest[number]
+    for record in valid:
         samples += record.values.get("num_sequences", 0.0)
         tokens += record.values.get("num_trained_tokens", 0.0)
-        steps.append(Step(number, time.at(record.time), samples, tokens, dict(record.values)))
+        steps.append(Step(record.step, time.at(record.time), samples, tokens, dict(record.values)))
     return steps

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipelinerl_cli.results.history import RunHistory
+from pipelinerl_cli.results.history import Point, RunHistory
 from pipelinerl_cli.results.metrics_file import SESSION_ROLE
 
 EDGE_STEPS = 5
@@ -19,7 +19,7 @@ def summarize(history: RunHistory, *, status: str, job: str, seed: int) -> dict[
     status               "finished", "interrupted" or "failed"
     steps                optimizer steps done
     seconds              of the run, start-up included, time between sessions left out
-    training_seconds     from the actors' first record to the last step
+    training_seconds     from the first token generated to the last step
     reward_first, _last  means of the steps' mean rewards over the first and the last 5 steps
     lag_mean             per trained token, in steps; lag_max over the run
     ess_min, ess_mean    per step, 1 is on-policy
@@ -27,7 +27,7 @@ def summarize(history: RunHistory, *, status: str, job: str, seed: int) -> dict[
     pause_seconds_mean   decoding stood still, the slowest member's, per update; transfer_seconds_mean likewise
     tokens_generated     by all actors; tokens_trained those that had a loss in the steps that counted
     waste                share of the generated tokens that were never trained
-    tokens_per_second    generated, while actors ran
+    tokens_per_second    generated, from the first token to the actors' last record
     restarts             of processes, all sessions; by process in restarts_by_process
     dropped_groups       by reason
     """
@@ -35,7 +35,7 @@ def summarize(history: RunHistory, *, status: str, job: str, seed: int) -> dict[
     rewards = [step.get("reward_mean") for step in steps]
     generated = history.total("actor", "tokens_generated_total")
     trained = sum(step.values.get("num_trained_tokens", 0.0) for step in steps)
-    generation_seconds = history.span("actor")
+    generation_seconds = _generation_seconds(history)
     return {
         "job": job,
         "status": status,
@@ -74,10 +74,22 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
     temporary.replace(path)
 
 
+def _generation(history: RunHistory) -> list[Point]:
+    """Tokens generated over time, from the last record before the first token on."""
+    points = history.gauge("actor", "tokens_generated_total")
+    begin = next((k for k, point in enumerate(points) if point.value > 0), len(points))
+    return points[max(0, begin - 1) :]
+
+
+def _generation_seconds(history: RunHistory) -> float:
+    points = _generation(history)
+    return points[-1].t - points[0].t if points else 0.0
+
+
 def _training_seconds(history: RunHistory) -> float:
-    generating = history.gauge("actor", "tokens_generated_total")
     if not history.steps:
         return 0.0
+    generating = _generation(history)
     begin = min(generating[0].t, history.steps[0].t) if generating else history.steps[0].t
     return history.steps[-1].t - begin
 

@@ -74,7 +74,7 @@ class PlainDisplay:
             f"  {number(view.gauge('actor', 'generation_tokens_per_second'), 0)} tokens/s"
             f"  ready {number(view.gauge('preprocessor', 'groups_ready'), 0)}"
             f"  running {number(view.gauge('preprocessor', 'groups_running'), 0)}"
-            f"  updates {number(view.gauge('trainer', 'weight_updates_total'), 0)}"
+            f"  updates {number(view.total('trainer', 'weight_updates_total'), 0)}"
             + (f"  restarts {view.restarts}" if view.restarts else "")
         )
 
@@ -153,7 +153,7 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
             ),
             (
                 "updates",
-                f"{number(view.gauge('trainer', 'weight_updates_total'), 0)}"
+                f"{number(view.total('trainer', 'weight_updates_total'), 0)}"
                 + (f", pause {pause * 1000:.0f} ms" if pause is not None and math.isfinite(pause) else ""),
             ),
             ("restarts", str(view.restarts)),

@@ -134,7 +134,7 @@ class Resume:
 def inspect(folder: RunFolder, job: Job) -> Resume | None:
     """None for an empty folder. Raises SettingsError when another run lies there."""
     if not folder.job_file.exists():
-        strangers = [path.name for path in folder.root.iterdir()] if folder.root.exists() else []
+        strangers = [path.name for path in folder.root.iterdir()] if folder.root.is_dir() else []
         strangers = [name for name in strangers if name not in ("lock", "logs", "token")]
         if strangers:
             raise SettingsError(

@@ -21,6 +21,7 @@ from pipelinerl_cli.results.metrics_file import SESSION_ROLE, MetricsWriter, Rec
 from pipelinerl_cli.up.display import Display
 from pipelinerl_cli.up.feed import Feed
 from pipelinerl_cli.up.folder import RunFolder, newest_checkpoint
+from pipelinerl_cli.up.guard import Guard
 from pipelinerl_cli.up.interrupt import Interrupt
 from pipelinerl_cli.up.machine import environment
 from pipelinerl_cli.up.phase import describe_phase
@@ -39,7 +40,10 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 CHECKPOINT_GRACE_S = 120.0
 STOP_GRACE_S = 15.0
+GENERATOR_GRACE_S = 5.0
+"""Actors have ended by then: nothing of worth runs in a generator any more."""
 PREPARE = "prepare"
+PREPARE_MODULE = "pipelinerl_actor.prepare"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ class LocalRun:
         self._view = RunView(steps_total=job.spec.algorithm.steps)
         self._describe: Callable[[], tuple[str, str]] = lambda: ("starting", "")
         self._restarts: Counter[str] = Counter()
+        self._guard = Guard()
         self._token = folder.make_token()
         self._writer = MetricsWriter.open(folder.metrics_file, time.time())
 
@@ -75,6 +80,7 @@ class LocalRun:
             self._writer.close()
 
     async def _session(self, stack: AsyncExitStack) -> Ending:
+        stack.enter_context(self._guard)
         ports = stack.enter_context(Ports())
         _background(stack, self._refresh())
         server = StreamServer(self._folder.stream_store, ports.reserve(), self._token, self._count_restart)
@@ -115,7 +121,7 @@ class LocalRun:
 
     async def _prepare(self, serving: asyncio.Task[Failure]) -> Ending | None:
         """Runs the model's preparation to its end; None when it succeeded."""
-        argv = ("python", "-m", "pipelinerl_actor.prepare", "--job", str(self._folder.job_file))
+        argv = ("python", "-m", PREPARE_MODULE, "--job", str(self._folder.job_file))
         process = await self._start(PREPARE, (*argv, "--output", str(self._folder.root)))
         self._describe = lambda: ("preparing the model", " ".join(process.last_lines(1)))
         try:
@@ -146,15 +152,15 @@ class LocalRun:
 
     async def _stop(self, supervisor: Supervisor, ending: Ending) -> None:
         """Role by role, trainers first since they save a checkpoint. A second signal ends everything at once."""
-        self._describe = lambda: ("stopping", f"waiting for {', '.join(supervisor.running)}")
+        self._describe = lambda: ("stopping", f"stopping: {', '.join(supervisor.running) or 'the last metrics'}")
         drain = 0.0 if ending.status == "finished" else self._job.spec.actors.drain_seconds
         stopping = asyncio.create_task(
             supervisor.stop(
                 {
                     Role.TRAINER: CHECKPOINT_GRACE_S,
                     Role.ACTOR: drain + STOP_GRACE_S,
-                    Role.GENERATOR: STOP_GRACE_S,
-                    Role.REFERENCE: STOP_GRACE_S,
+                    Role.GENERATOR: GENERATOR_GRACE_S,
+                    Role.REFERENCE: GENERATOR_GRACE_S,
                     Role.PREPROCESSOR: STOP_GRACE_S,
                 }
             )
@@ -182,7 +188,8 @@ class LocalRun:
 
     async def _start(self, name: str, argv: tuple[str, ...]) -> Process:
         own = environment(self._job, name, os.environ, os.cpu_count() or 1)
-        return await Process.start(name, argv, log_file=self._folder.log_file(name), environment=own)
+        log_file = self._folder.log_file(name)
+        return await Process.start(name, argv, log_file=log_file, environment=own, guard=self._guard)
 
     def _is_finished(self) -> bool:
         return newest_checkpoint(self._folder.root) >= self._job.spec.algorithm.steps

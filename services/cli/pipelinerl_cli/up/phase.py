@@ -22,6 +22,6 @@ def describe_phase(job: Job, coordinator: Coordinator, view: RunView) -> tuple[s
         return "forming the weight-transfer group", coordinator.waiting_for
     if coordinator.served_version < 0:
         return "sending the first weights to the generators", trouble
-    generated = view.gauge("actor", "tokens_generated_total") or 0
+    generated = view.total("actor", "tokens_generated_total") or 0
     ready_groups = view.gauge("preprocessor", "groups_ready") or 0
     return "generating the first batch", f"{generated:,.0f} tokens, {ready_groups:.0f} groups ready"

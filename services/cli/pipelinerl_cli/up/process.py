@@ -5,8 +5,11 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+
+from pipelinerl_cli.up.guard import Guard
 
 TETHER = str(Path(__file__).with_name("tether.py"))
 TAIL_BYTES = 16384
@@ -20,15 +23,20 @@ def tethered(argv: Sequence[str]) -> tuple[str, ...]:
 class Process:
     """A started process. `exit_status` is negative for a signal."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, log_file: Path, log_start: int) -> None:
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process, log_file: Path, log_start: int, guard: Guard | None
+    ) -> None:
         self.name = name
+        self._guard = guard
         self.log_file = log_file
         self._log_start = log_start
         self._process = process
         self._group_ended = False
 
     @classmethod
-    async def start(cls, name: str, argv: Sequence[str], *, log_file: Path, environment: Mapping[str, str]) -> "Process":
+    async def start(
+        cls, name: str, argv: Sequence[str], *, log_file: Path, environment: Mapping[str, str], guard: Guard | None = None
+    ) -> "Process":
         """Starts `argv`, whose first part "python" stands for this interpreter; output is appended to `log_file`."""
         command = [sys.executable, *argv[1:]] if argv[0] == "python" else list(argv)
         with log_file.open("ab") as log:
@@ -43,7 +51,9 @@ class Process:
                 env=dict(environment),
                 start_new_session=True,
             )
-        return cls(name, process, log_file, start)
+        if guard is not None:
+            guard.add(process.pid)
+        return cls(name, process, log_file, start, guard)
 
     @property
     def pid(self) -> int:
@@ -87,10 +97,10 @@ class Process:
         if self._group_ended:
             return
         self._group_ended = self.exit_status is not None
-        try:
+        with suppress(ProcessLookupError, PermissionError):  # nobody is left in it
             os.killpg(self._process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            return  # nobody left in it
+        if self._guard is not None and self._group_ended:
+            self._guard.take_back(self._process.pid)
 
 
 def last_lines(path: Path, count: int, start: int = 0) -> list[str]:

@@ -22,11 +22,17 @@ class RunView:
     step_times: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=20))
     restarts: int = 0
     _gauges: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
+    _totals: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def take(self, record: Record) -> bool:
         """Whether the record finished a step."""
         for name, value in record.values.items():
-            self._gauges.setdefault((record.role, name), {})[record.instance] = value
+            values = self._gauges.setdefault((record.role, name), {})
+            previous = values.get(record.instance, 0.0)
+            values[record.instance] = value
+            if name.endswith("_total"):
+                counted = value - previous if value >= previous else value  # its process began again at 0
+                self._totals[record.role, name] = self._totals.get((record.role, name), 0.0) + counted
         if record.role != "trainer" or record.step < 0 or "reward_mean" not in record.values:
             return False
         self.step = record.step
@@ -39,6 +45,10 @@ class RunView:
         """Newest value, summed over the role's instances."""
         values = self._gauges.get((role, name))
         return sum(values.values()) if values else None
+
+    def total(self, role: str, name: str) -> float | None:
+        """What a counter has counted over the role's instances and their restarts, in this session."""
+        return self._totals.get((role, name))
 
     @property
     def is_training(self) -> bool:

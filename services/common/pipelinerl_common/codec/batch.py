@@ -6,8 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.v1 import batches_pb2
-from pipelinerl_common.codec.columns import FLOAT32, UINT8, UINT32, check, runs_from_proto, runs_to_proto, sized, to_bytes
+from pipelinerl_common.codec.columns import FLOAT32, UINT8, UINT32, runs_from_proto, runs_to_proto, sized, to_bytes
+from pipelinerl_common.errors import MalformedMessage
 from pipelinerl_common.types import GroupId, MicroBatch, StepPlan
+
+
+def _check(condition: bool, reason: str, message: str) -> None:
+    if not condition:
+        raise MalformedMessage(message, reason)
 
 
 def micro_batch_to_proto(batch: MicroBatch) -> batches_pb2.MicroBatch:
@@ -38,17 +44,17 @@ def micro_batch_from_proto(message: batches_pb2.MicroBatch) -> MicroBatch:
     """Columns are read-only views of the message's bytes. Raises MalformedMessage."""
     name, num_slots = f"micro-batch {message.index}", message.num_slots
     sequence_lengths = tuple(message.sequence_lengths)
-    check(all(sequence_lengths), "sequence_lengths", f"{name}: a sequence without tokens")
+    _check(all(sequence_lengths), "sequence_lengths", f"{name}: a sequence without tokens")
     used = sum(sequence_lengths)
-    check(used <= num_slots, "sequence_lengths", f"{name}: sequences of {used} tokens in {num_slots} slots")
+    _check(used <= num_slots, "sequence_lengths", f"{name}: sequences of {used} tokens in {num_slots} slots")
 
     def floats(data: bytes, column: str) -> NDArray[np.float32]:
         return sized(data, FLOAT32, f"{name}: {column}", num_slots)
 
     loss_mask_L = sized(message.loss_mask, UINT8, f"{name}: loss_mask", num_slots)
-    check(num_slots == 0 or int(loss_mask_L.max()) <= 1, "loss_mask", f"{name}: loss_mask has other values than 0 and 1")
+    _check(num_slots == 0 or int(loss_mask_L.max()) <= 1, "loss_mask", f"{name}: loss_mask has other values than 0 and 1")
     num_trained = int(np.count_nonzero(loss_mask_L))
-    check(int(np.count_nonzero(loss_mask_L[used:])) == 0, "loss_mask", f"{name}: trained padding")
+    _check(int(np.count_nonzero(loss_mask_L[used:])) == 0, "loss_mask", f"{name}: trained padding")
     per_sequence: dict[str, Any] = {
         "rewards": tuple(message.rewards),
         "sequence_weights": tuple(message.sequence_weights),
@@ -56,7 +62,7 @@ def micro_batch_from_proto(message: batches_pb2.MicroBatch) -> MicroBatch:
     }
     for field, values in per_sequence.items():
         same = len(values) == len(sequence_lengths)
-        check(same, field, f"{name}: {len(values)} {field} for {len(sequence_lengths)} sequences")
+        _check(same, field, f"{name}: {len(values)} {field} for {len(sequence_lengths)} sequences")
     return MicroBatch(
         index=message.index,
         sequence_lengths=sequence_lengths,
@@ -87,9 +93,9 @@ def plan_to_proto(plan: StepPlan) -> batches_pb2.StepPlan:
 
 def plan_from_proto(message: batches_pb2.StepPlan) -> StepPlan:
     """Raises MalformedMessage."""
-    check(message.step >= 0, "step", f"step plan: step={message.step} is below 0")
-    check(bool(message.batch_id), "batch_id", f"step plan {message.step}: batch_id is empty")
-    check(message.num_micro_batches > 0, "num_micro_batches", f"step plan {message.step}: no micro-batches")
+    _check(message.step >= 0, "step", f"step plan: step={message.step} is below 0")
+    _check(bool(message.batch_id), "batch_id", f"step plan {message.step}: batch_id is empty")
+    _check(message.num_micro_batches > 0, "num_micro_batches", f"step plan {message.step}: no micro-batches")
     return StepPlan(
         step=message.step,
         batch_id=message.batch_id,

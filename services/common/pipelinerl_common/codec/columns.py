@@ -1,6 +1,6 @@
 """Byte columns and version runs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -13,12 +13,6 @@ from pipelinerl_common.types import VersionRun
 UINT32: Final = np.dtype("<u4")
 FLOAT32: Final = np.dtype("<f4")
 UINT8: Final = np.dtype("u1")
-
-
-def check(condition: bool, reason: str, message: str) -> None:
-    """Raises MalformedMessage unless `condition`."""
-    if not condition:
-        raise MalformedMessage(message, reason)
 
 
 def to_bytes(column: NDArray[Any], dtype: np.dtype[Any]) -> bytes:
@@ -38,7 +32,8 @@ def from_bytes(data: bytes, dtype: np.dtype[Any], name: str) -> NDArray[Any]:
 def sized(data: bytes, dtype: np.dtype[Any], name: str, length: int) -> NDArray[Any]:
     """`from_bytes` that also checks the number of items."""
     column = from_bytes(data, dtype, name)
-    check(len(column) == length, "column", f"{name} has {len(column)} items instead of {length}")
+    if len(column) != length:
+        raise MalformedMessage(f"{name} has {len(column)} items instead of {length}", "column")
     return column
 
 
@@ -46,16 +41,18 @@ def runs_to_proto(runs: Iterable[VersionRun]) -> list[sample_pb2.VersionRun]:
     return [sample_pb2.VersionRun(policy_version=run.policy_version, num_tokens=run.num_tokens) for run in runs]
 
 
-def runs_from_proto(runs: Sequence[sample_pb2.VersionRun], num_tokens: int) -> tuple[VersionRun, ...]:
+def runs_from_proto(runs: Iterable[sample_pb2.VersionRun], num_tokens: int) -> tuple[VersionRun, ...]:
     """Raises MalformedMessage unless the runs are non-empty, of versions from 0 on, and add up to `num_tokens`."""
-    decoded = tuple([VersionRun(run.policy_version, run.num_tokens) for run in runs])
+    decoded = []
     total = 0
-    for run in decoded:
-        check(
-            run.policy_version >= 0 and run.num_tokens > 0,
-            "version_runs",
-            f"version run ({run.policy_version}, {run.num_tokens}): the version must be 0 or more and the length 1 or more",
-        )
-        total += run.num_tokens
-    check(total == num_tokens, "version_runs", f"version runs add up to {total} tokens instead of {num_tokens}")
-    return decoded
+    for run in runs:
+        version, length = run.policy_version, run.num_tokens
+        if version < 0 or length == 0:
+            raise MalformedMessage(
+                f"version run ({version}, {length}): the version must be 0 or more and the length 1 or more", "version_runs"
+            )
+        decoded.append(VersionRun(version, length))
+        total += length
+    if total != num_tokens:
+        raise MalformedMessage(f"version runs add up to {total} tokens instead of {num_tokens}", "version_runs")
+    return tuple(decoded)

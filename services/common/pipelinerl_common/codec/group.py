@@ -8,7 +8,7 @@ from typing import Final, cast
 from google.protobuf.message import DecodeError
 
 from pipelinerl.v1 import sample_pb2
-from pipelinerl_common.codec.columns import FLOAT32, UINT32, check, from_bytes, runs_from_proto, runs_to_proto, to_bytes
+from pipelinerl_common.codec.columns import FLOAT32, UINT32, from_bytes, runs_from_proto, to_bytes
 from pipelinerl_common.errors import MalformedMessage, PermanentError
 from pipelinerl_common.types import FinishReason, GroupId, Sample, SampleGroup
 
@@ -46,27 +46,40 @@ def encode_group(group: SampleGroup, max_payload_bytes: int) -> list[EncodedPart
     """
     if not group.samples or not group.group_id:
         raise ValueError(f"group {group.group_id!r} of {len(group.samples)} samples: needs an id and a sample")
-    samples = [_sample_to_proto(sample) for sample in group.samples]
-    header = sample_pb2.SampleGroup(
+    message = _header_to_proto(group)
+    for sample in group.samples:
+        _fill_sample(message.samples.add(), sample)
+    payload = message.SerializeToString(deterministic=True)
+    if len(payload) <= max_payload_bytes:
+        return [EncodedPart(f"{group.group_id}:{group.attempt}:0", payload)]
+    return _encode_parts(group, message, max_payload_bytes)
+
+
+def _header_to_proto(group: SampleGroup) -> sample_pb2.SampleGroup:
+    return sample_pb2.SampleGroup(
         schema_version=SCHEMA_VERSION,
         job=group.job,
         group_id=group.group_id,
         attempt=group.attempt,
         prompt_index=group.prompt_index,
         temperature=group.temperature,
-        part=len(samples),  # stands for the largest value while sizes are computed
-        num_parts=len(samples),
-        num_samples=len(samples),
+        part=0,
+        num_parts=1,
+        num_samples=len(group.samples),
         finished_at=group.finished_at,
     )
-    chunks = _split(samples, max_payload_bytes - header.ByteSize(), group.group_id, max_payload_bytes)
+
+
+def _encode_parts(group: SampleGroup, message: sample_pb2.SampleGroup, max_payload_bytes: int) -> list[EncodedPart]:
+    header = _header_to_proto(group)
+    header.part = header.num_parts = len(group.samples)  # the largest values, while sizes are computed
+    chunks = _split(message.samples, max_payload_bytes - header.ByteSize(), group.group_id, max_payload_bytes)
     parts = []
     for part, chunk in enumerate(chunks):
         header.part, header.num_parts = part, len(chunks)
-        message = sample_pb2.SampleGroup(samples=chunk)
-        message.MergeFrom(header)
-        payload = message.SerializeToString(deterministic=True)
-        parts.append(EncodedPart(f"{group.group_id}:{group.attempt}:{part}", payload))
+        del header.samples[:]
+        header.samples.extend(chunk)
+        parts.append(EncodedPart(f"{group.group_id}:{group.attempt}:{part}", header.SerializeToString(deterministic=True)))
     return parts
 
 
@@ -91,25 +104,25 @@ def _split(
     return chunks
 
 
-def _sample_to_proto(sample: Sample) -> sample_pb2.Sample:
-    num_given_and_sampled = len(sample.token_ids_S), len(sample.logprobs_T)
-    by_segments = sum(sample.segment_lengths), sum(sample.segment_lengths[1::2])
-    num_in_runs = sum(run.num_tokens for run in sample.version_runs)
-    if num_given_and_sampled != by_segments or num_in_runs != by_segments[1]:
+def _fill_sample(message: sample_pb2.Sample, sample: Sample) -> None:
+    lengths = sample.segment_lengths
+    num_sampled = sum(lengths[1::2])
+    num_in_runs = sum([run.num_tokens for run in sample.version_runs])
+    if len(sample.token_ids_S) != sum(lengths) or len(sample.logprobs_T) != num_sampled or num_in_runs != num_sampled:
         raise ValueError(
-            f"sample {sample.index}: segments {sample.segment_lengths} do not fit {num_given_and_sampled[0]} token ids, "
-            f"{num_given_and_sampled[1]} log-probabilities and version runs over {num_in_runs} tokens"
+            f"sample {sample.index}: segments {lengths} do not fit {len(sample.token_ids_S)} token ids, "
+            f"{len(sample.logprobs_T)} log-probabilities and version runs over {num_in_runs} tokens"
         )
-    return sample_pb2.Sample(
-        index=sample.index,
-        token_ids=to_bytes(sample.token_ids_S, UINT32),
-        segment_lengths=sample.segment_lengths,
-        logprobs=to_bytes(sample.logprobs_T, FLOAT32),
-        version_runs=runs_to_proto(sample.version_runs),
-        reward=sample.reward,
-        finish_reason=cast("sample_pb2.FinishReason.ValueType", int(sample.finish_reason)),
-        metrics=sample.metrics,
-    )
+    message.index = sample.index
+    message.token_ids = to_bytes(sample.token_ids_S, UINT32)
+    message.segment_lengths.extend(lengths)
+    message.logprobs = to_bytes(sample.logprobs_T, FLOAT32)
+    for run in sample.version_runs:
+        message.version_runs.add(policy_version=run.policy_version, num_tokens=run.num_tokens)
+    message.reward = sample.reward
+    message.finish_reason = cast("sample_pb2.FinishReason.ValueType", int(sample.finish_reason))
+    if sample.metrics:
+        message.metrics.update(sample.metrics)
 
 
 def decode_part(payload: bytes) -> GroupPart:
@@ -118,12 +131,10 @@ def decode_part(payload: bytes) -> GroupPart:
         message = sample_pb2.SampleGroup.FromString(payload)
     except DecodeError as error:
         raise MalformedMessage(f"{len(payload)} bytes are no SampleGroup: {error}", "unparsable") from error
-    version = message.schema_version
-    check(version == SCHEMA_VERSION, "schema_version", f"schema_version={version}, this reader knows {SCHEMA_VERSION}")
+    if message.schema_version != SCHEMA_VERSION:
+        raise MalformedMessage(f"schema_version={message.schema_version}, this reader knows {SCHEMA_VERSION}", "schema_version")
     _check_header(message)
     samples = tuple([_sample_from_proto(sample) for sample in message.samples])
-    indices = {sample.index for sample in samples}
-    check(len(indices) == len(samples), "sample_index", f"group {message.group_id}: two samples with the same index")
     header = SampleGroup(
         job=message.job,
         group_id=GroupId(message.group_id),
@@ -138,36 +149,47 @@ def decode_part(payload: bytes) -> GroupPart:
 
 def _check_header(message: sample_pb2.SampleGroup) -> None:
     name = f"group {message.group_id!r}"
-    check(bool(message.group_id), "group_id", "group_id is empty")
-    check(bool(message.job), "job", f"{name}: job is empty")
     here, total = len(message.samples), message.num_samples
-    check(here > 0, "empty", f"{name}: no samples")
-    check(here <= total, "num_samples", f"{name}: {here} samples in a part of a group of num_samples={total}")
     part, num_parts = message.part, message.num_parts
-    check(part < num_parts, "parts", f"{name}: part={part} is not below num_parts={num_parts}")
-    check(num_parts <= total, "parts", f"{name}: num_parts={num_parts} is more than num_samples={total}")
-    check(num_parts > 1 or here == total, "num_samples", f"{name}: {here} samples in the only part, num_samples={total}")
-    temperature = message.temperature
-    check(temperature > 0 and math.isfinite(temperature), "temperature", f"{name}: temperature={temperature} must be above 0")
+    if not message.group_id:
+        raise MalformedMessage("group_id is empty", "group_id")
+    if not message.job:
+        raise MalformedMessage(f"{name}: job is empty", "job")
+    if here == 0:
+        raise MalformedMessage(f"{name}: no samples", "empty")
+    if here > total:
+        raise MalformedMessage(f"{name}: {here} samples in a part of a group of num_samples={total}", "num_samples")
+    if part >= num_parts:
+        raise MalformedMessage(f"{name}: part={part} is not below num_parts={num_parts}", "parts")
+    if num_parts > total:
+        raise MalformedMessage(f"{name}: num_parts={num_parts} is more than num_samples={total}", "parts")
+    if num_parts == 1 and here != total:
+        raise MalformedMessage(f"{name}: {here} samples in the only part, num_samples={total}", "num_samples")
+    if not 0 < message.temperature < math.inf:
+        raise MalformedMessage(f"{name}: temperature={message.temperature} must be above 0 and finite", "temperature")
 
 
 def _sample_from_proto(message: sample_pb2.Sample) -> Sample:
-    name = f"sample {message.index}"
-    token_ids_S = from_bytes(message.token_ids, UINT32, f"{name}: token_ids")
-    logprobs_T = from_bytes(message.logprobs, FLOAT32, f"{name}: logprobs")
-    segment_lengths = tuple(message.segment_lengths)
-    check(bool(segment_lengths) and segment_lengths[0] > 0, "segments", f"{name}: no prompt, segments={segment_lengths}")
-    num_tokens, num_sampled = sum(segment_lengths), sum(segment_lengths[1::2])
-    check(num_tokens == len(token_ids_S), "segments", f"{name}: {len(token_ids_S)} token ids, segments={segment_lengths}")
-    check(num_sampled == len(logprobs_T), "segments", f"{name}: {len(logprobs_T)} logprobs, segments={segment_lengths}")
+    token_ids_S = from_bytes(message.token_ids, UINT32, "token_ids")
+    logprobs_T = from_bytes(message.logprobs, FLOAT32, "logprobs")
+    lengths = tuple(message.segment_lengths)
+    if not lengths or lengths[0] == 0:
+        raise MalformedMessage(f"sample {message.index}: no prompt, segments={lengths}", "segments")
+    num_sampled = sum(lengths[1::2])
+    if len(token_ids_S) != sum(lengths) or len(logprobs_T) != num_sampled:
+        raise MalformedMessage(
+            f"sample {message.index}: {len(token_ids_S)} token ids, {len(logprobs_T)} logprobs, segments={lengths}", "segments"
+        )
     try:
         finish_reason = FinishReason(message.finish_reason)
     except ValueError as error:
-        raise MalformedMessage(f"{name}: finish_reason={message.finish_reason} is unknown", "finish_reason") from error
+        raise MalformedMessage(
+            f"sample {message.index}: finish_reason={message.finish_reason} is unknown", "finish_reason"
+        ) from error
     return Sample(
         index=message.index,
         token_ids_S=token_ids_S,
-        segment_lengths=segment_lengths,
+        segment_lengths=lengths,
         logprobs_T=logprobs_T,
         version_runs=runs_from_proto(message.version_runs, num_sampled),
         reward=message.reward,
@@ -178,8 +200,11 @@ def _sample_from_proto(message: sample_pb2.Sample) -> Sample:
 
 def whole(header: SampleGroup, samples: Sequence[Sample]) -> SampleGroup:
     """The group of `header` with all its samples, by index. Raises MalformedMessage unless they make a group."""
-    ordered = sorted(samples, key=lambda sample: sample.index)
-    indices = {sample.index for sample in ordered}
-    check(len(indices) == len(ordered), "sample_index", f"group {header.group_id}: two samples with the same index")
-    check(any(sample.num_sampled for sample in ordered), "empty", f"group {header.group_id}: no sampled token in any sample")
-    return replace(header, samples=tuple(ordered))
+    if not any([len(sample.logprobs_T) for sample in samples]):
+        raise MalformedMessage(f"group {header.group_id}: no sampled token in any sample", "empty")
+    indices = [sample.index for sample in samples]
+    if len(set(indices)) != len(indices):
+        raise MalformedMessage(f"group {header.group_id}: two samples with the same index", "sample_index")
+    if indices == sorted(indices) and samples is header.samples:
+        return header
+    return replace(header, samples=tuple(sorted(samples, key=lambda sample: sample.index)))

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pipelinerl_common.codec.columns import check
 from pipelinerl_common.codec.group import GroupPart, whole
+from pipelinerl_common.errors import MalformedMessage
 from pipelinerl_common.types import SampleGroup
 
 
@@ -61,7 +61,8 @@ class GroupJoiner:
         self.discard(key)
         samples = [sample for number in range(part.num_parts) for sample in parts[number].header.samples]
         total = part.num_samples
-        check(len(samples) == total, "num_samples", f"group {key.group_id}: {len(samples)} samples, num_samples={total}")
+        if len(samples) != total:
+            raise MalformedMessage(f"group {key.group_id}: {len(samples)} samples, num_samples={total}", "num_samples")
         return whole(part.header, samples)
 
     def discard(self, key: PartKey) -> list[GroupPart]:
@@ -89,12 +90,12 @@ def _check_agreement(part: GroupPart, other: GroupPart) -> None:
         header = each.header
         return header.job, header.prompt_index, header.temperature, each.num_parts, each.num_samples
 
-    check(
-        facts(part) == facts(other),
-        "parts",
-        f"group {part.header.group_id}: parts {part.part} and {other.part} disagree on (job, prompt_index, temperature, "
-        f"num_parts, num_samples): {facts(part)} and {facts(other)}",
-    )
+    if facts(part) != facts(other):
+        raise MalformedMessage(
+            f"group {part.header.group_id}: parts {part.part} and {other.part} disagree on (job, prompt_index, temperature, "
+            f"num_parts, num_samples): {facts(part)} and {facts(other)}",
+            "parts",
+        )
 
 
 def _num_tokens(part: GroupPart) -> int:

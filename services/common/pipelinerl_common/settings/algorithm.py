@@ -71,3 +71,12 @@ class AlgorithmSettings(Settings):
         if self.optimizer.warmup_steps > self.steps:
             raise ValueError(f"optimizer.warmupSteps={self.optimizer.warmup_steps} is more than steps={self.steps}")
         return self
+
+    @model_validator(mode="after")
+    def _one_baseline(self) -> "AlgorithmSettings":
+        if self.loss == "grpo" and self.baseline == "value":
+            raise ValueError(
+                "loss=grpo divides by the group's standard deviation and has no value head, but baseline=value: "
+                "choose loss=ppo, or baseline=leave_one_out"
+            )
+        return self

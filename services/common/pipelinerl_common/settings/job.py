@@ -16,6 +16,7 @@ from pipelinerl_common.settings.roles import (
     WeightTransferSettings,
 )
 from pipelinerl_common.settings.staleness import StalenessSettings
+from pipelinerl_staleness.registry import make_policy
 
 API_VERSION = "pipelinerl.dev/v1alpha1"
 KIND = "PipelineRLJob"
@@ -65,6 +66,27 @@ class JobSpec(Settings):
             )
         if self.algorithm.baseline == "leave_one_out" and self.task.group_size < 2:
             raise ValueError(f"algorithm.baseline=leave_one_out needs task.groupSize of at least 2, not {self.task.group_size}")
+        return self
+
+    @model_validator(mode="after")
+    def _over_long_penalty_fits(self) -> "JobSpec":
+        buffer, max_tokens = self.algorithm.overlong.penalty_buffer_tokens, self.task.sampling.max_tokens
+        if buffer > max_tokens:
+            raise ValueError(
+                f"algorithm.overlong.penaltyBufferTokens={buffer} is more than task.sampling.maxTokens={max_tokens}: "
+                "every completion would be punished"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ring_buffer_holds_a_batch(self) -> "JobSpec":
+        groups, batch = self.preprocessor.ring_buffer_groups, self.algorithm.groups_per_step
+        needed = make_policy(self.staleness.parse(), batch).min_waiting()
+        if groups is not None and groups < needed:
+            raise ValueError(
+                f"preprocessor.ringBufferGroups={groups} is too small: with staleness.policy={self.staleness.policy} and "
+                f"algorithm.groupsPerStep={batch} a batch needs {needed} waiting groups"
+            )
         return self
 
 

@@ -7,10 +7,14 @@ from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.alias_generators import to_camel
 from pydantic_core import ErrorDetails
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings.job import Job
+
+_FREE_FORM = {"args", "engineArgs", "engine_args"}
+"""Mappings whose keys are another program's names, taken letter by letter."""
 
 
 def load_job(path: Path, overrides: Iterable[str] = ()) -> Job:
@@ -49,11 +53,19 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     except yaml.YAMLError as error:
         raise SettingsError(f"--set {override}: the value is not valid YAML: {error}") from error
     node = document.setdefault("spec", {})
-    for depth, key in enumerate(keys[:-1]):
-        node = node.setdefault(key, {}) if isinstance(node, dict) else None
+    for depth, key in enumerate(keys):
         if not isinstance(node, dict):
-            raise SettingsError(f"--set {override}: spec.{'.'.join(keys[: depth + 1])} is not a mapping")
-    node[keys[-1]] = value
+            raise SettingsError(f"--set {override}: spec.{'.'.join(keys[:depth])} is not a mapping")
+        spelled = key if _FREE_FORM & set(keys[:depth]) else _spelling(node, key)
+        if depth + 1 == len(keys):
+            node[spelled] = value
+        else:
+            node = node.setdefault(spelled, {})
+
+
+def _spelling(node: Mapping[str, Any], key: str) -> str:
+    """`key` as the document has it already, in camelCase or snake_case."""
+    return next((present for present in node if to_camel(str(present)) == to_camel(key)), key)
 
 
 def _describe(detail: ErrorDetails) -> str:

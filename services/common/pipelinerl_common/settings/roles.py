@@ -77,6 +77,8 @@ class TrainerSettings(Settings):
     """DeepSpeed ZeRO stage."""
     micro_batch_tokens: Annotated[int, Field(ge=8)] = 4096
     """Token slots of a packed micro-batch."""
+    activation_checkpointing: bool = False
+    """Compute each layer again in the backward pass instead of keeping its activations: a third more time, far less memory."""
     checkpoint: CheckpointSettings = CheckpointSettings()
     parity: ParitySettings = ParitySettings()
 

@@ -20,7 +20,8 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 from pipelinerl_common.errors import PermanentError, SettingsError, Unavailable
-from pipelinerl_common.service import cancel_all
+from pipelinerl_common.service import cancel_all, check_cancelled, num_cancellations
+from pipelinerl_common.stream.acks import AckedPublisher
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +51,6 @@ RETRYABLE: Final[tuple[type[Exception], ...]] = (
 
 
 class Connection:
-    """`client` is the library's client of the moment: never kept across an await on readiness."""
-
     def __init__(self, url: str, name: str, token: str | None, counters: Counter[str]) -> None:
         self._url = url
         self._name = name
@@ -61,7 +60,9 @@ class Connection:
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
         self._closing = False
+        self._acks = AckedPublisher()
         self.client = Client()
+        """The library's client of the moment; another one after it has given up."""
         self.jetstream: JetStreamContext = self.client.jetstream(timeout=ATTEMPT_S)
         self.generation = 0
         """Grows with every connect: what was on its way on an older one may be lost."""
@@ -125,36 +126,42 @@ class Connection:
         Sends again while the server is away or the stream is full. Raises Unavailable at the deadline, PermanentError when the
         server refuses the message as such.
         """
-        await self.retrying(lambda: self.jetstream.publish(subject, payload, ATTEMPT_S, headers=headers), subject, timeout_s)
+        await self._retrying(lambda limit_s: self._acks.publish(subject, payload, headers, limit_s), subject, timeout_s)
 
     async def request(self, subject: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """One request to JetStream's API, retried like `publish`; the answer as JSON."""
 
-        async def attempt() -> dict[str, Any]:
-            message = await self.client.request(subject, json.dumps(body).encode(), timeout=ATTEMPT_S)
+        async def attempt(limit_s: float) -> dict[str, Any]:
+            message = await self.client.request(subject, json.dumps(body).encode(), timeout=limit_s)
             answer: dict[str, Any] = json.loads(message.data)
             if "error" in answer:
-                raise nats.js.errors.APIError.from_error(answer["error"])
+                nats.js.errors.APIError.from_error(answer["error"])  # raises the error's own class
             return answer
 
-        return await self.retrying(attempt, subject, timeout_s)
+        return await self._retrying(attempt, subject, timeout_s)
 
-    async def retrying(self, attempt: Callable[[], Awaitable[Result]], what: str, timeout_s: float) -> Result:
-        """`attempt` until it passes, only while the connection is ready. Raises as `publish` does."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
+    async def _retrying(self, attempt: Callable[[float], Awaitable[Result]], what: str, timeout_s: float) -> Result:
+        """`attempt(limit_s)` until it passes, only while the connection is ready. Raises as `publish` does."""
+        time = asyncio.get_running_loop().time
+        deadline = time() + timeout_s
         backoff_s = _FIRST_BACKOFF_S
-        reason = f"no connection to {self._url}"
+        reason = f"no answer from {self._url}; see the server's log, its disk may be full"
+        cancellations = num_cancellations()
         while True:
             try:
-                async with asyncio.timeout_at(deadline):
-                    await self.wait_ready()
-                    return await attempt()
+                if not self._ready.is_set():
+                    async with asyncio.timeout_at(deadline):
+                        await self._ready.wait()
+                result = await attempt(min(ATTEMPT_S, max(deadline - time(), 0.0)))
+                check_cancelled(since=cancellations)
+                return result
             except RETRYABLE as error:
-                reason = str(error) or reason
+                if not isinstance(error, TimeoutError):  # which tells nothing, and nothing new of an earlier reason
+                    reason = str(error)
                 self._counters["retries"] += 1
             except nats.errors.Error as error:
                 raise PermanentError(f"{what}: refused by the stream's server: {error}") from error
-            if asyncio.get_running_loop().time() + backoff_s > deadline:
+            if time() + backoff_s > deadline:
                 raise Unavailable(f"{what}: not done within {timeout_s:g} s: {reason}")
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
@@ -165,12 +172,16 @@ class Connection:
         refused = asyncio.get_running_loop().create_future()
 
         async def on_error(error: Exception) -> None:
-            log.debug("nats error=%r", error)
+            expected = isinstance(error, nats.errors.Error | OSError | TimeoutError)
+            log.log(
+                logging.DEBUG if expected else logging.ERROR, "nats client: %r", error, exc_info=None if expected else error
+            )
             if "authorization violation" in str(error).lower() and not refused.done():
                 refused.set_result(None)
 
         async def on_lost() -> None:
             self._ready.clear()
+            self._acks.fail_all()
             self._changed.set()
             if not self._closing:
                 log.warning("the connection to nats is lost, waiting for it")
@@ -199,10 +210,13 @@ class Connection:
             if not connecting.done():
                 raise SettingsError(f"nats-server at {self._url} refuses the token: give the right --token-file")
             connecting.result()
-        finally:
-            await cancel_all([connecting])
+        except BaseException:
+            await _end(connecting)
+            await _close_client(client)
+            raise
         self.client = client
         self.jetstream = client.jetstream(timeout=ATTEMPT_S)
+        await self._acks.attach(client)
 
     async def _prepare_first(self, prepare: Callable[["Connection"], Awaitable[None]]) -> None:
         while True:
@@ -214,6 +228,7 @@ class Connection:
 
     async def _supervise(self, prepare: Callable[["Connection"], Awaitable[None]]) -> None:
         while True:
+            check_cancelled()
             await self._changed.wait()
             self._changed.clear()
             try:
@@ -243,10 +258,25 @@ class Connection:
     async def _close(self) -> None:
         self._closing = True
         self._ready.clear()
-        try:
-            async with asyncio.timeout(ATTEMPT_S):
-                if self.client.is_connected:
-                    await self.client.flush()
-                await self.client.close()
-        except (nats.errors.Error, *RETRYABLE) as error:
-            log.debug("closing nats: %r", error)
+        await _close_client(self.client)
+
+
+async def _close_client(client: Client) -> None:
+    if client._flush_queue is None:  # it was never told to connect, and its close would trip over that
+        return
+    try:
+        async with asyncio.timeout(ATTEMPT_S):
+            if client.is_connected:
+                await client.flush()
+            await client.close()
+    except (nats.errors.Error, *RETRYABLE) as error:
+        log.debug("closing nats: %r", error)
+    if client._reconnection_task is not None:  # which would go on for ever, closed or not
+        await _end(client._reconnection_task)
+
+
+async def _end(task: "asyncio.Task[Any]") -> None:
+    """Cancels a task of the library until it has ended: it may lose a cancellation, see `check_cancelled`."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=0.1)

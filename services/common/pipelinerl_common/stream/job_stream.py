@@ -55,7 +55,8 @@ class Stream:
     """One service's end of its job's streams.
 
     `counters` only grow: set_aside_<reason>, retries (publishes and requests sent again), redelivered, duplicates (groups
-    published twice), reconnects, metrics_dropped, metrics_malformed.
+    published twice), lost (unacknowledged when the server came back without its disk), reconnects, metrics_dropped,
+    metrics_malformed.
     """
 
     def __init__(self, connection: Connection, layout: Layout, counters: Counter[str]) -> None:
@@ -69,6 +70,11 @@ class Stream:
         """Largest payload of one message, headers put aside."""
         return int(self._connection.client.max_payload) - HEADER_RESERVE_BYTES
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the server is there now; for display."""
+        return self._connection.is_ready
+
     async def publish_group(self, group: SampleGroup, timeout_s: float = 60.0) -> None:
         """Returns when the server has stored every part. Many may be published at once.
 
@@ -77,14 +83,20 @@ class Stream:
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
         parts = encode_group(group, self.max_payload_bytes)
-        await asyncio.gather(*(self._publish_part(part, deadline) for part in parts))
+        if len(parts) == 1:
+            await self._publish_part(parts[0], deadline)
+        else:
+            await asyncio.gather(*(self._publish_part(part, deadline) for part in parts))
 
     async def _publish_part(self, part: EncodedPart, deadline: float) -> None:
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self._publishing.acquire()
-        except TimeoutError as error:
-            raise Unavailable(f"{part.message_id}: earlier publishes wait for the stream's server") from error
+        if self._publishing.locked():
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._publishing.acquire()
+            except TimeoutError as error:
+                raise Unavailable(f"{part.message_id}: earlier publishes wait for the stream's server") from error
+        else:
+            await self._publishing.acquire()
         try:
             left_s = deadline - asyncio.get_running_loop().time()
             headers = {"Nats-Msg-Id": part.message_id}

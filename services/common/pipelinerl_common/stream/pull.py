@@ -13,7 +13,7 @@ import nats.js.errors
 from nats.aio.msg import Msg
 
 from pipelinerl_common.errors import FatalError, PermanentError
-from pipelinerl_common.service import cancel_all
+from pipelinerl_common.service import cancel_all, check_cancelled
 from pipelinerl_common.stream.connection import RETRYABLE, Connection
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,7 @@ class PullReader:
         backoff_s = _FIRST_BACKOFF_S
         async with self._connection.listening(self._wake.set):
             while True:
+                check_cancelled()
                 await self._connection.wait_ready()
                 self._generation = self._connection.generation
                 try:
@@ -100,9 +101,11 @@ class PullReader:
             await self._pull(consumer, inbox, wanted)
             deadline = loop.time() + _EXPIRES_S + _GRACE_S
             while wanted > 0 and self._connection.generation == self._generation:
+                check_cancelled()
                 messages = await self._next(deadline)
                 if not messages:
-                    log.warning("stream=%s the server is silent", self._stream)
+                    if self._connection.generation == self._generation:
+                        log.warning("stream=%s the server is silent, reading starts anew", self._stream)
                     return
                 data = [message for message in messages if _status(message) is None]
                 statuses = [message for message in messages if _status(message) is not None]

@@ -1,0 +1,31 @@
+"""python -m pipelinerl_actor.generator --job job.yaml --output DIR --listen HOST:PORT [--model FOLDER] [--serve-initial]"""
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from pipelinerl_common.service import parse_wiring, run_service
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one generator until it is told to stop. Returns the exit status, see run_service."""
+    own = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
+    own.add_argument("--model", type=Path, help="the model's folder; default: <output>/model")
+    own.add_argument("--serve-initial", action="store_true", help="serve the folder's weights, as version 0, before any update")
+    flags, rest = own.parse_known_args(argv)
+    if {"-h", "--help"} & set(rest):
+        sys.stdout.write(f"of the generator alone:\n{own.format_help()}\n")
+    wiring = parse_wiring("generator", rest)
+    model: Path = flags.model or wiring.output / "model"
+
+    async def serve(stop: asyncio.Event) -> None:
+        from pipelinerl_actor.generator.service import serve_generator  # torch and vLLM: not for --help
+
+        await serve_generator(wiring, model, stop, serve_initial=flags.serve_initial)
+
+    return run_service(serve, name=wiring.name, log_level=wiring.log_level)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

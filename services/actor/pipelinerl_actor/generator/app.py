@@ -1,0 +1,210 @@
+"""The HTTP interface: routes, the bearer token, and which error becomes which status."""
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+
+from pipelinerl_actor.generator.engine import Engine, GroupSpec, KVCache, Transfer
+from pipelinerl_actor.generator.layout import ManifestMismatch
+from pipelinerl_actor.generator.metrics import GeneratorMetrics
+from pipelinerl_actor.generator.schema import (
+    CompletionRequest,
+    CompletionResponse,
+    ErrorDetail,
+    ErrorResponse,
+    InitGroupRequest,
+    InitGroupResponse,
+    ScoreRequest,
+    ScoreResponse,
+    UpdateRequest,
+    UpdateResponse,
+    WeightsResponse,
+)
+from pipelinerl_actor.generator.serving import BadRequest, Overloaded, Serving
+from pipelinerl_actor.generator.updater import Update, WeightUpdater
+from pipelinerl_common.errors import FatalError, MalformedMessage, PipelineRLError, Refused, Unavailable
+from pipelinerl_weights.errors import TransferFailed, TransferTimeout
+from pipelinerl_weights.manifest import Manifest
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+# Looked through in this order.
+STATUS: tuple[tuple[type[PipelineRLError], HTTPStatus], ...] = (
+    (ManifestMismatch, HTTPStatus.UNPROCESSABLE_ENTITY),
+    (MalformedMessage, HTTPStatus.UNPROCESSABLE_ENTITY),
+    (BadRequest, HTTPStatus.BAD_REQUEST),
+    (Refused, HTTPStatus.CONFLICT),
+    (TransferTimeout, HTTPStatus.GATEWAY_TIMEOUT),
+    (TransferFailed, HTTPStatus.INTERNAL_SERVER_ERROR),
+    (Overloaded, HTTPStatus.SERVICE_UNAVAILABLE),
+    (Unavailable, HTTPStatus.SERVICE_UNAVAILABLE),
+)
+RETRY_AFTER_S = "1"
+
+
+@dataclass(slots=True)
+class Generator:
+    """The parts that the routes speak to."""
+
+    engine: Engine
+    serving: Serving
+    updater: WeightUpdater
+    metrics: GeneratorMetrics
+    token: str | None
+    drain_s: float
+    _fatal: FatalError | None = None
+    _failed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def fail(self, error: FatalError) -> None:
+        """Ends the process: the engine or its weights are not to be trusted."""
+        self._fatal = error
+        self._failed.set()
+
+    async def watch(self) -> None:
+        """Returns never; raises what `fail` was given."""
+        await self._failed.wait()
+        raise self._fatal or FatalError("the generator failed")
+
+
+def create_app(generator: Generator) -> FastAPI:
+    """The generator's routes."""
+    app = FastAPI(title="PipelineRL generator", docs_url=None, redoc_url=None, openapi_url=None)
+    authorized = [Depends(_bearer(generator.token))]
+    _add_serving_routes(app, generator, authorized)
+    _add_weight_routes(app, generator, authorized)
+    _add_probe_routes(app, generator)
+    _add_error_handlers(app, generator)
+    return app
+
+
+def _add_serving_routes(app: FastAPI, generator: Generator, authorized: list[Any]) -> None:
+    serving = generator.serving
+
+    @app.post("/v1/chat/completions", dependencies=authorized)
+    async def complete(body: CompletionRequest, request: Request) -> CompletionResponse:
+        return await _while_connected(request, serving.complete(body))
+
+    @app.post("/v1/score", dependencies=authorized)
+    async def score(body: ScoreRequest, request: Request) -> ScoreResponse:
+        return await _while_connected(request, serving.score(body))
+
+    @app.post("/drain", dependencies=authorized)
+    async def drain() -> dict[str, bool]:
+        return {"drained": await serving.drain(generator.drain_s)}
+
+
+def _add_weight_routes(app: FastAPI, generator: Generator, authorized: list[Any]) -> None:
+    updater = generator.updater
+
+    @app.post("/init_process_group", dependencies=authorized)
+    async def init_process_group(body: InitGroupRequest) -> InitGroupResponse:
+        ranks = await updater.join(GroupSpec(**body.model_dump()))
+        return InitGroupResponse(epoch=body.epoch, ranks=ranks)
+
+    @app.post("/request_weight_update", dependencies=authorized)
+    async def request_weight_update(body: UpdateRequest) -> UpdateResponse:
+        transfer = Transfer(body.version, Manifest.from_dict(body.manifest.model_dump()), body.timeout_s)
+        update = Update(body.epoch, transfer, body.mode, KVCache(body.kv_cache), body.allow_rollback)
+        # An update that has begun goes on to its end, whoever asked for it.
+        report = await asyncio.shield(asyncio.ensure_future(updater.update(update)))
+        return UpdateResponse(**asdict(report))
+
+    @app.get("/weights")
+    async def weights() -> WeightsResponse:
+        return WeightsResponse(
+            version=updater.version,
+            checksum=updater.checksum,
+            epoch=updater.epoch,
+            num_workers=generator.engine.num_workers,
+            num_running=generator.serving.num_running,
+            updates_total=updater.num_updates,
+            update_failures_total=updater.num_failures,
+            draining=generator.serving.draining,
+        )
+
+
+def _add_probe_routes(app: FastAPI, generator: Generator) -> None:
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> dict[str, int]:
+        if not generator.serving.ready:
+            raise Unavailable("draining" if generator.serving.draining else "no weights of the job were received yet")
+        return {"version": generator.updater.version}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(generator.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_error_handlers(app: FastAPI, generator: Generator) -> None:
+    def answer(status: int, message: str, kind: str) -> JSONResponse:
+        detail = ErrorDetail(message=message, type=kind, serving_version=generator.updater.version)
+        headers = {"Retry-After": RETRY_AFTER_S} if status == HTTPStatus.SERVICE_UNAVAILABLE else None
+        return JSONResponse(ErrorResponse(error=detail).model_dump(), status, headers)
+
+    @app.exception_handler(PipelineRLError)
+    async def ours(request: Request, error: PipelineRLError) -> JSONResponse:
+        if isinstance(error, FatalError):
+            generator.fail(error)
+        status = next((status for kind, status in STATUS if isinstance(error, kind)), HTTPStatus.INTERNAL_SERVER_ERROR)
+        return answer(status, str(error), type(error).__name__)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        faults = [f"{'.'.join(map(str, fault['loc'][1:])) or 'body'}: {fault['msg']}" for fault in error.errors()]
+        return answer(HTTPStatus.UNPROCESSABLE_ENTITY, "; ".join(faults), "InvalidRequest")
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
+        return answer(error.status_code, str(error.detail), "HTTPException")
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        log.error("path=%s failed", request.url.path, exc_info=error)
+        return answer(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}", "InternalError")
+
+
+def _bearer(token: str | None) -> Callable[[Request], Awaitable[None]]:
+    async def check(request: Request) -> None:
+        if token is None:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
+            raise HTTPException(HTTPStatus.UNAUTHORIZED, "the job's bearer token is missing or wrong")
+
+    return check
+
+
+async def _while_connected(request: Request, work: Awaitable[Result]) -> Result:
+    """Cancels `work` when the client goes away, so that nobody decodes for nobody."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise HTTPException(499, "the client went away")
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.wait([working, leaving])
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,193 @@
+"""From a job and a model folder to a running generator.
+
+```
+ engine starts, warms up -> HTTP is served -> (stop) -> drain -> HTTP ends -> engine ends
+```
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from pipelinerl_actor.generator.app import Generator, create_app
+from pipelinerl_actor.generator.engine import Engine
+from pipelinerl_actor.generator.environment import prepare_environment
+from pipelinerl_actor.generator.layout import Layout, read_config
+from pipelinerl_actor.generator.metrics import GeneratorMetrics
+from pipelinerl_actor.generator.serving import Limits, Serving
+from pipelinerl_actor.generator.updater import NOTHING_RECEIVED, WeightUpdater
+from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.service import Wiring, run_until_first
+from pipelinerl_common.settings import GeneratorSettings, Job, load_job
+from pipelinerl_weights.manifest import ITEM_BYTES
+
+log = logging.getLogger(__name__)
+
+_INITIAL_VERSION = 0
+_STOP_HTTP_S = 5
+_MAX_HOST_KV_BYTES = 4 << 30
+
+
+async def serve_generator(wiring: Wiring, model: Path, stop: asyncio.Event, *, serve_initial: bool) -> None:
+    """Serves until `stop` is set. Raises SettingsError for a folder, an address or settings that cannot be used."""
+    job, token = load_job(wiring.job_file), wiring.token
+    settings = generator_settings(job, wiring.name)
+    layout = Layout.of_folder(model)
+    version = _INITIAL_VERSION if serve_initial else NOTHING_RECEIVED
+    with _bind(wiring.listen) as listening:
+        can_stage = job.spec.weight_transfer.mode == "staged" and not _is_reference(wiring.name)
+        engine = make_engine(job, settings, model, initial_version=version, can_stage=can_stage, log_level=wiring.log_level)
+        generator = assemble(job, settings, model, layout, engine, version=version, token=token)
+        async with engine.running():
+            listening.listen()  # not before: a connection would then wait for the engine instead of being refused
+            host, port = listening.getsockname()[:2]
+            log.info("listening=http://%s:%d engine=%s version=%d", host, port, settings.engine, version)
+            async with serve_http(create_app(generator), listening):
+                await run_until_first(_until_stopped(stop, generator), engine.watch(), generator.watch())
+
+
+def make_engine(
+    job: Job, settings: GeneratorSettings, model: Path, *, initial_version: int, can_stage: bool, log_level: str = "info"
+) -> Engine:
+    """The engine that `settings` names, not yet running."""
+    import torch  # here, so that what is wrong with the settings is said at once
+
+    spec = job.spec
+    on_cpu = not torch.cuda.is_available()
+    if settings.engine == "transformers":
+        from pipelinerl_actor.generator.transformers_engine import TransformersEngine, TransformersOptions
+
+        return TransformersEngine(
+            TransformersOptions(
+                model=model,
+                dtype=spec.model.dtype,
+                max_running_requests=settings.max_running_requests,
+                initial_version=initial_version,
+                can_stage=can_stage,
+                device="cpu" if on_cpu else "cuda",
+            )
+        )
+    prepare_environment(log_level, on_cpu=on_cpu)
+    from pipelinerl_actor.generator.vllm_engine import VllmEngine
+    from pipelinerl_actor.generator.vllm_options import VllmOptions
+
+    if on_cpu and settings.kv_cache_bytes is None:
+        settings = settings.model_copy(update={"kv_cache_bytes": host_kv_bytes(job, settings, model)})
+    return VllmEngine(
+        VllmOptions(
+            model=model,
+            dtype=spec.model.dtype,
+            max_model_len=spec.model.max_model_len,
+            generator=settings,
+            initial_version=initial_version,
+            can_stage=can_stage,
+            on_cpu=on_cpu,
+        )
+    )
+
+
+def host_kv_bytes(job: Job, settings: GeneratorSettings, model: Path) -> int:
+    """KV cache for a generator on a CPU, where vLLM would take most of the memory: what all its sequences need at full length.
+
+    At most 4 GiB, and a quarter more than needed, because blocks are not always full.
+    """
+    config = read_config(model)
+    try:
+        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        token_bytes = 2 * config["num_hidden_layers"] * heads * head_dim * ITEM_BYTES[job.spec.model.dtype]
+    except (KeyError, TypeError) as error:
+        raise SettingsError(f"generator.kvCacheBytes: set it, because {model / 'config.json'} has no {error}") from error
+    needed = token_bytes * job.spec.model.max_model_len * settings.max_running_requests
+    return int(min(_MAX_HOST_KV_BYTES, max(64 << 20, needed + needed // 4)))
+
+
+def _is_reference(name: str) -> bool:
+    return name.startswith("reference")
+
+
+def generator_settings(job: Job, name: str) -> GeneratorSettings:
+    """A reference generator has its own section of the job."""
+    if not _is_reference(name):
+        return job.spec.actors.generator
+    if job.spec.reference is None:
+        raise SettingsError(f"--name {name}: the job has no spec.reference")
+    return job.spec.reference.generator
+
+
+def assemble(
+    job: Job, settings: GeneratorSettings, model: Path, layout: Layout, engine: Engine, *, version: int, token: str | None
+) -> Generator:
+    """The parts around an engine. Raises SettingsError for a folder that does not hold a model."""
+    from transformers import AutoTokenizer
+
+    config = read_config(model)
+    vocabulary, positions = config.get("vocab_size"), config.get("max_position_embeddings")
+    if not isinstance(vocabulary, int):
+        raise SettingsError(f"{model / 'config.json'}: has no vocab_size")
+    longest = job.spec.model.max_model_len
+    if isinstance(positions, int) and longest > positions and not _scales_positions(config):
+        raise SettingsError(f"model.maxModelLen={longest} is more than the model's {positions} positions; lower it")
+    metrics = GeneratorMetrics()
+    limits = Limits(job.spec.model.max_model_len, settings.max_running_requests, vocabulary)
+    updater = WeightUpdater(engine, layout, metrics, initial_version=version, running=lambda: serving.num_running)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    serving = Serving(engine, tokenizer, limits, metrics, lambda: updater.version, model=job.name)
+    return Generator(engine, serving, updater, metrics, token, job.spec.actors.drain_seconds)
+
+
+def _scales_positions(config: Mapping[str, Any]) -> bool:
+    """Rotary embeddings that reach beyond `max_position_embeddings`."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return bool(scaling.get("rope_type", scaling.get("type", "default")) != "default")
+
+
+async def _until_stopped(stop: asyncio.Event, generator: Generator) -> None:
+    """The clock: ends when the process was told to stop and what ran has ended, or has had its time."""
+    await stop.wait()
+    if not await generator.serving.drain(generator.drain_s):
+        log.warning("running=%d cut off after %g s", generator.serving.num_running, generator.drain_s)
+
+
+def _bind(listen: str) -> socket.socket:
+    host, _, port = listen.rpartition(":")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"--listen {listen}: cannot listen there: {error}") from error
+    return listening
+
+
+class _Server(uvicorn.Server):
+    """Signals belong to run_service."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def serve_http(app: FastAPI, listening: socket.socket) -> AsyncIterator[None]:
+    """Serves `app` on a listening socket, until the end of the block."""
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=_STOP_HTTP_S, timeout_keep_alive=75
+    )
+    server = _Server(config)
+    task = asyncio.ensure_future(server.serve(sockets=[listening]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await task

@@ -1,0 +1,229 @@
+"""Turns requests into sequences of the engine: prompts, limits, what is turned away, and the answers."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pipelinerl_actor.generator.engine import Completion, Engine, Sampling
+from pipelinerl_actor.generator.metrics import GeneratorMetrics
+from pipelinerl_actor.generator.schema import (
+    Choice,
+    ChoiceMessage,
+    CompletionRequest,
+    CompletionResponse,
+    Logprobs,
+    ScoreRequest,
+    ScoreResponse,
+    TokenLogprob,
+    Usage,
+)
+from pipelinerl_common.errors import PermanentError, TemporaryError, Unavailable
+
+Result = TypeVar("Result")
+
+_MAX_WAITING_FACTOR = 16
+"""Sequences taken in at most, as a multiple of those that the engine decodes at once; further requests are turned away."""
+_SCORE_ATTEMPTS = 5
+
+
+class BadRequest(PermanentError):
+    """The request itself cannot be served."""
+
+
+class Overloaded(TemporaryError):
+    """Too much waits already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_model_len: int
+    max_running_requests: int
+    vocabulary: int
+    """Token ids are below it."""
+
+
+class Serving:
+    """The generator's reading side. `version` is asked for the weights' version, below 0 while there are none to serve with."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        limits: Limits,
+        metrics: GeneratorMetrics,
+        version: Callable[[], int],
+        *,
+        model: str,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._metrics = metrics
+        self._version = version
+        self._model = model
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.num_running = 0
+        self.draining = False
+
+    @property
+    def ready(self) -> bool:
+        return self._version() >= 0 and not self.draining
+
+    async def complete(self, request: CompletionRequest) -> CompletionResponse:
+        """Cancelling it stops the decode of every choice. Raises BadRequest, Unavailable or Overloaded."""
+        self._check_ready()
+        prompt = self._prompt(request)
+        max_tokens = self._max_tokens(request, len(prompt))
+        samplings = [_sampling(request, max_tokens, index) for index in range(request.n)]
+        async with self._counted(request.n):
+            completions = await _all([self._generate(prompt, sampling) for sampling in samplings])
+        self._metrics.prompt_tokens.inc(len(prompt))
+        choices = [self._choice(request, index, completion) for index, completion in enumerate(completions)]
+        sampled = sum(len(choice.token_ids) for choice in choices)
+        usage = Usage(
+            prompt_tokens=len(prompt),
+            completion_tokens=sampled,
+            total_tokens=len(prompt) + sampled,
+            cached_tokens=sum(completion.num_cached_tokens for completion in completions),
+        )
+        return CompletionResponse(model=self._model, choices=choices, prompt_token_ids=prompt, usage=usage)
+
+    async def score(self, request: ScoreRequest) -> ScoreResponse:
+        """All of it under one version: weights that change meanwhile make it start again."""
+        self._check_ready()
+        for sequence in request.sequences:
+            self._check_tokens(sequence.token_ids)
+            if len(sequence.token_ids) > self._limits.max_model_len:
+                raise BadRequest(
+                    f"{len(sequence.token_ids)} token ids are more than the context of {self._limits.max_model_len}"
+                )
+        async with self._counted(len(request.sequences)):
+            for _ in range(_SCORE_ATTEMPTS):
+                version = self._version()
+                logprobs = await _all(
+                    [self._engine.score(s.token_ids, s.start, request.temperature) for s in request.sequences]
+                )
+                if version == self._version():
+                    self._metrics.scored_tokens.inc(sum(map(len, logprobs)))
+                    return ScoreResponse(logprobs=logprobs, weight_version=version)
+        raise Unavailable(f"the weights changed during each of {_SCORE_ATTEMPTS} attempts")
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Takes nothing new and waits for what runs. True when all of it has ended."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    # Taking in
+
+    def _check_ready(self) -> None:
+        if self.draining:
+            self._metrics.refused.labels("draining").inc()
+            raise Unavailable("draining")
+        if self._version() < 0:
+            self._metrics.refused.labels("no_weights").inc()
+            raise Unavailable("no weights of the job were received yet")
+
+    @asynccontextmanager
+    async def _counted(self, sequences: int) -> AsyncIterator[None]:
+        limit = _MAX_WAITING_FACTOR * self._limits.max_running_requests
+        if self.num_running and self.num_running + sequences > limit:
+            self._metrics.refused.labels("overloaded").inc()
+            raise Overloaded(f"{self.num_running} sequences run or wait, and at most {limit} may")
+        self.num_running += sequences
+        self._idle.clear()
+        self._metrics.running.set(self.num_running)
+        try:
+            yield
+        except asyncio.CancelledError:
+            self._metrics.cancelled.inc(sequences)
+            raise
+        finally:
+            self.num_running -= sequences
+            self._metrics.running.set(self.num_running)
+            if self.num_running == 0:
+                self._idle.set()
+
+    def _prompt(self, request: CompletionRequest) -> list[int]:
+        if request.prompt_token_ids is not None:
+            self._check_tokens(request.prompt_token_ids)
+            return request.prompt_token_ids
+        messages = [message.model_dump() for message in request.messages or ()]
+        try:
+            encoded = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+        except Exception as error:  # the template is a program of the model's author, and may refuse messages in any way
+            raise BadRequest(f"the model's chat template refuses the messages: {error}") from error
+        return list(map(int, encoded["input_ids"]))
+
+    def _check_tokens(self, token_ids: Sequence[int]) -> None:
+        if (highest := max(token_ids)) >= self._limits.vocabulary:
+            raise BadRequest(f"token id {highest} is outside the vocabulary of {self._limits.vocabulary}")
+
+    def _max_tokens(self, request: CompletionRequest, prompt_tokens: int) -> int:
+        context = self._limits.max_model_len
+        room = context - prompt_tokens
+        wanted = request.max_tokens if request.max_tokens is not None else max(1, room)
+        if wanted > room:
+            raise BadRequest(f"prompt of {prompt_tokens} tokens and max_tokens={wanted} exceed the context of {context}")
+        return wanted
+
+    # Answering
+
+    async def _generate(self, prompt: list[int], sampling: Sampling) -> Completion:
+        completion = await self._engine.generate(prompt, sampling)
+        self._metrics.tokens.inc(len(completion.token_ids))
+        self._metrics.sequences.labels(completion.finish_reason).inc()
+        return completion
+
+    def _choice(self, request: CompletionRequest, index: int, completion: Completion) -> Choice:
+        logprobs = None
+        if request.logprobs:
+            tokens = [self._tokenizer.decode([token]) for token in completion.token_ids]
+            content = [TokenLogprob(token=t, logprob=p) for t, p in zip(tokens, completion.logprobs, strict=True)]
+            logprobs = Logprobs(content=content)
+        return Choice(
+            index=index,
+            message=ChoiceMessage(content=completion.text),
+            finish_reason=completion.finish_reason,
+            token_ids=list(completion.token_ids),
+            token_logprobs=[value if math.isfinite(value) else _LOWEST for value in completion.logprobs],
+            weight_versions=[(run.policy_version, run.num_tokens) for run in completion.version_runs],
+            logprobs=logprobs,
+        )
+
+
+_LOWEST = -1e9
+"""Stands for minus infinity, which JSON does not have."""
+
+
+async def _all(calls: Sequence[Awaitable[Result]]) -> list[Result]:
+    """Results in order. When one fails or this is cancelled, the others are cancelled and waited for."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_awaited(call)) for call in calls]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from failed
+    return [task.result() for task in tasks]
+
+
+async def _awaited(call: Awaitable[Result]) -> Result:
+    return await call
+
+
+def _sampling(request: CompletionRequest, max_tokens: int, index: int) -> Sampling:
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        stop=request.stop_strings,
+        seed=None if request.seed is None else request.seed + index,
+        ignore_eos=request.ignore_eos,
+    )

@@ -1,0 +1,156 @@
+"""Hugging Face transformers as the generator's engine: slow, small, and exact. For numerics, and to study the KV cache.
+
+Weights are received on another thread than the one that decodes (decode_loop.py); that one puts them in place, between two
+tokens.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipelinerl_actor.generator.background import TransferClock
+from pipelinerl_actor.generator.decode_loop import DecodeLoop, Job
+from pipelinerl_actor.generator.engine import Completion, GroupSpec, KVCache, Received, Sampling, Transfer
+from pipelinerl_actor.generator.transformers_model import TransformersModel
+from pipelinerl_common.errors import FatalError
+from pipelinerl_weights.group import TransferGroup
+from pipelinerl_weights.manifest import Bucket
+from pipelinerl_weights.receiver import receive, tensors_of
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersOptions:
+    model: Path
+    dtype: str
+    max_running_requests: int
+    initial_version: int
+    can_stage: bool
+    device: str = "cpu"
+
+
+class TransformersEngine:
+    """See Engine. One worker."""
+
+    def __init__(self, options: TransformersOptions) -> None:
+        self._options = options
+        self._model = TransformersModel(options.model, options.dtype, options.device)
+        self._parameters: dict[str, Tensor] = dict(self._model.model.named_parameters(remove_duplicate=False))
+        self._staged: dict[str, Tensor] = {}
+        self._backup: dict[str, Tensor] = {}
+        self._group: TransferGroup | None = None
+        self._version = options.initial_version
+        self._loop = DecodeLoop(self._model, options.max_running_requests, lambda: self._version)
+
+    @property
+    def num_workers(self) -> int:
+        return 1
+
+    @property
+    def can_stage(self) -> bool:
+        return self._options.can_stage
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        self._loop.start()
+        try:
+            await self.generate([0], Sampling(max_tokens=2, ignore_eos=True))
+            yield
+        finally:
+            await asyncio.to_thread(self._loop.stop)
+            await self.leave()
+
+    async def watch(self) -> None:
+        """The decoding thread ends only at a fault."""
+        fault = await asyncio.wrap_future(self._loop.fault)
+        raise FatalError(f"decoding ended: {fault}")
+
+    async def generate(self, prompt_token_ids: Sequence[int], sampling: Sampling) -> Completion:
+        job = Job(self._model.start(list(prompt_token_ids), sampling), Future())
+        self._loop.submit(job)
+        return await asyncio.wrap_future(job.done)
+
+    async def score(self, token_ids: Sequence[int], start: int, temperature: float) -> list[float]:
+        return await self._loop.compute(lambda: self._model.score(list(token_ids), start, temperature))
+
+    # Weights
+
+    async def join(self, group: GroupSpec) -> list[int]:
+        await self.leave()
+        self._group = await asyncio.to_thread(
+            TransferGroup.join, group.master_address, group.master_port,
+            rank=group.rank_offset, world_size=group.world_size, backend=group.backend, epoch=group.epoch,
+            timeout_s=group.timeout_s,
+        )  # fmt: skip
+        return [group.rank_offset]
+
+    async def leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            await asyncio.to_thread(group.close)
+
+    async def stage(self, transfer: Transfer) -> Received:
+        self._staged = {}
+
+        def keep(name: str, tensor: Tensor) -> None:
+            self._staged[name] = tensor.to(self._parameters[name].dtype, copy=True)
+
+        return await asyncio.to_thread(self._receive, transfer, keep)
+
+    async def back_up(self) -> None:
+        self._backup = await asyncio.to_thread(self._copies)
+
+    async def pause(self, kv_cache: KVCache) -> None:
+        await self._loop.pause()
+        if kv_cache is KVCache.RECOMPUTE:
+            await self._loop.call(self._loop.drop_caches)
+
+    async def apply(self) -> None:
+        await self._loop.call(self._swap_in)
+
+    async def receive_in_place(self, transfer: Transfer) -> Received:
+        return await asyncio.to_thread(self._receive, transfer, self._overwrite)
+
+    async def roll_back(self) -> None:
+        await self._loop.call(lambda: [self._overwrite(name, tensor) for name, tensor in self._backup.items()])
+
+    async def set_version(self, version: int) -> None:
+        self._version = version
+
+    async def resume(self) -> None:
+        self._loop.resume()
+
+    def _receive(self, transfer: Transfer, take: Callable[[str, Tensor], None]) -> Received:
+        if self._group is None:
+            raise RuntimeError("this worker is in no group")
+        clock = TransferClock()
+
+        def load(bucket: Bucket, buffer: Tensor) -> None:
+            clock.bucket_arrived()
+            with clock.loading():
+                for name, tensor in tensors_of(bucket, buffer):
+                    if name in self._parameters:
+                        take(name, tensor)
+
+        clock.ready()
+        checksum = receive(
+            self._group, transfer.manifest, transfer.version, transfer.timeout_s, load, device=self._options.device
+        )
+        return Received(checksum, **clock.seconds())
+
+    @torch.no_grad()
+    def _overwrite(self, name: str, tensor: Tensor) -> None:
+        self._parameters[name].copy_(tensor)
+
+    def _swap_in(self) -> None:
+        for name, tensor in self._staged.items():
+            self._parameters[name].data = tensor
+        self._staged = {}
+
+    def _copies(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().to("cpu", copy=True) for name, parameter in self._parameters.items()}

@@ -1,0 +1,217 @@
+"""The order of an in-flight weight update, and what happens when it goes wrong.
+
+```
+ staged                                    inplace
+ ------                                    -------
+ check epoch, version, manifest            check epoch, version, manifest
+ stage          (decoding goes on)         back up        (decoding goes on)
+ pause                                     pause
+   apply, set version                        receive, set version  |  on failure: roll back
+ resume                                    resume
+```
+A failure before `apply` leaves the old weights as they were; a failed in-place receive rolls back to them. What fails after
+that leaves the weights undefined: the process ends (FatalError) and is started again.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from pipelinerl_actor.generator.engine import Engine, GroupSpec, KVCache, Received, Transfer
+from pipelinerl_actor.generator.layout import Layout, ManifestMismatch
+from pipelinerl_actor.generator.metrics import GeneratorMetrics
+from pipelinerl_common.errors import FatalError, Refused
+from pipelinerl_common.telemetry import fields
+
+log = logging.getLogger(__name__)
+
+NOTHING_RECEIVED = -1
+NO_GROUP = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One request for an update, already parsed."""
+
+    epoch: int
+    transfer: Transfer
+    mode: str
+    kv_cache: KVCache
+    allow_rollback: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    version: int
+    checksum: str
+    pause_s: float
+    transfer_s: float
+    apply_s: float
+    num_running: int
+
+
+class WeightUpdater:
+    """Owns the generator's weights: their version, their group, and the one update that may run at a time."""
+
+    def __init__(
+        self, engine: Engine, layout: Layout, metrics: GeneratorMetrics, *, initial_version: int, running: Callable[[], int]
+    ) -> None:
+        self._engine = engine
+        self._layout = layout
+        self._metrics = metrics
+        self._running = running
+        self._lock = asyncio.Lock()
+        self.version = initial_version
+        self.checksum: str | None = None
+        self.epoch = NO_GROUP
+        self.num_updates = 0
+        self.num_failures = 0
+        self._publish()
+
+    async def join(self, group: GroupSpec) -> list[int]:
+        """Joins the group of a newer epoch; an update that still runs in the old one fails.
+
+        Raises Refused for an epoch that is not newer; TransferTimeout, TransferAborted or TransferFailed when it does not form.
+        """
+        if group.epoch <= self.epoch:
+            raise Refused(f"epoch {group.epoch} is not newer than {self.epoch}, in which this generator is a member")
+        await self._engine.leave()
+        async with self._lock:
+            self.epoch = NO_GROUP
+            try:
+                ranks = await self._engine.join(group)
+                self.epoch = group.epoch
+            finally:
+                self._publish()
+        log.info(fields(epoch=group.epoch, ranks=ranks, world_size=group.world_size))
+        return ranks
+
+    async def update(self, update: Update) -> UpdateReport:
+        """Raises Refused or ManifestMismatch before anything changed; TransferTimeout, TransferAborted or TransferFailed with
+        the old weights serving on; FatalError when the weights are not to be trusted any more.
+        """
+        try:
+            self._check(update)
+            async with self._lock:
+                self._check_order(update)
+                report = await self._run(update)
+        except Exception as error:
+            self.num_failures += 1
+            self._metrics.update_failures.labels(type(error).__name__).inc()
+            log.warning("%s", fields(update=update.transfer.version, epoch=update.epoch, serving=self.version), exc_info=error)
+            raise
+        self.num_updates += 1
+        self._metrics.updates.labels(update.mode).inc()
+        self._metrics.pause.labels(update.mode).observe(report.pause_s)
+        self._metrics.transfer.labels(update.mode).observe(report.transfer_s)
+        log.info(
+            fields(
+                update=report.version, mode=update.mode, checksum=report.checksum, pause_s=report.pause_s,
+                transfer_s=report.transfer_s, apply_s=report.apply_s, running=report.num_running,
+            )
+        )  # fmt: skip
+        return report
+
+    def _check(self, update: Update) -> None:
+        if self._lock.locked():
+            raise Refused("an update is running")
+        if update.mode == "staged" and not self._engine.can_stage:
+            raise ManifestMismatch(
+                "mode=staged needs memory for a second copy, but this generator was started with mode=inplace"
+            )
+        self._layout.check(update.transfer.manifest)
+        self._check_order(update)
+
+    def _check_order(self, update: Update) -> None:
+        if update.epoch != self.epoch:
+            known = f"a member in epoch {self.epoch}" if self.epoch else "a member of no group"
+            raise Refused(f"epoch {update.epoch} is not current: this generator is {known}")
+        if update.transfer.version < self.version and not update.allow_rollback:
+            raise Refused(f"version {update.transfer.version} is older than {self.version}; set allow_rollback to go back")
+
+    async def _run(self, update: Update) -> UpdateReport:
+        try:
+            if update.mode == "staged":
+                return await self._staged(update)
+            return await self._in_place(update)
+        except FatalError:
+            raise
+        except Exception:
+            # Whatever it was, the group is finished for everyone.
+            self.epoch = NO_GROUP
+            await self._engine.leave()
+            raise
+        finally:
+            self._publish()
+
+    async def _staged(self, update: Update) -> UpdateReport:
+        received = await self._engine.stage(update.transfer)
+        async with self._paused(update) as pause:
+            start = time.monotonic()
+            await self._engine.apply()
+            apply_s = received.load_s + time.monotonic() - start
+            await self._commit(update, received)
+        return self._report(update, received, pause, apply_s)
+
+    async def _in_place(self, update: Update) -> UpdateReport:
+        await self._engine.back_up()
+        async with self._paused(update) as pause:
+            try:
+                received = await self._engine.receive_in_place(update.transfer)
+            except FatalError:
+                raise
+            except Exception as error:
+                log.warning("rolling back to version=%d", self.version, exc_info=error)
+                await self._engine.roll_back()
+                pause.survivable = error
+            else:
+                await self._commit(update, received)
+        if pause.survivable is not None:
+            raise pause.survivable
+        return self._report(update, received, pause, received.load_s)
+
+    @asynccontextmanager
+    async def _paused(self, update: Update) -> AsyncIterator["_Pause"]:
+        """The engine stands still inside. Whatever is raised inside is fatal: the weights may be half of each version."""
+        pause = _Pause(self._running())
+        start = time.monotonic()
+        try:
+            await self._engine.pause(update.kv_cache)
+            yield pause
+            await self._engine.resume()
+        except FatalError:
+            raise
+        except Exception as error:
+            raise FatalError(
+                f"the weights are undefined after a failed update to {update.transfer.version}: {error}"
+            ) from error
+        pause.seconds = time.monotonic() - start
+
+    async def _commit(self, update: Update, received: Received) -> None:
+        await self._engine.set_version(update.transfer.version)
+        self.version, self.checksum = update.transfer.version, received.checksum
+
+    def _report(self, update: Update, received: Received, pause: "_Pause", apply_s: float) -> UpdateReport:
+        return UpdateReport(
+            version=update.transfer.version,
+            checksum=received.checksum,
+            pause_s=pause.seconds,
+            transfer_s=received.transfer_s,
+            apply_s=apply_s,
+            num_running=pause.num_running,
+        )
+
+    def _publish(self) -> None:
+        self._metrics.version.set(self.version)
+        self._metrics.epoch.set(self.epoch)
+
+
+@dataclass(slots=True)
+class _Pause:
+    num_running: int
+    seconds: float = 0.0
+    survivable: Exception | None = None
+    """Failed, but rolled back."""

@@ -1,0 +1,166 @@
+"""Second copies of a vLLM model's weights: the staging model that new weights are loaded into, the backup to roll back to.
+
+vLLM keeps weights in three kinds of places: parameters and buffers; tensors derived from them (the absorbed projections of
+latent attention); and, on a CPU, `cpu_linear`, a function that holds a packed copy of the weight. All three belong to a copy.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
+from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from pipelinerl_common.errors import FatalError
+
+_DERIVED = ("cpu_linear", "W_UK_T", "W_UV")
+
+
+class Reload:
+    """Loads checkpoint tensors into `model`, a bucket at a time, through vLLM's own loaders (sharding, fusing, packing)."""
+
+    def __init__(self, model: nn.Module, vllm_config: VllmConfig) -> None:
+        self._model = model
+        self._vllm_config = vllm_config
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        initialize_layerwise_reload(self._model)
+
+    @torch.no_grad()
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """The tensors' memory must stay as it is until their layer is complete."""
+        model: Any = self._model
+        model.load_weights(tensors)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Completes what is left; layers that got nothing keep their weights."""
+        finalize_layerwise_reload(self._model, self._vllm_config.model_config)
+        for module in _tied_and_packed(self._model):
+            module.quant_method.process_weights_after_loading(module)
+
+
+class StagingModel:
+    """The same model once more, on the same device, that never runs. `swap_in` makes its weights the live ones."""
+
+    def __init__(self, live: nn.Module, vllm_config: VllmConfig) -> None:
+        """Must run where the live model was loaded, before anything decodes: building a model uses vLLM's global state."""
+        config = copy.copy(vllm_config)
+        config.compilation_config = copy.copy(vllm_config.compilation_config)
+        # Attention layers register themselves by name here; the live model's must stay the registered ones.
+        config.compilation_config.static_forward_context = {}
+        config.compilation_config.static_all_moe_layers = []
+        self._live = live
+        with set_current_vllm_config(config), _own_rotary_embeddings():
+            self._staging = get_model(vllm_config=config)
+        if _names(live) != _names(self._staging):
+            raise FatalError(f"{type(live).__name__} cannot be built twice alike: use weightTransfer.mode=inplace")
+        self.reload = Reload(self._staging, config)
+
+    @torch.no_grad()
+    def swap_in(self) -> None:
+        """On a CPU a swap of pointers. On a device a copy into the live storage, which captured graphs point to."""
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        seen: set[int] = set()
+        for live, staging in zip(self._live.modules(), self._staging.modules(), strict=True):
+            if live is staging:
+                raise FatalError(f"{type(live).__name__} is shared with the staging model: use weightTransfer.mode=inplace")
+            for target, source in _pairs(live, staging):
+                if id(target) in seen:
+                    continue  # tied weights
+                seen.add(id(target))
+                if target.device.type == "cpu":
+                    target.data, source.data = source.data, target.data
+                else:
+                    targets.append(target.data)
+                    sources.append(source.data)
+            for name in _DERIVED:
+                mine, theirs = getattr(live, name, None), getattr(staging, name, None)
+                if isinstance(mine, Tensor) and mine.device.type != "cpu":
+                    targets.append(mine)
+                    sources.append(_tensor(theirs))
+                elif mine is not None:
+                    setattr(live, name, theirs)
+                    setattr(staging, name, mine)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+            torch.accelerator.synchronize()
+
+
+@contextlib.contextmanager
+def _own_rotary_embeddings() -> Iterator[None]:
+    """vLLM shares the tables between all models of a process: a reload of the staging model, which empties every module while
+    it lasts, would take them away from the live one in the middle of its decode."""
+    shared = dict(_ROPE_DICT)
+    _ROPE_DICT.clear()
+    try:
+        yield
+    finally:
+        _ROPE_DICT.clear()
+        _ROPE_DICT.update(shared)
+
+
+class Backup:
+    """A copy of a model's weights in host memory, taken while it decodes."""
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in _own_tensors(model)]
+        # A packed function is replaced by an update, never changed: the old one is its own backup.
+        self._functions = [(module, module.cpu_linear) for module in model.modules() if hasattr(module, "cpu_linear")]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for tensor, saved in self._tensors:
+            tensor.data.copy_(saved)
+        for module, function in self._functions:
+            module.cpu_linear = function
+        if any(tensor.device.type != "cpu" for tensor, _ in self._tensors):
+            torch.accelerator.synchronize()
+
+
+def _pairs(live: nn.Module, staging: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """The module's own tensors with their counterparts."""
+    for kind in ("_parameters", "_buffers"):
+        mine: dict[str, Any] = getattr(live, kind)
+        theirs: dict[str, Any] = getattr(staging, kind)
+        for name, tensor in mine.items():
+            if tensor is not None:
+                yield tensor, _tensor(theirs.get(name))
+
+
+def _tied_and_packed(model: nn.Module) -> Iterator[Any]:
+    """Modules that hold a packed copy of a weight which belongs to another module: a reload of that one does not repack it."""
+    owners: dict[int, nn.Module] = {}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and owners.setdefault(id(weight), module) is not module and hasattr(module, "cpu_linear"):
+            yield module
+
+
+def _own_tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+    for module in model.modules():
+        for name in _DERIVED:
+            value = getattr(module, name, None)
+            if isinstance(value, Tensor):
+                yield value
+
+
+def _names(model: nn.Module) -> list[str]:
+    names = [name for name, _ in model.named_modules()]
+    return names + [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]
+
+
+def _tensor(value: object) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise FatalError("the staging model lost a tensor that the live one has")
+    return value

@@ -1,0 +1,254 @@
+"""vLLM as the generator's engine, in process: no second HTTP server, no fork.
+
+    AsyncLLM (this process)  ->  engine core (own process: schedules, decodes)  ->  workers (vllm_worker.GeneratorWorker)
+
+The engine core labels every step's tokens with the weight version that was set while it was paused, so version runs are exact.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from pipelinerl_actor.generator.background import result_of
+from pipelinerl_actor.generator.engine import Completion, GroupSpec, KVCache, Received, Sampling, Transfer
+from pipelinerl_actor.generator.vllm_options import VllmOptions, engine_args
+from pipelinerl_common.errors import FatalError
+from pipelinerl_common.types import VersionRun
+
+_MIN_POLL_S, _MAX_POLL_S, _POLL_SHARE = 0.003, 0.05, 0.02
+_WATCH_S = 1.0
+_GRACE_S = 30.0
+"""Beyond a transfer's own deadline: a worker that does not end by then is not to be trusted."""
+_NEVER = 1 << 30
+_WARM_UP_TOKENS = 4
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    """One sequence in vLLM. `begun` once a token of it was sampled."""
+
+    begun: bool = False
+    restart: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class VllmEngine:
+    """See Engine."""
+
+    def __init__(self, options: VllmOptions) -> None:
+        self._options = options
+        self._llm: AsyncLLM | None = None
+        self._ids = itertools.count()
+        self._requests: set[_Request] = set()
+        self._num_updates = 0
+
+    @property
+    def num_workers(self) -> int:
+        return self._options.generator.tensor_parallel_size
+
+    @property
+    def can_stage(self) -> bool:
+        return self._options.can_stage
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Starts vLLM, which takes many seconds. Raises SettingsError for arguments that vLLM refuses."""
+        self._llm = AsyncLLM.from_engine_args(engine_args(self._options))
+        try:
+            await self.set_version(self._options.initial_version)
+            await self.generate([0], Sampling(max_tokens=_WARM_UP_TOKENS, ignore_eos=True))
+            yield
+        finally:
+            llm, self._llm = self._llm, None
+            if llm.output_handler is not None:
+                llm.output_handler.cancel()  # or it reports the end of the engine core as a crash
+            await asyncio.to_thread(llm.shutdown)
+
+    async def watch(self) -> None:
+        while True:
+            if self._engine.errored:
+                raise FatalError("the vLLM engine died; see its log above")
+            await asyncio.sleep(_WATCH_S)
+
+    @property
+    def _engine(self) -> AsyncLLM:
+        if self._llm is None:
+            raise FatalError("the vLLM engine is not running")
+        return self._llm
+
+    # Decoding
+
+    async def generate(self, prompt_token_ids: Sequence[int], sampling: Sampling) -> Completion:
+        request = _Request()
+        self._requests.add(request)
+        try:
+            while True:
+                output = await self._attempt(request, list(prompt_token_ids), _sampling_params(sampling))
+                if output is not None:
+                    return _completion(output.outputs[0], output.num_cached_tokens or 0)
+        finally:
+            self._requests.discard(request)
+
+    async def _attempt(self, request: _Request, prompt: list[int], params: SamplingParams) -> RequestOutput | None:
+        """None when the weights changed before the first token, and the request must look at the prefix cache anew."""
+        request.restart.clear()
+        reader = asyncio.ensure_future(self._read(request, prompt, params))
+        if not self._options.generator.prefix_caching:
+            return await _cancelling(reader)
+        restarted = asyncio.ensure_future(request.restart.wait())
+        try:
+            await asyncio.wait([reader, restarted], return_when=asyncio.FIRST_COMPLETED)
+            return reader.result() if reader.done() else None
+        finally:
+            restarted.cancel()
+            reader.cancel()
+            await asyncio.wait([reader])
+
+    async def _read(self, request: _Request, prompt: list[int], params: SamplingParams) -> RequestOutput:
+        # One salt per set of weights: blocks that older weights computed are never found. Clearing the cache instead would
+        # also drop the KV of running sequences.
+        tokens = tokens_input(prompt, cache_salt=f"update-{self._num_updates}")
+        return await self._last_output(self._engine.generate(tokens, params, f"g{next(self._ids)}"), request)
+
+    async def _last_output(
+        self, outputs: AsyncGenerator[RequestOutput, None], request: _Request | None = None
+    ) -> RequestOutput:
+        """The finished one. Leaving early aborts the request in vLLM."""
+        last: RequestOutput | None = None
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    last = output
+                    if request is not None:
+                        request.begun = True
+        except EngineDeadError as error:
+            raise FatalError("the vLLM engine died; see its log above") from error
+        assert last is not None
+        return last
+
+    async def score(self, token_ids: Sequence[int], start: int, temperature: float) -> list[float]:
+        params = SamplingParams(
+            max_tokens=1, temperature=temperature, prompt_logprobs=0, flat_logprobs=True, detokenize=False, ignore_eos=True
+        )
+        tokens = tokens_input(list(token_ids))
+        last = await self._last_output(self._engine.generate(tokens, params, f"s{next(self._ids)}"))
+        assert last.prompt_logprobs is not None
+        return [last.prompt_logprobs[at][token].logprob for at, token in enumerate(token_ids) if at >= start]
+
+    # Weights
+
+    async def join(self, group: GroupSpec) -> list[int]:
+        results = await self._in_background("weights_join", group.timeout_s, asdict(group))
+        return [int(result["rank"]) for result in results]
+
+    async def leave(self) -> None:
+        await self._call("weights_leave")
+
+    async def stage(self, transfer: Transfer) -> Received:
+        return await self._receive("weights_stage", transfer)
+
+    async def back_up(self) -> None:
+        await self._in_background("weights_back_up", _GRACE_S)
+
+    async def receive_in_place(self, transfer: Transfer) -> Received:
+        return await self._receive("weights_receive_in_place", transfer)
+
+    async def pause(self, kv_cache: KVCache) -> None:
+        # `clear_cache` recomputes the KV of every running sequence, whatever its name says.
+        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=kv_cache is KVCache.RECOMPUTE)
+
+    async def resume(self) -> None:
+        await self._engine.resume_generation()
+
+    async def apply(self) -> None:
+        await self._call("weights_apply")
+
+    async def roll_back(self) -> None:
+        await self._call("weights_roll_back")
+
+    async def set_version(self, version: int) -> None:
+        await self._engine.update_weight_version(str(version))
+        self._num_updates += 1
+        for request in self._requests:
+            if not request.begun:
+                request.restart.set()
+
+    async def _receive(self, method: str, transfer: Transfer) -> Received:
+        arguments = (transfer.version, transfer.manifest.to_json(), transfer.timeout_s)
+        results = await self._in_background(method, transfer.timeout_s, *arguments)
+        checksums = {str(result["checksum"]) for result in results}
+        if len(checksums) != 1:
+            raise RuntimeError(f"the workers received different bytes: checksums {sorted(checksums)}")
+        transfer_s, load_s = (max(float(result[key]) for result in results) for key in ("transfer_s", "load_s"))
+        return Received(checksums.pop(), transfer_s, load_s)
+
+    async def _in_background(self, method: str, timeout_s: float, *arguments: Any) -> list[dict[str, Any]]:
+        """Starts work on every worker's own thread and asks until all have ended. Raises what a worker raised."""
+        await self._call(method, *arguments)
+        try:
+            async with asyncio.timeout(timeout_s + _GRACE_S):
+                start = time.monotonic()
+                while True:
+                    outcomes = await self._call("weights_poll")
+                    if all(outcome is not None for outcome in outcomes):
+                        return result_of(outcomes)
+                    # Every question takes the engine a moment: what lasts long is asked about less often.
+                    await asyncio.sleep(min(_MAX_POLL_S, max(_MIN_POLL_S, _POLL_SHARE * (time.monotonic() - start))))
+        except TimeoutError as error:
+            raise FatalError(f"a worker did not end {method} {_GRACE_S:g} s after its deadline") from error
+
+    async def _call(self, method: str, *arguments: Any) -> list[Any]:
+        try:
+            results: list[Any] = await self._engine.collective_rpc(method, args=arguments)
+        except EngineDeadError as error:
+            raise FatalError("the vLLM engine died; see its log above") from error
+        return results
+
+
+async def _cancelling(reader: "asyncio.Future[RequestOutput]") -> RequestOutput:
+    """Waits for `reader`; cancelled, it cancels the decode and waits until that has stopped."""
+    try:
+        return await reader
+    finally:
+        if not reader.done():
+            reader.cancel()
+            await asyncio.wait([reader])
+
+
+def _sampling_params(sampling: Sampling) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=max(0, sampling.top_k),
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,
+        seed=sampling.seed,
+        ignore_eos=sampling.ignore_eos,
+        logprobs=0,
+        flat_logprobs=True,
+        stream_interval=_NEVER,  # the first token and the end, nothing in between
+    )
+
+
+def _completion(output: CompletionOutput, num_cached_tokens: int) -> Completion:
+    token_ids = tuple(output.token_ids)
+    logprobs: Any = output.logprobs
+    spans = output.weight_versions or []
+    return Completion(
+        text=output.text,
+        token_ids=token_ids,
+        logprobs=tuple(logprobs.logprobs[logprobs.start_indices[at]] for at in range(len(token_ids))),
+        version_runs=tuple(VersionRun(int(span.version), span.end - span.start) for span in spans),
+        finish_reason=str(output.finish_reason),
+        num_cached_tokens=num_cached_tokens,
+    )

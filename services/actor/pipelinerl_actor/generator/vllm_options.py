@@ -1,0 +1,69 @@
+"""What vLLM is started with. Imports vLLM."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm import AsyncEngineArgs
+
+from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.settings import GeneratorSettings
+
+STAGING = "pipelinerl_staging"
+"""Key of vLLM's `additional_config`: whether to set memory aside for a second copy of the weights."""
+
+_WORKER = "pipelinerl_actor.generator.vllm_worker.GeneratorWorker"
+_FIXED = {
+    "additional_config",
+    "enable_prefix_caching",
+    "logprobs_mode",
+    "max_num_seqs",
+    "model",
+    "tensor_parallel_size",
+    "worker_cls",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOptions:
+    """What the engine is started with."""
+
+    model: Path
+    dtype: str
+    max_model_len: int
+    generator: GeneratorSettings
+    initial_version: int
+    can_stage: bool
+    on_cpu: bool
+
+
+def engine_args(options: VllmOptions) -> AsyncEngineArgs:
+    """Ours, overridden by the user's `engineArgs`. Raises SettingsError for names that vLLM does not know."""
+    generator = options.generator
+    arguments: dict[str, Any] = {
+        "model": str(options.model),
+        "dtype": options.dtype,
+        # One more than a trajectory: to score a full-length one, vLLM samples a token behind it (its position is unused).
+        "max_model_len": options.max_model_len + 1,
+        "tensor_parallel_size": generator.tensor_parallel_size,
+        "max_num_seqs": generator.max_running_requests,
+        "enable_prefix_caching": generator.prefix_caching,
+        "kv_cache_memory_bytes": generator.kv_cache_bytes,
+        "logprobs_mode": "processed_logprobs",
+        "enforce_eager": options.on_cpu,
+        "worker_cls": _WORKER,
+        "additional_config": {STAGING: options.can_stage},
+        "disable_log_stats": True,
+        "seed": 0,
+        "generation_config": "vllm",
+        "trust_remote_code": False,
+    }
+    unknown = sorted(set(generator.engine_args) - set(AsyncEngineArgs.__dataclass_fields__))
+    if unknown:
+        raise SettingsError(
+            f"generator.engineArgs: vLLM has no argument {', '.join(unknown)}; see its EngineArgs for the names"
+        )
+    fixed = sorted(set(generator.engine_args) & _FIXED)
+    if fixed:
+        raise SettingsError(f"generator.engineArgs: {', '.join(fixed)} cannot be set here; use the generator's own fields")
+    return AsyncEngineArgs(**{**arguments, **generator.engine_args})

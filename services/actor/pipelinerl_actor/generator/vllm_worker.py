@@ -1,0 +1,156 @@
+"""The worker that vLLM runs in the generator: vLLM's own, with weights that can be received and replaced.
+
+vLLM makes it by its name (`worker_cls`), in the engine's process or, with tensor parallelism, in one process per worker. The
+engine calls the methods that begin with `weights_` through `collective_rpc`. None of them blocks the decode for longer than its
+own work: what takes long runs on a thread and is asked about with `weights_poll`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.platforms import current_platform
+
+from pipelinerl_actor.generator.background import BackgroundWork, TransferClock
+from pipelinerl_actor.generator.vllm_copies import Backup, Reload, StagingModel
+from pipelinerl_actor.generator.vllm_options import STAGING
+from pipelinerl_weights.group import TransferGroup
+from pipelinerl_weights.manifest import Bucket, Manifest
+from pipelinerl_weights.receiver import receive, tensors_of
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as BaseWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as BaseWorker
+
+
+class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
+    """One worker. All tensors of an update reach every worker, which keeps its own shard."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self._work = BackgroundWork()
+        self._group: TransferGroup | None = None
+        self._backup: Backup | None = None
+        self._staging: StagingModel | None = None
+        if self.vllm_config.additional_config.get(STAGING):
+            # Now, so that the KV cache is sized with the memory that is left.
+            self._staging = StagingModel(self.model_runner.get_model(), self.vllm_config)
+        install_score_temperature(self.model_runner)
+
+    def weights_join(self, group: dict[str, Any]) -> None:
+        rank = group.pop("rank_offset") + self.rank
+        self._work.start(lambda: self._join(rank, group))
+
+    def weights_leave(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def weights_stage(self, version: int, manifest: str, timeout_s: float) -> None:
+        assert self._staging is not None
+        reload = self._staging.reload
+        self._work.start(lambda: self._receive(reload, version, manifest, timeout_s))
+
+    def weights_receive_in_place(self, version: int, manifest: str, timeout_s: float) -> None:
+        reload = Reload(self.model_runner.get_model(), self.vllm_config)
+        self._work.start(lambda: self._receive(reload, version, manifest, timeout_s))
+
+    def weights_back_up(self) -> None:
+        self._work.start(self._back_up)
+
+    def weights_poll(self) -> dict[str, Any] | None:
+        return self._work.poll()
+
+    def weights_apply(self) -> None:
+        assert self._staging is not None
+        self._staging.swap_in()
+
+    def weights_roll_back(self) -> None:
+        assert self._backup is not None
+        self._backup.restore()
+
+    # On the thread
+
+    def _join(self, rank: int, group: dict[str, Any]) -> dict[str, Any]:
+        self.weights_leave()
+        address, port = group.pop("master_address"), group.pop("master_port")
+        self._group = TransferGroup.join(address, port, rank=rank, **group)
+        return {"rank": rank}
+
+    def _back_up(self) -> dict[str, Any]:
+        self._backup = None
+        self._backup = Backup(self.model_runner.get_model())
+        return {}
+
+    def _receive(self, reload: Reload, version: int, manifest: str, timeout_s: float) -> dict[str, Any]:
+        assert self._group is not None
+        clock = TransferClock()
+
+        def load(bucket: Bucket, buffer: Tensor) -> None:
+            clock.bucket_arrived()
+            with clock.loading():
+                # vLLM holds tensors back until their layer is complete; the buffer itself is used again before that.
+                reload.load(tensors_of(bucket, buffer.clone()))
+
+        with _off_the_decode_stream(self.device):
+            reload.begin()
+            clock.ready()
+            try:
+                checksum = receive(self._group, Manifest.from_json(manifest), version, timeout_s, load, device=self.device)
+            finally:
+                # Also after a failure: it puts the model back into its normal form, whatever was loaded.
+                with clock.loading():
+                    reload.end()
+        return {"checksum": checksum, **clock.seconds()}
+
+
+def install_score_temperature(runner: Any) -> None:
+    """Makes the log-probabilities of prompts follow their request's temperature, as those of sampled tokens do.
+
+    vLLM computes them from the raw logits. The runner works through the requests that want them and calls the sampler's
+    `compute_logprobs`: here it does so once per temperature, with the logits divided by it.
+    """
+    original: Callable[..., dict[str, Any]] = runner._get_prompt_logprobs_dict
+
+    def at_temperature(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        waiting: dict[str, int] = runner.num_prompt_logprobs
+        if not waiting:
+            return {}
+        by_temperature: dict[float, dict[str, int]] = {}
+        for request_id, number in waiting.items():
+            temperature = runner.requests[request_id].sampling_params.temperature
+            by_temperature.setdefault(temperature, {})[request_id] = number
+        result: dict[str, Any] = {}
+        for temperature, requests in by_temperature.items():
+            before = set(requests)
+            runner.num_prompt_logprobs = requests
+            runner.sampler.compute_logprobs = lambda logits, divisor=temperature or 1.0: torch.log_softmax(
+                logits.float() / divisor, dim=-1
+            )
+            try:
+                result.update(original(*args, **kwargs))
+            finally:
+                del runner.sampler.compute_logprobs
+                runner.num_prompt_logprobs = waiting
+            for finished in before - requests.keys():
+                waiting.pop(finished, None)
+        return result
+
+    runner._get_prompt_logprobs_dict = at_temperature
+
+
+@contextlib.contextmanager
+def _off_the_decode_stream(device: torch.device) -> Iterator[None]:
+    """On a GPU a transfer has a stream of its own, so that it does not queue behind the decode, and ends when that is done."""
+    if device.type != "cuda":
+        yield
+        return
+    cuda: Any = torch.cuda
+    cuda.set_device(device)  # a new thread starts on device 0
+    stream = cuda.Stream(device)
+    with cuda.stream(stream):
+        yield
+        stream.synchronize()

@@ -1,0 +1,1 @@
+"""`python -m pipelinerl_actor.prepare`: fetches or makes a job's model before the services start."""

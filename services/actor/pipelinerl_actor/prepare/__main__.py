@@ -1,0 +1,60 @@
+"""`python -m pipelinerl_actor.prepare --job job.yaml --output DIR`: `<DIR>/model` becomes the job's model, checked.
+
+Run once before a job's services start; doing it again changes nothing.
+"""
+
+import argparse
+import logging
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipelinerl_common.errors import PipelineRLError, SettingsError
+from pipelinerl_common.service import EXIT_CRASHED, EXIT_DONE, EXIT_SETTINGS
+from pipelinerl_common.settings import load_job
+from pipelinerl_common.telemetry import LEVELS, configure_logging, fields
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="pipelinerl prepare", description="Fetches or makes the model of one PipelineRL job.")
+    parser.add_argument("--job", type=Path, required=True, help="the job file")
+    parser.add_argument("--output", type=Path, required=True, help="folder that gets the model, as <output>/model")
+    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "pipelinerl", help="where made models are kept")
+    parser.add_argument("--copy", action="store_true", help="copy instead of linking, for an output that other machines read")
+    parser.add_argument("--offline", action="store_true", help="download nothing")
+    parser.add_argument("--log-level", choices=LEVELS, default="info")
+    flags = parser.parse_args(argv)
+
+    configure_logging("prepare", flags.log_level)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that what is half made is removed
+    try:
+        prepare(flags)
+    except PipelineRLError as error:
+        log.error("failed", exc_info=error)
+        return EXIT_SETTINGS if isinstance(error, SettingsError) else EXIT_CRASHED
+    return EXIT_DONE
+
+
+def prepare(flags: argparse.Namespace) -> Path:
+    """Resolves the job's model and installs it. Raises SettingsError or Unavailable."""
+    from transformers.utils import logging as transformers_logging
+
+    from pipelinerl_actor.models.install import install_model
+    from pipelinerl_actor.models.source import ModelSource
+
+    transformers_logging.disable_progress_bar()
+    job = load_job(flags.job)
+    started = time.monotonic()
+    log.info(fields(model=job.spec.model.uri, preparing=flags.output / "model"))
+    source = ModelSource(flags.cache, offline=flags.offline).resolve(job.spec.model)
+    target = install_model(source, flags.output, copy=flags.copy)
+    log.info(fields(model=target, source=source, seconds=time.monotonic() - started))
+    return target
+
+
+if __name__ == "__main__":
+    sys.exit(main())

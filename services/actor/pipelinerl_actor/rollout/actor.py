@@ -1,0 +1,63 @@
+"""Puts one actor together from its job and its wiring, and runs it."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import aiohttp
+
+from pipelinerl_actor.rollout.admission import LeaseDesk, Reports
+from pipelinerl_actor.rollout.continuation import Continuation
+from pipelinerl_actor.rollout.generator_client import GeneratorClient
+from pipelinerl_actor.rollout.generators import Generators
+from pipelinerl_actor.rollout.group import GroupRoller
+from pipelinerl_actor.rollout.loop import RolloutLoop, Slots
+from pipelinerl_actor.rollout.meter import Meter, MetricsReport
+from pipelinerl_actor.rollout.trajectory import Sampler
+from pipelinerl_actor.rollout.verifier import Verifier
+from pipelinerl_actor.task import TaskName
+from pipelinerl_actor.task_loader import load_task
+from pipelinerl_common import rpc, stream
+from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.service import Wiring, run_until_first
+from pipelinerl_common.settings import load_job
+
+_CONNECT_S = 10.0
+
+
+async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
+    """Runs until the job is done or `stop` is set. Raises SettingsError for a task or wiring that cannot work."""
+    job = load_job(wiring.job_file)
+    spec, token = job.spec, wiring.token
+    if not wiring.generators:
+        raise SettingsError("--generator is missing: the rollout loop needs the base URL of at least one")
+    if not wiring.preprocessor:
+        raise SettingsError("--preprocessor is missing: the rollout loop needs its host:port")
+    name = TaskName(spec.task.path, spec.task.args, spec.seed)
+    task = load_task(name)
+    meter = Meter()
+    async with AsyncExitStack() as stack:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        )
+        generators = Generators(
+            [GeneratorClient(url, session, token) for url in wiring.generators],
+            max_running=spec.actors.generator.max_running_requests,
+            max_retries=spec.task.max_retries,
+            meter=meter,
+        )
+        verifier = Verifier(task, name, timeout_s=spec.task.verifier_timeout_seconds, max_retries=spec.task.max_retries)
+        stack.push_async_callback(verifier.close)
+        continuation = Continuation(wiring.output / "model")
+        sampler = Sampler(generators, spec.task.sampling, verifier, continuation, spec.seed)
+        roller = GroupRoller(job.name, task, spec.task, sampler, meter)
+        channel = await stack.enter_async_context(rpc.connect(wiring.preprocessor, token=token))
+        samples = await stack.enter_async_context(
+            stream.connect(wiring.nats_url, job.name, spec.stream, name=wiring.name, token=token)
+        )
+        reports = Reports(channel, wiring.name)
+        slots = Slots(generators.num_slots, spec.task.group_size)
+        loop = RolloutLoop(LeaseDesk(channel, wiring.name), reports, roller, samples, meter, slots)
+        metrics = MetricsReport(meter, samples, job=job.name, instance=wiring.name, num_running=lambda: generators.num_running)
+        await run_until_first(loop.run(stop, spec.actors.drain_seconds), reports.run(), metrics.run())
+        await metrics.publish()

@@ -1,0 +1,134 @@
+"""Several generators as one: requests go to the least loaded that is well; H caps what runs on each."""
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from pipelinerl_actor.rollout.clock import TrajectoryClock
+from pipelinerl_actor.rollout.failures import GivenUp, backoff_s
+from pipelinerl_actor.rollout.generator_client import (
+    CompletionRequest,
+    Completions,
+    ConnectionLost,
+    GeneratorAway,
+    GeneratorClient,
+)
+from pipelinerl_actor.rollout.meter import Meter
+from pipelinerl_common.errors import TemporaryError
+
+log = logging.getLogger(__name__)
+
+_MAX_AWAY_BACKOFF_S = 2.0
+_LOST_BACKOFF_S = 0.2
+_LOOK_AGAIN_S = 1.0
+"""Longest sleep of a request that waits for a generator; it is woken earlier by whatever changes."""
+
+
+@dataclass(slots=True, eq=False)
+class _Generator:
+    client: GeneratorClient
+    running: int = 0
+    """Sequences being decoded for us."""
+    failures_in_a_row: int = 0
+    rest_until: float = 0.0
+    """Until then it is left alone; after a failure it gets one request at a time until one succeeds."""
+
+
+class Generators:
+    """The actor's generators. At most `max_running` sequences run on each; more requests wait, first come first served."""
+
+    def __init__(self, clients: Sequence[GeneratorClient], *, max_running: int, max_retries: int, meter: Meter) -> None:
+        self._generators = [_Generator(client) for client in clients]
+        self.max_running = max_running
+        self._max_retries = max_retries
+        self._meter = meter
+        self._turnstile = asyncio.Lock()
+        self._changed = asyncio.Event()
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences that run at once when all generators are busy."""
+        return self.max_running * len(self._generators)
+
+    @property
+    def num_running(self) -> int:
+        return sum(generator.running for generator in self._generators)
+
+    async def complete(self, request: CompletionRequest, clock: TrajectoryClock) -> Completions:
+        """Waits for a generator with room, while `clock` stands, then samples. Temporary errors are tried again.
+
+        Raises GivenUp: "generator_error" after `max_retries`, or what no retry can help; SettingsError for a refused token.
+        """
+        num_failures = 0
+        while True:
+            try:
+                async with self._slot(request.n, clock) as generator:
+                    completions = await self._complete_on(generator, request)
+            except GeneratorAway:
+                self._meter.failed("generator_away")
+                continue
+            except TemporaryError as error:
+                self._meter.failed("generator_error")
+                num_failures += 1
+                if num_failures > self._max_retries:
+                    raise GivenUp("generator_error", f"{num_failures} tries, the last: {error}") from error
+                await asyncio.sleep(backoff_s(num_failures))
+                continue
+            self._meter.sampled(completions.turns)
+            return completions
+
+    async def _complete_on(self, generator: _Generator, request: CompletionRequest) -> Completions:
+        try:
+            completions = await generator.client.complete(request)
+        except GeneratorAway as error:
+            self._let_rest(generator, error.retry_after_s, error)
+            raise
+        except ConnectionLost as error:
+            self._let_rest(generator, _LOST_BACKOFF_S, error)
+            raise
+        if generator.failures_in_a_row:
+            log.info("generator=%s works again", generator.client.url)
+        generator.failures_in_a_row = 0
+        return completions
+
+    @asynccontextmanager
+    async def _slot(self, n: int, clock: TrajectoryClock) -> AsyncIterator[_Generator]:
+        with clock.standing():
+            async with self._turnstile:
+                while (generator := self._pick(n)) is None:
+                    self._changed.clear()
+                    try:
+                        async with asyncio.timeout(_LOOK_AGAIN_S):
+                            await self._changed.wait()
+                    except TimeoutError:
+                        pass
+        generator.running += n
+        try:
+            yield generator
+        finally:
+            generator.running -= n
+            self._changed.set()
+
+    def _pick(self, n: int) -> _Generator | None:
+        now = asyncio.get_running_loop().time()
+        able = [
+            generator
+            for generator in self._generators
+            if generator.running + n <= self.max_running
+            and now >= generator.rest_until
+            and (generator.failures_in_a_row == 0 or generator.running == 0)
+        ]
+        return min(able, key=lambda generator: generator.running, default=None)
+
+    def _let_rest(self, generator: _Generator, at_least_s: float, error: Exception) -> None:
+        now = asyncio.get_running_loop().time()
+        if now < generator.rest_until:
+            return  # another of its requests has already told
+        generator.failures_in_a_row += 1
+        rest_s = max(at_least_s, min(0.1 * 2 ** min(generator.failures_in_a_row, 10), _MAX_AWAY_BACKOFF_S))
+        generator.rest_until = now + rest_s * random.uniform(0.5, 1.0)
+        level = logging.WARNING if generator.failures_in_a_row in (1, 10) else logging.DEBUG
+        log.log(level, "generator=%s rests for %.1f s: %s", generator.client.url, rest_s, error)

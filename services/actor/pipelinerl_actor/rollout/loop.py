@@ -1,0 +1,208 @@
+"""The rollout loop.
+
+    preprocessor --leases, cancels--> RolloutLoop --one task per group--> GroupRoller --HTTP--> generators
+         ^                                 |                                  | verifier
+         +-----------outcomes--------------+--------finished groups-----------+--> stream
+
+One group is one asyncio task. It holds its lease until the group is published, reported as failed, cancelled or handed back.
+The loop keeps the generators' slots filled, and somewhat more, so that a finished trajectory's slot is taken at once.
+"""
+
+import asyncio
+import logging
+import math
+from contextlib import suppress
+from dataclasses import dataclass
+
+from pipelinerl.v1 import admission_pb2 as pb
+from pipelinerl_actor.rollout.admission import LeaseDesk, Reports
+from pipelinerl_actor.rollout.group import GroupFailed, GroupRoller, Progress
+from pipelinerl_actor.rollout.meter import Meter
+from pipelinerl_common.errors import PermanentError, Unavailable
+from pipelinerl_common.stream import Stream
+from pipelinerl_common.types import SampleGroup
+
+log = logging.getLogger(__name__)
+
+_ASK_S = 2.0
+"""Longest wait for leases in one call: within it the actor hears of cancels and renews its leases."""
+_RENEW_S = 0.5
+"""Pause between renewals while nothing is asked for."""
+_AHEAD = 0.25
+"""Share of the slots that is leased beyond them."""
+_MAX_LEASES_PER_SLOT_GROUP = 4
+"""Groups that are verified or published hold no slot; this bounds them, as a multiple of what fills the slots."""
+_FAILED_IN_A_ROW = 16
+"""After so many failed groups without a good one in between, new ones are taken ever more slowly."""
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
+_END_S = 30.0
+"""Longest time for cancelled groups to end."""
+_FLUSH_S = 5.0
+_PUBLISH_S = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    lease: pb.GroupLease
+    progress: Progress
+    task: asyncio.Task[None] | None = None
+    ending: pb.GroupOutcome.ValueType | None = None
+    """Set before the task is cancelled on purpose: what to report then."""
+
+
+class RolloutLoop:
+    """`num_slots` sequences run at once on the generators; `group_size` of them make a group."""
+
+    def __init__(
+        self, desk: LeaseDesk, reports: Reports, roller: GroupRoller, stream: Stream, meter: Meter, slots: "Slots"
+    ) -> None:
+        self._desk = desk
+        self._reports = reports
+        self._roller = roller
+        self._stream = stream
+        self._meter = meter
+        self._slots = slots
+        self._running: dict[str, _Running] = {}
+        self._changed = asyncio.Event()
+        self._num_failed_in_a_row = 0
+
+    async def run(self, stop: asyncio.Event, drain_s: float) -> None:
+        """Consumes leases, produces groups, waits for the preprocessor; ends when the run is done or `stop` is set.
+
+        Asked to stop it takes nothing new, finishes what it can within `drain_s` seconds and hands back the rest.
+        An error that no retry can help ends it, and with it every group.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            done = await self._lease_and_start(stop, tasks)
+            if not done:
+                await self._drain(drain_s)
+            await self._end_all(pb.GROUP_OUTCOME_CANCELLED if done else pb.GROUP_OUTCOME_HANDED_BACK)
+        await self._reports.flush(_FLUSH_S)
+
+    async def _lease_and_start(self, stop: asyncio.Event, tasks: asyncio.TaskGroup) -> bool:
+        """True when the run is done, False when `stop` is set."""
+        while not stop.is_set():
+            wanted = self._slots.groups_wanted([running.progress for running in self._running.values()])
+            response = await self._exchange(wanted)
+            if response.state == pb.RUN_STATE_DONE:
+                log.info("the run is done")
+                return True
+            for lease in response.leases:
+                self._start(lease, response.served_version, tasks)
+            if not wanted:
+                await self._wait_changed(_RENEW_S)
+            elif self._num_failed_in_a_row > _FAILED_IN_A_ROW:
+                await self._pause_after_failures(stop)
+        return False
+
+    async def _pause_after_failures(self, stop: asyncio.Event) -> None:
+        """When nothing but failures comes, the task or what it needs is broken: prompts are not to be burnt at full speed."""
+        pause_s = min(_FIRST_PAUSE_S * (self._num_failed_in_a_row - _FAILED_IN_A_ROW), _MAX_PAUSE_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await stop.wait()
+
+    async def _exchange(self, wanted: int) -> pb.LeaseResponse:
+        running = [lease_id for lease_id, running in self._running.items() if running.ending is None]
+        self._changed.clear()
+        response = await self._desk.exchange(wanted, running, _ASK_S)
+        for lease_id in response.cancelled_lease_ids:
+            self._end(lease_id, pb.GROUP_OUTCOME_CANCELLED)
+        return response
+
+    def _start(self, lease: pb.GroupLease, served_version: int, tasks: asyncio.TaskGroup) -> None:
+        running = _Running(lease, Progress(num_unsampled=lease.group_size))
+        self._running[lease.lease_id] = running
+        self._report(running, pb.GROUP_OUTCOME_STARTED, served_version=served_version)
+        running.task = tasks.create_task(self._work(running), name=f"group {lease.group_id}")
+        running.task.add_done_callback(lambda task: self._ended(running, task))
+
+    def _ended(self, running: _Running, task: asyncio.Task[None]) -> None:
+        """Not part of `_work`, since a task that is cancelled before its first step runs none of it."""
+        del self._running[running.lease.lease_id]
+        self._changed.set()
+        if task.cancelled() and running.ending is not None:
+            self._report(running, running.ending)
+
+    async def _work(self, running: _Running) -> None:
+        """One group from its lease to its end; raises only what must end the actor."""
+        try:
+            group = await self._roller.roll_out(running.lease, running.progress)
+            await self._publish(group)
+        except GroupFailed as error:
+            self._failed(running, error.reason, error)
+        except PermanentError as error:  # the stream's: a sample over its limit
+            self._meter.failed("unpublishable")
+            self._failed(running, "unpublishable", error)
+
+    async def _publish(self, group: SampleGroup) -> None:
+        while True:
+            try:
+                await self._stream.publish_group(group, timeout_s=_PUBLISH_S)
+                break
+            except Unavailable as error:
+                log.warning("group=%s waits to be published: %s", group.group_id, error)
+        self._num_failed_in_a_row = 0
+        self._meter.num_groups_published += 1
+        self._meter.num_samples += len(group.samples)
+
+    def _failed(self, running: _Running, reason: str, error: PermanentError) -> None:
+        self._num_failed_in_a_row += 1
+        if self._num_failed_in_a_row == _FAILED_IN_A_ROW:
+            log.error("%d groups in a row failed, the last: reason=%s %s", _FAILED_IN_A_ROW, reason, error)
+        self._meter.num_groups_failed += 1
+        self._report(running, pb.GROUP_OUTCOME_FAILED, reason=reason, detail=str(error)[:500])
+
+    def _report(self, running: _Running, outcome: pb.GroupOutcome.ValueType, **fields: object) -> None:
+        wasted = 0 if outcome == pb.GROUP_OUTCOME_STARTED else running.progress.num_tokens
+        event = pb.GroupEvent(lease_id=running.lease.lease_id, outcome=outcome, tokens_wasted=wasted, **fields)  # type: ignore[arg-type]
+        self._reports.add(event)
+
+    def _end(self, lease_id: str, outcome: pb.GroupOutcome.ValueType) -> None:
+        running = self._running.get(lease_id)
+        if running is not None and running.ending is None and running.task is not None:
+            running.ending = outcome
+            running.task.cancel()
+
+    async def _drain(self, drain_s: float) -> None:
+        log.info("draining: %d groups have %g s to finish", len(self._running), drain_s)
+        deadline = asyncio.get_running_loop().time() + drain_s
+        while self._running and (left_s := deadline - asyncio.get_running_loop().time()) > 0:
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._exchange(0)
+                    await self._wait_changed(min(_RENEW_S, left_s))
+            except TimeoutError:
+                return
+
+    async def _end_all(self, outcome: pb.GroupOutcome.ValueType) -> None:
+        tasks = [running.task for running in self._running.values() if running.task is not None]
+        for lease_id in tuple(self._running):
+            self._end(lease_id, outcome)
+        if tasks:
+            await asyncio.wait(tasks, timeout=_END_S)
+
+    async def _wait_changed(self, timeout_s: float) -> None:
+        """Until a group has ended, or `timeout_s` is over."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """How many groups fill the generators."""
+
+    num_slots: int
+    group_size: int
+
+    def groups_wanted(self, running: list[Progress]) -> int:
+        """Groups to lease so that unsampled trajectories fill the slots and a quarter more.
+
+        Example: 64 slots, groups of 8, running ones with 60 trajectories unsampled: 80 - 60 make room for 3 groups.
+        """
+        target = math.ceil(self.num_slots * (1 + _AHEAD))
+        unsampled = sum(progress.num_unsampled for progress in running)
+        room = math.ceil((target - unsampled) / self.group_size)
+        most = max(2, _MAX_LEASES_PER_SLOT_GROUP * math.ceil(target / self.group_size))
+        return max(0, min(room, most - len(running)))

@@ -1,0 +1,153 @@
+"""Runs a task's `verify` under its time limit: a coroutine here, a plain function in a process that can be ended.
+
+A verifier's process is handed the task's path, args and seed and makes its own task; a request names a prompt by its index. So
+only JSON lines cross the pipe. Processes are started when needed, at most `num_processes`, and ended after a time-out.
+"""
+
+import asyncio
+import dataclasses
+import inspect
+import json
+import logging
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from pipelinerl_actor.rollout.failures import GivenUp, backoff_s
+from pipelinerl_actor.task import Prompt, Task, TaskName, Turn, Verdict
+from pipelinerl_common.errors import FatalError, TemporaryError
+
+log = logging.getLogger(__name__)
+
+_START_S = 120.0
+"""Longest time for a process to import the task."""
+
+
+class Verifier:
+    """`verify` for all trajectories of the job, at most `num_processes` plain ones at once."""
+
+    def __init__(
+        self, task: Task, name: TaskName, *, timeout_s: float, max_retries: int, num_processes: int | None = None
+    ) -> None:
+        self._task = task
+        self._name = name
+        self._timeout_s = timeout_s
+        self._max_retries = max_retries
+        self._in_loop = inspect.iscoroutinefunction(task.verify)
+        self._idle: list[_Process] = []
+        self._room = asyncio.Semaphore(num_processes or min(8, os.cpu_count() or 1))
+
+    async def verify(self, prompt_index: int, prompt: Prompt, turn: Turn) -> Verdict:
+        """Tries again after a TemporaryError, which verifiers that ask remote services raise.
+
+        Raises GivenUp: "verifier_timeout", "verifier_error", "verifier_died", "verifier_unavailable".
+        """
+        num_failures = 0
+        while True:
+            try:
+                if self._in_loop:
+                    return await self._verify_here(prompt, turn)
+                return await self._verify_in_process(prompt_index, turn)
+            except TemporaryError as error:
+                num_failures += 1
+                if num_failures > self._max_retries:
+                    raise GivenUp("verifier_unavailable", f"{num_failures} tries, the last: {error}") from error
+            await asyncio.sleep(backoff_s(num_failures))
+
+    async def _verify_here(self, prompt: Prompt, turn: Turn) -> Verdict:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                outcome = self._task.verify(prompt, turn)
+                return await outcome if inspect.isawaitable(outcome) else outcome
+        except TimeoutError as error:
+            raise GivenUp("verifier_timeout", f"verify took longer than {self._timeout_s:g} s") from error
+        except (TemporaryError, GivenUp):
+            raise
+        except Exception as error:
+            raise GivenUp("verifier_error", f"{type(error).__name__}: {error}") from error
+
+    async def _verify_in_process(self, prompt_index: int, turn: Turn) -> Verdict:
+        async with self._process() as process:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    answer = await process.ask({"prompt_index": prompt_index, "turn": dataclasses.asdict(turn)})
+            except TimeoutError as error:
+                raise GivenUp(
+                    "verifier_timeout", f"verify took longer than {self._timeout_s:g} s, its process is ended"
+                ) from error
+        if "error" in answer:
+            raise TemporaryError(answer["error"]) if answer["temporary"] else GivenUp("verifier_error", answer["error"])
+        return Verdict(answer["reward"], answer["metrics"])
+
+    @asynccontextmanager
+    async def _process(self) -> AsyncIterator["_Process"]:
+        """A process of one's own. It is ended when the block raises, and kept for the next otherwise."""
+        async with self._room:
+            process = self._idle.pop() if self._idle else await _Process.start(self._name)
+            try:
+                yield process
+            except BaseException:
+                await process.end()
+                raise
+            self._idle.append(process)
+
+    async def close(self) -> None:
+        while self._idle:
+            await self._idle.pop().end()
+
+
+class _Process:
+    """One `verifier_process`, asked one thing at a time."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, name: TaskName) -> "_Process":
+        """Raises FatalError when the task cannot be made there, although it could here."""
+        child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "pipelinerl_actor.rollout.verifier_process",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the actor, which ends its processes
+        )
+        process = cls(child)
+        hello = {"path": name.path, "args": dict(name.args), "seed": name.seed, "sys_path": sys.path}
+        try:
+            async with asyncio.timeout(_START_S):
+                answer = await process.ask(hello)
+        except (GivenUp, TimeoutError) as error:
+            await process.end()
+            raise FatalError(f"the verifier's process for {name.path} does not start: {error!r}") from error
+        except BaseException:
+            await process.end()
+            raise
+        if "error" in answer:
+            await process.end()
+            raise FatalError(f"the verifier's process cannot make the task {name.path}: {answer['error']}")
+        return process
+
+    async def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Raises GivenUp("verifier_died") when the process ends instead of answering."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            stdin.write(json.dumps(question).encode() + b"\n")
+            await stdin.drain()
+            line = await stdout.readline()
+        except (OSError, ValueError) as error:  # a broken pipe; a line over the reader's limit
+            raise GivenUp("verifier_died", f"the verifier's process is gone: {error}") from error
+        if not line.endswith(b"\n"):
+            raise GivenUp("verifier_died", f"the verifier's process ended with status {await self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    async def end(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()

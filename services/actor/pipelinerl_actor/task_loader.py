@@ -1,0 +1,115 @@
+"""Makes a task from its dotted path. Every mistake of the user becomes one message that names the path and the remedy."""
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from pipelinerl_actor.task import Prompt, Rollout, Task, TaskName, Verdict
+from pipelinerl_common.errors import SettingsError
+
+
+class FunctionTask(Task):
+    """A task that is one `async def` function: it makes its own prompt."""
+
+    def __init__(self, function: Callable[..., Awaitable[Verdict]], args: dict[str, Any]) -> None:
+        self._function = function
+        self._args = args
+
+    def prompt(self, index: int) -> Prompt:
+        del index
+        return Prompt(())
+
+    async def rollout(self, rollout: Rollout) -> Verdict:
+        return await self._function(rollout, **self._args)
+
+
+def load_task(name: TaskName) -> Task:
+    """The task of `name`. Raises SettingsError when it cannot be imported, is not a task, or its args do not fit."""
+    target = _import(name.path)
+    if inspect.isclass(target) and issubclass(target, Task):
+        if inspect.isabstract(target):
+            missing = ", ".join(sorted(target.__abstractmethods__))
+            raise SettingsError(f"spec.task.path={name.path!r}: the class lacks {missing}")
+        return _construct(target, name)
+    if inspect.iscoroutinefunction(target):
+        parameters = list(inspect.signature(target).parameters.values())
+        if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
+            raise SettingsError(f"spec.task.path={name.path!r}: the function must take a Rollout as its first argument")
+        return FunctionTask(target, _check_args(target, parameters[1:], name))
+    raise SettingsError(
+        f"spec.task.path={name.path!r} is neither a subclass of pipelinerl_actor.task.Task nor an 'async def' function, "
+        f"but a {type(target).__name__}"
+    )
+
+
+def _import(path: str) -> Any:
+    module_name, _, attribute = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            remedy = "install the package that holds it, or put its folder on PYTHONPATH"
+            raise SettingsError(f"spec.task.path={path!r}: there is no module {error.name!r}; {remedy}") from error
+        raise SettingsError(f"spec.task.path={path!r}: {module_name} imports {error.name!r}, which is not installed") from error
+    except Exception as error:
+        raise SettingsError(
+            f"spec.task.path={path!r}: importing {module_name} failed with {type(error).__name__}: {error}"
+        ) from error
+    if not hasattr(module, attribute):
+        close = difflib.get_close_matches(attribute, [key for key in vars(module) if not key.startswith("_")], n=3)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise SettingsError(f"spec.task.path={path!r}: {module_name} has no {attribute!r}{hint}")
+    return getattr(module, attribute)
+
+
+def _construct(target: type[Task], name: TaskName) -> Task:
+    parameters = list(inspect.signature(target).parameters.values())
+    args = _check_args(target.__init__, [each for each in parameters if each.name != "seed"], name)
+    if any(each.name == "seed" for each in parameters):
+        args["seed"] = name.seed
+    try:
+        return target(**args)
+    except SettingsError:
+        raise
+    except Exception as error:
+        raise SettingsError(
+            f"spec.task: {name.path} with args {dict(name.args)} failed to start with {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_args(function: Callable[..., Any], parameters: list[inspect.Parameter], name: TaskName) -> dict[str, Any]:
+    """`name.args` validated against the parameters' names and annotations."""
+    keyword = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.POSITIONAL_ONLY)]
+    is_open = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    names = [each.name for each in keyword]
+    unknown = [key for key in name.args if key not in names]
+    if unknown and not is_open:
+        close = difflib.get_close_matches(unknown[0], names, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise SettingsError(
+            f"spec.task.args: {name.path} has no argument {unknown[0]!r}; it has {', '.join(names) or 'none'}{hint}"
+        )
+    missing = [each.name for each in keyword if each.default is each.empty and each.name not in name.args]
+    if missing:
+        raise SettingsError(f"spec.task.args: {name.path} needs the argument {missing[0]!r}")
+    return {**name.args, **_validate(function, keyword, name)}
+
+
+def _validate(function: Callable[..., Any], parameters: list[inspect.Parameter], name: TaskName) -> dict[str, Any]:
+    hints = get_type_hints(function)
+    given = [each for each in parameters if each.name in name.args]
+    # field names get a prefix, since a pydantic model cannot have a field that is called like one of its methods
+    fields: dict[str, Any] = {f"arg_{each.name}": (hints.get(each.name, Any), ...) for each in given}
+    model: type[BaseModel] = create_model("Args", __config__=ConfigDict(arbitrary_types_allowed=True), **fields)
+    try:
+        checked = model.model_validate({f"arg_{each.name}": name.args[each.name] for each in given})
+    except ValidationError as error:
+        faults = [
+            f"{str(fault['loc'][0]).removeprefix('arg_')}: {fault['msg']} (got {fault['input']!r})" for fault in error.errors()
+        ]
+        raise SettingsError(f"spec.task.args of {name.path}: {'; '.join(faults)}") from error
+    return {each.name: getattr(checked, f"arg_{each.name}") for each in given}

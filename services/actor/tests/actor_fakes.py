@@ -1,0 +1,172 @@
+"""What the actor's tests talk to: a generator over real HTTP and an Admission service over real gRPC."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from aiohttp import web
+
+from pipelinerl.v1 import admission_pb2 as pb
+from pipelinerl.v1.admission_pb2_grpc import add_AdmissionServicer_to_server
+from pipelinerl_common import rpc
+
+Answer = Callable[[dict[str, Any]], Awaitable[web.StreamResponse]]
+
+END = 2
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    """Returns once `condition()` is true; fails the test after `timeout_s`."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - conditions are of many kinds
+            await asyncio.sleep(0.005)
+
+
+def choice(index: int, text: str, *, version: int = 0, finish_reason: str = "stop", **changes: Any) -> dict[str, Any]:
+    """One choice that samples the characters of `text` and the end token, all by `version`."""
+    token_ids = [*map(ord, text), END]
+    fields = {
+        "index": index,
+        "message": {"role": "assistant", "content": text},
+        "finish_reason": finish_reason,
+        "token_ids": token_ids,
+        "token_logprobs": [-0.5] * len(token_ids),
+        "weight_versions": [[version, len(token_ids)]],
+    }
+    return {**fields, **changes}
+
+
+def completion(texts: list[str], *, prompt: list[int] | None = None, **changes: Any) -> dict[str, Any]:
+    choices = [choice(index, text, **changes) for index, text in enumerate(texts)]
+    return {"choices": choices, "prompt_token_ids": prompt or [4, 9, 2, 5]}
+
+
+class FakeGenerator:
+    """Speaks the generator's contract. `answer` decides what a request gets; by default each choice is "7"."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self._requests_running: list[web.Request] = []
+        self.num_running = 0
+        self.most_sequences = 0
+        self.num_sequences = 0
+        self.num_cancelled = 0
+        self.script: deque[Answer] = deque()
+        """Answers to the next requests, before `answer` takes over."""
+        self.answer: Answer = self.say
+
+    async def say(self, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response(completion(["7"] * body["n"], prompt=body.get("prompt_token_ids")))
+
+    async def hang(self, body: dict[str, Any]) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError(body)
+
+    async def reset(self, body: dict[str, Any]) -> web.StreamResponse:
+        """Breaks the connection without an answer."""
+        transport = self._requests_running[-1].transport
+        assert transport is not None, body
+        transport.abort()
+        await asyncio.Event().wait()
+        raise AssertionError(body)
+
+    @staticmethod
+    def status(status: int, message: str = "no", **headers: str) -> Answer:
+        async def answer(body: dict[str, Any]) -> web.StreamResponse:
+            error = {"error": {"message": message, "type": "test", "serving_version": 0}}
+            return web.json_response(
+                error, status=status, headers={name.replace("_", "-"): value for name, value in headers.items()}
+            )
+
+        return answer
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.requests.append(body)
+        self.headers.append(dict(request.headers))
+        self._requests_running.append(request)
+        self.num_running += 1
+        self.num_sequences += body["n"]
+        self.most_sequences = max(self.most_sequences, self.num_sequences)
+        try:
+            return await (self.script.popleft() if self.script else self.answer)(body)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        finally:
+            self._requests_running.remove(request)
+            self.num_running -= 1
+            self.num_sequences -= body["n"]
+
+    @asynccontextmanager
+    async def serving(self, port: int = 0) -> AsyncIterator["FakeGenerator"]:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self.handle)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", port)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+
+class FakeAdmission:
+    """Grants what is in `to_grant`, cancels what is in `to_cancel`, notes what it is told."""
+
+    def __init__(self, group_size: int = 4) -> None:
+        self.group_size = group_size
+        self.to_grant = 0
+        self.to_cancel: list[str] = []
+        self.done = False
+        self.requests: list[pb.LeaseRequest] = []
+        self.events: list[pb.GroupEvent] = []
+        self.num_granted = 0
+        self.on_grant: Callable[[], None] = lambda: None
+
+    async def Lease(self, request: pb.LeaseRequest, context: Any) -> pb.LeaseResponse:
+        self.requests.append(request)
+        with suppress(TimeoutError):
+            await until(lambda: self.to_grant or self.to_cancel or self.done, request.wait_s if request.max_groups else 0)
+        cancelled, self.to_cancel = self.to_cancel, []
+        num_groups = min(self.to_grant, request.max_groups)
+        self.to_grant -= num_groups
+        if num_groups:
+            self.on_grant()
+        return pb.LeaseResponse(
+            leases=[self._lease() for _ in range(num_groups)],
+            cancelled_lease_ids=cancelled,
+            served_version=3,
+            state=pb.RUN_STATE_DONE if self.done else pb.RUN_STATE_RUNNING,
+        )
+
+    async def Report(self, request: pb.ReportRequest, context: Any) -> pb.ReportResponse:
+        self.events.extend(request.events)
+        return pb.ReportResponse()
+
+    def _lease(self) -> pb.GroupLease:
+        number = self.num_granted
+        self.num_granted += 1
+        return pb.GroupLease(
+            lease_id=f"lease-{number}",
+            group_id=f"0-{number}",
+            attempt=1,
+            prompt_index=number,
+            group_size=self.group_size,
+            expires_in_s=60,
+        )
+
+    def outcomes(self, outcome: pb.GroupOutcome.ValueType) -> list[pb.GroupEvent]:
+        return [event for event in self.events if event.outcome == outcome]
+
+    @asynccontextmanager
+    async def serving(self, listen: str = "127.0.0.1:0", token: str | None = None) -> AsyncIterator[str]:
+        service = rpc.RpcService(add_AdmissionServicer_to_server, self, "pipelinerl.v1.Admission")
+        async with rpc.serve(listen, [service], token=token, grace_s=0.1) as server:
+            yield server.address

@@ -1,0 +1,154 @@
+"""The routes around an engine: readiness, limits, draining, and what a fatal error does."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from actor_generator_fakes import FakeEngine
+from actor_generator_harness import Client, until
+
+from pipelinerl_actor.generator.app import Generator, create_app
+from pipelinerl_actor.generator.layout import Layout
+from pipelinerl_actor.generator.metrics import GeneratorMetrics
+from pipelinerl_actor.generator.service import serve_http
+from pipelinerl_actor.generator.serving import Limits, Serving
+from pipelinerl_actor.generator.updater import WeightUpdater
+from pipelinerl_common.errors import FatalError
+
+BODY = {"prompt_token_ids": [1, 2], "max_tokens": 4}
+
+
+@asynccontextmanager
+async def serving(engine: FakeEngine, version: int = 0, drain_s: float = 30.0) -> AsyncIterator[tuple[Client, Generator]]:
+    metrics = GeneratorMetrics()
+    updater = WeightUpdater(engine, Layout({"w": (2, 3)}), metrics, initial_version=version, running=lambda: 0)
+    limits = Limits(max_model_len=16, max_running_requests=2, vocabulary=10)
+    serve = Serving(engine, None, limits, metrics, lambda: updater.version, model="job")
+    generator = Generator(engine, serve, updater, metrics, None, drain_s)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        async with serve_http(create_app(generator), listening):
+            yield Client(f"http://127.0.0.1:{listening.getsockname()[1]}"), generator
+
+
+async def test_nothing_is_served_before_the_first_weights() -> None:
+    async with serving(FakeEngine(), version=-1) as (client, _):
+        assert (await client.call("GET", "/health"))[0] == 200
+        assert (await client.call("GET", "/ready"))[0] == 503
+        assert (await client.weights())["version"] == -1
+        for path, body in (
+            ("/v1/chat/completions", BODY),
+            ("/v1/score", {"sequences": [{"token_ids": [1, 2], "start": 1}]}),
+        ):
+            async with aiohttp.ClientSession() as session, session.post(client.url + path, json=body) as response:
+                assert response.status == 503
+                assert response.headers["Retry-After"] == "1"
+                assert "no weights" in (await response.json())["error"]["message"]
+
+
+async def test_too_many_waiting_sequences_are_turned_away_and_the_engine_is_asked_for_each_choice() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        first = asyncio.create_task(client.call("POST", "/v1/chat/completions", {**BODY, "n": 30}))
+
+        async def full() -> bool:
+            return engine.num_decoding == 30
+
+        await until(full)
+        status, answer = await client.call("POST", "/v1/chat/completions", {**BODY, "n": 3})
+        assert status == 503
+        assert answer["error"]["message"] == "30 sequences run or wait, and at most 32 may"
+        engine.gate.set()
+        status, answer = await first
+        assert status == 200
+        assert [choice["index"] for choice in answer["choices"]] == list(range(30))
+
+
+async def test_one_choice_that_fails_stops_the_others() -> None:
+    engine = FakeEngine(failing={"score": RuntimeError("kernel fault")})
+    async with serving(engine) as (client, _):
+        sequences = [{"token_ids": [1, 2], "start": 1}] * 2
+        status, answer = await client.call("POST", "/v1/score", {"sequences": sequences})
+        assert status == 500
+        assert "kernel fault" in answer["error"]["message"]
+        assert (await client.weights())["num_running"] == 0
+
+
+async def test_a_client_that_leaves_stops_the_decode() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as (client, _):
+        leaving = asyncio.create_task(client.call("POST", "/v1/chat/completions", {**BODY, "n": 2}))
+
+        async def decoding(number: int) -> bool:
+            return engine.num_decoding == number
+
+        await until(lambda: decoding(2))
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        await until(lambda: decoding(0))
+
+
+async def test_draining_takes_nothing_new_and_waits_for_what_runs() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as (client, generator):
+        running = asyncio.create_task(client.call("POST", "/v1/chat/completions", BODY))
+
+        async def decoding() -> bool:
+            return engine.num_decoding == 1
+
+        await until(decoding)
+        draining = asyncio.create_task(client.call("POST", "/drain"))
+
+        async def refuses() -> bool:
+            return (await client.call("GET", "/ready"))[0] == 503
+
+        await until(refuses)
+        assert (await client.call("POST", "/v1/chat/completions", BODY))[0] == 503
+        assert not draining.done()
+        engine.gate.set()
+        assert await draining == (200, {"drained": True})
+        assert (await running)[0] == 200
+        assert generator.serving.draining
+
+
+async def test_a_drain_that_takes_too_long_says_so() -> None:
+    engine = FakeEngine()
+    async with serving(engine, drain_s=0.05) as (client, _):
+        running = asyncio.create_task(client.call("POST", "/v1/chat/completions", BODY))
+
+        async def decoding() -> bool:
+            return engine.num_decoding == 1
+
+        await until(decoding)
+        assert await client.call("POST", "/drain") == (200, {"drained": False})
+        engine.gate.set()
+        await running
+
+
+async def test_a_fatal_error_answers_and_ends_the_process() -> None:
+    engine = FakeEngine(failing={"apply": RuntimeError("device fault")})
+    async with serving(engine) as (client, generator):
+        group = {
+            "epoch": 1, "master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2,
+            "backend": "gloo", "timeout_s": 5,
+        }  # fmt: skip
+        assert (await client.call("POST", "/init_process_group", group))[0] == 200
+        manifest = {"tensors": [{"name": "w", "dtype": "float32", "shape": [2, 3]}], "bucket_bytes": 64}
+        body: dict[str, Any] = {"epoch": 1, "version": 1, "manifest": manifest, "timeout_s": 5}
+        status, answer = await client.call("POST", "/request_weight_update", body)
+        assert status == 500
+        assert answer["error"]["type"] == "FatalError"
+        with pytest.raises(FatalError, match="device fault"):
+            await asyncio.wait_for(generator.watch(), 5)
+
+
+async def test_unknown_paths_and_broken_bodies_answer_in_the_same_form() -> None:
+    async with serving(FakeEngine()) as (client, _):
+        status, answer = await client.call("GET", "/nothing")
+        assert (status, answer["error"]["type"]) == (404, "HTTPException")
+        status, answer = await client.call("POST", "/v1/score", {"sequences": [{"token_ids": [1, 2], "start": 2}]})
+        assert status == 422
+        assert "start=2 is not below the 2 token ids" in answer["error"]["message"]

@@ -1,0 +1,13 @@
+"""A table on the terminal: columns as wide as their widest cell, never cut."""
+
+from collections.abc import Sequence
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    lines = [list(head), *(list(row) for row in rows)]
+    widths = [max(len(line[k]) for line in lines) for k in range(len(head))]
+    for line in lines:
+        first, *rest = (
+            cell.ljust(width) if k == 0 else cell.rjust(width) for k, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        print("  ".join([first, *rest]))

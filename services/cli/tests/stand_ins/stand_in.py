@@ -1,0 +1,155 @@
+"""Plays every service of a run, without a model: the trainer steps as soon as the coordinator has formed a group.
+
+A file `<output>/do/<name>` tells the process of that name what to do once, and is removed then: "crash", "settings", "stop".
+"""
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from pipelinerl.v1 import metrics_pb2, policy_pb2, policy_pb2_grpc
+from pipelinerl_common import rpc
+from pipelinerl_common.settings import Job, load_job
+from pipelinerl_common.stream import connect
+
+TICK_S = 0.05
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    for flag in ("--job", "--output", "--token-file"):
+        parser.add_argument(flag, type=Path)
+    for flag in ("--name", "--listen", "--nats-url"):
+        parser.add_argument(flag, default="")
+    return parser.parse_known_args()[0]
+
+
+class StandIn:
+    def __init__(self, flags: argparse.Namespace) -> None:
+        self.flags = flags
+        self.output: Path = flags.output
+        self.job: Job = load_job(flags.job)
+        self.token = flags.token_file.read_text() if flags.token_file else None
+        self.stop = asyncio.Event()
+
+    async def tick(self) -> bool:
+        """Whether to go on; does what it is told to."""
+        order = self.output / "do" / self.flags.name
+        if order.exists():
+            what = order.read_text()
+            order.unlink()
+            print(f"told to {what}", flush=True)
+            if what != "stop":
+                sys.exit({"crash": 1, "settings": 2}[what])
+            return False
+        await asyncio.sleep(TICK_S)
+        return not self.stop.is_set()
+
+    async def serve(self) -> None:
+        while await self.tick():
+            pass
+
+    async def generate(self) -> None:
+        program = "import time; time.sleep(600)"
+        worker = await asyncio.create_subprocess_exec(sys.executable, "-c", program, f"worker of {self.output}")
+        try:
+            await self.answer()
+        finally:
+            worker.kill()
+
+    async def answer(self) -> None:
+        state = {"epoch": 0, "version": -1, "num_workers": 1}
+
+        async def weights(request: web.Request) -> web.Response:
+            return web.json_response(state)
+
+        async def join(request: web.Request) -> web.Response:
+            state["epoch"] = (await request.json())["epoch"]
+            return web.json_response({"epoch": state["epoch"], "ranks": [1]})
+
+        app = web.Application()
+        app.router.add_get("/health", weights)
+        app.router.add_get("/weights", weights)
+        app.router.add_post("/init_process_group", join)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        host, _, port = self.flags.listen.rpartition(":")
+        await web.TCPSite(runner, host, int(port)).start()
+        await self.serve()
+        await runner.cleanup()
+
+    async def train(self) -> None:
+        policy = Policy()
+        service = rpc.RpcService(policy_pb2_grpc.add_PolicyServicer_to_server, policy, "pipelinerl.v1.Policy")
+        stream_settings = self.job.spec.stream
+        step = self.newest_checkpoint()
+        async with (
+            rpc.serve(self.flags.listen, [service], token=self.token),
+            connect(self.flags.nats_url, self.job.name, stream_settings, name="trainer-0", token=self.token) as stream,
+        ):
+            while step < self.job.spec.algorithm.steps and await self.tick():
+                if policy.epoch == 0:
+                    continue
+                step += 1
+                values = {"reward_mean": step / 100, "lag_mean": 1.0, "lag_max": 2.0, "ess": 0.9, "num_trained_tokens": 10.0}
+                await stream.publish_metrics(
+                    metrics_pb2.MetricsRecord(
+                        schema_version=1,
+                        job=self.job.name,
+                        role="trainer",
+                        instance="trainer-0",
+                        time=time.time(),
+                        step=step,
+                        values={**values, "num_sequences": 4.0, "weight_updates_total": float(step)},
+                    )
+                )
+            self.save(step)
+
+    def newest_checkpoint(self) -> int:
+        manifests = (self.output / "checkpoints").glob("step-*/manifest.json")
+        return max((int(path.parent.name.removeprefix("step-")) for path in manifests), default=0)
+
+    def save(self, step: int) -> None:
+        folder = self.output / "checkpoints" / f"step-{step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "manifest.json").write_text(json.dumps({"step": step}))
+
+
+class Policy(policy_pb2_grpc.PolicyServicer):
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    async def JoinGroup(self, request: policy_pb2.JoinGroupRequest, context: Any) -> policy_pb2.JoinGroupResponse:
+        self.epoch = request.epoch
+        return policy_pb2.JoinGroupResponse(master_address="127.0.0.1", master_port=1)
+
+    async def GetPolicy(self, request: policy_pb2.GetPolicyRequest, context: Any) -> policy_pb2.GetPolicyResponse:
+        return policy_pb2.GetPolicyResponse(epoch=self.epoch)
+
+
+async def play(flags: argparse.Namespace) -> None:
+    stand_in = StandIn(flags)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stand_in.stop.set)
+    role = flags.name.partition("-")[0]
+    if role == "trainer":
+        await stand_in.train()
+    elif role == "generator":
+        await stand_in.generate()
+    elif role:
+        await stand_in.serve()
+    else:  # the model's preparation
+        flags.name = "prepare"
+        await stand_in.tick()
+        (stand_in.output / "model").mkdir(exist_ok=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(play(parse()))

@@ -1,0 +1,170 @@
+import io
+import math
+import socket
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pipelinerl_cli.results.metrics_file import Record
+from pipelinerl_cli.up.display import LiveDisplay, PlainDisplay, duration, number, sparkline
+from pipelinerl_cli.up.machine import assign_gpus, environment, threads_per_process
+from pipelinerl_cli.up.ports import Ports, check_port_is_free
+from pipelinerl_cli.up.restarts import Done, GiveUp, Restart, RestartBudget, judge
+from pipelinerl_cli.up.view import RunView
+from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.settings import Job, parse_job
+from pipelinerl_operator.plan import Role
+
+
+def make_job(**spec: Any) -> Job:
+    document = {
+        "apiVersion": "pipelinerl.dev/v1alpha1",
+        "kind": "PipelineRLJob",
+        "metadata": {"name": "sums"},
+        "spec": {"model": {"uri": "tiny://arithmetic"}, "task": {"path": "tasks:Sums"}, **spec},
+    }
+    return parse_job(document, source="test")
+
+
+def trained(step: int, time: float, reward: float) -> Record:
+    values = {"reward_mean": reward, "lag_mean": 1.25, "lag_max": 3.0, "ess": 0.97, "pause_seconds": 0.04}
+    return Record("trainer", "trainer-0", time, step, {**values, "weight_updates_total": 7.0})
+
+
+def view_after_steps() -> RunView:
+    view = RunView(steps_total=100)
+    view.take(Record("actor", "actor-0", 1, -1, {"generation_tokens_per_second": 1000.0}))
+    view.take(Record("actor", "actor-1", 1, -1, {"generation_tokens_per_second": 500.0}))
+    view.take(Record("preprocessor", "preprocessor-0", 1, -1, {"groups_ready": 12.0, "groups_running": 20.0}))
+    for step in (1, 2, 3):
+        assert view.take(trained(step, 10.0 * step, step / 10))
+    return view
+
+
+def test_view_adds_instances_and_estimates_the_time_left() -> None:
+    view = view_after_steps()
+    assert view.gauge("actor", "generation_tokens_per_second") == 1500
+    assert view.gauge("actor", "nothing") is None
+    assert view.total("trainer", "weight_updates_total") == 7
+    view.take(Record("trainer", "trainer-0", 99, -1, {"weight_updates_total": 2.0}))  # a restarted trainer counts from 0
+    assert view.total("trainer", "weight_updates_total") == 9
+    assert view.seconds_left == 970  # 97 steps at 10 s
+    assert list(view.rewards) == [0.1, 0.2, 0.3]
+
+
+def test_plain_display_writes_one_line_per_step_and_per_phase() -> None:
+    out = io.StringIO()
+    display = PlainDisplay(out)
+    view = RunView(steps_total=100, phase="loading")
+    display.update(view)
+    display.update(view)
+    stepped = view_after_steps()
+    display.update(stepped)
+    display.stepped(stepped)
+    assert out.getvalue().splitlines() == [
+        "loading",
+        "step 3/100  reward 0.300  lag 1.25 (max 3)  ESS 0.970  1,500 tokens/s  ready 12  running 20  updates 7",
+    ]
+
+
+def test_live_display_shows_what_is_waited_for_and_then_the_numbers() -> None:
+    console = Console(width=100, force_terminal=True, file=io.StringIO())
+    display = LiveDisplay("sums", "/runs/sums", console)
+
+    def shown(view: RunView) -> str:
+        with console.capture() as capture:
+            console.print(display.render(view))
+        return capture.get()
+
+    assert "waiting for generator-0-0" in shown(RunView(10, phase="loading", detail="waiting for generator-0-0"))
+    view = view_after_steps()
+    view.restarts = 2
+    text = shown(view)
+    for expected in (
+        "step 3/100",
+        "0.300 ▁▅█",
+        "1.25 mean, 3 max",
+        "0.970",
+        "1,500",
+        "12 ready, 20 running",
+        "7, pause 40 ms",
+        "16:10 left",
+    ):
+        assert expected in text
+
+
+def test_words_for_numbers() -> None:
+    assert sparkline([0, 0.5, 1]) == "▁▅█"
+    assert sparkline([0.4, 0.4]) == "▁▁"
+    assert sparkline([math.nan]) == ""
+    assert [duration(75), duration(3675)] == ["1:15", "1:01:15"]
+    assert [number(None), number(math.nan), number(1.234), number(12345, 0)] == ["-", "-", "1.23", "12,345"]
+
+
+@pytest.mark.parametrize(
+    ("role", "status", "finished", "verdict"),
+    [
+        (Role.TRAINER, 0, True, Done()),
+        (Role.TRAINER, 0, False, Restart("ended before the last step")),
+        (Role.ACTOR, 0, False, Done()),
+        (Role.GENERATOR, 0, False, Restart("ended by itself")),
+        (Role.PREPROCESSOR, 1, False, Restart("crashed with status 1")),
+        (Role.ACTOR, -9, False, Restart("was killed by signal 9")),
+        (Role.TRAINER, 2, False, GiveUp("wrong settings")),
+    ],
+)
+def test_what_an_exit_means(role: Role, status: int, finished: bool, verdict: Restart | Done | GiveUp) -> None:
+    assert judge(role, status, run_is_finished=lambda: finished) == verdict
+
+
+def test_restart_budget_waits_longer_each_time_and_is_used_up_within_its_window() -> None:
+    budget = RestartBudget(most=3, window_s=100, first_delay_s=0.5)
+    assert [budget.spend(now) for now in (0, 10, 20, 30)] == [0.5, 1.0, 2.0, None]
+    assert budget.spend(105) == 2.0  # the one at 0 is forgotten
+
+
+def test_threads_share_the_cores() -> None:
+    job = make_job(actors={"replicas": 2}, trainers={"processesPerNode": 2})
+    assert [threads_per_process(job, cores) for cores in (2, 8, 64)] == [1, 2, 16]
+
+
+def test_gpus_go_to_generators_then_trainers_and_a_job_without_gpus_sees_none() -> None:
+    job = make_job(actors={"gpusPerReplica": 2, "generatorsPerReplica": 2}, trainers={"processesPerNode": 2})
+    assert assign_gpus(job, None) == {
+        "preprocessor-0": "",
+        "generator-0-0": "0",
+        "generator-0-1": "1",
+        "trainer-0": "2",
+        "trainer-1": "3",
+        "actor-0": "",
+    }
+    assert assign_gpus(job, "4,5,6,7")["trainer-1"] == "7"
+    assert set(assign_gpus(make_job(), "0,1").values()) == {""}
+
+
+def test_environment_keeps_the_users_thread_count() -> None:
+    assert environment(make_job(), "trainer-0", {"OMP_NUM_THREADS": "3"}, cores=8)["OMP_NUM_THREADS"] == "3"
+    assert environment(make_job(), "trainer-0", {}, cores=8)["OMP_NUM_THREADS"] == "4"
+
+
+def test_reserved_port_can_be_listened_on_by_its_process_and_is_given_to_nobody_else() -> None:
+    with Ports() as ports:
+        port = ports.reserve()
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(("127.0.0.1", port))
+            server.listen()
+            with socket.create_connection(("127.0.0.1", port), timeout=5):
+                pass
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", port))
+        assert len({ports.reserve() for _ in range(50)} | {port}) == 51
+
+
+def test_port_of_a_listening_process_is_found_occupied() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(SettingsError, match=f"weightTransfer.port={port}: the port is occupied"):
+            check_port_is_free("weightTransfer.port", port)
+    check_port_is_free("weightTransfer.port", port)

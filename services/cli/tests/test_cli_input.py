@@ -1,0 +1,170 @@
+"""Bad input: one message that names the field, the value and the remedy, exit status 2, and nothing started or left behind."""
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from pipelinerl_cli.__main__ import COMMANDS, main
+from pipelinerl_cli.up import checks
+from pipelinerl_cli.up.folder import RunFolder
+from pipelinerl_common.settings import load_job
+
+JOB = """
+apiVersion: pipelinerl.dev/v1alpha1
+kind: PipelineRLJob
+metadata: {name: sums}
+spec:
+  model: {uri: "tiny://arithmetic"}
+  task: {path: "tasks:Sums", args: {limit: null}}
+  staleness: {policy: areal, eta: 3}
+"""
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    return path
+
+
+@pytest.fixture
+def refused(job_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs `pipelinerl up` with more arguments and returns the message; it must refuse without leaving anything behind."""
+
+    def run(*arguments: str, leaves: tuple[str, ...] = ()) -> str:
+        assert main(["up", str(job_file), "--output", str(tmp_path / "run"), *arguments]) == 2
+        output = tmp_path / "run"
+        left = sorted(path.name for path in output.iterdir() if path.name != "lock") if output.is_dir() else []
+        assert left == sorted(leaves)
+        return capsys.readouterr().err
+
+    return run
+
+
+class Case(NamedTuple):
+    override: str
+    message: str
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("algorithm.stepz=3", "unknown field; did you mean 'steps'?"),
+        Case("algorithm.steps=0", "algorithm.steps"),
+        Case("algorithm.steps", "expected path=value"),
+        Case("model.uri=/no/such/folder", "model.uri=/no/such/folder: there is no such folder"),
+        Case("model.uri=s3://bucket/model", "unknown scheme 's3'; use a folder, hf:// or tiny://"),
+        Case("staleness.policy=psychic", "psychic"),
+        Case("algorithm.kl.coefficient=0.1", "add 'reference: {}' or set the coefficient to 0"),
+    ],
+    ids=lambda case: case.override,
+)
+def test_wrong_setting_is_refused(refused: Callable[..., str], case: Case) -> None:
+    assert case.message in refused("--set", case.override)
+
+
+def test_missing_and_malformed_job_files_are_refused(job_file: Path, refused: Callable[..., str]) -> None:
+    job_file.write_text("spec: [")
+    assert "not valid YAML" in refused()
+    job_file.unlink()
+    assert "cannot be read" in refused()
+
+
+def test_model_folder_without_a_model_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    assert "has no config.json" in refused("--set", f"model.uri={tmp_path / 'model'}")
+
+
+def test_occupied_port_is_named(refused: Callable[..., str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        message = refused("--set", f"weightTransfer.port={port}")
+    assert f"weightTransfer.port={port}: the port is occupied" in message
+
+
+def test_missing_package_is_named_with_its_extra(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("vllm", "deepspeed") else object())
+    message = refused()
+    assert "not installed: deepspeed; run pip install 'pipelinerl[trainer]'" in message
+    assert "actors.generator.engine=vllm: vllm is not installed" in message
+    assert message.startswith("pipelinerl up: 2 thing(s) to put right first")
+
+
+def test_full_disk_is_named_with_what_is_needed(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "MIN_FREE_BYTES", 1 << 60)
+    assert "GB free, about 1152921504.6 GB needed" in refused()
+
+
+def test_folder_with_other_files_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").touch()
+    assert "holds other files (thesis.tex)" in refused(leaves=("thesis.tex",))
+
+
+def test_output_that_is_a_file_is_refused(job_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["up", str(job_file), "--output", str(tmp_path / "file")]) == 2
+    assert "cannot be written to" in capsys.readouterr().err
+
+
+def test_folder_of_another_job_or_of_other_settings_is_refused(
+    refused: Callable[..., str], tmp_path: Path, job_file: Path
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    folder.write_job(load_job(job_file, ["seed=4"]))
+    assert "other settings (seed: 4 -> 0)" in refused(leaves=("job.yaml", "logs"))
+    job_file.write_text(JOB.replace("sums", "products"))
+    assert "holds a run of the job 'sums', not of 'products'" in refused(leaves=("job.yaml", "logs"))
+
+
+@pytest.mark.parametrize("steps", ["0", "-3", "many", "1.5"])
+def test_max_steps_must_be_a_positive_number(job_file: Path, steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["up", str(job_file), "--max-steps", steps])
+    assert stopped.value.code == 2
+    assert "whole number of at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_folder_that_is_not_a_run_is_refused(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, str(tmp_path), str(tmp_path)] if command == "compare" else [command, str(tmp_path)]) == 2
+    assert "not a run's folder: it has no job.yaml" in capsys.readouterr().err
+
+
+def test_unknown_command_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["down"])
+    assert stopped.value.code == 2
+    assert "'up'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=str)
+def test_help_needs_no_heavy_module(command: list[str]) -> None:
+    program = (
+        "import sys\nfrom pipelinerl_cli.__main__ import main\n"
+        f"try:\n    main([*{command!r}, '--help'])\nexcept SystemExit as stopped:\n    assert stopped.code == 0\n"
+        "print(sorted({'torch', 'grpc', 'nats', 'pydantic', 'rich', 'aiohttp'} & set(sys.modules)))"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "usage: pipelinerl" in done.stdout
+    assert time.monotonic() - began < 30
+
+
+def test_effective_job_is_read_back_as_it_was(tmp_path: Path, job_file: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    job = load_job(job_file, ["algorithm.steps=7", "weightTransfer.backend=gloo"])
+    folder.write_job(job)
+    again = load_job(folder.job_file)
+    assert again == job
+    assert again.spec.task.args == {"limit": None}
+    assert again.spec.staleness.parameters == {"eta": 3}

@@ -1,0 +1,173 @@
+"""The pages hold what a reader looks for, and nothing from elsewhere."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pipelinerl_cli.__main__ import main
+from pipelinerl_cli.compare.table import first_reaching, load, rows
+from pipelinerl_cli.report.page import rates
+from pipelinerl_cli.report.svg import Axis, Line, clock, clock_ticks, compact, duration, plot, smooth, thin, ticks
+from pipelinerl_cli.results.history import Point
+from pipelinerl_cli.results.metrics_file import MetricsWriter, Record
+
+JOB = """
+apiVersion: pipelinerl.dev/v1alpha1
+kind: PipelineRLJob
+metadata: {name: sums}
+spec: {model: {uri: "tiny://arithmetic"}, task: {path: "tasks:Sums"}, seed: 11}
+"""
+
+
+def make_run(root: Path, rewards: Sequence[float], seconds_per_step: float = 1.0) -> Path:
+    """A run with one step per reward; it begins 10 s before the first step."""
+    root.mkdir()
+    (root / "job.yaml").write_text(JOB)
+    writer = MetricsWriter.open(root / "metrics.jsonl", now=0)
+    writer.write(Record("up", "up", 1000, -1, {"session_started": 1, "restarts_total": 0}))
+    for k, reward in enumerate(rewards, start=1):
+        time = 1010 + k * seconds_per_step
+        values = {"reward_mean": reward, "num_sequences": 4.0, "num_trained_tokens": 50.0, "lag_mean": 1.0, "lag_max": 2.0}
+        writer.write(Record("actor", "actor-0", time - 0.5, -1, {"tokens_generated_total": 60.0 * k}))
+        writer.write(Record("preprocessor", "preprocessor-0", time - 0.4, -1, {"groups_ready": 3.0, "groups_running": 8.0}))
+        writer.write(Record("trainer", "trainer-0", time, k, {**values, "ess": 0.95, "pause_seconds": 0.02}))
+    writer.close()
+    return root
+
+
+def test_report_holds_every_plot_the_summary_and_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", [k / 20 for k in range(20)])
+    assert main(["report", str(run)]) == 0
+    assert capsys.readouterr().out.strip() == str(run / "report.html")
+    page = (run / "report.html").read_text()
+    captions = re.findall(r"<figcaption>([^<]*)", page)
+    assert captions == [
+        "Reward over time",
+        "Reward over trajectories",
+        "Loss",
+        "Gradient norm and entropy",
+        "Lag of trained tokens (steps)",
+        "Effective sample size",
+        "Queue depth (groups)",
+        "Weight update",
+        "Tokens per second",
+        "Where a step&#x27;s time goes",
+    ]
+    assert page.count("data-plot ") == 7  # loss, gradient norm and step times have no data here and say so
+    assert page.count('class="empty"') == 3
+    assert "0.100 → 0.850" in page  # means of 0, .05, .1, .15, .2 and of .75 .. .95
+    assert "seed: 11" in page
+    assert "running" in page  # no summary.json yet
+
+
+def test_page_needs_nothing_from_elsewhere_and_has_light_and_dark(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [0.1] * 5)
+    main(["report", str(run)])
+    page = (run / "report.html").read_text()
+    assert not re.search(r'(src|href)="|@import|url\(', page)
+    assert "http://" not in page
+    assert "https://" not in page
+    assert "prefers-color-scheme: dark" in page
+    assert "@media" in page
+    assert len(page) < 200_000
+
+
+def test_text_of_the_job_cannot_break_the_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [0.1] * 5)
+    (run / "job.yaml").write_text(JOB.replace("tiny://arithmetic", "tiny://<script>alert(1)</script>"))
+    main(["report", str(run)])
+    page = (run / "report.html").read_text()
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert" in page
+
+
+def test_broken_summary_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", [0.1] * 5)
+    (run / "summary.json").write_text("[]")
+    assert main(["report", str(run)]) == 2
+    assert "not a summary of a run" in capsys.readouterr().err
+
+
+def test_compare_times_the_rewards_and_draws_every_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fast = make_run(tmp_path / "fast", [k / 20 for k in range(1, 21)], seconds_per_step=2)
+    slow = make_run(tmp_path / "slow", [k / 40 for k in range(1, 21)], seconds_per_step=2)
+    out = tmp_path / "compare.html"
+    assert main(["compare", str(fast), str(slow), "--output", str(out), "--reward", "0.4"]) == 0
+    table = capsys.readouterr().out
+    # fast: the mean of 5 steps is (k-2)/20, 0.4 at step 10, 10 + 20 s after the start, 40 trajectories
+    assert re.search(r"time to 0\.4 +30 s +46 s", table)
+    assert re.search(r"trajectories to 0\.4 +40 +72", table)
+    page = out.read_text()
+    assert re.findall(r"<figcaption>([^<]*)", page)[:3] == [
+        "Reward over time",
+        "Reward over trajectories",
+        "Reward over tokens",
+    ]
+    assert page.count('data-label="fast"') == page.count('data-label="slow"') == 6
+
+
+def test_reward_that_was_never_reached_is_said_so(tmp_path: Path) -> None:
+    (run,) = load([make_run(tmp_path / "run", [0.1] * 8)])
+    assert first_reaching(run, 0.5) is None
+    assert rows([run], [0.5])[0][-2:] == ["not reached", "-"]
+
+
+def test_single_lucky_steps_do_not_count_as_reaching(tmp_path: Path) -> None:
+    (run,) = load([make_run(tmp_path / "run", [0.9, 0.0, 0.0, 0.0, 0.0, 0.9, 0.0])])
+    assert first_reaching(run, 0.5) is None
+
+
+def test_compare_of_one_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(make_run(tmp_path / "run", [0.1]))]) == 2
+    assert "nothing to be compared with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 0.83, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (0, 3, [0, 1, 2, 3]),
+        (5, 5, [2, 3, 4, 5, 6, 7, 8]),
+        (-1, 1, [-1, -0.5, 0, 0.5, 1]),
+    ],
+)
+def test_ticks_are_round_and_cover_the_range(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+def test_clock_ticks_are_round_on_a_clock() -> None:
+    assert clock_ticks(0, 250) == [0, 60, 120, 180, 240, 300]
+    assert clock_ticks(0, 0) == [0, 1]
+    assert clock_ticks(0, 86400 * 30)[1] == 86400 * 5
+
+
+def test_numbers_are_written_for_people() -> None:
+    assert [compact(value) for value in (0, 0.25, 12.345, 1500, 2e6, 3e9)] == ["0", "0.25", "12.3", "1.5k", "2M", "3G"]
+    assert [clock(value) for value in (45, 90, 3700)] == ["45 s", "1:30", "1:01:40"]
+    assert [duration(value) for value in (0.05, 2.5)] == ["50 ms", "2.5 s"]
+
+
+def test_running_mean_and_rates_by_hand() -> None:
+    assert smooth([1, 2, 3, 4], 2) == [1, 1.5, 2.5, 3.5]
+    points = [Point(0, 0), Point(2, 10), Point(6, 60), Point(12, 0), Point(20, 80)]
+    assert rates(points, window_s=5) == [Point(6, 10), Point(12, 0), Point(20, 10)]
+
+
+def test_thinning_keeps_the_ends_and_every_spike() -> None:
+    ys = [0.0] * 10000
+    ys[5003], ys[7001] = 9.0, -4.0
+    xs, kept = thin(list(range(10000)), ys, most=100)
+    assert len(xs) <= 104
+    assert (xs[0], xs[-1]) == (0, 9999)
+    assert 9.0 in kept
+    assert -4.0 in kept
+
+
+def test_plot_leaves_out_what_is_not_a_number_and_draws_a_single_point() -> None:
+    line = Line("a", [0, 1, 2], [1.0, float("nan"), float("inf")])
+    drawn = plot("t", Axis("x"), Axis("y"), [line])
+    assert "<circle" in drawn
+    assert "nan" not in drawn
+    assert "inf" not in drawn

@@ -1,0 +1,268 @@
+"""`pipelinerl up` as a process, with stand-ins for the services: start to end, resume, locks, signals, crashes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+STAND_INS = Path(__file__).parent / "stand_ins"
+DEADLINE_S = 60
+JOB = """
+apiVersion: pipelinerl.dev/v1alpha1
+kind: PipelineRLJob
+metadata: {name: sums}
+spec:
+  model: {uri: "tiny://arithmetic"}
+  task: {path: "tasks:Sums"}
+  algorithm: {steps: 6}
+  actors: {generator: {engine: transformers}}
+  weightTransfer: {backend: gloo}
+"""
+
+
+class Up:
+    """One `pipelinerl up`; its output is collected in a file."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        self.output = folder / "run"
+        self.out = folder / "out.txt"
+        (folder / "job.yaml").write_text(JOB)
+        with self.out.open("w") as out:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    STAND_INS / "up_with_stand_ins.py",
+                    "up",
+                    folder / "job.yaml",
+                    "--output",
+                    self.output,
+                    *arguments,
+                ],
+                env={**os.environ, "PYTHONPATH": str(STAND_INS)},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait(self) -> int:
+        return self.process.wait(DEADLINE_S)
+
+    @property
+    def text(self) -> str:
+        return self.out.read_text()
+
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads((self.output / "summary.json").read_text())
+        return summary
+
+    def until(self, what: str, holds: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not holds():
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                pytest.fail(f"never came true: {what}; output:\n{self.text}")
+            time.sleep(0.02)
+
+    def until_step(self, step: int) -> None:
+        self.until(f"step {step}", lambda: re.search(rf"^step {step}/", self.text, re.MULTILINE))
+
+    def until_started_again(self, name: str) -> None:
+        log = self.output / "logs" / f"{name}.log"
+        self.until(f"{name} restarted", lambda: log.read_text().count("starts") == 2)
+
+    def tell(self, name: str, what: str) -> None:
+        (self.output / "do").mkdir(exist_ok=True)
+        order = self.output / "do" / name
+        order.with_name("order.tmp").write_text(what)
+        order.with_name("order.tmp").rename(order)
+
+    def services(self) -> list[int]:
+        """Processes that belong to this run and are alive."""
+        pids = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                command = (entry / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if str(self.output) in command and int(entry.name) != self.process.pid:
+                pids.append(int(entry.name))
+        return pids
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Up]]:
+    started: list[Up] = []
+
+    def begin(*arguments: str, folder: Path = tmp_path) -> Up:
+        folder.mkdir(exist_ok=True)
+        up = Up(folder, *arguments)
+        started.append(up)
+        return up
+
+    yield begin
+    for up in started:
+        if up.process.poll() is None:
+            up.process.kill()
+            up.process.wait()
+
+
+def test_run_goes_from_start_to_end_and_leaves_its_results(start: Callable[..., Up]) -> None:
+    up = start()
+    assert up.wait() == 0, up.text
+    assert re.search(r"^step 6/6  reward 0\.060  lag 1\.00 \(max 2\)  ESS 0\.900", up.text, re.MULTILINE)
+    summary = up.summary()
+    assert (summary["status"], summary["steps"], summary["weight_updates"]) == ("finished", 6, 6)
+    assert summary["reward_first"] == pytest.approx(0.03)
+    assert summary["reward_last"] == pytest.approx(0.04)
+    assert "<svg" in (up.output / "report.html").read_text()
+    assert (up.output / "token").stat().st_mode & 0o777 == 0o600
+    assert {path.name for path in (up.output / "logs").iterdir()} >= {"trainer-0.log", "actor-0.log", "up.log", "prepare.log"}
+    assert up.services() == []
+
+
+def test_finished_run_says_so_and_goes_on_with_more_steps(start: Callable[..., Up]) -> None:
+    assert start().wait() == 0
+    again = start()
+    assert again.wait() == 0
+    assert "this run is finished (6 of 6 steps)" in again.text
+    more = start("--max-steps", "9")
+    assert more.wait() == 0
+    assert "going on with the run" in more.text
+    assert "after step 6 of 9" in more.text
+    assert "step 1/9" not in more.text
+    assert more.summary()["steps"] == 9
+    assert more.summary()["samples_trained"] == 36
+
+
+def test_fresh_moves_the_old_run_aside(start: Callable[..., Up], tmp_path: Path) -> None:
+    assert start("--max-steps", "2").wait() == 0
+    fresh = start("--fresh", "--max-steps", "3")
+    assert fresh.wait() == 0
+    assert fresh.summary()["samples_trained"] == 12
+    (old,) = (path for path in tmp_path.iterdir() if path.name.startswith("run."))
+    assert str(old) in fresh.text
+    assert json.loads((old / "summary.json").read_text())["steps"] == 2
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_stops_in_order_and_the_next_up_goes_on(start: Callable[..., Up], sent: signal.Signals, status: int) -> None:
+    up = start("--max-steps", "100000")
+    up.until_step(3)
+    up.process.send_signal(sent)
+    assert up.wait() == status, up.text
+    assert up.services() == []
+    summary = up.summary()
+    assert summary["status"] == "interrupted"
+    assert summary["steps"] >= 3
+    assert "the same command goes on with the run" in up.text
+    resumed = start("--max-steps", str(summary["steps"] + 3))
+    assert resumed.wait() == 0
+    assert f"after step {summary['steps']} of" in resumed.text
+
+
+def test_signal_during_preparation_stops_at_once(start: Callable[..., Up]) -> None:
+    up = start()
+    up.until("preparation", lambda: "preparing the model" in up.text)
+    up.process.send_signal(signal.SIGINT)
+    assert up.wait() == 130
+    assert up.services() == []
+    assert up.summary()["steps"] == 0
+
+
+def test_crashed_processes_are_restarted_and_counted(start: Callable[..., Up]) -> None:
+    up = start("--max-steps", "100000")
+    up.until_step(2)
+    for name in ("actor-0", "preprocessor-0", "generator-0-0", "trainer-0"):
+        up.tell(name, "crash")
+        up.until_started_again(name)
+    up.until("the report of the last restart", lambda: "trainer-0 starts again" in up.text)
+    up.process.send_signal(signal.SIGINT)
+    up.wait()
+    assert up.summary()["restarts_by_process"] == {"actor-0": 1, "generator-0-0": 1, "preprocessor-0": 1, "trainer-0": 1}
+    assert "trainer-0 crashed with status 1" in up.text
+
+
+def test_killed_stream_server_comes_back_with_the_run_going_on(start: Callable[..., Up]) -> None:
+    up = start("--max-steps", "100000")
+    up.until_step(2)
+    (ports,) = (up.output / "nats").glob("nats-server_*.ports")
+    os.kill(int(re.sub(r"\D", "", ports.name)), signal.SIGKILL)
+    up.until("the restart", lambda: "nats ended with status -9" in up.text)
+    seen = len(re.findall(r"^step ", up.text, re.MULTILINE))
+    up.until("more steps", lambda: len(re.findall(r"^step ", up.text, re.MULTILINE)) > seen + 5)
+    up.process.send_signal(signal.SIGINT)
+    assert up.wait() == 130
+    assert up.summary()["restarts_by_process"] == {"nats": 1}
+
+
+def test_service_with_wrong_settings_ends_the_run_with_its_message(start: Callable[..., Up]) -> None:
+    up = start("--max-steps", "100000")
+    up.until_step(2)
+    up.tell("preprocessor-0", "settings")
+    assert up.wait() == 2
+    assert "the run failed: preprocessor-0 cannot run: wrong settings" in up.text
+    assert "told to settings" in up.text
+    assert up.summary()["status"] == "failed"
+    assert up.services() == []
+
+
+def test_failed_preparation_ends_the_run_with_its_message(start: Callable[..., Up], tmp_path: Path) -> None:
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    up = start()
+    up.until("the folder", lambda: (up.output / "job.yaml").exists())
+    up.tell("prepare", "crash")
+    assert up.wait() == 1
+    assert "prepare ended with status 1" in up.text
+
+
+def test_trainer_that_stops_early_is_started_again_until_the_last_step(start: Callable[..., Up]) -> None:
+    up = start("--max-steps", "40")
+    up.until_step(2)
+    up.tell("trainer-0", "stop")
+    assert up.wait() == 0, up.text
+    assert "ended before the last step" in up.text
+    assert up.summary()["steps"] == 40
+    assert up.summary()["restarts"] == 1
+
+
+def test_no_service_outlives_a_killed_up_and_the_next_one_goes_on(start: Callable[..., Up]) -> None:
+    up = start("--max-steps", "100000")
+    up.until_step(3)
+    assert len(up.services()) >= 6  # four services, the generator's own worker, the stream's server
+    up.process.kill()
+    up.wait()
+    deadline = time.monotonic() + DEADLINE_S
+    while up.services():
+        assert time.monotonic() < deadline, "services outlived `up`"
+        time.sleep(0.02)
+    resumed = start("--max-steps", "5")
+    assert resumed.wait() == 0, resumed.text
+    assert resumed.summary()["steps"] == 5
+
+
+def test_second_up_on_the_same_folder_is_refused_and_one_on_another_works(start: Callable[..., Up], tmp_path: Path) -> None:
+    first = start("--max-steps", "100000")
+    first.until_step(1)
+    other = start(folder=tmp_path / "other")
+    assert other.wait() == 0, other.text
+    second_output = tmp_path / "second.txt"
+    with second_output.open("w") as out:
+        command = [
+            sys.executable,
+            *map(str, (STAND_INS / "up_with_stand_ins.py", "up", tmp_path / "job.yaml", "--output", first.output)),
+        ]
+        assert subprocess.run(command, stderr=out, timeout=DEADLINE_S, check=False).returncode == 2
+    assert f"another `pipelinerl up` (process {first.process.pid}) is running in it" in second_output.read_text()
+    assert first.process.poll() is None

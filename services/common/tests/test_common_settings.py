@@ -1,0 +1,239 @@
+"""The job file: what is read, and how every kind of mistake is told."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.settings import Job, load_job, parse_job
+from pipelinerl_staleness.areal import ArealSettings
+from pipelinerl_staleness.conventional import ConventionalSettings
+
+
+def document(**spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "pipelinerl.dev/v1alpha1",
+        "kind": "PipelineRLJob",
+        "metadata": {"name": "maths"},
+        "spec": {"model": {"uri": "tiny://arithmetic"}, "task": {"path": "package.module:Task"}, **spec},
+    }
+
+
+def write(folder: Path, content: object) -> Path:
+    path = folder / "job.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content), encoding="utf-8")
+    return path
+
+
+def fault(content: dict[str, Any]) -> str:
+    with pytest.raises(SettingsError) as caught:
+        parse_job(content, source="job.yaml")
+    return str(caught.value)
+
+
+def test_the_smallest_job_has_the_documented_defaults(tmp_path: Path) -> None:
+    job = load_job(write(tmp_path, document()))
+    assert job.name == "maths"
+    assert job.spec.task.group_size == 8
+    assert job.spec.algorithm.truncation == 5.0
+    assert job.spec.weight_transfer.mode == "staged"
+    assert job.spec.staleness.parse() == ArealSettings(eta=1)
+    assert job.spec.reference is None
+
+
+def test_camel_case_and_snake_case_mean_the_same() -> None:
+    camel = parse_job(document(algorithm={"groupsPerStep": 4, "optimizer": {"maxGradNorm": 0.1}}), "job.yaml")
+    snake = parse_job(document(algorithm={"groups_per_step": 4, "optimizer": {"max_grad_norm": 0.1}}), "job.yaml")
+    assert camel == snake
+    assert camel.spec.algorithm.groups_per_step == 4
+
+
+def test_json_is_read_too(tmp_path: Path) -> None:
+    job = load_job(write(tmp_path, parse_job(document(), "x").model_dump_json(by_alias=True, exclude_none=True)))
+    assert job == parse_job(document(), "x")
+
+
+def test_settings_cannot_be_changed_afterwards() -> None:
+    job = parse_job(document(), "job.yaml")
+    with pytest.raises(ValueError, match="frozen"):
+        job.spec.seed = 3
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("spec: [", "not valid YAML"),
+        ("- a\n- b\n", "a job file is a mapping with apiVersion"),
+        ("", "a job file is a mapping"),
+        ("\x00", "not valid YAML"),
+    ],
+)
+def test_a_file_that_is_no_job_is_told_so(tmp_path: Path, content: str, says: str) -> None:
+    path = write(tmp_path, content)
+    with pytest.raises(SettingsError, match=says) as caught:
+        load_job(path)
+    assert str(path) in str(caught.value)
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"nowhere\.yaml: cannot be read"):
+        load_job(tmp_path / "nowhere.yaml")
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SettingsError, match=r"binary\.yaml: cannot be read"):
+        load_job(binary)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"algorithm": {"groupsPerStp": 4}}, "spec.algorithm.groupsPerStp: unknown field; did you mean 'groupsPerStep'?"),
+        ({"algorithm": {"optimizer": {"learningrate": 1}}}, "unknown field; did you mean 'learningRate'?"),
+        ({"xyzzy": 1}, "spec.xyzzy: unknown field"),
+        ({"reference": {"replica": 1}, "algorithm": {"kl": {"coefficient": 0.1}}}, "did you mean 'replicas'?"),
+        ({"algorithm": {"steps": 0}}, "spec.algorithm.steps: Input should be greater than or equal to 1 (got 0)"),
+        ({"algorithm": {"steps": "many"}}, "(got 'many')"),
+        ({"algorithm": {"loss": "dpo"}}, "'reinforce', 'ppo' or 'grpo' (got 'dpo')"),
+        ({"trainers": {"zeroStage": 4}}, "spec.trainers.zeroStage"),
+        ({"task": {"path": "no colon"}}, "is not of the form 'package.module:Name'"),
+        ({"model": {}}, "spec.model.uri: missing"),
+        ({"staleness": {"policy": "areal", "etta": 1}}, "policy 'areal' has no parameter 'etta': it has eta, max_concurrent"),
+        ({"staleness": {"policy": "areel"}}, "unknown staleness policy 'areel': choose one of areal, conventional"),
+        ({"staleness": {"eta": -1}}, "eta=-1 must be a whole number of at least 0"),
+    ],
+)
+def test_a_wrong_field_is_named_with_value_and_remedy(spec: dict[str, Any], says: str) -> None:
+    assert says in fault(document(**spec))
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"algorithm": {"kl": {"coefficient": 0.5}}}, ["algorithm.kl.coefficient=0.5", "spec.reference is not set"]),
+        ({"reference": {}}, ["spec.reference is set", "algorithm.kl.coefficient=0"]),
+        (
+            {"task": {"path": "a:B", "sampling": {"maxTokens": 4096}}},
+            ["task.sampling.maxTokens=4096", "model.maxModelLen=4096"],
+        ),
+        ({"trainers": {"microBatchTokens": 100}}, ["trainers.microBatchTokens=100", "model.maxModelLen=4096"]),
+        ({"task": {"path": "a:B", "groupSize": 1}}, ["algorithm.baseline=leave_one_out", "task.groupSize", "not 1"]),
+        (
+            {"algorithm": {"steps": 5, "optimizer": {"warmupSteps": 6}}},
+            ["optimizer.warmupSteps=6", "steps=5"],
+        ),
+    ],
+)
+def test_fields_that_contradict_each_other_are_both_shown(spec: dict[str, Any], says: list[str]) -> None:
+    message = fault(document(**spec))
+    for part in says:
+        assert part in message
+
+
+def test_all_faults_are_listed_at_once() -> None:
+    message = fault(document(algorithm={"steps": 0, "loss": "dpo"}, trainers={"zeroStage": 4}))
+    assert message.startswith("job.yaml: 3 fault(s) in the job file\n")
+    assert len(message.splitlines()) == 4
+
+
+@pytest.mark.parametrize("name", ["Maths", "a_b", "-a", "a-", "", "a" * 41, "a.b"])
+def test_a_name_that_kubernetes_or_the_stream_cannot_take_is_refused(name: str) -> None:
+    assert "metadata.name" in fault({**document(), "metadata": {"name": name}})
+
+
+@pytest.mark.parametrize("change", [{"apiVersion": "v1"}, {"kind": "Job"}])
+def test_another_kind_of_document_is_refused(change: dict[str, Any]) -> None:
+    assert next(iter(change)) in fault({**document(), **change})
+
+
+def test_overrides_replace_and_add_values(tmp_path: Path) -> None:
+    path = write(tmp_path, document(algorithm={"steps": 10}))
+    job = load_job(
+        path,
+        [
+            "algorithm.steps=20",
+            "spec.seed=7",
+            "staleness.eta=3",
+            "task.sampling.stop=['.', '=']",
+            "model.uri=/models/with=sign",
+            "reference={}",
+            "algorithm.kl.coefficient=0.1",
+        ],
+    )
+    assert job.spec.algorithm.steps == 20
+    assert job.spec.seed == 7
+    assert job.spec.staleness.parse() == ArealSettings(eta=3)
+    assert job.spec.task.sampling.stop == [".", "="]
+    assert job.spec.model.uri == "/models/with=sign"
+    assert job.spec.reference is not None
+
+
+def test_an_override_in_snake_case_replaces_what_the_file_says_in_camel_case(tmp_path: Path) -> None:
+    path = write(tmp_path, document(algorithm={"groupsPerStep": 4}, weightTransfer={"bucketBytes": 2048}))
+    job = load_job(path, ["algorithm.groups_per_step=8", "weight_transfer.bucket_bytes=4096"])
+    assert job.spec.algorithm.groups_per_step == 8
+    assert job.spec.weight_transfer.bucket_bytes == 4096
+
+
+def test_a_tasks_own_arguments_keep_their_names(tmp_path: Path) -> None:
+    path = write(tmp_path, document(task={"path": "a:B", "args": {"max_digits": 1}}))
+    job = load_job(path, ["task.args.maxDigits=2", "task.args.max_digits=3"])
+    assert job.spec.task.args == {"max_digits": 3, "maxDigits": 2}
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("algorithm.steps", "expected path=value"),
+        ("=3", "expected path=value"),
+        ("algorithm..steps=3", "expected path=value"),
+        ("algorithm.steps=[", "not valid YAML"),
+        ("seed.x=1", "spec.seed is not a mapping"),
+        ("algorithm.stepps=3", "did you mean 'steps'?"),
+    ],
+)
+def test_a_wrong_override_is_named(tmp_path: Path, override: str, says: str) -> None:
+    path = write(tmp_path, document(seed=3))
+    with pytest.raises(SettingsError) as caught:
+        load_job(path, [override])
+    assert says in str(caught.value)
+
+
+def test_the_conventional_policy_has_its_own_parameters() -> None:
+    job = parse_job(document(staleness={"policy": "conventional", "stepsPerGeneration": 4}), "job.yaml")
+    assert job.spec.staleness.parse() == ConventionalSettings(steps_per_generation=4)
+
+
+def _models(model: type[BaseModel], seen: set[type[BaseModel]]) -> set[type[BaseModel]]:
+    if model not in seen:
+        seen.add(model)
+        for field in model.model_fields.values():
+            for candidate in (field.annotation, *getattr(field.annotation, "__args__", ())):
+                if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+                    _models(candidate, seen)
+    return seen
+
+
+def test_every_field_is_documented() -> None:
+    """Sections are described by their class; `metadata` by Kubernetes."""
+    undocumented = [
+        f"{model.__name__}.{name}"
+        for model in _models(Job, set())
+        if model.__name__ not in ("Job", "Metadata")
+        for name, field in model.model_fields.items()
+        if not field.description and not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel))
+    ]
+    assert undocumented == ["JobSpec.reference"]
+
+
+def test_settings_are_read_without_torch_or_the_network_libraries() -> None:
+    program = (
+        "import sys; import pipelinerl_common.settings; "
+        "print(sorted(m for m in ('torch', 'vllm', 'transformers', 'grpc', 'nats') if m in sys.modules))"
+    )
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert output == "[]\n"

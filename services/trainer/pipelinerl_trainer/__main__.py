@@ -1,0 +1,74 @@
+"""`python -m pipelinerl_trainer`: one rank of the trainer."""
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.service import Wiring, parse_wiring, run_service
+from pipelinerl_common.settings import load_job
+
+
+@dataclass(frozen=True, slots=True)
+class RankFlags:
+    """The trainer's own flags, beside the wiring that every service has."""
+
+    rank: int
+    num_ranks: int
+    master_address: str
+    master_port: int
+    resume: bool
+
+
+def parse_flags(argv: Sequence[str] | None = None) -> tuple[Wiring, RankFlags]:
+    """Exits with status 2 on wrong flags and with 0 on --help."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    own = parser.add_argument_group("ranks of the trainer, beside the options below")
+    own.add_argument("--rank", type=int, default=0, help="this process, from 0")
+    own.add_argument("--num-ranks", type=int, default=1, help="processes that train together")
+    own.add_argument("--master-address", default="127.0.0.1", help="host of rank 0")
+    own.add_argument("--master-port", type=int, default=0, help="port that rank 0 opens for the others")
+    own.add_argument("--resume", action="store_true", help="go on from the newest checkpoint below --output, if there is one")
+    flags, rest = parser.parse_known_args(argv)
+    if {"-h", "--help"} & set(rest):
+        sys.stdout.write(parser.format_help() + "\n")
+    wiring = parse_wiring("trainer", rest)
+    if not 0 <= flags.rank < flags.num_ranks:
+        parser.exit(2, f"pipelinerl trainer: --rank {flags.rank} must be from 0 to --num-ranks {flags.num_ranks} minus 1\n")
+    if flags.num_ranks > 1 and not 0 < flags.master_port < 65536:
+        parser.exit(2, f"pipelinerl trainer: --master-port {flags.master_port} must be a port when there are several ranks\n")
+    return wiring, RankFlags(**vars(flags))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    wiring, flags = parse_flags(argv)
+
+    async def run(stop: asyncio.Event) -> None:
+        job = load_job(wiring.job_file)
+        for option in ("preprocessor", "coordinator"):
+            if not getattr(wiring, option):
+                raise SettingsError(f"--{option}: not given; the trainer needs its host:port")
+
+        from pipelinerl_trainer.assembly import Run
+        from pipelinerl_trainer.engine import prepare_environment
+        from pipelinerl_trainer.ranks import Place
+        from pipelinerl_trainer.service import run_rank
+
+        local_rank = flags.rank % job.spec.trainers.processes_per_node
+        prepare_environment(local_rank, flags.rank, flags.num_ranks)
+        place = Place(flags.rank, flags.num_ranks, local_rank, flags.master_address, flags.master_port)
+        await run_rank(Run(job, wiring, place, flags.resume), stop)
+
+    return run_service(run, name=wiring.name, log_level=wiring.log_level)
+
+
+if __name__ == "__main__":
+    status = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # the training thread may hang in a collective with a rank that died, which nothing can interrupt

@@ -1,0 +1,51 @@
+"""From the training thread into the event loop.
+
+The event loop runs in the main thread: gRPC, the publisher, signals. Training blocks, so it has a thread of its own, and asks
+for what it needs of the network here.
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from pipelinerl_common.errors import Unavailable
+
+Result = TypeVar("Result")
+
+
+class Bridge:
+    """Made in the event loop's thread, used in the training thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stopping = threading.Event()
+
+    def stop(self) -> None:
+        """The process was asked to stop: training ends at the next step's boundary."""
+        self._stopping.set()
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping.is_set()
+
+    def wait(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float) -> Result:
+        """Runs `coroutine` in the event loop and returns its result. Raises Unavailable after `timeout_s`."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError as error:
+            future.cancel()
+            raise Unavailable(f"{getattr(coroutine, '__qualname__', 'a call')} did not end within {timeout_s:g} s") from error
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Runs `coroutine` in the event loop without waiting for it; it must not raise."""
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def call(self, function: Any, *arguments: Any) -> None:
+        """Calls a plain function in the event loop's thread, soon."""
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def pause(self, seconds: float) -> None:
+        """Sleeps, but not beyond a stop."""
+        self._stopping.wait(seconds)

@@ -1,0 +1,178 @@
+"""The policy as a Hugging Face folder that transformers and vLLM load: safetensors, configuration, tokenizer."""
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipelinerl_common.errors import FatalError
+from pipelinerl_trainer.engine import Engine
+from pipelinerl_trainer.ranks import Ranks, Vote
+
+log = logging.getLogger(__name__)
+
+SHARD_BYTES = 4 << 30
+"""A file holds whole tensors up to this size, at least one; so much host memory is used at a time."""
+
+_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+
+
+class WriteFailed(Exception):
+    """A file could not be written, as on a full disk."""
+
+
+def export_policy(engine: Engine, ranks: Ranks, source: Path, target: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes the weights to `target` (which exists), with everything but the weights copied from the model folder `source`.
+
+    Every rank must call it; rank 0 writes, and raises WriteFailed. The others then go on unharmed.
+    """
+    writer = _ShardWriter(target, _shards(engine, shard_bytes)) if ranks.is_leader else None
+    for name, weight in engine.served_weights():
+        if writer is not None:
+            writer.add(name, weight)
+    if writer is not None:
+        writer.finish()
+        _copy_companions(source, target, str(engine.dtype).removeprefix("torch."))
+
+
+def export_final(engine: Engine, ranks: Ranks, source: Path, target: Path) -> None:
+    """`export_policy` to `target`, which appears as a whole or not at all, in place of an older one.
+
+    Raises FatalError on every rank when it cannot be written.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+
+    def begin() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    def finish() -> None:
+        sync([*partial.iterdir(), partial])
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(partial, target)
+
+    def by_leader(action: Callable[[], None]) -> None:
+        with writing():
+            if ranks.is_leader:
+                action()
+
+    for action in (lambda: by_leader(begin), lambda: export_policy(engine, ranks, source, partial), lambda: by_leader(finish)):
+        if not together(ranks, action, f"the export to {target}"):
+            raise FatalError(f"the trained model could not be written to {target}; with --resume it is tried again")
+
+
+def together(ranks: Ranks, action: Callable[[], None], what: str) -> bool:
+    """Whether `action` raised WriteFailed on no rank. Every rank must call it."""
+    vote = Vote.READY
+    try:
+        action()
+    except WriteFailed as error:
+        log.error("alert=write_failed %s: %s", what, error)
+        vote = Vote.FAILED
+    return ranks.vote(vote) is Vote.READY
+
+
+def _shards(engine: Engine, shard_bytes: int) -> dict[str, list[str]]:
+    """Tensor names by file name, in the order in which the engine gives them."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, shape in engine.served_shapes.items():
+        num_bytes = engine.dtype.itemsize * torch.Size(shape).numel()
+        if groups[-1] and size + num_bytes > shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += num_bytes
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{index:05d}-of-{len(groups):05d}.safetensors": names for index, names in enumerate(groups, start=1)}
+
+
+class _ShardWriter:
+    """Takes tensors in order and writes a file when its last tensor has come. Remembers a failure until `finish`."""
+
+    def __init__(self, folder: Path, shards: Mapping[str, list[str]]) -> None:
+        self._folder = folder
+        self._shards = shards
+        self._remaining = iter(shards.items())
+        self._file, self._names = next(self._remaining)
+        self._tensors: dict[str, Tensor] = {}
+        self._num_bytes = 0
+        self._failure: WriteFailed | None = None
+
+    def add(self, name: str, weight: Tensor) -> None:
+        if self._failure is not None:
+            return
+        self._tensors[name] = weight.to("cpu", copy=True).contiguous()
+        self._num_bytes += weight.nbytes
+        if len(self._tensors) == len(self._names):
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            save_tensors(self._folder / self._file, self._tensors)
+        except WriteFailed as error:
+            self._failure = error
+        self._tensors = {}
+        self._file, self._names = next(self._remaining, ("", []))
+
+    def finish(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if len(self._shards) > 1:
+            index = {
+                "metadata": {"total_size": self._num_bytes},
+                "weight_map": {name: file for file, names in self._shards.items() for name in names},
+            }
+            save_json(self._folder / "model.safetensors.index.json", index)
+
+
+def _copy_companions(source: Path, target: Path, dtype: str) -> None:
+    with writing():
+        for file in sorted(source.iterdir()):
+            if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and not file.name.startswith("."):
+                shutil.copyfile(file, target / file.name)
+        config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        config.pop("torch_dtype", None)
+        save_json(target / "config.json", config | {"dtype": dtype})
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raises WriteFailed."""
+    with writing():
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+
+
+def save_json(path: Path, document: Any) -> None:
+    """Raises WriteFailed."""
+    with writing():
+        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Translates what the file system and safetensors raise into WriteFailed."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise WriteFailed(str(error)) from error
+
+
+def sync(paths: Iterable[Path]) -> None:
+    """Makes files and folders durable. Raises WriteFailed."""
+    with writing():
+        for path in paths:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)

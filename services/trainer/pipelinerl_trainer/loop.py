@@ -1,0 +1,160 @@
+"""The training loop.
+
+    every rank                                   rank 0 beside it, in the event loop
+    ----------                                   -----------------------------------
+    pull the batch of step k          <------    preprocessor (assembles it at this moment)
+    forward, backward, all micro-batches
+    optimizer step
+    commit step k                     ------>    preprocessor (acknowledges the samples)
+    snapshot of version k+1           ------>    publisher -> coordinator, generators -> MarkPublished
+    checkpoint, when due
+    report                            ------>    log, metrics stream
+
+Weights of version k have seen k optimizer steps; step k (from 0) is trained at version k and makes version k+1. A step that was
+skipped because its gradient was not finite makes a version too, with the same weights: its samples are used up.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipelinerl.v1 import batches_pb2
+from pipelinerl_common.settings import JobSpec
+from pipelinerl_trainer.bridge import Bridge
+from pipelinerl_trainer.checkpoint import Checkpointer
+from pipelinerl_trainer.engine import Engine
+from pipelinerl_trainer.learner import Batch, Learner
+from pipelinerl_trainer.membership import PolicyServicer
+from pipelinerl_trainer.parity import ParityCheck
+from pipelinerl_trainer.publisher import Offer, Publisher
+from pipelinerl_trainer.ranks import Ranks, Vote
+from pipelinerl_trainer.report import Reporter, memory_bytes
+from pipelinerl_trainer.source import BatchSource, Stopped
+from pipelinerl_weights.manifest import Manifest
+from pipelinerl_weights.sender import Snapshot
+
+log = logging.getLogger(__name__)
+
+PUBLISHED_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What only rank 0 has, in its event loop."""
+
+    publisher: Publisher
+    reporter: Reporter
+    servicer: PolicyServicer
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything the loop is made of."""
+
+    spec: JobSpec
+    ranks: Ranks
+    engine: Engine
+    learner: Learner
+    source: BatchSource
+    bridge: Bridge
+    checkpointer: Checkpointer
+    parity: ParityCheck
+    manifest: Manifest
+    export: Callable[[], None]
+    desk: Desk | None
+
+
+class TrainingLoop:
+    """One run, from `step` on. `run` is called in the training thread of every rank."""
+
+    def __init__(self, parts: Parts, step: int, ledger: batches_pb2.LedgerSnapshot | None) -> None:
+        self._parts = parts
+        self._ledger = ledger
+        self._saved_step: int | None = step if ledger is not None else None
+        self.step = step
+        """Optimizer steps done, which is the policy version."""
+
+    def run(self) -> None:
+        """Trains to the last step, the end of the run, or a stop; leaves a checkpoint, and at the end the exported model."""
+        try:
+            self._start()
+            while self.step < self._parts.spec.algorithm.steps:
+                started = time.monotonic()
+                batch = self._parts.source.next_batch(self.step)
+                if batch is None:
+                    break
+                self._train(batch, started)
+        except Stopped:
+            log.info("stopped after step %d", self.step)
+            self._save()
+            return
+        self._save()
+        self._parts.export()
+        log.info("done after step %d", self.step)
+
+    def _start(self) -> None:
+        if self.step < self._parts.spec.algorithm.steps:
+            self._ledger = self._parts.source.restore(self.step, self._ledger)
+            self._publish()
+            if self._parts.parity.is_wanted:
+                self._wait_published()
+                self._parts.parity.run(self._parts.engine, self._parts.ranks, self._parts.bridge, self.step)
+
+    def _train(self, batch: Batch, started: float) -> None:
+        received = time.monotonic()
+        values = self._parts.learner.train_step(batch)
+        trained = time.monotonic()
+        is_last = self.step + 1 == self._parts.spec.algorithm.steps
+        self._ledger = self._parts.source.commit(batch.plan, last=is_last)
+        self.step += 1
+        if batch.plan.publish_after and not is_last:
+            self._publish()
+        every = self._parts.spec.trainers.checkpoint.every_steps
+        if every and self.step % every == 0 and not is_last:
+            self._save()
+        times = {"wait_seconds": received - started, "train_seconds": trained - received}
+        self._report(batch, values | times | {"step_seconds": time.monotonic() - started})
+
+    def _publish(self) -> None:
+        """Every rank gathers; rank 0 packs and hands over, and nobody waits for the generators."""
+        weights = self._parts.engine.served_weights()
+        desk = self._parts.desk
+        if desk is None:
+            for _ in weights:
+                pass
+            return
+        on_host = self._parts.spec.weight_transfer.backend == "gloo"
+        snapshot = Snapshot.pack(self._parts.manifest, weights, device="cpu" if on_host else self._parts.ranks.device)
+        self._parts.bridge.call(desk.publisher.offer, Offer(snapshot, self.step))
+
+    def _wait_published(self) -> None:
+        """Until the generators serve the version that training begins with. Raises Stopped."""
+        desk, bridge = self._parts.desk, self._parts.bridge
+        while True:
+            is_served = desk is None or desk.publisher.status.served_version == self.step
+            vote = Vote.READY if is_served else Vote.WAIT
+            outcome = self._parts.ranks.vote(Vote.STOP if bridge.is_stopping else vote)
+            if outcome is Vote.STOP:
+                raise Stopped
+            if outcome is Vote.READY:
+                return
+            bridge.pause(PUBLISHED_POLL_S)
+
+    def _save(self) -> None:
+        if self._saved_step != self.step and self.step > 0 and self._parts.checkpointer.save(self.step, self._ledger):
+            self._saved_step = self.step
+
+    def _report(self, batch: Batch, values: dict[str, float]) -> None:
+        desk = self._parts.desk
+        if desk is None:
+            return
+        plan = batch.plan
+        values = dict(plan.metrics) | values | desk.publisher.status.values()
+        values |= {
+            "num_sequences": float(plan.num_sequences),
+            "policy_version": float(self.step),
+            "checkpoint_failures_total": float(self._parts.checkpointer.num_failures),
+            "memory_bytes": memory_bytes(),
+        }
+        self._parts.bridge.call(desk.reporter.step_done, self.step, values)

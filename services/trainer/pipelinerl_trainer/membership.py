@@ -1,0 +1,145 @@
+"""The weight-transfer group that trainer rank 0 is in, and the `Policy` service through which the coordinator changes it."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from pipelinerl.v1 import policy_pb2, policy_pb2_grpc
+from pipelinerl_common.errors import PermanentError, Refused, Unavailable
+from pipelinerl_weights.errors import TransferFailed
+from pipelinerl_weights.group import Rendezvous, TransferGroup
+from pipelinerl_weights.manifest import Manifest
+
+log = logging.getLogger(__name__)
+
+FULL_NAME = "pipelinerl.v1.Policy"
+BACKENDS = ("gloo", "nccl")
+
+
+class Membership:
+    """One group at a time. It is being formed, formed, or gone; a group of the trainer alone counts as formed.
+
+    Lives in the event loop; joining blocks in a thread.
+    """
+
+    def __init__(self, advertised_address: str) -> None:
+        self._address = advertised_address
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when a group has formed."""
+        self._epoch = 0
+        self._group: TransferGroup | None = None
+        self._joining: asyncio.Task[None] | None = None
+        self._is_alone = False
+        self.num_join_failures = 0
+
+    @property
+    def epoch(self) -> int:
+        """Of the group that the trainer is in, or about to be in; 0 for none, also after a transfer on it failed."""
+        is_forming = self._joining is not None and not self._joining.done()
+        return self._epoch if is_forming or self._is_alone or self.group is not None else 0
+
+    @property
+    def group(self) -> TransferGroup | None:
+        """The formed group, if there is one that can be sent to."""
+        return None if self._group is None or self._group.aborted is not None else self._group
+
+    def join(self, epoch: int, world_size: int, backend: str, port: int, timeout_s: float) -> tuple[str, int]:
+        """Opens the rendezvous and returns its address at once; the group forms in the background and replaces the old one,
+        whose transfer, if one is under way, is aborted. Raises Refused or Unavailable."""
+        if epoch <= self.epoch:
+            raise Refused(f"epoch {epoch} is not newer than the current one, {self.epoch}")
+        self._leave(f"epoch {epoch} begins")
+        self._epoch, self._is_alone = epoch, world_size == 1
+        if self._is_alone:
+            log.info("epoch=%d no generators", epoch)
+            return self._address, 0
+        try:
+            rendezvous = Rendezvous.open(self._address, port, world_size, timeout_s)
+        except TransferFailed as error:
+            raise Unavailable(str(error)) from error
+        self._joining = asyncio.create_task(self._join(rendezvous, epoch, world_size, backend, timeout_s), name=f"join {epoch}")
+        return rendezvous.address, rendezvous.port
+
+    async def close(self) -> None:
+        """Leaves the group; whoever waits in it fails at once."""
+        self._leave("the trainer ends")
+        if self._joining is not None:
+            await asyncio.gather(self._joining, return_exceptions=True)
+
+    async def _join(self, rendezvous: Rendezvous, epoch: int, world_size: int, backend: str, timeout_s: float) -> None:
+        def join() -> TransferGroup:
+            return TransferGroup.join(
+                rendezvous.address,
+                rendezvous.port,
+                rank=0,
+                world_size=world_size,
+                backend=backend,
+                epoch=epoch,
+                timeout_s=timeout_s,
+                store=rendezvous,
+            )
+
+        try:
+            group = await asyncio.to_thread(join)
+        except (TransferFailed, OSError) as error:
+            self.num_join_failures += 1
+            log.warning("epoch=%d did not form: %s", epoch, error)
+            return
+        if epoch != self._epoch:
+            group.close()  # a newer group was asked for meanwhile
+            return
+        self._group = group
+        log.info("epoch=%d world_size=%d joined", epoch, world_size)
+        self.on_change()
+
+    def _leave(self, reason: str) -> None:
+        group, self._group, self._is_alone, self._epoch = self._group, None, False, 0
+        if group is not None:
+            group.abort(reason)
+            group.close()
+
+
+class PolicyServicer(policy_pb2_grpc.PolicyServicer):
+    """Answers Unavailable until `open`, when the model is loaded."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._manifest: Manifest | None = None
+        self._policy_version: Callable[[], int] = lambda: -1
+
+    def open(self, manifest: Manifest, policy_version: Callable[[], int]) -> None:
+        """`policy_version` gives the trainer's own version, which may be ahead of what was published."""
+        self._policy_version = policy_version
+        self._manifest = manifest
+
+    async def JoinGroup(self, request: policy_pb2.JoinGroupRequest, context: Any) -> policy_pb2.JoinGroupResponse:
+        _check(request)
+        self._loaded()
+        address, port = self._membership.join(
+            request.epoch, request.world_size, request.backend, request.port, request.timeout_s
+        )
+        return policy_pb2.JoinGroupResponse(master_address=address, master_port=port)
+
+    async def GetPolicy(self, request: policy_pb2.GetPolicyRequest, context: Any) -> policy_pb2.GetPolicyResponse:
+        return policy_pb2.GetPolicyResponse(
+            policy_version=self._policy_version(), epoch=self._membership.epoch, manifest=self._loaded().to_proto()
+        )
+
+    def _loaded(self) -> Manifest:
+        if self._manifest is None:
+            raise Unavailable("the trainer is still loading the model")
+        return self._manifest
+
+
+def _check(request: policy_pb2.JoinGroupRequest) -> None:
+    faults = {
+        "epoch": (request.epoch, request.epoch >= 1, "at least 1"),
+        "world_size": (request.world_size, request.world_size >= 1, "at least 1"),
+        "backend": (request.backend, request.backend in BACKENDS, f"one of {', '.join(BACKENDS)}"),
+        "port": (request.port, request.port <= 65535, "at most 65535"),
+        "timeout_s": (request.timeout_s, request.timeout_s > 0, "above 0"),
+    }
+    wrong = [f"{field}={value!r} must be {rule}" for field, (value, right, rule) in faults.items() if not right]
+    if wrong:
+        raise PermanentError("JoinGroup: " + "; ".join(wrong))

@@ -1,0 +1,177 @@
+"""The start-up check that generators and trainer compute the same log-probabilities from the same weights.
+
+Generators complete random token ids; the trainer scores what they sampled, at the same temperature. A difference beyond
+numerics means a wrong element type, temperature, position or weight, and training on it would be training on noise.
+"""
+
+import json
+import logging
+import random
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipelinerl_common.errors import FatalError, SettingsError
+from pipelinerl_common.settings import JobSpec
+from pipelinerl_common.types import MicroBatch
+from pipelinerl_trainer.bridge import Bridge
+from pipelinerl_trainer.engine import Engine
+from pipelinerl_trainer.packed import pack_row
+from pipelinerl_trainer.ranks import Ranks, Vote
+from pipelinerl_trainer.source import Stopped
+
+log = logging.getLogger(__name__)
+
+PROMPT_TOKENS, COMPLETION_TOKENS = 8, 32
+REQUEST_S = 60.0
+PATIENCE_S = 300.0
+"""Longest time for the generators to answer all prompts once one of them serves the weights."""
+PAUSE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a generator sampled for one prompt."""
+
+    generator: str
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+class ParityCheck:
+    """Every rank calls `run`; rank 0 asks the generators, all ranks score."""
+
+    def __init__(self, spec: JobSpec, generators: Sequence[str], token: str | None, vocabulary: int) -> None:
+        self._settings = spec.trainers.parity
+        self._temperature = spec.task.sampling.temperature
+        self._max_tokens = max(1, min(COMPLETION_TOKENS, spec.model.max_model_len - PROMPT_TOKENS))
+        self._generators = generators
+        self._token = token
+        self._prompts = _prompts(spec.seed, self._settings.num_prompts, vocabulary)
+
+    @property
+    def is_wanted(self) -> bool:
+        if self._prompts and not self._generators:
+            log.warning("no generator's address is known: log-probabilities of generators and trainer are not compared")
+        return bool(self._prompts and self._generators)
+
+    def run(self, engine: Engine, ranks: Ranks, bridge: Bridge, version: int) -> float:
+        """The mean absolute difference per token. Raises SettingsError beyond the bound, FatalError without answers."""
+        completions = self._collect(ranks, bridge, version)
+        row, columns = pack_row(_row(completions, self._temperature), ranks.device)
+        logprobs_T = engine.score_only(row).logprobs_T
+        differences_T = (logprobs_T - columns.old_logprobs_T).abs().double()
+        sums = [
+            float(differences_T.sum()),
+            float(len(differences_T)),
+            float(differences_T.max()) if len(differences_T) else 0.0,
+        ]
+        total, count, largest = (float(number) for number in ranks.gather(sums)[0])
+        mean, bound = total / max(count, 1.0), self._settings.max_logprob_difference
+        if not mean <= bound:
+            raise SettingsError(
+                f"generators and trainer disagree on the same weights: over {count:.0f} tokens their log-probabilities differ "
+                f"by {mean:.4g} on average and {largest:.4g} at most; trainers.parity.maxLogprobDifference={bound:g} allows "
+                "no more. Check model.dtype, the engine's arguments and the sampling settings; raise the bound only for a "
+                "difference that you can explain"
+            )
+        log.info("parity mean=%.3g max=%.3g tokens=%d bound=%g", mean, largest, count, bound)
+        return mean
+
+    def _collect(self, ranks: Ranks, bridge: Bridge, version: int) -> list[Completion]:
+        """Rank 0's completions; nothing on the others, who wait in rounds."""
+        found: list[Completion] = []
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            vote = Vote.READY
+            if ranks.is_leader and len(found) < len(self._prompts):
+                vote = self._next(found, version)
+                if vote is Vote.WAIT and time.monotonic() > deadline:
+                    log.error("the generators did not complete %d prompts within %g s", len(self._prompts), PATIENCE_S)
+                    vote = Vote.FAILED
+            outcome = ranks.vote(Vote.STOP if bridge.is_stopping else vote)
+            if outcome is Vote.READY:
+                return found
+            if outcome is Vote.STOP:
+                raise Stopped
+            if outcome is Vote.FAILED:
+                raise FatalError("the parity check got no answers from the generators; see rank 0's log")
+            if vote is Vote.WAIT and len(found) < len(self._prompts):
+                bridge.pause(PAUSE_S)
+
+    def _next(self, found: list[Completion], version: int) -> Vote:
+        """Asks for one more completion; READY when that was the last."""
+        prompt = self._prompts[len(found)]
+        url = self._generators[len(found) % len(self._generators)]
+        try:
+            found.append(self._ask(url, prompt, version))
+        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            log.info("generator=%s has no completion for the parity check yet: %s", url, error)
+            return Vote.WAIT
+        return Vote.READY if len(found) == len(self._prompts) else Vote.WAIT
+
+    def _ask(self, url: str, prompt: tuple[int, ...], version: int) -> Completion:
+        """Raises OSError when there is no answer, ValueError and the like when it is not one."""
+        body = {
+            "model": "policy",
+            "prompt_token_ids": list(prompt),
+            "max_tokens": self._max_tokens,
+            "temperature": self._temperature,
+            "logprobs": True,
+            "seed": len(prompt),
+        }
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._token}"} if self._token else {})
+        request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(request, timeout=REQUEST_S) as response:
+                choice: dict[str, Any] = json.load(response)["choices"][0]
+        except urllib.error.HTTPError as error:
+            raise OSError(f"HTTP {error.code}: {error.read(2000).decode(errors='replace')}") from error
+        served = {int(run[0]) for run in choice["weight_versions"]}
+        if served != {version}:
+            raise ValueError(f"it served version {sorted(served)}, not {version}")
+        token_ids, logprobs = tuple(choice["token_ids"]), tuple(choice["token_logprobs"])
+        if not token_ids or len(token_ids) != len(logprobs):
+            raise ValueError(f"{len(token_ids)} tokens with {len(logprobs)} log-probabilities")
+        return Completion(url, prompt, token_ids, logprobs)
+
+
+def _prompts(seed: int, count: int, vocabulary: int) -> list[tuple[int, ...]]:
+    generator = random.Random(seed)
+    return [tuple(generator.randrange(vocabulary) for _ in range(PROMPT_TOKENS)) for _ in range(count)]
+
+
+def _row(completions: Sequence[Completion], temperature: float) -> MicroBatch:
+    """All completions packed into one row; a filler row without any."""
+    num_slots = sum(len(each.prompt_ids) + len(each.token_ids) for each in completions)
+    zeros_L = np.zeros(num_slots, np.float32)
+    ids = [token for each in completions for token in (*each.prompt_ids, *each.token_ids)]
+    mask = [bit for each in completions for bit in (*[0] * len(each.prompt_ids), *[1] * len(each.token_ids))]
+    logprobs = [value for each in completions for value in (*[0.0] * len(each.prompt_ids), *each.logprobs)]
+    return MicroBatch(
+        index=0,
+        sequence_lengths=tuple(len(each.prompt_ids) + len(each.token_ids) for each in completions),
+        input_ids_L=np.array(ids, np.uint32),
+        loss_mask_L=np.array(mask, np.uint8),
+        old_logprobs_L=np.array(logprobs, np.float32),
+        advantages_L=zeros_L,
+        ref_logprobs_L=None,
+        returns_L=None,
+        rewards=(0.0,) * len(completions),
+        sequence_weights=(1.0,) * len(completions),
+        version_runs=(),
+        temperature=temperature,
+        group_numbers=(0,) * len(completions),
+    )
+
+
+def vocabulary_of(language_model: Any) -> int:
+    """Token ids below this exist."""
+    return int(language_model.config.get_text_config().vocab_size)

@@ -1,0 +1,255 @@
+"""Publication of weights to the generators, beside training.
+
+training thread:  offer(snapshot of version 7) ... offer(8) ... offer(9)      never waits
+event loop:       send 7 ........................ send 9 ...                  8 was replaced while 7 was being sent
+                  new epoch: send 9 again, so that newcomers catch up
+                  failed: try again, less and less often; training goes on
+and, apart from it: MarkPublished(7), MarkPublished(9) at the preprocessor, tried until it is there
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from pipelinerl.v1 import weights_pb2, weights_pb2_grpc
+from pipelinerl_common import rpc
+from pipelinerl_common.errors import PermanentError, Refused, TemporaryError, Unavailable
+from pipelinerl_common.telemetry import fields
+from pipelinerl_trainer.membership import Membership
+from pipelinerl_weights.group import TransferGroup
+from pipelinerl_weights.sender import SendReport, Snapshot, send_snapshot
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 15.0
+ANSWER_GRACE_S = 15.0
+"""The coordinator answers at the latest this long after the update's own deadline."""
+PROBE_S = 5.0
+LOST_COORDINATOR_S = 10.0
+"""How long a broadcast may still go on when the coordinator is gone."""
+
+
+class NotYet(TemporaryError):
+    """The group is not one that can be published to at this moment; nothing went wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One version's weights, ready to be sent."""
+
+    snapshot: Snapshot
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherStatus:
+    """What the metrics say about publication; seconds are those of the newest successful update."""
+
+    served_version: int = -1
+    num_updates: int = 0
+    num_failures: int = 0
+    publish_s: float = 0.0
+    """From PublishVersion to its answer."""
+    pause_s: float = 0.0
+    """The longest over the members."""
+    transfer_s: float = 0.0
+    apply_s: float = 0.0
+
+    def values(self) -> dict[str, float]:
+        return {
+            "served_version": self.served_version,
+            "publish_seconds": self.publish_s,
+            "pause_seconds": self.pause_s,
+            "transfer_seconds": self.transfer_s,
+            "apply_seconds": self.apply_s,
+            "weight_updates_total": self.num_updates,
+            "weight_update_failures_total": self.num_failures,
+        }
+
+
+class Publisher:
+    """Lives in the event loop of rank 0. `wake` is to be called when the membership changes."""
+
+    def __init__(
+        self,
+        coordinator: rpc.Channel,
+        mark_published: Callable[[int], Awaitable[None]],
+        *,
+        timeout_s: float,
+        may_roll_back: bool,
+    ) -> None:
+        self._coordinator = weights_pb2_grpc.WeightTransferStub(coordinator)
+        self._mark_published = mark_published
+        self._timeout_s = timeout_s
+        self._may_roll_back = may_roll_back
+        self._offer: Offer | None = None
+        self._published: tuple[int, int] | None = None
+        """Epoch and version of the last success."""
+        self._backoff_s = FIRST_BACKOFF_S
+        self._wake = asyncio.Event()
+        self._mark_wake = asyncio.Event()
+        self._sending = asyncio.Lock()
+        self.status = PublisherStatus()
+
+    def offer(self, offer: Offer) -> None:
+        """The weights to publish from now on, in place of any older offer. Event loop's thread."""
+        self._offer = offer
+        self.wake()
+
+    def wake(self) -> None:
+        """Something changed: look again at once."""
+        self._backoff_s = FIRST_BACKOFF_S
+        self._wake.set()
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether an update is under way."""
+        return self._sending.locked()
+
+    async def run(self, membership: Membership) -> None:
+        """Publishes and marks for ever. Consumes offers and new groups; waits for either, or for a retry's time."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._publish_all(membership), name="publish")
+            tasks.create_task(self._mark_all(), name="mark published")
+
+    async def finish(self, timeout_s: float) -> None:
+        """Waits for a transfer that is under way, so that generators do not see it break off."""
+        try:
+            async with asyncio.timeout(timeout_s), self._sending:
+                pass
+        except TimeoutError:
+            log.warning("the weights of version %s were still being sent at the end", self._offer and self._offer.version)
+
+    async def _publish_all(self, membership: Membership) -> None:
+        while True:
+            self._wake.clear()
+            offer, group, epoch = self._offer, membership.group, membership.epoch
+            if offer is None or group is None or self._published == (epoch, offer.version):
+                await self._wake.wait()
+                continue
+            try:
+                async with self._sending:
+                    await self._publish(offer, group, epoch)
+            except NotYet as error:
+                log.debug("version=%d epoch=%d waits: %s", offer.version, epoch, error)
+                await self._back_off()
+            except (TemporaryError, Refused) as error:
+                self.status = replace(self.status, num_failures=self.status.num_failures + 1)
+                log.warning("version=%d epoch=%d not published, trying again: %s", offer.version, epoch, error)
+                await self._back_off()
+
+    async def _back_off(self) -> None:
+        """Until the retry's time, or until something changes."""
+        delay_s, self._backoff_s = self._backoff_s, min(2 * self._backoff_s, MAX_BACKOFF_S)
+        try:
+            async with asyncio.timeout(delay_s):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
+    async def _publish(self, offer: Offer, group: TransferGroup, epoch: int) -> None:
+        await self._check_epoch(epoch)
+        started = time.monotonic()
+        request = weights_pb2.PublishVersionRequest(
+            epoch=epoch,
+            policy_version=offer.version,
+            manifest=offer.snapshot.manifest.to_proto(),
+            allow_rollback=self._may_roll_back and (self._published is None or self._published[0] != epoch),
+            timeout_s=self._timeout_s,
+        )
+        asking = asyncio.create_task(self._ask(request), name=f"PublishVersion {offer.version}")
+        sending = asyncio.create_task(self._send(group, offer), name=f"send {offer.version}")
+        try:
+            response = await _both(asking, sending, group)
+        finally:
+            asking.cancel()
+            if not sending.done():
+                group.abort("the trainer gave the update up")
+            await asyncio.gather(asking, sending, return_exceptions=True)
+        self._published = (epoch, offer.version)
+        self._record(offer, response, time.monotonic() - started)
+
+    async def _check_epoch(self, epoch: int) -> None:
+        """A group that the coordinator does not count on is not touched: it may be about to be replaced. Raises NotYet."""
+        try:
+            known = await rpc.call(self._coordinator.GetGroup, weights_pb2.GetGroupRequest(), timeout_s=PROBE_S)
+        except Unavailable as error:
+            raise NotYet(f"the coordinator is away: {error}") from error
+        if known.epoch != epoch:
+            raise NotYet(f"the coordinator is in epoch {known.epoch}")
+
+    async def _ask(self, request: weights_pb2.PublishVersionRequest) -> weights_pb2.PublishVersionResponse:
+        timeout_s = self._timeout_s + ANSWER_GRACE_S
+        response = await rpc.call(self._coordinator.PublishVersion, request, timeout_s=timeout_s)
+        if not response.published:
+            failed = [f"{member.generator}: {member.error}" for member in response.members if not member.ok]
+            raise TemporaryError("; ".join(failed) or "no member serves it")
+        for member in response.members:
+            if not member.ok:
+                log.warning("generator=%s left the group: %s", member.generator, member.error)
+        return response
+
+    async def _send(self, group: TransferGroup, offer: Offer) -> SendReport:
+        return await asyncio.to_thread(send_snapshot, group, offer.snapshot, offer.version, self._timeout_s)
+
+    def _record(self, offer: Offer, response: weights_pb2.PublishVersionResponse, seconds: float) -> None:
+        members = [member for member in response.members if member.ok]
+        self._backoff_s = FIRST_BACKOFF_S
+        self.status = replace(
+            self.status,
+            served_version=offer.version,
+            num_updates=self.status.num_updates + 1,
+            publish_s=seconds,
+            pause_s=max((member.pause_s for member in members), default=0.0),
+            transfer_s=max((member.transfer_s for member in members), default=0.0),
+            apply_s=max((member.apply_s for member in members), default=0.0),
+        )
+        self._mark_wake.set()
+        log.info(
+            "%s",
+            fields(
+                published_version=offer.version,
+                generators=len(members),
+                seconds=seconds,
+                pause_seconds=self.status.pause_s,
+                running=sum(member.num_running for member in members),
+            ),
+        )
+
+    async def _mark_all(self) -> None:
+        """Tells the preprocessor what is served, until it has heard it. Versions that were overtaken meanwhile are skipped."""
+        marked, backoff_s = -1, FIRST_BACKOFF_S
+        while True:
+            await self._mark_wake.wait()
+            self._mark_wake.clear()
+            version = self.status.served_version
+            if version == marked:
+                continue
+            try:
+                await self._mark_published(version)
+                marked, backoff_s = version, FIRST_BACKOFF_S
+            except (TemporaryError, PermanentError) as error:
+                log.warning("version=%d could not be marked as published, trying again: %s", version, error)
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                self._mark_wake.set()
+
+
+async def _both(
+    asking: asyncio.Task[weights_pb2.PublishVersionResponse], sending: asyncio.Task[SendReport], group: TransferGroup
+) -> weights_pb2.PublishVersionResponse:
+    """The coordinator's answer, once the broadcast is over too.
+
+    When the coordinator said no, the broadcast can never begin: the group is aborted. When the coordinator is lost, the members
+    may still be receiving, and are given a moment. When the broadcast failed, the answer tells who was the cause.
+    """
+    await asyncio.wait({asking, sending}, return_when=asyncio.FIRST_EXCEPTION)
+    if asking.done() and asking.exception() is not None and not sending.done():
+        if isinstance(asking.exception(), Unavailable):
+            await asyncio.wait({sending}, timeout=LOST_COORDINATOR_S)
+        group.abort(f"not published: {asking.exception()}")
+    response = await asking
+    await sending
+    return response

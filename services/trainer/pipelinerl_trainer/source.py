@@ -1,0 +1,153 @@
+"""Where batches come from, for all ranks together: each rank pulls its own part, and they agree before they train.
+
+Every wait is a round of some seconds, and every rank takes part in every round, so that no rank waits for another much longer
+than that, a stop is heard in any wait, and a preprocessor that is away is simply another round.
+"""
+
+import logging
+import time
+import uuid
+from collections.abc import Callable
+
+from pipelinerl.v1 import batches_pb2
+from pipelinerl_common.errors import FatalError, PermanentError, Refused, TemporaryError
+from pipelinerl_common.types import StepPlan
+from pipelinerl_trainer.batches import CALL_S, TRANSFER_S, WAIT_S, BatchesClient
+from pipelinerl_trainer.bridge import Bridge
+from pipelinerl_trainer.learner import Batch
+from pipelinerl_trainer.ranks import Ranks, Vote
+
+log = logging.getLogger(__name__)
+
+MARGIN_S = 5.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
+REFUSED_FOR_S = 60.0
+"""A preprocessor that refuses for this long has another ledger than the trainer: only a restart from a checkpoint helps."""
+REPORT_EVERY_S = 30.0
+
+
+class Stopped(Exception):
+    """The process was asked to stop while the ranks waited."""
+
+
+class BatchSource:
+    """Used in the training thread, by every rank in the same order."""
+
+    def __init__(self, client: BatchesClient, bridge: Bridge, ranks: Ranks) -> None:
+        self._client = client
+        self._bridge = bridge
+        self._ranks = ranks
+        self._backoff_s = FIRST_BACKOFF_S
+        self._refused_since: float | None = None
+        self._reported_at = time.monotonic()
+
+    def restore(
+        self, num_committed_steps: int, snapshot: batches_pb2.LedgerSnapshot | None
+    ) -> batches_pb2.LedgerSnapshot | None:
+        """Puts the ledger where the trainer is; the leader's ledger afterwards. Raises Stopped or FatalError."""
+        restore_id = uuid.uuid4().hex
+
+        def attempt() -> None:
+            call = self._client.restore(restore_id, num_committed_steps, snapshot)
+            rewound = self._bridge.wait(call, CALL_S + MARGIN_S)
+            log.info("restored_ledger step=%d rewound=%s", num_committed_steps, rewound)
+
+        self._leader_until_done(attempt, "to restore the ledger")
+        return self._snapshot(num_committed_steps)
+
+    def next_batch(self, step: int) -> Batch | None:
+        """This rank's part of the batch of `step`, the same batch on all ranks. None at the end of the run. Raises Stopped."""
+        while True:
+            vote, batch = self._pull(step)
+            outcome = self._ranks.vote(vote, batch.plan.batch_id if batch else "")
+            if outcome is Vote.READY:
+                self._calm()
+                return batch
+            if outcome is Vote.DONE:
+                return None
+            self._raise_on(outcome)
+            if vote is Vote.READY:
+                self._back_off("other ranks do not have this batch yet")
+
+    def commit(self, plan: StepPlan, *, last: bool) -> batches_pb2.LedgerSnapshot | None:
+        """Tells the preprocessor that the step is done; the leader's ledger afterwards. Raises Stopped or FatalError."""
+
+        def attempt() -> None:
+            self._bridge.wait(self._client.commit(plan, last=last), CALL_S + MARGIN_S)
+
+        self._leader_until_done(attempt, f"to commit step {plan.step}")
+        return self._snapshot(plan.step + 1)
+
+    def _pull(self, step: int) -> tuple[Vote, Batch | None]:
+        if self._bridge.is_stopping:
+            return Vote.STOP, None
+        try:
+            pulled = self._bridge.wait(self._client.pull(step), WAIT_S + TRANSFER_S + MARGIN_S)
+        except (TemporaryError, PermanentError) as error:
+            return self._excuse(error, f"for step {step}"), None
+        if pulled.batch is not None:
+            return Vote.READY, pulled.batch
+        self._calm()
+        if pulled.is_end:
+            return Vote.DONE, None
+        self._report(f"waiting for step {step}: {pulled.wait_reason}")
+        return Vote.WAIT, None
+
+    def _leader_until_done(self, attempt: Callable[[], None], purpose: str) -> None:
+        """The leader tries until it succeeds; the others follow in rounds."""
+        while True:
+            vote = self._try(attempt, purpose) if self._ranks.is_leader else Vote.READY
+            outcome = self._ranks.vote(vote)
+            if outcome is Vote.READY:
+                self._calm()
+                return
+            self._raise_on(outcome)
+
+    def _try(self, attempt: Callable[[], None], purpose: str) -> Vote:
+        try:
+            attempt()
+        except (TemporaryError, PermanentError) as error:
+            if self._bridge.is_stopping:
+                return Vote.STOP
+            return self._excuse(error, purpose)
+        return Vote.READY
+
+    def _excuse(self, error: Exception, purpose: str) -> Vote:
+        """Whether a failed call is worth another round; waits a little if so."""
+        if isinstance(error, PermanentError):
+            self._refused_since = self._refused_since or time.monotonic()
+            if not isinstance(error, Refused) or time.monotonic() - self._refused_since > REFUSED_FOR_S:
+                log.error("the preprocessor refuses %s: %s", purpose, error)
+                return Vote.FAILED
+        self._back_off(f"trying again {purpose}: {error}")
+        return Vote.WAIT
+
+    def _snapshot(self, num_committed_steps: int) -> batches_pb2.LedgerSnapshot | None:
+        """The leader's copy of the ledger, for a checkpoint while the preprocessor is away. None if it cannot be had."""
+        if not self._ranks.is_leader:
+            return None
+        try:
+            return self._bridge.wait(self._client.snapshot(num_committed_steps), CALL_S + MARGIN_S)
+        except (TemporaryError, PermanentError) as error:
+            log.warning("no ledger snapshot after step %d, it cannot be in a checkpoint: %s", num_committed_steps, error)
+            return None
+
+    def _raise_on(self, outcome: Vote) -> None:
+        if outcome is Vote.STOP:
+            raise Stopped
+        if outcome is Vote.FAILED:
+            raise FatalError("the preprocessor's ledger and the trainer do not fit together; restart the trainer with --resume")
+
+    def _back_off(self, reason: str) -> None:
+        self._report(reason)
+        self._bridge.pause(self._backoff_s)
+        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+
+    def _calm(self) -> None:
+        self._backoff_s, self._refused_since = FIRST_BACKOFF_S, None
+
+    def _report(self, reason: str) -> None:
+        now = time.monotonic()
+        if now - self._reported_at > REPORT_EVERY_S:
+            self._reported_at = now
+            log.info("%s", reason)

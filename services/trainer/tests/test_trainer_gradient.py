@@ -1,0 +1,145 @@
+"""The gradient is that of the plainest computation, whatever the packing, the ranks, the accumulation and the ZeRO stage."""
+
+import json
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trainer_toys as toys
+from deepspeed.utils import safe_get_full_grad
+from safetensors.torch import load_file
+
+from pipelinerl_trainer.engine import Engine
+from pipelinerl_trainer.learner import Learner
+from pipelinerl_trainer.model import PolicyModel, load_policy
+from pipelinerl_trainer.packed import pack_row
+from pipelinerl_trainer.ranks import Place, join_ranks
+
+TOLERANCE = 1e-5
+PROGRAM_S = 150
+EVERYTHING = toys.trajectories(7)
+
+
+def assert_same_gradient(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert max(float(gradient.abs().max()) for gradient in expected.values()) > 0.1  # the comparison means something
+    assert set(found) == set(expected)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, atol=TOLERANCE, rtol=TOLERANCE, msg=f"the gradient of {name}")
+
+
+def gradient_of(settings: Any, rows: list[list[toys.Trajectory]], stage: int) -> dict[str, torch.Tensor]:
+    with join_ranks(Place()) as ranks:
+        engine = Engine(PolicyModel(toys.tiny_model(), with_value_head=False), ranks, stage, settings.optimizer)
+        Learner(engine, ranks, settings).accumulate(toys.batch_of(rows, EVERYTHING))
+        return {name: safe_get_full_grad(weight).clone() for name, weight in engine.policy.language_model.named_parameters()}
+
+
+@pytest.mark.parametrize("loss", ["reinforce", "ppo"])
+@pytest.mark.parametrize("normalize_by", ["sequences", "tokens"])
+def test_one_rank_gives_the_plain_gradient(loss: str, normalize_by: str) -> None:
+    settings = toys.full_algorithm(loss=loss, normalizeBy=normalize_by)
+    found = gradient_of(settings, [EVERYTHING[:4], EVERYTHING[4:]], stage=1)
+    assert_same_gradient(found, toys.reference_gradient(settings, EVERYTHING))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "rows",
+    [[EVERYTHING], [[member] for member in EVERYTHING], [EVERYTHING[5:], [], EVERYTHING[2:5], EVERYTHING[:2]]],
+    ids=["one row", "a row each", "other neighbours and a filler"],
+)
+def test_packing_and_accumulation_change_nothing(stage: int, rows: list[list[toys.Trajectory]]) -> None:
+    settings = toys.full_algorithm()
+    assert_same_gradient(gradient_of(settings, rows, stage), toys.reference_gradient(settings, EVERYTHING))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    toys.save_tiny_model(folder / "model")
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(9)]
+        ports = [str(probe.getsockname()[1]) for probe in probes]
+    program = str(Path(__file__).with_name("trainer_rank_program.py"))
+    logs = [(folder / f"rank-{rank}.log").open("wb") for rank in (0, 1)]
+    processes = [
+        subprocess.Popen([sys.executable, program, str(rank), "2", str(folder), *ports], stdout=log, stderr=log)
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        statuses = [process.wait(PROGRAM_S) for process in processes]
+    finally:
+        for process, log in zip(processes, logs, strict=True):
+            process.kill()
+            process.wait()
+            log.close()
+    for rank, status in enumerate(statuses):
+        assert status == 0, (folder / f"rank-{rank}.log").read_text(errors="replace")[-3000:]
+    return folder, json.loads((folder / "results.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("packing", ["even", "uneven"])
+def test_two_ranks_give_the_plain_gradient(two_ranks: tuple[Path, dict[str, Any]], stage: int, packing: str) -> None:
+    folder, _ = two_ranks
+    found = load_file(folder / f"gradient-{stage}-{packing}.safetensors")
+    named = {name.removeprefix("language_model."): gradient for name, gradient in found.items()}
+    assert_same_gradient(named, toys.reference_gradient(toys.full_algorithm(), EVERYTHING))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_ranks_resume_bit_by_bit(two_ranks: tuple[Path, dict[str, Any]], stage: int) -> None:
+    _, results = two_ranks
+    straight, resumed = results[f"straight-{stage}"], results[f"resumed-{stage}"]
+    assert straight["saved"]
+    for before, after in zip(straight["second"], resumed["second"], strict=True):
+        assert {**before, "skipped_steps_total": 0} == {**after, "skipped_steps_total": 0}
+    assert straight["weights"] == resumed["weights"]
+    assert straight["second"][1]["loss"] != straight["first"][1]["loss"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_number_that_is_not_one_on_one_rank_skips_the_step_on_all(two_ranks: tuple[Path, dict[str, Any]], stage: int) -> None:
+    _, results = two_ranks
+    assert results[f"straight-{stage}"]["skipped"] == {"unchanged": True, "skipped": 1.0, "has_norm": False}
+
+
+def test_stages_train_alike(two_ranks: tuple[Path, dict[str, Any]]) -> None:
+    _, results = two_ranks
+    losses = [[step["loss"] for step in results[f"straight-{stage}"]["second"]] for stage in (1, 2, 3)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_ranks_agree_on_the_highest_vote_and_on_the_same_batch_only(two_ranks: tuple[Path, dict[str, Any]]) -> None:
+    _, results = two_ranks
+    assert results["votes"] == ["READY", "WAIT", "WAIT", "STOP"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_activation_checkpointing_changes_nothing(tmp_path: Path, stage: int) -> None:
+    spec = toys.job(trainers={"activationCheckpointing": True}).spec
+    settings = toys.full_algorithm()
+    toys.save_tiny_model(tmp_path)
+    with join_ranks(Place()) as ranks:
+        policy = load_policy(tmp_path, spec, ranks.device)
+        assert policy.language_model.is_gradient_checkpointing
+        engine = Engine(policy, ranks, stage, settings.optimizer)
+        Learner(engine, ranks, settings).accumulate(toys.batch_of([EVERYTHING[:4], EVERYTHING[4:]], EVERYTHING))
+        found = {name: safe_get_full_grad(weight).clone() for name, weight in policy.language_model.named_parameters()}
+    assert_same_gradient(found, toys.reference_gradient(settings, EVERYTHING))
+
+
+def test_dropout_of_the_checkpoint_is_off(tmp_path: Path) -> None:
+    toys.save_tiny_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    policy = load_policy(tmp_path, toys.job().spec, torch.device("cpu"))
+    assert policy.training
+    row, _ = pack_row(toys.pack(EVERYTHING), torch.device("cpu"))
+    torch.testing.assert_close(policy(row).logprobs_T, policy(row).logprobs_T, rtol=0, atol=0)

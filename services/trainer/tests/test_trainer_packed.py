@@ -1,0 +1,170 @@
+"""Packed rows give what each sequence gives alone."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import trainer_toys as toys
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from pipelinerl_common.errors import MalformedMessage, SettingsError
+from pipelinerl_trainer import attention
+from pipelinerl_trainer.attention import length_buckets
+from pipelinerl_trainer.model import PolicyModel
+from pipelinerl_trainer.packed import pack_row
+from pipelinerl_trainer.scoring import LogitTransform, TokenHead
+
+CPU = torch.device("cpu")
+
+
+def alone(model: Qwen3ForCausalLM, sequence: toys.Trajectory, temperature: float) -> torch.Tensor:
+    """Log-probabilities of the sampled tokens by the plainest means: whole softmax, one sequence, torch's own attention."""
+    ids = torch.tensor([sequence.tokens])
+    logits = model(input_ids=ids).logits[0, :-1].float() / temperature
+    logprobs: torch.Tensor = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    return logprobs[sequence.num_prompt - 1 :]
+
+
+def test_packed_logprobs_are_those_of_each_sequence_alone() -> None:
+    sequences = toys.trajectories(6)
+    policy = PolicyModel(toys.tiny_model(), with_value_head=False)
+    row, _ = pack_row(toys.pack(sequences, temperature=0.7), CPU)
+    packed = policy(row).logprobs_T
+    reference = toys.tiny_model()
+    reference.set_attn_implementation("eager")
+    expected = torch.cat([alone(reference, sequence, 0.7) for sequence in sequences])
+    torch.testing.assert_close(packed, expected, atol=1e-5, rtol=0)
+
+
+def test_a_sequence_does_not_see_its_neighbours() -> None:
+    first, second, other = toys.trajectories(3)
+    policy = PolicyModel(toys.tiny_model(), with_value_head=False)
+    with_second = policy(pack_row(toys.pack([second, first]), CPU)[0]).logprobs_T[-first.num_sampled :]
+    with_other = policy(pack_row(toys.pack([other, other, first]), CPU)[0]).logprobs_T[-first.num_sampled :]
+    torch.testing.assert_close(with_second, with_other, atol=1e-6, rtol=0)
+
+
+def test_sliding_windows_are_kept() -> None:
+    config = Qwen3Config(
+        vocab_size=toys.VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        use_sliding_window=True,
+        sliding_window=4,
+        max_window_layers=0,
+        initializer_range=0.2,
+        attn_implementation=attention.PACKED,
+    )
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config).float()
+    sequences = toys.trajectories(5)
+    row, _ = pack_row(toys.pack(sequences), CPU)
+    packed = PolicyModel(model, with_value_head=False)(row).logprobs_T
+    model.set_attn_implementation("eager")
+    expected = torch.cat([alone(model, sequence, 0.7) for sequence in sequences])
+    torch.testing.assert_close(packed, expected, atol=1e-5, rtol=0)
+
+
+def test_row_columns_are_those_of_the_trained_tokens() -> None:
+    sequences = toys.trajectories(3)
+    batch = dataclasses.replace(toys.pack(sequences), sequence_weights=(1.0, 0.5, 0.0))
+    row, columns = pack_row(batch, CPU)
+    assert row.sequence_lengths == tuple(len(sequence.tokens) for sequence in sequences)
+    assert len(row.input_ids_L) == sum(row.sequence_lengths)  # padding is cut off
+    expected_positions = [position for length in row.sequence_lengths for position in range(length)]
+    assert row.position_ids_L.tolist() == expected_positions
+    assert row.targets_T.tolist() == [token for each in sequences for token in each.tokens[each.num_prompt :]]
+    old = [value for each in sequences for value in each.old_logprobs]
+    torch.testing.assert_close(columns.old_logprobs_T, torch.tensor(old))
+    expected_weights = [w for w, each in zip((1.0, 0.5, 0.0), sequences, strict=True) for _ in range(each.num_sampled)]
+    assert columns.weights_T.tolist() == expected_weights
+
+
+def test_the_first_token_of_a_sequence_is_never_trained() -> None:
+    batch = toys.pack(toys.trajectories(2))
+    mask = np.ones_like(batch.loss_mask_L)
+    row, _ = pack_row(dataclasses.replace(batch, loss_mask_L=mask), CPU)
+    starts = {0, batch.sequence_lengths[0]}
+    assert starts.isdisjoint(row.target_slots_T.tolist())
+    assert len(row.target_slots_T) == sum(batch.sequence_lengths) - 2
+
+
+def test_a_filler_row_has_no_loss_and_gives_every_weight_a_zero_gradient() -> None:
+    policy = PolicyModel(toys.tiny_model(), with_value_head=True)
+    row, columns = pack_row(toys.pack([], num_slots=0), CPU)
+    scores = policy(row)
+    assert len(scores.logprobs_T) == len(columns.advantages_T) == 0
+    assert scores.values_T is not None
+    (scores.logprobs_T.sum() + scores.values_T.sum()).backward()
+    for name, parameter in policy.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"sequence_lengths": (70,)}, "do not fit 64 slots"), ({"temperature": 0.0}, "temperature 0.0 is not above 0")],
+)
+def test_impossible_rows_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(MalformedMessage, match=message):
+        pack_row(dataclasses.replace(toys.pack(toys.trajectories(1)), **change), CPU)  # type: ignore[arg-type]
+
+
+def test_buckets_cover_every_slot_once() -> None:
+    short, long = length_buckets((3, 9, 4))
+    assert short.tolist() == [[0, 1, 2, -1], [12, 13, 14, 15]]
+    assert long.tolist() == [list(range(3, 12))]
+
+
+def test_chunked_scoring_equals_whole_scoring_with_its_gradients() -> None:
+    torch.manual_seed(3)
+    lm_head = torch.nn.Linear(5, 11, bias=False, dtype=torch.float64)
+    hidden, targets = torch.randn(7, 5, dtype=torch.float64), torch.randint(0, 11, (7,))
+    results = []
+    for chunk_bytes in (1 << 20, 2 * 4 * 11):  # everything at once; two tokens at a time
+        inputs = hidden.clone().requires_grad_()
+        lm_head.zero_grad()
+        logprobs, entropy = TokenHead(lm_head, LogitTransform(), chunk_bytes)(inputs, targets, 0.5, True)
+        (logprobs.sum() - 0.3 * entropy.sum()).backward()
+        assert inputs.grad is not None
+        assert lm_head.weight.grad is not None
+        results.append((logprobs.detach(), entropy.detach(), inputs.grad, lm_head.weight.grad.clone()))
+    for whole, chunked in zip(*results, strict=True):
+        torch.testing.assert_close(whole, chunked)
+
+
+def test_logprobs_and_entropy_are_of_the_tempered_distribution() -> None:
+    lm_head = torch.nn.Linear(2, 2, bias=False)
+    lm_head.weight.data = torch.eye(2)
+    hidden = torch.tensor([[float(np.log(4.0)), 0.0]])
+    logprobs, entropy = TokenHead(lm_head, LogitTransform())(hidden, torch.tensor([0]), 2.0, False)
+    # Logits (log 4, 0) at temperature 2 are (log 2, 0): probabilities 2/3 and 1/3.
+    assert logprobs.tolist() == pytest.approx([np.log(2 / 3)])
+    assert entropy.tolist() == pytest.approx([-(2 / 3) * np.log(2 / 3) - (1 / 3) * np.log(1 / 3)])
+    assert not entropy.requires_grad
+
+
+def test_logit_transforms_of_known_configurations() -> None:
+    class Granite:
+        logits_scaling = 8.0
+
+    class Gemma:
+        final_logit_softcapping = 30.0
+
+    assert LogitTransform.of(Granite()).scale == 0.125
+    capped = LogitTransform.of(Gemma())(torch.tensor([1000.0, 0.0]))
+    assert capped.tolist() == pytest.approx([30.0, 0.0])
+
+
+def test_attention_that_would_mix_sequences_is_refused() -> None:
+    heads = torch.zeros(1, 1, 2, 2)
+    with pytest.raises(SettingsError, match="packed sequences would mix"):
+        attention.packed_attention(torch.nn.Identity(), heads, heads, heads, None)
+    arguments = attention.attention_arguments((2,), CPU)
+    with pytest.raises(SettingsError, match="softcap"):
+        attention.packed_attention(torch.nn.Identity(), heads, heads, heads, None, softcap=50.0, **arguments)

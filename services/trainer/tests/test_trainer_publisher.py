@@ -1,0 +1,224 @@
+"""Publication beside training: real gRPC, real groups, a real receiver; weights of a few numbers."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from trainer_peers import DEADLINE_S, Coordinator, Preprocessor, serving, until
+
+from pipelinerl.v1 import policy_pb2, policy_pb2_grpc
+from pipelinerl_common import rpc
+from pipelinerl_common.errors import PermanentError, Refused, Unavailable
+from pipelinerl_trainer.membership import FULL_NAME, Membership, PolicyServicer
+from pipelinerl_trainer.publisher import Offer, Publisher
+from pipelinerl_weights.manifest import Manifest, TensorSpec
+from pipelinerl_weights.sender import Snapshot
+
+MANIFEST = Manifest((TensorSpec("weight", "float32", (3,)), TensorSpec("bias", "float32", (1,))), bucket_bytes=16)
+UPDATE_S = 10.0
+
+
+def offer(version: int) -> Offer:
+    tensors = [("weight", torch.full((3,), float(version))), ("bias", torch.zeros(1))]
+    return Offer(Snapshot.pack(MANIFEST, tensors), version)
+
+
+@dataclass
+class Harness:
+    publisher: Publisher
+    membership: Membership
+    servicer: PolicyServicer
+    coordinator: Coordinator
+    marked: list[int] = field(default_factory=list)
+    is_preprocessor_away: bool = False
+
+    def served(self) -> float:
+        return float(self.coordinator.weights["weight"][0])
+
+
+@asynccontextmanager
+async def publishing(*, may_roll_back: bool = False) -> AsyncIterator[Harness]:
+    """A publisher with its servers; the group is not formed yet."""
+    coordinator = Coordinator()
+    async with AsyncExitStack() as stack:
+        peers = await stack.enter_async_context(serving(Preprocessor(), coordinator))
+        channel = await stack.enter_async_context(rpc.connect(peers.coordinator_address, token=None))
+        membership = Membership("127.0.0.1")
+        stack.push_async_callback(membership.close)
+        servicer = PolicyServicer(membership)
+
+        async def mark(version: int) -> None:
+            if harness.is_preprocessor_away:
+                raise Unavailable("away")
+            harness.marked.append(version)
+
+        publisher = Publisher(channel, mark, timeout_s=UPDATE_S, may_roll_back=may_roll_back)
+        membership.on_change = publisher.wake
+        harness = Harness(publisher, membership, servicer, coordinator)
+        service = rpc.RpcService(policy_pb2_grpc.add_PolicyServicer_to_server, servicer, FULL_NAME)
+        server = await stack.enter_async_context(rpc.serve("127.0.0.1:0", [service], token=None, grace_s=0.5))
+        coordinator.trainer = server.address
+        servicer.open(MANIFEST, lambda: 7)
+        task = asyncio.create_task(publisher.run(membership))
+        try:
+            yield harness
+            assert not task.done()
+        finally:
+            task.cancel()
+            async with asyncio.timeout(DEADLINE_S):
+                await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_the_newest_offer_is_sent_once_the_group_is_there_and_then_marked() -> None:
+    async with publishing() as harness:
+        for version in (1, 2, 3):
+            harness.publisher.offer(offer(version))
+        await harness.coordinator.form()
+        await until(lambda: harness.marked == [3], "marking version 3")
+        assert harness.coordinator.versions == [3]
+        assert harness.served() == 3.0
+        status = harness.publisher.status
+        assert (status.served_version, status.num_updates, status.num_failures) == (3, 1, 0)
+        assert (status.pause_s, status.transfer_s, status.apply_s) == (0.25, 0.5, 0.125)
+        assert 0 < status.publish_s < UPDATE_S
+
+
+async def test_a_new_epoch_gets_the_same_version_again() -> None:
+    async with publishing() as harness:
+        harness.publisher.offer(offer(5))
+        await harness.coordinator.form()
+        await until(lambda: harness.publisher.status.num_updates == 1, "the first update")
+        await harness.coordinator.form()
+        await until(lambda: harness.coordinator.versions == [5, 5], "the update of the new epoch")
+
+
+async def test_a_restored_trainer_may_roll_back_once_in_each_epoch() -> None:
+    async with publishing(may_roll_back=True) as harness:
+        harness.publisher.offer(offer(1))
+        await harness.coordinator.form()
+        await until(lambda: harness.coordinator.versions == [1], "version 1")
+        harness.publisher.offer(offer(2))
+        await until(lambda: harness.coordinator.versions == [1, 2], "version 2")
+        await harness.coordinator.form()
+        await until(lambda: harness.coordinator.versions == [1, 2, 2], "version 2 in the next epoch")
+        assert harness.coordinator.rollbacks == [True, False, True]
+
+
+async def test_a_coordinator_that_is_away_is_waited_for_and_the_group_is_left_alone() -> None:
+    async with publishing() as harness:
+        await harness.coordinator.form()
+        harness.coordinator.is_away = True
+        harness.publisher.offer(offer(1))
+        await until(lambda: harness.membership.group is not None, "the group")
+        harness.publisher.offer(offer(2))
+        harness.coordinator.is_away = False
+        harness.publisher.wake()
+        await until(lambda: harness.coordinator.versions == [2], "version 2")
+        assert harness.publisher.status.num_failures == 0
+        assert harness.coordinator.epoch == 1
+
+
+async def test_a_refusal_ends_the_group_and_the_next_one_gets_the_weights() -> None:
+    async with publishing() as harness:
+        harness.coordinator.refuse_next = True
+        harness.publisher.offer(offer(4))
+        await harness.coordinator.form()
+        await until(lambda: harness.publisher.status.num_failures == 1, "the failure")
+        assert harness.membership.epoch == 0  # tells the coordinator that a new group is needed
+        await harness.coordinator.form()
+        await until(lambda: harness.marked == [4], "version 4")
+
+
+async def test_a_receiver_that_leaves_fails_the_update_at_once_and_training_is_not_told() -> None:
+    async with publishing() as harness:
+        harness.coordinator.die_before_receiving = True
+        harness.publisher.offer(offer(4))
+        await harness.coordinator.form()
+        await until(lambda: harness.publisher.status.num_failures == 1, "the failure", timeout_s=UPDATE_S / 2)
+        assert harness.marked == []
+        harness.publisher.offer(offer(5))
+        await harness.coordinator.form()
+        await until(lambda: harness.marked == [5], "version 5")
+
+
+async def test_marking_is_tried_until_the_preprocessor_is_there_and_skips_what_was_overtaken() -> None:
+    async with publishing() as harness:
+        harness.is_preprocessor_away = True
+        harness.publisher.offer(offer(1))
+        await harness.coordinator.form()
+        await until(lambda: harness.coordinator.versions == [1], "version 1")
+        harness.publisher.offer(offer(2))
+        await until(lambda: harness.coordinator.versions == [1, 2], "version 2")
+        harness.is_preprocessor_away = False
+        await until(lambda: harness.marked == [2], "marking version 2")
+
+
+async def test_finish_waits_for_a_transfer_under_way() -> None:
+    async with publishing() as harness:
+        harness.publisher.offer(offer(1))
+        await harness.coordinator.form()
+        await until(lambda: harness.publisher.is_sending or bool(harness.coordinator.versions), "the transfer")
+        await harness.publisher.finish(UPDATE_S)
+        assert harness.coordinator.versions == [1]
+
+
+async def ask(harness: Harness, **fields: Any) -> policy_pb2.JoinGroupResponse:
+    request: dict[str, Any] = {"epoch": 1, "world_size": 2, "backend": "gloo", "port": 0, "timeout_s": 5.0, **fields}
+    async with rpc.connect(harness.coordinator.trainer, token=None) as channel:
+        method = policy_pb2_grpc.PolicyStub(channel).JoinGroup
+        return await rpc.call(method, policy_pb2.JoinGroupRequest(**request), timeout_s=10)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"epoch": 0}, "epoch=0 must be at least 1"),
+        ({"world_size": 0}, "world_size=0 must be at least 1"),
+        ({"backend": "mpi"}, "backend='mpi' must be one of gloo, nccl"),
+        ({"port": 70000}, "port=70000 must be at most 65535"),
+        ({"timeout_s": 0.0}, "timeout_s=0.0 must be above 0"),
+    ],
+)
+async def test_join_group_names_what_is_wrong(fields: dict[str, Any], message: str) -> None:
+    async with publishing() as harness:
+        with pytest.raises(PermanentError, match=message):
+            await ask(harness, **fields)
+
+
+async def test_an_epoch_must_be_newer_while_there_is_a_group() -> None:
+    async with publishing() as harness:
+        await harness.coordinator.form()
+        await until(lambda: harness.membership.group is not None, "the group")
+        with pytest.raises(Refused, match="epoch 1 is not newer than the current one, 1"):
+            await ask(harness, epoch=1)
+        assert (await harness.coordinator.policy()).epoch == 1
+
+
+async def test_a_group_of_one_leaves_every_group_and_is_told_as_an_epoch() -> None:
+    async with publishing() as harness:
+        await harness.coordinator.form()
+        await until(lambda: harness.membership.group is not None, "the group")
+        await ask(harness, epoch=2, world_size=1)
+        assert harness.membership.group is None
+        policy = await harness.coordinator.policy()
+        assert (policy.epoch, policy.policy_version) == (2, 7)
+        assert Manifest.from_proto(policy.manifest) == MANIFEST
+
+
+async def test_a_newer_group_replaces_one_that_never_forms() -> None:
+    async with publishing() as harness:
+        harness.publisher.offer(offer(1))
+        await ask(harness, epoch=1)  # its receiver never comes
+        harness.coordinator.epoch = 1
+        await harness.coordinator.form()
+        await until(lambda: harness.coordinator.versions == [1], "version 1 in epoch 2")
+
+
+async def test_before_the_model_is_loaded_the_answer_is_unavailable() -> None:
+    servicer = PolicyServicer(Membership("127.0.0.1"))
+    with pytest.raises(Unavailable, match="still loading"):
+        await servicer.GetPolicy(policy_pb2.GetPolicyRequest(), None)

@@ -1,0 +1,130 @@
+"""What each rank of the multi-rank tests runs; one launch covers every ZeRO stage, so that the start is paid once.
+
+    python trainer_rank_program.py RANK NUM_RANKS FOLDER PORT...
+
+Ports: three per stage. Rank 0 leaves in FOLDER `gradient-<stage>-<packing>.safetensors` and `results.json`.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from pipelinerl_trainer.engine import Engine, prepare_environment
+
+RANK, NUM_RANKS, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+PORTS = [int(port) for port in sys.argv[4:]]
+torch.set_num_threads(1)
+prepare_environment(RANK, RANK, NUM_RANKS)
+
+import trainer_toys as toys  # noqa: E402
+from deepspeed.utils import safe_get_full_grad  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+from pipelinerl.v1 import batches_pb2  # noqa: E402
+from pipelinerl_trainer.checkpoint import MODEL, Checkpointer, load_optimizer  # noqa: E402
+from pipelinerl_trainer.checkpoint_store import CheckpointStore  # noqa: E402
+from pipelinerl_trainer.learner import Batch, Learner  # noqa: E402
+from pipelinerl_trainer.model import PolicyModel, load_policy  # noqa: E402
+from pipelinerl_trainer.ranks import Place, Ranks, Vote, join_ranks  # noqa: E402
+
+SETTINGS = toys.full_algorithm()
+EVERYTHING = toys.trajectories(7)
+# Rows by rank. The second packing gives rank 1 a filler row and other neighbours.
+PACKINGS = {
+    "even": [[EVERYTHING[:2], EVERYTHING[2:4]], [EVERYTHING[4:6], EVERYTHING[6:]]],
+    "uneven": [[EVERYTHING[3:], EVERYTHING[:1], EVERYTHING[1:2]], [EVERYTHING[2:3], [], []]],
+}
+
+
+def place(port: int) -> Place:
+    return Place(RANK, NUM_RANKS, RANK, "127.0.0.1", port)
+
+
+def batch(step: int) -> Batch:
+    everything = toys.trajectories(6, seed=10 + step)
+    rows = [[everything[:2], everything[2:4]], [everything[4:], []]]
+    return toys.batch_of(rows[RANK], everything, step)
+
+
+def gradients(engine: Engine, learner: Learner, stage: int) -> None:
+    for name, rows in PACKINGS.items():
+        learner.accumulate(toys.batch_of(rows[RANK], EVERYTHING))
+        found = {key: safe_get_full_grad(parameter) for key, parameter in engine.policy.named_parameters()}
+        engine.apply(learning_rate=0.0)
+        if RANK == 0:
+            save_file({key: value.clone() for key, value in found.items()}, FOLDER / f"gradient-{stage}-{name}.safetensors")
+
+
+def weights(engine: Engine) -> list[float]:
+    return [float(value) for _, weight in engine.served_weights() for value in weight.flatten()[:3]]
+
+
+def poisoned(learner: Learner, engine: Engine) -> dict[str, object]:
+    """A number that is not one, on rank 1 only."""
+    bad = batch(9)
+    if RANK == 1:
+        row = bad.micro_batches[0]
+        row.advantages_L[row.loss_mask_L == 1] = float("nan")
+    before = weights(engine)
+    values = learner.train_step(bad)
+    return {"unchanged": weights(engine) == before, "skipped": values["skipped_steps_total"], "has_norm": "grad_norm" in values}
+
+
+def train_and_save(ranks: Ranks, engine: Engine, stage: int) -> dict[str, object]:
+    learner = Learner(engine, ranks, SETTINGS)
+    skipped = poisoned(learner, engine)
+    first = [learner.train_step(batch(step)) for step in (0, 1)]
+    ledger = batches_pb2.LedgerSnapshot(schema_version=1, num_committed_steps=2, next_prompt_index=12)
+    saved = Checkpointer(store(stage), engine, ranks, FOLDER / "model").save(2, ledger if ranks.is_leader else None)
+    return {"skipped": skipped, "saved": saved, "first": first, "second": second_half(learner), "weights": weights(engine)}
+
+
+def second_half(learner: Learner) -> list[dict[str, float]]:
+    return [learner.train_step(batch(step)) for step in (2, 3)]
+
+
+def store(stage: int) -> CheckpointStore:
+    return CheckpointStore(FOLDER / f"checkpoints-{stage}", keep=2)
+
+
+def resume(ranks: Ranks, stage: int) -> dict[str, object]:
+    checkpoint = store(stage).newest()
+    assert checkpoint is not None
+    policy = load_policy(checkpoint.folder / MODEL, toys.job().spec, ranks.device)
+    engine = Engine(policy, ranks, stage, SETTINGS.optimizer)
+    load_optimizer(engine, ranks, checkpoint)
+    return {"second": second_half(Learner(engine, ranks, SETTINGS)), "weights": weights(engine)}
+
+
+def votes(ranks: Ranks) -> list[str]:
+    """Agreement: same batch, different batches, one rank waits, one is asked to stop."""
+    return [
+        ranks.vote(Vote.READY, "batch").name,
+        ranks.vote(Vote.READY, f"batch of {RANK}").name,
+        ranks.vote(Vote.WAIT if RANK else Vote.READY).name,
+        ranks.vote(Vote.STOP if RANK else Vote.DONE).name,
+    ]
+
+
+def fresh_engine(ranks: Ranks, stage: int) -> Engine:
+    return Engine(PolicyModel(toys.tiny_model(), with_value_head=False), ranks, stage, SETTINGS.optimizer)
+
+
+def main() -> None:
+    results: dict[str, object] = {}
+    for stage, ports in zip((1, 2, 3), (PORTS[:3], PORTS[3:6], PORTS[6:9]), strict=True):
+        with join_ranks(place(ports[0])) as ranks:
+            engine = fresh_engine(ranks, stage)
+            gradients(engine, Learner(engine, ranks, SETTINGS), stage)
+            results["votes"] = votes(ranks)
+        with join_ranks(place(ports[1])) as ranks:
+            results[f"straight-{stage}"] = train_and_save(ranks, fresh_engine(ranks, stage), stage)
+        with join_ranks(place(ports[2])) as ranks:
+            results[f"resumed-{stage}"] = resume(ranks, stage)
+    if RANK == 0:
+        (FOLDER / "results.json").write_text(json.dumps(results), encoding="utf-8")
+
+
+main()
