@@ -42,6 +42,23 @@ class Take:
     wait_reason: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What the generators report every few seconds, for policies whose admission adapts.
+
+    Example: EngineLoad(kv_usage=0.55, num_waiting=0, num_preemptions=3, seconds=1.0).
+    """
+
+    kv_usage: float
+    """Share of the KV blocks in use on the fullest generator, 0 to 1."""
+    num_waiting: int
+    """Requests that wait for KV blocks, all generators together."""
+    num_preemptions: int
+    """Preemptions since the report before."""
+    seconds: float
+    """Time since the report before."""
+
+
 class Policy(ABC):
     """One staleness policy at work. Every method is an event or a question; none blocks.
 
@@ -49,6 +66,8 @@ class Policy(ABC):
     """
 
     settings_type: ClassVar[type[PolicySettings]]
+    keeps_kv: ClassVar[bool] = False
+    """Whether running requests keep their KV cache when the weights change; otherwise they are prefilled again."""
     requeues_cancelled: ClassVar[bool] = False
     """Prompts of groups that `published` cancels are generated again, before any new prompt; otherwise they are given up."""
 
@@ -125,3 +144,28 @@ class Policy(ABC):
     @abstractmethod
     def outstanding(self) -> Sequence[str]:
         """Groups admitted and not ended, in dispatch order."""
+
+    def trajectory_finished(self, group: str) -> None:
+        """One trajectory of a running group has stopped decoding. Optional: some policies count trajectories."""
+
+    def observe(self, load: EngineLoad) -> tuple[str, ...]:
+        """A load report. Returns groups to cancel; they have left the policy."""
+        del load
+        return ()
+
+    def trajectory_limit(self) -> int | None:
+        """Most trajectories to decode at once, the rest of an admitted group waiting its turn; None without a limit."""
+        return None
+
+    def may_publish(self) -> bool:
+        """Whether finished weights may go to the generators now. Asked again after every event."""
+        return True
+
+    @property
+    def streams(self) -> bool:
+        """Whether `take_next` may be used: groups are trained one by one as they come, the optimizer steps after B."""
+        return False
+
+    def take_next(self, step: int) -> Take:
+        """The next single group of the batch of `step`, or a reason to wait. After B groups the step is complete."""
+        raise NotImplementedError(f"{type(self).__name__} assembles whole batches: use take({step})")

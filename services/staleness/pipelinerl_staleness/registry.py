@@ -6,11 +6,47 @@ from typing import Any
 
 from pipelinerl_staleness.areal import Areal
 from pipelinerl_staleness.conventional import Conventional
+from pipelinerl_staleness.dressage import Dressage
+from pipelinerl_staleness.layered import Layered
+from pipelinerl_staleness.nemo_in_order import NemoInOrder
+from pipelinerl_staleness.nemo_ready_first import NemoReadyFirst
+from pipelinerl_staleness.nemo_weight_fifo import NemoWeightFifo
+from pipelinerl_staleness.nemo_windowed import NemoWindowed
+from pipelinerl_staleness.openrlhf import Openrlhf
+from pipelinerl_staleness.openrlhf_article import OpenrlhfArticle
 from pipelinerl_staleness.policy import Policy, PolicySettings
+from pipelinerl_staleness.prime_rl import PrimeRl
+from pipelinerl_staleness.psrl import Psrl
+from pipelinerl_staleness.roll import Roll
+from pipelinerl_staleness.roll_rlvr import RollRlvr
+from pipelinerl_staleness.skyrl import Skyrl
+from pipelinerl_staleness.slack import Slack
+from pipelinerl_staleness.slime import Slime
+from pipelinerl_staleness.trl import Trl
+from pipelinerl_staleness.verl_drop import VerlDrop
+from pipelinerl_staleness.verl_wait import VerlWait
 
 _POLICY_TYPES: Mapping[str, type[Policy]] = {
     "areal": Areal,
     "conventional": Conventional,
+    "dressage": Dressage,
+    "layered": Layered,
+    "nemo_in_order": NemoInOrder,
+    "nemo_ready_first": NemoReadyFirst,
+    "nemo_weight_fifo": NemoWeightFifo,
+    "nemo_windowed": NemoWindowed,
+    "openrlhf": Openrlhf,
+    "openrlhf_article": OpenrlhfArticle,
+    "prime_rl": PrimeRl,
+    "psrl": Psrl,
+    "roll": Roll,
+    "roll_rlvr": RollRlvr,
+    "skyrl": Skyrl,
+    "slack": Slack,
+    "slime": Slime,
+    "trl": Trl,
+    "verl_drop": VerlDrop,
+    "verl_wait": VerlWait,
 }
 
 POLICIES: Mapping[str, type[PolicySettings]] = {name: policy.settings_type for name, policy in _POLICY_TYPES.items()}

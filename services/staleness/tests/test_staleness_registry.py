@@ -10,7 +10,9 @@ from pipelinerl_staleness.registry import POLICIES, make_policy, parse_policy_se
 
 
 def test_every_policy_is_made_from_its_own_settings() -> None:
-    assert set(POLICIES) == {"areal", "conventional"}
+    nemo = {f"nemo_{sampler}" for sampler in ("windowed", "weight_fifo", "ready_first", "in_order")}
+    others = {"areal", "conventional", "dressage", "layered", "prime_rl", "psrl", "skyrl", "slack", "slime", "trl"}
+    assert set(POLICIES) == nemo | others | {"openrlhf", "openrlhf_article", "roll", "roll_rlvr", "verl_drop", "verl_wait"}
     assert isinstance(make_policy(ArealSettings(), 4), Areal)
     assert isinstance(make_policy(ConventionalSettings(), 4), Conventional)
 

@@ -1,0 +1,1 @@
+"""Planning without hardware: the simulator of asynchronous training, lengths, cost models."""

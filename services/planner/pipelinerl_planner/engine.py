@@ -1,0 +1,237 @@
+"""One simulated generator: continuous batching over KV blocks, with preemption and a second prefill.
+
+Every running sequence grows by one token per decode step, so between two changes of the set of running sequences all is
+closed form: n steps from context C with R sequences take n * a + b * (n * C + R * n * (n - 1) / 2) seconds, and a sequence
+needs a new block at every sixteenth step. Events are only the end of a sequence and the step for which blocks run out.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from heapq import heappop, heappush
+from math import sqrt
+
+from pipelinerl_planner.cluster import BLOCK_TOKENS, Cluster
+
+NEVER = float("inf")
+
+
+class Sequence:
+    """One trajectory. `num_generated` is right only while it does not run; ask the engine otherwise."""
+
+    __slots__ = (
+        "end_step",
+        "engine",
+        "first_version",
+        "group",
+        "length",
+        "num_generated",
+        "prompt",
+        "segments",
+        "start_context",
+    )
+
+    def __init__(self, group: str, prompt: int, length: int) -> None:
+        self.group = group
+        self.prompt = prompt
+        self.length = length
+        self.num_generated = 0
+        self.engine: Engine | None = None
+        self.end_step = -1
+        """The engine's step count at its last token, while it runs."""
+        self.start_context = 0
+        """Context minus the engine's step count, while it runs."""
+        self.first_version = -1
+        self.segments: list[tuple[int, int]] = []
+        """(version, tokens) of what was generated up to the last publish."""
+
+
+class Engine:
+    """`clock` is when the next decode step may begin: a step boundary in the past, or the end of a prefill."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._num_blocks = cluster.kv_tokens // BLOCK_TOKENS
+        self.clock = 0.0
+        self.running: dict[Sequence, None] = {}
+        self.waiting: deque[Sequence] = deque()
+        self.num_preemptions = 0
+        self.num_refilled_tokens = 0
+        self.paused = False
+        self._step = 0
+        self._context = 0
+        self._used = 0
+        self._phases = [0] * BLOCK_TOKENS
+        self._ends: list[tuple[int, int, Sequence]] = []
+        self._num_joined = 0
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    @property
+    def kv_usage(self) -> float:
+        return self._used / self._num_blocks
+
+    @property
+    def kv_tokens_used(self) -> int:
+        return self._context
+
+    def generated(self, sequence: Sequence) -> int:
+        """Response tokens so far."""
+        if sequence.end_step < 0:
+            return sequence.num_generated
+        return sequence.length - (sequence.end_step - self._step)
+
+    def add(self, sequence: Sequence, now: float) -> None:
+        sequence.engine = self
+        self.waiting.append(sequence)
+        if len(self.waiting) == 1:
+            self.advance(now)
+            self._fill(now)
+
+    def remove(self, sequences: Iterable[Sequence], now: float) -> None:
+        """Cancels sequences of this engine, running or waiting."""
+        self.advance(now)
+        for sequence in sequences:
+            if sequence in self.running:
+                sequence.num_generated = self.generated(sequence)
+                self._leave(sequence)
+            elif sequence.engine is self:
+                self.waiting.remove(sequence)
+            sequence.engine = None
+        self._fill(now)
+
+    def advance(self, now: float) -> None:
+        """Runs the whole decode steps that end by `now`."""
+        if self.paused or not self.running or now <= self.clock:
+            return
+        steps = min(self._steps_within(now - self.clock), self._steps_to_event())
+        self._run(steps)
+
+    def next_event(self) -> float:
+        """When a sequence ends or blocks run out, as things stand."""
+        if self.paused or not self.running:
+            return NEVER
+        return self.clock + self._seconds(self._steps_to_event())
+
+    def handle_event(self) -> list[Sequence]:
+        """Goes to the next event. Returns the sequences that ended."""
+        self._run(self._steps_to_event())
+        ended = []
+        while self._ends and self._ends[0][0] <= self._step:
+            end_step, _, sequence = heappop(self._ends)
+            if sequence.end_step == end_step and sequence in self.running:
+                sequence.num_generated = sequence.length
+                self._leave(sequence)
+                sequence.engine = None
+                ended.append(sequence)
+        if ended:
+            self._fill(self.clock)
+        while self.running and self._num_blocks - self._used < self._phases[-self._step % BLOCK_TOKENS]:
+            self._preempt_last()
+        if not self.running:
+            self._fill(self.clock)
+        return ended
+
+    def pause(self, now: float) -> None:
+        self.advance(now)
+        self.paused = True
+
+    def resume(self, now: float, keeps_kv: bool) -> None:
+        self.paused = False
+        self.clock = max(self.clock, now)
+        if not keeps_kv and self.running:
+            self._prefill(self._context)
+            self.num_refilled_tokens += self._context
+        self._fill(now)
+
+    def _fill(self, now: float) -> None:
+        """Waiting sequences join in order while blocks last."""
+        if self.paused:
+            return
+        if not self.running:
+            self.clock = max(self.clock, now)
+        while self.waiting and len(self.running) < self._cluster.max_sequences:
+            sequence = self.waiting[0]
+            context = sequence.prompt + sequence.num_generated
+            if -(-(context + 1) // BLOCK_TOKENS) > self._num_blocks - self._used:
+                if not self.running:
+                    raise ValueError(
+                        f"kv_tokens={self._cluster.kv_tokens} cannot hold one sequence of {context + 1} tokens: "
+                        "raise it or cap the lengths"
+                    )
+                return
+            self.waiting.popleft()
+            self._join(sequence, context)
+
+    def _join(self, sequence: Sequence, context: int) -> None:
+        self._prefill(context)
+        if sequence.num_generated:
+            self.num_refilled_tokens += context
+        sequence.end_step = self._step + sequence.length - sequence.num_generated
+        sequence.start_context = context - self._step
+        self.running[sequence] = None
+        self._context += context
+        self._used += -(-context // BLOCK_TOKENS)
+        self._phases[sequence.start_context % BLOCK_TOKENS] += 1
+        self._num_joined += 1
+        heappush(self._ends, (sequence.end_step, self._num_joined, sequence))
+
+    def _leave(self, sequence: Sequence) -> None:
+        context = sequence.start_context + self._step
+        del self.running[sequence]
+        sequence.end_step = -1
+        self._context -= context
+        self._used -= -(-context // BLOCK_TOKENS)
+        self._phases[sequence.start_context % BLOCK_TOKENS] -= 1
+
+    def _preempt_last(self) -> None:
+        sequence = next(reversed(self.running))
+        sequence.num_generated = self.generated(sequence)
+        self._leave(sequence)
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _prefill(self, tokens: int) -> None:
+        self.clock += tokens / self._cluster.prefill_tokens_per_s
+
+    def _run(self, steps: int) -> None:
+        self.clock += self._seconds(steps)
+        cycles, rest = divmod(steps, BLOCK_TOKENS)
+        new_blocks = cycles * len(self.running)
+        for step in range(self._step, self._step + rest):
+            new_blocks += self._phases[-step % BLOCK_TOKENS]
+        self._used += new_blocks
+        self._context += steps * len(self.running)
+        self._step += steps
+
+    def _seconds(self, steps: int) -> float:
+        growth = len(self.running) * steps * (steps - 1) / 2
+        return steps * self._cluster.decode_step_s + self._cluster.decode_token_s * (steps * self._context + growth)
+
+    def _steps_within(self, seconds: float) -> int:
+        """The inverse of `_seconds`, rounded down."""
+        square = self._cluster.decode_token_s * len(self.running) / 2
+        linear = self._cluster.decode_step_s + self._cluster.decode_token_s * self._context - square
+        if square * seconds < 1e-12 * linear * linear:
+            return int(seconds / linear + 1e-9)
+        return int((sqrt(linear * linear + 4 * square * seconds) - linear) / (2 * square) + 1e-9)
+
+    def _steps_to_event(self) -> int:
+        ends = self._ends
+        while ends[0][2].end_step != ends[0][0] or ends[0][2] not in self.running:
+            heappop(ends)
+        steps = ends[0][0] - self._step
+        enough = (steps // BLOCK_TOKENS + 1) * len(self.running)
+        return steps if self._num_blocks - self._used >= enough else min(steps, self._steps_to_exhaustion())
+
+    def _steps_to_exhaustion(self) -> int:
+        """Decode steps until one needs more blocks than are free."""
+        free = self._num_blocks - self._used
+        cycles, free = divmod(free, len(self.running))
+        steps = cycles * BLOCK_TOKENS
+        for step in range(self._step + steps, self._step + steps + BLOCK_TOKENS):
+            free -= self._phases[-step % BLOCK_TOKENS]
+            if free < 0:
+                return step - self._step
+        return steps + BLOCK_TOKENS

@@ -1,0 +1,144 @@
+"""Where response lengths come from: a fitted distribution, the article's constructed load, or a user's own trace."""
+
+import csv
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+
+class Lengths(Protocol):
+    """Lengths of the groups in the order in which prompts are drawn, the same for every policy."""
+
+    def group(self, index: int) -> tuple[int, tuple[int, ...]]:
+        """Prompt tokens and the response tokens of each trajectory of group `index`. Raises IndexError after the last."""
+        ...
+
+
+class LognormalLengths:
+    """Response lengths median * exp(group_sigma * z_group + own_sigma * z_own), capped; z standard normal.
+
+    The defaults are fitted to what the article tells of its load: preemptions, prefilled tokens, shares and mean lengths of
+    what is dropped. Their mean is near 11 thousand tokens, that of what a strict policy with drops trains near 9 thousand.
+    """
+
+    _CHUNK = 256
+
+    def __init__(
+        self,
+        seed: int,
+        group_size: int = 8,
+        *,
+        median: float = 8500.0,
+        group_sigma: float = 0.7,
+        own_sigma: float = 0.3,
+        cap: int = 38912,
+        prompt: int = 150,
+    ) -> None:
+        self._seed = seed
+        self._group_size = group_size
+        self._median = median
+        self._sigmas = group_sigma, own_sigma
+        self._cap = cap
+        self._prompt = prompt
+        self._chunk_index = -1
+        self._chunk: list[list[int]] = []
+
+    def group(self, index: int) -> tuple[int, tuple[int, ...]]:
+        chunk, place = divmod(index, self._CHUNK)
+        if chunk != self._chunk_index:
+            self._chunk = self._draw(chunk)
+            self._chunk_index = chunk
+        return self._prompt, tuple(self._chunk[place])
+
+    def _draw(self, chunk: int) -> list[list[int]]:
+        rng = np.random.default_rng([self._seed, chunk])
+        of_group = rng.standard_normal((self._CHUNK, 1)) * self._sigmas[0]
+        own = rng.standard_normal((self._CHUNK, self._group_size)) * self._sigmas[1]
+        lengths = self._median * np.exp(of_group + own)
+        drawn: list[list[int]] = np.clip(lengths, 1, self._cap).astype(int).tolist()
+        return drawn
+
+
+class ConstructedLengths:
+    """The article's adversarial load: a fast batch, two slow ones, then fast ones only."""
+
+    def __init__(self, seed: int, groups_per_step: int, group_size: int = 8, prompt: int = 150) -> None:
+        self._seed = seed
+        self._slow = range(groups_per_step, 3 * groups_per_step)
+        self._group_size = group_size
+        self._prompt = prompt
+
+    def group(self, index: int) -> tuple[int, tuple[int, ...]]:
+        least, most = (25_000, 31_000) if index in self._slow else (300, 700)
+        rng = np.random.default_rng([self._seed, index])
+        return self._prompt, tuple(rng.integers(least, most, self._group_size, endpoint=True).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLengths:
+    """Recorded groups. After the last one they are drawn again from the first, if `repeat`."""
+
+    groups: tuple[tuple[int, tuple[int, ...]], ...]
+    repeat: bool = True
+
+    def group(self, index: int) -> tuple[int, tuple[int, ...]]:
+        if index >= len(self.groups) and not self.repeat:
+            raise IndexError(f"the trace has {len(self.groups)} groups")
+        return self.groups[index % len(self.groups)]
+
+
+def read_trace(path: Path, group_size: int) -> TraceLengths:
+    """A trace of one trajectory per line, in the order of drawing: CSV with a header, or JSONL.
+
+    Columns: `response_tokens`, and if known `prompt_tokens` and `group` (lines of one group stand together). Without `group`
+    every `group_size` lines are one. Raises ValueError that names file, line and remedy.
+    """
+    rows = list(_rows(path))
+    groups: list[tuple[int, tuple[int, ...]]] = []
+    start = 0
+    for index in range(1, len(rows) + 1):
+        by_name = rows[start].group is not None
+        ends = index == len(rows) or (rows[index].group != rows[start].group if by_name else index - start == group_size)
+        if ends:
+            groups.append((rows[start].prompt, tuple(row.response for row in rows[start:index])))
+            start = index
+    if not groups:
+        raise ValueError(f"{path} has no line with response_tokens")
+    sizes = {len(lengths) for _, lengths in groups}
+    if sizes != {group_size}:
+        raise ValueError(f"{path} has groups of {sorted(sizes)} trajectories, expected {group_size}: set --group-size")
+    return TraceLengths(tuple(groups))
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    group: str | None
+    prompt: int
+    response: int
+
+
+def _rows(path: Path) -> list[_Row]:
+    with path.open(newline="") as file:
+        if path.suffix == ".csv":
+            records = list(enumerate(csv.DictReader(file), start=2))
+        elif path.suffix == ".jsonl":
+            records = [(number, json.loads(line)) for number, line in enumerate(file, start=1) if line.strip()]
+        else:
+            raise ValueError(f"{path} must end in .csv or .jsonl")
+    return [_row(path, number, record) for number, record in records]
+
+
+def _row(path: Path, number: int, record: dict[str, object]) -> _Row:
+    try:
+        response, prompt = int(str(record["response_tokens"])), int(str(record.get("prompt_tokens") or 0))
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{path} line {number}: response_tokens (and prompt_tokens) must be whole numbers: {error}") from error
+    if response < 1 or prompt < 0:
+        raise ValueError(
+            f"{path} line {number}: response_tokens={response} must be at least 1, prompt_tokens={prompt} at least 0"
+        )
+    group = record.get("group")
+    return _Row(None if group is None else str(group), prompt, response)

@@ -1,0 +1,311 @@
+"""One run of asynchronous training in virtual time, driven by a real policy object.
+
+    lengths -> admission (policy) -> engines -> finished groups -> take (policy) -> trainer -> publish -> engines
+                    ^                                                                 |
+                    +--------------------- slots come back ---------------------------+
+
+Everything happens at events: a sequence ends, blocks run out, a step (or, streaming, a group) is trained, weights arrive,
+a load report is due. After each event the policy is asked whether more groups may start, whether finished weights may be
+published and, if the trainer is free, for the next batch.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from pipelinerl_planner.cluster import Cluster
+from pipelinerl_planner.engine import NEVER, Engine, Sequence
+from pipelinerl_planner.lengths import Lengths
+from pipelinerl_planner.outcome import Outcome, count, count_length
+from pipelinerl_staleness.policy import EngineLoad, Policy
+
+_REPORT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What is simulated, apart from the policy."""
+
+    cluster: Cluster
+    lengths: Lengths
+    num_steps: int
+
+
+def simulate(policy: Policy, run: Run, progress: Callable[[int], None] | None = None) -> Outcome:
+    """Trains `run.num_steps` steps, or until the data ends. Calls `progress` with the number of finished steps.
+
+    Raises RuntimeError when nothing can happen any more although the data has not ended: the policy is stuck.
+    """
+    return _Simulation(policy, run, progress).go()
+
+
+class _Simulation:
+    def __init__(self, policy: Policy, run: Run, progress: Callable[[int], None] | None) -> None:
+        self.policy = policy
+        self.run = run
+        self.progress = progress
+        self.outcome = Outcome()
+        self.now = 0.0
+        self.generators = _Generators(run.cluster)
+        self.groups: dict[str, list[Sequence]] = {}
+        self.num_unfinished: dict[str, int] = {}
+        self.num_drawn = 0
+        self.data_ended = False
+        self.step = 0
+        self.num_slots_trained = 0
+        self.version = 0
+        self.version_due = 0
+        self.trainer_free_at: float | None = None
+        self.publish_ends_at: float | None = None
+        self.idle_since = 0.0
+        self.batch_staleness = 0
+        self.may_take = False
+        reports = type(policy).observe is not Policy.observe
+        self.next_report = _REPORT_S if reports else NEVER
+        self.num_preemptions_reported = 0
+
+    def go(self) -> Outcome:
+        self._ask_policy()
+        while self.step < self.run.num_steps:
+            upcoming = (self.generators.next_event(), self.trainer_free_at, self.publish_ends_at)
+            next_at = min(at for at in upcoming if at is not None)
+            if next_at == NEVER:
+                if self.data_ended:
+                    break
+                raise RuntimeError(f"step {self.step} can never start: {self.policy.take(self.step).wait_reason}")
+            self._wait_until(min(next_at, self.next_report))
+            self._handle()
+            self._ask_policy()
+        outcome = self.outcome
+        outcome.wall_seconds, outcome.num_steps = self.now, self.step
+        outcome.num_preemptions, outcome.num_refilled_tokens = self.generators.effort()
+        return outcome
+
+    def _wait_until(self, at: float) -> None:
+        self.now = max(self.now, at)
+
+    def _handle(self) -> None:
+        if self.trainer_free_at is not None and self.trainer_free_at <= self.now:
+            self._trained()
+        elif self.publish_ends_at is not None and self.publish_ends_at <= self.now:
+            self._published()
+        elif self.next_report <= self.now:
+            self._report()
+        else:
+            for sequence in self.generators.handle_event():
+                self._finished(sequence)
+
+    def _ask_policy(self) -> None:
+        while self.policy.may_admit() and not self.data_ended:
+            self._admit()
+        self.generators.limit = self.policy.trajectory_limit()
+        self.generators.start(self.now)
+        if self.trainer_free_at is not None or self.publish_ends_at is not None:
+            return
+        if self.version_due > self.version and self.step < self.run.num_steps:
+            if self.policy.may_publish():
+                self.generators.pause(self.now)
+                self.publish_ends_at = self.now + self.run.cluster.publish_s
+        elif self.may_take:
+            self._take()
+
+    def _admit(self) -> None:
+        try:
+            prompt, lengths = self.run.lengths.group(self.num_drawn)
+        except IndexError:
+            self.data_ended = True
+            return
+        group = str(self.num_drawn)
+        self.num_drawn += 1
+        self.groups[group] = [Sequence(group, prompt, length) for length in lengths]
+        self.num_unfinished[group] = len(lengths)
+        self.policy.admitted(group)
+        self.policy.started(group, self.version)
+        self.generators.queue.extend(self.groups[group])
+
+    def _finished(self, sequence: Sequence) -> None:
+        group = sequence.group
+        self._label(sequence)
+        self.policy.last_token(group, self.version)
+        self.policy.trajectory_finished(group)
+        self.num_unfinished[group] -= 1
+        if self.num_unfinished[group] == 0:
+            del self.num_unfinished[group]
+            self.policy.finished(group)
+            self.may_take = True
+
+    def _label(self, sequence: Sequence) -> None:
+        """Everything generated since the last publish is of the version served now."""
+        new = self.generators.generated(sequence) - sum(tokens for _, tokens in sequence.segments)
+        if new <= 0:
+            return
+        if not sequence.segments:
+            self.policy.first_token(sequence.group, self.version)
+        sequence.segments.append((self.version, new))
+
+    def _take(self) -> None:
+        streams = self.policy.streams
+        taken = self.policy.take_next(self.step) if streams else self.policy.take(self.step)
+        for group in taken.dropped:
+            self.outcome.dropped_tokens_l3 += self._discard(group)
+        self.may_take = False
+        if not taken.groups:
+            return
+        self.outcome.trainer_idle_seconds += self.now - self.idle_since
+        tokens = 0
+        for group in taken.groups:
+            tokens += self._count_trained(group)
+        if self.num_slots_trained == 0:
+            self.policy.step_begun(self.step)
+        self.num_slots_trained += len(taken.groups)
+        is_last = self.num_slots_trained == self.policy.groups_per_step
+        cluster = self.run.cluster
+        self.trainer_free_at = self.now + tokens / cluster.train_tokens_per_s + (cluster.train_step_s if is_last else 0.0)
+
+    def _count_trained(self, group: str) -> int:
+        tokens = 0
+        outcome = self.outcome
+        for sequence in self.groups.pop(group):
+            tokens += sequence.length
+            for version, number in sequence.segments:
+                count(outcome.tokens_by_staleness, self.step - version, number)
+            oldest = self.step - sequence.segments[0][0]
+            count(outcome.trajectories_by_staleness, oldest)
+            count_length(outcome.trained_lengths, sequence.length)
+            self.batch_staleness = max(self.batch_staleness, oldest)
+        outcome.trained_tokens += tokens
+        return tokens
+
+    def _trained(self) -> None:
+        self.trainer_free_at = None
+        self.idle_since = self.now
+        self.may_take = True
+        if self.num_slots_trained < self.policy.groups_per_step:
+            return
+        self.num_slots_trained = 0
+        count(self.outcome.batches_by_max_staleness, self.batch_staleness)
+        self.batch_staleness = 0
+        self.policy.step_done(self.step)
+        if self.policy.publishes_after(self.step):
+            self.version_due = self.step + 1
+        self.step += 1
+        if self.progress is not None:
+            self.progress(self.step)
+
+    def _published(self) -> None:
+        self.publish_ends_at = None
+        for sequence in self.generators.in_flight():
+            self._label(sequence)
+        self.version = self.version_due
+        self._cancel(self.policy.published(self.version))
+        self.generators.resume(self.now, self.policy.keeps_kv)
+        self.idle_since = self.now
+        self.may_take = True
+
+    def _report(self) -> None:
+        self.next_report += _REPORT_S
+        preemptions, _ = self.generators.effort()
+        usage, waiting = self.generators.load(self.now)
+        load = EngineLoad(usage, waiting, preemptions - self.num_preemptions_reported, _REPORT_S)
+        self.num_preemptions_reported = preemptions
+        self._cancel(self.policy.observe(load))
+
+    def _cancel(self, groups: tuple[str, ...]) -> None:
+        self.generators.cancel([sequence for group in groups for sequence in self.groups[group]], self.now)
+        for group in groups:
+            del self.num_unfinished[group]
+            self.outcome.dropped_tokens_l2 += self._discard(group)
+
+    def _discard(self, group: str) -> int:
+        """Counts a dropped group's lengths. Returns the tokens that were generated for it."""
+        sequences = self.groups.pop(group)
+        for sequence in sequences:
+            count_length(self.outcome.dropped_lengths, sequence.length)
+        return sum(sequence.num_generated for sequence in sequences)
+
+
+class _Generators:
+    """All engines, and the requests that wait in front of them for a trajectory slot."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.engines = [Engine(cluster) for _ in range(cluster.num_engines)]
+        self.queue: deque[Sequence] = deque()
+        self.limit: int | None = None
+        self._loads = [0] * cluster.num_engines
+        self._events: list[tuple[float, int, int]] = []
+        self._epochs = [0] * cluster.num_engines
+        self._index = {engine: index for index, engine in enumerate(self.engines)}
+
+    def start(self, now: float) -> None:
+        """Sends queued requests to the engine that has fewest, while the limit allows."""
+        if not self.queue:
+            return
+        changed = set()
+        room = len(self.queue) if self.limit is None else self.limit - sum(self._loads)
+        for _ in range(min(room, len(self.queue))):
+            index = self._loads.index(min(self._loads))
+            self.engines[index].add(self.queue.popleft(), now)
+            self._loads[index] += 1
+            changed.add(index)
+        for index in changed:
+            self._schedule(index)
+
+    def next_event(self) -> float:
+        while self._events and self._events[0][2] != self._epochs[self._events[0][1]]:
+            heappop(self._events)
+        return self._events[0][0] if self._events else NEVER
+
+    def handle_event(self) -> list[Sequence]:
+        _, index, _ = heappop(self._events)
+        ended = self.engines[index].handle_event()
+        self._loads[index] -= len(ended)
+        self._schedule(index)
+        return ended
+
+    def generated(self, sequence: Sequence) -> int:
+        return sequence.engine.generated(sequence) if sequence.engine is not None else sequence.num_generated
+
+    def in_flight(self) -> list[Sequence]:
+        return [sequence for engine in self.engines for sequence in (*engine.running, *engine.waiting)]
+
+    def cancel(self, sequences: list[Sequence], now: float) -> None:
+        by_engine: dict[int, list[Sequence]] = {}
+        queued = set()
+        for sequence in sequences:
+            if sequence.engine is not None:
+                by_engine.setdefault(self._index[sequence.engine], []).append(sequence)
+            elif sequence.num_generated == 0:
+                queued.add(sequence)
+        if queued:
+            self.queue = deque(sequence for sequence in self.queue if sequence not in queued)
+        for index, cancelled in by_engine.items():
+            self.engines[index].remove(cancelled, now)
+            self._loads[index] -= len(cancelled)
+            self._schedule(index)
+
+    def pause(self, now: float) -> None:
+        for index, engine in enumerate(self.engines):
+            engine.pause(now)
+            self._schedule(index)
+
+    def resume(self, now: float, keeps_kv: bool) -> None:
+        for index, engine in enumerate(self.engines):
+            engine.resume(now, keeps_kv)
+            self._schedule(index)
+
+    def load(self, now: float) -> tuple[float, int]:
+        """KV usage of the fullest engine, and requests that wait for blocks."""
+        for engine in self.engines:
+            engine.advance(now)
+        return max(engine.kv_usage for engine in self.engines), sum(len(engine.waiting) for engine in self.engines)
+
+    def effort(self) -> tuple[int, int]:
+        """Preemptions and tokens prefilled again so far."""
+        return sum(e.num_preemptions for e in self.engines), sum(e.num_refilled_tokens for e in self.engines)
+
+    def _schedule(self, index: int) -> None:
+        self._epochs[index] += 1
+        at = self.engines[index].next_event()
+        if at < NEVER:
+            heappush(self._events, (at, index, self._epochs[index]))
