@@ -22,6 +22,7 @@ COMMANDS: dict[str, Command] = {
     "up": Command("run a job on this machine, or go on with it", "pipelinerl_cli.up.command"),
     "report": Command("write report.html and summary.json of a run again", "pipelinerl_cli.report.command"),
     "compare": Command("compare runs: learning curves over time, samples and tokens", "pipelinerl_cli.compare.command"),
+    "simulate": Command("try staleness policies on a simulated cluster", "pipelinerl_planner.simulate_command"),
     "bench": Command("measure the data plane against baselines", "pipelinerl_cli.bench.command"),
 }
 
