@@ -31,6 +31,8 @@ __all__ = ["Pending", "Rendezvous", "TransferGroup"]
 
 _POLL_S = 0.0005
 _STORE_POLL_S = 0.02
+_SLACK_S = 5.0
+"""c10d's own time limit comes this much after ours, which tells a timeout from a fault."""
 
 
 @dataclass(slots=True)
@@ -126,7 +128,7 @@ class TransferGroup:
         """Starts the broadcast of rank 0's contiguous `buffer` into everyone's. The buffer is in use until `wait` returns."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         options = BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=limit_s)
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=limit_s + _SLACK_S)
         try:
             work = self._collectives().broadcast([buffer], options)
         except RuntimeError as error:
@@ -142,7 +144,7 @@ class TransferGroup:
         mine = torch.tensor([to_int64(checksum)], dtype=torch.int64, device=device)
         gathered = [torch.empty_like(mine) for _ in range(self.world_size)] if self.rank == 0 else []
         options = GatherOptions()
-        options.rootRank, options.timeout = 0, timedelta(seconds=timeout_s)
+        options.rootRank, options.timeout = 0, timedelta(seconds=timeout_s + _SLACK_S)
         try:
             work = self._collectives().gather([gathered] if gathered else [], [mine], options)
         except RuntimeError as error:

@@ -1,47 +1,118 @@
-"""One piece of work on a thread, asked about now and then: how an engine's worker receives weights while it decodes."""
+"""Work on a thread of an engine's worker, beside the decode, and how the generator's process hears of its end.
 
+Workers may be other processes. They report over a socket in a private folder instead of being asked through the engine: every
+question would interrupt the decode, and keep idle workers busy waiting for the next one.
+"""
+
+import asyncio
 import contextlib
+import itertools
+import json
+import socket
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pipelinerl_weights.errors import TransferAborted, TransferFailed, TransferTimeout
 
+Outcome = dict[str, Any]
+"""{"result": {...}} or {"failure": type name, "message": ...}: plain, because it crosses processes."""
+
 FAILURES: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (TransferAborted, TransferTimeout, TransferFailed, RuntimeError)
 }
+_SEND_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One piece of work that every worker does."""
+
+    number: int
+    socket: str
+
+
+class Reports:
+    """The generator's side: hears how the workers' background work ended."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._numbers = itertools.count()
+        self._outcomes: dict[int, dict[int, Outcome]] = {}
+        self._changed = asyncio.Condition()
+        self._path = ""
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        with tempfile.TemporaryDirectory(prefix="pipelinerl-") as folder:
+            self._path = str(Path(folder) / "reports")
+            server = await asyncio.start_unix_server(self._hear, self._path)
+            try:
+                yield
+            finally:
+                server.close()
+
+    @contextlib.contextmanager
+    def ticket(self) -> Iterator[Ticket]:
+        """To be handed to every worker. Reports are heard until the end of the block."""
+        ticket = Ticket(next(self._numbers), self._path)
+        self._outcomes[ticket.number] = {}
+        try:
+            yield ticket
+        finally:
+            del self._outcomes[ticket.number]
+
+    async def results(self, ticket: Ticket, timeout_s: float) -> list[dict[str, Any]]:
+        """Of every worker, in order. Raises what a worker raised, or TimeoutError."""
+        outcomes = self._outcomes[ticket.number]
+        async with asyncio.timeout(timeout_s), self._changed:
+            await self._changed.wait_for(lambda: len(outcomes) == self._num_workers)
+        return result_of([outcomes[worker] for worker in sorted(outcomes)])
+
+    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        report = json.loads(await reader.readline())
+        writer.close()
+        async with self._changed:
+            if report["ticket"] in self._outcomes:
+                self._outcomes[report["ticket"]][report["worker"]] = report["outcome"]
+            self._changed.notify_all()
 
 
 class BackgroundWork:
-    """Runs functions one at a time. Results and failures are plain dictionaries, because they cross processes."""
+    """The worker's side: runs functions one at a time and reports how they ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, worker: int) -> None:
+        self._worker = worker
         self._thread: threading.Thread | None = None
-        self._outcome: dict[str, Any] = {}
 
-    def start(self, function: Callable[[], dict[str, Any]]) -> None:
+    def start(self, ticket: Ticket, function: Callable[[], dict[str, Any]]) -> None:
         """Raises RuntimeError while the previous one still runs."""
         if self._thread is not None and self._thread.is_alive():
             raise RuntimeError("the previous work has not ended")
-        self._outcome = {}
-        self._thread = threading.Thread(target=self._run, args=(function,), name="weights", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(ticket, function), name="weights", daemon=True)
         self._thread.start()
 
-    def poll(self) -> dict[str, Any] | None:
-        """None while it runs; then {"result": ...} or {"failure": type, "message": ...}."""
-        return self._outcome or None
-
-    def _run(self, function: Callable[[], dict[str, Any]]) -> None:
+    def _run(self, ticket: Ticket, function: Callable[[], dict[str, Any]]) -> None:
+        outcome: Outcome
         try:
-            self._outcome = {"result": function()}
+            outcome = {"result": function()}
         except Exception as error:  # noqa: BLE001 - carried to the other process, where `result_of` raises it
             kind = type(error).__name__ if type(error).__name__ in FAILURES else "RuntimeError"
             message = str(error) if kind == type(error).__name__ else f"{type(error).__name__}: {error}"
-            self._outcome = {"failure": kind, "message": message}
+            outcome = {"failure": kind, "message": message}
+        report = {"ticket": ticket.number, "worker": self._worker, "outcome": outcome}
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(_SEND_S)
+            connection.connect(ticket.socket)
+            connection.sendall(json.dumps(report).encode() + b"\n")
 
 
-def result_of(outcomes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def result_of(outcomes: list[Outcome]) -> list[dict[str, Any]]:
     """The results of every worker. Raises the failure that explains the most: an abort is the others' echo of it."""
     failures = [outcome for outcome in outcomes if "failure" in outcome]
     for failure in sorted(failures, key=lambda each: str(each["failure"]) == TransferAborted.__name__):

@@ -7,10 +7,9 @@ The engine core labels every step's tokens with the weight version that was set 
 
 import asyncio
 import itertools
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 from vllm import SamplingParams
@@ -19,13 +18,12 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from pipelinerl_actor.generator.background import result_of
+from pipelinerl_actor.generator.background import Reports
 from pipelinerl_actor.generator.engine import Completion, GroupSpec, KVCache, Received, Sampling, Transfer
 from pipelinerl_actor.generator.vllm_options import VllmOptions, engine_args
 from pipelinerl_common.errors import FatalError
 from pipelinerl_common.types import VersionRun
 
-_MIN_POLL_S, _MAX_POLL_S, _POLL_SHARE = 0.003, 0.05, 0.02
 _WATCH_S = 1.0
 _GRACE_S = 30.0
 """Beyond a transfer's own deadline: a worker that does not end by then is not to be trusted."""
@@ -50,6 +48,7 @@ class VllmEngine:
         self._ids = itertools.count()
         self._requests: set[_Request] = set()
         self._num_updates = 0
+        self._reports = Reports(options.generator.tensor_parallel_size)
 
     @property
     def num_workers(self) -> int:
@@ -66,7 +65,8 @@ class VllmEngine:
         try:
             await self.set_version(self._options.initial_version)
             await self.generate([0], Sampling(max_tokens=_WARM_UP_TOKENS, ignore_eos=True))
-            yield
+            async with self._reports.listening():
+                yield
         finally:
             llm, self._llm = self._llm, None
             if llm.output_handler is not None:
@@ -192,19 +192,13 @@ class VllmEngine:
         return Received(checksums.pop(), transfer_s, load_s)
 
     async def _in_background(self, method: str, timeout_s: float, *arguments: Any) -> list[dict[str, Any]]:
-        """Starts work on every worker's own thread and asks until all have ended. Raises what a worker raised."""
-        await self._call(method, *arguments)
-        try:
-            async with asyncio.timeout(timeout_s + _GRACE_S):
-                start = time.monotonic()
-                while True:
-                    outcomes = await self._call("weights_poll")
-                    if all(outcome is not None for outcome in outcomes):
-                        return result_of(outcomes)
-                    # Every question takes the engine a moment: what lasts long is asked about less often.
-                    await asyncio.sleep(min(_MAX_POLL_S, max(_MIN_POLL_S, _POLL_SHARE * (time.monotonic() - start))))
-        except TimeoutError as error:
-            raise FatalError(f"a worker did not end {method} {_GRACE_S:g} s after its deadline") from error
+        """Starts work on every worker's own thread and waits until all have ended. Raises what a worker raised."""
+        with self._reports.ticket() as ticket:
+            await self._call(method, astuple(ticket), *arguments)
+            try:
+                return await self._reports.results(ticket, timeout_s + _GRACE_S)
+            except TimeoutError as error:
+                raise FatalError(f"a worker did not end {method} {_GRACE_S:g} s after its deadline") from error
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
         try:

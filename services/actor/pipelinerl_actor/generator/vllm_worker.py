@@ -2,18 +2,18 @@
 
 vLLM makes it by its name (`worker_cls`), in the engine's process or, with tensor parallelism, in one process per worker. The
 engine calls the methods that begin with `weights_` through `collective_rpc`. None of them blocks the decode for longer than its
-own work: what takes long runs on a thread and is asked about with `weights_poll`.
+own work: what takes long runs on a thread that reports its end, see background.py.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
-from pipelinerl_actor.generator.background import BackgroundWork, TransferClock
+from pipelinerl_actor.generator.background import BackgroundWork, Ticket, TransferClock
 from pipelinerl_actor.generator.vllm_copies import Backup, Reload, StagingModel
 from pipelinerl_actor.generator.vllm_options import STAGING
 from pipelinerl_weights.group import TransferGroup
@@ -31,7 +31,7 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        self._work = BackgroundWork()
+        self._work = BackgroundWork(self.rank)
         self._group: TransferGroup | None = None
         self._backup: Backup | None = None
         self._staging: StagingModel | None = None
@@ -40,29 +40,26 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
             self._staging = StagingModel(self.model_runner.get_model(), self.vllm_config)
         install_score_temperature(self.model_runner)
 
-    def weights_join(self, group: dict[str, Any]) -> None:
+    def weights_join(self, ticket: Sequence[Any], group: dict[str, Any]) -> None:
         rank = group.pop("rank_offset") + self.rank
-        self._work.start(lambda: self._join(rank, group))
+        self._work.start(Ticket(*ticket), lambda: self._join(rank, group))
 
     def weights_leave(self) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
 
-    def weights_stage(self, version: int, manifest: str, timeout_s: float) -> None:
+    def weights_stage(self, ticket: Sequence[Any], version: int, manifest: str, timeout_s: float) -> None:
         assert self._staging is not None
         reload = self._staging.reload
-        self._work.start(lambda: self._receive(reload, version, manifest, timeout_s))
+        self._work.start(Ticket(*ticket), lambda: self._receive(reload, version, manifest, timeout_s))
 
-    def weights_receive_in_place(self, version: int, manifest: str, timeout_s: float) -> None:
+    def weights_receive_in_place(self, ticket: Sequence[Any], version: int, manifest: str, timeout_s: float) -> None:
         reload = Reload(self.model_runner.get_model(), self.vllm_config)
-        self._work.start(lambda: self._receive(reload, version, manifest, timeout_s))
+        self._work.start(Ticket(*ticket), lambda: self._receive(reload, version, manifest, timeout_s))
 
-    def weights_back_up(self) -> None:
-        self._work.start(self._back_up)
-
-    def weights_poll(self) -> dict[str, Any] | None:
-        return self._work.poll()
+    def weights_back_up(self, ticket: Sequence[Any]) -> None:
+        self._work.start(Ticket(*ticket), self._back_up)
 
     def weights_apply(self) -> None:
         assert self._staging is not None
