@@ -118,3 +118,5 @@ class StepPlan:
     num_trained_tokens: int
     publish_after: bool
     metrics: dict[str, float]
+    provisional: bool = False
+    """Whether more micro-batches follow; counts are those so far then."""

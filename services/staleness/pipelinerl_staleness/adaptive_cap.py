@@ -56,18 +56,20 @@ class AdaptiveCap:
         self._window_s += load.seconds
         if self._window_s >= _BURST_WINDOW_S:
             self.new_window()
-        quiet = load.num_waiting == 0 and load.num_preemptions == 0 and load.kv_usage < _GROWTH_KV_USAGE
+        idle = load.kv_usage is not None and load.kv_usage < _GROWTH_KV_USAGE
+        quiet = load.num_waiting == 0 and load.num_preemptions == 0 and idle
         self._growth_left_s = _GROWTH_GATE_S if quiet else self._growth_left_s - load.seconds
         self._num_queueing_reports = self._num_queueing_reports + 1 if load.num_waiting > num_in_flight / 3 else 0
         self._cooldown = max(0, self._cooldown - 1)
         return self._cut(load, num_in_flight)
 
     def _cut(self, load: EngineLoad, num_in_flight: int) -> bool:
-        overloaded = load.num_preemptions > 0 or load.kv_usage > _HARD_KV_USAGE
+        kv_usage = load.kv_usage or 0.0
+        overloaded = load.num_preemptions > 0 or kv_usage > _HARD_KV_USAGE
         if overloaded and self._cooldown == 0:
-            share = 0.8 if load.num_preemptions > 0 else _TARGET_KV_USAGE / load.kv_usage
-        elif load.kv_usage > _SOFT_KV_USAGE and self._cooldown == 0:
-            share = _TARGET_KV_USAGE / load.kv_usage
+            share = 0.8 if load.num_preemptions > 0 else _TARGET_KV_USAGE / kv_usage
+        elif kv_usage > _SOFT_KV_USAGE and self._cooldown == 0:
+            share = _TARGET_KV_USAGE / kv_usage
         elif self._num_queueing_reports >= _COOLDOWN_REPORTS:
             share = 0.9
             self._num_queueing_reports = 0

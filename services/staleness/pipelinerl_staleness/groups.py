@@ -144,7 +144,7 @@ class GroupPolicy(Policy):
         """The first B of the ready `candidates`, or a wait when there are fewer."""
         chosen = tuple(candidates)[: self.groups_per_step]
         if len(chosen) < self.groups_per_step:
-            return self.wait(f"{len(chosen)} of {self.groups_per_step} groups usable", dropped)
+            return self.wait(f"{len(chosen)} of {self.groups_per_step} groups ready", dropped)
         for group in chosen:
             self.groups.remove(group)
         self.num_taken += len(chosen)

@@ -49,8 +49,8 @@ class EngineLoad:
     Example: EngineLoad(kv_usage=0.55, num_waiting=0, num_preemptions=3, seconds=1.0).
     """
 
-    kv_usage: float
-    """Share of the KV blocks in use on the fullest generator, 0 to 1."""
+    kv_usage: float | None
+    """Share of the KV blocks in use on the fullest generator, 0 to 1; None where nobody tells: then nothing grows on it."""
     num_waiting: int
     """Requests that wait for KV blocks, all generators together."""
     num_preemptions: int

@@ -69,7 +69,11 @@ def parse_policy_settings(name: str, parameters: Mapping[str, Any]) -> PolicySet
     return settings_type(**parameters)
 
 
+def name_of(settings: PolicySettings) -> str:
+    """The name under which a policy with these settings is registered."""
+    return next(name for name, settings_type in POLICIES.items() if settings_type is type(settings))
+
+
 def make_policy(settings: PolicySettings, groups_per_step: int) -> Policy:
     """A fresh policy for the given settings, with `groups_per_step` groups per optimizer step (B)."""
-    policy_type = next(policy for policy in _POLICY_TYPES.values() if policy.settings_type is type(settings))
-    return policy_type(settings, groups_per_step)
+    return _POLICY_TYPES[name_of(settings)](settings, groups_per_step)

@@ -133,7 +133,7 @@ class Slack(GroupPolicy):
         crowded = load.num_waiting > 0 or load.num_preemptions > 0
         if not self.settings.adaptive:
             return ()
-        if load.kv_usage < _LOW_KV_USAGE and not crowded:
+        if load.kv_usage is not None and load.kv_usage < _LOW_KV_USAGE and not crowded:
             self._move_knobs(*((1, 0) if self._busy else (0, 1)))
         elif crowded or self._waited_for_deadline:
             self._move_knobs(-1, -1)

@@ -23,8 +23,6 @@ class VerlDrop(Verl):
     def take(self, step: int) -> Take:
         stale = [group for group, stamp in self.groups.ready.items() if self.span(stamp, step) > self.settings.eta]
         dropped = self.cancel(tuple(stale))
-        if len(self.groups.ready) < self.groups_per_step:
-            return self.wait(f"{len(self.groups.ready)} of {self.groups_per_step} groups ready", dropped)
         return self.deliver(self.groups.ready_by_stamp(), dropped)
 
     def bound(self) -> int:

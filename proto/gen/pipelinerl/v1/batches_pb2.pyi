@@ -31,12 +31,18 @@ class PullStepRequest(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
+    BATCH_ID_FIELD_NUMBER: _builtins.int
+    FIRST_MICRO_BATCH_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """step to be trained, from 0; trained at policy version `step`"""
     rank: _builtins.int
     num_ranks: _builtins.int
     wait_s: _builtins.float
     """at most 30"""
+    batch_id: _builtins.str
+    """of the provisional plan that the caller has rows of; empty at first"""
+    first_micro_batch: _builtins.int
+    """rows of `batch_id` that the caller has already"""
     def __init__(
         self,
         *,
@@ -44,10 +50,12 @@ class PullStepRequest(_message.Message):
         rank: _builtins.int = ...,
         num_ranks: _builtins.int = ...,
         wait_s: _builtins.float = ...,
+        batch_id: _builtins.str = ...,
+        first_micro_batch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_ranks", b"num_ranks", "rank", b"rank", "step", b"step", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "first_micro_batch", b"first_micro_batch", "num_ranks", b"num_ranks", "rank", b"rank", "step", b"step", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -156,6 +164,7 @@ class StepPlan(_message.Message):
     NUM_TRAINED_TOKENS_FIELD_NUMBER: _builtins.int
     PUBLISH_AFTER_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    PROVISIONAL_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     batch_id: _builtins.str
     """ranks compare it: after a preprocessor restart one may hold an older assembly"""
@@ -169,6 +178,8 @@ class StepPlan(_message.Message):
     """sampled tokens with a loss"""
     publish_after: _builtins.bool
     """the policy wants the weights published after this step"""
+    provisional: _builtins.bool
+    """more follows: groups, counts and metrics are those so far. The last row comes with the final plan"""
     @_builtins.property
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -186,10 +197,11 @@ class StepPlan(_message.Message):
         num_trained_tokens: _builtins.int = ...,
         publish_after: _builtins.bool = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        provisional: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "group_ids", b"group_ids", "metrics", b"metrics", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "num_trained_tokens", b"num_trained_tokens", "publish_after", b"publish_after", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "group_ids", b"group_ids", "metrics", b"metrics", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "num_trained_tokens", b"num_trained_tokens", "provisional", b"provisional", "publish_after", b"publish_after", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -357,6 +369,48 @@ class MarkPublishedResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MarkPublishedResponse: _TypeAlias = MarkPublishedResponse  # noqa: Y015
+
+@_typing.final
+class WaitPublishableRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    wait_s: _builtins.float
+    """at most 30"""
+    def __init__(
+        self,
+        *,
+        policy_version: _builtins.int = ...,
+        wait_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitPublishableRequest: _TypeAlias = WaitPublishableRequest  # noqa: Y015
+
+@_typing.final
+class WaitPublishableResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALLOWED_FIELD_NUMBER: _builtins.int
+    allowed: _builtins.bool
+    def __init__(
+        self,
+        *,
+        allowed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed", b"allowed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitPublishableResponse: _TypeAlias = WaitPublishableResponse  # noqa: Y015
 
 @_typing.final
 class GetSnapshotRequest(_message.Message):

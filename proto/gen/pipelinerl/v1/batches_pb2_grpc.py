@@ -49,6 +49,11 @@ class BatchesStub:
                 request_serializer=pipelinerl_dot_v1_dot_batches__pb2.MarkPublishedRequest.SerializeToString,
                 response_deserializer=pipelinerl_dot_v1_dot_batches__pb2.MarkPublishedResponse.FromString,
                 _registered_method=True)
+        self.WaitPublishable = channel.unary_unary(
+                '/pipelinerl.v1.Batches/WaitPublishable',
+                request_serializer=pipelinerl_dot_v1_dot_batches__pb2.WaitPublishableRequest.SerializeToString,
+                response_deserializer=pipelinerl_dot_v1_dot_batches__pb2.WaitPublishableResponse.FromString,
+                _registered_method=True)
         self.GetSnapshot = channel.unary_unary(
                 '/pipelinerl.v1.Batches/GetSnapshot',
                 request_serializer=pipelinerl_dot_v1_dot_batches__pb2.GetSnapshotRequest.SerializeToString,
@@ -67,6 +72,9 @@ class BatchesServicer:
     def PullStep(self, request, context):
         """Streams either one `wait` or `end`, or a `plan` and then exactly `plan.num_micro_batches` micro-batches, the same number
         for every rank. Pulling an uncommitted step again gives the same batch.
+        With a streaming policy the batch grows: the plan is `provisional` until it is complete, and the caller pulls again with
+        `batch_id` and `first_micro_batch` for what came after. An answer with another `batch_id` is another assembly, from its first
+        micro-batch on: what was accumulated of the older one is to be discarded.
         Errors: FAILED_PRECONDITION (step is neither the next nor the current one; the message gives both), INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -83,6 +91,14 @@ class BatchesServicer:
 
     def MarkPublished(self, request, context):
         """The generators serve this version now. Idempotent; versions may be skipped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WaitPublishable(self, request, context):
+        """Whether a finished version may go to the generators now: some policies hold a publish back until running groups or the next
+        batch are complete. Waits up to `wait_s` for it; a publish that was held back too long is allowed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,6 +136,11 @@ def add_BatchesServicer_to_server(servicer, server):
                     servicer.MarkPublished,
                     request_deserializer=pipelinerl_dot_v1_dot_batches__pb2.MarkPublishedRequest.FromString,
                     response_serializer=pipelinerl_dot_v1_dot_batches__pb2.MarkPublishedResponse.SerializeToString,
+            ),
+            'WaitPublishable': grpc.unary_unary_rpc_method_handler(
+                    servicer.WaitPublishable,
+                    request_deserializer=pipelinerl_dot_v1_dot_batches__pb2.WaitPublishableRequest.FromString,
+                    response_serializer=pipelinerl_dot_v1_dot_batches__pb2.WaitPublishableResponse.SerializeToString,
             ),
             'GetSnapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.GetSnapshot,
@@ -213,6 +234,33 @@ class Batches:
             '/pipelinerl.v1.Batches/MarkPublished',
             pipelinerl_dot_v1_dot_batches__pb2.MarkPublishedRequest.SerializeToString,
             pipelinerl_dot_v1_dot_batches__pb2.MarkPublishedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WaitPublishable(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pipelinerl.v1.Batches/WaitPublishable',
+            pipelinerl_dot_v1_dot_batches__pb2.WaitPublishableRequest.SerializeToString,
+            pipelinerl_dot_v1_dot_batches__pb2.WaitPublishableResponse.FromString,
             options,
             channel_credentials,
             insecure,

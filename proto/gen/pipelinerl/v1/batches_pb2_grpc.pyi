@@ -38,6 +38,9 @@ class BatchesStub:
     PullStep: _grpc.UnaryStreamMultiCallable[_batches_pb2.PullStepRequest, _batches_pb2.PullStepResponse]
     """Streams either one `wait` or `end`, or a `plan` and then exactly `plan.num_micro_batches` micro-batches, the same number
     for every rank. Pulling an uncommitted step again gives the same batch.
+    With a streaming policy the batch grows: the plan is `provisional` until it is complete, and the caller pulls again with
+    `batch_id` and `first_micro_batch` for what came after. An answer with another `batch_id` is another assembly, from its first
+    micro-batch on: what was accumulated of the older one is to be discarded.
     Errors: FAILED_PRECONDITION (step is neither the next nor the current one; the message gives both), INVALID_ARGUMENT.
     """
     CommitStep: _grpc.UnaryUnaryMultiCallable[_batches_pb2.CommitStepRequest, _batches_pb2.CommitStepResponse]
@@ -46,6 +49,10 @@ class BatchesStub:
     """
     MarkPublished: _grpc.UnaryUnaryMultiCallable[_batches_pb2.MarkPublishedRequest, _batches_pb2.MarkPublishedResponse]
     """The generators serve this version now. Idempotent; versions may be skipped."""
+    WaitPublishable: _grpc.UnaryUnaryMultiCallable[_batches_pb2.WaitPublishableRequest, _batches_pb2.WaitPublishableResponse]
+    """Whether a finished version may go to the generators now: some policies hold a publish back until running groups or the next
+    batch are complete. Waits up to `wait_s` for it; a publish that was held back too long is allowed.
+    """
     GetSnapshot: _grpc.UnaryUnaryMultiCallable[_batches_pb2.GetSnapshotRequest, _batches_pb2.GetSnapshotResponse]
     """The ledger as of the last commit, for the checkpoint of that step."""
     Restore: _grpc.UnaryUnaryMultiCallable[_batches_pb2.RestoreRequest, _batches_pb2.RestoreResponse]
@@ -59,6 +66,9 @@ class BatchesAsyncStub(BatchesStub):
     PullStep: _aio.UnaryStreamMultiCallable[_batches_pb2.PullStepRequest, _batches_pb2.PullStepResponse]  # type: ignore[assignment]
     """Streams either one `wait` or `end`, or a `plan` and then exactly `plan.num_micro_batches` micro-batches, the same number
     for every rank. Pulling an uncommitted step again gives the same batch.
+    With a streaming policy the batch grows: the plan is `provisional` until it is complete, and the caller pulls again with
+    `batch_id` and `first_micro_batch` for what came after. An answer with another `batch_id` is another assembly, from its first
+    micro-batch on: what was accumulated of the older one is to be discarded.
     Errors: FAILED_PRECONDITION (step is neither the next nor the current one; the message gives both), INVALID_ARGUMENT.
     """
     CommitStep: _aio.UnaryUnaryMultiCallable[_batches_pb2.CommitStepRequest, _batches_pb2.CommitStepResponse]  # type: ignore[assignment]
@@ -67,6 +77,10 @@ class BatchesAsyncStub(BatchesStub):
     """
     MarkPublished: _aio.UnaryUnaryMultiCallable[_batches_pb2.MarkPublishedRequest, _batches_pb2.MarkPublishedResponse]  # type: ignore[assignment]
     """The generators serve this version now. Idempotent; versions may be skipped."""
+    WaitPublishable: _aio.UnaryUnaryMultiCallable[_batches_pb2.WaitPublishableRequest, _batches_pb2.WaitPublishableResponse]  # type: ignore[assignment]
+    """Whether a finished version may go to the generators now: some policies hold a publish back until running groups or the next
+    batch are complete. Waits up to `wait_s` for it; a publish that was held back too long is allowed.
+    """
     GetSnapshot: _aio.UnaryUnaryMultiCallable[_batches_pb2.GetSnapshotRequest, _batches_pb2.GetSnapshotResponse]  # type: ignore[assignment]
     """The ledger as of the last commit, for the checkpoint of that step."""
     Restore: _aio.UnaryUnaryMultiCallable[_batches_pb2.RestoreRequest, _batches_pb2.RestoreResponse]  # type: ignore[assignment]
@@ -83,6 +97,9 @@ class BatchesServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_batches_pb2.PullStepResponse], _abc.AsyncIterator[_batches_pb2.PullStepResponse]]:
         """Streams either one `wait` or `end`, or a `plan` and then exactly `plan.num_micro_batches` micro-batches, the same number
         for every rank. Pulling an uncommitted step again gives the same batch.
+        With a streaming policy the batch grows: the plan is `provisional` until it is complete, and the caller pulls again with
+        `batch_id` and `first_micro_batch` for what came after. An answer with another `batch_id` is another assembly, from its first
+        micro-batch on: what was accumulated of the older one is to be discarded.
         Errors: FAILED_PRECONDITION (step is neither the next nor the current one; the message gives both), INVALID_ARGUMENT.
         """
 
@@ -103,6 +120,16 @@ class BatchesServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_batches_pb2.MarkPublishedResponse, _abc.Awaitable[_batches_pb2.MarkPublishedResponse]]:
         """The generators serve this version now. Idempotent; versions may be skipped."""
+
+    @_abc_1.abstractmethod
+    def WaitPublishable(
+        self,
+        request: _batches_pb2.WaitPublishableRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_batches_pb2.WaitPublishableResponse, _abc.Awaitable[_batches_pb2.WaitPublishableResponse]]:
+        """Whether a finished version may go to the generators now: some policies hold a publish back until running groups or the next
+        batch are complete. Waits up to `wait_s` for it; a publish that was held back too long is allowed.
+        """
 
     @_abc_1.abstractmethod
     def GetSnapshot(

@@ -88,6 +88,7 @@ def plan_to_proto(plan: StepPlan) -> batches_pb2.StepPlan:
         num_trained_tokens=plan.num_trained_tokens,
         publish_after=plan.publish_after,
         metrics=plan.metrics,
+        provisional=plan.provisional,
     )
 
 
@@ -105,4 +106,5 @@ def plan_from_proto(message: batches_pb2.StepPlan) -> StepPlan:
         num_trained_tokens=message.num_trained_tokens,
         publish_after=message.publish_after,
         metrics=dict(message.metrics),
+        provisional=message.provisional,
     )
