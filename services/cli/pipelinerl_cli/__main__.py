@@ -23,6 +23,8 @@ COMMANDS: dict[str, Command] = {
     "report": Command("write report.html and summary.json of a run again", "pipelinerl_cli.report.command"),
     "compare": Command("compare runs: learning curves over time, samples and tokens", "pipelinerl_cli.compare.command"),
     "simulate": Command("try staleness policies on a simulated cluster", "pipelinerl_planner.simulate_command"),
+    "replay": Command("check a recorded run against its staleness policy", "pipelinerl_planner.replay_command"),
+    "plan": Command("choose how many GPUs generate, and with which batch", "pipelinerl_planner.plan_command"),
     "bench": Command("measure the data plane against baselines", "pipelinerl_cli.bench.command"),
 }
 

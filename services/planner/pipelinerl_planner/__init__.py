@@ -1,1 +1,1 @@
-"""Planning without hardware: the simulator of asynchronous training, lengths, cost models."""
+"""Planning without hardware: the throughput model, the simulator of asynchronous training, lengths, cost models, controllers."""

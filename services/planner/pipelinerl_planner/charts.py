@@ -39,7 +39,7 @@ def write_chart(path: Path, panels: Mapping[str, Sequence[Bar]]) -> None:
 
 def chart(panels: Mapping[str, Sequence[Bar]]) -> str:
     """The SVG document."""
-    top = _round_up(max((bar.total for bars in panels.values() for bar in bars), default=1.0))
+    top = round_up(max((bar.total for bars in panels.values() for bar in bars), default=1.0))
     columns = min(_COLUMNS, max(1, len(panels)))
     rows = ceil(len(panels) / columns)
     width, height = max(columns * _WIDTH, 560), rows * _HEIGHT + 50
@@ -122,7 +122,7 @@ def _definitions() -> str:
     return f"<defs>{''.join(patterns)}</defs>"
 
 
-def _round_up(value: float) -> float:
+def round_up(value: float) -> float:
     """The next number of the form 1, 2, 2.5, 4, 5 or 8 times a power of ten."""
     power = 1.0
     while power * 10 < value:

@@ -1,0 +1,85 @@
+"""Throughput over the largest lag as SVG: a line per method, a ring around the chosen setting."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from pipelinerl_common.errors import SettingsError
+from pipelinerl_planner.charts import round_up
+
+_WIDTH, _HEIGHT = 640, 400
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 40, 48
+_COLORS = ("#2171b5", "#d95f0e", "#31a354", "#756bb1")
+_TICKS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """What the chart says around its lines."""
+
+    title: str
+    x: str
+    y: str
+
+
+def write_line_chart(
+    path: Path, axes: Axes, lines: Mapping[str, Sequence[tuple[float, float]]], mark: tuple[float, float]
+) -> None:
+    """Lines by name, each points (x, y), all from 0. Raises SettingsError for a name or place that will not do."""
+    if path.suffix not in (".svg", ".html"):
+        raise SettingsError(f"--plot {path}: must end in .svg or .html")
+    svg = line_chart(axes, lines, mark)
+    page = f"<!doctype html><meta charset=utf-8><title>{escape(axes.title)}</title>{svg}\n" if path.suffix == ".html" else svg
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"--plot {path}: cannot be written: {error.strerror}") from error
+
+
+def line_chart(axes: Axes, lines: Mapping[str, Sequence[tuple[float, float]]], mark: tuple[float, float]) -> str:
+    """The SVG document."""
+    points = [point for line in lines.values() for point in line]
+    frame = _Frame(round_up(max((x for x, _ in points), default=1)), round_up(max((y for _, y in points), default=1)))
+    drawn = [frame.grid()]
+    for index, (name, line) in enumerate(lines.items()):
+        color = _COLORS[index % len(_COLORS)]
+        path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in line)
+        drawn.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
+        drawn.append(f'<text x="{_LEFT + 10}" y="{_TOP + 14 + 16 * index}" fill="{color}">{escape(name)}</text>')
+    x, y = mark
+    drawn.append(f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="5" fill="none" stroke="black" stroke-width="1.5"/>')
+    middle_y = (_TOP + _HEIGHT - _BOTTOM) / 2
+    drawn.append(f'<text x="{_WIDTH / 2}" y="20" text-anchor="middle" font-weight="bold">{escape(axes.title)}</text>')
+    drawn.append(f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 10}" text-anchor="middle">{escape(axes.x)}</text>')
+    drawn.append(
+        f'<text x="14" y="{middle_y}" text-anchor="middle" transform="rotate(-90 14 {middle_y})">{escape(axes.y)}</text>'
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>{"".join(drawn)}</svg>'
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Maps values to places. Both axes begin at 0."""
+
+    most_x: float
+    most_y: float
+
+    def x(self, value: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * value / self.most_x
+
+    def y(self, value: float) -> float:
+        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - value / self.most_y)
+
+    def grid(self) -> str:
+        parts = []
+        for tick in range(_TICKS + 1):
+            x_value, y_value = self.most_x * tick / _TICKS, self.most_y * tick / _TICKS
+            x, y = self.x(x_value), self.y(y_value)
+            parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+            parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{y_value:g}</text>')
+            parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{x_value:g}</text>')
+        return "".join(parts)

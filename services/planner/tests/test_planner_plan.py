@@ -1,0 +1,292 @@
+"""The throughput model against the paper's published numbers, and `pipelinerl plan` from the command line's side."""
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import yaml
+
+from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.settings import parse_job
+from pipelinerl_planner.frontier import Grid, chosen, frontier
+from pipelinerl_planner.length_distribution import empirical, lognormal, parse_lengths, uniform
+from pipelinerl_planner.plan_command import add_arguments, run
+from pipelinerl_planner.throughput import (
+    Throughput,
+    Workload,
+    conventional,
+    conventional_steps,
+    in_flight,
+    least_batch_size,
+    max_lag,
+)
+from pipelinerl_planner.utilization import FittedCurve, MeasuredCurve, read_utilization
+
+CASE = Workload(128, 128, uniform(1, 2048), 4.92, FittedCurve())
+"""The paper's case study, appendix A.4."""
+JOB = {
+    "apiVersion": "pipelinerl.dev/v1alpha1",
+    "kind": "PipelineRLJob",
+    "metadata": {"name": "planned"},
+    "spec": {
+        "model": {"uri": "hf://some/model", "maxModelLen": 4096},
+        "task": {"path": "a.b:C", "groupSize": 16, "sampling": {"maxTokens": 2048}},
+        "algorithm": {"groupsPerStep": 64},
+        "staleness": {"policy": "slack", "eta": 2},
+        "actors": {
+            "replicas": 8,
+            "generatorsPerReplica": 2,
+            "gpusPerReplica": 4,
+            "generator": {"tensorParallelSize": 2},
+        },
+        "trainers": {"replicas": 4, "processesPerNode": 8},
+    },
+}
+
+
+def command(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(parser.parse_args(arguments))
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert command(*arguments, "--json") == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def write_job(path: Path, **changes: Any) -> Path:
+    path.write_text(yaml.safe_dump({**JOB, "spec": {**JOB["spec"], **changes}}))  # type: ignore[dict-item]
+    return path
+
+
+# The paper's numbers, each within 1 %.
+
+
+def test_case_study_conventional() -> None:
+    found = conventional(CASE, conventional_steps(133))
+    assert (found.r_gen, found.r_train, found.r) == pytest.approx((18.3, 26.02, 10.7), rel=0.01)
+
+
+def test_case_study_in_flight() -> None:
+    found = in_flight(CASE, 192, 44)
+    assert (found.r_gen, found.r_train, found.r) == pytest.approx((16.9, 17.08, 16.9), rel=0.01)
+    assert max_lag(CASE, 192, 44) == pytest.approx(133, rel=0.01)
+    assert found.r / conventional(CASE, conventional_steps(133)).r == pytest.approx(1.57, rel=0.01)
+
+
+def test_case_study_search_finds_the_papers_pair_as_the_greatest_speedup() -> None:
+    points = frontier(CASE, Grid())
+    best = chosen(points, None)
+    assert (best.batch_per_gpu, best.num_generating) == (192, 44)
+    assert (best.max_lag, best.speedup) == pytest.approx((133, 1.57), rel=0.01)
+    within = frontier(CASE, Grid(max_lag=133))
+    assert chosen(within, 133) == best
+
+
+def test_case_study_with_a_larger_batch_has_a_sixteenth_of_the_lag() -> None:
+    larger = Workload(128, 2048, CASE.lengths, CASE.tau, CASE.utilization)
+    in_progress = 192 * 44
+    assert in_progress * 2048 / (larger.lengths.mean * 2048) == pytest.approx(8.25, rel=0.01)
+    assert max_lag(larger, 192, 44) == 9  # 8.2, rounded up
+    assert max_lag(larger, 184, 44) == 8
+    assert least_batch_size(larger, in_progress, 9) <= 2048 < least_batch_size(larger, in_progress, 8)
+
+
+def test_built_in_curve_is_linear_at_first_and_saturates() -> None:
+    curve = FittedCurve()
+    assert curve([64, 128, 192]) == pytest.approx([0.137, 0.274, 0.384], rel=0.03)
+    assert float(curve(0)) == 0
+    rising = curve(np.arange(1, 5000))
+    assert np.all(np.diff(rising) > 0)
+    assert np.all(np.diff(rising, 2) < 1e-12)
+    assert rising[-1] == pytest.approx(0.62, rel=0.01)
+
+
+# By hand.
+
+
+def test_throughputs_by_hand() -> None:
+    """Lengths 1 and 3: two sequences run for one step, then one for two. With U(h) = h/4 a step takes 4 flashes."""
+    curve = MeasuredCurve((4.0,), (1.0,), "hand")
+    load = Workload(1, 2, empirical([1, 3], "hand"), 2.0, curve)
+    assert load.lengths.survival.tolist() == [1, 0.5, 0.5]
+    assert conventional(load, 1) == Throughput(4 / 12, 0.5, 0.2)  # 4 tokens in 12 flashes; 1 / (3 + 2)
+    two = Workload(2, 2, load.lengths, 2.0, curve)
+    assert in_flight(two, 2, 1) == Throughput(0.5, 0.5, 0.5)
+    assert max_lag(two, 2, 1) == 2  # ceil(2 * 1 * 3 / (2 * 2)) = ceil(1.5)
+    assert max_lag(two, 4, 1) == 3  # exactly 3
+
+
+def test_frontier_agrees_with_trying_every_pair() -> None:
+    load = Workload(12, 24, uniform(1, 64), 3.0, FittedCurve())
+    points = frontier(load, Grid(most_per_gpu=32))
+    batches = [*range(1, 9), 16, 24, 32]
+    tried = [(max_lag(load, h, i), in_flight(load, h, i).r) for h in batches for i in range(1, 12)]
+    for point in points:
+        assert point.throughput.r == pytest.approx(max(r for lag, r in tried if lag <= point.max_lag))
+        assert point.throughput == pytest.approx(in_flight(load, point.batch_per_gpu, point.num_generating))
+        assert point.speedup == pytest.approx(point.throughput.r / conventional(load, point.max_lag + 1).r)
+    assert points[-1].throughput.r == pytest.approx(max(r for _, r in tried))
+    assert sorted({point.max_lag for point in points}) == [point.max_lag for point in points]
+
+
+@pytest.mark.parametrize(
+    ("distribution", "mean", "longest"),
+    [
+        (uniform(1, 100), 50.5, 100),
+        (uniform(5, 5), 5, 5),
+        (uniform(10, 20), 15, 20),
+        (empirical([2, 2, 8], "three"), 4, 8),
+        (lognormal(1000, 0.5, 100_000), 1000 * math.exp(0.125) + 0.5, None),
+        (lognormal(1000, 1.0, 500), None, 500),
+    ],
+)
+def test_means_and_longest(distribution: Any, mean: float | None, longest: int | None) -> None:
+    assert distribution.survival[0] == 1
+    assert np.all(np.diff(distribution.survival) <= 1e-9)
+    assert distribution.survival[-1] > 0
+    if mean is not None:
+        assert distribution.mean == pytest.approx(mean, rel=1e-4)
+    if longest is not None:
+        assert distribution.longest == longest
+
+
+def test_lognormal_median() -> None:
+    survival = lognormal(700, 0.9, 8192).survival
+    assert survival[700] == pytest.approx(0.5, abs=1e-3)
+    assert survival[round(700 * math.exp(0.9))] == pytest.approx(0.1587, abs=1e-3)
+
+
+def test_trace_as_lengths(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("response_tokens\n1\n3\n1\n3\n")
+    assert parse_lengths(str(tmp_path / "t.csv"), 2).survival.tolist() == [1, 0.5, 0.5]
+
+
+# The command.
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    document = planned(capsys, "--max-lag", "133")
+    assert list(document) == ["frontier", "conventional", "chosen", "settings"]
+    assert all(list(point) == ["H", "I", "g_max", "r_gen", "r_train", "r", "speedup"] for point in document["frontier"])
+    assert list(document["conventional"]) == ["r_gen", "r_train", "r"]
+    assert max(point["g_max"] for point in document["frontier"]) <= 133
+    assert (document["chosen"]["H"], document["chosen"]["I"]) == (192, 44)
+    assert document["conventional"]["r_gen"] == pytest.approx(18.3, rel=0.001)
+
+
+def test_table_marks_the_choice_and_names_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command() == 0
+    shown = capsys.readouterr().out
+    marked = [line.split() for line in shown.splitlines() if line.startswith(">")]
+    assert [line[1:4] for line in marked] == [["132", "192", "44"]]
+    spec = yaml.safe_load(shown.partition("# for the job file")[2])["spec"]
+    assert spec["actors"]["replicas"] == 44
+    assert spec["actors"]["generator"]["maxRunningRequests"] == 192
+    assert spec["trainers"]["replicas"] * spec["trainers"]["processesPerNode"] == 84
+    assert spec["staleness"] == {"policy": "areal", "eta": 132}
+
+
+def test_job_gives_the_inputs_and_takes_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_job(tmp_path / "job.yaml")
+    document = planned(capsys, "--job", str(path), "--max-lag", "8")
+    by_flags = planned(capsys, "--gpus", "64", "--batch", "1024", "--max-lag", "8")
+    assert document["conventional"] == by_flags["conventional"]
+    assert all(point["I"] % 4 == 0 for point in document["frontier"])
+    settings, point = document["settings"], document["chosen"]
+    assert settings["staleness"] == {"policy": "slack", "eta": point["g_max"]}
+    assert settings["actors"]["replicas"] * 4 == point["I"]
+    assert settings["actors"]["generator"] == {"tensorParallelSize": 2, "maxRunningRequests": 2 * point["H"]}
+    assert settings["algorithm"]["groupsPerStep"] == 64
+    spec: Any = JOB["spec"]
+    merged = {**spec, **{name: {**spec.get(name, {}), **section} for name, section in settings.items()}}
+    merged["task"] = {**spec["task"], **settings["task"]}
+    parsed = parse_job({**JOB, "spec": merged}, "merged").spec
+    assert parsed.actors.generator.max_running_requests == 2 * point["H"]
+
+
+def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("plan.svg", "plan.html"):
+        assert command("--plot", str(tmp_path / name)) == 0
+    svg = (tmp_path / "plan.svg").read_text()
+    root = ElementTree.fromstring(svg)
+    lines = root.findall("{http://www.w3.org/2000/svg}polyline")
+    assert len(lines) == 2
+    heights = [float(pair.split(",")[1]) for pair in lines[0].attrib["points"].split()]
+    assert heights == sorted(heights, reverse=True)
+    assert svg in (tmp_path / "plan.html").read_text()
+
+
+def test_measured_curve_and_speeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "u.json"
+    points = [{"h": h, "tokens_per_second": 10.0 * h, "utilization": h / 256} for h in (1, 64, 256)]
+    file.write_text(json.dumps({"peak_tokens_per_second": 2560.0, "points": points}))
+    curve = read_utilization(file)
+    assert curve([0, 0.5, 128, 1000]) == pytest.approx([0, 0.5 / 256, 0.5, 1])
+    by_speed = planned(capsys, "--utilization", str(file), "--train-tokens-per-second", "512")
+    by_tau = planned(capsys, "--utilization", str(file), "--tau", "5")
+    assert by_speed == by_tau
+    assert command("--utilization", str(file)) == 0
+    assert "tokens/s)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "1"], "--gpus 1 must be at least 2"),
+        (["--batch", "0"], "--batch 0 must be at least 1"),
+        (["--batch", "100", "--group-size", "8"], "--batch 100 is not a multiple of the group size 8"),
+        (["--group-size", "0"], "--group-size 0 must be at least 1"),
+        (["--tau", "0"], "--tau 0 must be a number above 0"),
+        (["--tau", "nan"], "--tau nan must be a number above 0"),
+        (["--train-tokens-per-second", "5"], "how long a flash is must be known"),
+        (["--lengths", "uniform:5:2"], "needs 1 <= least <= most"),
+        (["--lengths", "uniform:a:b"], "invalid literal"),
+        (["--lengths", "normal:3"], "expected uniform:LEAST:MOST"),
+        (["--lengths", "lognormal:5:0:9"], "needs median > 0, 0 < sigma"),
+        (["--lengths", "missing.csv"], "missing.csv"),
+        (["--max-lag", "0"], "--max-lag 0 must be at least 1"),
+        (["--max-lag", "1", "--gpus", "512", "--batch", "1"], "no pair of H and I keeps --max-lag 1"),
+        (["--plot", "chart.png"], "--plot chart.png: must end in .svg or .html"),
+        (["--plot", "/nowhere/chart.svg"], "--plot /nowhere/chart.svg: cannot be written"),
+        (["--utilization", "missing.json"], "--utilization missing.json: cannot be read"),
+        (["--job", "missing.yaml"], "missing.yaml: cannot be read"),
+    ],
+)
+def test_what_makes_no_sense_is_named(arguments: list[str], message: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        command(*arguments)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "has no list `points`"),
+        ('{"points": [{"h": 1}]}', r"points[0]: utilization=None"),
+        ('{"points": [{"h": 0, "utilization": 0.1}]}', r"points[0]: h=0 must be a number above 0"),
+        ('{"points": [{"h": 2, "utilization": 0.1}, {"h": 1, "utilization": 0.1}]}', "h must rise"),
+        ('{"points": [{"h": 1, "utilization": 1.5}]}', "utilization=1.5 is above 1"),
+        ('{"points": [{"h": 1, "utilization": 0.5}], "peak_tokens_per_second": "x"}', "peak_tokens_per_second='x'"),
+    ],
+)
+def test_bad_utilization_files_are_refused(document: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "u.json").write_text(document)
+    with pytest.raises(SettingsError) as caught:
+        read_utilization(tmp_path / "u.json")
+    assert message in str(caught.value)
+
+
+def test_job_without_gpus_asks_for_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_job(tmp_path / "job.yaml", actors={"replicas": 1})
+    with pytest.raises(SettingsError, match=r"actors\.gpusPerReplica=0"):
+        command("--job", str(path))
+    assert planned(capsys, "--job", str(path), "--gpus", "8")["settings"]["task"] == {"groupSize": 16}
