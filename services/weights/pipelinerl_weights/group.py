@@ -243,8 +243,9 @@ class TransferGroup:
             self._fail(TransferFailed(f"the sender's store does not answer: {first_line(error)}"), error)
 
     def _wait_for(self, key: str, ranks: Iterable[int], deadline: float) -> None:
-        """Waits for `<key>/<rank>` of every rank."""
+        """Waits for `<key>/<rank>` of every rank, looking less and less often."""
         missing = list(ranks)
+        poll_s = _POLL_S
         while True:
             self._flag.raise_if_set()
             while missing and self._has(f"{key}/{missing[-1]}"):
@@ -255,7 +256,8 @@ class TransferGroup:
                 missing = [rank for rank in missing if not self._has(f"{key}/{rank}")]
                 what = "join" if key == "joined" else "get ready to receive"
                 self._fail(TransferTimeout(f"rank(s) {', '.join(map(str, missing))} did not {what} in time"))
-            time.sleep(_STORE_POLL_S)
+            time.sleep(poll_s)
+            poll_s = min(_STORE_POLL_S, 1.5 * poll_s)
 
 
 def _bury(process_group: list[Collectives], pending: list[Work]) -> None:

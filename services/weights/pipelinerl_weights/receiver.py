@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipelinerl_weights.checksum import bucket_checksum, fold_checksums
 from pipelinerl_weights.errors import TransferFailed
-from pipelinerl_weights.group import TransferGroup
+from pipelinerl_weights.group import Pending, TransferGroup
 from pipelinerl_weights.manifest import Bucket, Manifest
 from pipelinerl_weights.sender import slot_view
 
@@ -25,34 +25,36 @@ def receive(
 ) -> str:
     """Receives every bucket of `version` and returns the checksum, which the sender compares with its own.
 
-    `on_bucket(bucket, buffer)` is called in order, while the next bucket already arrives; it must not keep `buffer` (uint8),
-    which is used again. `timeout_s` is for the whole call, waiting for the sender included. What `on_bucket` raises
-    aborts the group.
+    `on_bucket(bucket, buffer)` is called in order, while the next bucket already arrives. The buffer (uint8) is its to keep:
+    every bucket has a fresh one, so two of them exist besides what is kept. `timeout_s` is for the whole call, waiting for the
+    sender included. What `on_bucket` raises aborts the group.
     Raises TransferAborted, TransferTimeout or TransferFailed; the group is then aborted for everyone.
     """
     deadline = time.monotonic() + timeout_s
     layout = manifest.buckets()
-    largest = max(bucket.num_bytes for bucket in layout)
-    buffers = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(min(2, len(layout)))]
+
+    def start(bucket: Bucket) -> tuple[Tensor, Pending]:
+        buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
+        return buffer, group.start_broadcast(buffer, _remaining(deadline))
+
     group.mark_receiving(version)
     sums: list[Tensor] = []
-    pending = group.start_broadcast(buffers[0][: layout[0].num_bytes], _remaining(deadline))
+    buffer, pending = start(layout[0])
     for bucket in layout:
         pending.wait()
-        buffer = buffers[bucket.index % 2][: bucket.num_bytes]
+        arrived = buffer
         if bucket.index + 1 < len(layout):
-            following = layout[bucket.index + 1]
-            pending = group.start_broadcast(buffers[following.index % 2][: following.num_bytes], _remaining(deadline))
+            buffer, pending = start(layout[bucket.index + 1])
         try:
-            sums.append(bucket_checksum(buffer))
-            on_bucket(bucket, buffer)
+            sums.append(bucket_checksum(arrived))
+            on_bucket(bucket, arrived)
         except BaseException as error:
             group.abort(f"rank {group.rank}: {error!r}")
             with contextlib.suppress(TransferFailed):
                 pending.wait()
             raise
     checksum = fold_checksums(sums, [bucket.num_bytes for bucket in layout])
-    group.gather_checksums(checksum, _remaining(deadline), buffers[0].device)
+    group.gather_checksums(checksum, _remaining(deadline), torch.device(device))
     return checksum
 
 

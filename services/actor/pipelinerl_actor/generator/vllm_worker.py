@@ -89,8 +89,7 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
         def load(bucket: Bucket, buffer: Tensor) -> None:
             clock.bucket_arrived()
             with clock.loading():
-                # vLLM holds tensors back until their layer is complete; the buffer itself is used again before that.
-                reload.load(tensors_of(bucket, buffer.clone()))
+                reload.load(tensors_of(bucket, buffer))
 
         with _off_the_decode_stream(self.device):
             reload.begin()
