@@ -133,9 +133,9 @@ class MemberResult(_message.Message):
     pause_s: _builtins.float
     """decoding stood still"""
     transfer_s: _builtins.float
-    """first bucket to last"""
+    """from being ready for the first bucket to having the last"""
     apply_s: _builtins.float
-    """copying into the model, inside the pause"""
+    """loading, packing and copying into the model; staged does nearly all of it before the pause"""
     num_running: _builtins.int
     """requests that went on across the update"""
     def __init__(
