@@ -25,6 +25,7 @@ COMMANDS: dict[str, Command] = {
     "simulate": Command("try staleness policies on a simulated cluster", "pipelinerl_planner.simulate_command"),
     "replay": Command("check a recorded run against its staleness policy", "pipelinerl_planner.replay_command"),
     "plan": Command("choose how many GPUs generate, and with which batch", "pipelinerl_planner.plan_command"),
+    "calibrate": Command("measure a generator's speed by batch size, for plan", "pipelinerl_cli.calibrate.command"),
     "bench": Command("measure the data plane against baselines", "pipelinerl_cli.bench.command"),
 }
 

@@ -1,1 +1,1 @@
-"""Planning without hardware: the throughput model, the simulator of asynchronous training, lengths, cost models, controllers."""
+"""Planning without hardware: throughput model, simulator of asynchronous training, lengths, cost models, controllers."""

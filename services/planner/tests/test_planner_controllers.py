@@ -69,8 +69,8 @@ def test_rule_never_leaves_its_bounds(num_gpus: int, trace: list[tuple[int, floa
 
 @given(num_gpus=st.integers(16, 1000), speed=st.floats(0.05, 1.0), tau=st.floats(1.0, 10.0))
 def test_rule_settles_around_the_balance(num_gpus: int, speed: float, tau: float) -> None:
-    """With r_gen = speed * I and r_train = (N - I) / tau the ratio is q where I = N / (1 + tau * speed * q). Once reached, the share
-    stays between the places of the two thresholds, give or take the move that crossed one."""
+    """With r_gen = speed * I and r_train = (N - I) / tau the ratio is q where I = N / (1 + tau * speed * q). Once reached, the
+    share stays between the places of the two thresholds, give or take the move that crossed one."""
     settings = ShareRuleSettings(num_gpus)
     rule = ShareRule(settings)
     share, seen = rule.initial(), []
