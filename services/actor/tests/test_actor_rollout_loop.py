@@ -177,13 +177,14 @@ async def acting(
     generators: Sequence[str] | None = None,
     **task_fields: Any,
 ) -> AsyncIterator[tuple[asyncio.Task[None], asyncio.Event]]:
-    """Runs an actor with `task` while the block runs; it must end cleanly when the run is done."""
+    """Runs an actor with `task` while the block runs; it must end cleanly when it is stopped after the run."""
     wiring = _wiring(house, {"path": f"house_tasks:{task}", **task_fields}, actors or {}, generators)
     stop = asyncio.Event()
     actor = asyncio.ensure_future(run_actor(wiring, stop))
     try:
         yield actor, stop
         house.admission.done = True
+        stop.set()
         async with asyncio.timeout(20):
             await actor
     finally:
@@ -557,9 +558,19 @@ async def test_a_preprocessor_that_is_away_is_waited_for_and_nothing_is_lost(hou
             async with house.admission.serving(house.preprocessor):
                 house.admission.to_grant = 2
                 await alive(actor, lambda expected=num_groups: len(house.groups) == expected)  # type: ignore[misc]
-        async with house.admission.serving(house.preprocessor):
-            house.admission.done = True
-            await until(actor.done, 30)
+
+
+async def test_a_run_that_is_done_and_goes_on_finds_its_actor_there(house: House) -> None:
+    house.admission.done = True
+    house.generator.answer = house.generator.hang
+    async with acting(house, "Together") as (actor, _):
+        await alive(actor, lambda: len(house.admission.requests) >= 3)
+        house.admission.done = False
+        house.admission.to_grant = 2
+        await alive(actor, lambda: house.generator.num_running == 2)
+        house.admission.done = True
+        await alive(actor, lambda: len(house.admission.outcomes(pb.GROUP_OUTCOME_CANCELLED)) == 2)
+        assert not actor.done()
 
 
 async def test_a_generator_that_is_away_is_waited_for(house: House) -> None:
@@ -613,17 +624,15 @@ async def test_a_finished_group_survives_a_crash_of_the_stream_server(house: Hou
             await first.wait()
             release.set()
             await alive(actor, lambda: house.generator.num_running == 0)
-            async with stream.NatsServer.start(folder, port) as second:
-                async with (
-                    stream.connect(second.url, JOB, StreamSettings(), name="reader") as reader,
-                    reader.samples(max_pending=10) as received,
-                    asyncio.timeout(30),
-                ):
-                    group = await anext(aiter(received))
-                    assert group.group.group_id == "0-0"
-                    await group.ack()
-                house.admission.done = True
-                await until(actor.done)
+            async with (
+                stream.NatsServer.start(folder, port) as second,
+                stream.connect(second.url, JOB, StreamSettings(), name="reader") as reader,
+                reader.samples(max_pending=10) as received,
+                asyncio.timeout(30),
+            ):
+                group = await anext(aiter(received))
+                assert group.group.group_id == "0-0"
+                await group.ack()
 
 
 def _free_port() -> int:

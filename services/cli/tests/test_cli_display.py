@@ -107,7 +107,7 @@ def test_words_for_numbers() -> None:
     [
         (Role.TRAINER, 0, True, Done()),
         (Role.TRAINER, 0, False, Restart("ended before the last step")),
-        (Role.ACTOR, 0, False, Done()),
+        (Role.ACTOR, 0, False, Restart("ended by itself")),
         (Role.GENERATOR, 0, False, Restart("ended by itself")),
         (Role.PREPROCESSOR, 1, False, Restart("crashed with status 1")),
         (Role.ACTOR, -9, False, Restart("was killed by signal 9")),

@@ -179,17 +179,6 @@ async def test_wrong_settings_fail_the_run_at_once(tmp_path: Path) -> None:
     assert "zeroStage=9 is wrong" in str(failure)
 
 
-async def test_actor_that_is_done_rests_until_the_trainers_start_again(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, {"actor-0": ["pass", STAY], "trainer-0": STAY})
-    async with running(stage):
-        await stage.until_up("trainer-0")
-        async with asyncio.timeout(DEADLINE_S):
-            await stage.processes["actor-0"].wait()
-        os.kill(stage.processes["trainer-0"].pid, signal.SIGKILL)
-        await stage.until(lambda: stage.starts["actor-0"] == 2)
-        assert stage.restarted == ["trainer-0"]
-
-
 async def test_stop_goes_role_by_role_and_kills_what_does_not_listen(tmp_path: Path) -> None:
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     stage = Stage(

@@ -25,7 +25,7 @@ _CONNECT_S = 10.0
 
 
 async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
-    """Runs until the job is done or `stop` is set. Raises SettingsError for a task or wiring that cannot work."""
+    """Runs until `stop` is set. Raises SettingsError for a task or wiring that cannot work."""
     job = load_job(wiring.job_file)
     spec, token = job.spec, wiring.token
     if not wiring.generators:

@@ -67,46 +67,46 @@ class RolloutLoop:
         self._num_failed_in_a_row = 0
 
     async def run(self, stop: asyncio.Event, drain_s: float) -> None:
-        """Consumes leases, produces groups, waits for the preprocessor; ends when the run is done or `stop` is set.
+        """Consumes leases, produces groups, waits for the preprocessor; ends when `stop` is set.
 
+        A run that is done leaves it idle rather than ended: the trainer may go back to a checkpoint, or be given more steps.
         Asked to stop it takes nothing new, finishes what it can within `drain_s` seconds and hands back the rest.
         An error that no retry can help ends it, and with it every group.
         """
         async with asyncio.TaskGroup() as tasks:
-            done = await self._lease_and_start(stop, tasks)
-            if not done:
-                await self._drain(drain_s)
-            await self._end_all(pb.GROUP_OUTCOME_CANCELLED if done else pb.GROUP_OUTCOME_HANDED_BACK)
+            await self._lease_and_start(stop, tasks)
+            await self._drain(drain_s)
+            await self._end_all(pb.GROUP_OUTCOME_HANDED_BACK)
         await self._reports.flush(_FLUSH_S)
 
-    async def _lease_and_start(self, stop: asyncio.Event, tasks: asyncio.TaskGroup) -> bool:
-        """True when the run is done, False when `stop` is set."""
+    async def _lease_and_start(self, stop: asyncio.Event, tasks: asyncio.TaskGroup) -> None:
+        was_done = False
         while not stop.is_set():
             wanted = self._slots.groups_wanted([running.progress for running in self._running.values()])
             response = await self._exchange(wanted)
-            if response.state == pb.RUN_STATE_DONE:
-                log.info("the run is done")
-                return True
+            is_done = response.state == pb.RUN_STATE_DONE
+            if is_done and not was_done:
+                log.info("the run is done; waiting to be stopped, or for more")
+            was_done = is_done
             for lease in response.leases:
                 self._start(lease, response.served_version, tasks)
-            if not wanted:
+            if is_done:
+                await _stopped(stop, _RENEW_S)
+            elif not wanted:
                 await self._wait_changed(_RENEW_S)
             elif self._num_failed_in_a_row > _FAILED_IN_A_ROW:
                 await self._pause_after_failures(stop)
-        return False
 
     async def _pause_after_failures(self, stop: asyncio.Event) -> None:
         """When nothing but failures comes, the task or what it needs is broken: prompts are not to be burnt at full speed."""
         pause_s = min(_FIRST_PAUSE_S * (self._num_failed_in_a_row - _FAILED_IN_A_ROW), _MAX_PAUSE_S)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(pause_s):
-                await stop.wait()
+        await _stopped(stop, pause_s)
 
     async def _exchange(self, wanted: int) -> pb.LeaseResponse:
         running = [lease_id for lease_id, running in self._running.items() if running.ending is None]
         self._changed.clear()
         response = await self._desk.exchange(wanted, running, _ASK_S)
-        for lease_id in response.cancelled_lease_ids:
+        for lease_id in running if response.state == pb.RUN_STATE_DONE else response.cancelled_lease_ids:
             self._end(lease_id, pb.GROUP_OUTCOME_CANCELLED)
         return response
 
@@ -187,6 +187,13 @@ class RolloutLoop:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
+
+
+async def _stopped(stop: asyncio.Event, timeout_s: float) -> None:
+    """Until `stop` is set, or `timeout_s` is over."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await stop.wait()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 ```
  unit = one process, or all trainer ranks
- start -> first exit -> judge -> Done     trainers: the run is finished; an actor: rests until the trainers start again
+ start -> first exit -> judge -> Done     trainers: the run is finished
                               -> Restart  after a growing delay, while the unit's budget lasts
                               -> GiveUp   the run fails with the last lines of the log
 ```
@@ -67,8 +67,6 @@ class Supervisor:
         self._units = _units(workloads, budget)
         self._running: dict[str, Process] = {}
         self._stopping = False
-        self._trainer_restarts = 0
-        self._trainers_restarted = asyncio.Condition()
 
     @property
     def running(self) -> dict[str, Process]:
@@ -109,17 +107,13 @@ class Supervisor:
 
     async def _keep(self, unit: _Unit) -> Failure | None:
         while not self._is_stopping():
-            trainer_restarts = self._trainer_restarts
             processes = [await self._start(workload) for workload in unit.workloads]
             culprit, status = await _first_failure_or_all(processes)
             if self._is_stopping():
                 return None
             verdict = judge(unit.role, status, run_is_finished=self._run_is_finished)
             if isinstance(verdict, Done):
-                if unit.role is Role.TRAINER:
-                    return None
-                await self._rest(trainer_restarts)
-                continue
+                return None
             failure = await self._prepare_restart(unit, culprit, verdict)
             if failure is not None:
                 return failure
@@ -135,10 +129,6 @@ class Supervisor:
         self._on_restart(unit.name)
         log.warning("%s %s; %s starts again in %g s", culprit.name, verdict.reason, unit.name, delay)
         await asyncio.sleep(delay)
-        if unit.role is Role.TRAINER:
-            async with self._trainers_restarted:
-                self._trainer_restarts += 1
-                self._trainers_restarted.notify_all()
         return None
 
     async def _start(self, workload: Workload) -> Process:
@@ -147,11 +137,6 @@ class Supervisor:
         if self._stopping:
             process.terminate()
         return process
-
-    async def _rest(self, trainer_restarts: int) -> None:
-        """An actor that has done its work is needed again when the trainers were set back to a checkpoint since it started."""
-        async with self._trainers_restarted:
-            await self._trainers_restarted.wait_for(lambda: self._trainer_restarts > trainer_restarts)
 
 
 def _units(workloads: Iterable[Workload], budget: Callable[[], RestartBudget]) -> list[_Unit]:
