@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipelinerl_common.types import GroupId, MicroBatch, StepPlan
-from pipelinerl_preprocessor.packing import pack
+from pipelinerl_preprocessor.packing import Assignment, pack
 from pipelinerl_preprocessor.preparation import PreparedGroup
-from pipelinerl_preprocessor.rows import build_row
+from pipelinerl_preprocessor.rows import TrainSequence, build_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +35,7 @@ def assemble(
 ) -> Batch:
     """Packs the groups' sequences. The same groups and layout give the same rows and the same batch id."""
     members = [(number, sequence) for number, group in enumerate(groups) for sequence in group.sequences]
-    assignment = pack([sequence.num_tokens for _, sequence in members], layout.row_tokens, layout.num_ranks)
-    rows = tuple(
-        tuple(
-            build_row(
-                index,
-                [members[place] for place in row],
-                assignment.num_slots(rank, index),
-                layout.temperature,
-                reference=layout.reference,
-                returns=layout.returns,
-            )
-            for index, row in enumerate(rank_rows)
-        )
-        for rank, rank_rows in enumerate(assignment.rows)
-    )
+    assignment, rows = pack_rows(members, layout)
     plan = StepPlan(
         step=step,
         batch_id=_batch_id(step, groups, layout),
@@ -66,6 +52,28 @@ def assemble(
         },
     )
     return Batch(plan, rows)
+
+
+def pack_rows(
+    members: Sequence[tuple[int, TrainSequence]], layout: Layout, first_index: int = 0
+) -> tuple[Assignment, tuple[tuple[MicroBatch, ...], ...]]:
+    """Rows of every rank for `members`, (group number, sequence) pairs; micro-batches are numbered from `first_index`."""
+    assignment = pack([sequence.num_tokens for _, sequence in members], layout.row_tokens, layout.num_ranks)
+    rows = tuple(
+        tuple(
+            build_row(
+                first_index + index,
+                [members[place] for place in row],
+                assignment.num_slots(rank, index),
+                layout.temperature,
+                reference=layout.reference,
+                returns=layout.returns,
+            )
+            for index, row in enumerate(rank_rows)
+        )
+        for rank, rank_rows in enumerate(assignment.rows)
+    )
+    return assignment, rows
 
 
 def batch_metrics(groups: Sequence[PreparedGroup]) -> dict[str, float]:

@@ -10,10 +10,12 @@ from typing import Any
 from pipelinerl.v1 import batches_pb2 as pb
 from pipelinerl_common.codec import micro_batch_to_proto, plan_to_proto
 from pipelinerl_common.errors import PermanentError, Refused
+from pipelinerl_common.types import StepPlan
 from pipelinerl_preprocessor.admission import MAX_WAIT_S
 from pipelinerl_preprocessor.batch import Batch, Layout, assemble
 from pipelinerl_preprocessor.drops import DropReason
 from pipelinerl_preprocessor.groups import Group, Snapshot
+from pipelinerl_preprocessor.growing import GrowingBatch
 from pipelinerl_preprocessor.live import LiveLedger
 from pipelinerl_preprocessor.trained import TrainedLog
 
@@ -32,6 +34,7 @@ class Batches:
         self._trained = trained
         self._lock = asyncio.Lock()
         self._batch: tuple[Layout, Batch] | None = None
+        self._growing: GrowingBatch | None = None
         self._unacknowledged: list[str] = []
 
     async def PullStep(self, request: pb.PullStepRequest, context: Any) -> AsyncIterator[pb.PullStepResponse]:
@@ -43,7 +46,7 @@ class Batches:
             if live.ledger.state.done:
                 yield pb.PullStepResponse(end=pb.EndOfRun())
                 return
-            pulled = await self._pull(request.step, replace(self._layout, num_ranks=request.num_ranks))
+            pulled = await self._pull(request, replace(self._layout, num_ranks=request.num_ranks))
             if isinstance(pulled, Batch):
                 break
             if not await live.batch_bell.wait(give_up_at - live.now()):
@@ -79,6 +82,18 @@ class Batches:
         await live.journal.sync()
         live.changed(leases_ended=True)
         return pb.MarkPublishedResponse()
+
+    async def WaitPublishable(self, request: pb.WaitPublishableRequest, context: Any) -> pb.WaitPublishableResponse:
+        del context
+        _check_wait(request.wait_s)
+        live = self._live
+        live.ledger.check_restored()
+        give_up_at = live.now() + request.wait_s
+        while not (allowed := live.may_publish(request.policy_version)):
+            if not await live.batch_bell.wait(give_up_at - live.now()):
+                break
+        live.changed()  # a batch may have waited for it
+        return pb.WaitPublishableResponse(allowed=allowed)
 
     async def GetSnapshot(self, request: pb.GetSnapshotRequest, context: Any) -> pb.GetSnapshotResponse:
         del context
@@ -119,8 +134,9 @@ class Batches:
         live.changed(leases_ended=True)
         return pb.RestoreResponse(rewound=rewound)
 
-    async def _pull(self, step: int, layout: Layout) -> Batch | str:
-        """The batch of `step`, or why it must be waited for. Raises Unavailable and Refused."""
+    async def _pull(self, request: pb.PullStepRequest, layout: Layout) -> Batch | str:
+        """The batch, or what is new of one that grows, or why it must be waited for. Raises Unavailable and Refused."""
+        step = request.step
         async with self._lock:
             ledger = self._live.ledger
             ledger.check_restored()
@@ -129,6 +145,10 @@ class Batches:
                 return f"step {current} is not committed yet"
             if step != current:
                 raise Refused(f"PullStep: step {step} is neither the current one, {current}, nor the next")
+            if not ledger.batch and self._live.holds_publish():
+                return f"the weights of version {step} are held back by the policy"
+            if ledger.policy.streams:
+                return await self._grow(request, layout)
             if self._batch is None or self._batch[0] != layout:
                 if not ledger.batch:
                     take = ledger.take()
@@ -137,6 +157,41 @@ class Batches:
                         return take.wait_reason
                 self._batch = (layout, await self._assemble(step, layout))
             return self._batch[1]
+
+    async def _grow(self, request: pb.PullStepRequest, layout: Layout) -> Batch | str:
+        """Takes groups until there is a row that the caller does not have."""
+        live, ledger = self._live, self._live.ledger
+        growing = self._growing
+        if growing is None or (growing.step, growing.layout, growing.group_ids) != (request.step, layout, ledger.batch):
+            num_groups, publish_after = ledger.policy.groups_per_step, ledger.policy.publishes_after(request.step)
+            growing = self._growing = GrowingBatch(request.step, layout, num_groups, publish_after=publish_after)
+            for group_id in ledger.batch:
+                self._add(growing, group_id)
+        num_had = request.first_micro_batch if request.batch_id == growing.batch_id else 0
+        while growing.num_rows <= num_had and not growing.is_complete:
+            take = ledger.take_next()
+            for taken in take.groups:
+                self._add(growing, taken)
+            await live.given_up(take.dropped, DropReason.STALE)
+            if not take.groups:
+                return take.wait_reason
+        return growing.after(num_had)
+
+    def _add(self, growing: GrowingBatch, group_id: str) -> None:
+        live = self._live
+        live.waiting.discard(group_id)
+        growing.add(live.prepared[group_id], {**live.gauges(), **live.counters.values()})
+        if growing.is_complete:
+            plan = growing.after(growing.num_rows).plan
+            live.packing = {name: plan.metrics[name] for name in ("packing_fill", "packing_imbalance")}
+            self._log(plan)
+
+    def _log(self, plan: StepPlan) -> None:
+        log.info(
+            "step=%d groups=%d sequences=%d tokens=%d micro_batches=%d fill=%.3f",
+            plan.step, len(plan.group_ids), plan.num_sequences, plan.num_trained_tokens, plan.num_micro_batches,
+            plan.metrics["packing_fill"],
+        )  # fmt: skip
 
     async def _assemble(self, step: int, layout: Layout) -> Batch:
         """In a thread, so that leases are answered meanwhile."""
@@ -148,11 +203,7 @@ class Batches:
         metrics = {**live.gauges(), **live.counters.values()}
         batch = await asyncio.to_thread(assemble, step, groups, layout, publish_after=publish_after, metrics=metrics)
         live.packing = {name: batch.plan.metrics[name] for name in ("packing_fill", "packing_imbalance")}
-        log.info(
-            "step=%d groups=%d sequences=%d tokens=%d micro_batches=%d fill=%.3f",
-            step, len(groups), batch.plan.num_sequences, batch.plan.num_trained_tokens, batch.plan.num_micro_batches,
-            batch.plan.metrics["packing_fill"],
-        )  # fmt: skip
+        self._log(batch.plan)
         return batch
 
     def _log_trained(self, step: int, trained: list[Group]) -> None:
@@ -170,8 +221,12 @@ def _check_pull(request: pb.PullStepRequest) -> None:
         raise PermanentError(f"rank={request.rank} must be below num_ranks={request.num_ranks}")
     if request.step < 0:
         raise PermanentError(f"step={request.step} must not be negative")
-    if not (math.isfinite(request.wait_s) and 0 <= request.wait_s <= MAX_WAIT_S):
-        raise PermanentError(f"wait_s={request.wait_s} must be between 0 and {MAX_WAIT_S:g}")
+    _check_wait(request.wait_s)
+
+
+def _check_wait(wait_s: float) -> None:
+    if not (math.isfinite(wait_s) and 0 <= wait_s <= MAX_WAIT_S):
+        raise PermanentError(f"wait_s={wait_s} must be between 0 and {MAX_WAIT_S:g}")
 
 
 def _snapshot_of(message: pb.LedgerSnapshot) -> Snapshot:

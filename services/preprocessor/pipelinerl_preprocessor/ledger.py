@@ -27,7 +27,7 @@ from pipelinerl_preprocessor.groups import (
     split_group_id,
 )
 from pipelinerl_preprocessor.leases import Leases
-from pipelinerl_staleness.policy import Policy, Take
+from pipelinerl_staleness.policy import EngineLoad, Policy, Take
 
 
 class Ledger:
@@ -42,6 +42,7 @@ class Ledger:
         self.state = LedgerState()
         self.groups = GroupTable()
         self.leases = Leases(self.groups, lease_s)
+        self._publishable = -1
         self.on_change: Callable[[GroupId | None], None] = lambda _: None
 
     @property
@@ -153,14 +154,13 @@ class Ledger:
         step = self.state.num_committed
         if self.groups.count(GroupState.TAKEN):
             raise Refused(f"step {step} has a batch already")
-        take = self.policy.take(step)
-        for group_id in take.dropped:
-            self._end(self._outstanding(group_id))
-        for group_id in take.groups:
-            self.groups.move(self._outstanding(group_id), GroupState.TAKEN)
-        if take.groups:
-            self.policy.step_begun(step)
-        return take
+        return self._settle(step, self.policy.take(step))
+
+    def take_next(self) -> Take:
+        """Asks a streaming policy for the next group of the batch of the next step. Groups that it drops have ended."""
+        self.check_restored()
+        step = self.state.num_committed
+        return self._settle(step, self.policy.take_next(step))
 
     def commit(self, step: int, group_ids: Sequence[str], *, last: bool) -> list[Group]:
         """Step `step` trained on these groups: they end and are returned; none when exactly this was committed before.
@@ -205,13 +205,29 @@ class Ledger:
         if self.state.publishing and version <= self.state.served_version:
             return []
         self.state.served_version, self.state.publishing = version, True
-        cancelled = [self._outstanding(group_id) for group_id in self.policy.published(version)]
-        if self.policy.requeues_cancelled:
-            self.state.open_prompts.extend(group.prompt_index for group in cancelled)
-        for group in cancelled:
-            self._end(group)
-        self.on_change(None)
-        return [group.group_id for group in cancelled]
+        self.allow_publish(version)
+        return self._cancel(self.policy.published(version))
+
+    def observe(self, load: EngineLoad) -> list[GroupId]:
+        """A load report. Returns the groups that the policy gave up; they have ended."""
+        cancelled = self.policy.observe(load)
+        return self._cancel(cancelled) if cancelled else []
+
+    def may_publish(self, version: int) -> bool:
+        """Whether the policy lets the weights of `version` go to the generators. What was allowed once stays allowed."""
+        if version > self._publishable and self.policy.may_publish():
+            self.allow_publish(version)
+        return version <= self._publishable
+
+    def allow_publish(self, version: int) -> None:
+        """The policy is not asked about `version` any more."""
+        self._publishable = max(self._publishable, version)
+
+    def holds_publish(self) -> bool:
+        """Whether the newest version is wanted on the generators and the policy has not let it go yet."""
+        step = self.state.num_committed
+        wanted = step > max(self.state.served_version, self._publishable) and self.policy.publishes_after(step - 1)
+        return wanted and not self.may_publish(step)
 
     # Going back, going on
 
@@ -241,6 +257,7 @@ class Ledger:
             restore_id=restore_id,
             rewound=True,
         )
+        self._publishable = num_committed
         self.policy.recover(num_committed, num_committed)
         for change in (*void, None):
             self.on_change(change)
@@ -255,6 +272,7 @@ class Ledger:
             if group.group_id == make_group_id(state.incarnation, group.sequence) and group.group_id not in ended:
                 self.leases.adopt(group, now)
         state.catch_up(self.groups)
+        self._publishable = state.served_version
         self._rebuild_policy()
 
     def _rebuild_policy(self) -> None:
@@ -271,6 +289,7 @@ class Ledger:
             self.policy.first_token(group.group_id, version)
         for version in group.last_versions:
             self.policy.last_token(group.group_id, version)
+            self.policy.trajectory_finished(group.group_id)
         self.policy.finished(group.group_id)
 
     def _admit(self) -> Group:
@@ -281,6 +300,26 @@ class Ledger:
         self.policy.admitted(group.group_id)
         self.on_change(None)
         return group
+
+    def _settle(self, step: int, take: Take) -> Take:
+        is_first = not self.groups.count(GroupState.TAKEN)
+        for group_id in take.dropped:
+            self._end(self._outstanding(group_id))
+        for group_id in take.groups:
+            self.groups.move(self._outstanding(group_id), GroupState.TAKEN)
+        if take.groups and is_first:
+            self.policy.step_begun(step)
+        return take
+
+    def _cancel(self, group_ids: Iterable[str]) -> list[GroupId]:
+        """The policy has given these up: they end, and their prompts are granted again where the policy says so."""
+        cancelled = [self._outstanding(group_id) for group_id in group_ids]
+        if self.policy.requeues_cancelled:
+            self.state.open_prompts.extend(group.prompt_index for group in cancelled)
+        for group in cancelled:
+            self._end(group)
+        self.on_change(None)
+        return [group.group_id for group in cancelled]
 
     def _take_back(self, groups: Iterable[Group]) -> list[GroupId]:
         """Lets groups wait for their next attempt; those without one are dropped and returned."""

@@ -17,6 +17,7 @@ from pipelinerl_preprocessor.journal import JournalWriter
 from pipelinerl_preprocessor.ledger import Ledger
 from pipelinerl_preprocessor.preparation import PreparedGroup
 from pipelinerl_preprocessor.ring_buffer import RingBuffer
+from pipelinerl_staleness.policy import EngineLoad
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,10 @@ class LiveLedger:
     """Rings when a lease may be granted or must be cancelled."""
     batch_bell: Bell = field(default_factory=Bell)
     """Rings when a batch may be formed."""
+    max_hold_s: float = 600.0
+    """A publish that the policy holds back longer than this goes out all the same."""
+    held: tuple[int, float] | None = None
+    """The version that is held back, and since when."""
     packing: dict[str, float] = field(default_factory=dict)
     """Fill and imbalance of the newest batch."""
 
@@ -44,6 +49,30 @@ class LiveLedger:
         self.batch_bell.ring()
         if leases_ended or self.ledger.may_grant():
             self.admission_bell.ring()
+
+    def may_publish(self, version: int) -> bool:
+        """Whether finished weights may go to the generators now. Held back for `max_hold_s` at most, so nothing can wedge."""
+        if self.ledger.may_publish(version):
+            self.held = None
+            return True
+        if self.held is None or self.held[0] != version:
+            self.held = (version, self.now())
+        if self.now() - self.held[1] < self.max_hold_s:
+            return False
+        log.warning("version=%d was held back for %g s, it is published now", version, self.max_hold_s)
+        self.counters.publishes_forced += 1
+        self.ledger.allow_publish(version)
+        return True
+
+    def holds_publish(self) -> bool:
+        """Whether the weights of the newest step still wait for the policy; the next batch is not taken before they may go."""
+        return self.ledger.holds_publish() and not self.may_publish(self.ledger.state.num_committed)
+
+    async def observe(self, load: EngineLoad) -> None:
+        """A load report for the policy, which may give groups up on it."""
+        if self.ledger.restored:
+            await self.given_up(self.ledger.observe(load), DropReason.CANCELLED)
+            self.changed()
 
     async def finish(self, prepared: PreparedGroup) -> None:
         """A group passed every check and waits to be taken."""

@@ -12,6 +12,7 @@ The clock is the caller's `stop`; everything else runs until then. The services 
 import asyncio
 import logging
 import time
+from contextlib import closing
 
 from pipelinerl.v1 import metrics_pb2
 from pipelinerl.v1.admission_pb2_grpc import add_AdmissionServicer_to_server
@@ -25,15 +26,18 @@ from pipelinerl_preprocessor.admission import Admission
 from pipelinerl_preprocessor.batches import Batches
 from pipelinerl_preprocessor.counters import memory_bytes
 from pipelinerl_preprocessor.drops import DropReason
+from pipelinerl_preprocessor.events import EventLog
 from pipelinerl_preprocessor.intake import Intake
 from pipelinerl_preprocessor.live import LiveLedger
 from pipelinerl_preprocessor.parts import layout_of, open_ledger, open_reference
 from pipelinerl_preprocessor.preparation import Preparation
 from pipelinerl_preprocessor.trained import TrainedLog
+from pipelinerl_staleness.policy import EngineLoad
 
 log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 1.0
+OBSERVE_EVERY_S = 5.0
 _LOOK_S = 60.0
 
 
@@ -41,26 +45,28 @@ async def run(job: Job, wiring: Wiring, stop: asyncio.Event, address: "asyncio.F
     """Serves until `stop`; `address`, when given, gets the bound one. Raises SettingsError for settings that cannot work."""
     spec = job.spec
     preparation, layout, trained = Preparation(spec), layout_of(spec), TrainedLog(wiring.output / "trained.jsonl")
-    async with (
-        connect(wiring.nats_url, job.name, spec.stream, name=wiring.name, token=wiring.token) as stream,
-        open_reference(spec, wiring) as reference,
-    ):
-        live = await open_ledger(spec, stream, trained)
-        services = [
-            RpcService(add_AdmissionServicer_to_server, Admission(live, spec.task.group_size), "pipelinerl.v1.Admission"),
-            RpcService(add_BatchesServicer_to_server, Batches(live, layout, trained), "pipelinerl.v1.Batches"),
-        ]
-        async with serve(wiring.listen, services, token=wiring.token) as server:
-            log.info("serving address=%s restored=%s", server.address, live.ledger.restored)
-            if address is not None:
-                address.set_result(server.address)
-            await run_until_first(
-                stop.wait(),
-                live.journal.run(),
-                receive(live, Intake(live, preparation, reference), stream),
-                expire_leases(live),
-                report(live, stream, job.name, wiring.name),
-            )
+    with closing(EventLog(wiring.output / "events.jsonl")) as events:
+        async with (
+            connect(wiring.nats_url, job.name, spec.stream, name=wiring.name, token=wiring.token) as stream,
+            open_reference(spec, wiring) as reference,
+        ):
+            live = await open_ledger(spec, stream, trained, events)
+            services = [
+                RpcService(add_AdmissionServicer_to_server, Admission(live, spec.task.group_size), "pipelinerl.v1.Admission"),
+                RpcService(add_BatchesServicer_to_server, Batches(live, layout, trained), "pipelinerl.v1.Batches"),
+            ]
+            async with serve(wiring.listen, services, token=wiring.token) as server:
+                log.info("serving address=%s restored=%s", server.address, live.ledger.restored)
+                if address is not None:
+                    address.set_result(server.address)
+                await run_until_first(
+                    stop.wait(),
+                    live.journal.run(),
+                    receive(live, Intake(live, preparation, reference), stream),
+                    expire_leases(live),
+                    observe_load(live),
+                    report(live, stream, job.name, wiring.name),
+                )
 
 
 async def receive(live: LiveLedger, intake: Intake, stream: Stream) -> None:
@@ -78,6 +84,13 @@ async def expire_leases(live: LiveLedger) -> None:
         await asyncio.sleep(min(live.ledger.leases.lease_s / 8, 1.0))
         await live.given_up(live.ledger.expire(live.now()), DropReason.EXPIRED)
         live.changed()
+
+
+async def observe_load(live: LiveLedger) -> None:
+    """Tells the policy every few seconds how the engines do: how much of their KV cache is in use, nobody reports here."""
+    while True:
+        await asyncio.sleep(OBSERVE_EVERY_S)
+        await live.observe(EngineLoad(kv_usage=None, num_waiting=0, num_preemptions=0, seconds=OBSERVE_EVERY_S))
 
 
 async def report(live: LiveLedger, stream: Stream, job: str, instance: str) -> None:

@@ -2,12 +2,15 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
+from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.service import Wiring
 from pipelinerl_common.settings import JobSpec
 from pipelinerl_common.stream import Stream
 from pipelinerl_preprocessor.advantage import estimator_of
 from pipelinerl_preprocessor.batch import Layout
+from pipelinerl_preprocessor.events import EventLog
 from pipelinerl_preprocessor.journal import JournalWriter
 from pipelinerl_preprocessor.ledger import Ledger
 from pipelinerl_preprocessor.live import LiveLedger
@@ -15,11 +18,21 @@ from pipelinerl_preprocessor.reference import Reference
 from pipelinerl_preprocessor.ring_buffer import RingBuffer
 from pipelinerl_preprocessor.trained import TrainedLog
 from pipelinerl_staleness.policy import Policy
+from pipelinerl_staleness.recording import recorded
 from pipelinerl_staleness.registry import make_policy
 
 
 def policy_of(spec: JobSpec) -> Policy:
-    return make_policy(spec.staleness.parse(), spec.algorithm.groups_per_step)
+    """Policies that count trajectories get the job's group size. Raises SettingsError when the job gives them another one."""
+    settings, group_size = spec.staleness.parse(), spec.task.group_size
+    if "group_size" in settings.parameter_names():
+        given = spec.staleness.parameters.get("group_size", group_size)
+        if given != group_size:
+            raise SettingsError(
+                f"staleness.groupSize={given} differs from task.groupSize={group_size}: leave staleness.groupSize out"
+            )
+        settings = replace(settings, **{"group_size": group_size})
+    return make_policy(settings, spec.algorithm.groups_per_step)
 
 
 def ring_buffer_groups(spec: JobSpec, policy: Policy) -> int:
@@ -38,13 +51,14 @@ def layout_of(spec: JobSpec) -> Layout:
     )
 
 
-async def open_ledger(spec: JobSpec, stream: Stream, trained: TrainedLog) -> LiveLedger:
+async def open_ledger(spec: JobSpec, stream: Stream, trained: TrainedLog, events: EventLog) -> LiveLedger:
     """The ledger as the journal has it, or one that waits for the trainer's Restore."""
-    policy = policy_of(spec)
+    policy = recorded(policy_of(spec), events.write)
     settings = spec.preprocessor
     ledger = Ledger(policy, lease_s=settings.lease_seconds, max_attempts=settings.max_group_attempts)
     journal = JournalWriter(await stream.journal(), ledger)
-    live = LiveLedger(ledger, journal, RingBuffer(ring_buffer_groups(spec, policy)))
+    room = RingBuffer(ring_buffer_groups(spec, policy))
+    live = LiveLedger(ledger, journal, room, max_hold_s=spec.task.timeout_seconds + settings.lease_seconds)
     await journal.recover(live.now())
     if ledger.restored:
         trained.rewind(ledger.state.num_committed)

@@ -105,6 +105,8 @@ class Rig:
     nats: NatsServer
     stream: Stream
     process: asyncio.subprocess.Process | None = None
+    address: str = ""
+    """Where it serves."""
     _channel: Channel | None = None
     actor_session: str = "session-1"
     log_lines: list[str] = field(default_factory=list)
@@ -121,7 +123,8 @@ class Rig:
         address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._read_log(self.process, address))
         async with asyncio.timeout(DEADLINE_S):
-            self._opened = connect(await address, token=None)
+            self.address = await address
+            self._opened = connect(self.address, token=None)
         self._channel = await self._opened.__aenter__()
 
     async def _read_log(self, process: asyncio.subprocess.Process, address: "asyncio.Future[str]") -> None:
@@ -215,9 +218,13 @@ class Rig:
         await self.restore()
         await self.mark_published(0)
 
-    async def pull_once(self, step: int, rank: int = 0, num_ranks: int = 1, wait_s: float = 10.0) -> Pulled | str | None:
-        """The batch; the reason to wait; None at the end of the run."""
-        request = bpb.PullStepRequest(step=step, rank=rank, num_ranks=num_ranks, wait_s=wait_s)
+    async def pull_once(
+        self, step: int, rank: int = 0, num_ranks: int = 1, wait_s: float = 10.0, batch_id: str = "", num_had: int = 0
+    ) -> Pulled | str | None:
+        """The batch, or what is new of `batch_id`; the reason to wait; None at the end of the run."""
+        request = bpb.PullStepRequest(
+            step=step, rank=rank, num_ranks=num_ranks, wait_s=wait_s, batch_id=batch_id, first_micro_batch=num_had
+        )
         responses = [each async for each in stream_call(BatchesStub(self.channel).PullStep, request, timeout_s=DEADLINE_S)]
         first = responses[0]
         if first.HasField("wait"):
@@ -226,8 +233,23 @@ class Rig:
             return None
         rows = [micro_batch_from_proto(each.micro_batch) for each in responses[1:]]
         plan = plan_from_proto(first.plan)
-        assert len(rows) == plan.num_micro_batches
+        assert len(rows) == plan.num_micro_batches - (num_had if plan.batch_id == batch_id else 0)
         return Pulled(plan, rows)
+
+    async def pull_grown(self, step: int, rank: int = 0, num_ranks: int = 1) -> Pulled:
+        """A whole batch of a streaming policy, in as many pulls as it takes."""
+        pulled = await self.pull(step, rank, num_ranks)
+        rows = list(pulled.rows)
+        while pulled.plan.provisional:
+            more = await self.pull_once(step, rank, num_ranks, batch_id=pulled.plan.batch_id, num_had=len(rows))
+            assert isinstance(more, Pulled), more
+            pulled = more
+            rows += more.rows
+        return Pulled(pulled.plan, rows)
+
+    async def may_publish(self, version: int, wait_s: float = 0.0) -> bool:
+        request = bpb.WaitPublishableRequest(policy_version=version, wait_s=wait_s)
+        return (await call(BatchesStub(self.channel).WaitPublishable, request, timeout_s=DEADLINE_S)).allowed
 
     async def pull(self, step: int, rank: int = 0, num_ranks: int = 1) -> Pulled:
         pulled = await self.pull_once(step, rank, num_ranks)

@@ -128,7 +128,7 @@ def test_policies_that_cancel_can_have_the_prompts_back() -> None:
     class Aborting(Areal):
         def published(self, version: int) -> tuple[str, ...]:
             super().published(version)
-            running = tuple(self._running)
+            running = tuple(self.groups.running)
             for group in running:
                 self.lost(group)
             return running

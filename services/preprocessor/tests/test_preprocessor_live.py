@@ -1,0 +1,220 @@
+"""What policies get and do live: publishes that are held back, cancels that reach the actors and stop their decoding."""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from preprocessor_harness import DEADLINE_S, Pulled, Rig, make_job, rig
+
+from pipelinerl_common.errors import SettingsError
+from pipelinerl_preprocessor.journal import JournalWriter
+from pipelinerl_preprocessor.ledger import Ledger
+from pipelinerl_preprocessor.live import LiveLedger
+from pipelinerl_preprocessor.parts import policy_of
+from pipelinerl_preprocessor.ring_buffer import RingBuffer
+from pipelinerl_staleness.openrlhf import Openrlhf, OpenrlhfSettings
+from pipelinerl_staleness.policy import EngineLoad, Policy
+from pipelinerl_staleness.prime_rl import PrimeRl, PrimeRlSettings
+
+B = 2
+
+
+class Bucket:
+    """A journal that is not asked for anything here."""
+
+    async def put(self, key: str, value: bytes) -> None: ...
+    async def delete(self, key: str) -> None: ...
+    async def entries(self) -> dict[str, bytes]:
+        return {}
+
+
+def live_ledger(policy: Policy, now: Callable[[], float] = lambda: 0.0) -> LiveLedger:
+    """With version 0 served and as many leases as the policy grants."""
+    ledger = Ledger(policy, lease_s=60, max_attempts=3)
+    live = LiveLedger(ledger, JournalWriter(Bucket(), ledger), RingBuffer(100), now=now, max_hold_s=10.0)
+    ledger.restore("start", 0, None)
+    ledger.publish(0)
+    return live
+
+
+def finish(ledger: Ledger, group_id: str, version: int = 0) -> None:
+    ledger.arrive(group_id)
+    assert ledger.ready(group_id, [version], [version])
+
+
+def test_a_publish_that_is_held_back_too_long_goes_out() -> None:
+    now = 0.0
+    live = live_ledger(Openrlhf(OpenrlhfSettings(), B), lambda: now)
+    ledger = live.ledger
+    assert not live.holds_publish()
+    for lease in ledger.grant("actor", "session", 9, now):
+        finish(ledger, lease.group_id)
+    groups = ledger.take().groups
+    assert len(ledger.grant("actor", "session", 9, now)) == B
+    ledger.commit(0, groups, last=False)
+    assert not live.may_publish(1)
+    now = 9.0
+    assert live.holds_publish()
+    assert live.counters.publishes_forced == 0
+    now = 10.5
+    assert live.may_publish(1)
+    assert not live.holds_publish()
+    assert live.counters.publishes_forced == 1
+
+
+async def test_a_policy_that_never_publishes_a_version_does_not_hold_it_either(tmp_path: Path) -> None:
+    async with rig(tmp_path, staleness={"policy": "conventional", "stepsPerGeneration": 2}) as preprocessor:
+        await preprocessor.begin()
+        await preprocessor.roll_out(4)
+        pulled = await preprocessor.pull(0)
+        assert not pulled.plan.publish_after
+        await preprocessor.commit(0, pulled.plan.group_ids)
+        assert (await preprocessor.pull(1)).plan.publish_after
+
+
+@pytest.mark.parametrize(
+    "policy", [{"policy": "openrlhf"}, {"policy": "slime", "prefetchFactor": 2}], ids=["openrlhf", "slime"]
+)
+async def test_a_publish_is_held_back_until_what_runs_is_complete(tmp_path: Path, policy: dict[str, Any]) -> None:
+    """openrlhf: one version per batch. slime: the next batch is there before the weights change."""
+    async with rig(tmp_path, staleness=policy) as preprocessor:
+        await preprocessor.begin()
+        assert await preprocessor.may_publish(0)
+        await preprocessor.roll_out(2)
+        pulled = await preprocessor.pull(0)
+        running = (await preprocessor.lease(2)).leases
+        assert len(running) == 2
+        await preprocessor.commit(0, pulled.plan.group_ids)
+        assert not await preprocessor.may_publish(1)
+        held = await preprocessor.pull_once(1, wait_s=0.05)
+        assert held == "the weights of version 1 are held back by the policy"
+        waiting = asyncio.create_task(preprocessor.may_publish(1, wait_s=20))
+        for lease in running:
+            await preprocessor.publish(lease)
+        assert await waiting
+        assert isinstance(await preprocessor.pull_once(1), Pulled)
+        assert await preprocessor.may_publish(1)
+        await preprocessor.mark_published(1)
+
+
+async def test_groups_that_a_load_report_gives_up_are_cancelled_at_their_actor() -> None:
+    live = live_ledger(PrimeRl(PrimeRlSettings(eta=2, group_size=2, initial_inflight=8), B))
+    leases = live.ledger.grant("actor", "session", 9, 0.0)
+    assert len(leases) == 4
+    await live.observe(EngineLoad(kv_usage=None, num_waiting=0, num_preemptions=0, seconds=5.0))
+    assert live.ledger.leases.renew("actor", [lease.lease_id for lease in leases], 0.0) == []
+    await live.observe(EngineLoad(kv_usage=None, num_waiting=0, num_preemptions=3, seconds=5.0))
+    assert live.ledger.leases.renew("actor", [lease.lease_id for lease in leases], 0.0) == [leases[-1].lease_id]
+    assert live.counters.values()["dropped_cancelled_groups_total"] == 1
+
+
+def test_policies_that_count_trajectories_get_the_jobs_group_size() -> None:
+    policy = policy_of(make_job(staleness={"policy": "prime_rl"}).spec)
+    assert policy.settings.group_size == 2
+    assert policy_of(make_job(staleness={"policy": "areal"}).spec).settings.eta == 1
+    with pytest.raises(SettingsError, match=r"staleness.groupSize=8 differs from task.groupSize=2"):
+        policy_of(make_job(staleness={"policy": "slime", "groupSize": 8}).spec)
+
+
+@dataclass
+class Generator:
+    """Answers the first `num_answers` requests and lets the others decode for ever."""
+
+    num_answers: int
+    version: int = 0
+    url: str = ""
+    num_running: int = 0
+    num_closed: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def handle(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if self.num_answers > 0:
+            self.num_answers -= 1
+            return web.json_response({"prompt_token_ids": [3, 4], "choices": [self._choice(n) for n in range(body["n"])]})
+        self.num_running += 1
+        self.changed.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.num_running -= 1
+            self.num_closed += 1
+            self.changed.set()
+        raise AssertionError
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"content": "7"},
+            "finish_reason": "stop",
+            "token_ids": [5, 6],
+            "token_logprobs": [-0.5, -0.5],
+            "weight_versions": [[self.version, 2]],
+        }
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator["Generator"]:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self.handle)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+
+@asynccontextmanager
+async def real_actor(preprocessor: Rig, generator: Generator) -> AsyncIterator[None]:
+    flags = {
+        "--job": preprocessor.job_file,
+        "--output": preprocessor.output,
+        "--nats-url": preprocessor.nats.url,
+        "--preprocessor": preprocessor.address,
+        "--generator": generator.url,
+    }
+    arguments = [str(part) for flag in flags.items() for part in flag]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "pipelinerl_actor.rollout", *arguments, env=dict(os.environ)
+    )
+    try:
+        yield
+    finally:
+        process.kill()
+        await process.wait()
+
+
+@pytest.mark.parametrize("policy", [{"policy": "roll", "rho": 1}, {"policy": "layered", "eta": 1}], ids=["roll", "layered"])
+async def test_a_group_that_a_publish_cancels_stops_decoding_at_the_generator(tmp_path: Path, policy: dict[str, Any]) -> None:
+    task = {"path": "pipelinerl_actor.tasks.arithmetic:Arithmetic", "args": {"digits": 1}}
+    async with rig(tmp_path, staleness=policy, task=task) as preprocessor, Generator(num_answers=2).serving() as generator:
+        await preprocessor.begin()
+        async with real_actor(preprocessor, generator):
+            await generator.until(lambda: generator.num_running == 2)  # two of four groups of version 0 hang
+            pulled = await preprocessor.pull(0)
+            await preprocessor.commit(0, pulled.plan.group_ids)
+            generator.num_answers, generator.version = 2, 1
+            await preprocessor.mark_published(1)  # their age of 1 is within the bound
+            pulled = await preprocessor.pull(1)
+            await preprocessor.commit(1, pulled.plan.group_ids)
+            assert generator.num_closed == 0
+            await preprocessor.mark_published(2)
+            await generator.until(lambda: generator.num_closed == 2)
+            metrics = await preprocessor.metrics_with("dropped_cancelled_groups_total", 2)
+            assert metrics["dropped_cancelled_groups_total"] == 2
+            assert metrics["dropped_cancelled_tokens_total"] == 0  # an answer that never came is not counted
