@@ -1,5 +1,6 @@
 import io
 import math
+import os
 import socket
 from typing import Any
 
@@ -9,9 +10,10 @@ from rich.console import Console
 from pipelinerl_cli.results.metrics_file import Record
 from pipelinerl_cli.up.display import LiveDisplay, PlainDisplay, duration, number, sparkline
 from pipelinerl_cli.up.machine import assign_gpus, environment, threads_per_process
+from pipelinerl_cli.up.patience import Patience
 from pipelinerl_cli.up.ports import Ports, check_port_is_free
 from pipelinerl_cli.up.restarts import Done, GiveUp, Restart, RestartBudget, judge
-from pipelinerl_cli.up.view import RunView
+from pipelinerl_cli.up.view import GENERATING, RunView
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import Job, parse_job
 from pipelinerl_operator.plan import Role
@@ -66,6 +68,52 @@ def test_plain_display_writes_one_line_per_step_and_per_phase() -> None:
         "loading",
         "step 3/100  reward 0.300  lag 1.25 (max 3)  ESS 0.970  1,500 tokens/s  ready 12  running 20  updates 7",
     ]
+
+
+def test_a_reader_of_the_progress_that_is_gone_does_not_stop_the_run() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as out:
+        display = PlainDisplay(out)
+        display.note("nobody reads this")
+        display.stepped(view_after_steps())
+        out.write("nor this, and its end is no error")
+
+
+def test_a_long_wait_is_explained_with_what_was_dropped_since_the_last_step() -> None:
+    view, patience = RunView(steps_total=9, phase=GENERATING), Patience(groups_per_step=32)
+
+    def count(time: float, dropped: float, failed: float) -> None:
+        view.take(Record("preprocessor", "preprocessor-0", time, 0, {"dropped_zero_advantage_groups_total": dropped}))
+        view.take(Record("actor", "actor-0", time, -1, {"rollout_errors_task_error_total": failed}))
+
+    count(1, dropped=100, failed=0)
+    assert patience.look(view, 0) is None
+    count(2, dropped=1740, failed=3)
+    view.take(Record("preprocessor", "preprocessor-0", 2, 0, {"groups_ready": 5.0, "groups_running": 2.0}))
+    assert patience.look(view, 59) is None
+    assert patience.look(view, 60) == (
+        "no step for 60 s: step 1 needs 32 groups, 5 are ready, 2 run; groups dropped meanwhile: zero_advantage 1,640; "
+        "rollouts failed meanwhile: task_error 3; see logs/actor-0.log"
+    )
+    assert patience.look(view, 119) is None
+    assert patience.look(view, 120) is not None
+    view.take(trained(1, 3.0, 0.5))
+    assert patience.look(view, 130) is None
+    assert "step 2 needs 32 groups" in str(patience.look(view, 190))
+    assert "dropped" not in str(patience.look(view, 310))
+
+
+def test_waits_of_slow_steps_are_not_explained_early() -> None:
+    view, patience = view_after_steps(), Patience(groups_per_step=32)
+    for step in (4, 5):
+        view.take(trained(step, 100.0 * step, 0.5))
+    assert patience.look(view, 0) is None
+    pace = view.seconds_per_step
+    assert pace is not None
+    assert pace > 60
+    assert patience.look(view, 3 * pace) is None
+    assert patience.look(view, 4 * pace) is not None
 
 
 def test_live_display_shows_what_is_waited_for_and_then_the_numbers() -> None:

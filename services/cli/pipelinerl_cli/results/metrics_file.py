@@ -90,13 +90,13 @@ class MetricsWriter:
         return writer
 
     def write(self, record: Record) -> bool:
-        """Whether the record was news. What is news may still be thinned out of the file."""
+        """Whether the record was news. What is news may still be thinned out of the file. After an OSError it stays news."""
         if record.time <= self._newest.get(record.instance, 0.0):
             return False
-        self._newest[record.instance] = record.time
         if self._file is not None and self._is_due(record):
             self._file.write(record.to_json() + "\n")
             self._file.flush()
+        self._newest[record.instance] = record.time
         return True
 
     def close(self) -> None:

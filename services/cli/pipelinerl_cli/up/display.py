@@ -1,6 +1,7 @@
 """Progress for people: a live panel on a terminal, one line per step otherwise."""
 
 import math
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -50,14 +51,18 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 class PlainDisplay:
-    """One line per step and per change of phase, for logs."""
+    """One line per step and per change of phase, for logs. When its reader is gone the run goes on without it."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self._out = out or sys.stdout
         self._shown = ""
 
     def note(self, text: str) -> None:
-        print(text, file=self._out, flush=True)
+        try:
+            print(text, file=self._out, flush=True)
+        except OSError:
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self._out.fileno())
 
     def update(self, view: RunView) -> None:
         if view.phase != self._shown and not view.is_training:

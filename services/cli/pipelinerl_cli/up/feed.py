@@ -31,8 +31,8 @@ class Feed:
         while True:
             try:
                 await self._follow()
-            except PipelineRLError as error:
-                log.warning("metrics are not being read: %s", error)
+            except (PipelineRLError, OSError) as error:  # the latter: a full disk
+                log.warning("metrics are not being kept: %s", error)
             await asyncio.sleep(RETRY_S)
 
     async def settle(self, quiet_s: float, timeout_s: float) -> None:

@@ -24,6 +24,7 @@ from pipelinerl_cli.up.folder import RunFolder, newest_checkpoint
 from pipelinerl_cli.up.guard import Guard
 from pipelinerl_cli.up.interrupt import Interrupt
 from pipelinerl_cli.up.machine import environment
+from pipelinerl_cli.up.patience import Patience
 from pipelinerl_cli.up.phase import describe_phase
 from pipelinerl_cli.up.ports import Ports
 from pipelinerl_cli.up.process import Process
@@ -212,9 +213,12 @@ class LocalRun:
 
     async def _refresh(self) -> None:
         """Keeps the display up to date until cancelled."""
+        patience = Patience(self._job.spec.algorithm.groups_per_step)
         while True:
             self._view.phase, self._view.detail = self._describe()
             self._display.update(self._view)
+            if (explanation := patience.look(self._view, time.monotonic())) is not None:
+                self._display.note(explanation)
             await asyncio.sleep(TICK_S)
 
 

@@ -1,6 +1,6 @@
 """What the run is waiting for until its first step, in words."""
 
-from pipelinerl_cli.up.view import RunView
+from pipelinerl_cli.up.view import GENERATING, RunView
 from pipelinerl_common.settings import Job
 from pipelinerl_operator.coordinator import Coordinator
 from pipelinerl_operator.plan import workload_names
@@ -24,4 +24,4 @@ def describe_phase(job: Job, coordinator: Coordinator, view: RunView) -> tuple[s
         return "sending the first weights to the generators", trouble
     generated = view.total("actor", "tokens_generated_total") or 0
     ready_groups = view.gauge("preprocessor", "groups_ready") or 0
-    return "generating the first batch", f"{generated:,.0f} tokens, {ready_groups:.0f} groups ready"
+    return GENERATING, f"{generated:,.0f} tokens, {ready_groups:.0f} groups ready"

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pipelinerl_cli.results.metrics_file import Record
 
 SPARK_STEPS = 40
+GENERATING = "generating the first batch"
+"""The phase before the first step."""
 
 
 @dataclass
@@ -51,15 +53,28 @@ class RunView:
         return self._totals.get((role, name))
 
     @property
+    def counters(self) -> Mapping[tuple[str, str], float]:
+        """`total` of every counter, by role and name."""
+        return self._totals
+
+    @property
     def is_training(self) -> bool:
         return bool(self.step_times)
 
     @property
-    def seconds_left(self) -> float | None:
+    def is_generating(self) -> bool:
+        """The generators serve the job's weights, so that a step can be expected."""
+        return self.is_training or self.phase == GENERATING
+
+    @property
+    def seconds_per_step(self) -> float | None:
         """From the pace of the last steps."""
         if len(self.step_times) < 2:
             return None
         (t0, first), (t1, last) = self.step_times[0], self.step_times[-1]
-        if last <= first:
-            return None
-        return max(0.0, (t1 - t0) / (last - first) * (self.steps_total - self.step))
+        return (t1 - t0) / (last - first) if last > first else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        pace = self.seconds_per_step
+        return None if pace is None else max(0.0, pace * (self.steps_total - self.step))
