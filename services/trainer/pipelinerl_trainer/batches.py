@@ -36,9 +36,17 @@ class BatchesClient:
         self._rank = rank
         self._num_ranks = num_ranks
 
-    async def pull(self, step: int) -> Pulled:
-        """The batch of `step`, as soon as it is there within `WAIT_S`. Raises MalformedMessage for a broken answer."""
-        request = batches_pb2.PullStepRequest(step=step, rank=self._rank, num_ranks=self._num_ranks, wait_s=WAIT_S)
+    async def pull(self, step: int, batch_id: str = "", num_had: int = 0) -> Pulled:
+        """The batch of `step`, as soon as it is there within `WAIT_S`; of one that grows and whose first `num_had` rows were
+        received under `batch_id`, the rows after those. Raises MalformedMessage for a broken answer."""
+        request = batches_pb2.PullStepRequest(
+            step=step,
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            wait_s=WAIT_S,
+            batch_id=batch_id,
+            first_micro_batch=num_had,
+        )
         plan: StepPlan | None = None
         micro_batches: list[MicroBatch] = []
         async for response in rpc.stream_call(self._stub.PullStep, request, timeout_s=WAIT_S + TRANSFER_S):
@@ -51,7 +59,7 @@ class BatchesClient:
                 plan = plan_from_proto(response.plan)
             elif kind == "micro_batch":
                 micro_batches.append(micro_batch_from_proto(response.micro_batch))
-        return Pulled(batch=_checked(step, plan, micro_batches))
+        return Pulled(batch=_checked(step, plan, micro_batches, batch_id, num_had))
 
     async def commit(self, plan: StepPlan, *, last: bool) -> None:
         request = batches_pb2.CommitStepRequest(step=plan.step, batch_id=plan.batch_id, group_ids=plan.group_ids, last=last)
@@ -59,6 +67,12 @@ class BatchesClient:
 
     async def mark_published(self, version: int) -> None:
         await rpc.call(self._stub.MarkPublished, batches_pb2.MarkPublishedRequest(policy_version=version), timeout_s=CALL_S)
+
+    async def may_publish(self, version: int) -> bool:
+        """Whether the staleness policy lets `version` go to the generators; waits up to `WAIT_S` for it."""
+        request = batches_pb2.WaitPublishableRequest(policy_version=version, wait_s=WAIT_S)
+        response = await rpc.call(self._stub.WaitPublishable, request, timeout_s=WAIT_S + CALL_S)
+        return bool(response.allowed)
 
     async def snapshot(self, num_committed_steps: int) -> batches_pb2.LedgerSnapshot:
         """The ledger after `num_committed_steps` commits."""
@@ -73,13 +87,14 @@ class BatchesClient:
         return bool(response.rewound)
 
 
-def _checked(step: int, plan: StepPlan | None, micro_batches: list[MicroBatch]) -> Batch:
+def _checked(step: int, plan: StepPlan | None, micro_batches: list[MicroBatch], batch_id: str = "", num_had: int = 0) -> Batch:
     if plan is None:
         raise MalformedMessage(f"PullStep({step}) sent no plan")
     if plan.step != step:
         raise MalformedMessage(f"PullStep({step}) sent the plan of step {plan.step}")
-    if len(micro_batches) != plan.num_micro_batches or not micro_batches:
+    expected = plan.num_micro_batches - (num_had if plan.batch_id == batch_id else 0)
+    if len(micro_batches) != expected or not micro_batches:
         raise MalformedMessage(
-            f"PullStep({step}) sent {len(micro_batches)} micro-batches, the plan says {plan.num_micro_batches}; at least 1"
+            f"PullStep({step}) sent {len(micro_batches)} micro-batches, {expected} are due by the plan; at least 1"
         )
     return Batch(plan, tuple(micro_batches))

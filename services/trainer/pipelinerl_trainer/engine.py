@@ -105,6 +105,11 @@ class Engine:
         self._engine.set_gradient_accumulation_boundary(is_last)
         self._engine.backward(loss * self._ranks.num_ranks)
 
+    def scale_gradient(self, factor: float) -> None:
+        """Multiplies the gradient of a step whose last micro-batch is accumulated; each rank scales what it holds."""
+        for gradient in self._gradients():
+            gradient.mul_(factor)
+
     def apply(self, learning_rate: float) -> StepOutcome:
         """Clips and applies the accumulated gradient."""
         for group in self._optimizer.param_groups:
@@ -160,6 +165,15 @@ class Engine:
             state = self._optimizer.optimizer.state[master]
             for key, value in saved.items():
                 state[key] = value.clone() if key == "step" else value.to(master.device, copy=True)
+
+    def _gradients(self) -> list[Tensor]:
+        """This rank's share of the reduced gradient, under DeepSpeed's two names for it."""
+        optimizer = self._optimizer
+        if hasattr(optimizer, "averaged_gradients"):
+            return [gradient for group in optimizer.averaged_gradients.values() for gradient in group or ()]
+        if hasattr(optimizer, "fp32_groups_gradients_flat"):
+            return list(optimizer.fp32_groups_gradients_flat)
+        raise TypeError(f"{type(optimizer).__name__} is not an optimizer of DeepSpeed ZeRO that this trainer knows")
 
     def _masters(self) -> list[Tensor]:
         """The flat float32 partitions that the base optimizer updates, under DeepSpeed's three names for them."""

@@ -1,8 +1,12 @@
 """One optimizer step on one batch."""
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
+from pipelinerl_common.errors import FatalError
 from pipelinerl_common.settings import AlgorithmSettings
 from pipelinerl_common.types import MicroBatch, StepPlan
 from pipelinerl_trainer.engine import Engine
@@ -23,6 +27,10 @@ class Batch:
     micro_batches: tuple[MicroBatch, ...]
 
 
+class BatchReplaced(Exception):
+    """The preprocessor began the batch anew while it was trained: what was accumulated of it is discarded."""
+
+
 class Learner:
     """Forward and backward over a batch's micro-batches, then the optimizer. Every rank calls it with its part of one batch."""
 
@@ -34,35 +42,78 @@ class Learner:
         self.num_skipped_steps = 0
 
     def train_step(self, batch: Batch) -> dict[str, float]:
-        """Trains `batch` and returns the step's metrics by name, the same on every rank.
+        """Trains a whole `batch` and returns the step's metrics by name, the same on every rank.
 
         A step whose loss or gradient is not finite leaves the weights as they are; it is counted and logged as an error.
         """
-        step = batch.plan.step
-        metrics = self.accumulate(batch)
-        rate = learning_rate(step, self._settings.steps, self._settings.optimizer)
+        return self.train_parts((batch,))[1]
+
+    def train_parts(self, parts: Iterable[Batch]) -> tuple[StepPlan, dict[str, float]]:
+        """The same for a batch that comes in parts, and its final plan.
+
+        Raises what `parts` raises; after BatchReplaced nothing of the batch is left.
+        """
+        plan, metrics = self.accumulate(parts)
+        rate = learning_rate(plan.step, self._settings.steps, self._settings.optimizer)
         outcome = self._engine.apply(rate)
         metrics.reduce(self._ranks)
         if not outcome.applied:
             self.num_skipped_steps += 1
-            self._report_skipped(batch.plan, metrics)
+            self._report_skipped(plan, metrics)
         values = metrics.values()
         if outcome.applied:
             values["grad_norm"] = outcome.grad_norm
-        return values | {"learning_rate": rate, "skipped_steps_total": float(self.num_skipped_steps)}
+        return plan, values | {"learning_rate": rate, "skipped_steps_total": float(self.num_skipped_steps)}
 
-    def accumulate(self, batch: Batch) -> StepMetrics:
-        """Forward and backward only: the gradient is there afterwards, and not yet applied."""
-        metrics = StepMetrics()
-        normalizer = self._objective.normalizer(batch.plan)
-        for number, micro_batch in enumerate(batch.micro_batches, start=1):
-            row, columns = pack_row(micro_batch, self._ranks.device)
-            scores = self._engine.score(row, entropy_gradient=self._objective.needs_entropy_gradient)
-            row_loss = self._objective(scores, columns)
-            loss = row_loss.total / normalizer
-            self._engine.accumulate(loss, is_last=number == len(batch.micro_batches))
-            metrics.add_row(micro_batch, batch.plan.step, row_loss, float(loss.detach()))
-        return metrics
+    def accumulate(self, parts: Iterable[Batch]) -> tuple[StepPlan, StepMetrics]:
+        """Forward and backward only: the gradient is there afterwards, and not yet applied.
+
+        While the plan is provisional, losses are divided by a guess, the same on every rank; once the final plan is known the
+        gradient is scaled by what the guess was wrong by.
+        """
+        metrics, num_done = StepMetrics(), 0
+        guess: float | None = None
+        try:
+            for part in parts:
+                plan = part.plan
+                if guess is None:
+                    guess = self._guess(plan)
+                for micro_batch in part.micro_batches:
+                    num_done += 1
+                    is_last = not plan.provisional and num_done == plan.num_micro_batches
+                    self._accumulate_row(micro_batch, plan.step, guess, metrics, is_last=is_last)
+        except BatchReplaced:
+            if num_done:
+                self._discard()
+            raise
+        if guess is None:
+            raise ValueError("a batch has at least one part")
+        correction = guess / self._objective.normalizer(plan)
+        if correction != 1.0:
+            self._engine.scale_gradient(correction)
+            metrics.loss.value *= correction
+        return plan, metrics
+
+    def _guess(self, plan: StepPlan) -> float:
+        """A whole plan's own normaliser; while a plan grows, ranks may have seen more or less of it, so it cannot tell."""
+        return float(self._settings.groups_per_step) if plan.provisional else self._objective.normalizer(plan)
+
+    def _accumulate_row(
+        self, micro_batch: MicroBatch, step: int, normalizer: float, metrics: StepMetrics, *, is_last: bool
+    ) -> None:
+        row, columns = pack_row(micro_batch, self._ranks.device)
+        scores = self._engine.score(row, entropy_gradient=self._objective.needs_entropy_gradient)
+        row_loss = self._objective(scores, columns)
+        loss = row_loss.total / normalizer
+        self._engine.accumulate(loss, is_last=is_last)
+        metrics.add_row(micro_batch, step, row_loss, float(loss.detach()))
+
+    def _discard(self) -> None:
+        """Ends the accumulation the way every ZeRO stage can: a gradient that is not finite is cleared and not applied."""
+        row, _ = pack_row(_two_tokens(), self._ranks.device)
+        self._engine.accumulate(self._engine.score(row).logprobs_T.sum() * float("nan"), is_last=True)
+        if self._engine.apply(learning_rate=0.0).applied:
+            raise FatalError("a gradient that is not a number was applied: restart from the last checkpoint")
 
     def _report_skipped(self, plan: StepPlan, metrics: StepMetrics) -> None:
         log.error(
@@ -72,3 +123,23 @@ class Learner:
             int(metrics.non_finite_micro_batches.value),
             ", ".join(plan.group_ids[:8]) + (" ..." if len(plan.group_ids) > 8 else ""),
         )
+
+
+def _two_tokens() -> MicroBatch:
+    """The smallest row with a trained token."""
+    zeros_L = np.zeros(2, np.float32)
+    return MicroBatch(
+        index=0,
+        sequence_lengths=(2,),
+        input_ids_L=np.zeros(2, np.uint32),
+        loss_mask_L=np.array([0, 1], np.uint8),
+        old_logprobs_L=zeros_L,
+        advantages_L=zeros_L,
+        ref_logprobs_L=None,
+        returns_L=None,
+        rewards=(0.0,),
+        sequence_weights=(1.0,),
+        version_runs=(),
+        temperature=1.0,
+        group_numbers=(0,),
+    )

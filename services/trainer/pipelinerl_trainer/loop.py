@@ -16,15 +16,16 @@ skipped because its gradient was not finite makes a version too, with the same w
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from pipelinerl.v1 import batches_pb2
 from pipelinerl_common.settings import JobSpec
+from pipelinerl_common.types import StepPlan
 from pipelinerl_trainer.bridge import Bridge
 from pipelinerl_trainer.checkpoint import Checkpointer
 from pipelinerl_trainer.engine import Engine
-from pipelinerl_trainer.learner import Batch, Learner
+from pipelinerl_trainer.learner import Batch, BatchReplaced, Learner
 from pipelinerl_trainer.membership import PolicyServicer
 from pipelinerl_trainer.parity import ParityCheck
 from pipelinerl_trainer.publisher import Offer, Publisher
@@ -102,19 +103,26 @@ class TrainingLoop:
                 self._parts.parity.run(self._parts.engine, self._parts.ranks, self._parts.bridge, self.step)
 
     def _train(self, batch: Batch, started: float) -> None:
+        """One step. A batch that was replaced half-way is left untrained, and the step not counted."""
+        parts = _Timed(self._parts.source.parts(batch) if batch.plan.provisional else (batch,))
         received = time.monotonic()
-        values = self._parts.learner.train_step(batch)
+        try:
+            plan, values = self._parts.learner.train_parts(parts)
+        except BatchReplaced as error:
+            log.warning("step=%d batch=%s was replaced, training begins it again", self.step, error)
+            return
         trained = time.monotonic()
         is_last = self.step + 1 == self._parts.spec.algorithm.steps
-        self._ledger = self._parts.source.commit(batch.plan, last=is_last)
+        self._ledger = self._parts.source.commit(plan, last=is_last)
         self.step += 1
-        if batch.plan.publish_after and not is_last:
+        if plan.publish_after and not is_last:
             self._publish()
         every = self._parts.spec.trainers.checkpoint.every_steps
         if every and self.step % every == 0 and not is_last:
             self._save()
-        times = {"wait_seconds": received - started, "train_seconds": trained - received}
-        self._report(batch, values | times | {"step_seconds": time.monotonic() - started})
+        waited = received - started + parts.seconds
+        times = {"wait_seconds": waited, "train_seconds": trained - started - waited}
+        self._report(plan, values | times | {"step_seconds": time.monotonic() - started})
 
     def _publish(self) -> None:
         """Every rank gathers; rank 0 packs and hands over, and nobody waits for the generators."""
@@ -145,11 +153,10 @@ class TrainingLoop:
         if self._saved_step != self.step and self.step > 0 and self._parts.checkpointer.save(self.step, self._ledger):
             self._saved_step = self.step
 
-    def _report(self, batch: Batch, values: dict[str, float]) -> None:
+    def _report(self, plan: StepPlan, values: dict[str, float]) -> None:
         desk = self._parts.desk
         if desk is None:
             return
-        plan = batch.plan
         values = dict(plan.metrics) | values | desk.publisher.status.values()
         values |= {
             "num_sequences": float(plan.num_sequences),
@@ -158,3 +165,21 @@ class TrainingLoop:
             "memory_bytes": memory_bytes(),
         }
         self._parts.bridge.call(desk.reporter.step_done, self.step, values)
+
+
+class _Timed:
+    """Parts of a batch, and the seconds that were spent waiting for them."""
+
+    def __init__(self, parts: Iterable[Batch]) -> None:
+        self._parts = parts
+        self.seconds = 0.0
+
+    def __iter__(self) -> Iterator[Batch]:
+        parts = iter(self._parts)
+        while True:
+            began = time.monotonic()
+            part = next(parts, None)
+            self.seconds += time.monotonic() - began
+            if part is None:
+                return
+            yield part

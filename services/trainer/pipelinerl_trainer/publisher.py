@@ -76,12 +76,14 @@ class Publisher:
         self,
         coordinator: rpc.Channel,
         mark_published: Callable[[int], Awaitable[None]],
+        may_publish: Callable[[int], Awaitable[bool]],
         *,
         timeout_s: float,
         may_roll_back: bool,
     ) -> None:
         self._coordinator = weights_pb2_grpc.WeightTransferStub(coordinator)
         self._mark_published = mark_published
+        self._may_publish = may_publish
         self._timeout_s = timeout_s
         self._may_roll_back = may_roll_back
         self._offer: Offer | None = None
@@ -130,6 +132,7 @@ class Publisher:
                 await self._wake.wait()
                 continue
             try:
+                await self._check_allowed(offer, epoch)
                 async with self._sending:
                     await self._publish(offer, group, epoch)
             except NotYet as error:
@@ -170,6 +173,21 @@ class Publisher:
             await asyncio.gather(asking, sending, return_exceptions=True)
         self._published = (epoch, offer.version)
         self._record(offer, response, time.monotonic() - started)
+
+    async def _check_allowed(self, offer: Offer, epoch: int) -> None:
+        """A version goes out when the staleness policy lets it; to a new group at once, since its newcomers serve nothing yet.
+
+        The preprocessor has the deadline for a policy that never would. Raises NotYet.
+        """
+        if self._published is None or self._published[0] != epoch:
+            return
+        try:
+            allowed = await self._may_publish(offer.version)
+        except (TemporaryError, Refused) as error:
+            raise NotYet(f"the preprocessor cannot tell whether it may be published: {error}") from error
+        if not allowed:
+            self._backoff_s = FIRST_BACKOFF_S  # the question itself waits
+            raise NotYet("the staleness policy holds it back")
 
     async def _check_epoch(self, epoch: int) -> None:
         """A group that the coordinator does not count on is not touched: it may be about to be replaced. Raises NotYet."""

@@ -30,9 +30,11 @@ class Vote(IntEnum):
 
     READY = 0
     WAIT = 1
-    DONE = 2
-    STOP = 3
-    FAILED = 4
+    AGAIN = 2
+    """The batch under way was replaced: all begin it again."""
+    DONE = 3
+    STOP = 4
+    FAILED = 5
 
 
 @dataclass(frozen=True, slots=True)

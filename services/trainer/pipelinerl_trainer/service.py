@@ -47,6 +47,7 @@ async def _run_leader(run: Run, bridge: Bridge, client: BatchesClient) -> None:
         publisher = Publisher(
             channel,
             client.mark_published,
+            client.may_publish,
             timeout_s=run.job.spec.weight_transfer.sync_timeout_seconds,
             may_roll_back=run.resume,
         )

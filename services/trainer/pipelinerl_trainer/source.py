@@ -7,14 +7,14 @@ than that, a stop is heard in any wait, and a preprocessor that is away is simpl
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from pipelinerl.v1 import batches_pb2
 from pipelinerl_common.errors import FatalError, PermanentError, Refused, TemporaryError
 from pipelinerl_common.types import StepPlan
 from pipelinerl_trainer.batches import CALL_S, TRANSFER_S, WAIT_S, BatchesClient
 from pipelinerl_trainer.bridge import Bridge
-from pipelinerl_trainer.learner import Batch
+from pipelinerl_trainer.learner import Batch, BatchReplaced
 from pipelinerl_trainer.ranks import Ranks, Vote
 
 log = logging.getLogger(__name__)
@@ -69,6 +69,32 @@ class BatchSource:
             if vote is Vote.READY:
                 self._back_off("other ranks do not have this batch yet")
 
+    def parts(self, first: Batch) -> Iterator[Batch]:
+        """The batch that `first` begins, as it comes: the same number of rows on every rank in each part, and the final plan
+        with the last. Raises BatchReplaced, Stopped or FatalError, on every rank alike."""
+        plan, rows, num_given = first.plan, first.micro_batches, 0
+        while True:
+            num_ready = int(self._ranks.gather([float(len(rows))]).min())  # ranks may have heard of more or fewer rows
+            num_given += num_ready
+            yield Batch(plan, rows[:num_ready])
+            rows = rows[num_ready:]
+            if num_given == plan.num_micro_batches and not plan.provisional:
+                return
+            outcome = Vote.WAIT
+            while outcome is not Vote.READY:
+                vote = Vote.READY
+                if not rows:
+                    vote, pulled = self._pull(plan.step, plan.batch_id, num_given)
+                    if pulled is not None and pulled.plan.batch_id == plan.batch_id:
+                        plan, rows = pulled.plan, pulled.micro_batches
+                    elif pulled is not None:
+                        vote = Vote.AGAIN
+                outcome = self._ranks.vote(vote, plan.batch_id)
+                self._raise_on(outcome)
+                if outcome in (Vote.AGAIN, Vote.DONE):
+                    raise BatchReplaced(plan.batch_id)
+            self._calm()
+
     def commit(self, plan: StepPlan, *, last: bool) -> batches_pb2.LedgerSnapshot | None:
         """Tells the preprocessor that the step is done; the leader's ledger afterwards. Raises Stopped or FatalError."""
 
@@ -78,11 +104,11 @@ class BatchSource:
         self._leader_until_done(attempt, f"to commit step {plan.step}")
         return self._snapshot(plan.step + 1)
 
-    def _pull(self, step: int) -> tuple[Vote, Batch | None]:
+    def _pull(self, step: int, batch_id: str = "", num_had: int = 0) -> tuple[Vote, Batch | None]:
         if self._bridge.is_stopping:
             return Vote.STOP, None
         try:
-            pulled = self._bridge.wait(self._client.pull(step), WAIT_S + TRANSFER_S + MARGIN_S)
+            pulled = self._bridge.wait(self._client.pull(step, batch_id, num_had), WAIT_S + TRANSFER_S + MARGIN_S)
         except (TemporaryError, PermanentError) as error:
             return self._excuse(error, f"for step {step}"), None
         if pulled.batch is not None:

@@ -15,7 +15,7 @@ from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import load_file
 
 from pipelinerl_trainer.engine import Engine
-from pipelinerl_trainer.learner import Learner
+from pipelinerl_trainer.learner import BatchReplaced, Learner
 from pipelinerl_trainer.model import PolicyModel, load_policy
 from pipelinerl_trainer.packed import pack_row
 from pipelinerl_trainer.ranks import Place, join_ranks
@@ -35,7 +35,7 @@ def assert_same_gradient(found: dict[str, torch.Tensor], expected: dict[str, tor
 def gradient_of(settings: Any, rows: list[list[toys.Trajectory]], stage: int) -> dict[str, torch.Tensor]:
     with join_ranks(Place()) as ranks:
         engine = Engine(PolicyModel(toys.tiny_model(), with_value_head=False), ranks, stage, settings.optimizer)
-        Learner(engine, ranks, settings).accumulate(toys.batch_of(rows, EVERYTHING))
+        Learner(engine, ranks, settings).accumulate((toys.batch_of(rows, EVERYTHING),))
         return {name: safe_get_full_grad(weight).clone() for name, weight in engine.policy.language_model.named_parameters()}
 
 
@@ -56,6 +56,47 @@ def test_one_rank_gives_the_plain_gradient(loss: str, normalize_by: str) -> None
 def test_packing_and_accumulation_change_nothing(stage: int, rows: list[list[toys.Trajectory]]) -> None:
     settings = toys.full_algorithm()
     assert_same_gradient(gradient_of(settings, rows, stage), toys.reference_gradient(settings, EVERYTHING))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("normalize_by", ["sequences", "tokens"])
+def test_a_batch_that_comes_in_parts_gives_the_plain_gradient(stage: int, normalize_by: str) -> None:
+    """Also after an earlier assembly of it was given up half-way, and whatever was believed of its size before the end."""
+    settings = toys.full_algorithm(normalizeBy=normalize_by)
+    parts = toys.parts_of([EVERYTHING[5:], [], EVERYTHING[2:5], EVERYTHING[:2]], EVERYTHING)
+    with join_ranks(Place()) as ranks:
+        engine = Engine(PolicyModel(toys.tiny_model(), with_value_head=False), ranks, stage, settings.optimizer)
+        learner = Learner(engine, ranks, settings)
+        before = {name: weight.clone() for name, weight in engine.served_weights()}
+        with pytest.raises(BatchReplaced):
+            learner.train_parts(toys.replaced_after(parts[:2]))
+        for name, weight in engine.served_weights():
+            assert torch.equal(weight, before[name])
+        plan, metrics = learner.accumulate(parts)
+        found = {name: safe_get_full_grad(weight).clone() for name, weight in engine.policy.language_model.named_parameters()}
+        whole = Learner(engine, ranks, settings)
+        engine.apply(learning_rate=0.0)
+        _, expected = whole.accumulate((toys.batch_of([EVERYTHING], EVERYTHING),))
+    assert_same_gradient(found, toys.reference_gradient(settings, EVERYTHING))
+    assert (plan.provisional, plan.num_sequences) == (False, len(EVERYTHING))
+    assert metrics.loss.value == pytest.approx(expected.loss.value, rel=1e-4)
+
+
+def test_parts_are_scaled_right_with_half_precision_weights() -> None:
+    """Gradients are accumulated in float32 under another optimizer class then."""
+    settings = toys.full_algorithm(normalizeBy="tokens")
+    rows = [EVERYTHING[:4], EVERYTHING[4:]]
+    found = []
+    for parts in (toys.parts_of(rows, EVERYTHING), [toys.batch_of(rows, EVERYTHING)]):
+        with join_ranks(Place()) as ranks:
+            model = toys.tiny_model().to(torch.bfloat16)
+            engine = Engine(PolicyModel(model, with_value_head=False), ranks, 1, settings.optimizer)
+            Learner(engine, ranks, settings).accumulate(parts)
+            found.append({name: safe_get_full_grad(w).clone() for name, w in engine.policy.named_parameters()})
+    streamed, whole = found
+    for name, gradient in whole.items():
+        difference = float((streamed[name] - gradient).norm() / gradient.norm())
+        assert difference < 0.02, f"the gradient of {name} differs by {difference:.3f}"
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +125,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("packing", ["even", "uneven"])
+@pytest.mark.parametrize("packing", ["even", "uneven", "streamed"])
 def test_two_ranks_give_the_plain_gradient(two_ranks: tuple[Path, dict[str, Any]], stage: int, packing: str) -> None:
     folder, _ = two_ranks
     found = load_file(folder / f"gradient-{stage}-{packing}.safetensors")
@@ -118,6 +159,7 @@ def test_stages_train_alike(two_ranks: tuple[Path, dict[str, Any]]) -> None:
 
 def test_ranks_agree_on_the_highest_vote_and_on_the_same_batch_only(two_ranks: tuple[Path, dict[str, Any]]) -> None:
     _, results = two_ranks
+    assert results["replaced"] == {"raised": True, "unchanged": True}
     assert results["votes"] == ["READY", "WAIT", "WAIT", "STOP"]
 
 
@@ -130,7 +172,7 @@ def test_activation_checkpointing_changes_nothing(tmp_path: Path, stage: int) ->
         policy = load_policy(tmp_path, spec, ranks.device)
         assert policy.language_model.is_gradient_checkpointing
         engine = Engine(policy, ranks, stage, settings.optimizer)
-        Learner(engine, ranks, settings).accumulate(toys.batch_of([EVERYTHING[:4], EVERYTHING[4:]], EVERYTHING))
+        Learner(engine, ranks, settings).accumulate((toys.batch_of([EVERYTHING[:4], EVERYTHING[4:]], EVERYTHING),))
         found = {name: safe_get_full_grad(weight).clone() for name, weight in policy.language_model.named_parameters()}
     assert_same_gradient(found, toys.reference_gradient(settings, EVERYTHING))
 

@@ -34,6 +34,9 @@ class Harness:
     servicer: PolicyServicer
     coordinator: Coordinator
     marked: list[int] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
+    held: set[int] = field(default_factory=set)
+    """Versions that the staleness policy holds back."""
     is_preprocessor_away: bool = False
 
     def served(self) -> float:
@@ -56,7 +59,14 @@ async def publishing(*, may_roll_back: bool = False) -> AsyncIterator[Harness]:
                 raise Unavailable("away")
             harness.marked.append(version)
 
-        publisher = Publisher(channel, mark, timeout_s=UPDATE_S, may_roll_back=may_roll_back)
+        async def may_publish(version: int) -> bool:
+            if harness.is_preprocessor_away:
+                raise Unavailable("away")
+            harness.asked.append(version)
+            await asyncio.sleep(0)
+            return version not in harness.held
+
+        publisher = Publisher(channel, mark, may_publish, timeout_s=UPDATE_S, may_roll_back=may_roll_back)
         membership.on_change = publisher.wake
         harness = Harness(publisher, membership, servicer, coordinator)
         service = rpc.RpcService(policy_pb2_grpc.add_PolicyServicer_to_server, servicer, FULL_NAME)
@@ -85,6 +95,25 @@ async def test_the_newest_offer_is_sent_once_the_group_is_there_and_then_marked(
         assert (status.served_version, status.num_updates, status.num_failures) == (3, 1, 0)
         assert (status.pause_s, status.transfer_s, status.apply_s) == (0.25, 0.5, 0.125)
         assert 0 < status.publish_s < UPDATE_S
+
+
+async def test_a_version_is_held_back_until_the_policy_lets_it_go_but_never_for_a_new_group() -> None:
+    async with publishing() as harness:
+        harness.held = {1, 2}
+        harness.publisher.offer(offer(1))
+        await harness.coordinator.form()
+        await until(lambda: harness.marked == [1], "the first publication")
+        assert not harness.asked
+        harness.publisher.offer(offer(2))
+        await until(lambda: len(harness.asked) > 2, "the question")
+        assert harness.served() == 1
+        harness.held = {3}
+        await until(lambda: harness.marked == [1, 2], "the publication")
+        harness.publisher.offer(offer(3))
+        await until(lambda: harness.asked[-1] == 3, "the question")
+        await harness.coordinator.form()
+        await until(lambda: harness.marked == [1, 2, 3], "the publication to the new group")
+        assert harness.served() == 3
 
 
 async def test_a_new_epoch_gets_the_same_version_again() -> None:

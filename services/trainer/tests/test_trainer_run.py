@@ -137,6 +137,33 @@ async def test_a_run_trains_publishes_commits_and_exports(tmp_path: Path, nats: 
     assert 0 < max(moved) < 0.01  # 4 steps of AdamW at 1e-3
 
 
+async def test_batches_that_come_row_by_row_train_the_same_even_when_one_is_replaced_half_way(
+    tmp_path: Path, nats: NatsServer
+) -> None:
+    exported = []
+    for preprocessor in (Preprocessor(), Preprocessor(streams=True, replaced_steps={1})):
+        output = tmp_path / str(preprocessor.streams)
+        async with serving(preprocessor, Coordinator()) as peers, running(output, nats, peers) as trainer:
+            await trainer.end()
+        assert preprocessor.trained == [0, 1, 2, 3]
+        exported.append(load_file(output / "final" / "model.safetensors"))
+    assert preprocessor.pulls[2:6] == [(1, "", 0), (1, "to be replaced", 1), (1, "", 0), (1, "batch-1", 1)]
+    whole, streamed = exported
+    for name, weight in whole.items():
+        torch.testing.assert_close(streamed[name], weight, atol=1e-6, rtol=1e-5)
+
+
+async def test_a_publish_that_the_policy_holds_back_goes_out_later(tmp_path: Path, nats: NatsServer) -> None:
+    preprocessor = Preprocessor(num_steps=3)
+    preprocessor.may_publish = lambda version: version != 2 or preprocessor.num_publishes_held > 3
+    preprocessor.hold_at = 2
+    async with serving(preprocessor, Coordinator()) as peers, running(tmp_path, nats, peers) as trainer:
+        await until(lambda: 2 in preprocessor.published, "the publication that was held back")
+        assert preprocessor.num_publishes_held == 4
+        preprocessor.hold_at = None
+        await trainer.end()
+
+
 async def test_a_stopped_run_leaves_a_checkpoint_and_the_same_run_goes_on_from_it(tmp_path: Path, nats: NatsServer) -> None:
     """No step is trained twice, and the two halves make the same model as one whole run."""
     async with serving(Preprocessor(num_steps=9), Coordinator()) as peers:

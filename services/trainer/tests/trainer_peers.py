@@ -3,9 +3,9 @@ receiver in a real weight-transfer group, a generator that completes with the ti
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
@@ -18,6 +18,7 @@ from pipelinerl.v1 import batches_pb2, batches_pb2_grpc, policy_pb2, policy_pb2_
 from pipelinerl_common import rpc
 from pipelinerl_common.codec import micro_batch_to_proto, plan_to_proto
 from pipelinerl_common.errors import Refused, TemporaryError, Unavailable
+from pipelinerl_trainer.learner import Batch
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Bucket, Manifest
 from pipelinerl_weights.receiver import receive, tensors_of
@@ -59,6 +60,14 @@ class Preprocessor(batches_pb2_grpc.BatchesServicer):
     poisoned_step: int | None = None
     """The batch of this step has an advantage that is not a number."""
     publish_after: Callable[[int], bool] = lambda step: True
+    streams: bool = False
+    """Batches come row by row."""
+    replaced_steps: set[int] = field(default_factory=set)
+    """Steps whose batch is begun anew when its second row is asked for, once."""
+    may_publish: Callable[[int], bool] = lambda version: True
+    num_publishes_held: int = 0
+    pulls: list[tuple[int, str, int]] = field(default_factory=list)
+    """(step, batch id, rows had) of each answered pull of a growing batch."""
     committed: int = 0
     trained: list[int] = field(default_factory=list)
     """Steps in the order of their commits."""
@@ -79,20 +88,20 @@ class Preprocessor(batches_pb2_grpc.BatchesServicer):
             raise Unavailable("not restored")
         if request.step != self.committed:
             raise Refused(f"step {request.step} is not the next, {self.committed}")
-        if self.needs_publication and not self.published:
+        reason = self._wait_reason(request.step)
+        if reason:
             await asyncio.sleep(0.05)
-            yield batches_pb2.PullStepResponse(wait=batches_pb2.Wait(reason="nothing is served yet"))
-            return
-        if request.step == self.hold_at:
-            self.num_held += 1
-            await asyncio.sleep(0.05)
-            yield batches_pb2.PullStepResponse(wait=batches_pb2.Wait(reason="3 of 4 groups ready"))
+            yield batches_pb2.PullStepResponse(wait=batches_pb2.Wait(reason=reason))
             return
         if request.step >= self.num_steps:
             yield batches_pb2.PullStepResponse(end=batches_pb2.EndOfRun())
             return
         everything, rows_by_rank = rows_of(request.step, request.num_ranks)
         rows = rows_by_rank[request.rank]
+        if self.streams:
+            for response in self._grow(request, toys.parts_of(rows, everything, request.step)):
+                yield response
+            return
         batch_id = f"batch-{request.step}"
         if request.rank in self.lost_ranks:
             self.lost_ranks.discard(request.rank)
@@ -104,6 +113,33 @@ class Preprocessor(batches_pb2_grpc.BatchesServicer):
             if self.poisoned_step == request.step:
                 packed.advantages_L[packed.loss_mask_L == 1] = float("nan")
             yield batches_pb2.PullStepResponse(micro_batch=micro_batch_to_proto(packed))
+
+    def _wait_reason(self, step: int) -> str:
+        if self.needs_publication and not self.published:
+            return "nothing is served yet"
+        if step == self.hold_at:
+            self.num_held += 1
+            return "3 of 4 groups ready"
+        return ""
+
+    def _grow(self, request: batches_pb2.PullStepRequest, parts: list[Batch]) -> Iterator[batches_pb2.PullStepResponse]:
+        if request.first_micro_batch == 1:
+            self.replaced_steps.discard(request.step)
+        batch_id = "to be replaced" if request.step in self.replaced_steps else f"batch-{request.step}"
+        num_had = request.first_micro_batch if request.batch_id == batch_id else 0
+        self.pulls.append((request.step, request.batch_id, request.first_micro_batch))
+        yield batches_pb2.PullStepResponse(plan=plan_to_proto(replace(parts[num_had].plan, batch_id=batch_id)))
+        yield batches_pb2.PullStepResponse(micro_batch=micro_batch_to_proto(parts[num_had].micro_batches[0]))
+
+    async def WaitPublishable(
+        self, request: batches_pb2.WaitPublishableRequest, context: Any
+    ) -> batches_pb2.WaitPublishableResponse:
+        self._check()
+        allowed = self.may_publish(request.policy_version)
+        if not allowed:
+            self.num_publishes_held += 1
+            await asyncio.sleep(0.01)
+        return batches_pb2.WaitPublishableResponse(allowed=allowed)
 
     async def CommitStep(self, request: batches_pb2.CommitStepRequest, context: Any) -> batches_pb2.CommitStepResponse:
         self._check()

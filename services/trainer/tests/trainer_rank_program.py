@@ -5,9 +5,12 @@
 Ports: three per stage. Rank 0 leaves in FOLDER `gradient-<stage>-<packing>.safetensors` and `results.json`.
 """
 
+import asyncio
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,11 +26,13 @@ from deepspeed.utils import safe_get_full_grad  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from pipelinerl.v1 import batches_pb2  # noqa: E402
+from pipelinerl_trainer.batches import Pulled  # noqa: E402
 from pipelinerl_trainer.checkpoint import MODEL, Checkpointer, load_optimizer  # noqa: E402
 from pipelinerl_trainer.checkpoint_store import CheckpointStore  # noqa: E402
-from pipelinerl_trainer.learner import Batch, Learner  # noqa: E402
+from pipelinerl_trainer.learner import Batch, BatchReplaced, Learner  # noqa: E402
 from pipelinerl_trainer.model import PolicyModel, load_policy  # noqa: E402
 from pipelinerl_trainer.ranks import Place, Ranks, Vote, join_ranks  # noqa: E402
+from pipelinerl_trainer.source import BatchSource  # noqa: E402
 
 SETTINGS = toys.full_algorithm()
 EVERYTHING = toys.trajectories(7)
@@ -50,11 +55,59 @@ def batch(step: int) -> Batch:
 
 def gradients(engine: Engine, learner: Learner, stage: int) -> None:
     for name, rows in PACKINGS.items():
-        learner.accumulate(toys.batch_of(rows[RANK], EVERYTHING))
-        found = {key: safe_get_full_grad(parameter) for key, parameter in engine.policy.named_parameters()}
-        engine.apply(learning_rate=0.0)
-        if RANK == 0:
-            save_file({key: value.clone() for key, value in found.items()}, FOLDER / f"gradient-{stage}-{name}.safetensors")
+        learner.accumulate((toys.batch_of(rows[RANK], EVERYTHING),))
+        save_gradient(engine, f"{stage}-{name}")
+
+
+def save_gradient(engine: Engine, name: str) -> None:
+    found = {key: safe_get_full_grad(parameter) for key, parameter in engine.policy.named_parameters()}
+    engine.apply(learning_rate=0.0)
+    if RANK == 0:
+        save_file({key: value.clone() for key, value in found.items()}, FOLDER / f"gradient-{name}.safetensors")
+
+
+class Script:
+    """A preprocessor's answers to one rank's pulls, and an event loop's place."""
+
+    is_stopping = False
+
+    def __init__(self, *answers: Pulled) -> None:
+        self.answers = list(answers)
+        self.asked: list[int] = []
+
+    async def pull(self, step: int, batch_id: str, num_had: int) -> Pulled:
+        self.asked.append(num_had)
+        return self.answers.pop(0)
+
+    def wait(self, coroutine: Any, timeout_s: float) -> Any:
+        return asyncio.run(coroutine)
+
+    def source(self, ranks: Ranks) -> BatchSource:
+        return BatchSource(self, self, ranks)  # type: ignore[arg-type]
+
+
+def streamed(ranks: Ranks, engine: Engine, learner: Learner, stage: int) -> dict[str, bool]:
+    """Rank 0 hears of one row, then of two; rank 1 of two, then must wait, then of one. Before that rank 1 alone hears that the
+    batch was replaced."""
+    parts = toys.parts_of(PACKINGS["uneven"][RANK], EVERYTHING)
+    first, second, third = parts
+    other = Pulled(batch=Batch(replace(first.plan, batch_id="other"), first.micro_batches))
+    before, raised = weights(engine), False
+    script = Script(other) if RANK else Script(Pulled(batch=second))
+    try:
+        learner.train_parts(script.source(ranks).parts(first))
+    except BatchReplaced:
+        raised = True
+    unchanged = weights(engine) == before
+    if RANK == 0:
+        script = Script(Pulled(batch=Batch(third.plan, second.micro_batches + third.micro_batches)))
+    else:
+        script = Script(Pulled(wait_reason="not yet"), Pulled(batch=third))
+        first = Batch(second.plan, first.micro_batches + second.micro_batches)
+    learner.accumulate(script.source(ranks).parts(first))
+    assert script.asked == ([1] if RANK == 0 else [2, 2])
+    save_gradient(engine, f"{stage}-streamed")
+    return {"raised": raised, "unchanged": unchanged}
 
 
 def weights(engine: Engine) -> list[float]:
@@ -117,7 +170,9 @@ def main() -> None:
     for stage, ports in zip((1, 2, 3), (PORTS[:3], PORTS[3:6], PORTS[6:9]), strict=True):
         with join_ranks(place(ports[0])) as ranks:
             engine = fresh_engine(ranks, stage)
-            gradients(engine, Learner(engine, ranks, SETTINGS), stage)
+            learner = Learner(engine, ranks, SETTINGS)
+            gradients(engine, learner, stage)
+            results["replaced"] = streamed(ranks, engine, learner, stage)
             results["votes"] = votes(ranks)
         with join_ranks(place(ports[1])) as ranks:
             results[f"straight-{stage}"] = train_and_save(ranks, fresh_engine(ranks, stage), stage)

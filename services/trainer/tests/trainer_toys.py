@@ -1,7 +1,7 @@
 """Tiny models and batches, made the same way in every process of a test."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from pipelinerl_common.settings import AlgorithmSettings, Job, parse_job
 from pipelinerl_common.types import GroupId, MicroBatch, StepPlan, VersionRun
 from pipelinerl_trainer import attention
-from pipelinerl_trainer.learner import Batch
+from pipelinerl_trainer.learner import Batch, BatchReplaced
 
 VOCABULARY = 23
 
@@ -151,6 +151,24 @@ def batch_of(rows: Sequence[Sequence[Trajectory]], everything: Sequence[Trajecto
     """This rank's rows of a batch that trains `everything` over all ranks."""
     micro_batches = tuple(pack(members, index) for index, members in enumerate(rows))
     return Batch(plan_of(everything, step, len(rows)), micro_batches)
+
+
+def parts_of(rows: Sequence[Sequence[Trajectory]], everything: Sequence[Trajectory], step: int = 0) -> list[Batch]:
+    """The same batch as it comes from a streaming policy: row by row, with counts that are wrong until the last row."""
+    batch = batch_of(rows, everything, step)
+    parts = [
+        Batch(
+            replace(batch.plan, num_micro_batches=number, num_sequences=number, num_trained_tokens=1, provisional=True), (row,)
+        )
+        for number, row in enumerate(batch.micro_batches, start=1)
+    ]
+    return [*parts[:-1], Batch(batch.plan, batch.micro_batches[-1:])]
+
+
+def replaced_after(parts: Sequence[Batch]) -> Iterator[Batch]:
+    """Parts of a batch that is replaced before its last one."""
+    yield from parts
+    raise BatchReplaced("batch")
 
 
 def reference_gradient(settings: AlgorithmSettings, members: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
