@@ -22,6 +22,7 @@ COMMANDS: dict[str, Command] = {
     "up": Command("run a job on this machine, or go on with it", "pipelinerl_cli.up.command"),
     "report": Command("write report.html and summary.json of a run again", "pipelinerl_cli.report.command"),
     "compare": Command("compare runs: learning curves over time, samples and tokens", "pipelinerl_cli.compare.command"),
+    "doctor": Command("find what holds a run or a job up, and what to turn", "pipelinerl_cli.doctor.command"),
     "simulate": Command("try staleness policies on a simulated cluster", "pipelinerl_planner.simulate_command"),
     "replay": Command("check a recorded run against its staleness policy", "pipelinerl_planner.replay_command"),
     "plan": Command("choose how many GPUs generate, and with which batch", "pipelinerl_planner.plan_command"),
