@@ -1,0 +1,1 @@
+"""Advice on a run or a job: the bottleneck, what to turn, and the numbers that say so."""

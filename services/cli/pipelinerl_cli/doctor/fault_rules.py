@@ -1,0 +1,178 @@
+"""Rules on what went wrong in a run."""
+
+from collections.abc import Mapping
+from itertools import groupby
+
+from pipelinerl_cli.doctor.finding import Finding, Severity
+from pipelinerl_cli.doctor.run_facts import RunFacts, mean
+
+MUCH_DROPPED = 0.05
+"""Share of the groups."""
+MANY_ERRORS = 0.01
+"""Rollout errors per trajectory."""
+MANY_FAILURES = 0.05
+"""Share of the weight updates."""
+GROWTH = 1.5
+"""Memory of a process in the run's last quarter over that in its second quarter."""
+_LONG_RUN_S = 600.0
+_OTHER_RULES_DROPS = {"zero_advantage"}
+_DROP_ADVICE: Mapping[str, str] = {
+    "stale": "staleness.policy: one that admits less (slack, areal), or a higher eta",
+    "cancelled": "staleness.policy: one that does not cancel (slack, areal), or a higher eta",
+    "ring_buffer": "preprocessor.ringBufferGroups: higher, or unset",
+    "expired": "preprocessor.leaseSeconds: higher than the longest group takes",
+    "failed": "task: see the rollout errors in the actors' logs",
+    "reference": "reference.replicas: more",
+    "too_few_samples": "task.minGroupFraction: higher, so that small groups are tried again",
+    "no_tokens": "model.maxModelLen and trainers.microBatchTokens: higher",
+    "non_finite": "task: rewards must be finite",
+    "temperature": "task.sampling.temperature: the actors must use the job's",
+}
+
+
+def run_failed(facts: RunFacts) -> Finding | None:
+    if facts.status != "failed":
+        return None
+    return Finding(
+        Severity.CRITICAL,
+        f"the run failed after {len(facts.history.steps)} steps; its logs say why",
+        ("logs/ in the run's folder: the last lines of what restarted most",),
+        {"steps": len(facts.history.steps), "restarts": facts.summary["restarts"]},
+    )
+
+
+def no_step_done(facts: RunFacts) -> Finding | None:
+    if facts.history.steps:
+        return None
+    generated = facts.total("actor", "tokens_generated_total")
+    where = "no tokens were generated" if not generated else f"{generated:.0f} tokens were generated"
+    return Finding(
+        Severity.CRITICAL,
+        f"no optimizer step was done in {facts.history.seconds:.0f} s; {where}",
+        (
+            "logs/ of the generators" if not generated else "logs/ of preprocessor and trainer",
+            "actors.startupTimeoutSeconds: long enough to load the model",
+        ),
+        {"seconds": facts.history.seconds, "tokens_generated": generated},
+    )
+
+
+def processes_restarted(facts: RunFacts) -> Finding | None:
+    by_process = facts.summary["restarts_by_process"]
+    if not facts.summary["restarts"]:
+        return None
+    listed = ", ".join(f"{name} {count}" for name, count in sorted(by_process.items(), key=lambda each: -each[1]))
+    return Finding(
+        Severity.WARNING,
+        f"processes were restarted {facts.summary['restarts']} times: {listed or 'unknown which'}",
+        (
+            "logs/ of these processes",
+            "memory limits, actors.generator.kvCacheBytes and trainers.microBatchTokens: lower if killed",
+        ),
+        {"restarts": facts.summary["restarts"], **{f"restarts_{name}": count for name, count in by_process.items()}},
+    )
+
+
+def updates_failed(facts: RunFacts) -> Finding | None:
+    failures, updates = facts.summary["weight_update_failures"], facts.summary["weight_updates"]
+    if not failures:
+        return None
+    share = failures / (failures + updates)
+    return Finding(
+        Severity.WARNING if share > MANY_FAILURES else Severity.ADVICE,
+        f"{failures} of {failures + updates} weight updates failed; old weights were served until the next",
+        ("weightTransfer.syncTimeoutSeconds: higher", "logs/ of the generators"),
+        {"failures": failures, "updates": updates},
+    )
+
+
+def groups_dropped(facts: RunFacts) -> Finding | None:
+    dropped = {reason: n for reason, n in facts.summary["dropped_groups"].items() if reason not in _OTHER_RULES_DROPS}
+    total, trained = sum(dropped.values()), facts.total("preprocessor", "groups_trained_total")
+    if not total or total / (total + trained) <= MUCH_DROPPED:
+        return None
+    by_count = sorted(dropped.items(), key=lambda each: -each[1])
+    listed = ", ".join(f"{reason} {count}" for reason, count in by_count)
+    return Finding(
+        Severity.WARNING,
+        f"{100 * total / (total + trained):.0f} % of the groups were generated in vain: {listed}",
+        tuple(_DROP_ADVICE[reason] for reason, _ in by_count if reason in _DROP_ADVICE) or ("logs/ of the preprocessor",),
+        {"share": total / (total + trained), **{f"dropped_{reason}": float(count) for reason, count in by_count}},
+    )
+
+
+def rollouts_fail(facts: RunFacts) -> Finding | None:
+    errors, samples = facts.summary["rollout_errors"], facts.total("actor", "samples_total")
+    total = sum(errors.values())
+    if not total or total / max(samples, 1) <= MANY_ERRORS:
+        return None
+    listed = ", ".join(f"{reason} {count}" for reason, count in sorted(errors.items(), key=lambda each: -each[1]))
+    return Finding(
+        Severity.WARNING,
+        f"{total} rollout errors for {samples:.0f} trajectories: {listed}",
+        ("task.timeoutSeconds and task.verifierTimeoutSeconds: higher if these are time-outs", "task.maxRetries: higher"),
+        {"errors": total, "samples": samples},
+    )
+
+
+def sequences_overlong(facts: RunFacts) -> Finding | None:
+    count = facts.total("preprocessor", "sequences_overlong_total")
+    if not count:
+        return None
+    return Finding(
+        Severity.WARNING,
+        f"{count:.0f} trajectories were longer than the model or a micro-batch takes and were not trained",
+        ("model.maxModelLen and trainers.microBatchTokens: higher", "task.sampling.maxTokens: lower"),
+        {"sequences_overlong": count},
+    )
+
+
+def steps_not_finite(facts: RunFacts) -> Finding | None:
+    skipped = facts.total("trainer", "skipped_steps_total")
+    batches = sum(step.values.get("non_finite_micro_batches", 0.0) for step in facts.history.steps)
+    if not skipped and not batches:
+        return None
+    return Finding(
+        Severity.CRITICAL,
+        f"{skipped:.0f} steps were skipped and {batches:.0f} micro-batches left out because loss or gradient was not finite",
+        ("algorithm.optimizer.learningRate: lower", "algorithm.truncation: lower", "model.dtype: bfloat16 rather than float16"),
+        {"skipped_steps": skipped, "non_finite_micro_batches": batches},
+    )
+
+
+def checkpoints_failed(facts: RunFacts) -> Finding | None:
+    failures = facts.total("trainer", "checkpoint_failures_total")
+    if not failures:
+        return None
+    return Finding(
+        Severity.WARNING,
+        f"{failures:.0f} checkpoints could not be written: a crash would lose what came after the last good one",
+        ("the output's file system: space and permissions", "trainers.checkpoint.keep: lower"),
+        {"checkpoint_failures": failures},
+    )
+
+
+def memory_grows(facts: RunFacts) -> Finding | None:
+    """The process whose memory grew most, in runs of at least 10 minutes."""
+    seconds = facts.history.seconds
+    if seconds < _LONG_RUN_S:
+        return None
+    worst, growth, now = "", 0.0, 0.0
+    measured = sorted((record for record in facts.records if "memory_bytes" in record.values), key=lambda each: each.instance)
+    for instance, records in groupby(measured, key=lambda each: each.instance):
+        points = [(facts.history.time.at(record.time) / seconds, record.values["memory_bytes"]) for record in records]
+        early = mean(value for place, value in points if 0.25 <= place < 0.5)
+        late = mean(value for place, value in points if place >= 0.75)
+        if early > 0 and late / early > growth:
+            worst, growth, now = instance, late / early, late
+    if not growth > GROWTH:
+        return None
+    return Finding(
+        Severity.WARNING,
+        f"the memory of {worst} grew {growth:.1f} times since the run's second quarter, to {now / 2**30:.2f} GiB",
+        (
+            f"{worst}: a larger memory limit for now, and its logs",
+            "preprocessor.ringBufferGroups: lower if it is the preprocessor",
+        ),
+        {"growth": growth, "memory_bytes": now},
+    )

@@ -1,0 +1,98 @@
+"""Rules on a job file. Rules of thumb are those of users of in-flight RL, not results."""
+
+from pipelinerl_cli.doctor.finding import Finding, Severity
+from pipelinerl_cli.doctor.plan_facts import JobFacts
+
+LEAST_BATCH_PER_GPU = 192
+"""Sequences that a generating GPU should decode at once (H); below it decoding waits for memory."""
+STABLE_SHARE = (0.30, 0.35)
+"""Share of the GPUs that generate in stable runs."""
+STUDIED_LAG = 32
+"""Largest g_max of the paper's study of the KL to on-policy sampling (section 5.1)."""
+
+
+def admission_below_places(facts: JobFacts) -> Finding | None:
+    if facts.max_admitted >= facts.num_places:
+        return None
+    return Finding(
+        Severity.WARNING,
+        f"the staleness policy lets {facts.max_admitted} sequences be outstanding, but the generators have "
+        f"{facts.num_places} places: some stay empty for ever",
+        (
+            "staleness.eta: higher" if _has_eta(facts) else "the staleness policy's limit: higher",
+            "algorithm.groupsPerStep: higher",
+            "actors.generator.maxRunningRequests: lower",
+        ),
+        {"max_admitted": facts.max_admitted, "places": facts.num_places},
+    )
+
+
+def small_generator_batch(facts: JobFacts) -> Finding | None:
+    if facts.num_generating == 0:
+        return None
+    per_gpu = facts.num_places / facts.num_generating
+    if per_gpu >= LEAST_BATCH_PER_GPU:
+        return None
+    return Finding(
+        Severity.ADVICE,
+        f"a generating GPU decodes at most {per_gpu:.0f} sequences at once; throughput grows almost in proportion up to "
+        f"about {LEAST_BATCH_PER_GPU}",
+        ("actors.generator.maxRunningRequests: higher", "actors.replicas: fewer, for the same lag (pipelinerl plan)"),
+        {"batch_per_gpu": per_gpu, "least": LEAST_BATCH_PER_GPU},
+    )
+
+
+def unusual_share(facts: JobFacts) -> Finding | None:
+    if facts.num_generating == 0:
+        return None
+    num_gpus = facts.num_generating + facts.num_training
+    share = facts.num_generating / num_gpus
+    least, most = STABLE_SHARE
+    if least - 1 / num_gpus < share < most + 1 / num_gpus:
+        return None
+    direction = "more" if share < least else "fewer"
+    return Finding(
+        Severity.ADVICE,
+        f"{100 * share:.0f} % of the GPUs generate; {100 * least:.0f} to {100 * most:.0f} % is where runs are usually stable",
+        (f"actors.replicas: {direction} (pipelinerl plan --job)",),
+        {"share": share, "least": least, "most": most},
+    )
+
+
+def large_planned_lag(facts: JobFacts) -> Finding | None:
+    lag = facts.planned_lag
+    if lag <= STUDIED_LAG:
+        return None
+    return Finding(
+        Severity.WARNING,
+        f"a sequence may be up to about {lag} steps old when it is trained; studied are lags up to {STUDIED_LAG}",
+        ("algorithm.groupsPerStep: higher", "staleness.eta: lower", "actors.replicas: fewer"),
+        {"planned_lag": lag, "studied_lag": STUDIED_LAG},
+    )
+
+
+def no_checkpoints(facts: JobFacts) -> Finding | None:
+    checkpoint, steps = facts.spec.trainers.checkpoint, facts.spec.algorithm.steps
+    if 0 < checkpoint.every_steps < steps:
+        return None
+    return Finding(
+        Severity.ADVICE,
+        f"no checkpoint before the end: everySteps={checkpoint.every_steps} of {steps} steps; a crash loses all of them",
+        ("trainers.checkpoint.everySteps: between 1 and algorithm.steps",),
+        {"every_steps": checkpoint.every_steps, "steps": steps},
+    )
+
+
+def no_parity_check(facts: JobFacts) -> Finding | None:
+    if facts.spec.trainers.parity.num_prompts > 0:
+        return None
+    return Finding(
+        Severity.ADVICE,
+        "log-probabilities of generator and trainer are not compared before training: importance weights may be wrong unseen",
+        ("trainers.parity.numPrompts: 4",),
+        {"num_prompts": 0},
+    )
+
+
+def _has_eta(facts: JobFacts) -> bool:
+    return "eta" in facts.spec.staleness.parse().parameter_names()

@@ -1,0 +1,202 @@
+"""Rules on where a run's time goes."""
+
+from statistics import fmean, pstdev
+
+from pipelinerl_cli.doctor.finding import Finding, Severity
+from pipelinerl_cli.doctor.job_rules import LEAST_BATCH_PER_GPU
+from pipelinerl_cli.doctor.run_facts import FEWEST_POINTS, RunFacts
+
+STARVED_WAIT = 0.2
+"""The trainer waits for more than this share of its time."""
+BUSY_WAIT = 0.1
+"""Below this share it does not wait."""
+IDLE_FILL = 0.6
+"""Generators are idle when less than this share of their places is taken."""
+DEEP_QUEUE = 1.5
+"""Batches of finished groups that wait."""
+LONG_PAUSE = 0.05
+"""Share of the step's time that decoding stands still for new weights."""
+UNEVEN = 0.2
+"""How far below the mean an actor may be; users advise 15 to 20 %."""
+SWING = 0.5
+"""Standard deviation of the running requests over their mean."""
+
+
+def admission_starves_generators(facts: RunFacts) -> Finding | None:
+    if not (facts.wait_share > STARVED_WAIT and facts.fill < IDLE_FILL and _admission_is_tight(facts)):
+        return None
+    return Finding(
+        Severity.WARNING,
+        f"the trainer waits {_percent(facts.wait_share)} of its time while {_percent(1 - facts.fill)} of the generators' "
+        f"places are empty: the staleness policy lets only {facts.job.max_admitted} sequences be outstanding",
+        ("staleness.eta: higher", "algorithm.groupsPerStep: higher"),
+        {"wait_share": facts.wait_share, "fill": facts.fill, "max_admitted": facts.job.max_admitted},
+    )
+
+
+def environment_starves_generators(facts: RunFacts) -> Finding | None:
+    if not (facts.wait_share > STARVED_WAIT and facts.fill < IDLE_FILL and not _admission_is_tight(facts)):
+        return None
+    return Finding(
+        Severity.WARNING,
+        f"the trainer waits {_percent(facts.wait_share)} of its time while {_percent(1 - facts.fill)} of the generators' "
+        "places are empty, though the staleness policy allows more: trajectories spend their time outside the generator",
+        ("the task: a faster verifier or environment", "actors.replicas: more", "task.verifierTimeoutSeconds: lower"),
+        {"wait_share": facts.wait_share, "fill": facts.fill},
+    )
+
+
+def generation_is_slow(facts: RunFacts) -> Finding | None:
+    if not (facts.wait_share > STARVED_WAIT and facts.fill >= IDLE_FILL):
+        return None
+    return Finding(
+        Severity.WARNING,
+        f"the trainer waits {_percent(facts.wait_share)} of its time, the generators are {_percent(facts.fill)} full: "
+        "generation is the bottleneck",
+        (
+            "actors.replicas: more, two GPUs at a time from the trainers (pipelinerl plan)",
+            "actors.generator.maxRunningRequests: higher",
+        ),
+        {"wait_share": facts.wait_share, "fill": facts.fill, "train_seconds": facts.mean("train_seconds")},
+    )
+
+
+def training_is_slow(facts: RunFacts) -> Finding | None:
+    if not (facts.wait_share < BUSY_WAIT and facts.fill < IDLE_FILL):
+        return None
+    return Finding(
+        Severity.WARNING,
+        f"the trainer never waits ({_percent(facts.wait_share)} of its time) and {_percent(1 - facts.fill)} of the generators' "
+        "places are empty: training is the bottleneck",
+        (
+            "trainers.replicas: more, five GPUs at a time from the actors (pipelinerl plan)",
+            "trainers.microBatchTokens: higher",
+            "trainers.activationCheckpointing: false where memory allows",
+        ),
+        {"wait_share": facts.wait_share, "fill": facts.fill, "train_seconds": facts.mean("train_seconds")},
+    )
+
+
+def queue_too_deep(facts: RunFacts) -> Finding | None:
+    ready = facts.gauge_mean("preprocessor", "groups_ready")
+    batches = ready / facts.job.spec.algorithm.groups_per_step
+    if not batches > DEEP_QUEUE:
+        return None
+    return Finding(
+        Severity.WARNING,
+        f"{ready:.0f} finished groups wait on average, {batches:.1f} batches: every one of them adds a step of lag for nothing",
+        ("staleness.eta: lower", "actors.replicas: fewer", "trainers.replicas: more"),
+        {"groups_ready": ready, "batches": batches, "lag_mean": facts.mean("lag_mean")},
+    )
+
+
+def updates_slower_than_steps(facts: RunFacts) -> Finding | None:
+    share = facts.step_share("publish_seconds")
+    if not share > 1:
+        return None
+    return Finding(
+        Severity.WARNING,
+        f"a weight update takes {facts.mean('publish_seconds'):.2f} s, a step {facts.mean('step_seconds'):.2f} s: "
+        "versions are skipped and the lag grows",
+        ("weightTransfer.backend: nccl between GPUs", "weightTransfer.bucketBytes: higher", "weightTransfer.mode: staged"),
+        {
+            "publish_seconds": facts.mean("publish_seconds"),
+            "step_seconds": facts.mean("step_seconds"),
+            "transfer_seconds": facts.mean("transfer_seconds"),
+        },
+    )
+
+
+def updates_pause_decoding(facts: RunFacts) -> Finding | None:
+    share = facts.step_share("pause_seconds")
+    if not share > LONG_PAUSE:
+        return None
+    transfer = facts.job.spec.weight_transfer
+    remedies = (
+        ("weightTransfer.mode: staged", transfer.mode == "inplace"),
+        ("weightTransfer.kvCache: keep", transfer.kv_cache == "recompute"),
+        ("weightTransfer.backend: nccl between GPUs", transfer.backend == "gloo" and facts.job.num_generating > 0),
+        ("algorithm.groupsPerStep: higher, for fewer updates", True),
+    )
+    return Finding(
+        Severity.WARNING,
+        f"decoding stands still for {facts.mean('pause_seconds'):.2f} s in each step, {_percent(share)} of its time",
+        tuple(remedy for remedy, applies in remedies if applies),
+        {"pause_seconds": facts.mean("pause_seconds"), "share": share},
+    )
+
+
+def generators_run_small_batches(facts: RunFacts) -> Finding | None:
+    if facts.job.num_generating == 0:
+        return None
+    running = facts.gauge_mean("actor", "requests_running") / facts.job.num_generating
+    if not running < LEAST_BATCH_PER_GPU:
+        return None
+    return Finding(
+        Severity.ADVICE,
+        f"a generating GPU decodes {running:.0f} sequences at once on average; below {LEAST_BATCH_PER_GPU} it waits for memory",
+        ("actors.replicas: fewer, with more sequences each (pipelinerl plan)", "staleness.eta: higher"),
+        {"batch_per_gpu": running, "least": LEAST_BATCH_PER_GPU},
+    )
+
+
+def actors_uneven(facts: RunFacts) -> Finding | None:
+    tokens = facts.by_instance("actor", "tokens_generated_total")
+    if len(tokens) < 2 or not sum(tokens.values()):
+        return None
+    slowest = min(tokens, key=lambda instance: tokens[instance])
+    behind = 1 - tokens[slowest] / fmean(tokens.values())
+    if behind <= UNEVEN:
+        return None
+    return Finding(
+        Severity.WARNING,
+        f"{slowest} generates {_percent(behind)} less than the mean of {len(tokens)} actors",
+        (f"the node of {slowest}: look for other load or throttling", "actors: the same GPU for all replicas"),
+        {"behind": behind, "tokens": tokens[slowest]},
+    )
+
+
+def load_swings(facts: RunFacts) -> Finding | None:
+    running = facts.gauge("actor", "requests_running")
+    if len(running) < 2 * FEWEST_POINTS or not fmean(running) or pstdev(running) / fmean(running) <= SWING:
+        return None
+    return Finding(
+        Severity.ADVICE,
+        f"the number of running requests swings between {min(running):.0f} and {max(running):.0f} "
+        f"around {fmean(running):.0f}: generators are filled in bursts",
+        ("staleness.eta: higher", "staleness.policy: one that admits group by group, such as slack"),
+        {"deviation": pstdev(running) / fmean(running), "mean": fmean(running)},
+    )
+
+
+def packing_loose(facts: RunFacts) -> Finding | None:
+    fill = facts.mean("packing_fill")
+    if not fill < 0.8:
+        return None
+    return Finding(
+        Severity.ADVICE,
+        f"only {_percent(fill)} of the micro-batches' slots hold tokens",
+        ("trainers.microBatchTokens: a larger multiple of the usual length", "algorithm.groupsPerStep: higher"),
+        {"packing_fill": fill},
+    )
+
+
+def packing_uneven(facts: RunFacts) -> Finding | None:
+    imbalance = facts.mean("packing_imbalance")
+    if not imbalance > 0.1:
+        return None
+    return Finding(
+        Severity.WARNING,
+        f"the emptiest rank has {_percent(imbalance)} fewer tokens than the fullest and waits for it in every step",
+        ("algorithm.groupsPerStep: higher", "trainers.microBatchTokens: lower", "trainers.replicas: fewer"),
+        {"packing_imbalance": imbalance},
+    )
+
+
+def _admission_is_tight(facts: RunFacts) -> bool:
+    """Whether places stay empty because a batch is being trained while the policy allows little more than it."""
+    return facts.job.max_admitted < facts.job.num_places + facts.job.batch_size
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

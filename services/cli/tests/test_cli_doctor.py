@@ -1,0 +1,260 @@
+"""Every rule of `pipelinerl doctor`: fires on a run or job with its fault, and on no other one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from doctor_runs import JOB, Change, job, run_facts, run_records
+
+from pipelinerl_cli.__main__ import main
+from pipelinerl_cli.doctor.finding import SEVERITIES, Severity
+from pipelinerl_cli.doctor.plan_facts import JobFacts
+from pipelinerl_cli.doctor.rules import JOB_RULES, RUN_RULES, Named, diagnose_job, diagnose_run
+from pipelinerl_common.settings import Job
+
+WAITS = {"wait_seconds": 4.0}
+NEVER_WAITS = {"wait_seconds": 0.2}
+IDLE = {"requests_running": 100.0}
+LARGE_PLACES = {"actors": {"generator": {"maxRunningRequests": 512}}}
+
+RUN_CASES: dict[str, tuple[Change, Severity, str]] = {
+    "run_failed": (Change(status="failed"), Severity.CRITICAL, "failed after 40 steps"),
+    "no_step_done": (Change(num_steps=0), Severity.CRITICAL, "no optimizer step was done in 400 s; 8160000 tokens"),
+    "steps_not_finite": (Change(late={"skipped_steps_total": 3.0}), Severity.CRITICAL, "3 steps were skipped"),
+    "processes_restarted": (
+        Change(up={"restarts_total": 3.0, "restarts_actor-1_process_total": 2.0, "restarts_trainer-0_process_total": 1.0}),
+        Severity.WARNING,
+        "restarted 3 times: actor-1 2, trainer-0 1",
+    ),
+    "updates_failed": (Change(late={"weight_update_failures_total": 10.0}), Severity.WARNING, "10 of 50 weight updates failed"),
+    "groups_dropped": (
+        Change(preprocessor={"dropped_stale_groups_total": 640.0, "dropped_expired_groups_total": 10.0}),
+        Severity.WARNING,
+        "20 % of the groups were generated in vain: stale 640, expired 10",
+    ),
+    "rollouts_fail": (Change(actor={"rollout_errors_verifier_total": 90.0}), Severity.WARNING, "360 rollout errors for 20800"),
+    "sequences_overlong": (
+        Change(preprocessor={"sequences_overlong_total": 7.0}),
+        Severity.WARNING,
+        "7 trajectories were longer",
+    ),
+    "checkpoints_failed": (Change(late={"checkpoint_failures_total": 2.0}), Severity.WARNING, "2 checkpoints"),
+    "memory_grows": (
+        Change(step_s=20.0, step={"step_seconds": 20.0, "wait_seconds": 3.0}, late={"memory_bytes": 16e9}),
+        Severity.WARNING,
+        "memory of trainer-0 grew 2.0 times",
+    ),
+    "reward_flat": (Change(step={"reward_mean": 0.2}), Severity.CRITICAL, "from 0.200 to 0.200 in 40 steps"),
+    "ess_low": (Change(late={"ess": 0.7}), Severity.WARNING, "effective sample size is 0.70"),
+    "lag_high": (Change(late={"lag_mean": 9.0}), Severity.WARNING, "9.0 steps old"),
+    "groups_without_gradient": (Change(late={"success_mean": 0.95}), Severity.WARNING, "at least 66 % of the groups"),
+    "completions_cut_off": (
+        Change(late={"completion_length_mean": 900.0}),
+        Severity.WARNING,
+        "900 tokens on average of at most 1000",
+    ),
+    "entropy_collapsed": (Change(late={"entropy": 0.02}), Severity.WARNING, "from 0.500 to 0.020"),
+    "ratios_clipped": (Change(late={"clip_fraction": 0.3}), Severity.WARNING, "30 % of the tokens"),
+    "gradients_scaled_down": (Change(late={"grad_norm": 20.0}), Severity.ADVICE, "20 times maxGradNorm"),
+    "admission_starves_generators": (
+        Change(spec={**LARGE_PLACES, "staleness": {"eta": 3}}, step=WAITS, actor={"requests_running": 250.0}),
+        Severity.WARNING,
+        "waits 40 % of its time while 51 % of the generators' places are empty: the staleness policy lets only 2048",
+    ),
+    "environment_starves_generators": (
+        Change(spec={"actors": {"gpusPerReplica": 0}}, step=WAITS, actor=IDLE),
+        Severity.WARNING,
+        "though the staleness policy allows more",
+    ),
+    "generation_is_slow": (Change(step=WAITS), Severity.WARNING, "the generators are 90 % full: generation is the bottleneck"),
+    "training_is_slow": (
+        Change(spec={"actors": {"gpusPerReplica": 0}}, step=NEVER_WAITS, actor=IDLE),
+        Severity.WARNING,
+        "training is the bottleneck",
+    ),
+    "queue_too_deep": (
+        Change(preprocessor={"groups_ready": 128.0}),
+        Severity.WARNING,
+        "128 finished groups wait on average, 2.0",
+    ),
+    "updates_slower_than_steps": (Change(late={"publish_seconds": 12.0}), Severity.WARNING, "takes 12.00 s, a step 10.00 s"),
+    "updates_pause_decoding": (Change(late={"pause_seconds": 1.0}), Severity.WARNING, "1.00 s in each step, 10 %"),
+    "actors_uneven": (
+        Change(actor_0={"tokens_generated_total": 51_000.0 * 21}),
+        Severity.WARNING,
+        "actor-0 generates 100 % less than the mean of 4 actors",
+    ),
+    "packing_uneven": (Change(late={"packing_imbalance": 0.3}), Severity.WARNING, "30 % fewer tokens than the fullest"),
+    "packing_loose": (Change(late={"packing_fill": 0.6}), Severity.ADVICE, "only 60 %"),
+    "load_swings": (Change(swing=220.0), Severity.ADVICE, "between 40 and 1800"),
+    "generators_run_small_batches": (Change(actor={"requests_running": 160.0}), Severity.ADVICE, "decodes 160 sequences"),
+}
+
+JOB_CASES: dict[str, tuple[dict[str, Any], Severity, str]] = {
+    "admission_below_places": (
+        {"staleness": {"eta": 0}},
+        Severity.WARNING,
+        "512 sequences be outstanding, but the generators have 1024",
+    ),
+    "small_generator_batch": ({"actors": {"generator": {"maxRunningRequests": 64}}}, Severity.ADVICE, "at most 64 sequences"),
+    "unusual_share": ({"trainers": {"replicas": 2}}, Severity.ADVICE, "20 % of the GPUs generate"),
+    "large_planned_lag": (
+        {"algorithm": {"groupsPerStep": 4}, "staleness": {"eta": 100}},
+        Severity.WARNING,
+        "up to about 64 steps old",
+    ),
+    "no_checkpoints": ({"trainers": {"checkpoint": {"everySteps": 0}}}, Severity.ADVICE, "everySteps=0 of 1000 steps"),
+    "no_parity_check": ({"trainers": {"parity": {"numPrompts": 0}}}, Severity.ADVICE, "are not compared"),
+}
+
+
+def names(findings: list[Named]) -> list[str]:
+    return [named.rule for named in findings]
+
+
+def write_run(folder: Path, change: Change, spec: Job) -> Path:
+    folder.mkdir()
+    (folder / "job.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json", by_alias=True, exclude_none=True)))
+    (folder / "metrics.jsonl").write_text("".join(record.to_json() + "\n" for record in run_records(change)))
+    (folder / "summary.json").write_text(json.dumps({"status": change.status}))
+    return folder
+
+
+def test_every_rule_has_a_case() -> None:
+    assert set(RUN_CASES) == set(RUN_RULES)
+    assert set(JOB_CASES) == set(JOB_RULES)
+
+
+def test_healthy_run_and_job_have_no_findings() -> None:
+    assert diagnose_run(run_facts(Change())) == []
+    assert diagnose_job(JobFacts(job())) == []
+
+
+@pytest.mark.parametrize("rule", RUN_CASES)
+def test_run_rule_fires_alone(rule: str) -> None:
+    change, severity, message = RUN_CASES[rule]
+    findings = diagnose_run(run_facts(change))
+    assert names(findings) == [rule]
+    finding = findings[0].finding
+    assert finding.severity is severity
+    assert message in finding.message
+    assert finding.turn
+    assert finding.numbers
+
+
+@pytest.mark.parametrize("rule", JOB_CASES)
+def test_job_rule_fires_alone(rule: str) -> None:
+    changes, severity, message = JOB_CASES[rule]
+    findings = diagnose_job(JobFacts(job(changes)))
+    assert names(findings) == [rule]
+    finding = findings[0].finding
+    assert finding.severity is severity
+    assert message in finding.message
+    assert finding.turn
+    assert finding.numbers
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        Change(late={"ess": 0.81, "clip_fraction": 0.19, "lag_mean": 7.9, "grad_norm": 9.9}),
+        Change(late={"success_mean": 0.9, "completion_length_mean": 790.0, "entropy": 0.051}),
+        Change(late={"entropy": 0.01, "reward_mean": 0.95}),  # learnt: nothing is left to try
+        Change(late={"packing_fill": 0.81, "packing_imbalance": 0.09, "pause_seconds": 0.49, "publish_seconds": 9.9}),
+        Change(step={"wait_seconds": 1.9}),
+        Change(step={"wait_seconds": 0.0}),  # the generators are full and so is the trainer
+        Change(preprocessor={"groups_ready": 95.0, "dropped_stale_groups_total": 100.0}),
+        Change(preprocessor={"dropped_zero_advantage_groups_total": 2000.0}),
+        Change(actor={"requests_running": 193.0}, swing=0),
+        Change(actor={"rollout_errors_timeout_total": 50.0}),
+        Change(actor_0={"tokens_generated_total": 51_000.0 * 40}, num_steps=1),
+        Change(late={"memory_bytes": 16e9}),  # too short a run to tell
+        Change(step={"reward_mean": 0.95}),
+    ],
+)
+def test_just_inside_the_limits_nothing_fires(change: Change) -> None:
+    assert names(diagnose_run(run_facts(change))) == []
+
+
+def test_degrees() -> None:
+    assert diagnose_run(run_facts(Change(late={"ess": 0.4})))[0].finding.severity is Severity.CRITICAL
+    hard = diagnose_run(run_facts(Change(late={"success_mean": 0.001})))[0].finding
+    assert (hard.severity, "too hard" in hard.message) == (Severity.CRITICAL, True)
+    few = diagnose_run(run_facts(Change(late={"weight_update_failures_total": 1.0})))[0].finding
+    assert few.severity is Severity.ADVICE
+    dropped = Change(preprocessor={"dropped_zero_advantage_groups_total": 5000.0})
+    assert names(diagnose_run(run_facts(dropped))) == ["groups_without_gradient"]
+
+
+def test_remedies_that_are_in_place_are_not_proposed() -> None:
+    slow = {"pause_seconds": 1.0}
+    inplace = {"weightTransfer": {"mode": "inplace", "kvCache": "recompute"}}
+    assert not any("mode" in turn for turn in diagnose_run(run_facts(Change(late=slow)))[0].finding.turn)
+    assert any("mode" in turn for turn in diagnose_run(run_facts(Change(spec=inplace, late=slow)))[0].finding.turn)
+
+
+def test_drops_name_the_remedy_of_the_most_frequent_reason_first() -> None:
+    change = Change(preprocessor={"dropped_expired_groups_total": 400.0, "dropped_ring_buffer_groups_total": 500.0})
+    turn = diagnose_run(run_facts(change))[0].finding.turn
+    assert [advice.partition(":")[0] for advice in turn] == ["preprocessor.ringBufferGroups", "preprocessor.leaseSeconds"]
+
+
+def test_most_severe_first_and_the_measured_batch_replaces_the_planned_one() -> None:
+    change = Change(
+        spec={"actors": {"generator": {"maxRunningRequests": 64}}},
+        step={"reward_mean": 0.1, "packing_fill": 0.1},
+        late={"ess": 0.7},
+        actor={"requests_running": 60.0},
+    )
+    findings = diagnose_run(run_facts(change))
+    assert names(findings) == ["reward_flat", "ess_low", "packing_loose", "generators_run_small_batches"]
+    order = [SEVERITIES.index(named.finding.severity) for named in findings]
+    assert order == sorted(order)
+
+
+# The command.
+
+
+def test_run_folder_as_text_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run", Change(late={"ess": 0.7}, swing=220.0), job())
+    assert main(["doctor", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("WARNING   the effective sample size is 0.70")
+    assert "    -> staleness.eta: lower\n" in shown
+    assert "ess=0.7 " in shown
+    assert shown.endswith("2 findings\n")
+    assert main(["doctor", str(folder), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [(found["rule"], found["severity"]) for found in document["findings"]] == [
+        ("ess_low", "warning"),
+        ("load_swings", "advice"),
+    ]
+    assert document["findings"][0]["numbers"]["ess"] == pytest.approx(0.7)
+
+
+def test_running_job_without_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run", Change(), job())
+    (folder / "summary.json").unlink()
+    assert main(["doctor", str(folder)]) == 0
+    assert capsys.readouterr().out == "nothing found\n"
+
+
+def test_job_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(dict(JOB)))
+    assert main(["doctor", str(tmp_path / "job.yaml"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["findings"] == []
+
+
+def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(tmp_path / "missing")]) == 2
+    assert "missing: does not exist; give a run's folder or a job file" in capsys.readouterr().err
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "not a run's folder: it has no job.yaml" in capsys.readouterr().err
+    (tmp_path / "bad.yaml").write_text("- 1")
+    assert main(["doctor", str(tmp_path / "bad.yaml")]) == 2
+    folder = write_run(tmp_path / "run", Change(), job())
+    (folder / "metrics.jsonl").write_text("nonsense\n")
+    assert main(["doctor", str(folder)]) == 2
+    assert "line 1 is not a metrics record" in capsys.readouterr().err
