@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from actor_generator_harness import Client, GeneratorProcess, Reference, Trainer, write_job
 
 from pipelinerl_actor.models.tiny import make_tiny_model
+
+psutil = pytest.importorskip("psutil", reason="comes with vLLM")
 
 PROMPT = [40, 41, 42, 43]
 
