@@ -232,7 +232,15 @@ def test_prepare_ends_with_2_on_wrong_settings(tmp_path: Path, capsys: pytest.Ca
     assert "no folder" in capsys.readouterr().err
 
 
-def _prepare(tmp_path: Path, uri: str) -> int:
+def test_prepare_can_find_a_wrong_task_before_anything_is_made(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _prepare(tmp_path, str(model_folder), "--check-task") == 2
+    assert "spec.task.path='a:B': there is no module 'a'" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def _prepare(tmp_path: Path, uri: str, *more: str) -> int:
     job = {
         "apiVersion": "pipelinerl.dev/v1alpha1",
         "kind": "PipelineRLJob",
@@ -243,4 +251,6 @@ def _prepare(tmp_path: Path, uri: str) -> int:
         },
     }
     (tmp_path / "job.yaml").write_text(json.dumps(job))
-    return prepare(["--job", str(tmp_path / "job.yaml"), "--output", str(tmp_path / "run"), "--cache", str(tmp_path / "cache")])
+    return prepare(
+        ["--job", str(tmp_path / "job.yaml"), "--output", str(tmp_path / "run"), "--cache", str(tmp_path / "cache"), *more]
+    )

@@ -5,12 +5,15 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipelinerl_cli.up.folder import RunFolder
 from pipelinerl_cli.up.ports import check_port_is_free
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import Job
 from pipelinerl_common.stream.server import find_binary
 
 MIN_FREE_BYTES = 512 << 20
+STORE_SHARE = 0.75
+"""Of the free disk, what nats-server lets streams reserve."""
 BYTES_PER_WEIGHT_BYTE = 7
 """A checkpoint of bfloat16 weights: float32 weights and two moments (6 times), and the weights themselves."""
 
@@ -20,7 +23,7 @@ TRAINER_MODULES = ("deepspeed", "torch", "transformers")
 
 def check(job: Job, output: Path) -> None:
     """Raises SettingsError that lists everything that is missing or wrong."""
-    faults = [*_packages(job), *_model(job), *_disk(job, output), *_port(job)]
+    faults = [*_packages(job), *_model(job), *_disk(job, output), *_stream(job, output), *_port(job)]
     if faults:
         raise SettingsError("\n".join([f"{len(faults)} thing(s) to put right first:", *(f"  {fault}" for fault in faults)]))
 
@@ -63,8 +66,7 @@ def _model(job: Job) -> list[str]:
 
 
 def _disk(job: Job, output: Path) -> list[str]:
-    existing = next(parent for parent in (output, *output.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
+    free = _free_bytes(output)
     needed = max(MIN_FREE_BYTES, _model_bytes(job) * (1 + BYTES_PER_WEIGHT_BYTE * (job.spec.trainers.checkpoint.keep + 1)))
     if free >= needed:
         return []
@@ -72,6 +74,21 @@ def _disk(job: Job, output: Path) -> list[str]:
         f"--output {output}: {free / 1e9:.1f} GB free, about {needed / 1e9:.1f} GB needed for the model, "
         f"{job.spec.trainers.checkpoint.keep} checkpoints and the next; free some or choose another --output"
     ]
+
+
+def _stream(job: Job, output: Path) -> list[str]:
+    """A store that is there already has its reservation."""
+    room, needed = STORE_SHARE * _free_bytes(output), job.spec.stream.max_bytes
+    if RunFolder(output).stream_store.exists() or room >= needed:
+        return []
+    return [
+        f"stream.maxBytes={needed}: the stream may reserve {STORE_SHARE:.0%} of the free disk under --output {output}, "
+        f"{room:.0f} bytes; lower it, free some or choose another --output"
+    ]
+
+
+def _free_bytes(output: Path) -> int:
+    return shutil.disk_usage(next(parent for parent in (output, *output.absolute().parents) if parent.exists())).free
 
 
 def _model_bytes(job: Job) -> int:

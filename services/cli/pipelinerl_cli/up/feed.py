@@ -28,11 +28,15 @@ class Feed:
 
     async def run(self) -> None:
         """Until cancelled. Waits for the server while it is away; metrics are worth no more than that."""
+        trouble = ""
         while True:
             try:
                 await self._follow()
+                trouble = ""
             except (PipelineRLError, OSError) as error:  # the latter: a full disk
-                log.warning("metrics are not being kept: %s", error)
+                if str(error) != trouble:
+                    log.warning("metrics are not being kept, trying again: %s", error)
+                trouble = str(error)
             await asyncio.sleep(RETRY_S)
 
     async def settle(self, quiet_s: float, timeout_s: float) -> None:

@@ -121,9 +121,9 @@ class LocalRun:
         return _ending_of(next(keeper for keeper in keepers if keeper in done))
 
     async def _prepare(self, serving: asyncio.Task[Failure]) -> Ending | None:
-        """Runs the model's preparation to its end; None when it succeeded."""
+        """Prepares the model and tries the task; None when both succeeded."""
         argv = ("python", "-m", PREPARE_MODULE, "--job", str(self._folder.job_file))
-        process = await self._start(PREPARE, (*argv, "--output", str(self._folder.root)))
+        process = await self._start(PREPARE, (*argv, "--output", str(self._folder.root), "--check-task"))
         self._describe = lambda: ("preparing the model", " ".join(process.last_lines(1)))
         try:
             ending = await self._until(process.wait(), serving)
