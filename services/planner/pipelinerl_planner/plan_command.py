@@ -3,15 +3,10 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 
+from pipelinerl_planner.plan_arguments import add_arguments
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from pipelinerl_planner import plan_inputs
-
-    plan_inputs.add_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="the plan as JSON on standard output")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="throughput over lag to a .svg or .html file")
+__all__ = ["add_arguments", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
