@@ -8,6 +8,8 @@ import pytest
 
 from up_run import Run
 
+SERVICES = ("nats-server", "preprocessor-0", "generator-0-0", "trainer-0", "actor-0")
+
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(600)]
 
 EVERY_STEP = ("--set", "trainers.checkpoint.everySteps=1")
@@ -89,3 +91,15 @@ def test_two_runs_on_one_machine_do_not_meet_and_one_folder_takes_one_run(new_ru
     assert one.wait(400) == 0, one.terminal[-4000:]
     assert two.wait(400) == 0, two.terminal[-4000:]
     assert two.summary["lag_max"] == 0
+
+
+def test_memory_is_flat_over_two_thousand_groups(new_run: Callable[..., Run]) -> None:
+    run = new_run("soak", "--max-steps", "132").start()
+    run.wait_for_step(65)  # 32 groups a step
+    before = {name: run.memory_bytes(name) for name in SERVICES}
+    run.wait_for_step(129)
+    after = {name: run.memory_bytes(name) for name in SERVICES}
+    assert run.wait() == 0, run.terminal[-4000:]
+    assert min(before.values()) > 0
+    grown = {name: (before[name], after[name]) for name in SERVICES if after[name] > 1.05 * before[name] + 24 * 2**20}
+    assert grown == {}

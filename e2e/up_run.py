@@ -101,6 +101,14 @@ class Run:
                 found.append(int(folder.name))
         return found
 
+    def memory_bytes(self, name: str) -> int:
+        """Resident memory of one service's processes and their children."""
+        parents = {pid: parent for pid, parent in map(_parent, Path("/proc").iterdir()) if pid}
+        family = set(self.pids(name))
+        while children := {pid for pid, parent in parents.items() if parent in family} - family:
+            family |= children
+        return sum(map(_resident_bytes, family))
+
     def kill(self, name: str) -> None:
         """kill -9 of one service's processes."""
         pids = self.pids(name)
@@ -120,3 +128,18 @@ class Run:
                 if str(self.output) in line:
                     lines.append(line)
         return lines
+
+
+def _parent(folder: Path) -> tuple[int, int]:
+    """A process of /proc and its parent; zeros for what is not one, or has ended."""
+    try:
+        return int(folder.name), int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError):
+        return 0, 0
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
