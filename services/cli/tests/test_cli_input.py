@@ -98,7 +98,7 @@ def test_missing_package_is_named_with_its_extra(refused: Callable[..., str], mo
 
 def test_a_stream_that_does_not_fit_the_disk_is_named(refused: Callable[..., str]) -> None:
     message = refused("--set", f"stream.maxBytes={1 << 60}")
-    assert "stream.maxBytes=1152921504606846976: the stream may reserve 75% of the free disk" in message
+    assert "stream.maxBytes=1152921504606846976: the streams' reservation takes 1537228673.9 GB of free disk" in message
 
 
 def test_full_disk_is_named_with_what_is_needed(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pipelinerl_cli.up.folder import RunFolder
 from pipelinerl_cli.up.ports import check_port_is_free
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import Job
+from pipelinerl_common.stream.layout import Layout
 from pipelinerl_common.stream.server import find_binary
 
 MIN_FREE_BYTES = 512 << 20
@@ -78,12 +79,12 @@ def _disk(job: Job, output: Path) -> list[str]:
 
 def _stream(job: Job, output: Path) -> list[str]:
     """A store that is there already has its reservation."""
-    room, needed = STORE_SHARE * _free_bytes(output), job.spec.stream.max_bytes
-    if RunFolder(output).stream_store.exists() or room >= needed:
+    free, needed = _free_bytes(output), Layout(job.name, job.spec.stream).reserved_bytes / STORE_SHARE
+    if RunFolder(output).stream_store.exists() or free >= needed:
         return []
     return [
-        f"stream.maxBytes={needed}: the stream may reserve {STORE_SHARE:.0%} of the free disk under --output {output}, "
-        f"{room:.0f} bytes; lower it, free some or choose another --output"
+        f"stream.maxBytes={job.spec.stream.max_bytes}: the streams' reservation takes {needed / 1e9:.1f} GB of free disk, "
+        f"--output {output} has {free / 1e9:.1f} GB; lower it, free some or choose another --output"
     ]
 
 

@@ -64,6 +64,11 @@ class Layout:
     def journal_key(self, subject: str) -> str:
         return subject.removeprefix(f"$KV.{self.job}_journal.")
 
+    @property
+    def reserved_bytes(self) -> int:
+        """What the server must be able to store; it refuses streams beyond that."""
+        return sum(config.max_bytes or 0 for config in self.stream_configs())
+
     def stream_configs(self) -> tuple[StreamConfig, ...]:
         replicas = self.settings.replicas
         common = {"storage": StorageType.FILE, "num_replicas": replicas}
