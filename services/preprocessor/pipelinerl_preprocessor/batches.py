@@ -89,7 +89,7 @@ class Batches:
         live = self._live
         live.ledger.check_restored()
         give_up_at = live.now() + request.wait_s
-        while not (allowed := live.may_publish(request.policy_version)):
+        while not (allowed := live.gate.may_publish(request.policy_version)):
             if not await live.batch_bell.wait(give_up_at - live.now()):
                 break
         live.changed()  # a batch may have waited for it
@@ -122,6 +122,7 @@ class Batches:
             ended = [group_id for group_id in live.received if ledger.groups.get(group_id) is None]
             await live.given_up(ended, DropReason.ROLLBACK)
             if rewound:
+                live.gate.rewind()
                 self._trained.rewind(ledger.state.num_committed)
             await live.journal.sync()
         log.info(
@@ -145,7 +146,7 @@ class Batches:
                 return f"step {current} is not committed yet"
             if step != current:
                 raise Refused(f"PullStep: step {step} is neither the current one, {current}, nor the next")
-            if not ledger.batch and self._live.holds_publish():
+            if not ledger.batch and self._live.gate.holds_back():
                 return f"the weights of version {step} are held back by the policy"
             if ledger.policy.streams:
                 return await self._grow(request, layout)

@@ -17,7 +17,6 @@ class Counters:
         self.groups_trained = 0
         self.sequences_masked = 0
         self.sequences_overlong = 0
-        self.publishes_forced = 0
         self._dropped_groups: Counter[str] = Counter()
         self._dropped_tokens: Counter[str] = Counter()
 
@@ -42,7 +41,6 @@ class Counters:
             "groups_trained_total": self.groups_trained,
             "sequences_masked_total": self.sequences_masked,
             "sequences_overlong_total": self.sequences_overlong,
-            "publishes_forced_total": self.publishes_forced,
         }
         groups = {f"dropped_{reason}_groups_total": count for reason, count in self._dropped_groups.items()}
         tokens = {f"dropped_{reason}_tokens_total": count for reason, count in self._dropped_tokens.items()}

@@ -42,7 +42,6 @@ class Ledger:
         self.state = LedgerState()
         self.groups = GroupTable()
         self.leases = Leases(self.groups, lease_s)
-        self._publishable = -1
         self.on_change: Callable[[GroupId | None], None] = lambda _: None
 
     @property
@@ -205,29 +204,12 @@ class Ledger:
         if self.state.publishing and version <= self.state.served_version:
             return []
         self.state.served_version, self.state.publishing = version, True
-        self.allow_publish(version)
         return self._cancel(self.policy.published(version))
 
     def observe(self, load: EngineLoad) -> list[GroupId]:
         """A load report. Returns the groups that the policy gave up; they have ended."""
         cancelled = self.policy.observe(load)
         return self._cancel(cancelled) if cancelled else []
-
-    def may_publish(self, version: int) -> bool:
-        """Whether the policy lets the weights of `version` go to the generators. What was allowed once stays allowed."""
-        if version > self._publishable and self.policy.may_publish():
-            self.allow_publish(version)
-        return version <= self._publishable
-
-    def allow_publish(self, version: int) -> None:
-        """The policy is not asked about `version` any more."""
-        self._publishable = max(self._publishable, version)
-
-    def holds_publish(self) -> bool:
-        """Whether the newest version is wanted on the generators and the policy has not let it go yet."""
-        step = self.state.num_committed
-        wanted = step > max(self.state.served_version, self._publishable) and self.policy.publishes_after(step - 1)
-        return wanted and not self.may_publish(step)
 
     # Going back, going on
 
@@ -257,7 +239,6 @@ class Ledger:
             restore_id=restore_id,
             rewound=True,
         )
-        self._publishable = num_committed
         self.policy.recover(num_committed, num_committed)
         for change in (*void, None):
             self.on_change(change)
@@ -272,7 +253,6 @@ class Ledger:
             if group.group_id == make_group_id(state.incarnation, group.sequence) and group.group_id not in ended:
                 self.leases.adopt(group, now)
         state.catch_up(self.groups)
-        self._publishable = state.served_version
         self._rebuild_policy()
 
     def _rebuild_policy(self) -> None:

@@ -16,6 +16,7 @@ from pipelinerl_preprocessor.groups import GroupState
 from pipelinerl_preprocessor.journal import JournalWriter
 from pipelinerl_preprocessor.ledger import Ledger
 from pipelinerl_preprocessor.preparation import PreparedGroup
+from pipelinerl_preprocessor.publish_gate import PublishGate
 from pipelinerl_preprocessor.ring_buffer import RingBuffer
 from pipelinerl_staleness.policy import EngineLoad
 
@@ -29,6 +30,7 @@ class LiveLedger:
     ledger: Ledger
     journal: JournalWriter
     waiting: RingBuffer
+    gate: PublishGate
     counters: Counters = field(default_factory=Counters)
     now: Callable[[], float] = time.monotonic
     received: dict[str, ReceivedGroup] = field(default_factory=dict)
@@ -37,10 +39,6 @@ class LiveLedger:
     """Rings when a lease may be granted or must be cancelled."""
     batch_bell: Bell = field(default_factory=Bell)
     """Rings when a batch may be formed."""
-    max_hold_s: float = 600.0
-    """A publish that the policy holds back longer than this goes out all the same."""
-    held: tuple[int, float] | None = None
-    """The version that is held back, and since when."""
     packing: dict[str, float] = field(default_factory=dict)
     """Fill and imbalance of the newest batch."""
 
@@ -49,24 +47,6 @@ class LiveLedger:
         self.batch_bell.ring()
         if leases_ended or self.ledger.may_grant():
             self.admission_bell.ring()
-
-    def may_publish(self, version: int) -> bool:
-        """Whether finished weights may go to the generators now. Held back for `max_hold_s` at most, so nothing can wedge."""
-        if self.ledger.may_publish(version):
-            self.held = None
-            return True
-        if self.held is None or self.held[0] != version:
-            self.held = (version, self.now())
-        if self.now() - self.held[1] < self.max_hold_s:
-            return False
-        log.warning("version=%d was held back for %g s, it is published now", version, self.max_hold_s)
-        self.counters.publishes_forced += 1
-        self.ledger.allow_publish(version)
-        return True
-
-    def holds_publish(self) -> bool:
-        """Whether the weights of the newest step still wait for the policy; the next batch is not taken before they may go."""
-        return self.ledger.holds_publish() and not self.may_publish(self.ledger.state.num_committed)
 
     async def observe(self, load: EngineLoad) -> None:
         """A load report for the policy, which may give groups up on it."""
@@ -134,5 +114,6 @@ class LiveLedger:
             "groups_in_batch": float(groups.count(GroupState.TAKEN)),
             "oldest_ready_seconds": self.waiting.oldest_age(self.now()),
             "served_version": float(self.ledger.state.served_version),
+            "publishes_forced_total": float(self.gate.num_forced),
             **self.packing,
         }

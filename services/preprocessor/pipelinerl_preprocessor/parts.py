@@ -1,5 +1,6 @@
 """Makes the preprocessor's parts from the job's settings."""
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,6 +15,7 @@ from pipelinerl_preprocessor.events import EventLog
 from pipelinerl_preprocessor.journal import JournalWriter
 from pipelinerl_preprocessor.ledger import Ledger
 from pipelinerl_preprocessor.live import LiveLedger
+from pipelinerl_preprocessor.publish_gate import PublishGate
 from pipelinerl_preprocessor.reference import Reference
 from pipelinerl_preprocessor.ring_buffer import RingBuffer
 from pipelinerl_preprocessor.trained import TrainedLog
@@ -58,7 +60,9 @@ async def open_ledger(spec: JobSpec, stream: Stream, trained: TrainedLog, events
     ledger = Ledger(policy, lease_s=settings.lease_seconds, max_attempts=settings.max_group_attempts)
     journal = JournalWriter(await stream.journal(), ledger)
     room = RingBuffer(ring_buffer_groups(spec, policy))
-    live = LiveLedger(ledger, journal, room, max_hold_s=spec.task.timeout_seconds + settings.lease_seconds)
+    # What runs ends within a trajectory's time, or its lease does: a policy that waits for it holds no publish back longer.
+    gate = PublishGate(ledger, spec.task.timeout_seconds + settings.lease_seconds, time.monotonic)
+    live = LiveLedger(ledger, journal, room, gate)
     await journal.recover(live.now())
     if ledger.restored:
         trained.rewind(ledger.state.num_committed)

@@ -18,6 +18,7 @@ from pipelinerl_preprocessor.journal import JournalWriter
 from pipelinerl_preprocessor.ledger import Ledger
 from pipelinerl_preprocessor.live import LiveLedger
 from pipelinerl_preprocessor.parts import policy_of
+from pipelinerl_preprocessor.publish_gate import PublishGate
 from pipelinerl_preprocessor.ring_buffer import RingBuffer
 from pipelinerl_staleness.openrlhf import Openrlhf, OpenrlhfSettings
 from pipelinerl_staleness.policy import EngineLoad, Policy
@@ -38,7 +39,7 @@ class Bucket:
 def live_ledger(policy: Policy, now: Callable[[], float] = lambda: 0.0) -> LiveLedger:
     """With version 0 served and as many leases as the policy grants."""
     ledger = Ledger(policy, lease_s=60, max_attempts=3)
-    live = LiveLedger(ledger, JournalWriter(Bucket(), ledger), RingBuffer(100), now=now, max_hold_s=10.0)
+    live = LiveLedger(ledger, JournalWriter(Bucket(), ledger), RingBuffer(100), PublishGate(ledger, 10.0, now))
     ledger.restore("start", 0, None)
     ledger.publish(0)
     return live
@@ -53,20 +54,21 @@ def test_a_publish_that_is_held_back_too_long_goes_out() -> None:
     now = 0.0
     live = live_ledger(Openrlhf(OpenrlhfSettings(), B), lambda: now)
     ledger = live.ledger
-    assert not live.holds_publish()
+    assert not live.gate.holds_back()
     for lease in ledger.grant("actor", "session", 9, now):
         finish(ledger, lease.group_id)
     groups = ledger.take().groups
     assert len(ledger.grant("actor", "session", 9, now)) == B
     ledger.commit(0, groups, last=False)
-    assert not live.may_publish(1)
+    assert not live.gate.may_publish(1)
     now = 9.0
-    assert live.holds_publish()
-    assert live.counters.publishes_forced == 0
+    assert live.gate.holds_back()
+    assert live.gauges()["publishes_forced_total"] == 0
     now = 10.5
-    assert live.may_publish(1)
-    assert not live.holds_publish()
-    assert live.counters.publishes_forced == 1
+    assert live.gate.may_publish(1)
+    assert not live.gate.holds_back()
+    assert live.gauges()["publishes_forced_total"] == 1
+    assert live.gate.may_publish(1)
 
 
 async def test_a_policy_that_never_publishes_a_version_does_not_hold_it_either(tmp_path: Path) -> None:
