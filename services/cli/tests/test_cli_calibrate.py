@@ -3,6 +3,9 @@
 import argparse
 import asyncio
 import json
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -216,3 +219,34 @@ def test_what_makes_no_sense_is_named(arguments: list[str], message: str, capsys
 def test_generator_that_is_away(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "--generator", "http://127.0.0.1:9"]) == 1
     assert "127.0.0.1:9" in capsys.readouterr().err
+
+
+@pytest.mark.vllm
+@pytest.mark.e2e
+def test_real_generator(tmp_path: Path) -> None:
+    """The arithmetic job's model behind a vLLM engine: 24 tokens after 32, whatever the model thinks of it."""
+    job = Path(__file__).parents[3] / "e2e" / "jobs" / "arithmetic.yaml"
+    folder = ["--job", str(job), "--output", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "pipelinerl_actor.prepare", *folder], check=True, timeout=120, capture_output=True)
+    start = [sys.executable, "-m", "pipelinerl_actor.generator", *folder, "--listen", "127.0.0.1:0", "--serve-initial"]
+    with subprocess.Popen(start, stderr=subprocess.PIPE, text=True) as generator:
+        deadline = threading.Timer(240, generator.kill)
+        deadline.start()
+        try:
+            document = calibrated(tmp_path, _address(generator), "--job", str(job), "--max-tokens", "24", "--max-running", "4")
+        finally:
+            generator.terminate()
+            generator.communicate(timeout=60)
+            deadline.cancel()
+    assert [point["h"] for point in document["points"]] == [1, 2, 4]
+    assert all(point["tokens_per_second"] > 0 for point in document["points"])
+    assert generator.returncode == 0
+
+
+def _address(generator: "subprocess.Popen[str]") -> str:
+    """From the generator's log; an end of the log without it is a failed start."""
+    assert generator.stderr is not None
+    for line in generator.stderr:
+        if (found := re.search(r"listening=(http://\S+)", line)) is not None:
+            return found[1]
+    raise AssertionError("the generator ended before it listened")
