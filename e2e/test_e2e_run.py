@@ -83,7 +83,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(new_run: Callable[..., Run]
 def test_two_runs_on_one_machine_do_not_meet_and_one_folder_takes_one_run(new_run: Callable[..., Run]) -> None:
     conventional = Run.job.parent / "arithmetic-conventional.yaml"
     one = new_run("one", "--max-steps", "2").start()
-    two = new_run("two", "--max-steps", "2", job=conventional).start()
+    two = new_run("two", "--max-steps", "2", "--set", "staleness.stepsPerGeneration=1", job=conventional).start()
     one.wait_until(lambda: bool(one.pids("preprocessor-0")), "preprocessor")
     third = new_run("one").start()
     assert third.wait(60) == 2
