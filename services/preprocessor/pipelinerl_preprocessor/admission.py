@@ -101,7 +101,7 @@ class Admission:
             await live.given_up(given_up, DropReason.EXPIRED)
             live.changed()
         elif event.outcome == pb.GROUP_OUTCOME_CANCELLED:
-            live.counters.wasted(DropReason.CANCELLED, event.tokens_wasted)
+            live.stopped(event.lease_id.rpartition(":")[0], event.tokens_wasted)
         else:
             raise PermanentError(f"outcome={event.outcome} of lease {event.lease_id!r} is not one of GroupOutcome")
 

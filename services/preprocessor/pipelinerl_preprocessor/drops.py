@@ -34,6 +34,8 @@ class DropReason(StrEnum):
     """The staleness policy dropped it when a batch was assembled (layer 3)."""
     CANCELLED = "cancelled"
     """The staleness policy cancelled it while it ran: at a publish, or on a load report (layer 2)."""
+    UNFINISHED = "unfinished"
+    """The run ended while it was generated."""
     EXPIRED = "expired"
     """Its last permitted attempt ended without a result."""
     FAILED = "failed"

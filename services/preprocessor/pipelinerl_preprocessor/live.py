@@ -22,6 +22,8 @@ from pipelinerl_staleness.policy import EngineLoad
 
 log = logging.getLogger(__name__)
 
+_MAX_ENDED = 4096
+
 
 @dataclass(slots=True)
 class LiveLedger:
@@ -39,6 +41,8 @@ class LiveLedger:
     """Rings when a lease may be granted or must be cancelled."""
     batch_bell: Bell = field(default_factory=Bell)
     """Rings when a batch may be formed."""
+    ended: dict[str, str] = field(default_factory=dict)
+    """Why the newest groups were given up while an actor worked on them, until it tells what they had cost."""
     packing: dict[str, float] = field(default_factory=dict)
     """Fill and imbalance of the newest batch."""
 
@@ -88,11 +92,19 @@ class LiveLedger:
         for group_id in ended:
             received = self.received.get(group_id)
             num_tokens = num_wasted if received is None else received.group.num_sampled
+            if received is None:
+                self.ended[group_id] = reason
+                if len(self.ended) > _MAX_ENDED:
+                    del self.ended[next(iter(self.ended))]
             self.counters.dropped(reason, num_tokens)
             log.info("dropped group=%s reason=%s tokens=%d", group_id, reason, num_tokens)
         await self.release(ended)
         if ended:
             self.changed(leases_ended=True)
+
+    def stopped(self, group_id: str, num_wasted: int) -> None:
+        """An actor stopped decoding a group that had ended: its tokens are counted where the group was."""
+        self.counters.wasted(self.ended.pop(group_id, DropReason.UNFINISHED), num_wasted)
 
     async def release(self, group_ids: Iterable[str]) -> None:
         """Acknowledges the messages of groups that have ended and frees their memory."""

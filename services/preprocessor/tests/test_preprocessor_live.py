@@ -114,7 +114,22 @@ async def test_groups_that_a_load_report_gives_up_are_cancelled_at_their_actor()
     assert live.ledger.leases.renew("actor", [lease.lease_id for lease in leases], 0.0) == []
     await live.observe(EngineLoad(kv_usage=None, num_waiting=0, num_preemptions=3, seconds=5.0))
     assert live.ledger.leases.renew("actor", [lease.lease_id for lease in leases], 0.0) == [leases[-1].lease_id]
-    assert live.counters.values()["dropped_cancelled_groups_total"] == 1
+    live.stopped(leases[-1].group_id, 7)  # the actor tells what it had cost
+    live.stopped("0-99", 5)
+    counted = {name: value for name, value in live.counters.values().items() if name.startswith("dropped")}
+    assert counted == {
+        "dropped_cancelled_groups_total": 1,
+        "dropped_cancelled_tokens_total": 7,
+        "dropped_unfinished_tokens_total": 5,
+    }
+
+
+async def test_why_groups_ended_is_remembered_for_so_many_only() -> None:
+    live = live_ledger(PrimeRl(PrimeRlSettings(), B))
+    await live.given_up([f"0-{number}" for number in range(5000)], "expired")
+    assert len(live.ended) < 5000
+    live.stopped("0-4999", 3)
+    assert live.counters.values()["dropped_expired_tokens_total"] == 3
 
 
 def test_policies_that_count_trajectories_get_the_jobs_group_size() -> None:
