@@ -1,6 +1,7 @@
 """The job's streams on a real nats-server: delivery, acknowledgement, parts, malformed messages, limits, journal, metrics."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -255,6 +256,15 @@ async def test_settings_of_an_existing_stream_are_updated(server: NatsServer) ->
     await client.close()
     assert info.config.max_bytes == 2 << 20
     assert info.state.messages == 1
+
+
+async def test_a_stream_that_fills_the_servers_store_can_be_connected_to_by_many(server: NatsServer, tmp_path: Path) -> None:
+    settings = StreamSettings(max_bytes=int(0.75 * 0.6 * shutil.disk_usage(tmp_path).free))  # the server takes 75 %
+    async with (
+        connect(server.url, "large", settings, name="up") as first,
+        connect(server.url, "large", settings, name="preprocessor", timeout_s=DEADLINE_S) as second,
+    ):
+        assert await first.num_waiting(5.0) == await second.num_waiting(5.0) == 0
 
 
 async def test_replicas_that_the_server_cannot_keep_are_named(server: NatsServer) -> None:

@@ -1,6 +1,7 @@
 """What a job has on JetStream: its streams and subjects, and how they are configured."""
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,7 +23,6 @@ _MAX_UNACKED_MESSAGES: Final = 100_000
 _SIDE_STREAM_BYTES: Final = 256 << 20
 _KEY: Final = re.compile(r"^[-/_=.a-zA-Z0-9]+$")
 
-_NAME_IN_USE: Final = 10058
 _UNREPAIRABLE: Final = {
     10074: "stream.replicas={settings.replicas}: {error.description}; set it to 1 for a single server",
     10047: "stream.maxBytes={settings.max_bytes}: {error.description}; lower it or give the server more disk",
@@ -113,12 +113,7 @@ class Layout:
         """Creates what is missing and updates what differs. Raises SettingsError when the server cannot have it so."""
         for config in self.stream_configs():
             try:
-                try:
-                    await jetstream.add_stream(config)
-                except nats.js.errors.BadRequestError as error:
-                    if error.err_code != _NAME_IN_USE:
-                        raise
-                    await jetstream.update_stream(config)
+                await _ensure_one(jetstream, config)
             except nats.js.errors.APIError as error:
                 template = _UNREPAIRABLE.get(error.err_code or 0)
                 if template is None:
@@ -134,3 +129,17 @@ class Layout:
         return ConsumerConfig(
             durable_name=CONSUMER, ack_policy=AckPolicy.EXPLICIT, ack_wait=7 * DAY_S, max_ack_pending=_MAX_UNACKED_MESSAGES
         )
+
+
+async def _ensure_one(jetstream: JetStreamContext, config: StreamConfig) -> None:
+    """Adding a stream that is there already would need its bytes a second time, so an update is tried first."""
+    with suppress(nats.js.errors.NotFoundError):
+        await jetstream.update_stream(config)
+        return
+    try:
+        await jetstream.add_stream(config)
+    except nats.js.errors.APIError as refused:
+        try:  # another process may just have added it
+            await jetstream.update_stream(config)
+        except nats.js.errors.NotFoundError:
+            raise refused from None
