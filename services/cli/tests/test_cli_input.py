@@ -1,5 +1,6 @@
 """Bad input: one message that names the field, the value and the remedy, exit status 2, and nothing started or left behind."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from pipelinerl_cli.__main__ import COMMANDS, main
 from pipelinerl_cli.up import checks
-from pipelinerl_cli.up.folder import RunFolder
+from pipelinerl_cli.up.folder import RunFolder, newest_checkpoint
 from pipelinerl_common.settings import load_job
 
 JOB = """
@@ -173,3 +174,16 @@ def test_effective_job_is_read_back_as_it_was(tmp_path: Path, job_file: Path) ->
     assert again == job
     assert again.spec.task.args == {"limit": None}
     assert again.spec.staleness.parameters == {"eta": 3}
+
+
+def test_a_torn_checkpoint_does_not_count(tmp_path: Path) -> None:
+    for step in (3, 7):
+        folder = tmp_path / "checkpoints" / f"step-{step}"
+        folder.mkdir(parents=True)
+        (folder / "weights").write_bytes(b"1234")
+        (folder / "manifest.json").write_text(json.dumps({"step": step, "files": {"weights": 4}}))
+    assert newest_checkpoint(tmp_path) == 7
+    (folder / "weights").write_bytes(b"12")
+    assert newest_checkpoint(tmp_path) == 3
+    (folder / "manifest.json").write_text('{"step": 7, "fil')
+    assert newest_checkpoint(tmp_path) == 3

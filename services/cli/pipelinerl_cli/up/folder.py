@@ -11,6 +11,7 @@ metrics.jsonl   summary.json   report.html
 """
 
 import fcntl
+import json
 import os
 import secrets
 from collections.abc import Iterator
@@ -163,9 +164,18 @@ def newest_checkpoint(root: Path) -> int:
     steps = [0]
     for manifest in (root / "checkpoints").glob("step-*/manifest.json"):
         number = manifest.parent.name.removeprefix("step-")
-        if number.isdigit():
+        if number.isdigit() and _is_complete(manifest):
             steps.append(int(number))
     return max(steps)
+
+
+def _is_complete(manifest: Path) -> bool:
+    """Whether every file that the checkpoint lists is there in its size; the trainer passes over what is torn as well."""
+    try:
+        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        return all((manifest.parent / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def changed_settings(earlier: Job, now: Job) -> list[str]:

@@ -119,7 +119,7 @@ class StandIn:
     def save(self, step: int) -> None:
         folder = self.output / "checkpoints" / f"step-{step}"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "manifest.json").write_text(json.dumps({"step": step}))
+        (folder / "manifest.json").write_text(json.dumps({"step": step, "files": {}}))
 
 
 class Policy(policy_pb2_grpc.PolicyServicer):
