@@ -14,6 +14,7 @@ import pytest
 from pipelinerl_cli.__main__ import COMMANDS, main
 from pipelinerl_cli.up import checks
 from pipelinerl_cli.up.folder import RunFolder, newest_checkpoint
+from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import load_job
 
 JOB = """
@@ -174,6 +175,12 @@ def test_effective_job_is_read_back_as_it_was(tmp_path: Path, job_file: Path) ->
     assert again == job
     assert again.spec.task.args == {"limit": None}
     assert again.spec.staleness.parameters == {"eta": 3}
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(SettingsError, match="cannot be written to.*choose another --output"), RunFolder(tmp_path).locked():
+        pass
 
 
 def test_a_torn_checkpoint_does_not_count(tmp_path: Path) -> None:

@@ -75,12 +75,18 @@ class RunFolder:
             probe.write_bytes(b"")
             probe.unlink()
         except OSError as error:
-            raise SettingsError(f"--output {self.root}: cannot be written to: {error}") from error
+            raise self._not_writable(error) from error
+
+    def _not_writable(self, error: OSError) -> SettingsError:
+        return SettingsError(f"--output {self.root}: cannot be written to: {error}; choose another --output")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Holds the folder for this process; the kernel lets go of it however the process ends. Raises SettingsError."""
-        descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise self._not_writable(error) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
