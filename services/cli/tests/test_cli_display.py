@@ -1,7 +1,9 @@
 import io
+import logging
 import math
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from pipelinerl_cli.up.machine import assign_gpus, environment, threads_per_proc
 from pipelinerl_cli.up.patience import Patience
 from pipelinerl_cli.up.ports import Ports, check_port_is_free
 from pipelinerl_cli.up.restarts import Done, GiveUp, Restart, RestartBudget, judge
+from pipelinerl_cli.up.session import keep_log
 from pipelinerl_cli.up.view import GENERATING, RunView
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import Job, parse_job
@@ -78,6 +81,13 @@ def test_a_reader_of_the_progress_that_is_gone_does_not_stop_the_run() -> None:
         display.note("nobody reads this")
         display.stepped(view_after_steps())
         out.write("nor this, and its end is no error")
+
+
+def test_a_full_disk_under_the_log_does_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with keep_log(Path("/dev/full"), PlainDisplay()):
+        logging.getLogger("pipelinerl_operator.coordinator").info("formed")
+    shown = capsys.readouterr()
+    assert shown.out + shown.err == ""
 
 
 def test_a_long_wait_is_explained_with_what_was_dropped_since_the_last_step() -> None:

@@ -179,7 +179,7 @@ def test_effective_job_is_read_back_as_it_was(tmp_path: Path, job_file: Path) ->
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "lock").mkdir()
-    with pytest.raises(SettingsError, match="cannot be written to.*choose another --output"), RunFolder(tmp_path).locked():
+    with pytest.raises(SettingsError, match=r"cannot be written to.*choose another --output"), RunFolder(tmp_path).locked():
         pass
 
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from pipelinerl_cli.results.finish import write_results
@@ -55,7 +55,7 @@ async def _run(job: Job, folder: RunFolder) -> tuple[Ending, Interrupt]:
         display: Display = PlainDisplay()
         if sys.stdout.isatty():
             display = stack.enter_context(LiveDisplay(job.name, str(folder.root)))
-        stack.enter_context(_logging(folder.log_file("up"), display))
+        stack.enter_context(keep_log(folder.log_file("up"), display))
         return await LocalRun(job, folder, display, interrupt).run(), interrupt
 
 
@@ -88,10 +88,15 @@ class _ToDisplay(logging.Handler):
         self._display.note(record.getMessage())
 
 
+class _ToFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A full disk: the run goes on, and the terminal is not the place for the log."""
+
+
 @contextmanager
-def _logging(log_file: Path, display: Display) -> Iterator[None]:
+def keep_log(log_file: Path, display: Display) -> Iterator[None]:
     """This process's own log, and on the display what its user must know: that something is started again."""
-    to_file = logging.FileHandler(log_file, encoding="utf-8")
+    to_file = _ToFile(log_file, encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     to_display = _ToDisplay(display)
     root, own = logging.getLogger(), logging.getLogger("pipelinerl_cli.up")
@@ -103,4 +108,5 @@ def _logging(log_file: Path, display: Display) -> Iterator[None]:
     finally:
         own.removeHandler(to_display)
         root.removeHandler(to_file)
-        to_file.close()
+        with suppress(OSError):
+            to_file.close()
