@@ -39,6 +39,7 @@ class Policy(policy_pb2_grpc.PolicyServicer):
 
     async def GetPolicy(self, request: policy_pb2.GetPolicyRequest, context: Any) -> policy_pb2.GetPolicyResponse:
         await self.release.wait()
+    async def WaitPublishable(self, request: Any, context: Any) -> Any: ...
         return policy_pb2.GetPolicyResponse(policy_version=7)
 
 
