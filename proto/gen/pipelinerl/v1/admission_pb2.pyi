@@ -28,14 +28,14 @@ class _RunStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunState.Val
     RUN_STATE_UNSPECIFIED: _RunState.ValueType  # 0
     RUN_STATE_RUNNING: _RunState.ValueType  # 1
     RUN_STATE_DONE: _RunState.ValueType  # 2
-    """the last step is committed: the actor ends"""
+    """the last step is committed: the actor cancels its groups and waits, until it is stopped or the run goes on"""
 
 class RunState(_RunState, metaclass=_RunStateEnumTypeWrapper): ...
 
 RUN_STATE_UNSPECIFIED: RunState.ValueType  # 0
 RUN_STATE_RUNNING: RunState.ValueType  # 1
 RUN_STATE_DONE: RunState.ValueType  # 2
-"""the last step is committed: the actor ends"""
+"""the last step is committed: the actor cancels its groups and waits, until it is stopped or the run goes on"""
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
 
 class _GroupOutcome:
