@@ -183,8 +183,9 @@ class Publisher:
             return
         try:
             allowed = await self._may_publish(offer.version)
-        except (TemporaryError, Refused) as error:
-            raise NotYet(f"the preprocessor cannot tell whether it may be published: {error}") from error
+        except TemporaryError as error:  # one that is away cannot hold anything back
+            log.debug("version=%d is published without being asked for: %s", offer.version, error)
+            return
         if not allowed:
             self._backoff_s = FIRST_BACKOFF_S  # the question itself waits
             raise NotYet("the staleness policy holds it back")
