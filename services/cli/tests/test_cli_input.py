@@ -25,6 +25,7 @@ spec:
   model: {uri: "tiny://arithmetic"}
   task: {path: "tasks:Sums", args: {limit: null}}
   staleness: {policy: areal, eta: 3}
+  weightTransfer: {backend: gloo}
 """
 
 
@@ -63,6 +64,7 @@ class Case(NamedTuple):
         Case("model.uri=/no/such/folder", "model.uri=/no/such/folder: there is no such folder"),
         Case("model.uri=s3://bucket/model", "unknown scheme 's3'; use a folder, hf:// or tiny://"),
         Case("staleness.policy=psychic", "psychic"),
+        Case("weightTransfer.backend=nccl", "weightTransfer.backend=nccl needs GPUs, but actors.gpusPerReplica=0"),
         Case("algorithm.kl.coefficient=0.1", "add 'reference: {}' or set the coefficient to 0"),
     ],
     ids=lambda case: case.override,

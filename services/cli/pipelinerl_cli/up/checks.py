@@ -24,7 +24,7 @@ TRAINER_MODULES = ("deepspeed", "torch", "transformers")
 
 def check(job: Job, output: Path) -> None:
     """Raises SettingsError that lists everything that is missing or wrong."""
-    faults = [*_packages(job), *_model(job), *_disk(job, output), *_stream(job, output), *_port(job)]
+    faults = [*_packages(job), *_model(job), *_disk(job, output), *_stream(job, output), *_backend(job), *_port(job)]
     if faults:
         raise SettingsError("\n".join([f"{len(faults)} thing(s) to put right first:", *(f"  {fault}" for fault in faults)]))
 
@@ -95,6 +95,16 @@ def _free_bytes(output: Path) -> int:
 def _model_bytes(job: Job) -> int:
     folder = Path(job.spec.model.uri)
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder.is_dir() else 0
+
+
+def _backend(job: Job) -> list[str]:
+    """Without a GPU the processes see none, and NCCL cannot form a group: generators would be asked again for ever."""
+    if job.spec.weight_transfer.backend == "nccl" and job.spec.actors.gpus_per_replica == 0:
+        return [
+            "weightTransfer.backend=nccl needs GPUs, but actors.gpusPerReplica=0 runs on the CPU: "
+            "set the backend to gloo, or gpusPerReplica to the GPUs of one actor"
+        ]
+    return []
 
 
 def _port(job: Job) -> list[str]:
