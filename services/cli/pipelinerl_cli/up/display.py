@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SPARKS = "▁▂▃▄▅▆▇█"
+CTRL_C_COLUMNS = 4
+"""Left free at the right edge: the terminal writes "^C" there, and a line that wraps would shift the panel by one."""
 
 
 class Display(Protocol):
@@ -136,9 +138,11 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
             )
             parts += [bar, self._numbers(view)]
             if view.detail:
-                parts.append(Text(view.detail, style="yellow"))
+                parts.append(Text(view.detail if view.phase == "training" else f"{view.phase}: {view.detail}", style="yellow"))
         title = f"[bold]{self._job}[/bold]  [dim]{self._output}[/dim]"
-        return Panel(Group(*parts), title=title, subtitle=f"[dim]{elapsed}, Ctrl-C stops[/dim]", title_align="left")
+        subtitle = f"[dim]{elapsed}, Ctrl-C stops[/dim]"
+        width = max(1, self._live.console.width - CTRL_C_COLUMNS)
+        return Panel(Group(*parts), title=title, subtitle=subtitle, title_align="left", width=width)
 
     def _numbers(self, view: RunView) -> "Table":
         from rich.table import Table

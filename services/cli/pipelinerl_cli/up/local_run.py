@@ -9,6 +9,7 @@
 import asyncio
 import logging
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -44,6 +45,8 @@ STOP_GRACE_S = 15.0
 GENERATOR_GRACE_S = 5.0
 """Actors have ended by then: nothing of worth runs in a generator any more."""
 PREPARE = "prepare"
+LOG_PREFIX = re.compile(r"^\S+Z [A-Z]+ \S+ ")
+"""Time, level and process of a log line, which its reader on the display knows."""
 PREPARE_MODULE = "pipelinerl_actor.prepare"
 
 
@@ -124,7 +127,7 @@ class LocalRun:
         """Prepares the model and tries the task; None when both succeeded."""
         argv = ("python", "-m", PREPARE_MODULE, "--job", str(self._folder.job_file))
         process = await self._start(PREPARE, (*argv, "--output", str(self._folder.root), "--check-task"))
-        self._describe = lambda: ("preparing the model", " ".join(process.last_lines(1)))
+        self._describe = lambda: ("preparing the model", LOG_PREFIX.sub("", " ".join(process.last_lines(1))))
         try:
             ending = await self._until(process.wait(), serving)
         finally:
@@ -153,7 +156,7 @@ class LocalRun:
 
     async def _stop(self, supervisor: Supervisor, ending: Ending) -> None:
         """Role by role, trainers first since they save a checkpoint. A second signal ends everything at once."""
-        self._describe = lambda: ("stopping", f"stopping: {', '.join(supervisor.running) or 'the last metrics'}")
+        self._describe = lambda: ("stopping", ", ".join(supervisor.running) or "reading the last metrics")
         drain = 0.0 if ending.status == "finished" else self._job.spec.actors.drain_seconds
         stopping = asyncio.create_task(
             supervisor.stop(
