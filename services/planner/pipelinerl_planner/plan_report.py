@@ -62,7 +62,9 @@ def plan_text(inputs: PlanInputs, points: Sequence[Point], point: Point, compare
             f"U(h): {load.utilization.source}",
             "",
             _table(points, point),
-            "throughputs in tokens per flash; g_max in optimizer steps; speed-up over conventional RL of the same largest lag",
+            "H: sequences at once on one generating GPU; I: GPUs that generate; r: the slower of r_gen and r_train",
+            "flash: the time of one token's forward pass at a GPU's peak; throughputs r in tokens per flash",
+            "g_max: largest lag in optimizer steps; speed-up over conventional RL of the same largest lag",
             "",
             f"conventional, lag {compared_lag} ({conventional_steps(compared_lag)} steps a round): "
             f"r_gen {slow.r_gen:.2f}  r_train {slow.r_train:.2f}  r {slow.r:.2f}",

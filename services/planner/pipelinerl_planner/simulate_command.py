@@ -19,6 +19,11 @@ from pipelinerl_staleness.registry import POLICIES, make_policy
 
 MAIN = "main"
 """Stands for each policy's first parameter in `--sweep` and `--parameter`."""
+LEGEND = (
+    "main: the policy's first parameter; max/bound: largest lag seen, in steps, and the proven one",
+    "effective (trained) and total (generated) in tokens per second; preemptions and re-prefilled tokens per trajectory",
+    "waste: share of generated tokens not trained, cancelled while running (L2) or dropped when finished (L3); idle: trainer",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +298,7 @@ def _table(finished: Sequence[Finished]) -> str:
         "  ".join(text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True)))
         for row in rows
     ]
-    return "\n".join(lines) + "\neffective and total in tokens per second; preemptions and re-prefilled tokens per trajectory\n"
+    return "\n".join([*lines, *LEGEND, ""])
 
 
 def _panels(finished: Sequence[Finished]) -> dict[str, list[Bar]]:
