@@ -2,6 +2,8 @@
 
 A task is an endless sequence of prompts and a way to tell how good a trajectory is. The simplest is a class with two methods:
 
+    from pipelinerl_actor.task import Prompt, Task, Turn, Verdict
+
     class Shout(Task):
         def __init__(self, *, seed: int, words: int = 3) -> None:      # `words` can be set in the job file's task.args
             self.seed, self.words = seed, words
@@ -13,6 +15,8 @@ A task is an endless sequence of prompts and a way to tell how good a trajectory
             return Verdict(reward=float(answer.text.isupper()))
 
     spec: {task: {path: "my_package.my_module:Shout", args: {words: 5}}}
+
+The module is found in the folder that `pipelinerl up` is started in, on PYTHONPATH, or among the installed packages.
 
 `verify` may be `async def`: it runs in the rollout loop, for quick checks and for calls of remote services. Or plain `def`: it
 runs in a separate process, for checks that compute, use signals, or may hang; the process is ended when the time limit
