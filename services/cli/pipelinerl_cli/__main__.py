@@ -2,13 +2,15 @@
 
 import argparse
 import importlib
+import os
+import select
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipelinerl_common.errors import PipelineRLError, SettingsError
 
-EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NO_READER = 1, 2, 130, 141
 
 
 class Command(NamedTuple):
@@ -46,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         status: int = importlib.import_module(COMMANDS[args.command].module).run(args)
+        sys.stdout.flush()
     except SettingsError as error:
         print(f"pipelinerl {args.command}: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -54,7 +57,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        if _has_reader():
+            raise
+        return EXIT_NO_READER
     return status
+
+
+def _has_reader() -> bool:
+    """Whether standard output is still read; after `pipelinerl compare ... | head` it is not, and what is left is discarded."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    if not any(events & select.POLLERR for _, events in poll.poll(0)):
+        return True
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return False
 
 
 if __name__ == "__main__":

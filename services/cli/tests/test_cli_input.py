@@ -1,6 +1,7 @@
 """Bad input: one message that names the field, the value and the remedy, exit status 2, and nothing started or left behind."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -196,3 +197,15 @@ def test_a_torn_checkpoint_does_not_count(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) == 3
     (folder / "manifest.json").write_text('{"step": 7, "fil')
     assert newest_checkpoint(tmp_path) == 3
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_nobody_reads_ends_quietly(unbuffered: str) -> None:
+    command = [sys.executable, "-m", "pipelinerl_cli", "plan"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.close()
+        assert child.stderr.read() == b""
+    assert child.returncode == 141
