@@ -2,8 +2,10 @@
 
 import concurrent.futures
 import json
+import logging
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,18 @@ from pipelinerl_actor.models.source import ModelSource
 from pipelinerl_actor.prepare.__main__ import main as prepare
 from pipelinerl_common.errors import SettingsError, Unavailable
 from pipelinerl_common.settings import ModelSettings
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """`prepare` configures the process's logging, here with a stream that ends with the test."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+
 
 QUICK = Recipe(hidden_size=32, num_layers=1, learn_steps=2, doubt_steps=2)
 
