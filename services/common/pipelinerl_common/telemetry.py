@@ -4,8 +4,10 @@
 """
 
 import logging
+import os
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 
 _NOISY = ("nats", "grpc", "asyncio", "aiohttp", "urllib3", "filelock", "httpx")
 """Libraries that are heard from WARNING on, unless everything is at DEBUG."""
@@ -47,3 +49,12 @@ def configure_logging(name: str, level: str) -> None:
 def fields(**values: object) -> str:
     """`key=value` pairs for a log line, floats to 4 significant digits: fields(step=3, reward=0.41) is "step=3 reward=0.41"."""
     return " ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items())
+
+
+def memory_bytes() -> float:
+    """Resident memory of this process; 0 where the system does not tell."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return 0.0
+    return float(int(pages) * os.sysconf("SC_PAGE_SIZE"))

@@ -2,11 +2,9 @@
 
 import re
 from collections import Counter
-from pathlib import Path
 
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,39}")
 _MAX_REASONS = 48
-_PAGE_BYTES = 4096
 
 
 class Counters:
@@ -45,11 +43,3 @@ class Counters:
         groups = {f"dropped_{reason}_groups_total": count for reason, count in self._dropped_groups.items()}
         tokens = {f"dropped_{reason}_tokens_total": count for reason, count in self._dropped_tokens.items()}
         return {name: float(value) for name, value in {**totals, **groups, **tokens}.items()}
-
-
-def memory_bytes() -> float:
-    """Resident memory of this process; 0 where the system does not tell."""
-    try:
-        return float(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
-    except (OSError, IndexError, ValueError):
-        return 0.0

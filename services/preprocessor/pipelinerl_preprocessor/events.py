@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from pipelinerl_common.lines import cut_torn_line
+
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 256 << 20
@@ -54,7 +56,7 @@ class EventLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists() and self.path.stat().st_size >= self._max_bytes:
             os.replace(self.path, self.path.with_suffix(".1.jsonl"))
-        _cut_unfinished_line(self.path)
+        cut_torn_line(self.path)
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
         self._num_bytes = self.path.stat().st_size
 
@@ -64,21 +66,3 @@ class EventLog:
             self.close()
         except OSError as error:
             log.debug("closing %s: %s", self.path, error)
-
-
-def _cut_unfinished_line(path: Path) -> None:
-    """A crash may have left half a line at the end."""
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        size = end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - 65536)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        if end < size:
-            file.truncate(end)

@@ -22,9 +22,9 @@ from pipelinerl_common.rpc import RpcService, serve
 from pipelinerl_common.service import Wiring, run_until_first
 from pipelinerl_common.settings import Job
 from pipelinerl_common.stream import Stream, connect
+from pipelinerl_common.telemetry import memory_bytes
 from pipelinerl_preprocessor.admission import Admission
 from pipelinerl_preprocessor.batches import Batches
-from pipelinerl_preprocessor.counters import memory_bytes
 from pipelinerl_preprocessor.drops import DropReason
 from pipelinerl_preprocessor.events import EventLog
 from pipelinerl_preprocessor.intake import Intake

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from preprocessor_harness import make_job
 
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.telemetry import memory_bytes
 from pipelinerl_common.types import GroupId
 from pipelinerl_preprocessor.bell import Bell
-from pipelinerl_preprocessor.counters import Counters, memory_bytes
+from pipelinerl_preprocessor.counters import Counters
 from pipelinerl_preprocessor.groups import Group
 from pipelinerl_preprocessor.parts import policy_of, ring_buffer_groups
 from pipelinerl_preprocessor.ring_buffer import RingBuffer

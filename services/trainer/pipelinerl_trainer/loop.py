@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from pipelinerl.v1 import batches_pb2
 from pipelinerl_common.settings import JobSpec
+from pipelinerl_common.telemetry import memory_bytes
 from pipelinerl_common.types import StepPlan
 from pipelinerl_trainer.bridge import Bridge
 from pipelinerl_trainer.checkpoint import Checkpointer
@@ -30,7 +31,7 @@ from pipelinerl_trainer.membership import PolicyServicer
 from pipelinerl_trainer.parity import ParityCheck
 from pipelinerl_trainer.publisher import Offer, Publisher
 from pipelinerl_trainer.ranks import Ranks, Vote
-from pipelinerl_trainer.report import Reporter, memory_bytes
+from pipelinerl_trainer.report import Reporter
 from pipelinerl_trainer.source import BatchSource, Stopped
 from pipelinerl_weights.manifest import Manifest
 from pipelinerl_weights.sender import Snapshot

@@ -2,11 +2,9 @@
 
 import asyncio
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
 
 from pipelinerl.v1 import metrics_pb2
 from pipelinerl_common import stream
@@ -92,12 +90,3 @@ class Reporter:
                 await self._is_empty.wait()
         except TimeoutError:
             log.warning("%d metrics records were not published", len(self._records))
-
-
-def memory_bytes() -> float:
-    """Resident memory of this process; 0 where the system does not tell."""
-    try:
-        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    except OSError:
-        return 0.0
-    return float(int(pages) * os.sysconf("SC_PAGE_SIZE"))

@@ -1,18 +1,16 @@
 """What the actor counts, and the record that it publishes about every second."""
 
 import asyncio
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 from pipelinerl.v1.metrics_pb2 import MetricsRecord
 from pipelinerl_actor.task import Turn
 from pipelinerl_common.stream import Stream
+from pipelinerl_common.telemetry import memory_bytes
 
 _PERIOD_S = 1.0
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Meter:
@@ -82,11 +80,3 @@ class MetricsReport:
         if num_turns:
             values["completion_length_mean"] = num_tokens / num_turns
         return values
-
-
-def memory_bytes() -> int:
-    """Resident memory of this process; 0 where the system does not tell."""
-    try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
-    except OSError:
-        return 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.lines import cut_torn_line
 
 THINNING_S_PER_S = 1.0 / 3600.0
 """Of an instance, records that are not tied to a step are kept at most once per this many seconds and second of the run's
@@ -82,7 +83,7 @@ class MetricsWriter:
         """Goes on with an existing file. Raises SettingsError when it is not ours."""
         writer = cls(path, started_at=now)
         if path.exists():
-            _cut_torn_line(path)
+            cut_torn_line(path)
             for record in read_records(path):
                 writer.started_at = min(writer.started_at, record.time)
                 writer._newest[record.instance] = max(record.time, writer._newest.get(record.instance, 0.0))
@@ -112,20 +113,3 @@ class MetricsWriter:
             return False
         self._newest_kept[record.instance] = record.time
         return True
-
-
-def _cut_torn_line(path: Path) -> None:
-    """A crash may have cut the last line short; the next record must start on a line of its own."""
-    with path.open("rb+") as file:
-        content_end = file.seek(0, 2)
-        position = content_end
-        while position > 0:
-            start = max(0, position - 65536)
-            file.seek(start)
-            newline = file.read(position - start).rfind(b"\n")
-            if newline >= 0:
-                position = start + newline + 1
-                break
-            position = start
-        if position < content_end:
-            file.truncate(position)
