@@ -77,7 +77,7 @@ def _with_token(details: grpc.aio.ClientCallDetails, token: str) -> grpc.aio.Cli
     return grpc.aio.ClientCallDetails(details.method, details.timeout, metadata, details.credentials, details.wait_for_ready)
 
 
-class _UnaryToken(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
+class _UnaryToken(grpc.aio.UnaryUnaryClientInterceptor):
     def __init__(self, token: str) -> None:
         self._token = token
 
@@ -87,7 +87,7 @@ class _UnaryToken(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-ar
         return await continuation(_with_token(client_call_details, self._token), request)
 
 
-class _StreamToken(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
+class _StreamToken(grpc.aio.UnaryStreamClientInterceptor):
     def __init__(self, token: str) -> None:
         self._token = token
 

@@ -24,7 +24,7 @@ _MAX_DETAIL_CHARACTERS = 2000
 """Details travel in HTTP/2 trailers, which are limited to 8 KiB."""
 
 RpcHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[RpcHandler]]"
+Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[RpcHandler | None]]"
 
 
 class RpcService(NamedTuple):
@@ -53,7 +53,7 @@ async def serve(
     one. On leaving, health turns to NOT_SERVING, running calls get `grace_s` seconds and are then cancelled.
     Raises SettingsError when the address cannot be bound.
     """
-    interceptors: list[grpc.aio.ServerInterceptor[Any, Any]] = [] if token is None else [_TokenInterceptor(token)]
+    interceptors: list[grpc.aio.ServerInterceptor] = [] if token is None else [_TokenInterceptor(token)]
     server = grpc.aio.server(interceptors=[*interceptors, _ErrorInterceptor()], options=SERVER_OPTIONS)
     names = [service.full_name for service in services]
     for service in services:
@@ -89,13 +89,15 @@ def _is_standard(method: str) -> bool:
     return method.startswith("/grpc.")
 
 
-class _TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class _TokenInterceptor(grpc.aio.ServerInterceptor):
     """Refuses calls without the job's token. Health stays open, since a kubelet's probe cannot send one."""
 
     def __init__(self, token: str) -> None:
         self._expected = f"Bearer {token}".encode()
 
-    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> RpcHandler:
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> RpcHandler | None:
         handler = await continuation(handler_call_details)
         metadata = dict(handler_call_details.invocation_metadata or ())
         given = metadata.get(AUTHORIZATION, "")
@@ -115,10 +117,12 @@ class _TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return _replaced(handler, unary=refuse, stream=refuse_stream)
 
 
-class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class _ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns what a handler raises into a status with the right code; what nobody meant to raise is logged."""
 
-    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> RpcHandler:
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> RpcHandler | None:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None or _is_standard(method):
