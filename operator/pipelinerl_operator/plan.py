@@ -11,7 +11,7 @@ NATS and the coordinator belong to the runtime that carries the plan out.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -67,6 +67,8 @@ class Endpoints:
     """`host:port` of the trainer ranks' own rendezvous, on rank 0."""
     token_file: Path | None = None
     log_level: str = "info"
+    metrics_addresses: Mapping[str, str] = field(default_factory=dict)
+    """`host:port` of `/metrics` by workload name; who is not named serves none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,7 @@ def _workload(job: Job, endpoints: Endpoints, name: str) -> Workload:
 
 def _common_flags(endpoints: Endpoints, name: str) -> tuple[str, ...]:
     token = ("--token-file", str(endpoints.token_file)) if endpoints.token_file else ()
+    metrics = ("--metrics-listen", endpoints.metrics_addresses[name]) if name in endpoints.metrics_addresses else ()
     return (
         *("--job", str(endpoints.job_file)),
         *("--name", name),
@@ -144,6 +147,7 @@ def _common_flags(endpoints: Endpoints, name: str) -> tuple[str, ...]:
         *("--preprocessor", endpoints.addresses["preprocessor-0"]),
         *("--coordinator", endpoints.coordinator),
         *token,
+        *metrics,
         *("--log-level", endpoints.log_level),
     )
 

@@ -90,6 +90,13 @@ def test_every_process_is_wired_to_the_shared_endpoints() -> None:
         assert values(workload, "--token-file") == ["/run/token"]
 
 
+def test_metrics_are_served_where_the_runtime_says() -> None:
+    job = make_job()
+    endpoints = replace(make_endpoints(job), metrics_addresses={"trainer-0": "127.0.0.1:9090"})
+    served = {workload.name: values(workload, "--metrics-listen") for workload in plan(job, endpoints)}
+    assert served == {"preprocessor-0": [], "generator-0-0": [], "trainer-0": ["127.0.0.1:9090"], "actor-0": []}
+
+
 def test_trainers_restart_together_and_the_rest_alone() -> None:
     scopes = {workload.role: workload.restart_scope for workload in workloads(make_job()).values()}
     assert scopes.pop(Role.TRAINER) is RestartScope.ROLE

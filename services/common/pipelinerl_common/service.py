@@ -40,6 +40,8 @@ class Wiring:
     """Base URLs of the reference model's generators."""
     token_file: Path | None
     log_level: str
+    metrics_listen: str = ""
+    """Where Prometheus finds `/metrics`; empty serves none."""
 
     @property
     def token(self) -> str | None:
@@ -74,6 +76,7 @@ def parse_wiring(role: str, argv: Sequence[str] | None = None, **defaults: Any) 
     )
     parser.add_argument("--token-file", type=Path, help="file with the job's bearer token")
     parser.add_argument("--log-level", choices=LEVELS, default="info")
+    parser.add_argument("--metrics-listen", default="", help="host:port to serve /metrics on; without it there is none")
     parser.set_defaults(**defaults)
     flags = vars(parser.parse_args(argv))
     for repeated in ("generators", "references"):

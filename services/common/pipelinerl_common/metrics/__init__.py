@@ -1,0 +1,43 @@
+"""Metrics: the catalog of all of them, a process's own, and `/metrics`."""
+
+from pipelinerl_common.metrics.catalog import CATALOG, TABLES, metrics_of
+from pipelinerl_common.metrics.metric import (
+    ACTOR,
+    COORDINATOR,
+    GENERATOR,
+    JOB_ROLES,
+    OPERATOR,
+    PREFIX,
+    PREPROCESSOR,
+    REFERENCE,
+    ROLES,
+    TRAINER,
+    Kind,
+    Metric,
+)
+from pipelinerl_common.metrics.registry import Counter, Gauge, Histogram, Metrics, UndeclaredMetric
+from pipelinerl_common.metrics.server import serve_metrics
+
+__all__ = [
+    "ACTOR",
+    "CATALOG",
+    "COORDINATOR",
+    "GENERATOR",
+    "JOB_ROLES",
+    "OPERATOR",
+    "PREFIX",
+    "PREPROCESSOR",
+    "REFERENCE",
+    "ROLES",
+    "TABLES",
+    "TRAINER",
+    "Counter",
+    "Gauge",
+    "Histogram",
+    "Kind",
+    "Metric",
+    "Metrics",
+    "UndeclaredMetric",
+    "metrics_of",
+    "serve_metrics",
+]

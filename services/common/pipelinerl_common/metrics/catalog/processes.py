@@ -1,0 +1,16 @@
+"""The processes themselves."""
+
+from typing import Final
+
+from pipelinerl_common.metrics.metric import COORDINATOR, JOB_ROLES, Metric, counter, gauge
+
+PROCESSES: Final[tuple[Metric, ...]] = (
+    gauge("memory_bytes", "bytes", JOB_ROLES, "Resident memory of the process."),
+    counter(
+        "restarts_total",
+        "processes",
+        (COORDINATOR,),
+        "Processes of the job that were started again, by their role.",
+        {"restarted": ("preprocessor", "actor", "generator", "reference", "trainer", "nats-server")},
+    ),
+)
