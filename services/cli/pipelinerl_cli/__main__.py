@@ -22,6 +22,7 @@ class Command(NamedTuple):
 
 COMMANDS: dict[str, Command] = {
     "up": Command("run a job on this machine, or go on with it", "pipelinerl_cli.up.command"),
+    "watch": Command("live numbers of a run's folder, or of a job in the cluster", "pipelinerl_cli.watch.command"),
     "report": Command("write report.html and summary.json of a run again", "pipelinerl_cli.report.command"),
     "compare": Command("compare runs: learning curves over time, samples and tokens", "pipelinerl_cli.compare.command"),
     "doctor": Command("find what holds a run or a job up, and what to turn", "pipelinerl_cli.doctor.command"),

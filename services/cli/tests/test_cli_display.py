@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from pipelinerl_cli.results.metrics_file import Record
-from pipelinerl_cli.up.display import LiveDisplay, PlainDisplay, duration, number, sparkline
+from pipelinerl_cli.up.display import LiveDisplay, PlainDisplay
 from pipelinerl_cli.up.machine import assign_gpus, environment, threads_per_process
+from pipelinerl_cli.up.panel import duration, number, sparkline
 from pipelinerl_cli.up.patience import Patience
 from pipelinerl_cli.up.ports import Ports, check_port_is_free
 from pipelinerl_cli.up.restarts import Done, GiveUp, Restart, RestartBudget, judge
@@ -55,7 +56,7 @@ def test_view_adds_instances_and_estimates_the_time_left() -> None:
     view.take(Record("trainer", "trainer-0", 99, -1, {"weight_updates_total": 2.0}))  # a restarted trainer counts from 0
     assert view.total("trainer", "weight_updates_total") == 9
     assert view.seconds_left == 970  # 97 steps at 10 s
-    assert list(view.rewards) == [0.1, 0.2, 0.3]
+    assert view.trend("trainer", "reward_mean") == (0.1, 0.2, 0.3)
 
 
 def test_plain_display_writes_one_line_per_step_and_per_phase() -> None:
@@ -141,7 +142,8 @@ def test_live_display_shows_what_is_waited_for_and_then_the_numbers() -> None:
     text = shown(view)
     for expected in (
         "step 3/100",
-        "0.300 ▁▅█",
+        "0.300",
+        "▁▅█",
         "1.25 mean, 3 max",
         "0.970",
         "1,500",
@@ -156,6 +158,7 @@ def test_words_for_numbers() -> None:
     assert sparkline([0, 0.5, 1]) == "▁▅█"
     assert sparkline([0.4, 0.4]) == "▁▁"
     assert sparkline([math.nan]) == ""
+    assert sparkline([0.9, 1.0, 0.5], 2, low=0.0, high=1.0) == "█▅"  # only the last two, on the scale from 0 to 1
     assert [duration(75), duration(3675)] == ["1:15", "1:01:15"]
     assert [number(None), number(math.nan), number(1.234), number(12345, 0)] == ["-", "-", "1.23", "12,345"]
 

@@ -1,12 +1,22 @@
 """What the run looks like now: the newest numbers of every service, bounded, for the display."""
 
+import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipelinerl_cli.results.metrics_file import Record
 
 SPARK_STEPS = 40
+TRENDS = (
+    ("trainer", "reward_mean"),
+    ("trainer", "lag_mean"),
+    ("trainer", "ess"),
+    ("trainer", "pause_seconds"),
+    ("actor", "generation_tokens_per_second"),
+    ("preprocessor", "groups_ready"),
+)
+"""What is remembered for the sparklines, as it was at the end of each of the last steps."""
 GENERATING = "generating the first batch"
 """The phase before the first step."""
 
@@ -20,9 +30,11 @@ class RunView:
     detail: str = ""
     step: int = 0
     step_values: Mapping[str, float] = field(default_factory=dict)
-    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=SPARK_STEPS))
     step_times: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=20))
     restarts: int = 0
+    _trends: dict[tuple[str, str], deque[float]] = field(
+        default_factory=lambda: {trend: deque(maxlen=SPARK_STEPS) for trend in TRENDS}
+    )
     _gauges: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
     _totals: dict[tuple[str, str], float] = field(default_factory=dict)
 
@@ -39,7 +51,9 @@ class RunView:
             return False
         self.step = record.step
         self.step_values = record.values
-        self.rewards.append(record.values["reward_mean"])
+        for (role, name), trend in self._trends.items():
+            newest = record.values.get(name) if role == record.role else self.gauge(role, name)
+            trend.append(math.nan if newest is None else newest)
         self.step_times.append((record.time, record.step))
         return True
 
@@ -47,6 +61,10 @@ class RunView:
         """Newest value, summed over the role's instances."""
         values = self._gauges.get((role, name))
         return sum(values.values()) if values else None
+
+    def trend(self, role: str, name: str) -> Sequence[float]:
+        """The value at the end of each of the last steps, one of `TRENDS`; not-a-number where there was none."""
+        return tuple(self._trends[role, name])
 
     def total(self, role: str, name: str) -> float | None:
         """What a counter has counted over the role's instances and their restarts, in this session."""

@@ -1,0 +1,173 @@
+"""A PipelineRLJob in a cluster: what its status says, read with kubectl and whatever configuration that has."""
+
+import json
+import math
+import re
+import subprocess
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from pipelinerl_cli.up.panel import LEAST_SPARKS, duration, framed, number, sparkline
+from pipelinerl_common.errors import SettingsError, Unavailable
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
+
+RESOURCE = "pipelinerljobs.pipelinerl.dev"
+NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
+KUBECTL_S = 20.0
+KEPT_LOOKS = 60
+TEXT_COLUMNS = 44
+ROLES = ("actors", "preprocessor", "trainers", "reference")
+TRAINING = (("reward", "reward", 3), ("lag", "lag", 2), ("ESS", "ess", 3), ("samples/s", "samplesPerSecond", 1))
+"""Label, field of status.training, digits."""
+ENDED = ("Succeeded", "Failed")
+
+
+class ClusterJob:
+    """The operator writes a job's numbers into its status at most every 15 seconds; that is as live as this gets."""
+
+    interval_s = 5.0
+
+    def __init__(self, name: str, get: Sequence[str]) -> None:
+        self._name = name
+        self._get = get
+        self._job: dict[str, Any] = {}
+        self._step = -1
+        self._trends: dict[str, deque[float]] = {field: deque(maxlen=KEPT_LOOKS) for _, field, _ in TRAINING}
+        self._trouble = ""
+
+    @classmethod
+    def named(cls, name: str, *, namespace: str | None, context: str | None) -> "ClusterJob":
+        """Raises SettingsError for what cannot be a job's name."""
+        if not NAME.fullmatch(name):
+            raise SettingsError(
+                f"{name}: neither a folder nor the name of a job (lower-case letters, digits and '-', at most 40)"
+            )
+        get = ["kubectl", "get", RESOURCE, name, "--output=json", f"--request-timeout={KUBECTL_S / 2:g}s"]
+        get += [f"--namespace={namespace}"] if namespace else []
+        get += [f"--context={context}"] if context else []
+        return cls(name, get)
+
+    def look(self) -> Sequence[str]:
+        """A line when the step has changed. Raises Unavailable only where nothing was seen yet; later failures are shown."""
+        try:
+            self._job = self._ask()
+            self._trouble = ""
+        except Unavailable as error:
+            if not self._job:
+                raise
+            self._trouble = str(error)
+            return ()
+        training = self._training
+        step = int(training.get("step", -1))
+        if step == self._step:
+            return ()
+        self._step = step
+        for _, field, _ in TRAINING:
+            self._trends[field].append(_float(training.get(field)))
+        shown = "  ".join(f"{label} {number(_float(training.get(field)), digits)}" for label, field, digits in TRAINING)
+        return (f"{self._phase}  step {step}/{self._num_steps}  {shown}",)
+
+    def _ask(self) -> dict[str, Any]:
+        try:
+            answer = subprocess.run(self._get, capture_output=True, text=True, timeout=KUBECTL_S, check=False)
+        except FileNotFoundError as error:
+            raise SettingsError(
+                f"{self._name}: is no folder here, and kubectl, which would ask a cluster, is not installed"
+            ) from error
+        except subprocess.TimeoutExpired as error:
+            raise Unavailable(f"kubectl has not answered within {KUBECTL_S:g} s") from error
+        if answer.returncode != 0:
+            reason = answer.stderr.strip().splitlines()[-1:] or ["no reason given"]
+            if "NotFound" in reason[0]:
+                raise SettingsError(f"{self._name}: is no folder here and no job in the cluster: {reason[0]}; see --namespace")
+            raise Unavailable(f"kubectl: {reason[0]}")
+        job: dict[str, Any] = json.loads(answer.stdout)
+        return job
+
+    @property
+    def _status(self) -> Mapping[str, Any]:
+        return self._job.get("status") or {}
+
+    @property
+    def _training(self) -> Mapping[str, Any]:
+        return self._status.get("training") or {}
+
+    @property
+    def _phase(self) -> str:
+        return str(self._status.get("phase", "no status yet: does the operator run?"))
+
+    @property
+    def _num_steps(self) -> str:
+        return str(self._job.get("spec", {}).get("algorithm", {}).get("steps", "?"))
+
+    def has_ended(self) -> bool:
+        return self._phase in ENDED
+
+    def render(self, width: int) -> "RenderableType":
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        metadata = self._job.get("metadata", {})
+        table = Table.grid(padding=(0, 2))
+        sparks = max(LEAST_SPARKS, width - TEXT_COLUMNS)
+        for label, field, digits in TRAINING:
+            trend = sparkline(self._trends[field], sparks, low=None if field == "reward" else 0.0)
+            value = number(_float(self._training.get(field)), digits)
+            table.add_row(Text(label, style="dim"), Text(value), Text(trend, style="cyan"))
+        for role in ROLES:
+            if isinstance(state := self._status.get(role), dict):
+                table.add_row(Text(role, style="dim"), _role(state))
+        head = Text.assemble((self._phase, "bold"), f"  step {self._training.get('step', '-')}/{self._num_steps}")
+        troubles = [Text(self._trouble, style="red")] if self._trouble else []
+        troubles += [Text(line, style="yellow") for line in _complaints(self._status.get("conditions") or ())]
+        return framed(
+            Group(head, table, *troubles),
+            name=self._name,
+            place=f"namespace {metadata.get('namespace', '?')}",
+            state=_age(self._status.get("startTime")),
+            width=width,
+        )
+
+
+def _role(state: Mapping[str, Any]) -> "Text":
+    from rich.text import Text
+
+    ready, desired, restarts = (int(state.get(key) or 0) for key in ("ready", "desired", "restarts"))
+    failure = (state.get("lastFailure") or {}).get("reason")
+    text = (
+        f"{ready}/{desired} ready" + (f", {restarts} restarts" if restarts else "") + (f", last: {failure}" if failure else "")
+    )
+    return Text(text, style="" if ready >= desired else "yellow")
+
+
+def _complaints(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of the conditions, those that ask for attention: what is bad and true, or good and false."""
+    bad = ("Degraded", "Failed", "Suspended")
+    lines = []
+    for condition in conditions:
+        kind, holds = str(condition.get("type")), condition.get("status")
+        if (holds == "True") is (kind in bad) and holds in ("True", "False") and kind != "Succeeded":
+            lines.append(f"{kind}={holds} {condition.get('reason', '')}: {condition.get('message', '')}")
+    return lines
+
+
+def _age(start: Any) -> str:
+    if not isinstance(start, str):
+        return "not started"
+    began = datetime.fromisoformat(start).timestamp()
+    return f"started {duration(max(0.0, time.time() - began))} ago"
+
+
+def _float(value: Any) -> float:
+    """Numbers may be written as text in a status, which has no fractions of its own kind."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan

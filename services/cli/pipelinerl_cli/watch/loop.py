@@ -1,0 +1,53 @@
+"""Looks again and again, and draws what it sees, until what is watched has ended."""
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+class Source(Protocol):
+    """What can be watched: a run's folder, or a job in a cluster."""
+
+    interval_s: float
+    """Seconds between looks where the user does not say."""
+
+    def look(self) -> Sequence[str]:
+        """Reads what is there by now; returns a line per step done since the last look. Raises SettingsError."""
+
+    def has_ended(self) -> bool:
+        """Nothing more will come."""
+
+    def render(self, width: int) -> "RenderableType":
+        """The panel, `width` columns wide."""
+
+
+def watch(source: Source, *, once: bool, interval_s: float) -> int:
+    """A live panel on a terminal, a line per step otherwise; with `once` the panel, once. Returns the exit status."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    lines = source.look()
+    if once or source.has_ended():
+        console.print(source.render(console.width))
+    elif console.is_terminal:
+        with Live(console=console, auto_refresh=False) as live:
+            live.update(source.render(console.width), refresh=True)
+            while not source.has_ended():
+                time.sleep(interval_s)
+                source.look()
+                live.update(source.render(console.width), refresh=True)
+    else:
+        while True:
+            for line in lines:
+                print(line)
+            sys.stdout.flush()
+            if source.has_ended():
+                break
+            time.sleep(interval_s)
+            lines = source.look()
+    return 0

@@ -1,0 +1,106 @@
+"""The folder of a run on this machine, live or finished."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipelinerl_cli.results.history import SESSION_START
+from pipelinerl_cli.results.metrics_file import SESSION_ROLE, parse_record
+from pipelinerl_cli.results.run_folder import load_run
+from pipelinerl_cli.up.display import step_line
+from pipelinerl_cli.up.panel import duration, render
+from pipelinerl_cli.up.view import RunView
+from pipelinerl_cli.watch.tail import Tail
+from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.settings import Job
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+SILENT_S = 60.0
+"""A run without a record for so long is said to be silent; one whose process is not on this machine, to have ended."""
+
+
+class RunFolderSource:
+    """The records of metrics.jsonl, as far as they are written."""
+
+    interval_s = 0.5
+
+    def __init__(self, root: Path, job: Job) -> None:
+        self._root = root
+        self._job = job
+        self._tail = Tail(root / "metrics.jsonl")
+        self._view = RunView(job.spec.algorithm.steps)
+        self._newest = 0.0
+        self._status = "running"
+
+    @classmethod
+    def open(cls, root: Path) -> "RunFolderSource":
+        """Raises SettingsError when `root` is not a run's folder."""
+        return cls(root, load_run(root).job)
+
+    def look(self) -> Sequence[str]:
+        held = is_held(self._root / "lock")  # before the records are read: none can come after the last of an ended run
+        try:
+            lines, replaced = self._tail.read()
+        except OSError as error:
+            raise SettingsError(f"{self._root}: metrics.jsonl cannot be read: {error}; was the run moved aside?") from error
+        if replaced:
+            self._job = load_run(self._root).job
+            self._view = RunView(self._job.spec.algorithm.steps)
+        steps = [shown for line in lines if (shown := self._take(line))]
+        self._status = "running" if held else self._result()
+        return steps
+
+    def _result(self) -> str:
+        """Of a run that no process of this machine holds: it may be another machine's, or another container's."""
+        summary = self._root / "summary.json"
+        if summary.exists() and summary.stat().st_mtime >= self._newest:
+            return load_run(self._root).status
+        return "running" if time.time() - self._newest < SILENT_S else "ended without a result"
+
+    def _take(self, line: str) -> str | None:
+        """The line of a step, when the record ends one."""
+        try:
+            record = parse_record(line)
+        except (ValueError, KeyError, TypeError) as error:
+            raise SettingsError(f"{self._root / 'metrics.jsonl'}: not a metrics record: {line[:80]!r}: {error}") from error
+        self._newest = max(self._newest, record.time)
+        if SESSION_START in record.values:
+            self._view.step_times.clear()  # the time between two sessions says nothing of the pace
+        stepped = self._view.take(record)
+        self._view.restarts = int(self._view.total(SESSION_ROLE, "restarts_total") or 0)
+        return step_line(self._view) if stepped else None
+
+    def has_ended(self) -> bool:
+        return self._status != "running"
+
+    def render(self, width: int) -> "RenderableType":
+        self._view.phase = "training" if self._view.is_training else "no step yet"
+        self._view.detail = self._silence()
+        return render(
+            self._view,
+            name=self._job.name,
+            place=str(self._root),
+            state=self._status,
+            width=width,
+        )
+
+    def _silence(self) -> str:
+        silent = time.time() - self._newest
+        if self.has_ended() or not self._newest or silent < SILENT_S:
+            return ""
+        return f"no record for {duration(silent)}; see {self._root / 'logs'}"
+
+
+def is_held(lock: Path) -> bool:
+    """Whether the process that wrote its id into the run's lock file runs on this machine.
+
+    Looks without locking, which could refuse an `up` that starts at that moment.
+    """
+    try:
+        words = Path("/proc", lock.read_text(encoding="ascii").strip(), "cmdline").read_bytes()
+    except (OSError, ValueError):
+        return False
+    return b"pipelinerl" in words

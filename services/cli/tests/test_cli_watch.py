@@ -1,0 +1,230 @@
+"""What `pipelinerl watch` sees of a run's folder, and of a job in a cluster through the real kubectl."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console, RenderableType
+from test_cli_report import JOB, make_run
+
+from pipelinerl_cli.__main__ import main
+from pipelinerl_cli.results.metrics_file import Record
+from pipelinerl_cli.watch.cluster import ClusterJob
+from pipelinerl_cli.watch.run_folder import RunFolderSource
+
+needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl: install kubernetes-client")
+
+
+def text_of(panel: RenderableType, width: int = 100) -> str:
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(panel)
+    return capture.get()
+
+
+def append(run: Path, *records: Record) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(record.to_json() + "\n" for record in records)
+
+
+def step(number: int, reward: float, age_s: float = 0.0) -> Record:
+    return Record("trainer", "trainer-0", time.time() - age_s, number, {"reward_mean": reward, "lag_mean": 1.0, "ess": 0.9})
+
+
+@pytest.fixture
+def holder() -> Iterator[int]:
+    """Process id of something that looks like the `pipelinerl up` of a run."""
+    process = subprocess.Popen([sys.executable, "-c", "input()", "pipelinerl"], stdin=subprocess.PIPE)
+    yield process.pid
+    process.communicate(b"\n", timeout=60)
+
+
+def test_a_finished_run_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", [0.0, 0.5, 1.0])
+    (run / "summary.json").write_text('{"status": "finished"}')
+    assert main(["watch", str(run)]) == 0
+    shown = capsys.readouterr().out
+    for expected in ("sums", "step 3/", "1.000", "▁▅█", "3 ready, 8 running", "finished"):
+        assert expected in shown
+
+
+def test_steps_of_a_live_run_are_seen_once_each_as_they_are_written(tmp_path: Path, holder: int) -> None:
+    run = make_run(tmp_path / "run", [0.25])
+    (run / "lock").write_text(f"{holder}\n")
+    (run / "summary.json").write_text('{"status": "interrupted"}')  # of an earlier session
+    source = RunFolderSource.open(run)
+    assert len(source.look()) == 1
+    append(run, step(2, 0.5), step(3, 0.75))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"role": "trai')
+        file.flush()
+        assert [line.split()[:4] for line in source.look()] == [
+            ["step", "2/1000", "reward", "0.500"],
+            ["step", "3/1000", "reward", "0.750"],
+        ]
+        assert source.look() == []
+        file.write(step(4, 1.0).to_json().removeprefix('{"role": "trai') + "\n")
+    assert [line.split()[1] for line in source.look()] == ["4/1000"]
+    assert not source.has_ended()
+    assert "running" in text_of(source.render(100))
+
+
+def test_a_killed_run_ends_without_a_result(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [0.25])
+    append(run, step(2, 0.5, age_s=100))
+    (run / "lock").write_text("999999999\n")
+    source = RunFolderSource.open(run)
+    source.look()
+    assert source.has_ended()
+    assert "ended without a result" in text_of(source.render(100))
+
+
+def test_a_run_that_has_fallen_silent_says_so(tmp_path: Path, holder: int) -> None:
+    run = make_run(tmp_path / "run", [0.25])
+    (run / "lock").write_text(f"{holder}\n")
+    source = RunFolderSource.open(run)
+    source.look()
+    assert "no record for" in text_of(source.render(100))
+    append(run, step(2, 0.5))
+    source.look()
+    assert "no record" not in text_of(source.render(100))
+
+
+def test_what_cannot_be_watched_is_refused_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for target, remedy in (
+        (tmp_path / "nothing", "--output folder"),
+        (tmp_path, "not a run's folder"),
+        ("Not_A_Name", "nor the name"),
+    ):
+        assert main(["watch", str(target)]) == 2
+        assert remedy in capsys.readouterr().err
+
+
+STATUS = {
+    "phase": "Running",
+    "startTime": "2026-01-01T00:00:00Z",
+    "actors": {"desired": 4, "ready": 3, "restarts": 2, "lastFailure": {"reason": "OOMKilled"}},
+    "trainers": {"desired": 1, "ready": 1},
+    "training": {"step": 12, "reward": "0.41", "lag": "1.5", "ess": "0.93", "samplesPerSecond": "20.5"},
+    "conditions": [
+        {"type": "Running", "status": "True", "reason": "Training"},
+        {"type": "Degraded", "status": "True", "reason": "ActorsMissing", "message": "3 of 4 actors are ready"},
+        {"type": "Failed", "status": "False"},
+    ],
+}
+
+
+class ApiServer(BaseHTTPRequestHandler):
+    """As much of the Kubernetes API as `kubectl get` of one custom resource asks for."""
+
+    job: dict[str, Any] = {}
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        group = {"name": "pipelinerl.dev", "versions": [{"groupVersion": "pipelinerl.dev/v1alpha1", "version": "v1alpha1"}]}
+        resource = {"name": "pipelinerljobs", "singularName": "pipelinerljob", "namespaced": True, "kind": "PipelineRLJob"}
+        answers: dict[str, Any] = {
+            "/api": {"kind": "APIVersions", "versions": ["v1"]},
+            "/api/v1": {"kind": "APIResourceList", "groupVersion": "v1", "resources": []},
+            "/apis": {
+                "kind": "APIGroupList",
+                "apiVersion": "v1",
+                "groups": [{**group, "preferredVersion": group["versions"][0]}],
+            },
+            "/apis/pipelinerl.dev/v1alpha1": {
+                "kind": "APIResourceList",
+                "groupVersion": "pipelinerl.dev/v1alpha1",
+                "resources": [{**resource, "verbs": ["get", "list", "watch"]}],
+            },
+            "/apis/pipelinerl.dev/v1alpha1/namespaces/lab/pipelinerljobs/sums": self.job,
+        }
+        body = answers.get(path)
+        missing = {
+            "kind": "Status",
+            "apiVersion": "v1",
+            "status": "Failure",
+            "reason": "NotFound",
+            "message": "not found",
+            "code": 404,
+        }
+        text = json.dumps(body or missing).encode()
+        self.send_response(200 if body else 404)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ApiServer]]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), ApiServer)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "here",
+        "clusters": [{"name": "here", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
+        "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me"}}],
+        "users": [{"name": "me", "user": {}}],
+    }
+    (tmp_path / "config").write_text(yaml.safe_dump(config))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    monkeypatch.setenv("HOME", str(tmp_path))  # kubectl's cache of what the server offers
+    document = yaml.safe_load(JOB)
+    document["metadata"]["namespace"] = "lab"
+    document["spec"]["algorithm"] = {"steps": 1000}
+    ApiServer.job = {**document, "status": STATUS}
+    yield ApiServer
+    server.shutdown()
+    server.server_close()
+    thread.join(10)
+
+
+@needs_kubectl
+def test_a_job_in_a_cluster_is_shown_from_its_status(cluster: type[ApiServer]) -> None:
+    job = ClusterJob.named("sums", namespace="lab", context="here")
+    assert job.look() == ("Running  step 12/1000  reward 0.410  lag 1.50  ESS 0.930  samples/s 20.5",)
+    assert job.look() == ()
+    shown = text_of(job.render(100))
+    for expected in ("Running  step 12/1000", "0.410", "3/4 ready, 2 restarts, last: OOMKilled", "1/1 ready", "namespace lab"):
+        assert expected in shown
+    assert "Degraded=True ActorsMissing: 3 of 4 actors are ready" in shown
+    assert "Failed=" not in shown
+    assert not job.has_ended()
+    cluster.job["status"] = {**STATUS, "phase": "Succeeded", "training": {"step": 1000, "reward": 0.9}}
+    assert job.look()[0].startswith("Succeeded  step 1000/1000  reward 0.900  lag -")
+    assert job.has_ended()
+
+
+@needs_kubectl
+def test_a_job_that_the_cluster_does_not_have_is_refused(cluster: type[ApiServer], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", "other", "--namespace", "lab", "--once"]) == 2
+    assert "no job in the cluster" in capsys.readouterr().err
+
+
+@needs_kubectl
+def test_a_cluster_that_stops_answering_leaves_the_last_numbers_and_says_so(cluster: type[ApiServer]) -> None:
+    job = ClusterJob.named("sums", namespace="lab", context=None)
+    job.look()
+    (Path(os.environ["KUBECONFIG"])).write_text(
+        Path(os.environ["KUBECONFIG"]).read_text().replace("http://127.0.0.1", "http://127.0.0.2")
+    )
+    assert job.look() == ()
+    shown = text_of(job.render(100))
+    assert "0.410" in shown
+    assert "kubectl: " in shown
