@@ -11,7 +11,7 @@ from pipelinerl_cli.up import stream_server
 from pipelinerl_cli.up.ports import Ports
 from pipelinerl_cli.up.stream_server import StreamServer
 from pipelinerl_common.settings import StreamSettings
-from pipelinerl_common.stream import connect
+from pipelinerl_common.stream import Login, connect
 
 DEADLINE_S = 30.0
 
@@ -36,7 +36,9 @@ async def test_a_server_that_died_or_had_a_full_disk_is_started_again(
                     with (tmp_path / "nats-server.log").open("ab") as log:
                         log.write(b"[ERR] JetStream failed to store a msg: no space left on device\n")
                 assert await restarted.get() == "nats"
-                async with connect(server.url, "job", StreamSettings(), name="test", token="token", timeout_s=DEADLINE_S):
+                async with connect(
+                    server.url, "job", StreamSettings(), name="test", login=Login(token="token"), timeout_s=DEADLINE_S
+                ):
                     assert server.pid != first
         finally:
             running.cancel()

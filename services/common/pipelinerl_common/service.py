@@ -42,6 +42,10 @@ class Wiring:
     log_level: str
     metrics_listen: str = ""
     """Where Prometheus finds `/metrics`; empty serves none."""
+    nats_credentials: Path | None = None
+    """Login at the sample stream's server; None uses the job's token."""
+    nats_ca_file: Path | None = None
+    """Certificates for a `tls://` stream server; None trusts the machine's."""
 
     @property
     def token(self) -> str | None:
@@ -75,6 +79,13 @@ def parse_wiring(role: str, argv: Sequence[str] | None = None, **defaults: Any) 
         "--reference", dest="references", action="append", help="base URL of a reference generator; may be repeated"
     )
     parser.add_argument("--token-file", type=Path, help="file with the job's bearer token")
+    parser.add_argument(
+        "--nats-credentials",
+        type=Path,
+        help="login at the sample stream's server: a NATS credentials file, or one line with user:password or a token; "
+        "default: the job's token",
+    )
+    parser.add_argument("--nats-ca-file", type=Path, help="certificates to trust a tls:// stream server by")
     parser.add_argument("--log-level", choices=LEVELS, default="info")
     parser.add_argument("--metrics-listen", default="", help="host:port to serve /metrics on; without it there is none")
     parser.set_defaults(**defaults)

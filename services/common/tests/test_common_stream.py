@@ -16,7 +16,7 @@ from pipelinerl.v1 import metrics_pb2, sample_pb2
 from pipelinerl_common.codec import encode_group
 from pipelinerl_common.errors import FatalError, PermanentError, SettingsError, Unavailable
 from pipelinerl_common.settings import StreamSettings
-from pipelinerl_common.stream import NatsServer, ReceivedGroup, Stream, connect
+from pipelinerl_common.stream import Login, NatsServer, ReceivedGroup, Stream, connect
 
 DEADLINE_S = 20.0
 
@@ -295,10 +295,12 @@ async def test_without_a_server_connecting_is_unavailable_at_the_deadline(server
 @pytest.mark.parametrize("token", [None, "wrong"])
 async def test_a_wrong_token_is_refused_at_once(tmp_path: Path, token: str | None) -> None:
     async with NatsServer.start(tmp_path / "nats", token="secret") as server:
-        async with connect(server.url, "job", StreamSettings(), name="test", token="secret") as stream:
+        async with connect(server.url, "job", StreamSettings(), name="test", login=Login(token="secret")) as stream:
             await stream.publish_group(make_group(0))
         with pytest.raises(SettingsError, match="refuses the token"):
-            async with connect(server.url, "job", StreamSettings(), name="test", token=token, timeout_s=DEADLINE_S):
+            async with connect(
+                server.url, "job", StreamSettings(), name="test", login=Login(token=token), timeout_s=DEADLINE_S
+            ):
                 pass
 
 

@@ -21,7 +21,7 @@ from pipelinerl_common.errors import TemporaryError
 from pipelinerl_common.rpc import RpcService, serve
 from pipelinerl_common.service import Wiring, run_until_first
 from pipelinerl_common.settings import Job
-from pipelinerl_common.stream import Stream, connect
+from pipelinerl_common.stream import Login, Stream, connect
 from pipelinerl_common.telemetry import memory_bytes
 from pipelinerl_preprocessor.admission import Admission
 from pipelinerl_preprocessor.batches import Batches
@@ -47,7 +47,14 @@ async def run(job: Job, wiring: Wiring, stop: asyncio.Event, address: "asyncio.F
     preparation, layout, trained = Preparation(spec), layout_of(spec), TrainedLog(wiring.output / "trained.jsonl")
     with closing(EventLog(wiring.output / "events.jsonl")) as events:
         async with (
-            connect(wiring.nats_url, job.name, spec.stream, name=wiring.name, token=wiring.token) as stream,
+            connect(
+                wiring.nats_url,
+                job.name,
+                spec.stream,
+                name=wiring.name,
+                namespace=job.metadata.namespace,
+                login=Login.of(wiring),
+            ) as stream,
             open_reference(spec, wiring) as reference,
         ):
             live = await open_ledger(spec, stream, trained, events)

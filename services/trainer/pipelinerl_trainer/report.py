@@ -38,9 +38,10 @@ _LOGGED = (
 class Reporter:
     """Lives in the event loop of rank 0."""
 
-    def __init__(self, job: str, instance: str) -> None:
+    def __init__(self, job: str, instance: str, namespace: str | None = None) -> None:
         self._job = job
         self._instance = instance
+        self._namespace = namespace
         self._records: deque[metrics_pb2.MetricsRecord] = deque(maxlen=MAX_WAITING)
         self._wake = asyncio.Event()
         self._is_empty = asyncio.Event()
@@ -66,11 +67,13 @@ class Reporter:
         self._is_empty.clear()
         self._wake.set()
 
-    async def run(self, url: str, settings: StreamSettings, token: str | None) -> None:
-        """Publishes records for ever; while the server is away they wait. Raises SettingsError when it refuses the token."""
+    async def run(self, url: str, settings: StreamSettings, login: stream.Login) -> None:
+        """Publishes records for ever; while the server is away they wait. Raises SettingsError when it refuses the login."""
         while True:
             try:
-                async with stream.connect(url, self._job, settings, name=self._instance, token=token) as connection:
+                async with stream.connect(
+                    url, self._job, settings, name=self._instance, namespace=self._namespace, login=login
+                ) as connection:
                     await self._publish(connection)
             except Unavailable as error:
                 log.warning("metrics are not published, trying again: %s", error)

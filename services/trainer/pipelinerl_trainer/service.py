@@ -11,6 +11,7 @@ from typing import TypeVar
 from pipelinerl.v1 import policy_pb2_grpc
 from pipelinerl_common import rpc
 from pipelinerl_common.service import run_until_first
+from pipelinerl_common.stream import Login
 from pipelinerl_trainer.assembly import Run, train
 from pipelinerl_trainer.batches import BatchesClient
 from pipelinerl_trainer.bridge import Bridge
@@ -52,7 +53,7 @@ async def _run_leader(run: Run, bridge: Bridge, client: BatchesClient) -> None:
             may_roll_back=run.resume,
         )
         membership.on_change = publisher.wake
-        reporter = Reporter(run.job.name, run.wiring.name)
+        reporter = Reporter(run.job.name, run.wiring.name, run.job.metadata.namespace)
         servicer = PolicyServicer(membership)
         service = rpc.RpcService(policy_pb2_grpc.add_PolicyServicer_to_server, servicer, FULL_NAME)
         async with rpc.serve(run.wiring.listen, [service], token=run.wiring.token) as server:
@@ -61,7 +62,7 @@ async def _run_leader(run: Run, bridge: Bridge, client: BatchesClient) -> None:
             await run_until_first(
                 _train_as_leader(run, bridge, client, desk),
                 publisher.run(membership),
-                reporter.run(run.wiring.nats_url, run.job.spec.stream, run.wiring.token),
+                reporter.run(run.wiring.nats_url, run.job.spec.stream, Login.of(run.wiring)),
             )
 
 

@@ -53,7 +53,14 @@ async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
         roller = GroupRoller(job.name, task, spec.task, sampler, meter)
         channel = await stack.enter_async_context(rpc.connect(wiring.preprocessor, token=token))
         samples = await stack.enter_async_context(
-            stream.connect(wiring.nats_url, job.name, spec.stream, name=wiring.name, token=token)
+            stream.connect(
+                wiring.nats_url,
+                job.name,
+                spec.stream,
+                name=wiring.name,
+                namespace=job.metadata.namespace,
+                login=stream.Login.of(wiring),
+            )
         )
         reports = Reports(channel, wiring.name)
         slots = Slots(generators.num_slots, spec.task.group_size)

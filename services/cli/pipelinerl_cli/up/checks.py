@@ -79,7 +79,7 @@ def _disk(job: Job, output: Path) -> list[str]:
 
 def _stream(job: Job, output: Path) -> list[str]:
     """A store that is there already has its reservation."""
-    free, needed = _free_bytes(output), Layout(job.name, job.spec.stream).reserved_bytes / STORE_SHARE
+    free, needed = _free_bytes(output), Layout(job.name, job.spec.stream, job.metadata.namespace).reserved_bytes / STORE_SHARE
     if RunFolder(output).stream_store.exists() or free >= needed:
         return []
     return [

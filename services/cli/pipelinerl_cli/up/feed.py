@@ -8,7 +8,7 @@ from pipelinerl.v1 import metrics_pb2
 from pipelinerl_cli.results.metrics_file import MetricsWriter, Record
 from pipelinerl_common.errors import PipelineRLError
 from pipelinerl_common.settings import Job
-from pipelinerl_common.stream import connect
+from pipelinerl_common.stream import Login, connect
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,14 @@ class Feed:
     async def _follow(self) -> None:
         stream_settings = self._job.spec.stream
         async with (
-            connect(self._url, self._job.name, stream_settings, name="up", token=self._token) as stream,
+            connect(
+                self._url,
+                self._job.name,
+                stream_settings,
+                name="up",
+                namespace=self._job.metadata.namespace,
+                login=Login(token=self._token),
+            ) as stream,
             stream.metrics() as records,
         ):
             async for record in records:

@@ -17,7 +17,7 @@ from aiohttp import web
 from pipelinerl.v1 import metrics_pb2, policy_pb2, policy_pb2_grpc
 from pipelinerl_common import rpc
 from pipelinerl_common.settings import Job, load_job
-from pipelinerl_common.stream import connect
+from pipelinerl_common.stream import Login, connect
 
 TICK_S = 0.05
 
@@ -92,7 +92,9 @@ class StandIn:
         step = self.newest_checkpoint()
         async with (
             rpc.serve(self.flags.listen, [service], token=self.token),
-            connect(self.flags.nats_url, self.job.name, stream_settings, name="trainer-0", token=self.token) as stream,
+            connect(
+                self.flags.nats_url, self.job.name, stream_settings, name="trainer-0", login=Login(token=self.token)
+            ) as stream,
         ):
             while step < self.job.spec.algorithm.steps and await self.tick():
                 if policy.epoch == 0:

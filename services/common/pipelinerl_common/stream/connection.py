@@ -22,6 +22,7 @@ from nats.js import JetStreamContext
 from pipelinerl_common.errors import PermanentError, SettingsError, Unavailable
 from pipelinerl_common.service import cancel_all, check_cancelled, num_cancellations
 from pipelinerl_common.stream.acks import AckedPublisher
+from pipelinerl_common.stream.login import Login
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +52,13 @@ RETRYABLE: Final[tuple[type[Exception], ...]] = (
 
 
 class Connection:
-    def __init__(self, url: str, name: str, token: str | None, counters: Counter[str]) -> None:
+    def __init__(self, url: str, name: str, login: Login, counters: Counter[str]) -> None:
         self._url = url
         self._name = name
-        self._token = token
+        self._login = login
         self._counters = counters
+        self._refusal: str | None = None
+        self._last_error: str | None = None
         self._ready = asyncio.Event()
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
@@ -74,35 +77,58 @@ class Connection:
         url: str,
         *,
         name: str,
-        token: str | None,
+        login: Login,
         prepare: Callable[["Connection"], Awaitable[None]],
         timeout_s: float,
         counters: Counter[str],
     ) -> AsyncIterator["Connection"]:
         """Connects and runs `prepare`, now and after every reconnect, before anyone is told that the connection is ready.
 
-        Raises Unavailable when there is no server within `timeout_s`, SettingsError when it refuses the token.
+        Raises Unavailable when there is no server within `timeout_s`, SettingsError when it refuses the login.
         """
-        connection = cls(url, name, token, counters)
+        connection = cls(url, name, login, counters)
         try:
             async with asyncio.timeout(timeout_s):
                 await connection._connect(first=True)
                 await connection._prepare_first(prepare)
         except TimeoutError as error:
             await connection._close()
+            if connection._refusal is not None:
+                raise connection._refused() from error
             raise Unavailable(
-                f"no nats-server at {url} within {timeout_s:g} s; is it running, is the address right?"
+                f"no nats-server at {url} within {timeout_s:g} s; is it running, is the address right?{connection._because()}"
             ) from error
         except BaseException:
             await connection._close()
             raise
         connection._become_ready()
-        supervisor = asyncio.ensure_future(connection._supervise(prepare))
-        try:
+        async with connection._supervised(prepare):
             yield connection
+
+    @classmethod
+    @asynccontextmanager
+    async def open_in_background(
+        cls, url: str, *, name: str, login: Login, counters: Counter[str]
+    ) -> AsyncIterator["Connection"]:
+        """A connection that is made beside the block, whenever a server is there and takes the login."""
+
+        async def prepare(_: "Connection") -> None:
+            pass
+
+        login.options()  # so that files which cannot be used are told at once
+        connection = cls(url, name, login, counters)
+        connection._changed.set()
+        async with connection._supervised(prepare):
+            yield connection
+
+    @asynccontextmanager
+    async def _supervised(self, prepare: Callable[["Connection"], Awaitable[None]]) -> AsyncIterator[None]:
+        supervisor = asyncio.ensure_future(self._supervise(prepare))
+        try:
+            yield
         finally:
             await cancel_all([supervisor])
-            await connection._close()
+            await self._close()
 
     @property
     def is_ready(self) -> bool:
@@ -140,6 +166,23 @@ class Connection:
 
         return await self._retrying(attempt, subject, timeout_s)
 
+    async def ask(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
+        """One request to whoever answers on `subject`, retried like `publish`."""
+
+        async def attempt(limit_s: float) -> bytes:
+            return bytes((await self.client.request(subject, payload, timeout=limit_s)).data)
+
+        return await self._retrying(attempt, subject, timeout_s)
+
+    async def ready_client(self, deadline: float) -> Client:
+        """The library's client once it is ready; `deadline` on the loop's clock. Raises Unavailable."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._ready.wait()
+        except TimeoutError as error:
+            raise Unavailable(f"no connection to {self._url}{self._because()}") from error
+        return self.client
+
     async def _retrying(self, attempt: Callable[[float], Awaitable[Result]], what: str, timeout_s: float) -> Result:
         """`attempt(limit_s)` until it passes, only while the connection is ready. Raises as `publish` does."""
         time = asyncio.get_running_loop().time
@@ -158,6 +201,8 @@ class Connection:
             except RETRYABLE as error:
                 if not isinstance(error, TimeoutError):  # which tells nothing, and nothing new of an earlier reason
                     reason = str(error)
+                elif not self._ready.is_set():
+                    reason = f"no connection to {self._url}{self._because()}"
                 self._counters["retries"] += 1
             except nats.errors.Error as error:
                 raise PermanentError(f"{what}: refused by the stream's server: {error}") from error
@@ -167,7 +212,7 @@ class Connection:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _connect(self, first: bool) -> None:
-        """A client that has connected. Tries for ever, except that the first time a wrong token ends it."""
+        """A client that has connected. Tries for ever, except that the first time a refusal that cannot pass ends it."""
         client = Client()
         refused = asyncio.get_running_loop().create_future()
 
@@ -176,8 +221,13 @@ class Connection:
             log.log(
                 logging.DEBUG if expected else logging.ERROR, "nats client: %r", error, exc_info=None if expected else error
             )
-            if "authorization violation" in str(error).lower() and not refused.done():
-                refused.set_result(None)
+            self._last_error = str(error) or repr(error)
+            if _is_refusal(error):
+                self._refusal = self._last_error
+                if not self._login.has_credentials and not refused.done():
+                    refused.set_result(None)
+            elif "permissions violation" in str(error).lower():
+                log.warning("nats refuses what is not among this login's rights: %s", error)
 
         async def on_lost() -> None:
             self._ready.clear()
@@ -193,7 +243,6 @@ class Connection:
             client.connect(
                 self._url,
                 name=self._name,
-                token=self._token,
                 error_cb=on_error,
                 disconnected_cb=on_lost,
                 closed_cb=on_lost,
@@ -203,17 +252,19 @@ class Connection:
                 connect_timeout=5,
                 ping_interval=20,
                 pending_size=64 << 20,
+                **self._login.options(),
             )
         )
         try:
             await asyncio.wait([connecting, refused] if first else [connecting], return_when=asyncio.FIRST_COMPLETED)
             if not connecting.done():
-                raise SettingsError(f"nats-server at {self._url} refuses the token: give the right --token-file")
+                raise self._refused()
             connecting.result()
         except BaseException:
             await _end(connecting)
             await _close_client(client)
             raise
+        self._refusal = self._last_error = None
         self.client = client
         self.jetstream = client.jetstream(timeout=ATTEMPT_S)
         await self._acks.attach(client)
@@ -232,7 +283,7 @@ class Connection:
             await self._changed.wait()
             self._changed.clear()
             try:
-                if self.client.is_closed:
+                if self.client.is_closed or not _was_connected(self.client):
                     await self._connect(first=False)
                 if not self.client.is_connected:
                     continue  # the library is at it and will tell
@@ -255,14 +306,29 @@ class Connection:
         for listener in tuple(self._listeners):
             listener()
 
+    def _refused(self) -> SettingsError:
+        return SettingsError(f"nats-server at {self._url} refuses {self._login.remedy}")
+
+    def _because(self) -> str:
+        return "" if self._last_error is None else f" (last error: {self._last_error})"
+
     async def _close(self) -> None:
         self._closing = True
         self._ready.clear()
         await _close_client(self.client)
 
 
+def _is_refusal(error: Exception) -> bool:
+    text = str(error).lower()
+    return "authorization violation" in text or "authentication expired" in text
+
+
+def _was_connected(client: Client) -> bool:
+    return client._flush_queue is not None  # which it makes when it is told to connect
+
+
 async def _close_client(client: Client) -> None:
-    if client._flush_queue is None:  # it was never told to connect, and its close would trip over that
+    if not _was_connected(client):  # its close would trip over that
         return
     try:
         async with asyncio.timeout(ATTEMPT_S):

@@ -19,6 +19,7 @@ from pipelinerl_common.settings import StreamSettings
 from pipelinerl_common.stream.connection import RETRYABLE, Connection
 from pipelinerl_common.stream.journal import Journal
 from pipelinerl_common.stream.layout import HEADER_RESERVE_BYTES, Layout
+from pipelinerl_common.stream.login import ANONYMOUS, Login
 from pipelinerl_common.stream.pull import Arrivals, PullReader
 from pipelinerl_common.stream.samples import ReceivedGroup, SampleReader
 from pipelinerl_common.types import SampleGroup
@@ -33,20 +34,28 @@ _DETAIL_CHARACTERS: Final = 500
 
 @asynccontextmanager
 async def connect(
-    url: str, job: str, settings: StreamSettings, *, name: str, token: str | None = None, timeout_s: float = 60.0
+    url: str,
+    job: str,
+    settings: StreamSettings,
+    *,
+    name: str,
+    namespace: str | None = None,
+    login: Login = ANONYMOUS,
+    timeout_s: float = 60.0,
 ) -> AsyncIterator["Stream"]:
-    """The streams of `job` on the server at `url`, created or updated to `settings`. `name` shows in the server's reports.
+    """The streams of `job` on the server at `url`, created or updated to `settings`. `name` shows in the server's reports;
+    `namespace` is that of the job's metadata and keeps jobs of one name apart.
 
     Afterwards the connection is kept for ever: whatever happens to the server, calls wait up to their own deadlines.
-    Raises Unavailable without a server within `timeout_s`; SettingsError for a wrong token or limits the server cannot give.
+    Raises Unavailable without a server within `timeout_s`; SettingsError for a wrong login or limits the server cannot give.
     """
-    layout = Layout(job, settings)
+    layout = Layout(job, settings, namespace)
     counters: Counter[str] = Counter()
 
     async def prepare(connection: Connection) -> None:
         await layout.ensure(connection.jetstream)
 
-    opening = Connection.open(url, name=name, token=token, prepare=prepare, timeout_s=timeout_s, counters=counters)
+    opening = Connection.open(url, name=name, login=login, prepare=prepare, timeout_s=timeout_s, counters=counters)
     async with opening as connection:
         yield Stream(connection, layout, counters)
 

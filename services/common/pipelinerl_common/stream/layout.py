@@ -31,38 +31,59 @@ _UNREPAIRABLE: Final = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Names of one job's streams. Job names are lower-case letters, digits and '-'.
+    """Names of one job's streams. Names of jobs and namespaces are lower-case letters, digits and '-'.
 
     Example: job "maths" has the streams maths_samples (subject maths.samples), maths_dead (maths.dead), maths_metrics
-    (maths.metrics) and the key-value bucket maths_journal.
+    (maths.metrics) and the key-value bucket maths_journal. In the namespace "team" they are team_maths_samples
+    (team.maths.samples) and so on, so that two jobs of one name can share a server.
     """
 
     job: str
     settings: StreamSettings
+    namespace: str | None = None
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", self.job):
-            raise SettingsError(f"metadata.name={self.job!r}: use lower-case letters, digits and '-' only")
+        for what, name in (("name", self.job), ("namespace", self.namespace)):
+            if name is not None and not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name):
+                raise SettingsError(f"metadata.{what}={name!r}: use lower-case letters, digits and '-' only")
+
+    def _joined(self, separator: str, kind: str) -> str:
+        return separator.join(part for part in (self.namespace, self.job, kind) if part is not None)
 
     def stream(self, kind: str) -> str:
         """Stream name of "samples", "dead" or "metrics"."""
-        return f"{self.job}_{kind}"
+        return self._joined("_", kind)
 
     def subject(self, kind: str) -> str:
-        return f"{self.job}.{kind}"
+        return self._joined(".", kind)
+
+    @property
+    def _journal(self) -> str:
+        return self._joined("_", "journal")
 
     @property
     def journal_stream(self) -> str:
-        return f"KV_{self.job}_journal"
+        return f"KV_{self._journal}"
 
     def journal_subject(self, key: str) -> str:
         """Raises ValueError for a key that NATS cannot hold."""
         if not _KEY.match(key) or key.startswith(".") or key.endswith(".") or ".." in key:
             raise ValueError(f"journal key {key!r}: use letters, digits and - / _ = . (not at the ends, not doubled)")
-        return f"$KV.{self.job}_journal.{key}"
+        return f"$KV.{self._journal}.{key}"
 
     def journal_key(self, subject: str) -> str:
-        return subject.removeprefix(f"$KV.{self.job}_journal.")
+        return subject.removeprefix(f"$KV.{self._journal}.")
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Names of all streams."""
+        return tuple(str(config.name) for config in self.stream_configs())
+
+    @property
+    def publish_subjects(self) -> tuple[str, ...]:
+        """All that a service of the job publishes to: its own subjects, JetStream's requests and acknowledgements."""
+        own = tuple(subject for config in self.stream_configs() for subject in config.subjects or ())
+        return (*own, "$JS.API.>", "$JS.ACK.>")
 
     @property
     def reserved_bytes(self) -> int:
@@ -99,7 +120,7 @@ class Layout:
             ),
             StreamConfig(  # as the nats command line makes key-value buckets, so that `nats kv` reads it
                 name=self.journal_stream,
-                subjects=[f"$KV.{self.job}_journal.>"],
+                subjects=[f"$KV.{self._journal}.>"],
                 max_msgs_per_subject=1,
                 allow_rollup_hdrs=True,
                 allow_direct=True,

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sysconfig
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,19 +49,21 @@ class NatsServer:
         max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES,
         timeout_s: float = 30.0,
         launcher: Sequence[str] = (),
+        trust: Mapping[str, object] | None = None,
     ) -> AsyncIterator["NatsServer"]:
         """Runs a server that keeps its streams, log and configuration in `store_dir` until the block is left.
 
         Port 0 takes a free one. Streams of an earlier server in the same folder are there again. `launcher` is a command that
-        is put before the server's own and becomes it. Raises SettingsError (no binary, folder in use, port occupied) and
-        Unavailable when it is not ready within `timeout_s`.
+        is put before the server's own and becomes it. With `trust` (nats-server's settings operator, system_account and
+        resolver_preload) the server keeps accounts apart instead of asking for `token`. Raises SettingsError (no binary,
+        folder in use, port occupied) and Unavailable when it is not ready within `timeout_s`.
         """
         binary = find_binary()
         store_dir, lock = _claim(store_dir)
         config_file, log_file = store_dir / "nats-server.conf", store_dir / "nats-server.log"
         with lock, log_file.open("ab") as log_stream:
             start_of_log = log_stream.tell()
-            _write_config(config_file, store_dir, port, token, max_payload_bytes)
+            _write_config(config_file, _config(store_dir, port, token, max_payload_bytes, trust))
             # The server inherits the lock: the folder stays taken even when this process is killed and the server is not.
             process = await asyncio.create_subprocess_exec(
                 *launcher,
@@ -113,8 +115,9 @@ def _claim(store_dir: Path) -> tuple[Path, IO[bytes]]:
     return store_dir, lock
 
 
-def _write_config(path: Path, store_dir: Path, port: int, token: str | None, max_payload_bytes: int) -> None:
-    # NATS reads its configuration as a superset of JSON.
+def _config(
+    store_dir: Path, port: int, token: str | None, max_payload_bytes: int, trust: Mapping[str, object] | None
+) -> dict[str, object]:
     config: dict[str, object] = {
         "host": "127.0.0.1",
         "port": port or -1,
@@ -123,8 +126,16 @@ def _write_config(path: Path, store_dir: Path, port: int, token: str | None, max
         "write_deadline": "60s",  # a reader with a busy event loop is not a slow consumer
         "jetstream": {"store_dir": str(store_dir)},
     }
+    if trust is not None:
+        resolver = {"type": "full", "dir": str(store_dir / "accounts"), "allow_delete": True, "hard_delete": True}
+        return {**config, **trust, "resolver": resolver}
     if token is not None:
         config["authorization"] = {"token": token, "timeout": 30}
+    return config
+
+
+def _write_config(path: Path, config: Mapping[str, object]) -> None:
+    # NATS reads its configuration as a superset of JSON.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
         json.dump(config, file, indent=2)

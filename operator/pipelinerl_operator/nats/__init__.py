@@ -1,0 +1,11 @@
+"""NATS accounts, one per job: keys, signed claims, the server's trust, and what the controller calls.
+
+```
+operator seed (Secret <release>-nats-auth, made once)
+  |-- signs --> operator JWT, system account JWT      auth.conf, which nats-server includes
+  |-- derives --> account key of every job            never leaves the operator
+  |                 |-- signs --> user JWT + seed     nats.creds in the job's Secret
+  `-- signs --> account JWT of every job              pushed to the server, which keeps it on its disk
+```
+All keys are derived from the one seed, so that a restarted operator signs the same claims and has nothing to remember.
+"""
