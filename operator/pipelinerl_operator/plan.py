@@ -69,6 +69,8 @@ class Endpoints:
     log_level: str = "info"
     metrics_addresses: Mapping[str, str] = field(default_factory=dict)
     """`host:port` of `/metrics` by workload name; who is not named serves none."""
+    listen_hosts: Mapping[Role, str] = field(default_factory=dict)
+    """What services of a role bind where that is not the host of their address, for example every interface of a pod."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,10 @@ class Workload:
         return RESTART_SCOPES[self.role]
 
 
+def role_of(name: str) -> Role:
+    return Role(name.partition("-")[0])
+
+
 def workload_names(job: Job) -> tuple[str, ...]:
     """Names of the job's processes in start order; they depend on the job alone."""
     spec = job.spec
@@ -101,7 +107,7 @@ def workload_names(job: Job) -> tuple[str, ...]:
     return (
         "preprocessor-0",
         *(name for actor in actors for name in generator_names(job, actor)),
-        *(f"reference-{index}" for index in range(spec.reference.replicas if spec.reference else 0)),
+        *reference_names(job),
         *(f"trainer-{rank}" for rank in range(num_trainer_ranks(job))),
         *(f"actor-{index}" for index in actors),
     )
@@ -112,6 +118,10 @@ def generator_names(job: Job, actor: int) -> tuple[str, ...]:
     return tuple(f"generator-{actor}-{index}" for index in range(job.spec.actors.generators_per_replica))
 
 
+def reference_names(job: Job) -> tuple[str, ...]:
+    return tuple(f"reference-{index}" for index in range(job.spec.reference.replicas if job.spec.reference else 0))
+
+
 def num_trainer_ranks(job: Job) -> int:
     return job.spec.trainers.replicas * job.spec.trainers.processes_per_node
 
@@ -120,16 +130,32 @@ def generator_url(address: str) -> str:
     return f"http://{address}"
 
 
+def num_gpus(job: Job, name: str) -> int:
+    """GPUs of one process. Example: 8 GPUs and 8 generators per actor: 1 for each generator, 0 for the rollout loop."""
+    actors, reference = job.spec.actors, job.spec.reference
+    match role_of(name):
+        case Role.GENERATOR if actors.gpus_per_replica:
+            return max(1, actors.gpus_per_replica // actors.generators_per_replica)
+        case Role.REFERENCE if reference is not None:
+            by_default = reference.generator.tensor_parallel_size if actors.gpus_per_replica else 0
+            return by_default if reference.gpus_per_replica is None else reference.gpus_per_replica
+        case Role.TRAINER if actors.gpus_per_replica:
+            return 1
+        case _:
+            return 0
+
+
 def plan(job: Job, endpoints: Endpoints) -> tuple[Workload, ...]:
     """The job's processes in start order. Raises ValueError when `endpoints` lacks the address of one."""
     missing = [name for name in workload_names(job) if name not in endpoints.addresses]
     if missing:
         raise ValueError(f"no address for {', '.join(missing)}")
-    return tuple(_workload(job, endpoints, name) for name in workload_names(job))
+    return tuple(plan_workload(job, endpoints, name) for name in workload_names(job))
 
 
-def _workload(job: Job, endpoints: Endpoints, name: str) -> Workload:
-    role = Role(name.partition("-")[0])
+def plan_workload(job: Job, endpoints: Endpoints, name: str) -> Workload:
+    """One of the job's processes. `endpoints` need only hold the addresses that it uses."""
+    role = role_of(name)
     index = int(name.rpartition("-")[2])
     argv = ("python", "-m", MODULES[role], *_common_flags(endpoints, name), *_role_flags(job, endpoints, role, index))
     return Workload(name=name, role=role, index=index, argv=argv, address=endpoints.addresses[name])
@@ -142,7 +168,7 @@ def _common_flags(endpoints: Endpoints, name: str) -> tuple[str, ...]:
         *("--job", str(endpoints.job_file)),
         *("--name", name),
         *("--output", str(endpoints.output)),
-        *("--listen", endpoints.addresses[name]),
+        *("--listen", _listen(endpoints, name)),
         *("--nats-url", endpoints.nats_url),
         *("--preprocessor", endpoints.addresses["preprocessor-0"]),
         *("--coordinator", endpoints.coordinator),
@@ -152,13 +178,18 @@ def _common_flags(endpoints: Endpoints, name: str) -> tuple[str, ...]:
     )
 
 
+def _listen(endpoints: Endpoints, name: str) -> str:
+    address = endpoints.addresses[name]
+    host = endpoints.listen_hosts.get(role_of(name))
+    return address if host is None else f"{host}:{address.rpartition(':')[2]}"
+
+
 def _role_flags(job: Job, endpoints: Endpoints, role: Role, index: int) -> tuple[str, ...]:
     def flags(flag: str, names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(part for name in names for part in (flag, generator_url(endpoints.addresses[name])))
 
-    every_name = workload_names(job)
     if role is Role.PREPROCESSOR:
-        return flags("--reference", tuple(name for name in every_name if name.startswith("reference-")))
+        return flags("--reference", reference_names(job))
     if role is Role.REFERENCE:
         return ("--serve-initial",)
     if role is Role.ACTOR:
@@ -166,7 +197,8 @@ def _role_flags(job: Job, endpoints: Endpoints, role: Role, index: int) -> tuple
     if role is Role.TRAINER:
         host, _, port = endpoints.trainer_master.rpartition(":")
         ranks = ("--rank", str(index), "--num-ranks", str(num_trainer_ranks(job)))
-        generators = flags("--generator", tuple(name for name in every_name if name.startswith("generator-")))
+        # For the parity check. Actor 0 is never scaled away, so the trainers do not depend on how many actors there are.
+        generators = flags("--generator", generator_names(job, 0))
         # A start of the trainers is always a return to the newest checkpoint, if there is one.
         return (*generators, *ranks, "--master-address", host, "--master-port", port, "--resume")
     return ()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pipelinerl_common.settings import Job, parse_job
-from pipelinerl_operator.plan import Endpoints, RestartScope, Role, Workload, plan, workload_names
+from pipelinerl_operator.plan import Endpoints, RestartScope, Role, Workload, num_gpus, plan, workload_names
 
 
 def make_job(**spec: Any) -> Job:
@@ -58,10 +58,10 @@ def test_actor_routes_only_to_its_own_generators() -> None:
     assert values(planned["actor-1"], "--generator") == own
 
 
-def test_trainer_gets_every_generator_and_its_place_among_the_ranks() -> None:
-    planned = workloads(make_job(actors={"replicas": 2}, trainers={"processesPerNode": 2}))
+def test_trainer_gets_the_generators_of_the_actor_that_always_exists_and_its_place_among_the_ranks() -> None:
+    planned = workloads(make_job(actors={"replicas": 2, "generatorsPerReplica": 2}, trainers={"processesPerNode": 2}))
     trainer = planned["trainer-1"]
-    assert values(trainer, "--generator") == [f"http://{planned[n].address}" for n in ("generator-0-0", "generator-1-0")]
+    assert values(trainer, "--generator") == [f"http://{planned[n].address}" for n in ("generator-0-0", "generator-0-1")]
     assert values(trainer, "--rank") == ["1"]
     assert values(trainer, "--num-ranks") == ["2"]
     assert values(trainer, "--master-address") == ["127.0.0.1"]
@@ -113,3 +113,27 @@ def test_missing_address_is_named() -> None:
     incomplete = {name: address for name, address in endpoints.addresses.items() if name != "trainer-0"}
     with pytest.raises(ValueError, match="no address for trainer-0"):
         plan(job, replace(endpoints, addresses=incomplete))
+
+
+def test_gpus_are_those_of_the_job_and_none_on_a_cpu() -> None:
+    kl = {"algorithm": {"kl": {"coefficient": 0.1}}}
+    job = make_job(
+        actors={"gpusPerReplica": 8, "generatorsPerReplica": 4},
+        trainers={"processesPerNode": 2},
+        reference={"generator": {"tensorParallelSize": 2}},
+        **kl,
+    )
+    names = ("generator-0-3", "reference-0", "trainer-1", "actor-0", "preprocessor-0")
+    assert [num_gpus(job, name) for name in names] == [2, 2, 1, 0, 0]
+    on_cpu = make_job(reference={}, **kl)
+    assert {num_gpus(on_cpu, name) for name in workload_names(on_cpu)} == {0}
+    assert num_gpus(make_job(reference={"gpusPerReplica": 1}, **kl), "reference-0") == 1
+
+
+def test_services_bind_the_host_of_their_role_where_one_is_given() -> None:
+    job = make_job()
+    endpoints = replace(make_endpoints(job), listen_hosts={Role.GENERATOR: "0.0.0.0"})
+    planned = {workload.name: workload for workload in plan(job, endpoints)}
+    assert values(planned["generator-0-0"], "--listen") == ["0.0.0.0:5001"]
+    assert planned["generator-0-0"].address == "127.0.0.1:5001"
+    assert values(planned["trainer-0"], "--listen") == ["127.0.0.1:5002"]

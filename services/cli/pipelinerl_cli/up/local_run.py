@@ -40,7 +40,6 @@ from pipelinerl_operator.plan import Endpoints, Role, Workload, generator_url, p
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
-CHECKPOINT_GRACE_S = 120.0
 STOP_GRACE_S = 15.0
 GENERATOR_GRACE_S = 5.0
 """Actors have ended by then: nothing of worth runs in a generator any more."""
@@ -161,7 +160,7 @@ class LocalRun:
         stopping = asyncio.create_task(
             supervisor.stop(
                 {
-                    Role.TRAINER: CHECKPOINT_GRACE_S,
+                    Role.TRAINER: self._job.spec.trainers.drain_seconds,
                     Role.ACTOR: drain + STOP_GRACE_S,
                     Role.GENERATOR: GENERATOR_GRACE_S,
                     Role.REFERENCE: GENERATOR_GRACE_S,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from pipelinerl_common.settings import Job
-from pipelinerl_operator.plan import workload_names
+from pipelinerl_operator.plan import num_gpus, workload_names
 
 
 def threads_per_process(job: Job, cores: int) -> int:
@@ -18,17 +18,11 @@ def assign_gpus(job: Job, visible: str | None) -> dict[str, str]:
     `visible` is the variable's value for this process, None when unset. A job without GPUs sees none. Example: actors with 2
     GPUs and 2 generators each, one actor, one rank: {"generator-0-0": "0", "generator-0-1": "1", "trainer-0": "2"}.
     """
-    actors = job.spec.actors
-    if actors.gpus_per_replica == 0:
-        return {name: "" for name in workload_names(job)}
-    per_generator = max(1, actors.gpus_per_replica // actors.generators_per_replica)
-    per_reference = job.spec.reference.generator.tensor_parallel_size if job.spec.reference else 0
-    needs: Mapping[str, int] = {"generator": per_generator, "reference": per_reference, "trainer": 1}
     ids = visible.split(",") if visible else None
     assigned: dict[str, str] = {}
     taken = 0
     for name in workload_names(job):
-        count = needs.get(name.partition("-")[0], 0)
+        count = num_gpus(job, name)
         own = range(taken, taken + count)
         assigned[name] = ",".join(ids[k] if ids and k < len(ids) else str(k) for k in own)
         taken += count

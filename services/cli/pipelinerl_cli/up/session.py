@@ -14,7 +14,7 @@ from pipelinerl_cli.up.display import Display, LiveDisplay, PlainDisplay
 from pipelinerl_cli.up.folder import Resume, RunFolder, inspect
 from pipelinerl_cli.up.interrupt import Interrupt
 from pipelinerl_cli.up.local_run import Ending, LocalRun
-from pipelinerl_common.settings import Job, load_job
+from pipelinerl_common.settings import Job, cluster_only_paths, load_job
 
 EXIT_FINISHED, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_SIGNAL = 0, 1, 2, 128
 
@@ -24,6 +24,8 @@ def up(job_file: Path, *, output: Path | None, max_steps: int | None, overrides:
     if max_steps is not None:
         overrides = [*overrides, f"algorithm.steps={max_steps}"]
     job = load_job(job_file, overrides)
+    if ignored := cluster_only_paths(job.spec):
+        print(f"only Kubernetes reads {', '.join(ignored)}: passed over here")
     folder = RunFolder((output or Path("runs") / job.name).absolute())
     with ExitStack() as stack:
         if folder.root.is_dir():

@@ -2,6 +2,17 @@
 
 from pipelinerl_common.settings.algorithm import AlgorithmSettings, KLSettings, OptimizerSettings, OverlongSettings
 from pipelinerl_common.settings.job import API_VERSION, KIND, Job, JobSpec
+from pipelinerl_common.settings.kubernetes import (
+    AutoscaleSettings,
+    EnvironmentVariable,
+    FailurePolicySettings,
+    FailureRule,
+    GangSettings,
+    ModelCacheSettings,
+    NetworkSettings,
+    RestartSettings,
+    SchedulingSettings,
+)
 from pipelinerl_common.settings.load import load_job, parse_job
 from pipelinerl_common.settings.model import ModelSettings, SamplingSettings, TaskSettings
 from pipelinerl_common.settings.roles import (
@@ -15,6 +26,7 @@ from pipelinerl_common.settings.roles import (
     TrainerSettings,
     WeightTransferSettings,
 )
+from pipelinerl_common.settings.scope import cluster_only_paths, service_view
 from pipelinerl_common.settings.staleness import StalenessSettings
 
 __all__ = [
@@ -22,23 +34,34 @@ __all__ = [
     "KIND",
     "ActorSettings",
     "AlgorithmSettings",
+    "AutoscaleSettings",
     "CheckpointSettings",
+    "EnvironmentVariable",
+    "FailurePolicySettings",
+    "FailureRule",
+    "GangSettings",
     "GeneratorSettings",
     "Job",
     "JobSpec",
     "KLSettings",
+    "ModelCacheSettings",
     "ModelSettings",
+    "NetworkSettings",
     "OptimizerSettings",
     "OverlongSettings",
     "ParitySettings",
     "PreprocessorSettings",
     "ReferenceSettings",
+    "RestartSettings",
     "SamplingSettings",
+    "SchedulingSettings",
     "StalenessSettings",
     "StreamSettings",
     "TaskSettings",
     "TrainerSettings",
     "WeightTransferSettings",
+    "cluster_only_paths",
     "load_job",
     "parse_job",
+    "service_view",
 ]

@@ -6,6 +6,18 @@ from pydantic import Field, model_validator
 
 from pipelinerl_common.settings.algorithm import AlgorithmSettings
 from pipelinerl_common.settings.base import Settings
+from pipelinerl_common.settings.kubernetes import (
+    AutoscaleSettings,
+    EnvironmentVariable,
+    FailurePolicySettings,
+    Image,
+    NetworkSettings,
+    Quantity,
+    RestartSettings,
+    SchedulingSettings,
+    Seconds,
+    SecretReference,
+)
 from pipelinerl_common.settings.model import ModelSettings, TaskSettings
 from pipelinerl_common.settings.roles import (
     ActorSettings,
@@ -15,6 +27,7 @@ from pipelinerl_common.settings.roles import (
     TrainerSettings,
     WeightTransferSettings,
 )
+from pipelinerl_common.settings.scope import CLUSTER_ONLY
 from pipelinerl_common.settings.staleness import StalenessSettings
 from pipelinerl_staleness.registry import make_policy
 
@@ -43,6 +56,36 @@ class JobSpec(Settings):
     trainers: TrainerSettings = TrainerSettings()
     stream: StreamSettings = StreamSettings()
     weight_transfer: WeightTransferSettings = WeightTransferSettings()
+    suspend: Annotated[bool, CLUSTER_ONLY] = False
+    """Deletes the job's pods and keeps the rest; turned off again, training goes on from the newest checkpoint."""
+    managed_by: Annotated[Annotated[str, Field(max_length=253)], CLUSTER_ONLY] = ""
+    """Name of another controller that manages this job; the operator then leaves it alone. It cannot be changed."""
+    image: Annotated[Image | None, CLUSTER_ONLY] = None
+    """Image of every role that has none of its own; unset takes the operator's."""
+    image_pull_secrets: Annotated[list[SecretReference], Field(max_length=16), CLUSTER_ONLY] = []
+    """Secrets with the credentials of image registries, for every pod."""
+    env: Annotated[list[EnvironmentVariable], Field(max_length=128), CLUSTER_ONLY] = []
+    """Environment variables of every container."""
+    scheduling: Annotated[SchedulingSettings, CLUSTER_ONLY] = SchedulingSettings()
+    """Where and in which company pods are placed."""
+    network: Annotated[NetworkSettings, CLUSTER_ONLY] = NetworkSettings()
+    """Network devices of the pods."""
+    shared_memory_size: Annotated[Quantity, CLUSTER_ONLY] = "16Gi"
+    """Size of /dev/shm in pods that compute, counted as memory when used; "0" leaves it as the container runtime has it."""
+    failure_policy: Annotated[FailurePolicySettings, CLUSTER_ONLY] = FailurePolicySettings()
+    """How often, and after which failures, pods are started again."""
+    active_deadline_seconds: Annotated[Seconds | None, CLUSTER_ONLY] = None
+    """Longest time that the job may be active; it fails beyond it. Time in which it is suspended does not count."""
+    pre_running_deadline_seconds: Annotated[Seconds | None, CLUSTER_ONLY] = None
+    """Longest time until every role runs; the job fails beyond it."""
+    ttl_seconds_after_finished: Annotated[Seconds | None, CLUSTER_ONLY] = None
+    """The job is deleted this long after its end; unset keeps it."""
+    clean_pod_policy: Annotated[Literal["Running", "All", "None"], CLUSTER_ONLY] = "Running"
+    """Which pods are deleted when the job ends: those that still run, all, or none."""
+    restart: Annotated[RestartSettings, CLUSTER_ONLY] = RestartSettings()
+    """Restarts by declaration."""
+    autoscale: Annotated[AutoscaleSettings, CLUSTER_ONLY] = AutoscaleSettings()
+    """Adjusts how many actors generate while the job runs."""
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "JobSpec":

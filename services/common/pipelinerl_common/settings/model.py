@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from pipelinerl_common.settings.base import Settings
+from pipelinerl_common.settings.kubernetes import ModelCacheSettings
+from pipelinerl_common.settings.scope import CLUSTER_ONLY
 
 DOTTED_PATH = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
@@ -14,12 +16,14 @@ class ModelSettings(Settings):
     uri: Annotated[str, Field(min_length=1, max_length=512)]
     """Where the model comes from: a local folder in Hugging Face format, `hf://organisation/name`, or `tiny://arithmetic`
     (a character-level model that is made and pre-trained on the spot, for trying things out without a GPU)."""
-    revision: str | None = None
+    revision: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """Branch, tag or commit of an `hf://` model."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Element type of the generator's weights and of what is broadcast. Use float32 on a CPU."""
     max_model_len: Annotated[int, Field(ge=8)] = 4096
     """Longest trajectory in tokens, prompt included."""
+    cache: Annotated[ModelCacheSettings | None, CLUSTER_ONLY] = None
+    """Where pods keep the models that they download or make; unset gives each pod a folder of its own."""
 
 
 class SamplingSettings(Settings):

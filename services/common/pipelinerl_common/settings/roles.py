@@ -1,10 +1,12 @@
 """`spec.actors`, `reference`, `preprocessor`, `trainers`, `stream`, `weightTransfer`: the processes and how they are sized."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
 from pipelinerl_common.settings.base import Settings
+from pipelinerl_common.settings.kubernetes import Image, ObjectName, PodTemplate
+from pipelinerl_common.settings.scope import CLUSTER_ONLY
 
 MEBIBYTE = 1 << 20
 
@@ -25,23 +27,55 @@ class GeneratorSettings(Settings):
 
 
 class ActorSettings(Settings):
-    replicas: Annotated[int, Field(ge=1)] = 1
+    replicas: Annotated[int, Field(ge=1, le=8192)] = 1
     """Actors: each is a rollout loop with generators of its own."""
+    min_replicas: Annotated[Annotated[int, Field(ge=1, le=8192)], CLUSTER_ONLY] = 1
+    """Fewest actors, which are scheduled together with the trainers; those beyond come and go while training runs."""
+    max_replicas: Annotated[Annotated[int, Field(ge=1, le=8192)] | None, CLUSTER_ONLY] = None
+    """Most actors that scaling may ask for."""
     generators_per_replica: Annotated[int, Field(ge=1, le=64)] = 1
     """Generators of one actor; requests go to the least loaded."""
-    gpus_per_replica: Annotated[int, Field(ge=0)] = 0
+    gpus_per_replica: Annotated[int, Field(ge=0, le=64)] = 0
     """GPUs of one actor; 0 runs on the CPU."""
     generator: GeneratorSettings = GeneratorSettings()
-    startup_timeout_seconds: Annotated[float, Field(gt=0)] = 3600.0
+    startup_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 3600.0
     """Longest time to load the model."""
-    drain_seconds: Annotated[float, Field(ge=0)] = 30.0
+    drain_seconds: Annotated[float, Field(ge=0, le=86400)] = 30.0
     """Time to finish or hand back what runs when an actor is asked to stop."""
+    image: Annotated[Image | None, CLUSTER_ONLY] = None
+    """Image of this role; unset takes spec.image, and without that the operator's."""
+    pod_template: Annotated[PodTemplate | None, CLUSTER_ONLY] = None
+    """metadata and spec of a pod, laid over the operator's own: containers, volumes and mounts go by name, so resources, node
+    selectors, tolerations, volumes and sidecars can be added. Containers: rollout, generator-0, generator-1, ..."""
+
+    @model_validator(mode="after")
+    def _replicas_in_range(self) -> Self:
+        if self.min_replicas > self.replicas:
+            raise ValueError(
+                f"actors.minReplicas={self.min_replicas} is more than actors.replicas={self.replicas}: lower the one or "
+                "raise the other"
+            )
+        if self.max_replicas is not None and self.replicas > self.max_replicas:
+            raise ValueError(
+                f"actors.replicas={self.replicas} is more than actors.maxReplicas={self.max_replicas}: lower the one or "
+                "raise the other"
+            )
+        return self
 
 
 class ReferenceSettings(Settings):
-    replicas: Annotated[int, Field(ge=1)] = 1
+    replicas: Annotated[int, Field(ge=1, le=8192)] = 1
     """Generators that serve the frozen reference model."""
+    gpus_per_replica: Annotated[int, Field(ge=0, le=64)] | None = None
+    """GPUs of one; unset gives it tensorParallelSize where actors have GPUs, and none where they have none."""
     generator: GeneratorSettings = GeneratorSettings()
+    startup_timeout_seconds: Annotated[float, Field(gt=0, le=86400), CLUSTER_ONLY] = 3600.0
+    """Longest time to load the model."""
+    image: Annotated[Image | None, CLUSTER_ONLY] = None
+    """Image of this role; unset takes spec.image, and without that the operator's."""
+    pod_template: Annotated[PodTemplate | None, CLUSTER_ONLY] = None
+    """metadata and spec of a pod, laid over the operator's own: containers, volumes and mounts go by name, so resources, node
+    selectors, tolerations, volumes and sidecars can be added. Container: generator."""
 
 
 class PreprocessorSettings(Settings):
@@ -52,6 +86,11 @@ class PreprocessorSettings(Settings):
     """A group whose actor was not heard of for this long is granted again."""
     max_group_attempts: Annotated[int, Field(ge=1)] = 3
     """How often a group is granted before it is given up."""
+    image: Annotated[Image | None, CLUSTER_ONLY] = None
+    """Image of this role; unset takes spec.image, and without that the operator's."""
+    pod_template: Annotated[PodTemplate | None, CLUSTER_ONLY] = None
+    """metadata and spec of a pod, laid over the operator's own: containers, volumes and mounts go by name, so resources, node
+    selectors, tolerations, volumes and sidecars can be added. Container: preprocessor."""
 
 
 class CheckpointSettings(Settings):
@@ -59,6 +98,19 @@ class CheckpointSettings(Settings):
     """Optimizer steps between checkpoints; 0 saves only at the end and on a stop."""
     keep: Annotated[int, Field(ge=1)] = 2
     """Newest checkpoints that are kept."""
+    pvc: Annotated[ObjectName | None, CLUSTER_ONLY] = None
+    """PersistentVolumeClaim for checkpoints and the final model, in a folder of the job's name; a job of the same name goes on
+    from there. Several trainer nodes need one that many nodes can mount. Without it, or uri, restarted trainers begin anew."""
+    uri: Annotated[Annotated[str, Field(min_length=9, max_length=1024, pattern=r"^file:///[^\s]+$")] | None, CLUSTER_ONLY] = (
+        None
+    )
+    """file:///FOLDER instead of a claim: a folder that trainers.podTemplate mounts, for example a bucket by its CSI driver."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if self.pvc is not None and self.uri is not None:
+            raise ValueError("trainers.checkpoint has both pvc and uri: leave one of them out")
+        return self
 
 
 class ParitySettings(Settings):
@@ -69,7 +121,7 @@ class ParitySettings(Settings):
 
 
 class TrainerSettings(Settings):
-    replicas: Annotated[int, Field(ge=1)] = 1
+    replicas: Annotated[int, Field(ge=1, le=8192)] = 1
     """Trainer nodes."""
     processes_per_node: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks per node, one per GPU."""
@@ -81,6 +133,13 @@ class TrainerSettings(Settings):
     """Compute each layer again in the backward pass instead of keeping its activations: a third more time, far less memory."""
     checkpoint: CheckpointSettings = CheckpointSettings()
     parity: ParitySettings = ParitySettings()
+    drain_seconds: Annotated[float, Field(ge=0, le=86400)] = 120.0
+    """Time to finish the step and save a checkpoint when the trainers are asked to stop."""
+    image: Annotated[Image | None, CLUSTER_ONLY] = None
+    """Image of this role; unset takes spec.image, and without that the operator's."""
+    pod_template: Annotated[PodTemplate | None, CLUSTER_ONLY] = None
+    """metadata and spec of a pod, laid over the operator's own: containers, volumes and mounts go by name, so resources, node
+    selectors, tolerations, volumes and sidecars can be added. Container: trainer."""
 
 
 class StreamSettings(Settings):

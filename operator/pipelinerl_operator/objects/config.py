@@ -1,0 +1,38 @@
+"""ConfigMap with the job as services read it, and the ServiceAccount of its pods."""
+
+from typing import Any
+
+import yaml
+
+from pipelinerl_common.settings import API_VERSION, KIND, JobSpec, service_view
+from pipelinerl_operator.objects.job_resource import JobResource
+from pipelinerl_operator.objects.labels import config_name, metadata
+
+JOB_KEY = "job.yaml"
+
+
+def service_spec(spec: JobSpec) -> dict[str, Any]:
+    """The spec without what only Kubernetes reads and without the number of actors, which changes while services run."""
+    view = service_view(spec)
+    view["actors"].pop("replicas")
+    return view
+
+
+def config_map(job: JobResource) -> dict[str, Any]:
+    document = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": job.name}, "spec": service_spec(job.spec)}
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(job, config_name(job.name)),
+        "data": {JOB_KEY: yaml.safe_dump(document, sort_keys=False, allow_unicode=True)},
+    }
+
+
+def service_account(job: JobResource) -> dict[str, Any]:
+    """Pods do not speak to the API server: no token is mounted."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": metadata(job, job.name),
+        "automountServiceAccountToken": False,
+    }

@@ -1,0 +1,139 @@
+"""The containers of each role, made from the processes of the plan."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from pipelinerl_common.settings import JobSpec
+from pipelinerl_operator.objects.context import OperatorContext
+from pipelinerl_operator.objects.environment import environment
+from pipelinerl_operator.objects.job_resource import JobResource
+from pipelinerl_operator.objects.ports import GENERATOR_PORT, GRPC_PORT, JOB_FILE, METRICS_PORT, endpoints, generator_port
+from pipelinerl_operator.objects.probes import generator_probes, grpc_readiness
+from pipelinerl_operator.objects.security import container_security
+from pipelinerl_operator.objects.volumes import CACHE, mounts, output_folder
+from pipelinerl_operator.plan import Role, Workload, generator_names, num_gpus, plan_workload
+
+GPU = "nvidia.com/gpu"
+LAUNCH_MODULE = "pipelinerl_trainer.launch"
+PREPARE_MODULE = "pipelinerl_actor.prepare"
+
+
+@dataclass(frozen=True, slots=True)
+class Containers:
+    """What a pod consists of. `num_gpus` is of all containers together."""
+
+    init: tuple[dict[str, Any], ...]
+    main: tuple[dict[str, Any], ...]
+    num_gpus: int
+
+
+def workloads_of_pod(spec: JobSpec, role: Role, index: int, generators: tuple[str, ...]) -> tuple[str, ...]:
+    """Names in the plan of the processes that run in a pod. `generators` are those of actor `index`."""
+    if role is Role.ACTOR:
+        return (f"actor-{index}", *generators)
+    if role is Role.TRAINER:
+        num_ranks = spec.trainers.processes_per_node
+        return tuple(f"trainer-{index * num_ranks + local}" for local in range(num_ranks))
+    return (f"{role.value}-{index}",)
+
+
+class ContainerMaker:
+    """Makes the containers of one pod."""
+
+    def __init__(self, job: JobResource, context: OperatorContext, role: Role, index: int) -> None:
+        self._job, self._context, self._role, self._index = job, context, role, index
+        self._output = output_folder(job, role)
+        self.names = workloads_of_pod(job.spec, role, index, generator_names(job.job, index))
+        wiring = endpoints(job, context, self.names, self._output)
+        self._workloads = tuple(plan_workload(job.job, wiring, name) for name in self.names)
+
+    def make(self) -> Containers:
+        main = {
+            Role.ACTOR: self._actor,
+            Role.TRAINER: self._trainer,
+            Role.PREPROCESSOR: self._preprocessor,
+            Role.REFERENCE: self._reference,
+        }[self._role]()
+        init = () if self._role is Role.PREPROCESSOR else (self._prepare(),)
+        return Containers(init, main, sum(num_gpus(self._job.job, name) for name in self.names))
+
+    def _actor(self) -> tuple[dict[str, Any], ...]:
+        rollout, *generators = self._workloads
+        startup_s = self._job.spec.actors.startup_timeout_seconds
+        return (
+            self._container("rollout", rollout.argv, {"metrics": METRICS_PORT}),
+            *(
+                self._generator(f"generator-{index}", workload, generator_port(index), startup_s)
+                for index, workload in enumerate(generators)
+            ),
+        )
+
+    def _reference(self) -> tuple[dict[str, Any], ...]:
+        settings = self._job.spec.reference
+        startup_s = settings.startup_timeout_seconds if settings else 0.0
+        return (self._generator("generator", self._workloads[0], GENERATOR_PORT, startup_s),)
+
+    def _generator(self, name: str, workload: Workload, port: int, startup_s: float) -> dict[str, Any]:
+        gpus = num_gpus(self._job.job, workload.name)
+        container = self._container(name, workload.argv, {f"http-{port}": port}, num_gpus=gpus)
+        return container | generator_probes(port, startup_s)
+
+    def _preprocessor(self) -> tuple[dict[str, Any], ...]:
+        container = self._container("preprocessor", self._workloads[0].argv, {"grpc": GRPC_PORT, "metrics": METRICS_PORT})
+        return (container | grpc_readiness(self._context.capabilities),)
+
+    def _trainer(self) -> tuple[dict[str, Any], ...]:
+        """One container with all of the node's ranks; only the first node's, with rank 0, serves."""
+        gpus = sum(num_gpus(self._job.job, name) for name in self.names)
+        container = self._container(
+            "trainer", launch_argv(self._workloads), {"grpc": GRPC_PORT, "metrics": METRICS_PORT}, num_gpus=gpus
+        )
+        return (container | (grpc_readiness(self._context.capabilities) if self._index == 0 else {}),)
+
+    def _prepare(self) -> dict[str, Any]:
+        flags = ("--job", str(JOB_FILE), "--output", str(self._output), "--cache", str(CACHE / "pipelinerl"))
+        check = ("--check-task",) if self._role is Role.ACTOR else ()
+        return self._container("prepare", ("python", "-m", PREPARE_MODULE, *flags, *check), {})
+
+    def _container(self, name: str, argv: tuple[str, ...], ports: dict[str, int], *, num_gpus: int = 0) -> dict[str, Any]:
+        job, context = self._job, self._context
+        pull = {"imagePullPolicy": context.image_pull_policy} if context.image_pull_policy else {}
+        resources = self._resources(num_gpus)
+        return {
+            "name": name,
+            "image": image(job.spec, context, self._role),
+            **pull,
+            "command": list(argv[:3]),
+            "args": list(argv[3:]),
+            "env": environment(job, self._role, self._index),
+            **({"ports": [{"name": key, "containerPort": port} for key, port in ports.items()]} if ports else {}),
+            **({"resources": {"requests": resources, "limits": resources}} if resources else {}),
+            "securityContext": container_security(job.spec.network if num_gpus else None),
+            "volumeMounts": [each.mount() for each in mounts(job, self._role)],
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+        }
+
+    def _resources(self, num_gpus: int) -> dict[str, str]:
+        rdma = self._job.spec.network.rdma
+        if not num_gpus:
+            return {}
+        return {GPU: str(num_gpus), **({rdma.resource_name: str(rdma.count)} if rdma else {})}
+
+
+def launch_argv(ranks: tuple[Workload, ...]) -> tuple[str, ...]:
+    """The command of a trainer pod: the rank itself, or a launcher that starts the node's ranks after the first one's flags."""
+    first = ranks[0].argv
+    if len(ranks) == 1:
+        return first
+    return ("python", "-m", LAUNCH_MODULE, *first[3:], "--processes", str(len(ranks)))
+
+
+def image(spec: JobSpec, context: OperatorContext, role: Role) -> str:
+    """The role's, the job's, or the operator's."""
+    own = {
+        Role.ACTOR: spec.actors.image,
+        Role.TRAINER: spec.trainers.image,
+        Role.PREPROCESSOR: spec.preprocessor.image,
+        Role.REFERENCE: spec.reference.image if spec.reference else None,
+    }[role]
+    return own or spec.image or context.images[role]

@@ -1,0 +1,75 @@
+"""Gang scheduling: trainers, preprocessor and the first actors.minReplicas actors are placed together or not at all.
+
+Nothing else belongs to the gang, or it deadlocks: trainers wait for samples, actors for weights.
+"""
+
+from typing import Any
+
+from pipelinerl_operator.objects.containers import GPU
+from pipelinerl_operator.objects.job_resource import JobResource
+from pipelinerl_operator.objects.labels import metadata
+from pipelinerl_operator.plan import Role, generator_names, num_gpus
+
+COSCHEDULING_LABEL = "scheduling.x-k8s.io/pod-group"
+VOLCANO_ANNOTATION = "scheduling.k8s.io/group-name"
+SCHEDULERS = {"volcano": "volcano", "coscheduling": "scheduler-plugins-scheduler"}
+"""Names under which the schedulers are installed by default."""
+
+
+def in_gang(job: JobResource, role: Role, index: int) -> bool:
+    if job.spec.scheduling.gang.backend == "none":
+        return False
+    return role in (Role.TRAINER, Role.PREPROCESSOR) or (role is Role.ACTOR and index < job.spec.actors.min_replicas)
+
+
+def gang_size(job: JobResource) -> int:
+    return job.spec.trainers.replicas + 1 + job.spec.actors.min_replicas
+
+
+def scheduler_name(job: JobResource) -> str | None:
+    """Of every pod: an actor that joins later is placed by the same scheduler, without the gang."""
+    scheduling = job.spec.scheduling
+    return scheduling.scheduler_name or SCHEDULERS.get(scheduling.gang.backend)
+
+
+def decoration(job: JobResource, role: Role, index: int) -> dict[str, dict[str, str]]:
+    """Labels and annotations that make a pod a member of its gang."""
+    if not in_gang(job, role, index):
+        return {}
+    if job.spec.scheduling.gang.backend == "volcano":
+        return {"annotations": {VOLCANO_ANNOTATION: job.name}}
+    return {"labels": {COSCHEDULING_LABEL: job.name}}
+
+
+def pod_group(job: JobResource) -> dict[str, Any] | None:
+    """None without gang scheduling."""
+    gang = job.spec.scheduling.gang
+    if gang.backend == "none":
+        return None
+    gpus = _num_gpus(job)
+    resources = {"minResources": {GPU: str(gpus)}} if gpus else {}
+    size = {"minMember": gang_size(job), **resources}
+    if gang.backend == "volcano":
+        priority = job.spec.scheduling.priority_class_name
+        queue = {"queue": gang.queue} if gang.queue else {}
+        spec = {**size, **queue, **({"priorityClassName": priority} if priority else {})}
+        return {
+            "apiVersion": "scheduling.volcano.sh/v1beta1",
+            "kind": "PodGroup",
+            "metadata": metadata(job, job.name),
+            "spec": spec,
+        }
+    return {
+        "apiVersion": "scheduling.x-k8s.io/v1alpha1",
+        "kind": "PodGroup",
+        "metadata": metadata(job, job.name),
+        "spec": {**size, "scheduleTimeoutSeconds": gang.timeout_seconds},
+    }
+
+
+def _num_gpus(job: JobResource) -> int:
+    """Of all members together."""
+    spec = job.spec
+    of_actor = sum(num_gpus(job.job, name) for name in generator_names(job.job, 0))
+    of_trainer = spec.trainers.processes_per_node * num_gpus(job.job, "trainer-0")
+    return spec.actors.min_replicas * of_actor + spec.trainers.replicas * of_trainer

@@ -1,0 +1,141 @@
+"""The user's podTemplate laid over the operator's pod, by the rules of a strategic merge.
+
+Mappings merge, null removes; the lists below merge by their key, others are replaced, tolerations and the like are added to.
+Containers by a name of ours are changed, others are sidecars. What the operator depends on cannot be changed.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from pipelinerl_common.errors import SettingsError
+from pipelinerl_operator.objects.environment import RESERVED_PREFIX
+from pipelinerl_operator.objects.labels import MANAGED_BY, PREFIX
+from pipelinerl_operator.objects.volumes import FIXED_FOLDER, FIXED_VOLUMES
+
+_KEYS = {
+    "containers": "name",
+    "initContainers": "name",
+    "volumes": "name",
+    "env": "name",
+    "volumeMounts": "mountPath",
+    "ports": "containerPort",
+    "imagePullSecrets": "name",
+}
+_ADDED = ("tolerations", "hostAliases", "topologySpreadConstraints", "envFrom", "readinessGates", "schedulingGates")
+_FIXED_IN_POD = ("restartPolicy", "hostname", "subdomain", "enableServiceLinks")
+_FIXED_IN_CONTAINER = ("command", "args")
+
+
+def overlay(pod: Mapping[str, Any], template: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """`path` names the template in errors. Raises SettingsError."""
+    _check(pod, template, path)
+    merged = deepcopy(dict(pod))
+    meta = template.get("metadata") or {}
+    for part in ("labels", "annotations"):
+        merged["metadata"][part] = {**merged["metadata"].get(part, {}), **(meta.get(part) or {})}
+    merged["spec"] = _merged(merged["spec"], template.get("spec") or {}, f"{path}.spec")
+    return merged
+
+
+def _merged(base: dict[str, Any], over: Mapping[str, Any], path: str) -> dict[str, Any]:
+    for name, value in over.items():
+        where = f"{path}.{name}"
+        if value is None:
+            base.pop(name, None)
+        elif name in _KEYS and isinstance(base.get(name), list):
+            base[name] = _merged_list(base[name], value, _KEYS[name], where)
+        elif name in _ADDED and isinstance(base.get(name), list):
+            base[name] = [*base[name], *_list(value, where)]
+        elif isinstance(value, dict) and isinstance(base.get(name), dict):
+            base[name] = _merged(base[name], value, where)
+        else:
+            base[name] = deepcopy(value)
+    return base
+
+
+def _merged_list(base: list[Any], over: Any, key: str, path: str) -> list[Any]:
+    merged = {item[key]: item for item in base}
+    for position, item in enumerate(_list(over, path)):
+        if not isinstance(item, dict) or item.get(key) is None:
+            raise SettingsError(f"{path}[{position}]: has no {key}; items of this list are merged by it")
+        merged[item[key]] = _item(merged.get(item[key]), item, path, key)
+    return list(merged.values())
+
+
+def _item(base: dict[str, Any] | None, item: dict[str, Any], path: str, key: str) -> dict[str, Any]:
+    """Variables, mounts and volumes are replaced as a whole, since their sources exclude one another."""
+    if base is None or not path.endswith(("containers", "initContainers")):
+        return deepcopy(item)
+    return _merged(base, item, f"{path}[{item[key]}]")
+
+
+def _list(value: Any, path: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise SettingsError(f"{path}: must be a list, not {value!r}")
+    return value
+
+
+def _check(pod: Mapping[str, Any], template: Mapping[str, Any], path: str) -> None:
+    for name in sorted(template.keys() - {"metadata", "spec"}):
+        raise SettingsError(f"{path}.{name}: a pod template has metadata and spec only")
+    _check_metadata(_mapping(template, "metadata", path), f"{path}.metadata")
+    _check_spec(pod, _mapping(template, "spec", path), f"{path}.spec")
+
+
+def _check_metadata(meta: Mapping[str, Any], path: str) -> None:
+    for name in sorted(meta.keys() - {"labels", "annotations"}):
+        raise SettingsError(f"{path}.{name}: only labels and annotations can be set")
+    for part in ("labels", "annotations"):
+        for name in _mapping(meta, part, path):
+            if name.startswith(PREFIX) or name == MANAGED_BY:
+                raise SettingsError(f"{path}.{part}.{name}: is the operator's; choose another name")
+
+
+def _check_spec(pod: Mapping[str, Any], spec: Mapping[str, Any], path: str) -> None:
+    for name in _FIXED_IN_POD:
+        if name in spec:
+            raise SettingsError(f"{path}.{name}: is the operator's ({pod['spec'].get(name)!r}); remove it")
+    for volume in _items(spec, "volumes", path):
+        if volume.get("name") in FIXED_VOLUMES:
+            raise SettingsError(f"{path}.volumes[{volume['name']}]: is the operator's; choose another name")
+    for kind in ("containers", "initContainers"):
+        own = [each["name"] for each in pod["spec"].get(kind, [])]
+        for container in _items(spec, kind, path):
+            where = f"{path}.{kind}[{container.get('name')}]"
+            if container.get("name") in own:
+                _check_own_container(container, where)
+            _check_ports(container, pod, where)
+
+
+def _check_own_container(container: Mapping[str, Any], path: str) -> None:
+    for name in _FIXED_IN_CONTAINER:
+        if name in container:
+            raise SettingsError(f"{path}.{name}: is the operator's; remove it, or run your command in a sidecar")
+    for variable in _items(container, "env", path):
+        if str(variable.get("name")).startswith(RESERVED_PREFIX):
+            raise SettingsError(f"{path}.env[{variable['name']}]: names that begin with {RESERVED_PREFIX} are the operator's")
+    for mount in _items(container, "volumeMounts", path):
+        if str(mount.get("mountPath")).startswith(FIXED_FOLDER):
+            raise SettingsError(f"{path}.volumeMounts[{mount['mountPath']}]: is the operator's; choose another path")
+
+
+def _check_ports(container: Mapping[str, Any], pod: Mapping[str, Any], path: str) -> None:
+    others = [each for each in pod["spec"]["containers"] if each["name"] != container.get("name")]
+    taken = {entry["containerPort"]: each["name"] for each in others for entry in each.get("ports", [])}
+    for entry in _items(container, "ports", path):
+        if entry.get("containerPort") in taken:
+            number = entry["containerPort"]
+            raise SettingsError(f"{path}.ports: {number} is the port of container {taken[number]}; choose another")
+
+
+def _items(parent: Mapping[str, Any], name: str, path: str) -> list[Mapping[str, Any]]:
+    """The mappings in a list; others are for the API server to refuse."""
+    return [each for each in _list(parent.get(name) or [], f"{path}.{name}") if isinstance(each, dict)]
+
+
+def _mapping(parent: Mapping[str, Any], name: str, path: str) -> Mapping[str, Any]:
+    value = parent.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise SettingsError(f"{path}.{name}: must be a mapping, not {value!r}")
+    return value or {}

@@ -1,0 +1,143 @@
+"""Pods of every role: their own part here, containers, volumes and the user's template from their modules."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipelinerl_common.settings import JobSpec
+from pipelinerl_operator.objects.containers import GPU, ContainerMaker
+from pipelinerl_operator.objects.context import OperatorContext
+from pipelinerl_operator.objects.gang import decoration, in_gang, scheduler_name
+from pipelinerl_operator.objects.job_resource import JobResource
+from pipelinerl_operator.objects.labels import ATTEMPT, INDEX, ROLE, TEMPLATE_HASH, metadata, pod_name
+from pipelinerl_operator.objects.overlay import overlay
+from pipelinerl_operator.objects.placement import affinity
+from pipelinerl_operator.objects.ports import port
+from pipelinerl_operator.objects.security import pod_security
+from pipelinerl_operator.objects.template_hash import template_hash
+from pipelinerl_operator.objects.volumes import has_claim, mounts
+from pipelinerl_operator.plan import Role
+
+STOP_MARGIN_S = 30
+"""Between the end of a drain and the kill: to say good-bye, flush, and exit."""
+UNDISTURBED = {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+
+
+@dataclass(frozen=True)
+class PodSpec:
+    """One pod that should exist. Its manifest is made when it is asked for."""
+
+    job: JobResource
+    context: OperatorContext
+    role: Role
+    index: int
+    template_hash: str
+    """Also an annotation of the pod; equal as long as the job asks for the same pod, whatever the operator's version."""
+
+    @property
+    def name(self) -> str:
+        return pod_name(self.job.name, self.role, self.index)
+
+    @property
+    def in_gang(self) -> bool:
+        return in_gang(self.job, self.role, self.index)
+
+    @property
+    def main_containers(self) -> tuple[str, ...]:
+        """The pod has failed when one of these has, and is done when the first one is. Others are the user's."""
+        if self.role is Role.ACTOR:
+            return ("rollout", *(f"generator-{index}" for index in range(self.job.spec.actors.generators_per_replica)))
+        return ("generator",) if self.role is Role.REFERENCE else (self.role.value,)
+
+    def generators(self) -> Mapping[str, int]:
+        """Port of each generator of the weight-transfer group in this pod, by its name in the plan: {"generator-0-1": 8001}."""
+        if self.role is not Role.ACTOR:
+            return {}
+        names = (f"generator-{self.index}-{index}" for index in range(self.job.spec.actors.generators_per_replica))
+        return {name: port(name) for name in names}
+
+    def manifest(self, attempt: int, excluded_nodes: Sequence[str] = ()) -> dict[str, Any]:
+        """Ready to be created. Raises SettingsError when the job's podTemplate does not fit."""
+        mine = self._own(attempt)
+        template = _template(self.job.spec, self.role)
+        merged = overlay(mine, template, f"spec.{_SECTIONS[self.role]}.podTemplate") if template else mine
+        placed = affinity(merged["spec"].get("affinity"), self.job, excluded_nodes)
+        if placed:
+            merged["spec"]["affinity"] = placed
+        return merged
+
+    def _own(self, attempt: int) -> dict[str, Any]:
+        job, role = self.job, self.role
+        gang = decoration(job, role, self.index)
+        labels = {ROLE: role.value, INDEX: str(self.index), ATTEMPT: str(attempt), **gang.get("labels", {})}
+        undisturbed = UNDISTURBED if role is Role.TRAINER else {}
+        annotations = {TEMPLATE_HASH: self.template_hash, **undisturbed, **gang.get("annotations", {})}
+        return {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {**metadata(job, self.name, **labels), "annotations": annotations},
+            "spec": self._pod_spec(),
+        }
+
+    def _pod_spec(self) -> dict[str, Any]:
+        job, role = self.job, self.role
+        containers = ContainerMaker(job, self.context, role, self.index).make()
+        secrets = [*self.context.image_pull_secrets, *(each.name for each in job.spec.image_pull_secrets)]
+        optional = {
+            "initContainers": list(containers.init),
+            "imagePullSecrets": [{"name": name} for name in dict.fromkeys(secrets)],
+            "schedulerName": scheduler_name(job),
+            "priorityClassName": job.spec.scheduling.priority_class_name,
+            "tolerations": [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}] if containers.num_gpus else [],
+        }
+        return {
+            "restartPolicy": "Never",
+            "hostname": self.name,
+            "subdomain": job.name,
+            "enableServiceLinks": False,
+            "serviceAccountName": job.name,
+            "automountServiceAccountToken": False,
+            "terminationGracePeriodSeconds": int(_drain_s(job.spec, role)) + STOP_MARGIN_S,
+            "securityContext": pod_security(owns_claims=has_claim(job, role)),
+            **{name: value for name, value in optional.items() if value},
+            "containers": list(containers.main),
+            "volumes": [each.volume() for each in mounts(job, role)],
+        }
+
+
+_SECTIONS = {Role.ACTOR: "actors", Role.TRAINER: "trainers", Role.PREPROCESSOR: "preprocessor", Role.REFERENCE: "reference"}
+
+
+def _template(spec: JobSpec, role: Role) -> dict[str, Any] | None:
+    return {
+        Role.ACTOR: spec.actors.pod_template,
+        Role.TRAINER: spec.trainers.pod_template,
+        Role.PREPROCESSOR: spec.preprocessor.pod_template,
+        Role.REFERENCE: spec.reference.pod_template if spec.reference else None,
+    }[role]
+
+
+def _drain_s(spec: JobSpec, role: Role) -> float:
+    return {Role.ACTOR: spec.actors.drain_seconds, Role.TRAINER: spec.trainers.drain_seconds}.get(role, 0.0)
+
+
+def pods(job: JobResource, context: OperatorContext) -> tuple[PodSpec, ...]:
+    """Every pod of the job, in start order."""
+    spec = job.spec
+    counts = {
+        Role.PREPROCESSOR: 1,
+        Role.REFERENCE: spec.reference.replicas if spec.reference else 0,
+        Role.TRAINER: spec.trainers.replicas,
+        Role.ACTOR: spec.actors.replicas,
+    }
+    hashes = {
+        (role, gang): template_hash(spec, role, in_gang=gang)
+        for role, count in counts.items()
+        if count
+        for gang in (False, True)
+    }
+    return tuple(
+        PodSpec(job, context, role, index, hashes[role, in_gang(job, role, index)])
+        for role, count in counts.items()
+        for index in range(count)
+    )

@@ -1,0 +1,65 @@
+"""Ports in pods, and the addresses of a job's processes."""
+
+from pathlib import Path
+
+from pipelinerl_operator.objects.context import OperatorContext
+from pipelinerl_operator.objects.job_resource import JobResource
+from pipelinerl_operator.objects.labels import pod_name
+from pipelinerl_operator.plan import Endpoints, Role, generator_names, reference_names, role_of
+
+GRPC_PORT = 7000
+GENERATOR_PORT = 8000
+METRICS_PORT = 9090
+RENDEZVOUS_PORT = 29500
+"""Of the trainer ranks' own group."""
+LOOPBACK = "127.0.0.1"
+
+JOB_FILE = Path("/etc/pipelinerl/job/job.yaml")
+SECRET_FOLDER = Path("/etc/pipelinerl/secret")
+
+
+def generator_port(index: int) -> int:
+    """Generators of one actor share its pod's address."""
+    return GENERATOR_PORT + index
+
+
+def host(job: JobResource, role: Role, index: int) -> str:
+    """A pod's name in the cluster's DNS; it outlives the pod."""
+    return f"{pod_name(job.name, role, index)}.{job.name}.{job.namespace}.svc"
+
+
+def place(job: JobResource, workload: str) -> tuple[Role, int]:
+    """The pod that carries a process of the plan: generators live with their actor, ranks with those of their node."""
+    role, index = role_of(workload), int(workload.rpartition("-")[2])
+    if role is Role.GENERATOR:
+        return Role.ACTOR, int(workload.split("-")[1])
+    if role is Role.TRAINER:
+        return role, index // job.spec.trainers.processes_per_node
+    return role, index
+
+
+def port(workload: str) -> int:
+    role, index = role_of(workload), int(workload.rpartition("-")[2])
+    if role is Role.GENERATOR:
+        return generator_port(index)
+    return GENERATOR_PORT if role is Role.REFERENCE else GRPC_PORT
+
+
+def endpoints(job: JobResource, context: OperatorContext, names: tuple[str, ...], output: Path) -> Endpoints:
+    """For the processes `names` of one pod: they find one another on its loopback, the others by DNS."""
+    peers = ("preprocessor-0", *reference_names(job.job), *generator_names(job.job, 0))
+    addresses = {name: f"{host(job, *place(job, name))}:{port(name)}" for name in peers}
+    addresses |= {name: f"{LOOPBACK}:{port(name)}" for name in names}
+    master = LOOPBACK if "trainer-0" in names else host(job, Role.TRAINER, 0)
+    return Endpoints(
+        job_file=JOB_FILE,
+        output=output,
+        nats_url=context.nats_url,
+        coordinator=context.coordinator,
+        addresses=addresses,
+        trainer_master=f"{master}:{RENDEZVOUS_PORT}",
+        token_file=SECRET_FOLDER / "token",
+        log_level=context.log_level,
+        # Generators are told the trainer's address when a group forms: the pod's own, which no stale DNS answer can miss.
+        listen_hosts={role: "$(PRL_POD_IP)" if role is Role.TRAINER else "0.0.0.0" for role in Role},
+    )

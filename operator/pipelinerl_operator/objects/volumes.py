@@ -1,0 +1,77 @@
+"""What is mounted in a pod, and where. The root file system is read-only: every folder that is written to is a volume."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipelinerl_common.settings import JobSpec
+from pipelinerl_operator.objects.job_resource import JobResource
+from pipelinerl_operator.objects.labels import config_name, secret_name
+from pipelinerl_operator.objects.ports import JOB_FILE, SECRET_FOLDER
+from pipelinerl_operator.plan import Role
+
+CACHE = Path("/cache")
+"""HOME, downloaded and made models, compiled kernels."""
+OUTPUT = Path("/output")
+CHECKPOINTS = Path("/checkpoints")
+FIXED_FOLDER = "/etc/pipelinerl"
+FIXED_VOLUMES = ("job", "secret", "output")
+DISABLED_SIZES = ("0", "0Gi", "0Mi")
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A volume of the pod, mounted at the same place in each of its containers."""
+
+    name: str
+    path: Path
+    source: dict[str, Any]
+    read_only: bool = False
+
+    def volume(self) -> dict[str, Any]:
+        return {"name": self.name, **self.source}
+
+    def mount(self) -> dict[str, Any]:
+        return {"name": self.name, "mountPath": str(self.path), **({"readOnly": True} if self.read_only else {})}
+
+
+def output_folder(job: JobResource, role: Role) -> Path:
+    """Where a role's services write. Trainers: the claim, so that checkpoints outlive the pod."""
+    checkpoint = job.spec.trainers.checkpoint
+    if role is not Role.TRAINER:
+        return OUTPUT
+    if checkpoint.pvc is not None:
+        return CHECKPOINTS / job.name
+    return Path(checkpoint.uri.removeprefix("file://")) if checkpoint.uri is not None else OUTPUT
+
+
+def mounts(job: JobResource, role: Role) -> tuple[Mount, ...]:
+    spec = job.spec
+    own = [
+        Mount("job", JOB_FILE.parent, {"configMap": {"name": config_name(job.name)}}, read_only=True),
+        Mount("secret", SECRET_FOLDER, {"secret": {"secretName": secret_name(job.name), "defaultMode": 0o444}}, read_only=True),
+        Mount("tmp", Path("/tmp"), {"emptyDir": {}}),
+        Mount("output", OUTPUT, {"emptyDir": {}}),
+        Mount("cache", CACHE, _cache(spec, role)),
+    ]
+    if role is Role.TRAINER and spec.trainers.checkpoint.pvc is not None:
+        claim = {"persistentVolumeClaim": {"claimName": spec.trainers.checkpoint.pvc}}
+        own.append(Mount("checkpoints", CHECKPOINTS, claim))
+    if role is not Role.PREPROCESSOR and spec.shared_memory_size not in DISABLED_SIZES:
+        memory = {"medium": "Memory", "sizeLimit": spec.shared_memory_size}
+        own.append(Mount("shared-memory", Path("/dev/shm"), {"emptyDir": memory}))
+    return tuple(own)
+
+
+def has_claim(job: JobResource, role: Role) -> bool:
+    return any("persistentVolumeClaim" in mount.source for mount in mounts(job, role))
+
+
+def _cache(spec: JobSpec, role: Role) -> dict[str, Any]:
+    cache = spec.model.cache
+    if cache is None or role is Role.PREPROCESSOR:
+        return {"emptyDir": {}}
+    if cache.pvc is not None:
+        return {"persistentVolumeClaim": {"claimName": cache.pvc}}
+    size = cache.empty_dir.size_limit if cache.empty_dir else None
+    return {"emptyDir": {"sizeLimit": size} if size else {}}

@@ -1,0 +1,160 @@
+"""What only Kubernetes reads: images, scheduling, network, restarts, deadlines. `pipelinerl up` passes over these fields."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, JsonValue, model_validator
+
+from pipelinerl_common.settings.base import Settings
+
+Image = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\s]+$")]
+ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
+LabelKey = Annotated[
+    str,
+    Field(min_length=1, max_length=317, pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9][-A-Za-z0-9_.]*$"),
+]
+Quantity = Annotated[str, Field(min_length=1, max_length=32, pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi|E|Ei)?$")]
+FreeForm = Annotated[dict[str, JsonValue], Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})]
+PodTemplate = FreeForm
+"""metadata (labels, annotations) and spec of a pod, laid over the operator's own by container and volume name."""
+Seconds = Annotated[int, Field(ge=0, le=315360000)]
+
+
+class SecretReference(Settings):
+    name: ObjectName
+    """Name of a Secret in the job's namespace."""
+
+
+class EnvironmentVariable(Settings):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$", max_length=256)]
+    """Name of the variable. Names that begin with PRL_ are the operator's."""
+    value: Annotated[str, Field(max_length=32768)] | None = None
+    """Its value; $(NAME) stands for a variable before it."""
+    value_from: FreeForm | None = None
+    """Where the value comes from, as in a pod: secretKeyRef, configMapKeyRef, fieldRef or resourceFieldRef."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.value is not None and self.value_from is not None:
+            raise ValueError(f"env {self.name}: value and valueFrom exclude each other; leave one of them out")
+        if self.name.startswith("PRL_"):
+            raise ValueError(f"env {self.name}: names that begin with PRL_ are set by the operator; choose another name")
+        return self
+
+
+class EmptyDirSettings(Settings):
+    size_limit: Quantity | None = None
+    """Most that the folder may hold; the pod is evicted beyond it."""
+
+
+class ModelCacheSettings(Settings):
+    pvc: ObjectName | None = None
+    """PersistentVolumeClaim that keeps downloaded and made models; one that many nodes can mount when pods run on several."""
+    empty_dir: EmptyDirSettings | None = None
+    """A folder of each pod's own, filled at each start. This is the default."""
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if (self.pvc is None) == (self.empty_dir is None):
+            raise ValueError("model.cache needs exactly one of pvc and emptyDir: {pvc: NAME} or {emptyDir: {}}")
+        return self
+
+
+class GangSettings(Settings):
+    backend: Literal["none", "volcano", "coscheduling"] = "none"
+    """Who places the pods that must run together (trainers, preprocessor and the first actors.minReplicas actors) all at once
+    or not at all: nobody, Volcano, or the coscheduling plugin."""
+    queue: Annotated[str, Field(max_length=253)] | None = None
+    """Volcano's queue."""
+    timeout_seconds: Annotated[int, Field(ge=1, le=86400)] = 300
+    """`coscheduling`: how long placed pods wait for the rest."""
+
+
+class SchedulingSettings(Settings):
+    scheduler_name: Annotated[str, Field(min_length=1, max_length=253)] | None = None
+    """Scheduler of every pod; unset takes the gang's, or the cluster's own."""
+    gang: GangSettings = GangSettings()
+    """Scheduling of the pods that must run together."""
+    priority_class_name: ObjectName | None = None
+    """PriorityClass of every pod; a podTemplate's own goes first."""
+    topology_key: LabelKey | None = None
+    """Node label of a fast network domain, for example a rack: the pods of the job prefer to share its value."""
+
+
+class RdmaSettings(Settings):
+    resource_name: LabelKey
+    """Extended resource of the RDMA device, for example rdma/hca, as the cluster's device plugin names it."""
+    count: Annotated[int, Field(ge=1, le=64)] = 1
+    """Devices per pod with GPUs."""
+    ipc_lock: bool = False
+    """Adds the capability IPC_LOCK. Namespaces with the pod security level `restricted` or `baseline` refuse it; leave it off
+    where the container runtime does not limit locked memory."""
+
+
+class NetworkSettings(Settings):
+    rdma: RdmaSettings | None = None
+    """RDMA devices for the weight transfer and the trainers' collectives."""
+    interface: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    """Network interface of collectives, for example eth0 (sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME)."""
+
+
+class BackoffSettings(Settings):
+    initial_seconds: Annotated[int, Field(ge=0, le=3600)] = 5
+    """Wait before the first restart; it doubles with each one."""
+    max_seconds: Annotated[int, Field(ge=1, le=86400)] = 300
+    """Longest wait."""
+
+
+class FailureRule(Settings):
+    action: Literal["FailJob", "Restart", "RestartUncounted"]
+    """`FailJob` ends the job, `Restart` restarts and counts, `RestartUncounted` restarts without counting."""
+    role: Literal["actor", "preprocessor", "trainer", "reference"] | None = None
+    """Only failures of this role; unset means every role."""
+    exit_codes: Annotated[list[Annotated[int, Field(ge=1, le=255)]], Field(max_length=32)] = []
+    """Only these exit codes; none means any."""
+    reasons: Annotated[
+        list[Literal["Error", "OOMKilled", "Evicted", "Preempted", "NodeLost", "ImagePull"]], Field(max_length=8)
+    ] = []
+    """Only these reasons; none means any."""
+
+
+class FailurePolicySettings(Settings):
+    max_restarts: Annotated[int, Field(ge=0, le=100000)] = 10
+    """Restarts that count, within the window, before the job fails. Out-of-memory kills, evictions, preemptions, lost nodes and
+    image pulls do not count, unless a rule says so."""
+    window_seconds: Annotated[int, Field(ge=1, le=31536000)] = 3600
+    """Restarts older than this are forgotten."""
+    backoff: BackoffSettings = BackoffSettings()
+    """Waits between restarts of the same pod."""
+    terminating_pod_timeout_seconds: Annotated[int, Field(ge=1, le=86400)] = 300
+    """A pod that is still terminating this long after its grace period, as on a dead node, is removed by force."""
+    exclude_node_after: Annotated[int, Field(ge=0, le=100)] = 3
+    """Failures on a node within the window before the job's pods avoid it; 0 never avoids one."""
+    rules: Annotated[list[FailureRule], Field(max_length=32)] = []
+    """The first rule that matches a failure decides; without one the defaults do."""
+
+
+class RestartSettings(Settings):
+    id: Annotated[str, Field(max_length=64)] = ""
+    """Any change restarts the job's pods, the trainers from the newest checkpoint. Also takes over changed templates."""
+
+
+class AutoscaleSettings(Settings):
+    enabled: bool = False
+    """Moves actors.replicas between minReplicas and maxReplicas by the ratio of the system's throughput to what generation
+    alone would reach."""
+    period_steps: Annotated[int, Field(ge=1, le=100000)] = 10
+    """Optimizer steps between two looks."""
+    low_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    """Below it the trainers hold the generators up, and GPUs stop generating."""
+    high_ratio: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """Above it the generators hold the trainers up, and GPUs begin to generate."""
+    take_away_gpus: Annotated[int, Field(ge=1, le=1024)] = 5
+    """GPUs (actors on a CPU) that stop generating at a low ratio."""
+    add_gpus: Annotated[int, Field(ge=1, le=1024)] = 2
+    """GPUs (actors on a CPU) that begin to generate at a high ratio."""
+
+    @model_validator(mode="after")
+    def _ratios_rise(self) -> Self:
+        if self.low_ratio >= self.high_ratio:
+            raise ValueError(f"autoscale.lowRatio={self.low_ratio} must be below autoscale.highRatio={self.high_ratio}")
+        return self
