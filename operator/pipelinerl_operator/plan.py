@@ -66,6 +66,8 @@ class Endpoints:
     trainer_master: str
     """`host:port` of the trainer ranks' own rendezvous, on rank 0."""
     token_file: Path | None = None
+    nats_credentials: Path | None = None
+    """Login at the sample stream's server; None uses the job's token."""
     log_level: str = "info"
     metrics_addresses: Mapping[str, str] = field(default_factory=dict)
     """`host:port` of `/metrics` by workload name; who is not named serves none."""
@@ -163,6 +165,7 @@ def plan_workload(job: Job, endpoints: Endpoints, name: str) -> Workload:
 
 def _common_flags(endpoints: Endpoints, name: str) -> tuple[str, ...]:
     token = ("--token-file", str(endpoints.token_file)) if endpoints.token_file else ()
+    login = ("--nats-credentials", str(endpoints.nats_credentials)) if endpoints.nats_credentials else ()
     metrics = ("--metrics-listen", endpoints.metrics_addresses[name]) if name in endpoints.metrics_addresses else ()
     return (
         *("--job", str(endpoints.job_file)),
@@ -173,6 +176,7 @@ def _common_flags(endpoints: Endpoints, name: str) -> tuple[str, ...]:
         *("--preprocessor", endpoints.addresses["preprocessor-0"]),
         *("--coordinator", endpoints.coordinator),
         *token,
+        *login,
         *metrics,
         *("--log-level", endpoints.log_level),
     )

@@ -19,7 +19,12 @@ def service_spec(spec: JobSpec) -> dict[str, Any]:
 
 
 def config_map(job: JobResource) -> dict[str, Any]:
-    document = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": job.name}, "spec": service_spec(job.spec)}
+    document = {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": {"name": job.name, "namespace": job.namespace},
+        "spec": service_spec(job.spec),
+    }
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",

@@ -75,7 +75,7 @@ class ContainerMaker:
 
     def _generator(self, name: str, workload: Workload, port: int, startup_s: float) -> dict[str, Any]:
         gpus = num_gpus(self._job.job, workload.name)
-        container = self._container(name, workload.argv, {f"http-{port}": port}, num_gpus=gpus)
+        container = self._container(name, workload.argv, {"metrics": port}, num_gpus=gpus)
         return container | generator_probes(port, startup_s)
 
     def _preprocessor(self) -> tuple[dict[str, Any], ...]:

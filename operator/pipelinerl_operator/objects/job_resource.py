@@ -42,7 +42,7 @@ class JobResource:
         document = {
             "apiVersion": API_VERSION,
             "kind": KIND,
-            "metadata": {"name": metadata["name"]},
+            "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
             "spec": raw.get("spec", {}),
         }
         return cls(

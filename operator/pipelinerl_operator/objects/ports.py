@@ -13,6 +13,11 @@ METRICS_PORT = 9090
 RENDEZVOUS_PORT = 29500
 """Of the trainer ranks' own group."""
 LOOPBACK = "127.0.0.1"
+EVERY_INTERFACE = "0.0.0.0"
+SERVE_THEIR_OWN = (Role.GENERATOR, Role.REFERENCE)
+"""Roles whose HTTP port has /metrics too."""
+TOKEN_KEY = "token"
+NATS_KEY = "nats.creds"
 
 JOB_FILE = Path("/etc/pipelinerl/job/job.yaml")
 SECRET_FOLDER = Path("/etc/pipelinerl/secret")
@@ -58,8 +63,10 @@ def endpoints(job: JobResource, context: OperatorContext, names: tuple[str, ...]
         coordinator=context.coordinator,
         addresses=addresses,
         trainer_master=f"{master}:{RENDEZVOUS_PORT}",
-        token_file=SECRET_FOLDER / "token",
+        token_file=SECRET_FOLDER / TOKEN_KEY,
+        nats_credentials=SECRET_FOLDER / NATS_KEY if context.has_nats_credentials else None,
+        metrics_addresses={name: f"{EVERY_INTERFACE}:{METRICS_PORT}" for name in names if role_of(name) not in SERVE_THEIR_OWN},
         log_level=context.log_level,
         # Generators are told the trainer's address when a group forms: the pod's own, which no stale DNS answer can miss.
-        listen_hosts={role: "$(PRL_POD_IP)" if role is Role.TRAINER else "0.0.0.0" for role in Role},
+        listen_hosts={role: "$(PRL_POD_IP)" if role is Role.TRAINER else EVERY_INTERFACE for role in Role},
     )

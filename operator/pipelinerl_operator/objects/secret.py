@@ -4,9 +4,7 @@ from typing import Any
 
 from pipelinerl_operator.objects.job_resource import JobResource
 from pipelinerl_operator.objects.labels import metadata, secret_name
-
-TOKEN_KEY = "token"
-NATS_KEY = "nats.creds"
+from pipelinerl_operator.objects.ports import NATS_KEY, TOKEN_KEY
 
 
 def secret(job: JobResource, token: str, nats_credentials: str | None = None) -> dict[str, Any]:
