@@ -8,9 +8,10 @@ import pytest
 
 from pipelinerl_cli.__main__ import main
 from pipelinerl_cli.compare.table import first_reaching, load, rows
-from pipelinerl_cli.report.page import rates
+from pipelinerl_cli.report.heat import heat
 from pipelinerl_cli.report.svg import Axis, Line, clock, clock_ticks, compact, duration, plot, smooth, thin, ticks
-from pipelinerl_cli.results.history import Point
+from pipelinerl_cli.report.throughput import rates
+from pipelinerl_cli.results.history import Point, RunHistory
 from pipelinerl_cli.results.metrics_file import MetricsWriter, Record
 
 JOB = """
@@ -47,19 +48,59 @@ def test_report_holds_every_plot_the_summary_and_the_settings(tmp_path: Path, ca
         "Reward over time",
         "Reward over trajectories",
         "Loss",
-        "Gradient norm and entropy",
-        "Lag of trained tokens (steps)",
-        "Effective sample size",
+        "Entropy (nats per token)",
+        "Gradient norm",
+        "Length of completions (tokens)",
+        "Share of the tokens whose importance ratio was clipped",
+        "Lag of the trained tokens (steps)",
+        "Effective sample size (1 is on-policy)",
         "Queue depth (groups)",
-        "Weight update",
+        "What became of the generated tokens",
         "Tokens per second",
         "Where a step&#x27;s time goes",
+        "Pause and transfer of a weight update",
+        "Packing",
     ]
-    assert page.count("data-plot ") == 7  # loss, gradient norm and step times have no data here and say so
-    assert page.count('class="empty"') == 3
+    empty = re.findall(r'<figcaption>([^<]*)(?:<span class="legend">.*?</span></span>)?</figcaption><p class="empty">', page)
+    missing = [
+        *captions[2:8],
+        "Where a step&#x27;s time goes",
+        "Packing",
+    ]  # no data for these: the page says so
+    assert empty == missing
+    assert page.count("data-plot ") == len(captions) - len(empty) - 1  # a bar is no plot
+    assert "trained <b>1k</b> <span>83.3%</span>" in page  # 20 steps of 50 tokens of 1200
+    assert "at the end <b>200</b> <span>16.7%</span>" in page
     assert "0.100 → 0.850" in page  # means of 0, .05, .1, .15, .2 and of .75 .. .95
     assert "seed: 11" in page
     assert "running" in page  # no summary.json yet
+
+
+def test_time_of_the_plots_begins_with_the_first_token(tmp_path: Path) -> None:
+    records = [
+        Record("up", "up", 1000, -1, {"session_started": 1}),
+        Record("actor", "actor-0", 1030, -1, {"tokens_generated_total": 0.0}),
+        Record("actor", "actor-0", 1031, -1, {"tokens_generated_total": 5.0}),
+        Record("trainer", "trainer-0", 1034, 1, {"reward_mean": 0.5}),
+    ]
+    history = RunHistory(records)
+    assert history.seconds_to_first_token == 30
+    trained = history.since(30)
+    assert [(step.step, step.t) for step in trained.steps] == [(1, 4.0)]
+    assert trained.gauge("actor", "tokens_generated_total") == [Point(0, 0), Point(1, 5)]
+    assert history.steps[0].t == 34
+
+
+def test_a_step_by_its_lags_has_one_cell_per_lag_that_occurs(tmp_path: Path) -> None:
+    columns = [[1.0] + [0.0] * 16, [0.25, 0.0, 0.75] + [0.0] * 14]
+    drawn = heat("lag", Axis("step"), Axis("lag"), [1, 2], columns, "16+", Line("mean", [1, 2], [0.0, 1.5]))
+    assert drawn.count('class="cell"') == 3
+    assert [float(opacity) for opacity in re.findall(r'fill-opacity="([0-9.]+)"', drawn)] == [
+        1,
+        0.44,
+        0.84,
+    ]  # share to the power 0.6
+    assert "mean: from 0 to 1.5, between 0 and 1.5." in drawn
 
 
 def test_page_needs_nothing_from_elsewhere_and_has_light_and_dark(tmp_path: Path) -> None:

@@ -45,7 +45,10 @@ def step(number: int, reward: float, age_s: float = 0.0) -> Record:
 @pytest.fixture
 def holder() -> Iterator[int]:
     """Process id of something that looks like the `pipelinerl up` of a run."""
-    process = subprocess.Popen([sys.executable, "-c", "input()", "pipelinerl"], stdin=subprocess.PIPE)
+    command = [sys.executable, "-c", "print(flush=True); input()", "pipelinerl"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
     yield process.pid
     process.communicate(b"\n", timeout=60)
 

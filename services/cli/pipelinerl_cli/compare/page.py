@@ -4,11 +4,13 @@ from collections.abc import Callable, Sequence
 
 from pipelinerl_cli.compare.table import SMOOTHING, Compared
 from pipelinerl_cli.report.document import document, grid, section, table
-from pipelinerl_cli.report.page import SAMPLES, TIME, rates
+from pipelinerl_cli.report.learning import SAMPLES
 from pipelinerl_cli.report.svg import Axis, Line, plot
+from pipelinerl_cli.report.throughput import rates
 from pipelinerl_cli.results.history import Point, Step
 
 NUM_COLOURS = 6
+TIME = Axis("time", "clock", low=0)
 
 
 def compare_page(runs: Sequence[Compared], head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -33,10 +35,10 @@ def compare_page(runs: Sequence[Compared], head: Sequence[str], rows: Sequence[S
         "Runs compared - PipelineRL",
         "\n".join(
             [
-                f"<h1>Runs compared</h1><p class='sub'>Rewards are means of {SMOOTHING} steps.</p>",
+                "<header><h1>Runs compared</h1></header>",
                 table(*transposed(head, rows)),
-                section("Learning", grid(learning)),
-                section("Behaviour", grid(behaviour)),
+                section("Learning", f"Rewards are means of {SMOOTHING} steps.", grid(learning)),
+                section("Behaviour", "", grid(behaviour)),
             ]
         ),
     )

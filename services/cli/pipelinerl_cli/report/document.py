@@ -18,14 +18,20 @@ def document(title: str, body: str) -> str:
     )
 
 
-def tiles(pairs: Iterable[tuple[str, str]]) -> str:
+def tiles(pairs: Iterable[tuple[str, str]], *, small: bool = False) -> str:
     """Numbers with their names, as (name, number)."""
-    cells = (f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>' for name, value in pairs)
-    return f'<div class="tiles">{"".join(cells)}</div>'
+    cells = (f"<div><dd>{html.escape(value)}</dd><dt>{html.escape(name)}</dt></div>" for name, value in pairs)
+    return f'<dl class="tiles{" small" if small else ""}">{"".join(cells)}</dl>'
 
 
-def section(title: str, *parts: str) -> str:
-    return f"<h2>{html.escape(title)}</h2>\n" + "\n".join(parts)
+def hero(figure: str, beside: str) -> str:
+    """The figure that matters most, large, with numbers beside it."""
+    return f'<div class="hero">{figure}{beside}</div>'
+
+
+def section(title: str, explanation: str, *parts: str) -> str:
+    said = f'<p class="sub">{html.escape(explanation)}</p>' if explanation else ""
+    return f"<section><h2>{html.escape(title)}</h2>{said}\n" + "\n".join(parts) + "</section>"
 
 
 def grid(plots: Sequence[str]) -> str:
@@ -36,8 +42,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     def row(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-    return f'<div class="wide"><table>{row(head, "th")}{"".join(row(cells, "td") for cells in rows)}</table></div>'
+    return f'<div class="wide" tabindex="0"><table>{row(head, "th")}{"".join(row(cells, "td") for cells in rows)}</table></div>'
 
 
-def folded(title: str, text: str) -> str:
-    return f"<details><summary>{html.escape(title)}</summary><pre>{html.escape(text)}</pre></details>"
+def folded(title: str, body: str) -> str:
+    """`body` is markup."""
+    return f"<details><summary>{html.escape(title)}</summary>{body}</details>"

@@ -20,7 +20,9 @@ class Line:
     xs: Sequence[float]
     ys: Sequence[float]
     colour: int = 0
-    style: Literal["line", "faint", "dashed"] = "line"
+    style: Literal["line", "faint", "dashed", "area"] = "line"
+    floor: Sequence[float] | None = None
+    """Of an "area": where it stands on, value by value; None for zero. What is shown beside the pointer is its height."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +74,41 @@ def plot(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
     x_range = _range(x, [value for line in shown for value in line.xs])
     x_ticks = clock_ticks(*x_range) if x.kind == "clock" else ticks(*x_range)
     y_ticks = ticks(*_range(y, [value for line in shown for value in line.ys]))
-    scale = _Scale(x_ticks[0], x_ticks[-1], y_ticks[0], y_ticks[-1])
+    scale = Scale(x_ticks[0], x_ticks[-1], y_ticks[0], y_ticks[-1])
     if x.low is not None:  # do not leave room on the right for a round number
-        scale = _Scale(scale.x0, max(max(line.xs) for line in shown) or 1.0, scale.y0, scale.y1)
-    parts = [_grid(scale, x, y, x_ticks, y_ticks), *(_path(scale, line) for line in shown)]
-    svg = (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title)}" data-plot '
+        scale = Scale(scale.x0, max(max(line.xs) for line in shown) or 1.0, scale.y0, scale.y1)
+    parts = [draw_grid(scale, x, y, x_ticks, y_ticks), *(draw_line(scale, line) for line in shown)]
+    return f'<figure class="plot">{heading}{drawing(title, scale, x, y, parts, shown)}</figure>'
+
+
+def drawing(title: str, scale: "Scale", x: Axis, y: Axis, parts: Sequence[str], lines: Sequence[Line]) -> str:
+    """The picture with its description for those who cannot see it, and what the pointer script needs."""
+    spoken = html.escape(_spoken(title, y, lines))
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" aria-label="{spoken}" data-plot '
         f'data-x0="{scale.x0:.8g}" data-x1="{scale.x1:.8g}" data-y0="{scale.y0:.8g}" data-y1="{scale.y1:.8g}" '
         f'data-x-kind="{x.kind}" data-y-kind="{y.kind}">'
         f"{''.join(parts)}"
         f'<g class="pointer" visibility="hidden"><line y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></g></svg>'
+        '<div class="tip" hidden></div>'
     )
-    return f'<figure class="plot">{heading}{svg}<div class="tip" hidden></div></figure>'
+
+
+def _spoken(title: str, y: Axis, lines: Sequence[Line]) -> str:
+    """Example: "Reward over time. step: from 0.2 to 0.9, between 0.15 and 0.95." """
+    told = [
+        f"{line.label or y.label}: from {y.form(line.ys[0])} to {y.form(line.ys[-1])}, "
+        f"between {y.form(min(line.ys))} and {y.form(max(line.ys))}."
+        for line in lines
+        if line.style != "faint"
+    ]
+    return " ".join([f"{title}.", *told])
 
 
 @dataclass(frozen=True, slots=True)
-class _Scale:
+class Scale:
+    """From values to places in the picture."""
+
     x0: float
     x1: float
     y0: float
@@ -144,6 +165,8 @@ def smooth(ys: Sequence[float], window: int) -> list[float]:
 
 
 def _finite(line: Line) -> Line:
+    if line.floor is not None:
+        return line  # areas stand on one another: a value that one leaves out would tear the next
     pairs = [(a, b) for a, b in zip(line.xs, line.ys, strict=True) if math.isfinite(a) and math.isfinite(b)]
     xs, ys = thin([a for a, _ in pairs], [b for _, b in pairs])
     return Line(line.label, xs, ys, line.colour, line.style)
@@ -152,10 +175,12 @@ def _finite(line: Line) -> Line:
 def _range(axis: Axis, values: Sequence[float]) -> tuple[float, float]:
     low = min(values) if axis.low is None else min(axis.low, min(values))
     high = max(values) if axis.high is None else max(axis.high, max(values))
+    if high == low == axis.low:  # nothing but the axis' own beginning: it still begins there
+        high = low + (abs(low) or 1.0)
     return low, high
 
 
-def _grid(scale: _Scale, x: Axis, y: Axis, x_ticks: Sequence[float], y_ticks: Sequence[float]) -> str:
+def draw_grid(scale: Scale, x: Axis, y: Axis, x_ticks: Sequence[float], y_ticks: Sequence[float]) -> str:
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     parts = []
     for tick in y_ticks:
@@ -172,12 +197,19 @@ def _grid(scale: _Scale, x: Axis, y: Axis, x_ticks: Sequence[float], y_ticks: Se
     return "".join(parts)
 
 
-def _path(scale: _Scale, line: Line) -> str:
+def draw_line(scale: Scale, line: Line) -> str:
     points = [f"{scale.x(a):.1f},{scale.y(b):.1f}" for a, b in zip(line.xs, line.ys, strict=True)]
     title = html.escape(line.label)
     if len(points) == 1:
         a, _, b = points[0].partition(",")
         return f'<circle class="dot c{line.colour}" cx="{a}" cy="{b}" r="2.5" data-label="{title}"/>'
+    if line.floor is not None:
+        floor = [f"{scale.x(a):.1f},{scale.y(b):.1f}" for a, b in zip(line.xs, line.floor, strict=True)]
+        below = " ".join(reversed(floor))
+        return (
+            f'<polygon class="area c{line.colour}" points="{" ".join(points)} {below}"/>'
+            f'<polyline class="edge c{line.colour}" points="{" ".join(points)}" data-label="{title}" data-stacked/>'
+        )
     return f'<polyline class="{line.style} c{line.colour}" points="{" ".join(points)}" data-label="{title}"/>'
 
 

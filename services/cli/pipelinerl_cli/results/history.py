@@ -4,7 +4,8 @@ import bisect
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 from pipelinerl_cli.results.metrics_file import Record
 
@@ -76,6 +77,7 @@ class RunHistory:
         in_order = list(records)
         self.time = ActiveTime.of(in_order)
         self.steps = _steps(in_order, self.time)
+        self._start = 0.0
         self._by_role: dict[str, list[Record]] = defaultdict(list)
         for record in in_order:
             self._by_role[record.role].append(record)
@@ -83,6 +85,21 @@ class RunHistory:
     @property
     def seconds(self) -> float:
         return self.time.total
+
+    @property
+    def seconds_to_first_token(self) -> float:
+        """What came before is start-up. 0 where no token was generated; the first step's time where nobody counted tokens."""
+        points = self.gauge("actor", "tokens_generated_total")
+        first = next((k for k, point in enumerate(points) if point.value > 0), None)
+        times = [points[max(0, first - 1)].t] if first is not None else []
+        return min([*times, *(step.t for step in self.steps[:1])], default=0.0)
+
+    def since(self, start: float) -> "RunHistory":
+        """The same series with time counted from `start` seconds of the run on, and without what came before."""
+        later = copy(self)
+        later._start = start
+        later.steps = [replace(step, t=step.t - start) for step in self.steps if step.t >= start]
+        return later
 
     def of_steps(self, name: str) -> list[Point]:
         """The trainer's per-step value over time, where it is finite."""
@@ -95,8 +112,8 @@ class RunHistory:
         for record in self._by_role[role]:
             if name in record.values and math.isfinite(record.values[name]):
                 latest[record.instance] = record.values[name]
-                points.append(Point(self.time.at(record.time), sum(latest.values())))
-        return points
+                points.append(Point(self.time.at(record.time) - self._start, sum(latest.values())))
+        return [point for point in points if point.t >= 0]
 
     def total(self, role: str, name: str) -> float:
         """What a counter counted over all instances, restarts of the process included."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipelinerl_cli.results.history import Point, RunHistory
+from pipelinerl_cli.results.history import RunHistory
 from pipelinerl_cli.results.metrics_file import SESSION_ROLE
 
 EDGE_STEPS = 5
@@ -74,24 +74,13 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
     temporary.replace(path)
 
 
-def _generation(history: RunHistory) -> list[Point]:
-    """Tokens generated over time, from the last record before the first token on."""
-    points = history.gauge("actor", "tokens_generated_total")
-    begin = next((k for k, point in enumerate(points) if point.value > 0), len(points))
-    return points[max(0, begin - 1) :]
-
-
 def _generation_seconds(history: RunHistory) -> float:
-    points = _generation(history)
-    return points[-1].t - points[0].t if points else 0.0
+    points = history.since(history.seconds_to_first_token).gauge("actor", "tokens_generated_total")
+    return points[-1].t if points and points[-1].value > 0 else 0.0
 
 
 def _training_seconds(history: RunHistory) -> float:
-    if not history.steps:
-        return 0.0
-    generating = _generation(history)
-    begin = min(generating[0].t, history.steps[0].t) if generating else history.steps[0].t
-    return history.steps[-1].t - begin
+    return history.steps[-1].t - history.seconds_to_first_token if history.steps else 0.0
 
 
 def _by_middle(history: RunHistory, role: str, prefix: str, suffix: str) -> dict[str, int]:
