@@ -3,10 +3,13 @@
 import asyncio
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pipelinerl.v1 import admission_pb2 as pb
 from pipelinerl_common.errors import PermanentError, Unavailable
+from pipelinerl_common.metrics import Counter
 from pipelinerl_preprocessor.drops import DropReason
 from pipelinerl_preprocessor.groups import GroupLease
 from pipelinerl_preprocessor.live import LiveLedger
@@ -17,12 +20,46 @@ MAX_WAIT_S = 30.0
 MAX_GROUPS_PER_CALL = 4096
 
 
+class ClosedTime:
+    """Time during which at least one actor asks for groups and the policy lets none start; before the first weights and after
+    the end nobody could."""
+
+    def __init__(self, live: LiveLedger, seconds: Counter) -> None:
+        self._live = live
+        self._seconds = seconds
+        self._num_refused = 0
+        self._since = 0.0
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """The caller waits for a group."""
+        state = self._live.ledger.state
+        if not state.publishing or state.done:
+            yield
+            return
+        if self._num_refused == 0:
+            self._since = self._live.now()
+        self._num_refused += 1
+        try:
+            yield
+        finally:
+            self._num_refused -= 1
+            self.count()
+
+    def count(self) -> None:
+        """Adds what has passed since the last time; a wait may be long."""
+        now = self._live.now()
+        self._seconds.inc(now - self._since if self._since else 0.0)
+        self._since = now if self._num_refused else 0.0
+
+
 class Admission:
     """Every lease is durable in the journal before it is answered."""
 
-    def __init__(self, live: LiveLedger, group_size: int) -> None:
+    def __init__(self, live: LiveLedger, group_size: int, closed: ClosedTime) -> None:
         self._live = live
         self._group_size = group_size
+        self._closed = closed
 
     async def Lease(self, request: pb.LeaseRequest, context: Any) -> pb.LeaseResponse:
         """Waits for the policy, for a lease to cancel, for the end of the run, or for `wait_s`, whichever comes first."""
@@ -40,9 +77,11 @@ class Admission:
             if leases or cancelled or left_s <= 0 or ledger.state.done:
                 break
             # Woken in between to renew the leases of an actor that is visibly there.
-            await live.admission_bell.wait(min(left_s, ledger.leases.lease_s / 3))
+            with self._closed.refusing():
+                await live.admission_bell.wait(min(left_s, ledger.leases.lease_s / 3))
         if leases:
             await self._make_durable(leases)
+            live.counters.leases_granted.inc(len(leases))
         return pb.LeaseResponse(
             leases=[self._lease(lease) for lease in leases],
             cancelled_lease_ids=cancelled,

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipelinerl_common.types import GroupId, MicroBatch, StepPlan
@@ -30,9 +30,7 @@ class Batch:
     rows: tuple[tuple[MicroBatch, ...], ...]
 
 
-def assemble(
-    step: int, groups: Sequence[PreparedGroup], layout: Layout, *, publish_after: bool, metrics: Mapping[str, float]
-) -> Batch:
+def assemble(step: int, groups: Sequence[PreparedGroup], layout: Layout, *, publish_after: bool) -> Batch:
     """Packs the groups' sequences. The same groups and layout give the same rows and the same batch id."""
     members = [(number, sequence) for number, group in enumerate(groups) for sequence in group.sequences]
     assignment, rows = pack_rows(members, layout)
@@ -45,7 +43,6 @@ def assemble(
         num_trained_tokens=sum(sequence.num_trained for _, sequence in members),
         publish_after=publish_after,
         metrics={
-            **metrics,
             **batch_metrics(groups),
             "packing_fill": assignment.fill,
             "packing_imbalance": assignment.imbalance,
@@ -82,6 +79,7 @@ def batch_metrics(groups: Sequence[PreparedGroup]) -> dict[str, float]:
         "reward_mean": _mean(reward for group in groups for reward in group.rewards),
         "success_mean": _mean(success for group in groups for success in group.successes),
         "completion_length_mean": _mean(length for group in groups for length in group.completion_lengths),
+        "completion_overflow_ratio": _mean(float(cut) for group in groups for cut in group.cut_off),
     }
     return {name: value for name, value in means.items() if not math.isnan(value)}
 

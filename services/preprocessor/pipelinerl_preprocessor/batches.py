@@ -66,7 +66,7 @@ class Batches:
                 self._log_trained(request.step, trained)
                 self._batch = None
                 self._unacknowledged.extend(group.group_id for group in trained)
-                live.counters.groups_trained += len(trained)
+                live.counters.trained(request.step, trained)
                 await live.return_untrained()
             await live.journal.sync()
             acknowledged, self._unacknowledged = self._unacknowledged, []
@@ -181,11 +181,9 @@ class Batches:
     def _add(self, growing: GrowingBatch, group_id: str) -> None:
         live = self._live
         live.waiting.discard(group_id)
-        growing.add(live.prepared[group_id], {**live.gauges(), **live.counters.values()})
+        growing.add(live.prepared[group_id])
         if growing.is_complete:
-            plan = growing.after(growing.num_rows).plan
-            live.packing = {name: plan.metrics[name] for name in ("packing_fill", "packing_imbalance")}
-            self._log(plan)
+            self._log(growing.after(growing.num_rows).plan)
 
     def _log(self, plan: StepPlan) -> None:
         log.info(
@@ -201,9 +199,7 @@ class Batches:
         for group in groups:
             live.waiting.discard(group.group_id)
         publish_after = live.ledger.policy.publishes_after(step)
-        metrics = {**live.gauges(), **live.counters.values()}
-        batch = await asyncio.to_thread(assemble, step, groups, layout, publish_after=publish_after, metrics=metrics)
-        live.packing = {name: batch.plan.metrics[name] for name in ("packing_fill", "packing_imbalance")}
+        batch = await asyncio.to_thread(assemble, step, groups, layout, publish_after=publish_after)
         self._log(batch.plan)
         return batch
 

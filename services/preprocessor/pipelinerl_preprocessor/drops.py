@@ -1,10 +1,11 @@
 """Why a group is not trained: every drop has one of these reasons and is counted under it."""
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 
 class DropReason(StrEnum):
-    """The word in `dropped_<reason>_groups_total`."""
+    """The label `reason` of `groups_dropped_total`."""
 
     ROLLBACK = "rollback"
     """The group belongs to a timeline that a restore left."""
@@ -40,3 +41,7 @@ class DropReason(StrEnum):
     """Its last permitted attempt ended without a result."""
     FAILED = "failed"
     """The actor gave it up."""
+
+
+LAYERS: Mapping[str, str] = {DropReason.CANCELLED: "running", DropReason.STALE: "assembly"}
+"""Layers of the staleness policy, beyond admission, by the reason under which their drops are counted."""

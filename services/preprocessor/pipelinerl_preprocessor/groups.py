@@ -1,6 +1,6 @@
 """What the ledger knows of one group, of all outstanding ones, and of itself."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -62,6 +62,8 @@ class Group:
     """Version that the generator served when the group was started; -1 while unknown."""
     first_versions: tuple[int, ...] = ()
     last_versions: tuple[int, ...] = ()
+    since: float = 0.0
+    """When it came into its state, or was started."""
 
     @property
     def lease_id(self) -> str:
@@ -130,18 +132,26 @@ class LedgerState:
 class GroupTable:
     """The outstanding groups, in dispatch order, and by state in the order in which they came into it."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = lambda: 0.0) -> None:
+        self._now = now
         self._groups: dict[GroupId, Group] = {}
         self._by_state: dict[GroupState, dict[GroupId, None]] = {state: {} for state in GroupState}
 
     def add(self, group: Group) -> None:
         self._groups[group.group_id] = group
         self._by_state[group.state][group.group_id] = None
+        group.since = self._now()
 
     def move(self, group: Group, state: GroupState) -> None:
         del self._by_state[group.state][group.group_id]
         group.state = state
         self._by_state[state][group.group_id] = None
+        group.since = self._now()
+
+    def started(self, group: Group, version: int) -> None:
+        """A LEASED group runs on a generator that serves `version`."""
+        group.started_version = version
+        group.since = self._now()
 
     def remove(self, group: Group) -> None:
         del self._groups[group.group_id]

@@ -1,7 +1,6 @@
 """The batch of a streaming policy: it grows group by group, and rows go out before the last group is there."""
 
 import uuid
-from collections.abc import Mapping
 
 from pipelinerl_common.types import GroupId, MicroBatch, StepPlan
 from pipelinerl_preprocessor.batch import Batch, Layout, batch_metrics, pack_rows
@@ -40,8 +39,8 @@ class GrowingBatch:
     def is_complete(self) -> bool:
         return len(self._groups) == self._num_groups
 
-    def add(self, group: PreparedGroup, metrics: Mapping[str, float]) -> None:
-        """The next group. `metrics` go into the plan when it is the last one."""
+    def add(self, group: PreparedGroup) -> None:
+        """The next group. The plan has metrics once it is the last one."""
         self._waiting += [(len(self._groups), sequence) for sequence in group.sequences]
         self._groups.append(group)
         num_waiting = sum(sequence.num_tokens for _, sequence in self._waiting)
@@ -51,7 +50,7 @@ class GrowingBatch:
             for mine, new in zip(self._rows, rows, strict=True):
                 mine.extend(new)
         if self.is_complete:
-            self._metrics = {**metrics, **batch_metrics(self._groups), **self._packing()}
+            self._metrics = {**batch_metrics(self._groups), **self._packing()}
 
     def after(self, num_had: int) -> Batch:
         """The plan as it is now, and the rows of every rank but its first `num_had`."""

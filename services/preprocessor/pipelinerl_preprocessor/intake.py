@@ -35,7 +35,7 @@ class Intake:
 
     async def _handle(self, received: ReceivedGroup, scoring: asyncio.TaskGroup) -> None:
         live, group = self._live, received.group
-        live.counters.tokens_received += group.num_sampled
+        live.counters.tokens_received.inc(group.num_sampled)
         arrival = live.ledger.arrive(group.group_id)
         leased = live.ledger.groups.get(group.group_id)
         if arrival is not Arrival.ACCEPTED or leased is None:
@@ -55,7 +55,7 @@ class Intake:
         group = received.group
         if arrival is not Arrival.TRAINED:
             log.info("dropped group=%s attempt=%d reason=%s", group.group_id, group.attempt, arrival.value)
-            self._live.counters.dropped(arrival.value, group.num_sampled)
+            self._live.counters.dropped(arrival.value, group.num_sampled, len(group.samples))
         await received.ack()
 
     def _checked(self, received: ReceivedGroup, leased: Group) -> PreparedGroup | DropReason:
@@ -63,8 +63,8 @@ class Intake:
         fault = self._preparation.fault(received.group, leased.prompt_index, newest_version)
         prepared = fault or self._preparation.prepare(received.group)
         if isinstance(prepared, PreparedGroup):
-            self._live.counters.sequences_masked += prepared.num_masked
-            self._live.counters.sequences_overlong += prepared.num_overlong
+            self._live.counters.sequences_masked.inc(prepared.num_masked)
+            self._live.counters.sequences_overlong.inc(prepared.num_overlong)
         return prepared
 
     async def _score(self, reference: Reference, prepared: PreparedGroup) -> None:

@@ -33,14 +33,15 @@ from pipelinerl_staleness.policy import EngineLoad, Policy, Take
 class Ledger:
     """Owns the staleness policy and every outstanding group.
 
-    `on_change` is told which group's record, or with None that the ledger's own record, must be journalled.
+    `now` is the clock of the groups' `since`. `on_change` is told which group's record, or with None that the ledger's own
+    record, must be journalled.
     """
 
-    def __init__(self, policy: Policy, *, lease_s: float, max_attempts: int) -> None:
+    def __init__(self, policy: Policy, *, lease_s: float, max_attempts: int, now: Callable[[], float] = lambda: 0.0) -> None:
         self.policy = policy
         self.max_attempts = max_attempts
         self.state = LedgerState()
-        self.groups = GroupTable()
+        self.groups = GroupTable(now)
         self.leases = Leases(self.groups, lease_s)
         self.on_change: Callable[[GroupId | None], None] = lambda _: None
 
@@ -92,7 +93,7 @@ class Ledger:
         """The group's first request runs on a generator that serves `version`."""
         group = self.leases.held(actor_id, lease_id)
         if group is not None and group.started_version != version:
-            group.started_version = version
+            self.groups.started(group, version)
             self.policy.started(group.group_id, version)
             self.on_change(group.group_id)
 

@@ -33,7 +33,7 @@ class LiveLedger:
     journal: JournalWriter
     waiting: RingBuffer
     gate: PublishGate
-    counters: Counters = field(default_factory=Counters)
+    counters: Counters
     now: Callable[[], float] = time.monotonic
     received: dict[str, ReceivedGroup] = field(default_factory=dict)
     prepared: dict[str, PreparedGroup] = field(default_factory=dict)
@@ -43,8 +43,6 @@ class LiveLedger:
     """Rings when a batch may be formed."""
     ended: dict[str, str] = field(default_factory=dict)
     """Why the newest groups were given up while an actor worked on them, until it tells what they had cost."""
-    packing: dict[str, float] = field(default_factory=dict)
-    """Fill and imbalance of the newest batch."""
 
     def changed(self, *, leases_ended: bool = False) -> None:
         """Wakes whoever can go on now. Actors are only woken for something to do: there may be thousands."""
@@ -70,7 +68,7 @@ class LiveLedger:
 
     async def wait_for_training(self, group_id: str) -> None:
         """Puts a ready group into the ring buffer; whoever gives way is dropped."""
-        overflown = self.waiting.add(group_id, self.now())
+        overflown = self.waiting.add(group_id)
         if overflown is not None:
             await self.drop(overflown, DropReason.RING_BUFFER)
         self.changed()
@@ -92,11 +90,12 @@ class LiveLedger:
         for group_id in ended:
             received = self.received.get(group_id)
             num_tokens = num_wasted if received is None else received.group.num_sampled
+            num_samples = 0 if received is None else len(received.group.samples)
             if received is None:
                 self.ended[group_id] = reason
                 if len(self.ended) > _MAX_ENDED:
                     del self.ended[next(iter(self.ended))]
-            self.counters.dropped(reason, num_tokens)
+            self.counters.dropped(reason, num_tokens, num_samples)
             log.info("dropped group=%s reason=%s tokens=%d", group_id, reason, num_tokens)
         await self.release(ended)
         if ended:
@@ -114,18 +113,3 @@ class LiveLedger:
             received = self.received.pop(group_id, None)
             if received is not None:
                 await received.ack()
-
-    def gauges(self) -> dict[str, float]:
-        """How full everything is."""
-        groups = self.ledger.groups
-        return {
-            "groups_running": float(groups.count(GroupState.LEASED)),
-            "groups_to_grant_again": float(groups.count(GroupState.WAITING)),
-            "groups_scoring": float(groups.count(GroupState.ARRIVED)),
-            "groups_ready": float(groups.count(GroupState.READY)),
-            "groups_in_batch": float(groups.count(GroupState.TAKEN)),
-            "oldest_ready_seconds": self.waiting.oldest_age(self.now()),
-            "served_version": float(self.ledger.state.served_version),
-            "publishes_forced_total": float(self.gate.num_forced),
-            **self.packing,
-        }

@@ -11,22 +11,21 @@ The clock is the caller's `stop`; everything else runs until then. The services 
 
 import asyncio
 import logging
-import time
 from contextlib import closing
 
-from pipelinerl.v1 import metrics_pb2
 from pipelinerl.v1.admission_pb2_grpc import add_AdmissionServicer_to_server
 from pipelinerl.v1.batches_pb2_grpc import add_BatchesServicer_to_server
 from pipelinerl_common.errors import TemporaryError
+from pipelinerl_common.metrics import PREPROCESSOR, Metrics, record_of, serve_metrics
 from pipelinerl_common.rpc import RpcService, serve
 from pipelinerl_common.service import Wiring, run_until_first
 from pipelinerl_common.settings import Job
 from pipelinerl_common.stream import Login, Stream, connect
-from pipelinerl_common.telemetry import memory_bytes
-from pipelinerl_preprocessor.admission import Admission
+from pipelinerl_preprocessor.admission import Admission, ClosedTime
 from pipelinerl_preprocessor.batches import Batches
 from pipelinerl_preprocessor.drops import DropReason
 from pipelinerl_preprocessor.events import EventLog
+from pipelinerl_preprocessor.gauges import Depths
 from pipelinerl_preprocessor.intake import Intake
 from pipelinerl_preprocessor.live import LiveLedger
 from pipelinerl_preprocessor.parts import layout_of, open_ledger, open_reference
@@ -45,8 +44,10 @@ async def run(job: Job, wiring: Wiring, stop: asyncio.Event, address: "asyncio.F
     """Serves until `stop`; `address`, when given, gets the bound one. Raises SettingsError for settings that cannot work."""
     spec = job.spec
     preparation, layout, trained = Preparation(spec), layout_of(spec), TrainedLog(wiring.output / "trained.jsonl")
+    metrics = Metrics(PREPROCESSOR, job.name)
     with closing(EventLog(wiring.output / "events.jsonl")) as events:
         async with (
+            serve_metrics(wiring.metrics_listen, metrics.exposition),
             connect(
                 wiring.nats_url,
                 job.name,
@@ -57,9 +58,13 @@ async def run(job: Job, wiring: Wiring, stop: asyncio.Event, address: "asyncio.F
             ) as stream,
             open_reference(spec, wiring) as reference,
         ):
-            live = await open_ledger(spec, stream, trained, events)
+            live = await open_ledger(spec, stream, trained, events, metrics)
+            closed = ClosedTime(live, metrics.counter("admission_closed_seconds_total"))
+            depths = Depths(live, metrics)
             services = [
-                RpcService(add_AdmissionServicer_to_server, Admission(live, spec.task.group_size), "pipelinerl.v1.Admission"),
+                RpcService(
+                    add_AdmissionServicer_to_server, Admission(live, spec.task.group_size, closed), "pipelinerl.v1.Admission"
+                ),
                 RpcService(add_BatchesServicer_to_server, Batches(live, layout, trained), "pipelinerl.v1.Batches"),
             ]
             async with serve(wiring.listen, services, token=wiring.token) as server:
@@ -72,7 +77,7 @@ async def run(job: Job, wiring: Wiring, stop: asyncio.Event, address: "asyncio.F
                     receive(live, Intake(live, preparation, reference), stream),
                     expire_leases(live),
                     observe_load(live),
-                    report(live, stream, job.name, wiring.name),
+                    report(live, stream, metrics, depths, closed, wiring.name),
                 )
 
 
@@ -100,25 +105,13 @@ async def observe_load(live: LiveLedger) -> None:
         await live.observe(EngineLoad(kv_usage=None, num_waiting=0, num_preemptions=0, seconds=OBSERVE_EVERY_S))
 
 
-async def report(live: LiveLedger, stream: Stream, job: str, instance: str) -> None:
+async def report(live: LiveLedger, stream: Stream, metrics: Metrics, depths: Depths, closed: ClosedTime, instance: str) -> None:
     """Produces a metrics record about every second."""
     while True:
-        values = {**live.gauges(), **live.counters.values(), "memory_bytes": memory_bytes()}
+        closed.count()
         try:
-            values["stream_pending"] = float(await stream.num_waiting(REPORT_EVERY_S))
+            await depths.look_at(stream, REPORT_EVERY_S)
         except TemporaryError as error:
             log.debug("stream depth unknown: %s", error)
-        for name, count in stream.counters.items():
-            values[f"stream_{name}_total"] = float(count)
-        await stream.publish_metrics(
-            metrics_pb2.MetricsRecord(
-                schema_version=1,
-                job=job,
-                role="preprocessor",
-                instance=instance,
-                time=time.time(),
-                step=live.ledger.state.num_committed,
-                values=values,
-            )
-        )
+        await stream.publish_metrics(record_of(metrics, instance, live.ledger.state.num_committed))
         await asyncio.sleep(REPORT_EVERY_S)

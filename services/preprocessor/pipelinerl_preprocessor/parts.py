@@ -6,11 +6,13 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.metrics import Metrics
 from pipelinerl_common.service import Wiring
 from pipelinerl_common.settings import JobSpec
 from pipelinerl_common.stream import Stream
 from pipelinerl_preprocessor.advantage import estimator_of
 from pipelinerl_preprocessor.batch import Layout
+from pipelinerl_preprocessor.counters import Counters
 from pipelinerl_preprocessor.events import EventLog
 from pipelinerl_preprocessor.journal import JournalWriter
 from pipelinerl_preprocessor.ledger import Ledger
@@ -53,16 +55,16 @@ def layout_of(spec: JobSpec) -> Layout:
     )
 
 
-async def open_ledger(spec: JobSpec, stream: Stream, trained: TrainedLog, events: EventLog) -> LiveLedger:
+async def open_ledger(spec: JobSpec, stream: Stream, trained: TrainedLog, events: EventLog, metrics: Metrics) -> LiveLedger:
     """The ledger as the journal has it, or one that waits for the trainer's Restore."""
     policy = recorded(policy_of(spec), events.write)
     settings = spec.preprocessor
-    ledger = Ledger(policy, lease_s=settings.lease_seconds, max_attempts=settings.max_group_attempts)
+    ledger = Ledger(policy, lease_s=settings.lease_seconds, max_attempts=settings.max_group_attempts, now=time.monotonic)
     journal = JournalWriter(await stream.journal(), ledger)
     room = RingBuffer(ring_buffer_groups(spec, policy))
     # What runs ends within a trajectory's time, or its lease does: a policy that waits for it holds no publish back longer.
     gate = PublishGate(ledger, spec.task.timeout_seconds + settings.lease_seconds, time.monotonic)
-    live = LiveLedger(ledger, journal, room, gate)
+    live = LiveLedger(ledger, journal, room, gate, Counters(metrics))
     await journal.recover(live.now())
     if ledger.restored:
         trained.rewind(ledger.state.num_committed)

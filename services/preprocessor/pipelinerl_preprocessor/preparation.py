@@ -38,6 +38,8 @@ class PreparedGroup:
     """As the task gave them, before shaping, of all trajectories."""
     successes: tuple[float, ...]
     completion_lengths: tuple[int, ...]
+    cut_off: tuple[bool, ...]
+    """Of each trajectory, whether it ended at maxTokens."""
 
     @property
     def num_sampled(self) -> int:
@@ -110,6 +112,7 @@ class Preparation:
                 sample.metrics["success"] for sample in samples if math.isfinite(sample.metrics.get("success", math.nan))
             ),
             completion_lengths=tuple(sample.num_sampled for sample in samples),
+            cut_off=tuple(sample.finish_reason is FinishReason.LENGTH for sample in samples),
         )
 
     def _sequence(self, sample: Sample, advantage: float, shaped_reward: float) -> TrainSequence:

@@ -2,7 +2,7 @@
 
 
 class RingBuffer:
-    """Ids of waiting groups in the order in which they finished, each with the time at which it came.
+    """Ids of waiting groups in the order in which they finished.
 
     Example with room for two: add a, b, c; `add` of c returns a, which is no longer inside.
     """
@@ -11,11 +11,11 @@ class RingBuffer:
         if max_groups < 1:
             raise ValueError(f"max_groups={max_groups} must be at least 1")
         self.max_groups = max_groups
-        self._waiting: dict[str, float] = {}
+        self._waiting: dict[str, None] = {}
 
-    def add(self, group_id: str, now: float) -> str | None:
+    def add(self, group_id: str) -> str | None:
         """Returns the oldest group when it had to give way; the caller counts it and gives its slot back."""
-        self._waiting[group_id] = now
+        self._waiting[group_id] = None
         if len(self._waiting) <= self.max_groups:
             return None
         oldest = next(iter(self._waiting))
@@ -24,10 +24,6 @@ class RingBuffer:
 
     def discard(self, group_id: str) -> None:
         self._waiting.pop(group_id, None)
-
-    def oldest_age(self, now: float) -> float:
-        """Seconds that the oldest group has waited; 0 when none waits."""
-        return now - next(iter(self._waiting.values())) if self._waiting else 0.0
 
     def __len__(self) -> int:
         return len(self._waiting)

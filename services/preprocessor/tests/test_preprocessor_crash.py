@@ -66,7 +66,7 @@ async def test_killed_with_groups_ready_they_come_back_in_order(tmp_path: Path) 
         leases = (await preprocessor.lease(4)).leases
         for place in (2, 0, 3, 1):
             await preprocessor.publish(leases[place])
-        await preprocessor.metric("groups_ready", 4)
+        await preprocessor.metric("queue_groups{stage=ready}", 4)
         await preprocessor.crash()
         assert (await preprocessor.pull(0)).plan.group_ids == ("0-2", "0-0")
 
@@ -167,7 +167,7 @@ async def test_a_rewind_voids_the_lost_timeline_and_replays_no_trained_prompt(tm
         assert await preprocessor.restore(1, snapshot, "rewind") is True
         assert list((await waiting).cancelled_lease_ids) == [running.lease_id]
         await preprocessor.publish(running)
-        assert await preprocessor.metric("dropped_rollback_groups_total", 1) >= 1
+        assert await preprocessor.metric("groups_dropped_total{reason=rollback}", 1) >= 1
         assert trained(tmp_path / "output") == [(0, ["0-0", "0-1"])]
 
         await preprocessor.mark_published(1)

@@ -10,11 +10,15 @@ from hypothesis import strategies as st
 from preprocessor_harness import make_job
 
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.metrics import Metrics
+from pipelinerl_common.metrics.catalog.ledger import DROP_REASONS
+from pipelinerl_common.metrics.catalog.ledger import LAYERS as STALE_LAYERS
 from pipelinerl_common.telemetry import memory_bytes
 from pipelinerl_common.types import GroupId
 from pipelinerl_preprocessor.bell import Bell
 from pipelinerl_preprocessor.counters import Counters
-from pipelinerl_preprocessor.groups import Group
+from pipelinerl_preprocessor.drops import LAYERS, DropReason
+from pipelinerl_preprocessor.groups import Group, make_group_id
 from pipelinerl_preprocessor.parts import policy_of, ring_buffer_groups
 from pipelinerl_preprocessor.ring_buffer import RingBuffer
 from pipelinerl_preprocessor.sessions import Sessions
@@ -23,20 +27,17 @@ from pipelinerl_preprocessor.trained import TrainedLog
 
 def test_the_ring_buffer_lets_the_oldest_go() -> None:
     buffer = RingBuffer(2)
-    assert [buffer.add(text, now) for text, now in (("a", 1.0), ("b", 2.0), ("c", 5.0))] == [None, None, "a"]
+    assert [buffer.add(text) for text in ("a", "b", "c")] == [None, None, "a"]
     assert ("a" in buffer, "b" in buffer, len(buffer)) == (False, True, 2)
-    assert buffer.oldest_age(now=12.0) == 10.0
     buffer.discard("b")
     buffer.discard("b")
-    assert buffer.oldest_age(now=12.0) == 7.0
-    buffer.discard("c")
-    assert buffer.oldest_age(now=12.0) == 0.0
+    assert len(buffer) == 1
 
 
 @given(room=st.integers(1, 5), ids=st.lists(st.integers(0, 50), unique=True))
 def test_the_ring_buffer_keeps_the_newest(room: int, ids: list[int]) -> None:
     buffer = RingBuffer(room)
-    gone = [buffer.add(str(each), float(place)) for place, each in enumerate(ids)]
+    gone = [buffer.add(str(each)) for each in ids]
     kept = [str(each) for each in ids if str(each) in buffer]
     assert kept == [str(each) for each in ids[-room:]]
     assert [each for each in gone if each is not None] == [str(each) for each in ids[: len(ids) - len(kept)]]
@@ -74,19 +75,57 @@ def test_sessions_are_replaced_and_forgotten() -> None:
     assert len(sessions) == 0
 
 
-def test_reasons_from_outside_are_bounded() -> None:
-    counters = Counters()
-    counters.dropped("verifier_timeout", 5)
+def test_reasons_from_outside_are_words_and_bounded() -> None:
+    metrics = Metrics("preprocessor", "test")
+    counters = Counters(metrics)
+    counters.dropped("verifier_timeout", 5, 0)
+    counters.dropped("stale", 16, 2)
     counters.wasted("cancelled", 3)
     for strange in ("", "Bad Reason", "x" * 50, *(f"reason_{number}" for number in range(100))):
-        counters.dropped(strange, 1)
-    values = counters.values()
-    assert values["dropped_verifier_timeout_groups_total"] == 1
-    assert values["dropped_verifier_timeout_tokens_total"] == 5
-    assert values["dropped_cancelled_tokens_total"] == 3
-    assert values["dropped_other_groups_total"] >= 3
-    assert sum(value for name, value in values.items() if name.endswith("_groups_total") and name.startswith("dropped")) == 104
-    assert len(values) < 110
+        counters.dropped(strange, 1, 0)
+    values = metrics.values()
+    assert values["groups_dropped_total{reason=verifier_timeout}"] == 1
+    assert values["tokens_dropped_total{reason=verifier_timeout}"] == 5
+    assert values["samples_dropped_total{reason=stale}"] == 2
+    assert values["tokens_dropped_total{reason=cancelled}"] == 3
+    assert values["groups_dropped_total{reason=other}"] >= 3
+    groups = [value for name, value in values.items() if name.startswith("groups_dropped_total")]
+    assert sum(groups) == 105
+    assert len(groups) <= 65
+
+
+def test_drops_of_the_staleness_policy_are_counted_by_its_layers() -> None:
+    metrics = Metrics("preprocessor", "test")
+    counters = Counters(metrics)
+    counters.dropped("cancelled", 0, 0)
+    counters.wasted("cancelled", 7)
+    counters.dropped("stale", 16, 2)
+    counters.dropped("expired", 9, 0)
+    stale = {name: value for name, value in metrics.values().items() if name.startswith("stale_")}
+    assert stale == {
+        "stale_groups_total{layer=running}": 1,
+        "stale_groups_total{layer=assembly}": 1,
+        "stale_tokens_total{layer=running}": 7,
+        "stale_tokens_total{layer=assembly}": 16,
+    }
+
+
+def test_trained_groups_count_by_the_age_of_their_oldest_token() -> None:
+    metrics = Metrics("preprocessor", "test")
+    groups = [Group(make_group_id(0, number), number, number) for number in range(3)]
+    groups[0].first_versions, groups[1].first_versions = (4, 2), (5, 5)
+    Counters(metrics).trained(5, groups)
+    values = metrics.values()
+    assert values["groups_trained_total"] == 3
+    assert (values["staleness_steps_count"], values["staleness_steps_sum"]) == (2, 3)
+
+
+def test_the_catalog_knows_every_reason_and_layer() -> None:
+    assert set(DROP_REASONS) == set(DropReason)
+    assert set(STALE_LAYERS) == set(LAYERS.values())
+
+
+def test_resident_memory_is_told() -> None:
     assert memory_bytes() > 1e6
 
 

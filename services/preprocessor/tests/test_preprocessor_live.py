@@ -14,6 +14,8 @@ from aiohttp import web
 from preprocessor_harness import DEADLINE_S, Pulled, Rig, make_job, rig
 
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.metrics import Metrics
+from pipelinerl_preprocessor.counters import Counters
 from pipelinerl_preprocessor.journal import JournalWriter
 from pipelinerl_preprocessor.ledger import Ledger
 from pipelinerl_preprocessor.live import LiveLedger
@@ -39,7 +41,8 @@ class Bucket:
 def live_ledger(policy: Policy, now: Callable[[], float] = lambda: 0.0) -> LiveLedger:
     """With version 0 served and as many leases as the policy grants."""
     ledger = Ledger(policy, lease_s=60, max_attempts=3)
-    live = LiveLedger(ledger, JournalWriter(Bucket(), ledger), RingBuffer(100), PublishGate(ledger, 10.0, now))
+    counters = Counters(Metrics("preprocessor", "test"))
+    live = LiveLedger(ledger, JournalWriter(Bucket(), ledger), RingBuffer(100), PublishGate(ledger, 10.0, now), counters)
     ledger.restore("start", 0, None)
     ledger.publish(0)
     return live
@@ -63,11 +66,11 @@ def test_a_publish_that_is_held_back_too_long_goes_out() -> None:
     assert not live.gate.may_publish(1)
     now = 9.0
     assert live.gate.holds_back()
-    assert live.gauges()["publishes_forced_total"] == 0
+    assert live.gate.num_forced == 0
     now = 10.5
     assert live.gate.may_publish(1)
     assert not live.gate.holds_back()
-    assert live.gauges()["publishes_forced_total"] == 1
+    assert live.gate.num_forced == 1
     assert live.gate.may_publish(1)
 
 
@@ -116,11 +119,11 @@ async def test_groups_that_a_load_report_gives_up_are_cancelled_at_their_actor()
     assert live.ledger.leases.renew("actor", [lease.lease_id for lease in leases], 0.0) == [leases[-1].lease_id]
     live.stopped(leases[-1].group_id, 7)  # the actor tells what it had cost
     live.stopped("0-99", 5)
-    counted = {name: value for name, value in live.counters.values().items() if name.startswith("dropped")}
+    counted = {name: value for name, value in live.counters.metrics.values().items() if "_dropped_total" in name and value}
     assert counted == {
-        "dropped_cancelled_groups_total": 1,
-        "dropped_cancelled_tokens_total": 7,
-        "dropped_unfinished_tokens_total": 5,
+        "groups_dropped_total{reason=cancelled}": 1,
+        "tokens_dropped_total{reason=cancelled}": 7,
+        "tokens_dropped_total{reason=unfinished}": 5,
     }
 
 
@@ -129,7 +132,7 @@ async def test_why_groups_ended_is_remembered_for_so_many_only() -> None:
     await live.given_up([f"0-{number}" for number in range(5000)], "expired")
     assert len(live.ended) < 5000
     live.stopped("0-4999", 3)
-    assert live.counters.values()["dropped_expired_tokens_total"] == 3
+    assert live.counters.metrics.values()["tokens_dropped_total{reason=expired}"] == 3
 
 
 def test_policies_that_count_trajectories_get_the_jobs_group_size() -> None:
@@ -232,6 +235,6 @@ async def test_a_group_that_a_publish_cancels_stops_decoding_at_the_generator(tm
             assert generator.num_closed == 0
             await preprocessor.mark_published(2)
             await generator.until(lambda: generator.num_closed == 2)
-            metrics = await preprocessor.metrics_with("dropped_cancelled_groups_total", 2)
-            assert metrics["dropped_cancelled_groups_total"] == 2
-            assert metrics["dropped_cancelled_tokens_total"] == 0  # an answer that never came is not counted
+            metrics = await preprocessor.metrics_with("groups_dropped_total{reason=cancelled}", 2)
+            assert metrics["groups_dropped_total{reason=cancelled}"] == 2
+            assert metrics["tokens_dropped_total{reason=cancelled}"] == 0  # an answer that never came is not counted

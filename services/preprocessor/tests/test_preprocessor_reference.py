@@ -156,7 +156,7 @@ async def test_a_job_with_a_reference_gets_the_column_and_drops_what_is_refused(
         await preprocessor.begin()
         leases = (await preprocessor.lease(1)).leases
         await preprocessor.publish(leases[0])
-        assert await preprocessor.metric("dropped_reference_groups_total", 1) == 1
+        assert await preprocessor.metric("groups_dropped_total{reason=reference}", 1) == 1
         await preprocessor.roll_out(2)
         [row] = (await preprocessor.pull(0)).rows
         assert row.ref_logprobs_L is not None
@@ -180,7 +180,7 @@ async def test_a_rewind_while_a_group_is_scored_drops_it_once(tmp_path: Path) ->
         await preprocessor.roll_out(2)
         pulled = await preprocessor.pull(0)
         assert pulled.plan.group_ids == ("1-0", "1-1")
-        assert pulled.plan.metrics["dropped_rollback_groups_total"] == 1
+        assert await preprocessor.metric("groups_dropped_total{reason=rollback}", 1) == 1
 
 
 async def test_a_job_with_a_reference_and_no_address_says_so(tmp_path: Path) -> None:

@@ -81,15 +81,14 @@ def prepared(group_id: str, lengths: list[int]) -> PreparedGroup:
 
 def test_the_plan_sums_over_all_ranks_and_rows() -> None:
     groups = [prepared("0-0", [5, 9, 20, 1]), prepared("0-1", [7, 7, 0, 30])]
-    batch = assemble(3, groups, Layout(2, 64, 1.0, reference=False, returns=False), publish_after=True, metrics={"x": 1.0})
+    batch = assemble(3, groups, Layout(2, 64, 1.0, reference=False, returns=False), publish_after=True)
     rows = [row for rank in batch.rows for row in rank]
     assert batch.plan.num_sequences == 8
     assert sum(len(row.sequence_lengths) for row in rows) == 7
     assert batch.plan.num_trained_tokens == sum(row.num_trained for row in rows) == 5 + 9 + 20 + 1 + 7 + 7 + 30
     assert {len(rank) for rank in batch.rows} == {batch.plan.num_micro_batches}
     assert batch.plan.metrics["completion_length_mean"] == 79 / 8
-    assert batch.plan.metrics["x"] == 1.0
-    same = assemble(3, groups, Layout(2, 64, 1.0, reference=False, returns=False), publish_after=True, metrics={})
+    same = assemble(3, groups, Layout(2, 64, 1.0, reference=False, returns=False), publish_after=True)
     assert same.plan.batch_id == batch.plan.batch_id
 
 
@@ -102,7 +101,7 @@ def test_a_million_samples_a_minute_are_packed_to_columns() -> None:
     times = []
     for _ in range(3):
         start = time.process_time()
-        batch = assemble(0, groups, layout, publish_after=True, metrics={})
+        batch = assemble(0, groups, layout, publish_after=True)
         times.append(time.process_time() - start)
     assert 2048 / min(times) * 60 >= 1e6
     assert batch.plan.metrics["packing_fill"] >= 0.97

@@ -74,7 +74,7 @@ async def test_a_pull_answers_wait_with_a_reason_at_its_deadline(tmp_path: Path)
     async with rig(tmp_path) as preprocessor:
         await preprocessor.begin()
         await preprocessor.roll_out(1)
-        await preprocessor.metric("groups_ready", 1)
+        await preprocessor.metric("queue_groups{stage=ready}", 1)
         assert await preprocessor.pull_once(0, wait_s=0.1) == "1 of 2 groups ready, 0 running"
 
 
@@ -169,10 +169,10 @@ async def test_groups_that_cannot_be_trained_are_dropped_with_a_reason_and_their
         for fields in [*cases.values(), {"samples": (make_sample(0, 1.0, logprob=-np.inf), good)}]:
             [lease] = (await preprocessor.lease(1)).leases
             await preprocessor.publish(lease, **fields)
-        expected = {f"dropped_{reason}_groups_total": 1.0 for reason in cases}
-        assert await preprocessor.metric("dropped_non_finite_tokens_total", 16) == 16
-        counted = await preprocessor.metrics_with("dropped_no_tokens_groups_total", 1)
-        assert {name: counted[name] for name in expected} == {**expected, "dropped_non_finite_groups_total": 2.0}
+        expected = {f"groups_dropped_total{{reason={reason}}}": 1.0 for reason in cases}
+        assert await preprocessor.metric("tokens_dropped_total{reason=non_finite}", 16) == 16
+        counted = await preprocessor.metrics_with("groups_dropped_total{reason=no_tokens}", 1)
+        assert {name: counted[name] for name in expected} == {**expected, "groups_dropped_total{reason=non_finite}": 2.0}
         await preprocessor.unacknowledged(0)
         assert len((await preprocessor.lease(9)).leases) == 4
 
@@ -185,11 +185,11 @@ async def test_strange_groups_are_dropped_and_counted(tmp_path: Path) -> None:
         await preprocessor.publish(lease)
         lease.group_id = "not an id"
         await preprocessor.publish(lease)
-        assert await preprocessor.metric("dropped_unknown_groups_total", 2) == 2
+        assert await preprocessor.metric("groups_dropped_total{reason=unknown}", 2) == 2
         lease.group_id = known
         await preprocessor.publish(lease)
         await preprocessor.publish(lease, attempt=1)
-        assert await preprocessor.metric("dropped_duplicate_groups_total", 1) == 1
+        assert await preprocessor.metric("groups_dropped_total{reason=duplicate}", 1) == 1
         await preprocessor.publish(other)
         assert (await preprocessor.pull(0)).plan.group_ids == ("0-0", "0-1")
 
@@ -198,7 +198,7 @@ async def test_the_ring_buffer_drops_the_oldest_and_gives_its_slot_back(tmp_path
     async with rig(tmp_path, preprocessor={"ringBufferGroups": 2}) as preprocessor:
         await preprocessor.begin()
         leases = await preprocessor.roll_out(3)
-        assert await preprocessor.metric("dropped_ring_buffer_groups_total", 1) == 1
+        assert await preprocessor.metric("groups_dropped_total{reason=ring_buffer}", 1) == 1
         assert (await preprocessor.pull(0)).plan.group_ids == (leases[1].group_id, leases[2].group_id)
         assert len((await preprocessor.lease(9)).leases) == 2
 
@@ -208,9 +208,8 @@ async def test_groups_without_a_signal_are_dropped_when_asked(tmp_path: Path) ->
         await preprocessor.begin()
         [lease] = (await preprocessor.lease(1)).leases
         await preprocessor.publish(lease, samples=(make_sample(0, 1.0), make_sample(1, 1.0)))
-        assert await preprocessor.metric("dropped_zero_advantage_groups_total", 1) == 1
-        await preprocessor.roll_out(4)
-        assert (await preprocessor.pull(0)).plan.metrics["dropped_zero_advantage_tokens_total"] == 8
+        assert await preprocessor.metric("groups_dropped_total{reason=zero_advantage}", 1) == 1
+        assert await preprocessor.metric("tokens_dropped_total{reason=zero_advantage}", 8) == 8
 
 
 async def test_reports_give_slots_back(tmp_path: Path) -> None:
@@ -220,8 +219,8 @@ async def test_reports_give_slots_back(tmp_path: Path) -> None:
         await preprocessor.report(first.lease_id, pb.GROUP_OUTCOME_STARTED, served_version=0)
         await preprocessor.report(first.lease_id, pb.GROUP_OUTCOME_FAILED, reason="verifier_timeout", tokens_wasted=5)
         await preprocessor.report(first.lease_id, pb.GROUP_OUTCOME_FAILED, reason="verifier_timeout", tokens_wasted=5)
-        assert await preprocessor.metric("dropped_verifier_timeout_groups_total", 1) == 1
-        assert await preprocessor.metric("dropped_verifier_timeout_tokens_total", 5) == 5
+        assert await preprocessor.metric("groups_dropped_total{reason=verifier_timeout}", 1) == 1
+        assert await preprocessor.metric("tokens_dropped_total{reason=verifier_timeout}", 5) == 5
         [replacement] = (await preprocessor.lease(9)).leases
         assert (replacement.group_id, replacement.prompt_index) == ("0-4", 4)
 
@@ -229,7 +228,7 @@ async def test_reports_give_slots_back(tmp_path: Path) -> None:
         [again] = (await preprocessor.lease(9)).leases
         assert (again.group_id, again.attempt) == (second.group_id, 1)
         await preprocessor.report(again.lease_id, pb.GROUP_OUTCOME_HANDED_BACK)
-        assert await preprocessor.metric("dropped_expired_groups_total", 1) == 1
+        assert await preprocessor.metric("groups_dropped_total{reason=expired}", 1) == 1
 
 
 async def test_a_new_session_takes_the_old_ones_leases_at_once(tmp_path: Path) -> None:
@@ -263,5 +262,5 @@ async def test_messages_of_another_job_or_schema_are_set_aside(tmp_path: Path) -
         await preprocessor.begin()
         [lease] = (await preprocessor.lease(1)).leases
         await preprocessor.publish(lease, job="other")
-        assert await preprocessor.metric("stream_set_aside_job_total", 1) == 1
+        assert await preprocessor.metric("stream_set_aside_total{reason=job}", 1) == 1
         await preprocessor.unacknowledged(0)

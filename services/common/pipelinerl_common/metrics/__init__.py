@@ -15,6 +15,7 @@ from pipelinerl_common.metrics.metric import (
     Kind,
     Metric,
 )
+from pipelinerl_common.metrics.record import record_of
 from pipelinerl_common.metrics.registry import Counter, Gauge, Histogram, Metrics, UndeclaredMetric
 from pipelinerl_common.metrics.server import serve_metrics
 
@@ -39,5 +40,6 @@ __all__ = [
     "Metrics",
     "UndeclaredMetric",
     "metrics_of",
+    "record_of",
     "serve_metrics",
 ]

@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from typing import Final
 
 import nats.errors
@@ -58,6 +59,16 @@ async def connect(
     opening = Connection.open(url, name=name, login=login, prepare=prepare, timeout_s=timeout_s, counters=counters)
     async with opening as connection:
         yield Stream(connection, layout, counters)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamDepth:
+    """What the sample stream holds: everything that is not acknowledged yet."""
+
+    num_messages: int
+    num_bytes: int
+    max_bytes: int
+    """Publishing waits beyond it."""
 
 
 class Stream:
@@ -138,10 +149,15 @@ class Stream:
         await self._connection.publish(self._layout.subject("dead"), payload, headers, _SET_ASIDE_S)
         self.counters[f"set_aside_{reason}"] += 1
 
+    async def depth(self, timeout_s: float = 10.0) -> "StreamDepth":
+        """How much the sample stream holds. Raises Unavailable."""
+        answer = await self._connection.request(f"$JS.API.STREAM.INFO.{self._layout.stream('samples')}", {}, timeout_s)
+        state, config = answer["state"], answer["config"]
+        return StreamDepth(int(state["messages"]), int(state["bytes"]), int(config.get("max_bytes", 0)))
+
     async def num_waiting(self, timeout_s: float = 10.0) -> int:
         """Messages on the sample stream that are not acknowledged yet. Raises Unavailable."""
-        answer = await self._connection.request(f"$JS.API.STREAM.INFO.{self._layout.stream('samples')}", {}, timeout_s)
-        return int(answer["state"]["messages"])
+        return (await self.depth(timeout_s)).num_messages
 
     async def journal(self) -> Journal:
         """The job's journal; it has one writer."""

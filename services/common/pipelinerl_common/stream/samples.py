@@ -35,6 +35,11 @@ class ReceivedGroup:
     _reader: "SampleReader" = field(repr=False)
     _deliveries: list[Delivery] = field(repr=False)
 
+    @property
+    def num_messages(self) -> int:
+        """Messages that it came in."""
+        return len(self._deliveries)
+
     async def ack(self) -> None:
         """The group is used: all its parts leave the stream. Returns at once; sent again after a reconnect until the server
         confirms. Only a crash before the confirmation can bring the group back, at the next start."""

@@ -99,7 +99,7 @@ LEDGER: Final[tuple[Metric, ...]] = (
         Kind.HISTOGRAM,
         "steps",
         (PREPROCESSOR,),
-        "Groups by staleness when they entered a batch: the step minus the version that sampled the oldest token.",
+        "Trained groups by staleness: the step minus the version that sampled the oldest token.",
         buckets=(0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32),
     ),
     gauge(
