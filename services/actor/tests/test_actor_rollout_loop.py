@@ -312,7 +312,7 @@ async def test_a_broken_task_fails_its_group_with_a_reason_and_the_actor_goes_on
         await alive(actor, lambda: len(house.failures()) == 2)
         assert not actor.done()
         await alive(actor, lambda: house.metrics and house.last_metric("groups_failed_total") == 2)
-        assert house.last_metric(f"rollout_errors_{reason}_total") >= 2
+        assert house.last_metric(f"rollout_errors_total{{reason={reason}}}") >= 2
     assert {reason for _, reason in house.failures()} == {reason}
     assert not house.groups
 
@@ -393,7 +393,7 @@ async def test_a_connection_that_breaks_during_a_request_and_an_internal_error_a
     house.admission.to_grant = 1
     async with acting(house, "Together") as (actor, _):
         await alive(actor, lambda: house.groups)
-        await alive(actor, lambda: house.metrics and house.last_metric("rollout_errors_generator_error_total") == 2)
+        await alive(actor, lambda: house.metrics and house.last_metric("rollout_errors_total{reason=generator_error}") == 2)
 
 
 async def test_a_generator_that_always_breaks_fails_the_group_after_bounded_tries(house: House) -> None:
@@ -577,7 +577,7 @@ async def test_a_generator_that_is_away_is_waited_for(house: House) -> None:
     port = _free_port()
     house.admission.to_grant = 1
     async with acting(house, "Together", generators=[f"http://127.0.0.1:{port}"]) as (actor, _):
-        await alive(actor, lambda: house.metrics and house.last_metric("rollout_errors_generator_away_total") >= 2)
+        await alive(actor, lambda: house.metrics and house.last_metric("rollout_errors_total{reason=generator_away}") >= 2)
         async with FakeGenerator().serving(port):
             await alive(actor, lambda: house.groups)
 
@@ -596,14 +596,17 @@ async def test_requests_go_to_the_generator_that_is_well_and_least_loaded(house:
 
 async def test_metrics_tell_tokens_samples_and_groups(house: House) -> None:
     house.admission.to_grant = 3
-    async with acting(house, "Together") as (actor, _):
+    async with acting(house, "Together", actors={"generator": {"maxRunningRequests": 8}}) as (actor, _):
         await alive(actor, lambda: house.metrics and house.last_metric("groups_published_total") == 3)
     record = house.metrics[-1]
     assert (record.role, record.instance, record.job, record.step) == ("actor", "actor-0", JOB, -1)
     assert record.values["tokens_generated_total"] == 3 * 4 * 2
-    assert record.values["samples_total"] == 12
+    assert record.values["samples_generated_total"] == 12
     assert record.values["memory_bytes"] > 1 << 20
-    assert any(each.values.get("completion_length_mean") == 2.0 for each in house.metrics)
+    assert (record.values["completion_tokens_count"], record.values["completion_tokens_sum"]) == (12, 24)
+    assert record.values["group_seconds_count"] == 3
+    assert record.values["verification_seconds_count"] == 12
+    assert record.values["requests_limit"] == 8
 
 
 async def test_a_finished_group_survives_a_crash_of_the_stream_server(house: House) -> None:

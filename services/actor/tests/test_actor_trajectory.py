@@ -24,6 +24,7 @@ from pipelinerl_actor.rollout.verifier import Verifier
 from pipelinerl_actor.task import Prompt, TaskName, Turn, Verdict
 from pipelinerl_actor.tasks.guess_number import GuessNumber
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.metrics import Metrics
 from pipelinerl_common.settings import SamplingSettings
 from pipelinerl_common.types import FinishReason, VersionRun
 
@@ -70,7 +71,9 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 def trajectory(player: FakeGenerator, session: aiohttp.ClientSession, model_folder: Path, prompt: Prompt) -> Trajectory:
-    generators = Generators([GeneratorClient(player.url, session, None)], max_running=4, max_retries=1, meter=Meter())
+    generators = Generators(
+        [GeneratorClient(player.url, session, None)], max_running=4, max_retries=1, meter=Meter(Metrics("actor", "test"))
+    )
     task = GuessNumber(seed=0)
     verifier = Verifier(task, TaskName("", {}, 0), timeout_s=1, max_retries=0)
     sampler = Sampler(generators, SamplingSettings(max_tokens=8), verifier, Continuation(model_folder), seed=0)
@@ -168,7 +171,9 @@ async def test_the_clock_stands_while_a_request_waits_for_a_slot(session: aiohtt
             return await generator.say(body)
 
         generator.script.append(slow)
-        generators = Generators([GeneratorClient(generator.url, session, None)], max_running=1, max_retries=0, meter=Meter())
+        generators = Generators(
+            [GeneratorClient(generator.url, session, None)], max_running=1, max_retries=0, meter=Meter(Metrics("actor", "test"))
+        )
         request = CompletionRequest(SamplingSettings(), messages=[])
 
         async def timed(limit_s: float) -> None:
@@ -199,7 +204,9 @@ async def test_waiting_requests_are_served_in_order_and_cancelled_ones_leave_no_
     session: aiohttp.ClientSession,
 ) -> None:
     async with FakeGenerator().serving() as generator:
-        generators = Generators([GeneratorClient(generator.url, session, None)], max_running=2, max_retries=0, meter=Meter())
+        generators = Generators(
+            [GeneratorClient(generator.url, session, None)], max_running=2, max_retries=0, meter=Meter(Metrics("actor", "test"))
+        )
         request = CompletionRequest(SamplingSettings(), messages=[])
         generator.answer = generator.hang
         waiting = [asyncio.ensure_future(generators.complete(request, TrajectoryClock(30))) for _ in range(5)]

@@ -108,7 +108,12 @@ def _trainer(change: Change, step: int, time: float) -> Record:
 
 
 def _preprocessor(change: Change, step: int) -> dict[str, float]:
-    usual = {"groups_ready": 30.0, "groups_trained_total": 64.0 * step, "sequences_overlong_total": 0.0, "memory_bytes": 1e9}
+    usual = {
+        "queue_groups{stage=ready}": 30.0,
+        "groups_trained_total": 64.0 * step,
+        "sequences_overlong_total": 0.0,
+        "memory_bytes": 1e9,
+    }
     return {**usual, **change.preprocessor}
 
 
@@ -117,7 +122,7 @@ def _actors(change: Change, step: int, time: float) -> Iterable[Record]:
         values = {
             "requests_running": 230.0 + (change.swing if step % 2 else -change.swing),
             "tokens_generated_total": 51_000.0 * step,
-            "samples_total": 130.0 * step,
+            "samples_generated_total": 130.0 * step,
             "memory_bytes": 1e9,
             **change.actor,
         }

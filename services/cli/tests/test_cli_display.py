@@ -42,7 +42,11 @@ def view_after_steps() -> RunView:
     view = RunView(steps_total=100)
     view.take(Record("actor", "actor-0", 1, -1, {"generation_tokens_per_second": 1000.0}))
     view.take(Record("actor", "actor-1", 1, -1, {"generation_tokens_per_second": 500.0}))
-    view.take(Record("preprocessor", "preprocessor-0", 1, -1, {"groups_ready": 12.0, "groups_running": 20.0}))
+    view.take(
+        Record(
+            "preprocessor", "preprocessor-0", 1, -1, {"queue_groups{stage=ready}": 12.0, "queue_groups{stage=running}": 20.0}
+        )
+    )
     for step in (1, 2, 3):
         assert view.take(trained(step, 10.0 * step, step / 10))
     return view
@@ -95,13 +99,15 @@ def test_a_long_wait_is_explained_with_what_was_dropped_since_the_last_step() ->
     view, patience = RunView(steps_total=9, phase=GENERATING), Patience(groups_per_step=32)
 
     def count(time: float, dropped: float, failed: float) -> None:
-        view.take(Record("preprocessor", "preprocessor-0", time, 0, {"dropped_zero_advantage_groups_total": dropped}))
-        view.take(Record("actor", "actor-0", time, -1, {"rollout_errors_task_error_total": failed}))
+        view.take(Record("preprocessor", "preprocessor-0", time, 0, {"groups_dropped_total{reason=zero_advantage}": dropped}))
+        view.take(Record("actor", "actor-0", time, -1, {"rollout_errors_total{reason=task_error}": failed}))
 
     count(1, dropped=100, failed=0)
     assert patience.look(view, 0) is None
     count(2, dropped=1740, failed=3)
-    view.take(Record("preprocessor", "preprocessor-0", 2, 0, {"groups_ready": 5.0, "groups_running": 2.0}))
+    view.take(
+        Record("preprocessor", "preprocessor-0", 2, 0, {"queue_groups{stage=ready}": 5.0, "queue_groups{stage=running}": 2.0})
+    )
     assert patience.look(view, 59) is None
     assert patience.look(view, 60) == (
         "no step for 60 s: step 1 needs 32 groups, 5 are ready, 2 run; groups dropped meanwhile: zero_advantage 1,640; "

@@ -30,11 +30,15 @@ RUN_CASES: dict[str, tuple[Change, Severity, str]] = {
     ),
     "updates_failed": (Change(late={"weight_update_failures_total": 10.0}), Severity.WARNING, "10 of 50 weight updates failed"),
     "groups_dropped": (
-        Change(preprocessor={"dropped_stale_groups_total": 640.0, "dropped_expired_groups_total": 10.0}),
+        Change(preprocessor={"groups_dropped_total{reason=stale}": 640.0, "groups_dropped_total{reason=expired}": 10.0}),
         Severity.WARNING,
         "20 % of the groups were generated in vain: stale 640, expired 10",
     ),
-    "rollouts_fail": (Change(actor={"rollout_errors_verifier_total": 90.0}), Severity.WARNING, "360 rollout errors for 20800"),
+    "rollouts_fail": (
+        Change(actor={"rollout_errors_total{reason=verifier}": 90.0}),
+        Severity.WARNING,
+        "360 rollout errors for 20800",
+    ),
     "sequences_overlong": (
         Change(preprocessor={"sequences_overlong_total": 7.0}),
         Severity.WARNING,
@@ -75,7 +79,7 @@ RUN_CASES: dict[str, tuple[Change, Severity, str]] = {
         "training is the bottleneck",
     ),
     "queue_too_deep": (
-        Change(preprocessor={"groups_ready": 128.0}),
+        Change(preprocessor={"queue_groups{stage=ready}": 128.0}),
         Severity.WARNING,
         "128 finished groups wait on average, 2.0",
     ),
@@ -165,10 +169,10 @@ def test_job_rule_fires_alone(rule: str) -> None:
         Change(late={"packing_fill": 0.81, "packing_imbalance": 0.09, "pause_seconds": 0.49, "publish_seconds": 9.9}),
         Change(step={"wait_seconds": 1.9}),
         Change(step={"wait_seconds": 0.0}),  # the generators are full and so is the trainer
-        Change(preprocessor={"groups_ready": 95.0, "dropped_stale_groups_total": 100.0}),
-        Change(preprocessor={"dropped_zero_advantage_groups_total": 2000.0}),
+        Change(preprocessor={"queue_groups{stage=ready}": 95.0, "groups_dropped_total{reason=stale}": 100.0}),
+        Change(preprocessor={"groups_dropped_total{reason=zero_advantage}": 2000.0}),
         Change(actor={"requests_running": 193.0}, swing=0),
-        Change(actor={"rollout_errors_timeout_total": 50.0}),
+        Change(actor={"rollout_errors_total{reason=timeout}": 50.0}),
         Change(actor_0={"tokens_generated_total": 51_000.0 * 40}, num_steps=1),
         Change(late={"memory_bytes": 16e9}),  # too short a run to tell
         Change(step={"reward_mean": 0.95}),
@@ -184,7 +188,7 @@ def test_degrees() -> None:
     assert (hard.severity, "too hard" in hard.message) == (Severity.CRITICAL, True)
     few = diagnose_run(run_facts(Change(late={"weight_update_failures_total": 1.0})))[0].finding
     assert few.severity is Severity.ADVICE
-    dropped = Change(preprocessor={"dropped_zero_advantage_groups_total": 5000.0})
+    dropped = Change(preprocessor={"groups_dropped_total{reason=zero_advantage}": 5000.0})
     assert names(diagnose_run(run_facts(dropped))) == ["groups_without_gradient"]
 
 
@@ -196,7 +200,9 @@ def test_remedies_that_are_in_place_are_not_proposed() -> None:
 
 
 def test_drops_name_the_remedy_of_the_most_frequent_reason_first() -> None:
-    change = Change(preprocessor={"dropped_expired_groups_total": 400.0, "dropped_ring_buffer_groups_total": 500.0})
+    change = Change(
+        preprocessor={"groups_dropped_total{reason=expired}": 400.0, "groups_dropped_total{reason=ring_buffer}": 500.0}
+    )
     turn = diagnose_run(run_facts(change))[0].finding.turn
     assert [advice.partition(":")[0] for advice in turn] == ["preprocessor.ringBufferGroups", "preprocessor.leaseSeconds"]
 

@@ -32,7 +32,15 @@ def make_run(root: Path, rewards: Sequence[float], seconds_per_step: float = 1.0
         time = 1010 + k * seconds_per_step
         values = {"reward_mean": reward, "num_sequences": 4.0, "num_trained_tokens": 50.0, "lag_mean": 1.0, "lag_max": 2.0}
         writer.write(Record("actor", "actor-0", time - 0.5, -1, {"tokens_generated_total": 60.0 * k}))
-        writer.write(Record("preprocessor", "preprocessor-0", time - 0.4, -1, {"groups_ready": 3.0, "groups_running": 8.0}))
+        writer.write(
+            Record(
+                "preprocessor",
+                "preprocessor-0",
+                time - 0.4,
+                -1,
+                {"queue_groups{stage=ready}": 3.0, "queue_groups{stage=running}": 8.0},
+            )
+        )
         writer.write(Record("trainer", "trainer-0", time, k, {**values, "ess": 0.95, "pause_seconds": 0.02}))
     writer.close()
     return root

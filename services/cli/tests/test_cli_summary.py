@@ -61,7 +61,13 @@ def test_summary_of_a_small_run() -> None:
         ],
         actor(18, 1000),
         actor(20, 500, "actor-1"),
-        Record("preprocessor", "preprocessor-0", 15, -1, {"dropped_stale_groups_total": 2.0, "dropped_full_groups_total": 0.0}),
+        Record(
+            "preprocessor",
+            "preprocessor-0",
+            15,
+            -1,
+            {"groups_dropped_total{reason=stale}": 2.0, "groups_dropped_total{reason=full}": 0.0},
+        ),
         Record("up", "up", 20, -1, {"restarts_total": 1.0, "restarts_actor-0_process_total": 1.0}),
     ]
     summary = summarize(RunHistory(records), status="finished", job="sums", seed=7)

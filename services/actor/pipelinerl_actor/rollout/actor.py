@@ -18,6 +18,7 @@ from pipelinerl_actor.task import TaskName
 from pipelinerl_actor.task_loader import load_task
 from pipelinerl_common import rpc, stream
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.metrics import ACTOR, Metrics, serve_metrics
 from pipelinerl_common.service import Wiring, run_until_first
 from pipelinerl_common.settings import load_job
 
@@ -34,8 +35,9 @@ async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
         raise SettingsError("--preprocessor is missing: the rollout loop needs its host:port")
     name = TaskName(spec.task.path, spec.task.args, spec.seed)
     task = load_task(name)
-    meter = Meter()
+    meter = Meter(Metrics(ACTOR, job.name))
     async with AsyncExitStack() as stack:
+        await stack.enter_async_context(serve_metrics(wiring.metrics_listen, meter.metrics.exposition))
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         session = await stack.enter_async_context(
             aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
@@ -65,6 +67,12 @@ async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
         reports = Reports(channel, wiring.name)
         slots = Slots(generators.num_slots, spec.task.group_size)
         loop = RolloutLoop(LeaseDesk(channel, wiring.name), reports, roller, samples, meter, slots)
-        metrics = MetricsReport(meter, samples, job=job.name, instance=wiring.name, num_running=lambda: generators.num_running)
+        metrics = MetricsReport(
+            meter,
+            samples,
+            instance=wiring.name,
+            num_running=lambda: generators.num_running,
+            num_slots=generators.num_slots,
+        )
         await run_until_first(loop.run(stop, spec.actors.drain_seconds), reports.run(), metrics.run())
         await metrics.publish()

@@ -44,7 +44,7 @@ class Generators:
         self._generators = [_Generator(client) for client in clients]
         self.max_running = max_running
         self._max_retries = max_retries
-        self._meter = meter
+        self.meter = meter
         self._turnstile = asyncio.Lock()
         self._changed = asyncio.Event()
 
@@ -68,16 +68,16 @@ class Generators:
                 async with self._slot(request.n, clock) as generator:
                     completions = await self._complete_on(generator, request)
             except GeneratorAway:
-                self._meter.failed("generator_away")
+                self.meter.failed("generator_away")
                 continue
             except TemporaryError as error:
-                self._meter.failed("generator_error")
+                self.meter.failed("generator_error")
                 num_failures += 1
                 if num_failures > self._max_retries:
                     raise GivenUp("generator_error", f"{num_failures} tries, the last: {error}") from error
                 await asyncio.sleep(backoff_s(num_failures))
                 continue
-            self._meter.sampled(completions.turns)
+            self.meter.sampled(completions.turns)
             return completions
 
     async def _complete_on(self, generator: _Generator, request: CompletionRequest) -> Completions:

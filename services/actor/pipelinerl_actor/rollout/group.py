@@ -115,7 +115,7 @@ class GroupRoller:
         return records
 
     async def _finish(self, lease: GroupLease, prompt: Prompt, index: int, record: TokenRecord) -> Sample:
-        verdict = await self._sampler.verifier.verify(lease.prompt_index, prompt, record.turns[-1])
+        verdict = await self._sampler.verify(lease.prompt_index, prompt, record.turns[-1])
         return record.to_sample(index, check_verdict(verdict))
 
     async def _roll_out_alone(self, lease: GroupLease, prompt: Prompt, index: int, progress: Progress) -> Sample:
@@ -170,8 +170,7 @@ class GroupRoller:
         return samples
 
     def _count(self, error: GivenUp, cause: BaseException | None, num_trajectories: int = 1) -> None:
-        is_first = self._meter.errors[error.reason] == 0
-        self._meter.failed(error.reason, num_trajectories)
+        is_first = self._meter.failed(error.reason, num_trajectories)
         level = logging.WARNING if is_first else logging.DEBUG
         log.log(level, "trajectory given up: reason=%s %s", error.reason, error)
         if is_first and cause is not None:

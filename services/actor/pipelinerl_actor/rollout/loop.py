@@ -45,6 +45,8 @@ _PUBLISH_S = 60.0
 class _Running:
     lease: pb.GroupLease
     progress: Progress
+    began: float
+    """Event loop's time of the lease."""
     task: asyncio.Task[None] | None = None
     ending: pb.GroupOutcome.ValueType | None = None
     """Set before the task is cancelled on purpose: what to report then."""
@@ -111,7 +113,8 @@ class RolloutLoop:
         return response
 
     def _start(self, lease: pb.GroupLease, served_version: int, tasks: asyncio.TaskGroup) -> None:
-        running = _Running(lease, Progress(num_unsampled=lease.group_size))
+        began = asyncio.get_running_loop().time()
+        running = _Running(lease, Progress(num_unsampled=lease.group_size), began)
         self._running[lease.lease_id] = running
         self._report(running, pb.GROUP_OUTCOME_STARTED, served_version=served_version)
         running.task = tasks.create_task(self._work(running), name=f"group {lease.group_id}")
@@ -128,14 +131,14 @@ class RolloutLoop:
         """One group from its lease to its end; raises only what must end the actor."""
         try:
             group = await self._roller.roll_out(running.lease, running.progress)
-            await self._publish(group)
+            await self._publish(group, running)
         except GroupFailed as error:
             self._failed(running, error.reason, error)
         except PermanentError as error:  # the stream's: a sample over its limit
             self._meter.failed("unpublishable")
             self._failed(running, "unpublishable", error)
 
-    async def _publish(self, group: SampleGroup) -> None:
+    async def _publish(self, group: SampleGroup, running: _Running) -> None:
         while True:
             try:
                 await self._stream.publish_group(group, timeout_s=_PUBLISH_S)
@@ -143,14 +146,13 @@ class RolloutLoop:
             except Unavailable as error:
                 log.warning("group=%s waits to be published: %s", group.group_id, error)
         self._num_failed_in_a_row = 0
-        self._meter.num_groups_published += 1
-        self._meter.num_samples += len(group.samples)
+        self._meter.published(len(group.samples), asyncio.get_running_loop().time() - running.began)
 
     def _failed(self, running: _Running, reason: str, error: PermanentError) -> None:
         self._num_failed_in_a_row += 1
         if self._num_failed_in_a_row == _FAILED_IN_A_ROW:
             log.error("%d groups in a row failed, the last: reason=%s %s", _FAILED_IN_A_ROW, reason, error)
-        self._meter.num_groups_failed += 1
+        self._meter.group_failed()
         self._report(running, pb.GROUP_OUTCOME_FAILED, reason=reason, detail=str(error)[:500])
 
     def _report(self, running: _Running, outcome: pb.GroupOutcome.ValueType, **fields: object) -> None:

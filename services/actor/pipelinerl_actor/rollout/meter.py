@@ -1,12 +1,12 @@
-"""What the actor counts, and the record that it publishes about every second."""
+"""What the actor measures, and the record that it publishes about every second."""
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
-from pipelinerl.v1.metrics_pb2 import MetricsRecord
 from pipelinerl_actor.task import Turn
+from pipelinerl_common.metrics import Metrics, record_of
 from pipelinerl_common.stream import Stream
 from pipelinerl_common.telemetry import memory_bytes
 
@@ -14,44 +14,67 @@ _PERIOD_S = 1.0
 
 
 class Meter:
-    """Totals since the start. `rollout_errors` are by reason: retries, trajectories and groups given up."""
+    """Totals since the start. Errors are by reason: retries, trajectories and groups given up."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
         self.num_tokens = 0
-        self.num_turns = 0
-        self.num_samples = 0
-        self.num_groups_published = 0
-        self.num_groups_failed = 0
-        self.errors: Counter[str] = Counter()
+        self._tokens = metrics.counter("tokens_generated_total")
+        self._completions = metrics.histogram("completion_tokens")
+        self._samples = metrics.counter("samples_generated_total")
+        self._published = metrics.counter("groups_published_total")
+        self._group_seconds = metrics.histogram("group_seconds")
+        self._failed = metrics.counter("groups_failed_total")
+        self._errors = metrics.counter("rollout_errors_total")
+        self._verifications = metrics.histogram("verification_seconds")
+        self._seen: set[str] = set()
 
     def sampled(self, turns: Iterable[Turn]) -> None:
         for turn in turns:
-            self.num_turns += 1
             self.num_tokens += len(turn.token_ids)
+            self._tokens.inc(len(turn.token_ids))
+            self._completions.observe(len(turn.token_ids))
 
-    def failed(self, reason: str, count: int = 1) -> None:
-        self.errors[reason] += count
+    def published(self, num_samples: int, seconds: float) -> None:
+        """A group is on the stream, `seconds` after its lease."""
+        self._published.inc()
+        self._samples.inc(num_samples)
+        self._group_seconds.observe(seconds)
 
-    def totals(self) -> dict[str, float]:
-        return {
-            "tokens_generated_total": self.num_tokens,
-            "samples_total": self.num_samples,
-            "groups_published_total": self.num_groups_published,
-            "groups_failed_total": self.num_groups_failed,
-            **{f"rollout_errors_{reason}_total": count for reason, count in self.errors.items()},
-        }
+    def group_failed(self) -> None:
+        self._failed.inc()
+
+    def failed(self, reason: str, count: int = 1) -> bool:
+        """Whether it is the first of its reason."""
+        self._errors.inc(count, reason=reason)
+        is_first = reason not in self._seen
+        self._seen.add(reason)
+        return is_first
+
+    @contextmanager
+    def verifying(self) -> Iterator[None]:
+        """Measures the block."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._verifications.observe(time.monotonic() - began)
 
 
 class MetricsReport:
-    """Publishes the meter's totals, the rates since the last record, and the gauges."""
+    """Publishes everything that is measured, once a second."""
 
-    def __init__(self, meter: Meter, stream: Stream, *, job: str, instance: str, num_running: Callable[[], int]) -> None:
+    def __init__(self, meter: Meter, stream: Stream, *, instance: str, num_running: Callable[[], int], num_slots: int) -> None:
         self._meter = meter
         self._stream = stream
-        self._job = job
         self._instance = instance
-        self._num_running = num_running
-        self._last = (time.monotonic(), 0, 0)
+        metrics = meter.metrics
+        metrics.gauge("requests_running").read(lambda: float(num_running()))
+        metrics.gauge("requests_limit").set(float(num_slots))
+        metrics.gauge("memory_bytes").read(memory_bytes)
+        self._rate = metrics.gauge("generation_tokens_per_second")
+        self._events = metrics.counter("stream_events_total")
+        self._last = (time.monotonic(), 0)
 
     async def run(self) -> None:
         """Consumes the meter, produces one record a second, waits for nothing else, never ends."""
@@ -60,23 +83,9 @@ class MetricsReport:
             await self.publish()
 
     async def publish(self) -> None:
-        record = MetricsRecord(
-            schema_version=1, job=self._job, role="actor", instance=self._instance, time=time.time(), step=-1
-        )
-        record.values.update(self._values())
-        await self._stream.publish_metrics(record)
-
-    def _values(self) -> dict[str, float]:
-        meter, (then, tokens_then, turns_then) = self._meter, self._last
-        now = time.monotonic()
-        num_tokens, num_turns = meter.num_tokens - tokens_then, meter.num_turns - turns_then
-        self._last = (now, meter.num_tokens, meter.num_turns)
-        values = {
-            **meter.totals(),
-            "requests_running": self._num_running(),
-            "generation_tokens_per_second": num_tokens / max(now - then, 1e-9),
-            "memory_bytes": memory_bytes(),
-        }
-        if num_turns:
-            values["completion_length_mean"] = num_tokens / num_turns
-        return values
+        (then, tokens_then), now = self._last, time.monotonic()
+        self._last = (now, self._meter.num_tokens)
+        self._rate.set((self._meter.num_tokens - tokens_then) / max(now - then, 1e-9))
+        for event, count in self._stream.counters.items():
+            self._events.reach(count, event=event)
+        await self._stream.publish_metrics(record_of(self._meter.metrics, self._instance))

@@ -85,6 +85,10 @@ class Sampler:
     async def complete(self, prompt_token_ids: Sequence[int], clock: TrajectoryClock) -> Completions:
         return await self.generators.complete(CompletionRequest(self.sampling, prompt_token_ids=prompt_token_ids), clock)
 
+    async def verify(self, prompt_index: int, prompt: Prompt, turn: Turn) -> Verdict:
+        with self.generators.meter.verifying():
+            return await self.verifier.verify(prompt_index, prompt, turn)
+
 
 class Trajectory:
     """Implements `pipelinerl_actor.task.Rollout`."""
@@ -127,7 +131,7 @@ class Trajectory:
         return self._add(await self._sampler.complete([*self.record.token_ids, *token_ids], self._clock))
 
     async def verify(self, turn: Turn) -> Verdict:
-        return await self._sampler.verifier.verify(self._prompt_index, self._prompt, turn)
+        return await self._sampler.verify(self._prompt_index, self._prompt, turn)
 
     def _add(self, completions: Completions) -> Turn:
         turn = completions.turns[0]

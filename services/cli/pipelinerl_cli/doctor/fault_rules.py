@@ -102,7 +102,7 @@ def groups_dropped(facts: RunFacts) -> Finding | None:
 
 
 def rollouts_fail(facts: RunFacts) -> Finding | None:
-    errors, samples = facts.summary["rollout_errors"], facts.total("actor", "samples_total")
+    errors, samples = facts.summary["rollout_errors"], facts.total("actor", "samples_generated_total")
     total = sum(errors.values())
     if not total or total / max(samples, 1) <= MANY_ERRORS:
         return None

@@ -78,7 +78,7 @@ def training_is_slow(facts: RunFacts) -> Finding | None:
 
 
 def queue_too_deep(facts: RunFacts) -> Finding | None:
-    ready = facts.gauge_mean("preprocessor", "groups_ready")
+    ready = facts.gauge_mean("preprocessor", "queue_groups{stage=ready}")
     batches = ready / facts.job.spec.algorithm.groups_per_step
     if not batches > DEEP_QUEUE:
         return None

@@ -25,8 +25,8 @@ def staleness(history: RunHistory) -> list[str]:
             TIME,
             Axis("groups", low=0),
             [
-                line("ready", history.gauge("preprocessor", "groups_ready"), 0),
-                line("running", history.gauge("preprocessor", "groups_running"), 1),
+                line("ready", history.gauge("preprocessor", "queue_groups{stage=ready}"), 0),
+                line("running", history.gauge("preprocessor", "queue_groups{stage=running}"), 1),
             ],
         ),
         flow("What became of the generated tokens", _fates(history)),
@@ -61,9 +61,9 @@ def _fates(history: RunHistory) -> list[Part]:
     generated = history.total("actor", "tokens_generated_total")
     trained = sum(step.values.get("num_trained_tokens", 0.0) for step in history.steps)
     dropped = {
-        name.removeprefix("dropped_").removesuffix("_tokens_total"): history.total("preprocessor", name)
+        name.removeprefix("tokens_dropped_total{reason=").removesuffix("}"): history.total("preprocessor", name)
         for name in sorted(history.names("preprocessor"))
-        if name.startswith("dropped_") and name.endswith("_tokens_total")
+        if name.startswith("tokens_dropped_total{")
     }
     rest = generated - trained - sum(dropped.values())
     return [

@@ -60,8 +60,8 @@ def summarize(history: RunHistory, *, status: str, job: str, seed: int) -> dict[
         "tokens_trained": int(trained),
         "waste": _rounded(max(0.0, 1 - trained / generated)) if generated else None,
         "tokens_per_second": _rounded(generated / generation_seconds) if generation_seconds else None,
-        "dropped_groups": _by_middle(history, "preprocessor", "dropped_", "_groups_total"),
-        "rollout_errors": _by_middle(history, "actor", "rollout_errors_", "_total"),
+        "dropped_groups": _by_middle(history, "preprocessor", "groups_dropped_total{reason=", "}"),
+        "rollout_errors": _by_middle(history, "actor", "rollout_errors_total{reason=", "}"),
         "restarts": int(history.total(SESSION_ROLE, "restarts_total")),
         "restarts_by_process": _by_middle(history, SESSION_ROLE, "restarts_", "_process_total"),
     }

@@ -36,8 +36,8 @@ def step_line(view: RunView) -> str:
         f"  lag {number(values.get('lag_mean'))} (max {number(values.get('lag_max'), 0)})"
         f"  ESS {number(values.get('ess'), 3)}"
         f"  {number(view.gauge('actor', 'generation_tokens_per_second'), 0)} tokens/s"
-        f"  ready {number(view.gauge('preprocessor', 'groups_ready'), 0)}"
-        f"  running {number(view.gauge('preprocessor', 'groups_running'), 0)}"
+        f"  ready {number(view.gauge('preprocessor', 'queue_groups{stage=ready}'), 0)}"
+        f"  running {number(view.gauge('preprocessor', 'queue_groups{stage=running}'), 0)}"
         f"  updates {number(view.total('trainer', 'weight_updates_total'), 0)}"
         + (f"  restarts {view.restarts}" if view.restarts else "")
     )

@@ -62,9 +62,9 @@ def rows(view: RunView, sparks: int) -> Sequence[tuple[str, str, str]]:
         ),
         (
             "groups",
-            f"{number(view.gauge('preprocessor', 'groups_ready'), 0)} ready, "
-            f"{number(view.gauge('preprocessor', 'groups_running'), 0)} running",
-            trend("groups_ready", "preprocessor"),
+            f"{number(view.gauge('preprocessor', 'queue_groups{stage=ready}'), 0)} ready, "
+            f"{number(view.gauge('preprocessor', 'queue_groups{stage=running}'), 0)} running",
+            trend("queue_groups{stage=ready}", "preprocessor"),
         ),
         (
             "updates",

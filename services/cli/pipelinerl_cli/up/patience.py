@@ -34,13 +34,15 @@ class Patience:
         return self._explain(view, waited)
 
     def _explain(self, view: RunView, waited: float) -> str:
-        ready, running = (view.gauge("preprocessor", name) or 0 for name in ("groups_ready", "groups_running"))
+        ready, running = (
+            view.gauge("preprocessor", name) or 0 for name in ("queue_groups{stage=ready}", "queue_groups{stage=running}")
+        )
         parts = [
             f"no step for {waited:.0f} s: step {view.step + 1} needs {self.groups_per_step} groups, "
             f"{ready:.0f} are ready, {running:.0f} run"
         ]
-        dropped = self._counted(view, "preprocessor", "dropped_", "_groups_total")
-        failed = self._counted(view, "actor", "rollout_errors_", "_total")
+        dropped = self._counted(view, "preprocessor", "groups_dropped_total{reason=", "}")
+        failed = self._counted(view, "actor", "rollout_errors_total{reason=", "}")
         if dropped:
             parts.append(f"groups dropped meanwhile: {dropped}")
         if failed:

@@ -23,5 +23,5 @@ def describe_phase(job: Job, coordinator: Coordinator, view: RunView) -> tuple[s
     if coordinator.served_version < 0:
         return "sending the first weights to the generators", trouble
     generated = view.total("actor", "tokens_generated_total") or 0
-    ready_groups = view.gauge("preprocessor", "groups_ready") or 0
+    ready_groups = view.gauge("preprocessor", "queue_groups{stage=ready}") or 0
     return GENERATING, f"{generated:,.0f} tokens, {ready_groups:.0f} groups ready"

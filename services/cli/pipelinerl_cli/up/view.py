@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipelinerl_cli.results.metrics_file import Record
+from pipelinerl_common.metrics import is_counter
 
 SPARK_STEPS = 40
 TRENDS = (
@@ -14,7 +15,7 @@ TRENDS = (
     ("trainer", "ess"),
     ("trainer", "pause_seconds"),
     ("actor", "generation_tokens_per_second"),
-    ("preprocessor", "groups_ready"),
+    ("preprocessor", "queue_groups{stage=ready}"),
 )
 """What is remembered for the sparklines, as it was at the end of each of the last steps."""
 GENERATING = "generating the first batch"
@@ -44,7 +45,7 @@ class RunView:
             values = self._gauges.setdefault((record.role, name), {})
             previous = values.get(record.instance, 0.0)
             values[record.instance] = value
-            if name.endswith("_total"):
+            if is_counter(name):
                 counted = value - previous if value >= previous else value  # its process began again at 0
                 self._totals[record.role, name] = self._totals.get((record.role, name), 0.0) + counted
         if record.role != "trainer" or record.step < 0 or "reward_mean" not in record.values:

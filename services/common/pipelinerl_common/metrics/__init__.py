@@ -15,7 +15,7 @@ from pipelinerl_common.metrics.metric import (
     Kind,
     Metric,
 )
-from pipelinerl_common.metrics.record import record_of
+from pipelinerl_common.metrics.record import is_counter, record_of
 from pipelinerl_common.metrics.registry import Counter, Gauge, Histogram, Metrics, UndeclaredMetric
 from pipelinerl_common.metrics.server import serve_metrics
 
@@ -39,6 +39,7 @@ __all__ = [
     "Metric",
     "Metrics",
     "UndeclaredMetric",
+    "is_counter",
     "metrics_of",
     "record_of",
     "serve_metrics",
