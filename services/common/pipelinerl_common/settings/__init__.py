@@ -28,6 +28,7 @@ from pipelinerl_common.settings.roles import (
 )
 from pipelinerl_common.settings.scope import cluster_only_paths, service_view
 from pipelinerl_common.settings.staleness import StalenessSettings
+from pipelinerl_common.settings.telemetry import SinkSettings, TelemetrySettings, TensorBoardSettings, WandbSettings
 
 __all__ = [
     "API_VERSION",
@@ -55,10 +56,14 @@ __all__ = [
     "RestartSettings",
     "SamplingSettings",
     "SchedulingSettings",
+    "SinkSettings",
     "StalenessSettings",
     "StreamSettings",
     "TaskSettings",
+    "TelemetrySettings",
+    "TensorBoardSettings",
     "TrainerSettings",
+    "WandbSettings",
     "WeightTransferSettings",
     "cluster_only_paths",
     "load_job",

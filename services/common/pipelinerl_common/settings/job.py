@@ -29,6 +29,7 @@ from pipelinerl_common.settings.roles import (
 )
 from pipelinerl_common.settings.scope import CLUSTER_ONLY
 from pipelinerl_common.settings.staleness import StalenessSettings
+from pipelinerl_common.settings.telemetry import TelemetrySettings
 from pipelinerl_staleness.registry import make_policy
 
 API_VERSION = "pipelinerl.dev/v1alpha1"
@@ -56,6 +57,7 @@ class JobSpec(Settings):
     trainers: TrainerSettings = TrainerSettings()
     stream: StreamSettings = StreamSettings()
     weight_transfer: WeightTransferSettings = WeightTransferSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
     suspend: Annotated[bool, CLUSTER_ONLY] = False
     """Deletes the job's pods and keeps the rest; turned off again, training goes on from the newest checkpoint."""
     managed_by: Annotated[Annotated[str, Field(max_length=253)], CLUSTER_ONLY] = ""
