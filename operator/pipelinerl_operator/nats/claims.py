@@ -95,9 +95,11 @@ def credentials(token: str, user: Key) -> str:
     )
 
 
-def sign(issuer: Key, subject: str, name: str, nats: Mapping[str, Any], issued_at: int) -> str:
-    """A signed token. The same input gives the same text."""
+def sign(issuer: Key, subject: str, name: str, nats: Mapping[str, Any], issued_at: int, expires_at: int | None = None) -> str:
+    """A signed token. The same input gives the same text. Times are in seconds since 1970."""
     claims: dict[str, Any] = {"iat": issued_at, "iss": issuer.public, "name": name, "nats": dict(nats), "sub": subject}
+    if expires_at is not None:
+        claims["exp"] = expires_at
     claims["jti"] = base64.b32encode(sha256(_json(claims)).digest()).rstrip(b"=").decode()
     signed = f"{_base64(_json(_HEADER))}.{_base64(_json(claims))}"
     return f"{signed}.{_base64(issuer.sign(signed.encode()))}"

@@ -310,7 +310,8 @@ class Connection:
         return SettingsError(f"nats-server at {self._url} refuses {self._login.remedy}")
 
     def _because(self) -> str:
-        return "" if self._last_error is None else f" (last error: {self._last_error})"
+        error = self._refusal or self._last_error  # a reset connection follows on a refusal and says less
+        return "" if error is None else f" (last error: {error})"
 
     async def _close(self) -> None:
         self._closing = True

@@ -1,0 +1,142 @@
+"""A job's place on the stream's server: made, looked at, and removed with the job.
+
+`AccountStreams` is for the server of the chart, where every job has an account of its own. `SharedStreams` is for a server of
+somebody else's with one login for everybody: there only the namespace in the streams' names keeps jobs apart.
+"""
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from pipelinerl_common.errors import Unavailable
+from pipelinerl_common.stream import Layout, Login, ServerRequests
+from pipelinerl_operator.nats.claims import Rights, StreamLimits, credentials, user_token
+from pipelinerl_operator.nats.keys import Key, KeyKind
+from pipelinerl_operator.nats.server import AccountServer, StreamServer
+from pipelinerl_operator.nats.trust import TIMELESS, administration_credentials
+from pipelinerl_operator.objects.job_resource import JobResource
+
+log = logging.getLogger(__name__)
+
+_CLIENT: Final = "pipelinerl-operator"
+_MAX_CONSUMERS: Final = 64
+"""The preprocessor's own, one for everybody who watches metrics, and for a minute those of readers that have died."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStatus:
+    """`status.stream` of a job.
+
+    Example: StreamStatus(pending=12, oldest_seconds=3.4).
+    """
+
+    pending: int
+    """Messages on the sample stream that no optimizer step has used yet."""
+    oldest_seconds: float
+    """Age of the oldest of them, by the server's clock; 0 without one."""
+
+
+class StreamAdmin(Protocol):
+    """Every method ends within a few seconds, whatever the server does."""
+
+    async def ensure(self, job: JobResource) -> str | None:
+        """Makes the job's place, or brings it up to date, and returns what goes into `nats.creds` of the job's Secret: always
+        the same text for one job. None where the server asks for nothing. Due before the job's pods are made and whenever its
+        spec changes; free of charge when there is nothing to do. Raises Unavailable."""
+
+    async def remove(self, job: JobResource) -> bool:
+        """Removes the job's place and all that is on it. False, with a warning in the log, when the server has not said so in
+        time: then what is there stays."""
+
+    async def observe(self, job: JobResource) -> StreamStatus | None:
+        """None while the job has no stream. Raises Unavailable."""
+
+
+class AccountStreams:
+    """An account per job, derived from the job's UID: a job made anew under an old name has nothing of the old one's."""
+
+    def __init__(self, requests: ServerRequests, operator: Key) -> None:
+        self._server = AccountServer(requests, operator)
+        self._operator = operator
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, url: str, operator: Key, ca_file: Path | None = None) -> AsyncIterator["AccountStreams"]:
+        """Connects beside the block: a server that starts later will do."""
+        login = Login(credentials_text=administration_credentials(operator), ca_file=ca_file)
+        async with ServerRequests.open(url, login, name=_CLIENT) as requests:
+            yield cls(requests, operator)
+
+    async def ensure(self, job: JobResource) -> str:
+        account = self._account(job)
+        await self._server.ensure(account.public, f"{job.namespace}/{job.name}", _limits(_layout(job)))
+        return _job_credentials(job, account)
+
+    async def remove(self, job: JobResource) -> bool:
+        try:
+            await self._server.remove(self._account(job).public)
+        except Unavailable as error:
+            log.warning("job=%s/%s its NATS account and streams stay behind: %s", job.namespace, job.name, error)
+            return False
+        return True
+
+    async def observe(self, job: JobResource) -> StreamStatus | None:
+        found = await self._server.stream_state(self._account(job).public, _layout(job).stream("samples"))
+        return None if found is None else StreamStatus(*found)
+
+    def _account(self, job: JobResource) -> Key:
+        return self._operator.derive(KeyKind.ACCOUNT, "job", job.uid)
+
+
+class SharedStreams:
+    """Everybody's streams beside one another, under one login."""
+
+    def __init__(self, requests: ServerRequests, login_text: str | None) -> None:
+        self._server = StreamServer(requests)
+        self._login_text = login_text
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, url: str, login_text: str | None = None, ca_file: Path | None = None) -> AsyncIterator["SharedStreams"]:
+        """`login_text` is the content of a credentials file, `user:password` or a token: for this operator and all jobs.
+        Raises SettingsError when it is none of them."""
+        login = Login(ca_file=ca_file) if login_text is None else Login.from_text(login_text, ca_file)
+        async with ServerRequests.open(url, login, name=_CLIENT) as requests:
+            yield cls(requests, login_text)
+
+    async def ensure(self, job: JobResource) -> str | None:
+        return self._login_text
+
+    async def remove(self, job: JobResource) -> bool:
+        try:
+            for stream in _layout(job).streams:
+                await self._server.delete(stream)
+        except Unavailable as error:
+            log.warning("job=%s/%s its streams stay behind: %s", job.namespace, job.name, error)
+            return False
+        return True
+
+    async def observe(self, job: JobResource) -> StreamStatus | None:
+        found = await self._server.state(_layout(job).stream("samples"))
+        return None if found is None else StreamStatus(*found)
+
+
+def _layout(job: JobResource) -> Layout:
+    return Layout(job.name, job.spec.stream, job.namespace)
+
+
+def _limits(layout: Layout) -> StreamLimits:
+    return StreamLimits(
+        num_streams=len(layout.streams),
+        num_consumers=_MAX_CONSUMERS,
+        disk_bytes=layout.reserved_bytes * layout.settings.replicas,
+    )
+
+
+def _job_credentials(job: JobResource, account: Key) -> str:
+    user = account.derive(KeyKind.USER, "services")
+    rights = Rights(publish=_layout(job).publish_subjects, subscribe=("_INBOX.>",))
+    return credentials(user_token(account, user.public, job.name, rights, TIMELESS), user)

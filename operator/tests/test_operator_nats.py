@@ -1,0 +1,343 @@
+"""Accounts per job on a real nats-server in operator mode: apart from one another, bounded, durable, and gone with the job."""
+
+import asyncio
+import base64
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import nats
+import nats.errors
+import nats.js.errors
+import pytest
+from nats.aio.client import Client, RawCredentials
+
+from pipelinerl.v1 import metrics_pb2
+from pipelinerl_common.errors import SettingsError, Unavailable
+from pipelinerl_common.settings import API_VERSION, KIND
+from pipelinerl_common.stream import Layout, Login, NatsServer, Stream, connect
+from pipelinerl_operator.nats import claims, trust
+from pipelinerl_operator.nats.keys import Key, KeyKind
+from pipelinerl_operator.nats.streams import AccountStreams, SharedStreams, StreamStatus
+from pipelinerl_operator.objects.job_resource import JobResource
+
+DEADLINE_S = 60.0
+OPERATOR = Key.from_bytes(KeyKind.OPERATOR, bytes(range(32)))
+
+
+def make_job(name: str = "maths", namespace: str = "team", uid: str = "1", max_bytes: int = 1 << 20) -> JobResource:
+    return JobResource.parse(
+        {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "metadata": {"name": name, "namespace": namespace, "uid": uid, "generation": 1},
+            "spec": {
+                "model": {"uri": "tiny", "maxModelLen": 64},
+                "task": {"path": "tasks:Task", "sampling": {"maxTokens": 8}},
+                "stream": {"maxBytes": max_bytes},
+            },
+        }
+    )
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
+    async with NatsServer.start(tmp_path / "nats", trust=trust.server_trust(OPERATOR)) as running:
+        yield running
+
+
+@pytest.fixture
+async def streams(server: NatsServer) -> AsyncIterator[AccountStreams]:
+    async with AccountStreams.open(server.url, OPERATOR) as opened:
+        yield opened
+
+
+def open_stream(url: str, job: JobResource, credentials: str, timeout_s: float = DEADLINE_S):  # type: ignore[no-untyped-def]
+    login = Login(credentials_text=credentials)
+    return connect(url, job.name, job.spec.stream, name="test", namespace=job.namespace, login=login, timeout_s=timeout_s)
+
+
+async def raw_client(url: str, credentials: str, errors: list[str]) -> Client:
+    async def on_error(error: Exception) -> None:
+        errors.append(str(error))
+
+    return await nats.connect(url, user_credentials=RawCredentials(credentials), error_cb=on_error)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.02)
+
+
+def record(step: int) -> metrics_pb2.MetricsRecord:
+    return metrics_pb2.MetricsRecord(schema_version=1, job="maths", role="trainer", step=step)
+
+
+async def test_a_jobs_services_do_everything_they_need_with_its_credentials(
+    server: NatsServer, streams: AccountStreams
+) -> None:
+    job = make_job()
+    assert await streams.observe(job) is None
+    async with open_stream(server.url, job, await streams.ensure(job)) as stream, asyncio.timeout(DEADLINE_S):
+        await publish(stream, b"payload")
+        journal = await stream.journal()
+        await journal.put("groups/0-0", b"x")
+        assert await journal.entries() == {"groups/0-0": b"x"}
+        await journal.delete("groups/0-0")
+        assert await journal.entries() == {}
+        await stream.publish_metrics(record(1))
+        async with stream.metrics() as records:
+            assert (await anext(records)).step == 1
+        status = await streams.observe(job)
+        assert status is not None
+        assert status.pending == 1
+        assert 0 <= status.oldest_seconds < DEADLINE_S
+        async with stream.samples(max_pending=1):
+            await until(lambda: stream.counters["set_aside_unparsable"] == 1)
+            while (await streams.observe(job)) != StreamStatus(0, 0.0):  # noqa: ASYNC110 - acknowledged, it leaves the stream
+                await asyncio.sleep(0.02)
+
+
+async def publish(stream: Stream, payload: bytes) -> None:
+    """A malformed sample: what matters here is where it goes."""
+    await stream._connection.publish(stream._layout.subject("samples"), payload, None, DEADLINE_S)
+
+
+async def test_one_job_neither_sees_nor_reaches_another(server: NatsServer, streams: AccountStreams) -> None:
+    mine, other = make_job("maths", "team", "1"), make_job("maths", "team", "2")  # even under the same names
+    async with open_stream(server.url, mine, await streams.ensure(mine)) as stream:
+        await publish(stream, b"mine")
+        async with open_stream(server.url, other, await streams.ensure(other)) as other_stream:
+            assert await other_stream.num_waiting() == 0
+            await publish(other_stream, b"theirs")
+            await publish(other_stream, b"theirs too")
+        assert await stream.num_waiting() == 1
+    first, second = await streams.observe(mine), await streams.observe(other)
+    assert first is not None
+    assert second is not None
+    assert (first.pending, second.pending) == (1, 2)
+
+
+async def test_credentials_allow_the_jobs_own_subjects_only(server: NatsServer, streams: AccountStreams) -> None:
+    errors: list[str] = []
+    client = await raw_client(server.url, await streams.ensure(make_job()), errors)
+    try:
+        for subject in ("team.other.samples", "anything", "$SYS.REQ.CLAIMS.LIST"):
+            await client.publish(subject, b"")
+        await client.subscribe(">")
+        await client.flush()
+        await until(lambda: len(errors) == 4)
+        assert all("permissions violation" in error.lower() for error in errors)
+    finally:
+        await client.close()
+
+
+async def test_the_operators_own_login_administers_and_nothing_else(server: NatsServer) -> None:
+    errors: list[str] = []
+    client = await raw_client(server.url, trust.administration_credentials(OPERATOR), errors)
+    try:
+        await client.publish("$SYS.REQ.SERVER.ABCDEF.RELOAD", b"")
+        await client.subscribe("$SYS.>")
+        await client.flush()
+        await until(lambda: len(errors) == 2)
+    finally:
+        await client.close()
+
+
+async def test_a_job_has_no_more_disk_than_its_settings_say(server: NatsServer, streams: AccountStreams) -> None:
+    job = make_job()
+    credentials = await streams.ensure(job)
+    greedy = make_job(max_bytes=1 << 30)
+    with pytest.raises(SettingsError, match=r"stream\.maxBytes=1073741824: .*lower it"):
+        async with open_stream(server.url, greedy, credentials):
+            pass
+    client = await raw_client(server.url, credentials, [])
+    try:
+        jetstream = client.jetstream()
+        with pytest.raises(nats.js.errors.APIError, match="max bytes"):
+            await jetstream.add_stream(name="own", subjects=["team.maths.samples"])
+        with pytest.raises(nats.js.errors.APIError):
+            await jetstream.add_stream(name="own", subjects=["team.maths.samples"], max_bytes=1 << 40)
+    finally:
+        await client.close()
+    assert await streams.ensure(greedy) == credentials  # the spec has more now: same login, wider limits
+    async with open_stream(server.url, greedy, credentials):
+        pass
+
+
+async def test_a_restarted_server_still_knows_accounts_and_what_is_on_their_streams(tmp_path: Path) -> None:
+    job = make_job()
+    async with NatsServer.start(tmp_path / "nats", trust=trust.server_trust(OPERATOR)) as server:
+        async with AccountStreams.open(server.url, OPERATOR) as streams:
+            credentials = await streams.ensure(job)
+        async with open_stream(server.url, job, credentials) as stream:
+            await publish(stream, b"x")
+    async with (
+        NatsServer.start(tmp_path / "nats", trust=trust.server_trust(OPERATOR)) as again,  # and no operator in sight
+        open_stream(again.url, job, credentials) as stream,
+    ):
+        assert await stream.num_waiting() == 1
+
+
+async def test_a_server_that_lost_its_disk_is_told_again_while_services_wait(tmp_path: Path) -> None:
+    job = make_job()
+    async with NatsServer.start(tmp_path / "one", trust=trust.server_trust(OPERATOR)) as server:
+        port = server.port
+        opening = AccountStreams.open(server.url, OPERATOR)
+        streams = await opening.__aenter__()
+        credentials = await streams.ensure(job)
+    try:
+        async with NatsServer.start(tmp_path / "two", port, trust=trust.server_trust(OPERATOR)) as server:
+            service = asyncio.ensure_future(_connect_once(server.url, job, credentials))
+            await until(lambda: b"authentication error" in server.log_file.read_bytes())
+            assert not service.done()
+            async with asyncio.timeout(DEADLINE_S):
+                assert await streams.ensure(job) == credentials
+                await service
+    finally:
+        await opening.__aexit__(None, None, None)
+
+
+async def _connect_once(url: str, job: JobResource, credentials: str) -> None:
+    async with open_stream(url, job, credentials):
+        pass
+
+
+async def test_a_removed_job_leaves_nothing_and_its_services_are_shut_out(
+    server: NatsServer, streams: AccountStreams, tmp_path: Path
+) -> None:
+    job, stays = make_job(uid="1"), make_job("other", uid="2")
+    credentials, others = await streams.ensure(job), await streams.ensure(stays)
+    async with open_stream(server.url, stays, others) as other_stream:
+        await publish(other_stream, b"x")
+        async with open_stream(server.url, job, credentials) as stream:
+            await publish(stream, b"x")
+            assert len(list((tmp_path / "nats" / "jetstream").glob("*"))) == 2
+            assert await streams.remove(job)
+            await until(lambda: len(list((tmp_path / "nats" / "jetstream").glob("*"))) == 1)
+            await until(lambda: not stream.is_connected)
+        assert len(list((tmp_path / "nats" / "accounts").glob("*"))) == 2  # the system's and the other's
+        assert await other_stream.num_waiting() == 1
+    assert await streams.remove(job)  # a second time is no error
+    with pytest.raises(SettingsError, match="refuses the credentials"):
+        async with open_stream(server.url, job, credentials, timeout_s=8.0):
+            pass
+
+
+async def test_a_removed_account_may_come_back(server: NatsServer, streams: AccountStreams) -> None:
+    job = make_job()
+    credentials = await streams.ensure(job)
+    await streams.remove(job)
+    await asyncio.sleep(1.1)  # tokens tell seconds apart
+    assert await streams.ensure(job) == credentials
+    async with open_stream(server.url, job, credentials) as stream:
+        assert await stream.num_waiting() == 0
+
+
+async def test_an_operator_without_memory_changes_nothing(server: NatsServer, streams: AccountStreams, tmp_path: Path) -> None:
+    job = make_job()
+    credentials = await streams.ensure(job)
+    account = next(path for path in (tmp_path / "nats" / "accounts").glob("*.jwt") if _is_job(path))
+    before = account.read_text()
+    async with AccountStreams.open(server.url, OPERATOR) as another:
+        assert await another.ensure(job) == credentials
+    assert account.read_text() == before
+
+
+def _is_job(path: Path) -> bool:
+    return str(claims.read_claims(path.read_text())["name"]) == "team/maths"
+
+
+async def test_expired_credentials_are_named_with_the_remedy(
+    server: NatsServer, streams: AccountStreams, tmp_path: Path
+) -> None:
+    job = make_job()
+    await streams.ensure(job)
+    account = OPERATOR.derive(KeyKind.ACCOUNT, "job", job.uid)
+    user = account.derive(KeyKind.USER, "late")
+    rights = {"pub": {}, "sub": {}, "subs": -1, "data": -1, "payload": -1, "type": "user", "version": 2}
+    token = claims.sign(account, user.public, "late", rights, 1, expires_at=int(time.time()) - 60)
+    path = tmp_path / "nats.creds"
+    path.write_text(claims.credentials(token, user))
+    with pytest.raises(SettingsError, match=r"refuses the credentials in .*nats\.creds: they are expired.*--nats-credentials"):
+        async with connect(server.url, "maths", job.spec.stream, name="t", login=Login.from_file(path), timeout_s=8.0):
+            pass
+
+
+async def test_without_a_server_every_call_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelinerl_operator.nats.server._ANSWER_S", 0.3)
+    monkeypatch.setattr("pipelinerl_operator.nats.server._LOOK_S", 0.3)
+    job = make_job()
+    async with AccountStreams.open("nats://127.0.0.1:1", OPERATOR) as streams, asyncio.timeout(DEADLINE_S):
+        with pytest.raises(Unavailable, match=r"no connection to nats://127\.0\.0\.1:1"):
+            await streams.ensure(job)
+        with pytest.raises(Unavailable, match="no connection to"):
+            await streams.observe(job)
+        assert not await streams.remove(job)
+
+
+async def test_a_server_that_trusts_another_operator_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelinerl_operator.nats.server._ANSWER_S", 8.0)  # a server looks 2 s for an account
+    other = Key.generate(KeyKind.OPERATOR)
+    async with (
+        NatsServer.start(tmp_path / "nats", trust=trust.server_trust(other)) as server,
+        AccountStreams.open(server.url, OPERATOR) as streams,
+    ):
+        with pytest.raises(Unavailable, match=r"(?i)authorization violation"):
+            await streams.ensure(make_job())
+
+
+async def test_on_a_shared_server_namespaces_keep_jobs_apart(tmp_path: Path) -> None:
+    one, two = make_job(namespace="one", uid="1"), make_job(namespace="two", uid="2")
+    async with (
+        NatsServer.start(tmp_path / "nats", token="secret") as server,
+        SharedStreams.open(server.url, "secret") as streams,
+    ):
+        assert await streams.observe(one) is None
+        login = Login.from_text(str(await streams.ensure(one)))
+        for job, number in ((one, 1), (two, 2)):
+            async with connect(
+                server.url, job.name, job.spec.stream, name="test", namespace=job.namespace, login=login
+            ) as stream:
+                for _ in range(number):
+                    await publish(stream, b"x")
+        first, second = await streams.observe(one), await streams.observe(two)
+        assert first is not None
+        assert second is not None
+        assert (first.pending, second.pending) == (1, 2)
+        assert await streams.remove(one)
+        assert await streams.remove(one)
+        assert await streams.observe(one) is None
+        assert (await streams.observe(two)) is not None
+        client = await nats.connect(server.url, token="secret")
+        assert {info.config.name for info in await client.jetstream().streams_info()} == set(
+            Layout("maths", two.spec.stream, "two").streams
+        )
+        await client.close()
+
+
+def test_the_secret_can_be_made_again_from_its_seed_and_nothing_else_of_it_is_secret_to_the_server() -> None:
+    secret = trust.auth_secret("release-nats-auth", OPERATOR, {"app": "x"})
+    assert trust.operator_key(secret) == OPERATOR
+    assert trust.auth_secret("release-nats-auth", trust.operator_key(secret), {"app": "x"}) == secret
+    config = base64.b64decode(secret["data"][trust.CONFIG_KEY]).decode()
+    assert OPERATOR.seed not in config
+    assert OPERATOR.public not in base64.b64decode(secret["data"][trust.ROUTE_PASSWORD_KEY]).decode()
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({}, "has no key operator.seed"),
+        ({"operator.seed": "!"}, "Secret s, key operator.seed"),
+        ({"operator.seed": base64.b64encode(b"SOAXXX").decode()}, "Secret s, key operator.seed: NATS seed"),
+        (
+            {"operator.seed": base64.b64encode(OPERATOR.derive(KeyKind.USER, "x").seed.encode()).decode()},
+            "not of the kind operator",
+        ),
+    ],
+)
+def test_a_secret_that_is_no_such_secret_is_named(data: dict[str, str], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        trust.operator_key({"metadata": {"name": "s"}, "data": data})
