@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from pipelinerl.v1 import metrics_pb2
 from pipelinerl_common.errors import SettingsError, Unavailable
 from pipelinerl_common.settings import API_VERSION, KIND
 from pipelinerl_common.stream import Layout, Login, NatsServer, Stream, connect
+from pipelinerl_common.stream.server import find_binary
 from pipelinerl_operator.nats import claims, trust
 from pipelinerl_operator.nats.keys import Key, KeyKind
 from pipelinerl_operator.nats.streams import AccountStreams, SharedStreams, StreamStatus
@@ -324,6 +326,15 @@ def test_the_secret_can_be_made_again_from_its_seed_and_nothing_else_of_it_is_se
     config = base64.b64decode(secret["data"][trust.CONFIG_KEY]).decode()
     assert OPERATOR.seed not in config
     assert OPERATOR.public not in base64.b64decode(secret["data"][trust.ROUTE_PASSWORD_KEY]).decode()
+
+
+def test_the_server_takes_the_secrets_file_as_part_of_its_configuration(tmp_path: Path) -> None:
+    secret = trust.auth_secret("s", OPERATOR, {})
+    (tmp_path / "auth.conf").write_bytes(base64.b64decode(secret["data"][trust.CONFIG_KEY]))
+    (tmp_path / "nats.conf").write_text(f'include "auth.conf"\nresolver {{ type: full, dir: "{tmp_path}" }}\n')
+    command = [find_binary(), "-t", "--config", str(tmp_path / "nats.conf")]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert checked.returncode == 0, checked.stderr
 
 
 @pytest.mark.parametrize(

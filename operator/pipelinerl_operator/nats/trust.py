@@ -76,7 +76,7 @@ def operator_key(secret: Mapping[str, Any]) -> Key:
 def _content(operator: Key) -> dict[str, str]:
     return {
         SEED_KEY: operator.seed,
-        CONFIG_KEY: json.dumps(server_trust(operator), indent=2).strip("{}\n") + "\n",
+        CONFIG_KEY: "".join(f"{key}: {json.dumps(value)}\n" for key, value in server_trust(operator).items()),
         ROUTE_PASSWORD_KEY: operator.derive(KeyKind.USER, "routes").seed,
     }
 
