@@ -13,11 +13,13 @@ class WandbSettings(Settings):
     """Weights & Biases. Its key comes from the environment of the trainer (WANDB_API_KEY) or from ~/.netrc, never from here."""
 
     project: _Name = "pipelinerl"
+    """Where the run appears."""
     entity: _Name | None = None
     """User or team; None for the key's own."""
     group: _Name | None = None
     """Runs that belong together, for example seeds of one experiment."""
     tags: Annotated[tuple[_Name, ...], Field(max_length=32)] = ()
+    """Words to find the run by."""
     mode: Literal["online", "offline"] = "online"
     """`offline` writes below the run's folder only; `wandb sync` sends it later."""
 
