@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl_cli.results.history import ActiveTime, RunHistory, counter_total
+from pipelinerl_cli.results.history import LAG_BUCKETS, ActiveTime, RunHistory, counter_total
 from pipelinerl_cli.results.metrics_file import MetricsWriter, Record, parse_record, read_records
 from pipelinerl_cli.results.summary import summarize
 from pipelinerl_common.errors import SettingsError
@@ -206,3 +206,14 @@ def test_file_that_is_not_metrics_is_refused_with_its_line_number(tmp_path: Path
 def test_record_without_values_is_refused() -> None:
     with pytest.raises(ValueError, match="not a metrics record"):
         parse_record('{"role": "x", "values": 3}')
+
+
+def test_lags_of_a_step_are_what_the_trainers_counts_grew_by() -> None:
+    def trained(step: int, at_0: float, at_1: float, all_: float) -> Record:
+        counts = {name: at_1 for name in LAG_BUCKETS} | {LAG_BUCKETS[0]: at_0, LAG_BUCKETS[-1]: all_}
+        return Record("trainer", "trainer-0", float(step), step, {"reward_mean": 0.0, **counts})
+
+    first, second, third = RunHistory([trained(1, 5, 9, 9), trained(2, 6, 12, 15), trained(3, 4, 4, 4)]).steps
+    assert (first.tokens_by_lag[:2], sum(first.tokens_by_lag)) == ((5, 4), 9)
+    assert (second.tokens_by_lag[:2], second.tokens_by_lag[-1]) == ((1, 2), 3)
+    assert (third.tokens_by_lag[0], sum(third.tokens_by_lag)) == (4, 4), "its process began again"

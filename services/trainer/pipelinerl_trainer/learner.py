@@ -18,6 +18,8 @@ from pipelinerl_trainer.schedule import learning_rate
 
 log = logging.getLogger(__name__)
 
+SKIPPED_STEPS = "skipped_steps_total"
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -63,7 +65,7 @@ class Learner:
         values = metrics.values()
         if outcome.applied:
             values["grad_norm"] = outcome.grad_norm
-        return plan, values | {"learning_rate": rate, "skipped_steps_total": float(self.num_skipped_steps)}
+        return plan, values | {"learning_rate": rate, SKIPPED_STEPS: float(self.num_skipped_steps)}
 
     def accumulate(self, parts: Iterable[Batch]) -> tuple[StepPlan, StepMetrics]:
         """Forward and backward only: the gradient is there afterwards, and not yet applied.

@@ -15,13 +15,11 @@ skipped because its gradient was not finite makes a version too, with the same w
 """
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipelinerl.v1 import batches_pb2
 from pipelinerl_common.settings import JobSpec
-from pipelinerl_common.telemetry import memory_bytes
 from pipelinerl_common.types import StepPlan
 from pipelinerl_trainer.bridge import Bridge
 from pipelinerl_trainer.checkpoint import Checkpointer
@@ -29,9 +27,10 @@ from pipelinerl_trainer.engine import Engine
 from pipelinerl_trainer.learner import Batch, BatchReplaced, Learner
 from pipelinerl_trainer.membership import PolicyServicer
 from pipelinerl_trainer.parity import ParityCheck
+from pipelinerl_trainer.phases import Phases
 from pipelinerl_trainer.publisher import Offer, Publisher
 from pipelinerl_trainer.ranks import Ranks, Vote
-from pipelinerl_trainer.report import Reporter
+from pipelinerl_trainer.report import Reporter, StepReport
 from pipelinerl_trainer.source import BatchSource, Stopped
 from pipelinerl_weights.manifest import Manifest
 from pipelinerl_weights.sender import Snapshot
@@ -82,11 +81,12 @@ class TrainingLoop:
         try:
             self._start()
             while self.step < self._parts.spec.algorithm.steps:
-                started = time.monotonic()
-                batch = self._parts.source.next_batch(self.step)
+                phases = Phases()
+                with phases.of("wait"):
+                    batch = self._parts.source.next_batch(self.step)
                 if batch is None:
                     break
-                self._train(batch, started)
+                self._train(batch, phases)
         except Stopped:
             log.info("stopped after step %d", self.step)
             self._save()
@@ -103,27 +103,27 @@ class TrainingLoop:
                 self._wait_published()
                 self._parts.parity.run(self._parts.engine, self._parts.ranks, self._parts.bridge, self.step)
 
-    def _train(self, batch: Batch, started: float) -> None:
+    def _train(self, batch: Batch, phases: Phases) -> None:
         """One step. A batch that was replaced half-way is left untrained, and the step not counted."""
-        parts = _Timed(self._parts.source.parts(batch) if batch.plan.provisional else (batch,))
-        received = time.monotonic()
+        parts = self._parts.source.parts(batch) if batch.plan.provisional else (batch,)
         try:
-            plan, values = self._parts.learner.train_parts(parts)
+            with phases.of("train"):
+                plan, values = self._parts.learner.train_parts(phases.waiting_for(parts))
         except BatchReplaced as error:
             log.warning("step=%d batch=%s was replaced, training begins it again", self.step, error)
             return
-        trained = time.monotonic()
         is_last = self.step + 1 == self._parts.spec.algorithm.steps
-        self._ledger = self._parts.source.commit(plan, last=is_last)
+        with phases.of("commit"):
+            self._ledger = self._parts.source.commit(plan, last=is_last)
         self.step += 1
         if plan.publish_after and not is_last:
-            self._publish()
+            with phases.of("publish"):
+                self._publish()
         every = self._parts.spec.trainers.checkpoint.every_steps
         if every and self.step % every == 0 and not is_last:
-            self._save()
-        waited = received - started + parts.seconds
-        times = {"wait_seconds": waited, "train_seconds": trained - started - waited}
-        self._report(plan, values | times | {"step_seconds": time.monotonic() - started})
+            with phases.of("checkpoint"):
+                self._save()
+        self._report(plan, values, phases)
 
     def _publish(self) -> None:
         """Every rank gathers; rank 0 packs and hands over, and nobody waits for the generators."""
@@ -154,33 +154,9 @@ class TrainingLoop:
         if self._saved_step != self.step and self.step > 0 and self._parts.checkpointer.save(self.step, self._ledger):
             self._saved_step = self.step
 
-    def _report(self, plan: StepPlan, values: dict[str, float]) -> None:
+    def _report(self, plan: StepPlan, values: dict[str, float], phases: Phases) -> None:
         desk = self._parts.desk
-        if desk is None:
-            return
-        values = dict(plan.metrics) | values | desk.publisher.status.values()
-        values |= {
-            "num_sequences": float(plan.num_sequences),
-            "policy_version": float(self.step),
-            "checkpoint_failures_total": float(self._parts.checkpointer.num_failures),
-            "memory_bytes": memory_bytes(),
-        }
-        self._parts.bridge.call(desk.reporter.step_done, self.step, values)
-
-
-class _Timed:
-    """Parts of a batch, and the seconds that were spent waiting for them."""
-
-    def __init__(self, parts: Iterable[Batch]) -> None:
-        self._parts = parts
-        self.seconds = 0.0
-
-    def __iter__(self) -> Iterator[Batch]:
-        parts = iter(self._parts)
-        while True:
-            began = time.monotonic()
-            part = next(parts, None)
-            self.seconds += time.monotonic() - began
-            if part is None:
-                return
-            yield part
+        if desk is not None:
+            failures = self._parts.checkpointer.num_failures
+            report = StepReport(plan, values, phases.seconds, phases.total_s, failures)
+            self._parts.bridge.call(desk.reporter.step_done, self.step, report)

@@ -7,12 +7,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from pipelinerl_common.metrics.catalog.learning import MAX_LAG_BUCKET
 from pipelinerl_common.types import MicroBatch
 from pipelinerl_trainer.objective import RowLoss
 from pipelinerl_trainer.ranks import Ranks
 
-MAX_LAG_BIN = 16
+MAX_LAG_BIN = MAX_LAG_BUCKET + 1
 """Tokens with this lag or more share the histogram's last bin."""
+
+LAG_BINS = (*(f"lag_histogram_{lag}" for lag in range(MAX_LAG_BIN)), f"lag_histogram_{MAX_LAG_BIN}_plus")
+"""Names of a step's tokens by lag."""
 
 
 class Metric:
@@ -109,8 +113,7 @@ class LagHistogram(Metric):
         self.bins = list(numbers)
 
     def values(self) -> dict[str, float]:
-        named = {f"lag_histogram_{lag}": count for lag, count in enumerate(self.bins[:-1])}
-        return named | {f"lag_histogram_{MAX_LAG_BIN}_plus": self.bins[-1]}
+        return dict(zip(LAG_BINS, self.bins, strict=True))
 
 
 @dataclass

@@ -58,15 +58,14 @@ class PublisherStatus:
     apply_s: float = 0.0
 
     def values(self) -> dict[str, float]:
-        return {
-            "served_version": self.served_version,
+        """Gauges by name; times only once there was an update."""
+        seconds = {
             "publish_seconds": self.publish_s,
             "pause_seconds": self.pause_s,
             "transfer_seconds": self.transfer_s,
             "apply_seconds": self.apply_s,
-            "weight_updates_total": self.num_updates,
-            "weight_update_failures_total": self.num_failures,
         }
+        return {"served_version": float(self.served_version), **(seconds if self.num_updates else {})}
 
 
 class Publisher:
@@ -94,6 +93,7 @@ class Publisher:
         self._mark_wake = asyncio.Event()
         self._sending = asyncio.Lock()
         self.status = PublisherStatus()
+        self.on_status: Callable[[PublisherStatus], None] = lambda _: None
 
     def offer(self, offer: Offer) -> None:
         """The weights to publish from now on, in place of any older offer. Event loop's thread."""
@@ -139,9 +139,13 @@ class Publisher:
                 log.debug("version=%d epoch=%d waits: %s", offer.version, epoch, error)
                 await self._back_off()
             except (TemporaryError, Refused) as error:
-                self.status = replace(self.status, num_failures=self.status.num_failures + 1)
+                self._set_status(replace(self.status, num_failures=self.status.num_failures + 1))
                 log.warning("version=%d epoch=%d not published, trying again: %s", offer.version, epoch, error)
                 await self._back_off()
+
+    def _set_status(self, status: PublisherStatus) -> None:
+        self.status = status
+        self.on_status(status)
 
     async def _back_off(self) -> None:
         """Until the retry's time, or until something changes."""
@@ -216,14 +220,16 @@ class Publisher:
     def _record(self, offer: Offer, response: weights_pb2.PublishVersionResponse, seconds: float) -> None:
         members = [member for member in response.members if member.ok]
         self._backoff_s = FIRST_BACKOFF_S
-        self.status = replace(
-            self.status,
-            served_version=offer.version,
-            num_updates=self.status.num_updates + 1,
-            publish_s=seconds,
-            pause_s=max((member.pause_s for member in members), default=0.0),
-            transfer_s=max((member.transfer_s for member in members), default=0.0),
-            apply_s=max((member.apply_s for member in members), default=0.0),
+        self._set_status(
+            replace(
+                self.status,
+                served_version=offer.version,
+                num_updates=self.status.num_updates + 1,
+                publish_s=seconds,
+                pause_s=max((member.pause_s for member in members), default=0.0),
+                transfer_s=max((member.transfer_s for member in members), default=0.0),
+                apply_s=max((member.apply_s for member in members), default=0.0),
+            )
         )
         self._mark_wake.set()
         log.info(

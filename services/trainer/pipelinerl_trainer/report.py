@@ -5,18 +5,33 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from pipelinerl.v1 import metrics_pb2
 from pipelinerl_common import stream
 from pipelinerl_common.errors import Unavailable
+from pipelinerl_common.metrics import Metrics, record_of
 from pipelinerl_common.settings import StreamSettings
-from pipelinerl_common.telemetry import fields
+from pipelinerl_common.telemetry import fields, memory_bytes
+from pipelinerl_common.types import StepPlan
+from pipelinerl_trainer.learner import SKIPPED_STEPS
+from pipelinerl_trainer.metrics import LAG_BINS
+from pipelinerl_trainer.publisher import PublisherStatus
 
 log = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
 MAX_WAITING = 1024
 """Records that are kept while the stream's server is away; the oldest are dropped beyond it."""
+
+_OF_BATCH = (
+    "reward_mean",
+    "success_mean",
+    "completion_length_mean",
+    "completion_overflow_ratio",
+    "packing_fill",
+    "packing_imbalance",
+)
+"""What the preprocessor tells of a batch."""
 
 _LOGGED = (
     "reward_mean",
@@ -28,51 +43,79 @@ _LOGGED = (
     "entropy",
     "kl_ref",
     "num_trained_tokens",
-    "served_version",
     "wait_seconds",
     "train_seconds",
     "step_seconds",
 )
 
 
-class Reporter:
-    """Lives in the event loop of rank 0."""
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What the training thread knows of a step that is done."""
 
-    def __init__(self, job: str, instance: str, namespace: str | None = None) -> None:
-        self._job = job
+    plan: StepPlan
+    values: Mapping[str, float]
+    """The learner's, by the names of the metrics."""
+    phases: Mapping[str, float]
+    step_seconds: float
+    num_checkpoint_failures: int
+
+
+class Reporter:
+    """Lives in the event loop of rank 0 and speaks for all ranks: their numbers are reduced before they come here."""
+
+    def __init__(self, metrics: Metrics, instance: str, namespace: str | None = None) -> None:
+        self._metrics = metrics
         self._instance = instance
         self._namespace = namespace
+        self._told: set[str] = set()
+        """Gauges that the step before had."""
         self._records: deque[metrics_pb2.MetricsRecord] = deque(maxlen=MAX_WAITING)
         self._wake = asyncio.Event()
         self._is_empty = asyncio.Event()
         self._is_empty.set()
         self.num_dropped = 0
+        metrics.gauge("memory_bytes").read(memory_bytes)
 
-    def step_done(self, num_steps: int, values: Mapping[str, float]) -> None:
+    def step_done(self, num_steps: int, step: StepReport) -> None:
         """After `num_steps` optimizer steps. Event loop's thread."""
+        values = _gauges(num_steps, step)
         log.info("step=%d %s", num_steps, fields(**{name: float(values[name]) for name in _LOGGED if name in values}))
+        for name in self._told | values.keys():
+            self._metrics.gauge(name).set(values.get(name))
+        self._told = set(values)
+        self._count(step)
         if len(self._records) == MAX_WAITING:
             self.num_dropped += 1
-        self._records.append(
-            metrics_pb2.MetricsRecord(
-                schema_version=SCHEMA_VERSION,
-                job=self._job,
-                role="trainer",
-                instance=self._instance,
-                time=time.time(),
-                step=num_steps,
-                values=values,
-            )
-        )
+        self._records.append(record_of(self._metrics, self._instance, num_steps))
         self._is_empty.clear()
         self._wake.set()
+
+    def _count(self, step: StepReport) -> None:
+        metrics = self._metrics
+        metrics.counter("optimizer_steps_total").inc()
+        metrics.counter("samples_trained_total").inc(step.plan.num_sequences)
+        metrics.counter("tokens_trained_total").inc(step.values["num_trained_tokens"])
+        metrics.counter("skipped_steps_total").reach(step.values[SKIPPED_STEPS])
+        metrics.counter("checkpoint_failures_total").reach(step.num_checkpoint_failures)
+        for phase, seconds in step.phases.items():
+            metrics.counter("trainer_phase_seconds_total").inc(seconds, phase=phase)
+        for lag, name in enumerate(LAG_BINS):
+            metrics.histogram("lag_steps").observe(lag, step.values[name])
+
+    def published(self, status: PublisherStatus) -> None:
+        """An update was made or failed. Event loop's thread."""
+        for name, value in status.values().items():
+            self._metrics.gauge(name).set(value)
+        self._metrics.counter("weight_updates_total").reach(status.num_updates)
+        self._metrics.counter("weight_update_failures_total").reach(status.num_failures)
 
     async def run(self, url: str, settings: StreamSettings, login: stream.Login) -> None:
         """Publishes records for ever; while the server is away they wait. Raises SettingsError when it refuses the login."""
         while True:
             try:
                 async with stream.connect(
-                    url, self._job, settings, name=self._instance, namespace=self._namespace, login=login
+                    url, self._metrics.job, settings, name=self._instance, namespace=self._namespace, login=login
                 ) as connection:
                     await self._publish(connection)
             except Unavailable as error:
@@ -93,3 +136,18 @@ class Reporter:
                 await self._is_empty.wait()
         except TimeoutError:
             log.warning("%d metrics records were not published", len(self._records))
+
+
+def _gauges(num_steps: int, step: StepReport) -> dict[str, float]:
+    """Of the newest step, by name; what the step has no number for is not in it."""
+    others = {SKIPPED_STEPS, *LAG_BINS}
+    return {
+        **{name: step.plan.metrics[name] for name in _OF_BATCH if name in step.plan.metrics},
+        **{name: value for name, value in step.values.items() if name not in others},
+        "num_sequences": float(step.plan.num_sequences),
+        "policy_version": float(num_steps),
+        "last_step_timestamp_seconds": time.time(),
+        "wait_seconds": step.phases["wait"],
+        "train_seconds": step.phases["train"],
+        "step_seconds": step.step_seconds,
+    }

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from pipelinerl.v1 import policy_pb2_grpc
 from pipelinerl_common import rpc
+from pipelinerl_common.metrics import TRAINER, Metrics, serve_metrics
 from pipelinerl_common.service import run_until_first
 from pipelinerl_common.stream import Login
 from pipelinerl_trainer.assembly import Run, train
@@ -53,10 +54,15 @@ async def _run_leader(run: Run, bridge: Bridge, client: BatchesClient) -> None:
             may_roll_back=run.resume,
         )
         membership.on_change = publisher.wake
-        reporter = Reporter(run.job.name, run.wiring.name, run.job.metadata.namespace)
+        metrics = Metrics(TRAINER, run.job.name)
+        reporter = Reporter(metrics, run.wiring.name, run.job.metadata.namespace)
+        publisher.on_status = reporter.published
         servicer = PolicyServicer(membership)
         service = rpc.RpcService(policy_pb2_grpc.add_PolicyServicer_to_server, servicer, FULL_NAME)
-        async with rpc.serve(run.wiring.listen, [service], token=run.wiring.token) as server:
+        async with (
+            serve_metrics(run.wiring.metrics_listen, metrics.exposition),
+            rpc.serve(run.wiring.listen, [service], token=run.wiring.token) as server,
+        ):
             log.info("serving=%s", server.address)
             desk = Desk(publisher, reporter, servicer)
             await run_until_first(

@@ -127,7 +127,11 @@ async def test_a_run_trains_publishes_commits_and_exports(tmp_path: Path, nats: 
     assert last.values["policy_version"] == 4
     assert last.values["num_sequences"] == 4
     assert last.values["success_mean"] == 0.5
-    for name in ("reward_mean", "ess", "ess_truncated", "lag_mean", "grad_norm", "wait_seconds", "lag_histogram_0"):
+    assert last.values["optimizer_steps_total"] == 4
+    assert last.values["samples_trained_total"] == 16
+    assert last.values["tokens_trained_total"] == last.values["lag_steps_count"] > first.values["lag_steps_count"] > 0
+    assert last.values["trainer_phase_seconds_total{phase=train}"] > 0
+    for name in ("reward_mean", "ess", "ess_truncated", "lag_mean", "grad_norm", "wait_seconds", "lag_steps_bucket{le=0}"):
         assert name in last.values, name
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
     initial = toys.tiny_model()

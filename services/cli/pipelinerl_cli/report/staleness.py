@@ -5,10 +5,7 @@ from pipelinerl_cli.report.heat import heat
 from pipelinerl_cli.report.learning import TIME, noisy
 from pipelinerl_cli.report.svg import Axis, Line, plot
 from pipelinerl_cli.results.history import Point, RunHistory, Step
-
-LAST_LAG = "lag_histogram_16_plus"
-LAGS = (*(f"lag_histogram_{lag}" for lag in range(16)), LAST_LAG)
-"""The trainer's counts of a step's tokens by lag."""
+from pipelinerl_common.metrics.catalog.learning import MAX_LAG_BUCKET
 
 
 def staleness(history: RunHistory) -> list[str]:
@@ -38,7 +35,7 @@ def line(label: str, points: list[Point], colour: int) -> Line:
 
 
 def _lags(history: RunHistory) -> str:
-    steps = [step for step in history.steps if sum(step.get(name) for name in LAGS) > 0]
+    steps = [step for step in history.steps if sum(step.tokens_by_lag) > 0]
     mean = [step for step in steps if step.get("lag_mean") == step.get("lag_mean")]
     return heat(
         "Lag of the trained tokens (steps)",
@@ -46,14 +43,13 @@ def _lags(history: RunHistory) -> str:
         Axis("lag", low=0),
         [step.step for step in steps],
         [_shares(step) for step in steps],
-        "16+",
+        f"{MAX_LAG_BUCKET + 1}+",
         Line("mean", [step.step for step in mean], [step.get("lag_mean") for step in mean], 1),
     )
 
 
 def _shares(step: Step) -> list[float]:
-    counts = [step.get(name) for name in LAGS]
-    return [count / sum(counts) for count in counts]
+    return [count / sum(step.tokens_by_lag) for count in step.tokens_by_lag]
 
 
 def _fates(history: RunHistory) -> list[Part]:

@@ -1,1 +1,1 @@
-"""What a run leaves behind: metrics.jsonl and the numbers in summary.json. Standard library only."""
+"""What a run leaves behind: metrics.jsonl and the numbers in summary.json."""

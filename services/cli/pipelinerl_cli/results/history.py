@@ -8,6 +8,9 @@ from copy import copy
 from dataclasses import dataclass, replace
 
 from pipelinerl_cli.results.metrics_file import Record
+from pipelinerl_common.metrics.catalog.learning import MAX_LAG_BUCKET
+
+LAG_BUCKETS = tuple(f"lag_steps_bucket{{le={bound}}}" for bound in (*range(MAX_LAG_BUCKET + 1), "+Inf"))
 
 SESSION_START = "session_started"
 """Name of the value that marks the first record of a session."""
@@ -32,6 +35,8 @@ class Step:
     tokens: float
     """Tokens trained up to and including this step."""
     values: dict[str, float]
+    tokens_by_lag: tuple[float, ...] = ()
+    """Trained tokens of lag 0, 1, ..., the last for all above; empty when the run does not tell."""
 
     def get(self, name: str) -> float:
         return self.values.get(name, math.nan)
@@ -142,16 +147,30 @@ def counter_total(values: Sequence[float]) -> float:
 
 def _steps(records: Iterable[Record], time: ActiveTime) -> list[Step]:
     """Steps that count: when the trainer went back to a checkpoint, what it had done since then is void."""
-    valid: list[Record] = []
+    valid: list[tuple[Record, tuple[float, ...]]] = []
+    previous: tuple[float, ...] = ()
     for record in records:
         if record.role == "trainer" and record.step >= 0 and "reward_mean" in record.values:
-            while valid and valid[-1].step >= record.step:
+            while valid and valid[-1][0].step >= record.step:
                 valid.pop()
-            valid.append(record)
+            counted = tuple(record.values[name] for name in LAG_BUCKETS if name in record.values)
+            valid.append((record, _lags_of_step(previous, counted)))
+            previous = counted
     steps: list[Step] = []
     samples = tokens = 0.0
-    for record in valid:
+    for record, lags in valid:
         samples += record.values.get("num_sequences", 0.0)
         tokens += record.values.get("num_trained_tokens", 0.0)
-        steps.append(Step(record.step, time.at(record.time), samples, tokens, dict(record.values)))
+        steps.append(Step(record.step, time.at(record.time), samples, tokens, dict(record.values), lags))
     return steps
+
+
+def _lags_of_step(previous: tuple[float, ...], counted: tuple[float, ...]) -> tuple[float, ...]:
+    """Tokens by lag that came with one step. The trainer counts tokens up to each lag since its process started.
+
+    Example: (5, 9) and then (6, 12) are 1 token of lag 0 and 2 of lag 1.
+    """
+    if len(previous) != len(counted) or any(now < then for then, now in zip(previous, counted, strict=True)):
+        previous = (0.0,) * len(counted)
+    grown = [now - then for then, now in zip(previous, counted, strict=True)]
+    return tuple(here - below for below, here in zip([0.0, *grown], grown, strict=False))
