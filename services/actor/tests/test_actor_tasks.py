@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pipelinerl_actor.dataset import DataSettings
 from pipelinerl_actor.task import Prompt, Task, Turn, Verdict
 from pipelinerl_actor.tasks.arithmetic import Arithmetic
 from pipelinerl_actor.tasks.maths import Maths
@@ -104,16 +105,16 @@ def problems(tmp_path: Path) -> Path:
     ],
 )
 def test_maths_compares_by_value(problems: Path, answer: str, reward: float) -> None:
-    task = Maths(seed=0, file=str(problems))
+    task = Maths(seed=0, data=DataSettings(path=str(problems)))
     assert verify(task, Prompt.of("", answer="\\frac{5}{2}"), answer).reward == reward
 
 
 def test_maths_shuffles_every_epoch_anew_and_repeats_with_the_seed(problems: Path) -> None:
-    task = Maths(seed=0, file=str(problems))
+    task = Maths(seed=0, data=DataSettings(path=str(problems)))
     epochs = [[content(task.prompt(7 * epoch + i)) for i in range(7)] for epoch in range(3)]
     assert all(len(set(epoch)) == 7 for epoch in epochs)
     assert epochs[0] != epochs[1]
-    again = Maths(seed=0, file=str(problems))
+    again = Maths(seed=0, data=DataSettings(path=str(problems)))
     assert [content(again.prompt(i)) for i in range(21)] == [*epochs[0], *epochs[1], *epochs[2]]
 
 
@@ -121,7 +122,7 @@ def test_maths_shuffles_every_epoch_anew_and_repeats_with_the_seed(problems: Pat
     ("line", "complaint"),
     [
         ("{", r"bad\.jsonl:2: not JSON"),
-        ("[1]", r"bad\.jsonl:2: a list, not an object with 'problem' and 'answer'"),
+        ("[1]", r"bad\.jsonl:2: a list, not an object"),
         ('{"problem": "p"}', r"bad\.jsonl:2: no field 'answer'; it has 'problem'"),
         ('{"problem": "", "answer": "1"}', r"bad\.jsonl:2: 'problem' is '', not a text"),
         ('{"problem": "p", "answer": null}', r"bad\.jsonl:2: 'answer' is None, not a text or a number"),
@@ -131,12 +132,12 @@ def test_maths_names_file_and_line(tmp_path: Path, line: str, complaint: str) ->
     file = tmp_path / "bad.jsonl"
     file.write_text('{"problem": "p", "answer": 1}\n' + line)
     with pytest.raises(SettingsError, match=complaint):
-        Maths(seed=0, file=str(file))
+        Maths(seed=0, data=DataSettings(path=str(file)))
 
 
 def test_maths_names_missing_and_empty_files(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"none\.jsonl cannot be read"):
-        Maths(seed=0, file=str(tmp_path / "none.jsonl"))
+    with pytest.raises(SettingsError, match=r"there is no file or folder .*none\.jsonl"):
+        Maths(seed=0, data=DataSettings(path=str(tmp_path / "none.jsonl")))
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(SettingsError, match="holds no problem"):
-        Maths(seed=0, file=str(tmp_path / "empty.jsonl"))
+        Maths(seed=0, data=DataSettings(path=str(tmp_path / "empty.jsonl")))
