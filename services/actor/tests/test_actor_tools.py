@@ -1,0 +1,142 @@
+"""Tasks with tools: what the policy is told, what it calls, what is judged."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pipelinerl_actor.dataset import DataSettings
+from pipelinerl_actor.task import Message, Prompt, Turn, Verdict
+from pipelinerl_actor.tasks.maths_with_python import MathsWithPython
+from pipelinerl_actor.tools import Tool, ToolTask, with_tools
+from pipelinerl_common.errors import TemporaryError
+from pipelinerl_common.types import FinishReason
+
+
+class Script:
+    """A Rollout whose policy says `says` in turn."""
+
+    def __init__(self, task: ToolTask, says: Sequence[str], finish_reason: FinishReason = FinishReason.STOP) -> None:
+        self.prompt_index, self.sample_index, self.seed = 0, 0, 0
+        self.prompt = task.prompt(0)
+        self.turns: list[Turn] = []
+        self.heard: list[Message] = []
+        self._task = task
+        self._says = list(says)
+        self._finish_reason = finish_reason
+
+    async def chat(self, messages: Sequence[Message]) -> Turn:
+        self.heard += messages
+        self.turns.append(Turn(self._says[len(self.turns)], (), (), (), self._finish_reason))
+        return self.turns[-1]
+
+    async def complete(self, token_ids: Sequence[int]) -> Turn:
+        raise NotImplementedError
+
+    async def verify(self, turn: Turn) -> Verdict:
+        outcome = self._task.verify(self.prompt, turn)
+        return outcome if isinstance(outcome, Verdict) else await outcome
+
+
+async def add(a: float, b: float) -> str:
+    return str(a + b)
+
+
+async def hang() -> str:
+    await asyncio.Event().wait()
+    return ""
+
+
+async def be_away() -> str:
+    raise TemporaryError("the service is away")
+
+
+class Adding(ToolTask):
+    tools = (
+        Tool("add", 'Adds: {"a": 1, "b": 2}.', add),
+        Tool("hang", "Never answers.", hang),
+        Tool("be_away", "Is away.", be_away),
+    )
+    max_turns = 3
+    tool_timeout_s = 0.05
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt.of("1 + 2?", index=index)
+
+    def verify(self, prompt: Prompt, answer: Turn) -> Verdict:
+        return Verdict(float(answer.text == "3"), {"success": float(answer.text == "3")})
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+async def test_a_call_is_answered_and_the_turn_without_one_is_judged() -> None:
+    script = Script(Adding(), [f"Let me see. {call('add', a=1, b=2)}", "3"])
+    verdict = await Adding().rollout(script)
+    assert verdict == Verdict(1.0, {"turns": 2.0, "tool_calls": 1.0, "tool_failures": 0.0, "success": 1.0})
+    assert [message["role"] for message in script.heard] == ["system", "user", "tool"]
+    assert 'add: Adds: {"a": 1, "b": 2}.' in script.heard[0]["content"]
+    assert script.heard[2]["content"] == "3"
+
+
+async def test_several_calls_of_one_turn_are_answered_in_order() -> None:
+    script = Script(Adding(), [call("add", a=1, b=2) + call("add", a=5, b=5), "3"])
+    await Adding().rollout(script)
+    assert [message["content"] for message in script.heard if message["role"] == "tool"] == ["3", "10"]
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("<tool_call>{</tool_call>", 'error: a call is {"name": ..., "arguments": {...}}'),
+        ("<tool_call>[1]</tool_call>", 'error: a call is {"name": ..., "arguments": {...}}'),
+        (call("multiply"), "error: there is no tool 'multiply' with such arguments; there is add, hang, be_away"),
+        (call("add", a=1), "error: TypeError: add() missing 1 required positional argument: 'b'"),
+        (call("hang"), "error: hang took longer than 0.05 s"),
+    ],
+)
+async def test_the_policy_is_told_what_was_wrong_with_its_call(said: str, told: str) -> None:
+    script = Script(Adding(), [said, "3"])
+    verdict = await Adding().rollout(script)
+    assert script.heard[-1]["content"] == told
+    assert verdict.metrics["tool_failures"] == 1
+
+
+async def test_a_tool_that_is_away_leaves_the_trajectory_to_its_retry() -> None:
+    with pytest.raises(TemporaryError, match="the service is away"):
+        await Adding().rollout(Script(Adding(), [call("be_away")]))
+
+
+async def test_turns_are_bounded_and_the_last_one_is_judged() -> None:
+    script = Script(Adding(), [call("add", a=1, b=2)] * 10)
+    verdict = await Adding().rollout(script)
+    assert (verdict.reward, verdict.metrics["turns"], verdict.metrics["tool_calls"]) == (0.0, 3.0, 2.0)
+
+
+async def test_a_turn_that_was_cut_off_is_judged_as_it_is() -> None:
+    script = Script(Adding(), [call("add", a=1, b=2), "3"], FinishReason.LENGTH)
+    assert (await Adding().rollout(script)).metrics["turns"] == 1
+
+
+def test_tools_join_the_prompts_own_system_message() -> None:
+    told = with_tools(({"role": "system", "content": "Be brief."}, {"role": "user", "content": "?"}), Adding.tools)
+    assert [message["role"] for message in told] == ["system", "user"]
+    assert told[0]["content"].startswith("Be brief.\n\nYou may call")
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed: apt install bubblewrap")
+async def test_maths_with_python_runs_programs_in_the_sandbox(tmp_path: Path) -> None:
+    file = tmp_path / "problems.jsonl"
+    file.write_text(json.dumps({"problem": "What is 2^100 mod 97?", "answer": pow(2, 100, 97)}))
+    task = MathsWithPython(seed=0, data=DataSettings(path=str(file)))
+    says = [call("python", program="print(pow(2, 100, 97))"), call("python", program="1 / 0"), "\\boxed{16}"]
+    script = Script(task, says)
+    verdict = await task.rollout(script)
+    tool_messages = [message["content"] for message in script.heard if message["role"] == "tool"]
+    assert tool_messages[0] == "16\n"
+    assert "ZeroDivisionError" in tool_messages[1]
+    assert (verdict.reward, verdict.metrics["tool_calls"], verdict.metrics["turns"]) == (1.0, 2.0, 3.0)

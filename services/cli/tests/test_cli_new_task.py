@@ -1,0 +1,47 @@
+"""`pipelinerl new-task`: what it writes can be run as it is, and nothing is overwritten."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from pipelinerl_actor.task import TaskName, Turn
+from pipelinerl_actor.task_loader import load_task
+from pipelinerl_cli.__main__ import main
+from pipelinerl_common.settings import load_job
+from pipelinerl_common.types import FinishReason
+
+
+async def test_the_files_make_a_job_with_a_task_that_judges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["new-task", "even_numbers", "--folder", str(tmp_path)]) == 0
+    assert f"cd {tmp_path}; pipelinerl up even_numbers.yaml" in capsys.readouterr().out
+    job = load_job(tmp_path / "even_numbers.yaml")
+    assert job.name == "even-numbers"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    task = load_task(TaskName(job.spec.task.path, job.spec.task.args, job.spec.seed))
+    assert type(task).__name__ == "EvenNumbers"
+    prompt = task.prompt(3)
+    assert prompt == task.prompt(3)
+    rewards = []
+    for text in ("8", "7", "x", "20"):
+        outcome = task.verify(prompt, Turn(text, (), (), (), FinishReason.STOP))
+        rewards.append((await outcome).reward)  # type: ignore[misc]
+    assert rewards == [1.0, 0.0, 0.0, 0.0]
+    assert importlib.util.find_spec("even_numbers") is not None
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.yaml").write_text("precious")
+    assert main(["new-task", "mine", "--folder", str(tmp_path)]) == 2
+    assert "mine.yaml would be overwritten" in capsys.readouterr().err
+    assert (tmp_path / "mine.yaml").read_text() == "precious"
+    assert not (tmp_path / "mine.py").exists()
+
+
+@pytest.mark.parametrize("name", ["Mine", "my-task", "1st", "class", "_x", "x_", "a" * 41, "ä"])
+def test_names_that_cannot_be_modules_are_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new-task", name, "--folder", str(tmp_path)]) == 2
+    assert f"name={name!r}" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
