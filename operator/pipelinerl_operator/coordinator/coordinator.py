@@ -94,6 +94,11 @@ class Coordinator:
         return self._observer.errors()
 
     @property
+    def num_expected(self) -> int:
+        """Generators that should exist."""
+        return len(self._observer.names)
+
+    @property
     def served_version(self) -> int:
         """Lowest version over the members; -1 before the first update or without members."""
         names = self._state.group.names if self._state.group else ()

@@ -24,6 +24,7 @@ from actor_generator_harness import (
     until,
     write_job,
 )
+from prometheus_client.parser import text_string_to_metric_families
 
 from pipelinerl_actor.models.tiny import CHARACTERS, SPECIAL_TOKENS, make_tiny_model
 from pipelinerl_weights.group import Rendezvous
@@ -473,12 +474,18 @@ async def test_cached_prefixes_never_mix_versions(
 async def test_metrics_tell_what_happened(client: Client, trainer: Trainer, reference: Reference) -> None:
     await trainer.update(reference.constant(X))
     _, text = await client.call("GET", "/metrics")
-    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert float(values["pipelinerl_generator_weight_version"]) == trainer.version
-    assert float(values["pipelinerl_generator_tokens_total"]) > 0
-    assert float(values["pipelinerl_generator_running"]) == 0
-    assert float(values['pipelinerl_generator_weight_updates_total{mode="staged"}']) >= 1
-    assert float(values['pipelinerl_generator_weight_pause_seconds_count{mode="staged"}']) >= 1
+    values = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.labels.get("mode", "staged") == "staged"
+    }
+    assert values["pipelinerl_weight_version"] == trainer.version
+    assert values["pipelinerl_sampled_tokens_total"] > 0
+    assert values["pipelinerl_sequences_running"] == 0
+    assert values["pipelinerl_sequences_limit"] == 8
+    assert values["pipelinerl_weight_updates_applied_total"] >= 1
+    assert values["pipelinerl_weight_pause_seconds_count"] >= 1
 
 
 async def test_a_stop_lets_what_runs_end(client: Client, generator: GeneratorProcess) -> None:

@@ -237,4 +237,4 @@ async def test_a_group_that_a_publish_cancels_stops_decoding_at_the_generator(tm
             await generator.until(lambda: generator.num_closed == 2)
             metrics = await preprocessor.metrics_with("groups_dropped_total{reason=cancelled}", 2)
             assert metrics["groups_dropped_total{reason=cancelled}"] == 2
-            assert metrics["tokens_dropped_total{reason=cancelled}"] == 0  # an answer that never came is not counted
+            assert metrics.get("tokens_dropped_total{reason=cancelled}", 0) == 0  # an answer that never came is not counted

@@ -75,6 +75,15 @@ class Reporter:
         self._is_empty = asyncio.Event()
         self._is_empty.set()
         self.num_dropped = 0
+        self._steps = metrics.counter("optimizer_steps_total")
+        self._samples = metrics.counter("samples_trained_total")
+        self._tokens = metrics.counter("tokens_trained_total")
+        self._skipped = metrics.counter(SKIPPED_STEPS)
+        self._checkpoint_failures = metrics.counter("checkpoint_failures_total")
+        self._phases = metrics.counter("trainer_phase_seconds_total")
+        self._lags = metrics.histogram("lag_steps")
+        self._updates = metrics.counter("weight_updates_total")
+        self._update_failures = metrics.counter("weight_update_failures_total")
         metrics.gauge("memory_bytes").read(memory_bytes)
 
     def step_done(self, num_steps: int, step: StepReport) -> None:
@@ -92,23 +101,22 @@ class Reporter:
         self._wake.set()
 
     def _count(self, step: StepReport) -> None:
-        metrics = self._metrics
-        metrics.counter("optimizer_steps_total").inc()
-        metrics.counter("samples_trained_total").inc(step.plan.num_sequences)
-        metrics.counter("tokens_trained_total").inc(step.values["num_trained_tokens"])
-        metrics.counter("skipped_steps_total").reach(step.values[SKIPPED_STEPS])
-        metrics.counter("checkpoint_failures_total").reach(step.num_checkpoint_failures)
+        self._steps.inc()
+        self._samples.inc(step.plan.num_sequences)
+        self._tokens.inc(step.values["num_trained_tokens"])
+        self._skipped.reach(step.values[SKIPPED_STEPS])
+        self._checkpoint_failures.reach(step.num_checkpoint_failures)
         for phase, seconds in step.phases.items():
-            metrics.counter("trainer_phase_seconds_total").inc(seconds, phase=phase)
+            self._phases.inc(seconds, phase=phase)
         for lag, name in enumerate(LAG_BINS):
-            metrics.histogram("lag_steps").observe(lag, step.values[name])
+            self._lags.observe(lag, step.values[name])
 
     def published(self, status: PublisherStatus) -> None:
         """An update was made or failed. Event loop's thread."""
         for name, value in status.values().items():
             self._metrics.gauge(name).set(value)
-        self._metrics.counter("weight_updates_total").reach(status.num_updates)
-        self._metrics.counter("weight_update_failures_total").reach(status.num_failures)
+        self._updates.reach(status.num_updates)
+        self._update_failures.reach(status.num_failures)
 
     async def run(self, url: str, settings: StreamSettings, login: stream.Login) -> None:
         """Publishes records for ever; while the server is away they wait. Raises SettingsError when it refuses the login."""

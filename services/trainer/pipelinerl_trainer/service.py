@@ -13,6 +13,7 @@ from pipelinerl_common import rpc
 from pipelinerl_common.metrics import TRAINER, Metrics, serve_metrics
 from pipelinerl_common.service import run_until_first
 from pipelinerl_common.stream import Login
+from pipelinerl_common.telemetry import memory_bytes
 from pipelinerl_trainer.assembly import Run, train
 from pipelinerl_trainer.batches import BatchesClient
 from pipelinerl_trainer.bridge import Bridge
@@ -39,9 +40,19 @@ async def run_rank(run: Run, stop: asyncio.Event) -> None:
             if run.place.rank == 0:
                 await _run_leader(run, bridge, client)
             else:
-                await in_thread(partial(train, run, bridge, client, None))
+                async with _serve_memory(run):
+                    await in_thread(partial(train, run, bridge, client, None))
     finally:
         forwarding.cancel()
+
+
+@asynccontextmanager
+async def _serve_memory(run: Run) -> AsyncIterator[None]:
+    """Metrics are rank 0's, for all; the first rank of another node tells no more than its own memory."""
+    metrics = Metrics(TRAINER, run.job.name)
+    metrics.gauge("memory_bytes").read(memory_bytes)
+    async with serve_metrics(run.wiring.metrics_listen if run.place.local_rank == 0 else "", metrics.exposition):
+        yield
 
 
 async def _run_leader(run: Run, bridge: Bridge, client: BatchesClient) -> None:

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from pipelinerl_actor.generator.engine import Engine, GroupSpec, KVCache, Transfer
@@ -33,6 +32,7 @@ from pipelinerl_actor.generator.schema import (
 from pipelinerl_actor.generator.serving import BadRequest, Overloaded, Serving
 from pipelinerl_actor.generator.updater import Update, WeightUpdater
 from pipelinerl_common.errors import FatalError, MalformedMessage, PipelineRLError, Refused, Unavailable
+from pipelinerl_common.metrics import CONTENT_TYPE
 from pipelinerl_weights.errors import TransferFailed, TransferTimeout
 from pipelinerl_weights.manifest import Manifest
 
@@ -148,7 +148,7 @@ def _add_probe_routes(app: FastAPI, generator: Generator) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(generate_latest(generator.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generator.metrics.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
 
 def _add_error_handlers(app: FastAPI, generator: Generator) -> None:

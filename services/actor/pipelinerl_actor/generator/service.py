@@ -25,6 +25,7 @@ from pipelinerl_actor.generator.metrics import GeneratorMetrics
 from pipelinerl_actor.generator.serving import Limits, Serving
 from pipelinerl_actor.generator.updater import NOTHING_RECEIVED, WeightUpdater
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.metrics import GENERATOR, REFERENCE, serve_metrics
 from pipelinerl_common.service import Wiring, run_until_first
 from pipelinerl_common.settings import GeneratorSettings, Job, load_job
 from pipelinerl_weights.manifest import ITEM_BYTES
@@ -40,17 +41,20 @@ async def serve_generator(wiring: Wiring, model: Path, stop: asyncio.Event, *, s
     """Serves until `stop` is set. Raises SettingsError for a folder, an address or settings that cannot be used."""
     job, token = load_job(wiring.job_file), wiring.token
     settings = generator_settings(job, wiring.name)
-    layout = Layout.of_folder(model)
     version = _INITIAL_VERSION if serve_initial else NOTHING_RECEIVED
     with _bind(wiring.listen) as listening:
+        role = REFERENCE if _is_reference(wiring.name) else GENERATOR
         can_stage = job.spec.weight_transfer.mode == "staged" and not _is_reference(wiring.name)
         engine = make_engine(job, settings, model, initial_version=version, can_stage=can_stage, log_level=wiring.log_level)
-        generator = assemble(job, settings, model, layout, engine, version=version, token=token)
+        generator = assemble(job, settings, model, engine, version=version, token=token, role=role)
         async with engine.running():
             listening.listen()  # not before: a connection would then wait for the engine instead of being refused
             host, port = listening.getsockname()[:2]
             log.info("listening=http://%s:%d engine=%s version=%d", host, port, settings.engine, version)
-            async with serve_http(create_app(generator), listening):
+            async with (
+                serve_http(create_app(generator), listening),
+                serve_metrics(wiring.metrics_listen, generator.metrics.metrics.exposition),
+            ):
                 await run_until_first(_until_stopped(stop, generator), engine.watch(), generator.watch())
 
 
@@ -124,7 +128,14 @@ def generator_settings(job: Job, name: str) -> GeneratorSettings:
 
 
 def assemble(
-    job: Job, settings: GeneratorSettings, model: Path, layout: Layout, engine: Engine, *, version: int, token: str | None
+    job: Job,
+    settings: GeneratorSettings,
+    model: Path,
+    engine: Engine,
+    *,
+    version: int,
+    token: str | None,
+    role: str = GENERATOR,
 ) -> Generator:
     """The parts around an engine. Raises SettingsError for a folder that does not hold a model."""
     from transformers import AutoTokenizer
@@ -136,9 +147,11 @@ def assemble(
     longest = job.spec.model.max_model_len
     if isinstance(positions, int) and longest > positions and not _scales_positions(config):
         raise SettingsError(f"model.maxModelLen={longest} is more than the model's {positions} positions; lower it")
-    metrics = GeneratorMetrics()
+    metrics = GeneratorMetrics(job.name, role)
     limits = Limits(job.spec.model.max_model_len, settings.max_running_requests, vocabulary)
-    updater = WeightUpdater(engine, layout, metrics, initial_version=version, running=lambda: serving.num_running)
+    updater = WeightUpdater(
+        engine, Layout.of_folder(model), metrics, initial_version=version, running=lambda: serving.num_running
+    )
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     serving = Serving(engine, tokenizer, limits, metrics, lambda: updater.version, model=job.name)
     return Generator(engine, serving, updater, metrics, token, job.spec.actors.drain_seconds)

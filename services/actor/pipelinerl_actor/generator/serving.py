@@ -62,6 +62,8 @@ class Serving:
         self._tokenizer = tokenizer
         self._limits = limits
         self._metrics = metrics
+        metrics.running.set(0.0)
+        metrics.limit.set(float(limits.max_running_requests))
         self._version = version
         self._model = model
         self._idle = asyncio.Event()
@@ -125,17 +127,17 @@ class Serving:
 
     def _check_ready(self) -> None:
         if self.draining:
-            self._metrics.refused.labels("draining").inc()
+            self._metrics.refused.inc(reason="draining")
             raise Unavailable("draining")
         if self._version() < 0:
-            self._metrics.refused.labels("no_weights").inc()
+            self._metrics.refused.inc(reason="no_weights")
             raise Unavailable("no weights of the job were received yet")
 
     @asynccontextmanager
     async def _counted(self, sequences: int) -> AsyncIterator[None]:
         limit = _MAX_WAITING_FACTOR * self._limits.max_running_requests
         if self.num_running and self.num_running + sequences > limit:
-            self._metrics.refused.labels("overloaded").inc()
+            self._metrics.refused.inc(reason="overloaded")
             raise Overloaded(f"{self.num_running} sequences run or wait, and at most {limit} may")
         self.num_running += sequences
         self._idle.clear()
@@ -179,7 +181,7 @@ class Serving:
     async def _generate(self, prompt: list[int], sampling: Sampling) -> Completion:
         completion = await self._engine.generate(prompt, sampling)
         self._metrics.tokens.inc(len(completion.token_ids))
-        self._metrics.sequences.labels(completion.finish_reason).inc()
+        self._metrics.sequences.inc(finish_reason=completion.finish_reason)
         return completion
 
     def _choice(self, request: CompletionRequest, index: int, completion: Completion) -> Choice:

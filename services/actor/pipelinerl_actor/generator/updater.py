@@ -100,13 +100,13 @@ class WeightUpdater:
                 report = await self._run(update)
         except Exception as error:
             self.num_failures += 1
-            self._metrics.update_failures.labels(type(error).__name__).inc()
+            self._metrics.update_errors.inc(reason=type(error).__name__)
             log.warning("%s", fields(update=update.transfer.version, epoch=update.epoch, serving=self.version), exc_info=error)
             raise
         self.num_updates += 1
-        self._metrics.updates.labels(update.mode).inc()
-        self._metrics.pause.labels(update.mode).observe(report.pause_s)
-        self._metrics.transfer.labels(update.mode).observe(report.transfer_s)
+        self._metrics.updates.inc(mode=update.mode)
+        self._metrics.pause.observe(report.pause_s, mode=update.mode)
+        self._metrics.transfer.observe(report.transfer_s, mode=update.mode)
         log.info(
             fields(
                 update=report.version, mode=update.mode, checksum=report.checksum, pause_s=report.pause_s,

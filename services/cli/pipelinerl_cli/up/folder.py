@@ -6,7 +6,7 @@ token           bearer token of this run (0600)
 lock            held while `pipelinerl up` runs
 logs/           one file per process        nats/   the stream's store
 model/          the prepared model          checkpoints/, final/   the trainer's
-metrics.jsonl   summary.json   report.html
+metrics.jsonl   summary.json   report.html   metrics-targets.json (for Prometheus)
 ```
 """
 
@@ -55,6 +55,10 @@ class RunFolder:
     @property
     def metrics_file(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def metrics_targets_file(self) -> Path:
+        return self.root / "metrics-targets.json"
 
     @property
     def summary_file(self) -> Path:

@@ -19,9 +19,10 @@ from typing import Any
 
 from pipelinerl_cli.results.history import SESSION_START
 from pipelinerl_cli.results.metrics_file import SESSION_ROLE, MetricsWriter, Record
+from pipelinerl_cli.up import scraping
 from pipelinerl_cli.up.display import Display
 from pipelinerl_cli.up.feed import Feed
-from pipelinerl_cli.up.folder import RunFolder, newest_checkpoint
+from pipelinerl_cli.up.folder import RunFolder, newest_checkpoint, write_whole
 from pipelinerl_cli.up.guard import Guard
 from pipelinerl_cli.up.interrupt import Interrupt
 from pipelinerl_cli.up.machine import environment
@@ -30,11 +31,14 @@ from pipelinerl_cli.up.phase import describe_phase
 from pipelinerl_cli.up.ports import Ports
 from pipelinerl_cli.up.process import Process
 from pipelinerl_cli.up.restarts import EXIT_DONE, EXIT_SETTINGS
+from pipelinerl_cli.up.scraping import own_metrics, targets_file
 from pipelinerl_cli.up.stream_server import StreamServer
 from pipelinerl_cli.up.supervisor import LAST_LINES, Failure, Supervisor
 from pipelinerl_cli.up.view import RunView
+from pipelinerl_common.metrics import Metrics, serve_metrics
 from pipelinerl_common.settings import Job
 from pipelinerl_operator.coordinator import Coordinator, serve_coordinator
+from pipelinerl_operator.coordinator.metrics import export
 from pipelinerl_operator.plan import Endpoints, Role, Workload, generator_url, plan, workload_names
 
 log = logging.getLogger(__name__)
@@ -96,7 +100,9 @@ class LocalRun:
         feed = Feed(self._job, server.url, self._token, self._writer, self._take)
         _background(stack, feed.run())
         endpoints = self._endpoints(ports, server.url)
+        metrics = await self._serve_metrics(stack, endpoints)
         coordinator = await self._coordinate(stack, endpoints)
+        export(coordinator, metrics)
         coordinating = _background(stack, coordinator.run())
         supervisor = Supervisor(plan(self._job, endpoints), self._launch, self._is_finished, on_restart=self._count_restart)
         stack.callback(supervisor.kill)
@@ -175,15 +181,25 @@ class LocalRun:
             supervisor.kill()
         await stopping
 
+    async def _serve_metrics(self, stack: AsyncExitStack, endpoints: Endpoints) -> Metrics:
+        """This process's, and the list of everybody's for Prometheus."""
+        metrics = own_metrics(self._job, self._restarts)
+        addresses = endpoints.metrics_addresses
+        await stack.enter_async_context(serve_metrics(addresses[scraping.OWN], metrics.exposition))
+        write_whole(self._folder.metrics_targets_file, targets_file(self._job, endpoints.addresses, addresses))
+        return metrics
+
     def _endpoints(self, ports: Ports, nats_url: str) -> Endpoints:
+        names = workload_names(self._job)
         return Endpoints(
             job_file=self._folder.job_file,
             output=self._folder.root,
             nats_url=nats_url,
             coordinator=ports.address(),
-            addresses={name: ports.address() for name in workload_names(self._job)},
+            addresses={name: ports.address() for name in names},
             trainer_master=ports.address(),
             token_file=self._folder.token_file,
+            metrics_addresses={name: ports.address() for name in (scraping.OWN, *filter(scraping.needs_port, names))},
         )
 
     async def _launch(self, workload: Workload) -> Process:

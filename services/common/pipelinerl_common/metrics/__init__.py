@@ -16,12 +16,13 @@ from pipelinerl_common.metrics.metric import (
     Metric,
 )
 from pipelinerl_common.metrics.record import is_counter, record_of
-from pipelinerl_common.metrics.registry import Counter, Gauge, Histogram, Metrics, UndeclaredMetric
-from pipelinerl_common.metrics.server import serve_metrics
+from pipelinerl_common.metrics.registry import Counter, Gauge, Histogram, Metrics, UndeclaredMetric, exposition_of
+from pipelinerl_common.metrics.server import CONTENT_TYPE, serve_metrics
 
 __all__ = [
     "ACTOR",
     "CATALOG",
+    "CONTENT_TYPE",
     "COORDINATOR",
     "GENERATOR",
     "JOB_ROLES",
@@ -39,6 +40,7 @@ __all__ = [
     "Metric",
     "Metrics",
     "UndeclaredMetric",
+    "exposition_of",
     "is_counter",
     "metrics_of",
     "record_of",

@@ -10,7 +10,7 @@ metrics.values()        {"tokens_generated_total": 17.0, ...}
 import itertools
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -51,41 +51,13 @@ class _Series:
         return (OTHER,) * len(key)
 
 
-class Counter(_Series):
-    """Only grows."""
-
-    def __init__(self, metric: Metric) -> None:
-        super().__init__(metric)
-        beforehand = itertools.product(*metric.labels.values()) if len(metric.labels) < 2 else ()
-        self.by_labels: dict[LabelValues, float] = dict.fromkeys(beforehand, 0.0)
-
-    def inc(self, amount: float = 1.0, **labels: str) -> None:
-        with self._lock:
-            key = self._key(labels, self.by_labels)
-            self.by_labels[key] = self.by_labels.get(key, 0.0) + amount
-
-    def reach(self, total: float, **labels: str) -> None:
-        """For what is counted elsewhere: the total is at least this."""
-        with self._lock:
-            key = self._key(labels, self.by_labels)
-            self.by_labels[key] = max(self.by_labels.get(key, 0.0), total)
-
-
-class Gauge(_Series):
-    """Has a value or none."""
+class _Read(_Series):
+    """One value for each set of labels, kept here or asked for."""
 
     def __init__(self, metric: Metric) -> None:
         super().__init__(metric)
         self._values: dict[LabelValues, float] = {}
         self._readings: dict[LabelValues, Reading] = {}
-
-    def set(self, value: float | None, **labels: str) -> None:
-        with self._lock:
-            key = self._key(labels, self._values)
-            if value is None:
-                self._values.pop(key, None)
-            else:
-                self._values[key] = value
 
     def read(self, reading: Reading, **labels: str) -> None:
         """Asks `reading` whenever the value is wanted, in the thread that wants it."""
@@ -95,6 +67,38 @@ class Gauge(_Series):
     def by_labels(self) -> dict[LabelValues, float]:
         asked = {key: reading() for key, reading in list(self._readings.items())}
         return {**self._values, **{key: value for key, value in asked.items() if value is not None}}
+
+
+class Counter(_Read):
+    """Only grows."""
+
+    def __init__(self, metric: Metric) -> None:
+        super().__init__(metric)
+        if len(metric.labels) < 2:
+            self._values.update(dict.fromkeys(itertools.product(*metric.labels.values()), 0.0))
+
+    def inc(self, amount: float = 1.0, **labels: str) -> None:
+        with self._lock:
+            key = self._key(labels, self._values)
+            self._values[key] = self._values.get(key, 0.0) + amount
+
+    def reach(self, total: float, **labels: str) -> None:
+        """For what is counted elsewhere: the total is at least this."""
+        with self._lock:
+            key = self._key(labels, self._values)
+            self._values[key] = max(self._values.get(key, 0.0), total)
+
+
+class Gauge(_Read):
+    """Has a value or none."""
+
+    def set(self, value: float | None, **labels: str) -> None:
+        with self._lock:
+            key = self._key(labels, self._values)
+            if value is None:
+                self._values.pop(key, None)
+            else:
+                self._values[key] = value
 
 
 class Histogram(_Series):
@@ -168,7 +172,10 @@ class Metrics(Collector):
         return frozenset(self._series)
 
     def values(self) -> dict[str, float]:
-        """For the run's records, by name and labels: {"groups_dropped_total{reason=stale}": 3.0, ...}."""
+        """For the run's records, by name and labels: {"groups_dropped_total{reason=stale}": 3.0, ...}.
+
+        Of a counter with labels only what has counted something, so that records stay short.
+        """
         return {key: value for series in list(self._series.values()) for key, value in _recorded(series)}
 
     def exposition(self) -> bytes:
@@ -195,10 +202,33 @@ class Metrics(Collector):
         return family
 
 
+def exposition_of(processes: Iterable[Metrics]) -> bytes:
+    """The metrics of several jobs that live in one process, each family once."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Several(list(processes)))
+    return generate_latest(registry)
+
+
+class _Several(Collector):
+    def __init__(self, processes: list[Metrics]) -> None:
+        self._processes = processes
+
+    def collect(self) -> Iterator[Family]:
+        families: dict[str, Family] = {}
+        for metrics in self._processes:
+            for family in metrics.collect():
+                families.setdefault(family.name, family)
+                if families[family.name] is not family:
+                    families[family.name].samples.extend(family.samples)
+        yield from families.values()
+
+
 def _recorded(series: Counter | Gauge | Histogram) -> Iterator[tuple[str, float]]:
     name = series.metric.name
     if not isinstance(series, Histogram):
-        yield from ((_record_key(name, series.metric, key), value) for key, value in list(series.by_labels.items()))
+        for key, value in list(series.by_labels.items()):
+            if value or not key or isinstance(series, Gauge):
+                yield _record_key(name, series.metric, key), value
         return
     for key, (counts, total) in list(series.by_labels.items()):
         yield _record_key(f"{name}_sum", series.metric, key), total
