@@ -1,11 +1,19 @@
-"""Fixtures of the tests that run `pipelinerl up`."""
+"""Fixtures of the tests that run `pipelinerl up`, and of those that run on a cluster."""
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import cluster_session
+from cluster_job import ClusterJob, claim, namespace_objects, small_job
+from cluster_release import Release
+from cluster_session import CannotRun, Cluster
 from up_run import ARITHMETIC, Run
+
+CLUSTER = pytest.StashKey[Cluster]()
 
 
 @pytest.fixture
@@ -23,3 +31,74 @@ def new_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         if run.process is not None and run.process.poll() is None:
             run.process.kill()
             run.process.wait(30)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on the cluster come last: it is brought up once, and nothing is measured beside it."""
+    items.sort(key=lambda item: item.get_closest_marker("cluster") is not None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """A failure on the cluster comes with its objects, events and logs."""
+    report = yield
+    cluster = item.config.stash.get(CLUSTER, None)
+    if report.failed and cluster is not None and item.get_closest_marker("cluster") is not None:
+        found = cluster.items("namespaces", "--selector", "app.kubernetes.io/part-of=pipelinerl-e2e")
+        namespaces = [each["metadata"]["name"] for each in found]
+        report.sections.append(("cluster", cluster_session.diagnosis(cluster, *namespaces)))
+    return report
+
+
+@pytest.fixture(scope="session")
+def cluster(pytestconfig: pytest.Config) -> Iterator[Cluster]:
+    """The cluster of KUBECONFIG, or the local one, for the whole session. In CI the local one must come up."""
+    found = cluster_session.existing()
+    if found is None:
+        try:
+            found = cluster_session.bring_up()
+        except CannotRun as error:
+            if os.environ.get("CI"):
+                raise
+            pytest.skip(str(error))
+    pytestconfig.stash[CLUSTER] = found
+    yield found
+    del pytestconfig.stash[CLUSTER]
+    if found.is_local:
+        cluster_session.take_down()
+
+
+@pytest.fixture(scope="session")
+def release(cluster: Cluster) -> Iterator[Release]:
+    """The chart, installed once."""
+    release = Release(cluster)
+    release.install()
+    yield release
+    release.uninstall()
+
+
+@pytest.fixture(scope="module")
+def new_namespace(cluster: Cluster, release: Release) -> Iterator[Callable[[str], str]]:
+    """Makes namespaces with storage for jobs, and deletes them without waiting."""
+    made: list[str] = []
+
+    def make(name: str) -> str:
+        cluster.apply(*namespace_objects(name))
+        made.append(name)
+        for each in ("cache", "checkpoints"):
+            claim(cluster, name, each)
+        return name
+
+    yield make
+    if made:
+        cluster.kubectl("delete", "namespace", *made, "--ignore-not-found", "--wait=false")
+
+
+@pytest.fixture(scope="module")
+def new_job(cluster: Cluster, new_namespace: Callable[[str], str]) -> Callable[..., ClusterJob]:
+    """Makes small jobs; `new_job("name", namespace, steps=3, ttlSecondsAfterFinished=5)` applies nothing yet."""
+
+    def make(name: str, namespace: str, **changes: Any) -> ClusterJob:
+        return ClusterJob(cluster, namespace, small_job(name, **changes))
+
+    return make

@@ -1,0 +1,143 @@
+"""A PipelineRLJob on a cluster, as tests see it: small, without a GPU, and with the namespace it lives in."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster_session import ROOT, Cluster, wait_for
+
+ARITHMETIC = ROOT / "e2e" / "jobs" / "arithmetic.yaml"
+ENDLESS = 1_000_000
+READY_S = 240.0
+"""Longest time for a job to run, on two cores that others use too."""
+
+
+def namespace_objects(name: str) -> list[dict[str, Any]]:
+    """A namespace that refuses pods that are not restricted, where the server has such a thing."""
+    labels = {"pod-security.kubernetes.io/enforce": "restricted", "app.kubernetes.io/part-of": "pipelinerl-e2e"}
+    return [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}]
+
+
+def claim(cluster: Cluster, namespace: str, name: str) -> None:
+    """A PersistentVolumeClaim that many pods mount. The local cluster has no storage: it gets a folder of the node."""
+    spec: dict[str, Any] = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
+    objects: list[dict[str, Any]] = []
+    if cluster.is_local:
+        folder = Path("/var/lib/local-kubernetes/volumes") / namespace / name
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o777)
+        spec |= {"volumeName": f"{namespace}-{name}", "storageClassName": ""}
+        volume = {
+            "capacity": {"storage": "1Gi"},
+            "accessModes": ["ReadWriteMany"],
+            "hostPath": {"path": str(folder)},
+            "persistentVolumeReclaimPolicy": "Retain",
+        }
+        objects.append(
+            {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": f"{namespace}-{name}"}, "spec": volume}
+        )
+    metadata = {"name": name, "namespace": namespace}
+    objects.append({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec})
+    cluster.apply(*objects)
+
+
+def small_job(name: str, steps: int = ENDLESS, **changes: Any) -> dict[str, Any]:
+    """The arithmetic job with the transformers engine and small steps. `changes` are laid over spec, sections key by key."""
+    job: dict[str, Any] = yaml.safe_load(ARITHMETIC.read_text())
+    job["metadata"]["name"] = name
+    spec = job["spec"]
+    spec["model"]["cache"] = {"pvc": "cache"}
+    spec["algorithm"] |= {"steps": steps, "groupsPerStep": 4}
+    spec["actors"] |= {"generator": {"engine": "transformers", "maxRunningRequests": 16}, "drainSeconds": 2}
+    spec["trainers"]["checkpoint"] = {"everySteps": 5, "pvc": "checkpoints"}
+    spec["weightTransfer"] |= {"formTimeoutSeconds": 30, "syncTimeoutSeconds": 20}
+    spec["failurePolicy"] = {"backoff": {"initialSeconds": 1, "maxSeconds": 5}, "maxRestarts": 50}
+    return merged(job, {"spec": changes})
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` laid over `base`, mapping by mapping."""
+    result = copy.deepcopy(dict(base))
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merged(result[key], value) if both else value
+    return result
+
+
+@dataclass
+class ClusterJob:
+    cluster: Cluster
+    namespace: str
+    manifest: dict[str, Any] = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return str(self.manifest["metadata"]["name"])
+
+    def kubectl(self, *arguments: str, **options: Any) -> str:
+        return self.cluster.kubectl("--namespace", self.namespace, *arguments, **options)
+
+    def apply(self) -> "ClusterJob":
+        self.kubectl("apply", "--filename", "-", stdin=yaml.safe_dump(self.manifest))
+        return self
+
+    def patch(self, **spec: Any) -> None:
+        self.kubectl("patch", "prl", self.name, "--type", "merge", "--patch", yaml.safe_dump({"spec": spec}))
+
+    def delete(self, *flags: str) -> None:
+        self.kubectl("delete", "prl", self.name, "--ignore-not-found", *flags, timeout_s=120)
+
+    @property
+    def object(self) -> dict[str, Any] | None:
+        return self.cluster.get("prl", self.name, "--namespace", self.namespace)
+
+    @property
+    def status(self) -> dict[str, Any]:
+        return dict((self.object or {}).get("status") or {})
+
+    @property
+    def phase(self) -> str:
+        return str(self.status.get("phase", ""))
+
+    @property
+    def step(self) -> int:
+        return int((self.status.get("training") or {}).get("step", 0))
+
+    def condition(self, type_: str) -> dict[str, Any]:
+        return next((each for each in self.status.get("conditions", []) if each["type"] == type_), {})
+
+    def pods(self, role: str = "") -> list[dict[str, Any]]:
+        """The job's pods that are not being deleted."""
+        selector = f"pipelinerl.dev/job={self.name}" + (f",pipelinerl.dev/role={role}" if role else "")
+        found = self.cluster.items("pods", "--namespace", self.namespace, "--selector", selector)
+        return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+
+    def uids(self, *roles: str) -> dict[str, str]:
+        """UID by name of the pods of these roles, or of all."""
+        return {
+            pod["metadata"]["name"]: pod["metadata"]["uid"]
+            for pod in self.pods()
+            if not roles or pod["metadata"]["labels"]["pipelinerl.dev/role"] in roles
+        }
+
+    def events(self) -> dict[str, list[str]]:
+        """Messages of the job's own events, by reason."""
+        found: dict[str, list[str]] = {}
+        for event in self.cluster.items("events", "--namespace", self.namespace):
+            if event["involvedObject"].get("name") == self.name:
+                found.setdefault(event["reason"], []).append(event["message"])
+        return found
+
+    def wait_for_phase(self, *phases: str, timeout_s: float = READY_S) -> None:
+        wait_for(f"phase {' or '.join(phases)} of {self.name}", lambda: self.phase in phases, timeout_s, lambda: self.status)
+
+    def wait_until_training(self, steps: int = 2, timeout_s: float = READY_S) -> int:
+        """Waits for Running and for `steps` more steps than there are; returns the step."""
+        self.wait_for_phase("Running", timeout_s=timeout_s)
+        first = self.step
+        wait_for(f"step {first + steps} of {self.name}", lambda: self.step >= first + steps, timeout_s, lambda: self.status)
+        return self.step

@@ -1,0 +1,39 @@
+"""The chart as tests install it: two replicas of the operator, a NATS that keeps its streams, every default of security."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from cluster_session import ROOT, Cluster, wait_for
+
+CHART = ROOT / "charts" / "pipelinerl"
+NAME, NAMESPACE = "prl", "pipelinerl-e2e"
+LEADER = "app.kubernetes.io/component=operator,pipelinerl.dev/leader=true"
+
+
+@dataclass(frozen=True)
+class Release:
+    cluster: Cluster
+
+    def values(self) -> list[str]:
+        return [f"image.registry={self.cluster.registry}", f"image.tag={self.cluster.tag}"]
+
+    def install(self, *more: str) -> None:
+        """Installs or upgrades, and waits until every replica is ready."""
+        flags = [flag for value in (*self.values(), *more) for flag in ("--set", value)]
+        where = ("--namespace", NAMESPACE, "--create-namespace", "--wait", "--timeout", "180s")
+        self.cluster.helm("upgrade", "--install", NAME, str(CHART), *where, *flags)
+        self.cluster.kubectl("label", "namespace", NAMESPACE, "app.kubernetes.io/part-of=pipelinerl-e2e", "--overwrite")
+
+    def uninstall(self) -> None:
+        self.cluster.kubectl("delete", "prl", "--all", "--all-namespaces", "--wait=false", check=False)
+        self.cluster.helm("uninstall", NAME, "--namespace", NAMESPACE, "--timeout", "60s", check=False)
+        self.cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false", check=False)
+
+    def pods(self, selector: str) -> list[dict[str, Any]]:
+        found = self.cluster.items("pods", "--namespace", NAMESPACE, "--selector", selector)
+        return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+
+    def leader(self, timeout_s: float = 90) -> str:
+        """Name of the pod that leads."""
+        pods = wait_for("leading operator", lambda: self.pods(LEADER), timeout_s)
+        return str(pods[0]["metadata"]["name"])

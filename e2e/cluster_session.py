@@ -1,0 +1,151 @@
+"""The cluster that tests run on: an existing one through KUBECONFIG, or the one of e2e/cluster, brought up for the session.
+
+On an existing cluster the images come from PIPELINERL_TEST_REGISTRY with the tag PIPELINERL_TEST_TAG (`e2e`), the
+storage from its default StorageClass. Everything waits with a deadline, and what a wait saw last is in its error.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "e2e" / "cluster"
+BINARIES = Path(os.environ.get("CLUSTER_CACHE", Path.home() / ".cache" / "local-kubernetes")) / "bin"
+STATE = Path(os.environ.get("CLUSTER_DIR", "/var/lib/local-kubernetes"))
+POLL_S = 0.5
+
+Value = TypeVar("Value")
+
+
+class CannotRun(Exception):
+    """This machine cannot have a cluster; the message says why."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Kubernetes cluster, through kubectl and Helm as its users have them."""
+
+    kubeconfig: Path
+    is_local: bool
+    """Whether it is the one of e2e/cluster, whose parts tests may stop."""
+    registry: str
+    tag: str
+
+    def kubectl(self, *arguments: str, stdin: str | None = None, timeout_s: float = 60, check: bool = True) -> str:
+        """What kubectl printed; with check=False its errors too."""
+        return self._run("kubectl", arguments, stdin, timeout_s, check)
+
+    def helm(self, *arguments: str, timeout_s: float = 240, check: bool = True) -> str:
+        return self._run("helm", arguments, None, timeout_s, check)
+
+    def get(self, *arguments: str) -> dict[str, Any] | None:
+        """An object or a list; None when it does not exist."""
+        text = self.kubectl("get", *arguments, "--ignore-not-found", "--output", "json")
+        found: dict[str, Any] | None = json.loads(text) if text.strip() else None
+        return found
+
+    def items(self, *arguments: str) -> list[dict[str, Any]]:
+        return list((self.get(*arguments) or {}).get("items", []))
+
+    def apply(self, *objects: Mapping[str, Any]) -> str:
+        return self.kubectl("apply", "--filename", "-", stdin="\n---\n".join(map(json.dumps, objects)))
+
+    def _run(self, tool: str, arguments: tuple[str, ...], stdin: str | None, timeout_s: float, check: bool) -> str:
+        environment = {**os.environ, "KUBECONFIG": str(self.kubeconfig)}
+        command = [str(BINARIES / tool), *arguments]
+        done = subprocess.run(
+            command, input=stdin, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment
+        )
+        if check and done.returncode != 0:
+            raise AssertionError(f"{tool} {' '.join(arguments)}: status {done.returncode}\n{done.stdout}{done.stderr}")
+        return done.stdout if check else done.stdout + done.stderr
+
+
+def wait_for(what: str, look: Callable[[], Value | None], timeout_s: float, now: Callable[[], object] = lambda: "") -> Value:
+    """The first true value of `look`. Raises AssertionError with `now()`, what there is instead."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            value = look()
+            problem = ""
+        except (AssertionError, subprocess.TimeoutExpired) as error:  # the API server may be away for a while
+            value, problem = None, str(error)
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"no {what} after {timeout_s:g} s\n{problem}{now()}"
+        time.sleep(POLL_S)
+
+
+def existing() -> Cluster | None:
+    """The cluster of KUBECONFIG, or None."""
+    kubeconfig = os.environ.get("KUBECONFIG")
+    if not kubeconfig:
+        return None
+    registry = os.environ.get("PIPELINERL_TEST_REGISTRY", "localhost")
+    return Cluster(Path(kubeconfig), False, registry, os.environ.get("PIPELINERL_TEST_TAG", "e2e"))
+
+
+def bring_up() -> Cluster:
+    """Makes what the local cluster needs, where that is missing, and starts it. Raises CannotRun."""
+    _script("prepare", timeout_s=2400)
+    take_down()
+    kubeconfig = _script("up", timeout_s=240).splitlines()[-1]
+    _script("load-images", timeout_s=600)
+    return Cluster(Path(kubeconfig), True, "localhost", "e2e")
+
+
+def take_down() -> None:
+    _script("down", timeout_s=120)
+
+
+def outage(component: str, seconds: float) -> None:
+    """Stops one of the local cluster's own processes ("apiserver") and starts it again after a while."""
+    _script("outage", component, str(seconds), timeout_s=seconds + 120)
+
+
+def kill_container(container_id: str) -> None:
+    """kill -9 of a container of the local cluster; its id as in a pod's status, "containerd://..."."""
+    identity = container_id.removeprefix("containerd://")
+    subprocess.run(["ctr", "-n", "k8s.io", "task", "kill", "-s", "KILL", identity], check=True, timeout=30)
+
+
+def _script(name: str, *arguments: str, timeout_s: float) -> str:
+    environment = {**os.environ, "CLUSTER_PYTHON": sys.executable, "PIPELINERL_VENV": sys.prefix}
+    command = [str(SCRIPTS / name), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment)
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(
+            f"e2e/cluster/{name} has not ended after {timeout_s:g} s\n{error.stdout!r}{error.stderr!r}"
+        ) from None
+    if done.returncode == 3:
+        raise CannotRun(done.stderr.strip())
+    if done.returncode != 0:
+        raise AssertionError(f"e2e/cluster/{name}: status {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def diagnosis(cluster: Cluster, *namespaces: str) -> str:
+    """What a person would look at first: objects, events, logs."""
+    parts = []
+    for namespace in namespaces:
+        for arguments in (
+            ("get", "prl,pods,services", "--output", "wide"),
+            ("get", "events", "--sort-by", ".lastTimestamp"),
+            ("describe", "prl"),
+        ):
+            text = cluster.kubectl("--namespace", namespace, *arguments, check=False)
+            parts.append(f"$ kubectl -n {namespace} {' '.join(arguments)}\n{text[-6000:]}")
+        for pod in cluster.items("pods", "--namespace", namespace):
+            name = pod["metadata"]["name"]
+            log = cluster.kubectl(
+                "--namespace", namespace, "logs", name, "--all-containers", "--prefix", "--tail", "25", check=False
+            )
+            parts.append(f"$ kubectl -n {namespace} logs {name}\n{log[-5000:]}")
+    return "\n".join(parts)
