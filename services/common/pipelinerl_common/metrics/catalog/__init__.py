@@ -6,6 +6,7 @@ from typing import Final
 from pipelinerl_common.metrics.catalog.generation import GENERATION
 from pipelinerl_common.metrics.catalog.learning import LEARNING
 from pipelinerl_common.metrics.catalog.ledger import LEDGER
+from pipelinerl_common.metrics.catalog.operating import OPERATOR_METRICS
 from pipelinerl_common.metrics.catalog.processes import PROCESSES
 from pipelinerl_common.metrics.catalog.weights import WEIGHTS
 from pipelinerl_common.metrics.metric import Metric
@@ -16,6 +17,7 @@ TABLES: Final[Mapping[str, tuple[Metric, ...]]] = {
     "Generation": GENERATION,
     "Weight updates": WEIGHTS,
     "Processes": PROCESSES,
+    "Operator": OPERATOR_METRICS,
 }
 """By the section of the documentation."""
 

@@ -1,0 +1,1 @@
+"""The controller: from PipelineRLJobs to pods, and from what became of them to status."""

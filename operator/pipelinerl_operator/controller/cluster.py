@@ -1,0 +1,87 @@
+"""The operator's picture of the cluster: one informer per kind and namespace, and which job each object belongs to."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from pipelinerl_operator.controller.views import JobView, OwnedView, PodView
+from pipelinerl_operator.kube import Api, Informer, Key, Object, Resource, Selection, Store
+from pipelinerl_operator.kube.resources import (
+    CONFIG_MAPS,
+    COSCHEDULING_POD_GROUPS,
+    DISRUPTION_BUDGETS,
+    DISRUPTION_BUDGETS_V1BETA1,
+    JOBS,
+    NETWORK_POLICIES,
+    PODS,
+    SERVICE_ACCOUNTS,
+    SERVICES,
+    VOLCANO_POD_GROUPS,
+)
+from pipelinerl_operator.objects.labels import MANAGED_BY, MANAGER
+
+OWNED = f"{MANAGED_BY}={MANAGER}"
+
+
+class Cluster:
+    """Stores of jobs, pods and children. `changed` hears the key of every job about which something changed."""
+
+    def __init__(self, child_resources: Sequence[Resource], changed: Callable[[Key], None]) -> None:
+        self.jobs = Store[JobView](JobView.of, lambda view: view.key, changed)
+        self.pods = Store[PodView](PodView.of, lambda view: Key(view.key.namespace, view.job), changed)
+        self.children: Mapping[Resource, Store[OwnedView]] = {
+            resource: Store[OwnedView](OwnedView.of, lambda view: Key(view.key.namespace, view.job), changed)
+            for resource in child_resources
+        }
+
+    def take(self, resource: Resource, body: Object) -> None:
+        """What the API server answered to a write, ahead of the watch."""
+        if resource == JOBS:
+            self.jobs.put(body)
+        elif resource == PODS:
+            self.pods.put(body)
+        elif resource in self.children:
+            self.children[resource].put(body)
+
+    def drop(self, resource: Resource, key: Key, uid: str) -> None:
+        if resource == JOBS:
+            self.jobs.remove(key, uid)
+        elif resource == PODS:
+            self.pods.remove(key, uid)
+        elif resource in self.children:
+            self.children[resource].remove(key, uid)
+
+
+AnyInformer = Informer[JobView] | Informer[PodView] | Informer[OwnedView]
+
+
+class Watching:
+    """Keeps a cluster's stores up to date; `namespaces` empty is all of them."""
+
+    def __init__(self, api: Api, cluster: Cluster, namespaces: Sequence[str]) -> None:
+        self.informers: list[AnyInformer] = list(_informers(api, cluster, list(namespaces) or [None]))
+
+    async def run(self) -> None:
+        """For ever."""
+        async with asyncio.TaskGroup() as tasks:
+            for informer in self.informers:
+                tasks.create_task(informer.run(), name=f"watch {informer.selection.resource.plural}")
+
+    async def synced(self) -> None:
+        """Until every store holds a first full list."""
+        for informer in self.informers:
+            await informer.synced.wait()
+
+
+def child_resources(api_versions: frozenset[str]) -> tuple[Resource, ...]:
+    """Kinds of children beside pods and secrets, as far as the server has them."""
+    budgets = DISRUPTION_BUDGETS if DISRUPTION_BUDGETS.api_version in api_versions else DISRUPTION_BUDGETS_V1BETA1
+    gangs = [each for each in (VOLCANO_POD_GROUPS, COSCHEDULING_POD_GROUPS) if each.api_version in api_versions]
+    return (SERVICE_ACCOUNTS, CONFIG_MAPS, SERVICES, NETWORK_POLICIES, budgets, *gangs)
+
+
+def _informers(api: Api, cluster: Cluster, namespaces: Sequence[str | None]) -> Iterator[AnyInformer]:
+    for namespace in namespaces:
+        yield Informer(api, Selection(JOBS, namespace), cluster.jobs)
+        yield Informer(api, Selection(PODS, namespace, OWNED), cluster.pods)
+        for resource, store in cluster.children.items():
+            yield Informer(api, Selection(resource, namespace, OWNED, metadata_only=True), store)

@@ -1,0 +1,98 @@
+"""The operator: what the leader does until it loses the lease.
+
+```
+ informers -> stores -> queue of job keys -> workers: reconcile -> API server
+                 ^          ^  look again          |        \-> companions: weight-transfer coordinators, training numbers
+                 |          +----------------------+
+                 +-- answers to its own writes, ahead of the watch
+```
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+from pipelinerl_common.errors import PipelineRLError
+from pipelinerl_operator.controller.cluster import Cluster, Watching, child_resources
+from pipelinerl_operator.controller.reconciler import Reconciler, Surroundings
+from pipelinerl_operator.controller.telemetry import Telemetry
+from pipelinerl_operator.kube import Api, WorkQueue
+from pipelinerl_operator.kube.errors import TooManyRequests
+
+log = logging.getLogger(__name__)
+
+WORKERS = 4
+RESYNC_S = 600.0
+"""Every job is looked at again after this time, whatever was or was not heard of it."""
+MAX_SILENCE_S = 900.0
+"""A watch that is silent for longer, in spite of all attempts, is a fault of this process."""
+
+
+@dataclass
+class Controller:
+    """Serves all jobs in `namespaces` (empty: all of them)."""
+
+    api: Api
+    surroundings: Surroundings
+    telemetry: Telemetry
+    namespaces: Sequence[str] = ()
+    workers: int = WORKERS
+
+    def __post_init__(self) -> None:
+        self.queue = WorkQueue()
+        resources = child_resources(self.surroundings.context.capabilities.api_versions)
+        self.cluster = Cluster(resources, self.queue.add)
+        self.watching = Watching(self.api, self.cluster, self.namespaces)
+        self._reconciler = Reconciler(self.api, self.cluster, self.surroundings)
+
+    def fault(self) -> str:
+        """Empty when all is well: a watch that has been silent for very long is not."""
+        silent = [each.selection.resource.plural for each in self.watching.informers if each.silence_s > MAX_SILENCE_S]
+        return f"nothing heard of {', '.join(silent)} for {MAX_SILENCE_S:g} s" if silent else ""
+
+    async def run(self) -> None:
+        """For ever. Jobs are looked at once every store holds a first full list."""
+        self.telemetry.watch_queue(self.queue)
+        self.telemetry.watch_informers(self.watching.informers)
+        self.telemetry.watch_jobs(lambda: self.cluster.jobs)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.watching.run(), name="watching")
+            await self.watching.synced()
+            log.info("jobs=%d pods=%d known, beginning", len(self.cluster.jobs), len(self.cluster.pods))
+            tasks.create_task(self._resync(), name="resync")
+            for number in range(self.workers):
+                tasks.create_task(self._work(), name=f"worker {number}")
+
+    async def _work(self) -> None:
+        while True:
+            key = await self.queue.get()
+            started = monotonic()
+            outcome = "done"
+            try:
+                look_again_s = await self._reconciler.reconcile(key)
+                self.queue.succeeded(key)
+                if look_again_s is not None:
+                    self.queue.add_after(key, look_again_s)
+            except PipelineRLError as error:
+                outcome = "retried"
+                pause_s = self.queue.retry(key, error.retry_after_s if isinstance(error, TooManyRequests) else 0.0)
+                log.warning("job=%s tried again in %.2g s: %s", key, pause_s, error)
+            except Exception:  # one job's surprise must not stop the others
+                outcome = "failed"
+                pause_s = self.queue.retry(key)
+                log.exception("job=%s reconcile failed, tried again in %.2g s", key, pause_s)
+            finally:
+                self.queue.done(key)
+                self.telemetry.reconciled(outcome, monotonic() - started)
+            if self.cluster.jobs.get(key) is None:
+                self.queue.forget(key)
+
+    async def _resync(self) -> None:
+        """Spread over a tenth of the period, so that a thousand jobs do not come at once."""
+        while True:
+            await asyncio.sleep(RESYNC_S)
+            for view in list(self.cluster.jobs):
+                self.queue.add_after(view.key, random.uniform(0, RESYNC_S / 10))

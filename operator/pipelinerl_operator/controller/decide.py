@@ -1,0 +1,65 @@
+"""The decision: pure, from what is true now. The first step that settles the matter ends it.
+
+```
+ somebody else's, or being deleted -> nothing
+ finished                          -> clean up, in the end delete the job
+ suspended                         -> pods away, then Suspended
+ invalid spec                      -> say so, create nothing
+ trainer rank 0 ended well         -> Succeeded (remembered now, cleaned up next time)
+ past a deadline, out of restarts  -> Failed (likewise)
+ otherwise                         -> remember failures, create, replace and remove, describe
+```
+"""
+
+from pipelinerl_operator.controller.conditions import Because, Type, say
+from pipelinerl_operator.controller.counting import count_pods
+from pipelinerl_operator.controller.decision import Decision, Draft, EventType, Observed, Wanted
+from pipelinerl_operator.controller.describing import describe
+from pipelinerl_operator.controller.endings import clean_up, fail_by_deadline, has_succeeded, succeed
+from pipelinerl_operator.controller.provisioning import provision
+from pipelinerl_operator.controller.restarts import take_failures, take_restart_id
+from pipelinerl_operator.controller.status import JobStatus, Phase, write_time
+from pipelinerl_operator.controller.suspension import is_suspended
+from pipelinerl_operator.controller.units import is_of_job
+
+
+def decide(seen: Observed) -> Decision:
+    """Total: every observation has a decision."""
+    draft = Draft(seen, JobStatus.read(seen.job.status))
+    if seen.job.spec.get("managedBy") or seen.job.is_deleted:
+        return Decision(draft.status, ignored=True)
+    if draft.status.is_finished:
+        clean_up(draft)
+        return draft.done()
+    draft.set(observed_generation=seen.job.generation)
+    if is_suspended(draft):
+        return draft.done()
+    if draft.status.start_time is None:
+        draft.set(start_time=write_time(seen.now))
+    if seen.wanted is None:
+        _refuse(draft)
+    elif not _ends(draft, seen.wanted):
+        take_restart_id(draft, seen.wanted)
+        provision(draft, seen.wanted)
+        describe(draft, seen.wanted)
+    return draft.done()
+
+
+def _ends(draft: Draft, wanted: Wanted) -> bool:
+    if has_succeeded(draft, wanted):
+        succeed(draft)
+        return True
+    return fail_by_deadline(draft) or take_failures(draft, wanted)
+
+
+def _refuse(draft: Draft) -> None:
+    """An invalid spec changes nothing that runs: there is no telling what it would mean."""
+    count_pods(draft)
+    before = draft.status.condition(Type.PROVISIONED)
+    if before is None or before.message != draft.seen.fault[: len(before.message or " ")]:
+        draft.note(EventType.WARNING, Because.INVALID_SPEC.value, draft.seen.fault)
+    say(draft, Type.PROVISIONED, False, Because.INVALID_SPEC, draft.seen.fault)
+    if any(is_of_job(pod, draft.seen.job.uid) for pod in draft.seen.pods):
+        say(draft, Type.DEGRADED, True, Because.INVALID_SPEC, "what runs is left as it is")
+    else:
+        draft.set(phase=Phase.INVALID)

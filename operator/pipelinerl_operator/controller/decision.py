@@ -1,0 +1,144 @@
+"""What the operator sees of one job, and what it decides to do about it. Plain data: no clock, no API."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pipelinerl_operator.controller.status import JobStatus, StreamStatus, TrainingStatus, WeightGroupStatus
+from pipelinerl_operator.controller.views import JobView, OwnedView, PodView
+from pipelinerl_operator.kube import Object, Resource
+from pipelinerl_operator.objects import Desired, JobResource, PodSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A valid spec and what follows from it."""
+
+    job: JobResource
+    desired: Desired
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A child known by its metadata. `is_current` when it is what the operator applied last and nobody has changed it since."""
+
+    resource: Resource
+    view: OwnedView
+    is_current: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Everything that a decision rests on."""
+
+    now: float
+    """Seconds since the epoch."""
+    job: JobView
+    wanted: Wanted | None
+    """None for an invalid spec."""
+    fault: str = ""
+    """What is wrong with the spec, for people."""
+    pods: tuple[PodView, ...] = ()
+    """Of the job's name; some may belong to a predecessor."""
+    children: tuple[Child, ...] = ()
+    has_secret: bool = False
+    refusal: str = ""
+    """What the API server said when it refused a pod; the templates are the likely reason."""
+    templates_checked: bool = False
+    """Whether the API server has accepted the templates of this generation in a dry run."""
+    namespace_is_going: bool = False
+    weight_group: WeightGroupStatus | None = None
+    """None while no coordinator runs for the job."""
+    stream: StreamStatus | None = None
+    training: TrainingStatus | None = None
+
+
+class EventType(StrEnum):
+    NORMAL = "Normal"
+    WARNING = "Warning"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """An event for people. Example: Note(WARNING, "PodFailed", "sums-actor-0: Error, exit code 1: ...")."""
+
+    type: EventType
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckTemplates:
+    """Creates these pods in a dry run; nothing else is created before the API server has accepted them."""
+
+    pods: tuple[PodSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MakeSecret:
+    """Creates the job's Secret with a new token, unless there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Makes a child what `body` says. `creates` when there is none yet: one of that name that appears is not the job's."""
+
+    resource: Resource
+    body: Object
+    applied_hash: str
+    creates: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Deletes that very object. `grace_s` None takes the object's own."""
+
+    resource: Resource
+    name: str
+    uid: str
+    grace_s: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CreatePod:
+    pod: PodSpec
+    attempt: int
+    excluded_nodes: tuple[str, ...] = ()
+
+
+Action = CheckTemplates | MakeSecret | Apply | Delete | CreatePod
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """`status` is written first, where it must be; then `actions` are done in order, those of one kind together."""
+
+    status: JobStatus
+    actions: tuple[Action, ...] = ()
+    notes: tuple[Note, ...] = ()
+    look_again_s: float | None = None
+    """Seconds after which time alone may change the decision."""
+    ignored: bool = False
+    """The job is somebody else's, or on its way out."""
+
+
+@dataclass
+class Draft:
+    """A decision in the making. `status` is replaced step by step."""
+
+    seen: Observed
+    status: JobStatus
+    actions: list[Action] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+    look_again_s: float | None = None
+
+    def note(self, type_: EventType, reason: str, message: str) -> None:
+        self.notes.append(Note(type_, reason, message))
+
+    def set(self, **changes: object) -> None:
+        self.status = self.status.model_copy(update=changes)
+
+    def look_again(self, in_s: float) -> None:
+        self.look_again_s = in_s if self.look_again_s is None else min(self.look_again_s, in_s)
+
+    def done(self) -> Decision:
+        return Decision(self.status, tuple(self.actions), tuple(self.notes), self.look_again_s)

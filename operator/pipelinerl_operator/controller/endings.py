@@ -1,0 +1,77 @@
+"""How a job ends, and what is left to do then. The end is remembered first; after it nothing is ever created again."""
+
+from pipelinerl_operator.controller.conditions import Because, Type, say
+from pipelinerl_operator.controller.counting import count_pods
+from pipelinerl_operator.controller.decision import Delete, Draft, EventType, Wanted
+from pipelinerl_operator.controller.removal import drop_gang, remove_pods
+from pipelinerl_operator.controller.status import Phase, read_time, write_time
+from pipelinerl_operator.controller.units import expected_attempt, is_of_job
+from pipelinerl_operator.kube.resources import JOBS
+from pipelinerl_operator.plan import Role
+
+
+def has_succeeded(draft: Draft, wanted: Wanted) -> bool:
+    """Whether trainer rank 0, which is in the first trainer pod, has ended with status 0."""
+    first = next(spec for spec in wanted.desired.pods if spec.role is Role.TRAINER and spec.index == 0)
+    for pod in draft.seen.pods:
+        if pod.key.name == first.name and is_of_job(pod, draft.seen.job.uid):
+            ended = {each.container: each.exit_code for each in pod.terminations}
+            well = pod.phase == "Succeeded" or ended.get(first.main_containers[0]) == 0
+            return well and pod.attempt >= expected_attempt(draft.status, first)
+    return False
+
+
+def succeed(draft: Draft) -> None:
+    _end(draft, Phase.SUCCEEDED, Type.SUCCEEDED, Because.TRAINING_FINISHED, "trainer rank 0 ended with status 0")
+    draft.note(EventType.NORMAL, "Succeeded", "training is finished")
+
+
+def fail(draft: Draft, because: Because, message: str) -> None:
+    _end(draft, Phase.FAILED, Type.FAILED, because, message)
+    draft.note(EventType.WARNING, because.value, message)
+
+
+def fail_by_deadline(draft: Draft) -> bool:
+    """Deadlines count from startTime, which begins anew after a suspension. True when one has passed."""
+    spec, status, now = draft.seen.job.spec, draft.status, draft.seen.now
+    if status.start_time is None:
+        return False
+    active_s = now - read_time(status.start_time)
+    deadlines = [(spec.get("activeDeadlineSeconds"), Because.DEADLINE, "active for longer than activeDeadlineSeconds")]
+    if status.running_time is None:
+        waited = "not running within preRunningDeadlineSeconds"
+        deadlines.append((spec.get("preRunningDeadlineSeconds"), Because.PRE_RUNNING_DEADLINE, waited))
+    for limit_s, because, message in deadlines:
+        if not isinstance(limit_s, int | float):
+            continue
+        if active_s >= limit_s:
+            fail(draft, because, f"{message}={limit_s}")
+            return True
+        draft.look_again(limit_s - active_s)
+    return False
+
+
+def clean_up(draft: Draft) -> None:
+    """Of a finished job: its pods as cleanPodPolicy says, its place in the scheduler's queue, and in the end itself."""
+    spec, status = draft.seen.job.spec, draft.status
+    policy = spec.get("cleanPodPolicy", "Running")
+    if policy != "None":
+        remove_pods(draft, [pod for pod in draft.seen.pods if policy == "All" or not pod.has_ended])
+    drop_gang(draft)
+    count_pods(draft)
+    ttl_s = spec.get("ttlSecondsAfterFinished")
+    if not isinstance(ttl_s, int | float) or status.completion_time is None:
+        return
+    left_s = read_time(status.completion_time) + ttl_s - draft.seen.now
+    if left_s > 0:
+        draft.look_again(left_s)
+    else:
+        draft.actions.append(Delete(JOBS, draft.seen.job.key.name, draft.seen.job.uid))
+
+
+def _end(draft: Draft, phase: Phase, type_: Type, because: Because, message: str) -> None:
+    draft.set(phase=phase, completion_time=write_time(draft.seen.now))
+    say(draft, type_, True, because, message)
+    for other in (Type.RUNNING, Type.DEGRADED):
+        if draft.status.holds(other):
+            say(draft, other, False, Because.FINISHED)

@@ -1,0 +1,43 @@
+"""The label by which the coordinator's Service finds the leader: set on its own pod, taken off every other."""
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from pipelinerl_common.errors import PipelineRLError
+from pipelinerl_operator.kube import Api, Key, Selection
+from pipelinerl_operator.kube.errors import NotFound
+from pipelinerl_operator.kube.resources import PODS, key_of
+from pipelinerl_operator.objects.labels import PREFIX
+
+log = logging.getLogger(__name__)
+
+LEADER = f"{PREFIX}leader"
+
+
+@asynccontextmanager
+async def leader_label(api: Api, pod: Key | None) -> AsyncIterator[None]:
+    """While the block runs, `pod` alone has the label. None, outside of a cluster, does nothing. Raises PipelineRLError."""
+    if pod is None:
+        yield
+        return
+    async for page in api.pages(Selection(PODS, pod.namespace, f"{LEADER}=true")):
+        for other in page.items:
+            if key_of(other) != pod:
+                await _label(api, key_of(other), None)
+    await _label(api, pod, "true")
+    try:
+        yield
+    finally:
+        try:
+            await _label(api, pod, None)
+        except PipelineRLError as error:  # the next leader takes it off
+            log.warning("pod=%s keeps the leader's label: %s", pod, error)
+
+
+async def _label(api: Api, pod: Key, value: str | None) -> None:
+    try:
+        await api.patch(PODS, pod.namespace, pod.name, {"metadata": {"labels": {LEADER: value}}})
+    except NotFound:
+        if value is not None:
+            raise

@@ -1,0 +1,42 @@
+"""What the operator keeps in mind of a job between two looks, and can do without: a new leader begins with nothing."""
+
+from dataclasses import dataclass, field
+
+from pipelinerl_operator.kube import Object, Resource
+
+REFUSAL_S = 60.0
+"""How long a refusal of the API server is believed before it is asked again."""
+
+
+@dataclass
+class Memory:
+    """Of one job's UID. Times are monotonic seconds."""
+
+    uid: str
+    token: str | None = None
+    """The job's bearer token, once its Secret has been made or read."""
+    checked_generation: int = -1
+    """Generation of the spec whose templates the API server has accepted."""
+    refusal: str = ""
+    refused_generation: int = -1
+    refused_at: float = 0.0
+    namespace_going_at: float | None = None
+    applied: dict[tuple[Resource, str], tuple[str, str]] = field(default_factory=dict)
+    """UID and content version of each child as the operator applied it last, or found it when it began."""
+    noticed_at: float | None = None
+    """When it was first noticed that the status in the API server is out of date."""
+    training_written_at: float = float("-inf")
+    written: tuple[str, Object] | None = None
+    """Resource version and status of the newest write."""
+
+    def refuse(self, message: str, generation: int, now: float) -> None:
+        self.refusal, self.refused_generation, self.refused_at = message, generation, now
+
+    def current_refusal(self, generation: int, now: float) -> str:
+        """Empty once the spec has changed or the time has come to ask again."""
+        if self.refused_generation != generation or now - self.refused_at >= REFUSAL_S:
+            return ""
+        return self.refusal
+
+    def namespace_is_going(self, now: float) -> bool:
+        return self.namespace_going_at is not None and now - self.namespace_going_at < REFUSAL_S

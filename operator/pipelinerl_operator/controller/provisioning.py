@@ -1,0 +1,131 @@
+"""What is created, replaced and removed so that the cluster holds what the job asks for."""
+
+import hashlib
+import json
+
+from pipelinerl_operator.controller.decision import Apply, CheckTemplates, CreatePod, Delete, Draft, MakeSecret, Wanted
+from pipelinerl_operator.controller.failures import excluded_nodes, start_again_at, within_window
+from pipelinerl_operator.controller.removal import force_if_stuck
+from pipelinerl_operator.controller.units import expected_attempt, is_of_job, unit_of
+from pipelinerl_operator.controller.views import APPLIED_HASH, PodView
+from pipelinerl_operator.kube import Object
+from pipelinerl_operator.kube.resources import PODS, resource_of
+from pipelinerl_operator.objects import PodSpec
+from pipelinerl_operator.plan import Role
+
+PEER_GRACE_S = 10
+"""A rank whose peer crashed hangs in a collective: it gets this long to end."""
+TAKEN_LOOK_S = 2.0
+"""How soon to look again at a name that another object still has."""
+
+
+def provision(draft: Draft, wanted: Wanted) -> None:
+    """Nothing is created in a namespace that is going, nor while the API server refuses a pod."""
+    seen = draft.seen
+    if not seen.namespace_is_going and not seen.refusal:
+        if not seen.templates_checked and (pods := _with_template(wanted)):
+            draft.actions.append(CheckTemplates(pods))
+        if not seen.has_secret:
+            draft.actions.append(MakeSecret())
+        _apply_config(draft, wanted)
+    _arrange_pods(draft, wanted)
+
+
+def _with_template(wanted: Wanted) -> tuple[PodSpec, ...]:
+    """The first pod of each role that a user's template shapes."""
+    spec = wanted.job.spec
+    templates = {
+        Role.ACTOR: spec.actors.pod_template,
+        Role.TRAINER: spec.trainers.pod_template,
+        Role.PREPROCESSOR: spec.preprocessor.pod_template,
+        Role.REFERENCE: spec.reference.pod_template if spec.reference else None,
+    }
+    return tuple(pod for pod in wanted.desired.pods if pod.index == 0 and templates[pod.role])
+
+
+def _apply_config(draft: Draft, wanted: Wanted) -> None:
+    children = {(child.resource, child.view.key.name): child for child in draft.seen.children}
+    for body in wanted.desired.config:
+        resource, name = resource_of(body), body["metadata"]["name"]
+        child = children.pop((resource, name), None)
+        if child is not None and child.view.owner_uid != draft.seen.job.uid:
+            draft.look_again(TAKEN_LOOK_S)  # a predecessor's, which is being collected
+            continue
+        stamped, applied_hash = stamp(body)
+        if child is None or not child.is_current or child.view.applied_hash != applied_hash:
+            draft.actions.append(Apply(resource, stamped, applied_hash, creates=child is None))
+    for (resource, name), child in children.items():
+        if child.view.owner_uid == draft.seen.job.uid:
+            draft.actions.append(Delete(resource, name, child.view.uid))
+
+
+def stamp(body: Object) -> tuple[Object, str]:
+    """The manifest with its own hash as an annotation, and the hash."""
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    applied_hash = hashlib.sha256(text.encode()).hexdigest()[:16]
+    metadata = body["metadata"]
+    annotations = {**(metadata.get("annotations") or {}), APPLIED_HASH: applied_hash}
+    return {**body, "metadata": {**metadata, "annotations": annotations}}, applied_hash
+
+
+def _arrange_pods(draft: Draft, wanted: Wanted) -> None:
+    seen = draft.seen
+    pods = {pod.key.name: pod for pod in seen.pods}
+    may_create = not seen.namespace_is_going and not seen.refusal
+    old_trainers = [pod for pod in seen.pods if pod.role == Role.TRAINER and _is_old(draft, pod)]
+    avoided = _avoided_nodes(draft, wanted)
+    for spec in wanted.desired.pods:
+        pod = pods.pop(spec.name, None)
+        due = _is_due(draft, wanted, spec)
+        if pod is not None:
+            _arrange(draft, pod, spec, due)
+        elif due and may_create and not (spec.role is Role.TRAINER and old_trainers):
+            draft.actions.append(CreatePod(spec, expected_attempt(draft.status, spec), avoided))
+    for pod in pods.values():
+        if is_of_job(pod, seen.job.uid):
+            _delete(draft, pod)
+    _note_complete_trainers(draft, wanted)
+
+
+def _arrange(draft: Draft, pod: PodView, spec: PodSpec, due: bool) -> None:
+    if not is_of_job(pod, draft.seen.job.uid):
+        draft.look_again(TAKEN_LOOK_S)
+    elif pod.is_deleted:
+        force_if_stuck(draft, pod)
+    elif _is_old(draft, pod) and (due or not pod.has_ended):  # what has ended stays to be looked at until it is due
+        crashed = spec.role is Role.TRAINER and any(each.phase == "Failed" for each in draft.seen.pods if each.role == pod.role)
+        _delete(draft, pod, PEER_GRACE_S if crashed else None)
+
+
+def _delete(draft: Draft, pod: PodView, grace_s: int | None = None) -> None:
+    if pod.is_deleted:
+        force_if_stuck(draft, pod)
+    else:
+        draft.actions.append(Delete(PODS, pod.key.name, pod.uid, 0 if pod.has_ended else grace_s))
+
+
+def _is_old(draft: Draft, pod: PodView) -> bool:
+    return is_of_job(pod, draft.seen.job.uid) and pod.attempt < expected_attempt(draft.status, pod)
+
+
+def _is_due(draft: Draft, wanted: Wanted, spec: PodSpec) -> bool:
+    policy = wanted.job.spec.failure_policy
+    at = start_again_at(unit_of(spec.role, spec.index), draft.status.recent_failures, policy)
+    if at <= draft.seen.now:
+        return True
+    draft.look_again(at - draft.seen.now)
+    return False
+
+
+def _avoided_nodes(draft: Draft, wanted: Wanted) -> tuple[str, ...]:
+    policy = wanted.job.spec.failure_policy
+    healthy = {pod.node for pod in draft.seen.pods if pod.is_ready and pod.node}
+    return excluded_nodes(within_window(draft.status.recent_failures, policy, draft.seen.now), policy, healthy)
+
+
+def _note_complete_trainers(draft: Draft, wanted: Wanted) -> None:
+    pods = {pod.key.name: pod for pod in draft.seen.pods if is_of_job(pod, draft.seen.job.uid) and not pod.is_deleted}
+    names = [spec.name for spec in wanted.desired.pods if spec.role is Role.TRAINER]
+    attempt = draft.status.attempts.get(Role.TRAINER, 0)
+    if all(name in pods and pods[name].attempt == attempt for name in names):
+        draft.set(complete_trainers=attempt)

@@ -1,0 +1,204 @@
+"""One look at one job: observe, decide, remember, act.
+
+```
+ stores + memory --observe--> Observed --decide (pure)--> Decision
+ status  written first when something must be remembered, else at leisure, and only when it changed
+ actions carried out after what they rest on has been written
+ events  told after what they tell of has been written
+```
+"""
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from pipelinerl_common.errors import SettingsError
+from pipelinerl_operator.controller.cluster import Cluster
+from pipelinerl_operator.controller.decide import decide
+from pipelinerl_operator.controller.decision import Child, Decision, Note, Observed, Wanted
+from pipelinerl_operator.controller.executor import Executor, RefusedByServer
+from pipelinerl_operator.controller.memory import REFUSAL_S, Memory
+from pipelinerl_operator.controller.status import (
+    JobStatus,
+    StreamStatus,
+    TrainingStatus,
+    WeightGroupStatus,
+    is_urgent,
+    merge_patch,
+)
+from pipelinerl_operator.controller.views import JobView
+from pipelinerl_operator.kube import Api, Key
+from pipelinerl_operator.kube.errors import NotFound
+from pipelinerl_operator.kube.resources import JOBS
+from pipelinerl_operator.objects import JobResource, OperatorContext, desired
+
+log = logging.getLogger(__name__)
+
+LEISURE_S = 2.0
+"""How long changes of the status that nothing rests on are gathered into one write."""
+TRAINING_S = 15.0
+"""Least time between two writes of nothing but training numbers."""
+NUMBERS = frozenset({"training", "stream"})
+MAX_KNOWN = 32
+"""Parsed specs that are kept: reading one takes milliseconds, keeping one takes tens of kilobytes."""
+
+
+class Companions(Protocol):
+    """What runs beside a job in the leader: its weight-transfer coordinator and the reader of its training numbers."""
+
+    def weight_group(self, key: Key) -> WeightGroupStatus | None: ...
+    def training(self, key: Key) -> tuple[TrainingStatus | None, StreamStatus | None]: ...
+    def follow(self, job: JobView, wanted: Wanted | None, status: JobStatus, token: str | None) -> None:
+        """Starts, keeps or stops what the job needs now."""
+
+    def forget(self, key: Key) -> None: ...
+
+
+class Recorder(Protocol):
+    """Where events go."""
+
+    async def record(self, job: JobView, note: Note) -> None: ...
+    def forget(self, key: Key) -> None: ...
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    context: OperatorContext
+    companions: Companions
+    recorder: Recorder
+    clock: Callable[[], float] = time.time
+    """Seconds since the epoch."""
+    monotonic: Callable[[], float] = time.monotonic
+
+
+class Reconciler:
+    """Of all jobs; `reconcile` never runs twice at once for one key."""
+
+    def __init__(self, api: Api, cluster: Cluster, surroundings: Surroundings) -> None:
+        self._api = api
+        self._cluster = cluster
+        self._around = surroundings
+        self._executor = Executor(api, cluster, surroundings.monotonic)
+        self._memories: dict[Key, Memory] = {}
+        self._known: OrderedDict[tuple[str, int], tuple[Wanted | None, str]] = OrderedDict()
+
+    async def reconcile(self, key: Key) -> float | None:
+        """Seconds after which to look again, None when only a change makes it worth while.
+
+        Raises PipelineRLError to be called again after a pause.
+        """
+        job = self._cluster.jobs.get(key)
+        if job is None:
+            self._forget(key)
+            return None
+        memory = self._memory(job)
+        seen = self._observe(job, memory)
+        decision = decide(seen)
+        if decision.ignored:
+            self._around.companions.forget(key)
+            return None
+        delay_s = await self._remember(job, decision, memory)
+        self._around.companions.follow(job, seen.wanted, decision.status, memory.token)
+        if delay_s is None:
+            for note in decision.notes:
+                await self._around.recorder.record(job, note)
+        try:
+            await self._executor.carry_out(job, seen.wanted, decision.actions, memory)
+        except RefusedByServer as refusal:
+            log.warning("job=%s %s", key, refusal)
+            return 0.0  # to say so
+        asking_again_s = REFUSAL_S if seen.refusal or seen.namespace_is_going else None
+        waits = (delay_s, decision.look_again_s, asking_again_s)
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    def _memory(self, job: JobView) -> Memory:
+        memory = self._memories.get(job.key)
+        if memory is None or memory.uid != job.uid:
+            self._forget(job.key)
+            memory = self._memories[job.key] = Memory(job.uid)
+        return memory
+
+    def _forget(self, key: Key) -> None:
+        self._memories.pop(key, None)
+        self._around.companions.forget(key)
+        self._around.recorder.forget(key)
+
+    def _observe(self, job: JobView, memory: Memory) -> Observed:
+        wanted, fault = self._wanted(job)
+        now = self._around.monotonic()
+        training, stream = self._around.companions.training(job.key)
+        return Observed(
+            now=self._around.clock(),
+            job=job,
+            wanted=wanted,
+            fault=fault,
+            pods=self._cluster.pods.of_job(job.key),
+            children=self._children(job, memory),
+            has_secret=memory.token is not None,
+            refusal=memory.current_refusal(job.generation, now),
+            templates_checked=memory.checked_generation == job.generation,
+            namespace_is_going=memory.namespace_is_going(now),
+            weight_group=self._around.companions.weight_group(job.key),
+            stream=stream,
+            training=training,
+        )
+
+    def _children(self, job: JobView, memory: Memory) -> tuple[Child, ...]:
+        children = []
+        for resource, store in self._cluster.children.items():
+            for view in store.of_job(job.key):
+                version = (view.uid, view.content_version)
+                applied = memory.applied.setdefault((resource, view.key.name), version)
+                children.append(Child(resource, view, is_current=applied == version))
+        return tuple(children)
+
+    def _wanted(self, job: JobView) -> tuple[Wanted | None, str]:
+        """What the spec asks for, or what is wrong with it."""
+        version = (job.uid, job.generation)
+        if version not in self._known:
+            try:
+                resource = JobResource.parse(job.body)
+                self._known[version] = (Wanted(resource, desired(resource, self._around.context)), "")
+            except SettingsError as error:
+                self._known[version] = (None, str(error))
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        self._known.move_to_end(version)
+        return self._known[version]
+
+    async def _remember(self, job: JobView, decision: Decision, memory: Memory) -> float | None:
+        """Writes the status if it must be now or has waited long enough; else how many seconds it may still wait.
+
+        None when the API server has it.
+        """
+        old = JobStatus.read(job.status)
+        document = decision.status.written()
+        patch = merge_patch(old.written(), document)
+        if not patch or memory.written == (job.resource_version, document):  # the latter: fields that the CRD does not know
+            memory.noticed_at = None
+            return None
+        now = self._around.monotonic()
+        if not is_urgent(old, decision.status) and (wait_s := _leisure_left(patch.keys(), memory, now)) > 0:
+            return wait_s
+        body = {"metadata": {"resourceVersion": job.resource_version}, "status": patch}
+        try:
+            written = await self._api.patch_status(JOBS, job.key.namespace, job.key.name, body)
+        except NotFound:
+            self._cluster.jobs.remove(job.key, job.uid)
+            raise
+        memory.noticed_at = None
+        memory.training_written_at = now if patch.keys() & NUMBERS else memory.training_written_at
+        memory.written = (written["metadata"]["resourceVersion"], document)
+        self._cluster.jobs.put(written)
+        return None
+
+
+def _leisure_left(changed: Iterable[str], memory: Memory, now: float) -> float:
+    if NUMBERS.issuperset(changed):
+        return memory.training_written_at + TRAINING_S - now
+    if memory.noticed_at is None:
+        memory.noticed_at = now
+    return memory.noticed_at + LEISURE_S - now

@@ -1,0 +1,103 @@
+"""One replica of the operator: a candidate for the lease, and everything that it runs while it leads."""
+
+import argparse
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+
+from pipelinerl_common.errors import PipelineRLError, SettingsError
+from pipelinerl_operator.controller.companions import NoCompanions
+from pipelinerl_operator.controller.controller import Controller
+from pipelinerl_operator.controller.events import EventRecorder
+from pipelinerl_operator.controller.health import serve_health
+from pipelinerl_operator.controller.leader_label import leader_label
+from pipelinerl_operator.controller.reconciler import Surroundings
+from pipelinerl_operator.controller.telemetry import Telemetry
+from pipelinerl_operator.kube import Connection, Election, HttpApi, Key, connection, open_api
+from pipelinerl_operator.objects import Capabilities, OperatorContext
+from pipelinerl_operator.objects.context import Peer
+from pipelinerl_operator.plan import Role
+
+log = logging.getLogger(__name__)
+
+FIRST_RETRY_S = 2.0
+
+
+async def serve_operator(arguments: argparse.Namespace, identity: str, stop: asyncio.Event) -> None:
+    """Until `stop`. Raises SettingsError for what is wrong with the arguments or the connection's configuration."""
+    where = connection(arguments.kubeconfig)
+    replica = _Replica(arguments, identity, where)
+    async with (
+        open_api(where, replica.telemetry.called) as api,
+        serve_health(arguments.metrics_listen, replica.telemetry.exposition, replica.fault, lambda: "") as address,
+    ):
+        log.info("server=%s metrics=http://%s/metrics", where.server, address)
+        replica.election = Election(api, Key(replica.namespace, arguments.lease), identity)
+        await replica.election.run(lambda: replica.lead(api), stop)
+
+
+@dataclass
+class _Replica:
+    arguments: argparse.Namespace
+    identity: str
+    where: Connection
+    election: Election | None = None
+    controller: Controller | None = None
+
+    def __post_init__(self) -> None:
+        self.telemetry = Telemetry(lambda: self.election is not None and self.election.is_leader)
+        self.namespace = self.arguments.pod_namespace or self.where.namespace
+
+    def fault(self) -> str:
+        return self.controller.fault() if self.controller is not None else ""
+
+    async def lead(self, api: HttpApi) -> None:
+        """For ever; cancelled when the lease is lost."""
+        arguments = self.arguments
+        context = operator_context(arguments, await _capabilities(api), self.namespace)
+        surroundings = Surroundings(context, NoCompanions(), EventRecorder(api, self.identity))
+        pod = Key(self.namespace, arguments.pod_name) if arguments.pod_name else None
+        async with leader_label(api, pod):
+            self.controller = Controller(api, surroundings, self.telemetry, arguments.namespaces, arguments.workers)
+            try:
+                await self.controller.run()
+            finally:
+                self.controller = None
+                self.telemetry.watch_queue(None)
+                self.telemetry.watch_informers([])
+                self.telemetry.watch_jobs(lambda: [])
+
+
+async def _capabilities(api: HttpApi) -> Capabilities:
+    """What the server can do; asked until it answers."""
+    pause_s = FIRST_RETRY_S
+    while True:
+        try:
+            _, minor = await api.server_version()
+            return Capabilities(minor, await api.api_versions())
+        except PipelineRLError as error:
+            log.warning("the API server's version: %s", error)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, 30.0)
+
+
+def operator_context(arguments: argparse.Namespace, capabilities: Capabilities, namespace: str) -> OperatorContext:
+    labels = dict(label.partition("=")[::2] for label in arguments.operator_label)
+    if any(not key or not value for key, value in labels.items()):
+        raise SettingsError(f"--operator-label {arguments.operator_label}: expected key=value")
+    context = OperatorContext(
+        images={
+            Role.ACTOR: arguments.actor_image,
+            Role.REFERENCE: arguments.actor_image,
+            Role.TRAINER: arguments.trainer_image,
+            Role.PREPROCESSOR: arguments.preprocessor_image,
+        },
+        coordinator=arguments.coordinator,
+        nats_url=arguments.nats_url,
+        capabilities=capabilities,
+        image_pull_policy=arguments.image_pull_policy,
+        image_pull_secrets=tuple(arguments.image_pull_secrets),
+        network_policy=not arguments.no_network_policy,
+        log_level=arguments.log_level,
+    )
+    return replace(context, operator=Peer(labels, namespace)) if labels else context

@@ -1,0 +1,116 @@
+"""What has failed, what is started again for it, and when the job has failed. Everything is remembered before it is done."""
+
+from collections.abc import Iterable
+
+from pipelinerl_operator.controller.conditions import Because
+from pipelinerl_operator.controller.decision import Draft, EventType, Wanted
+from pipelinerl_operator.controller.endings import fail
+from pipelinerl_operator.controller.failures import (
+    COUNTED,
+    ENDED_GRACE_S,
+    Failure,
+    Reason,
+    failure_of,
+    image_pull_of,
+    is_ending,
+    judge,
+    pull_verdict,
+    within_window,
+)
+from pipelinerl_operator.controller.status import (
+    MAX_FAILURES,
+    MAX_MESSAGE_CHARACTERS,
+    FailureRecord,
+    LastFailure,
+    RoleStatus,
+    write_time,
+)
+from pipelinerl_operator.controller.units import STATUS_FIELDS, expected_attempt, is_of_job, unit_of
+from pipelinerl_operator.plan import Role
+
+
+def take_failures(draft: Draft, wanted: Wanted) -> bool:
+    """Remembers every failure that is not remembered yet. True when the job has failed."""
+    policy = wanted.job.spec.failure_policy
+    for unit, failures in _by_unit(_failures(draft, wanted)).items():
+        failure = min(failures, key=lambda each: each.reason in COUNTED)  # the others' errors follow from what the cluster did
+        verdict = pull_verdict(failure, policy) if failure.reason is Reason.IMAGE_PULL else judge(failure, policy)
+        if verdict.fails:
+            fail(draft, Because.FAILURE_RULE if verdict.by_rule else Because.WRONG_SETTINGS, str(failure))
+            return True
+        recent = within_window(draft.status.recent_failures, policy, draft.seen.now)
+        if verdict.counted and sum(each.counted for each in recent) >= policy.max_restarts:
+            window = f"{policy.max_restarts} restarts within {policy.window_seconds} s are used up"
+            fail(draft, Because.RESTART_LIMIT, f"{failure}; {window}")
+            return True
+        record = FailureRecord(
+            time=write_time(draft.seen.now),
+            unit=unit,
+            node=failure.node,
+            reason=failure.reason.value,
+            counted=verdict.counted,
+        )
+        draft.set(recent_failures=[*recent, record][-MAX_FAILURES:], restarts=draft.status.restarts + 1)
+        _remember(draft, failure)
+        _start_again(draft, [unit])
+        draft.note(EventType.WARNING, "PodFailed", f"{failure}; {unit} is started again")
+    return False
+
+
+def take_restart_id(draft: Draft, wanted: Wanted) -> None:
+    """A new restart.id starts everything again."""
+    asked = wanted.job.spec.restart.id
+    if draft.status.restart_id is None:
+        draft.set(restart_id=asked)
+    if draft.status.restart_id == asked:
+        return
+    draft.set(restart_id=asked)
+    _start_again(draft, dict.fromkeys(unit_of(pod.role, pod.index) for pod in wanted.desired.pods))
+    draft.note(EventType.NORMAL, "Restarting", f"every pod is started again for restart.id {asked!r}")
+
+
+def _failures(draft: Draft, wanted: Wanted) -> Iterable[tuple[str, Failure]]:
+    seen, policy = draft.seen, wanted.job.spec.failure_policy
+    pods = {pod.key.name: pod for pod in seen.pods if is_of_job(pod, seen.job.uid)}
+    for spec in wanted.desired.pods:
+        pod = pods.get(spec.name)
+        unit, attempt = unit_of(spec.role, spec.index), expected_attempt(draft.status, spec)
+        if pod is None:
+            if spec.role is Role.TRAINER and draft.status.complete_trainers == attempt:
+                yield unit, Failure(spec.name, spec.role, "", Reason.DELETED, message="the pod is gone")
+            continue
+        if pod.attempt < attempt:
+            continue
+        if (failure := failure_of(pod, spec.main_containers, seen.now)) is not None:
+            yield unit, failure
+        elif (pull := image_pull_of(pod)) is not None and pull_verdict(pull, policy).fails:
+            yield unit, pull
+        elif is_ending(pod, spec.main_containers) and spec.role is not Role.TRAINER:
+            draft.look_again(ENDED_GRACE_S)
+
+
+def _by_unit(failures: Iterable[tuple[str, Failure]]) -> dict[str, list[Failure]]:
+    units: dict[str, list[Failure]] = {}
+    for unit, failure in failures:
+        units.setdefault(unit, []).append(failure)
+    return units
+
+
+def _remember(draft: Draft, failure: Failure) -> None:
+    field = STATUS_FIELDS[Role(failure.role)]
+    role: RoleStatus = getattr(draft.status, field) or RoleStatus()
+    last = LastFailure(
+        pod=failure.pod,
+        reason=failure.reason.value,
+        exit_code=failure.exit_code,
+        message=failure.message[:MAX_MESSAGE_CHARACTERS],
+        time=write_time(draft.seen.now),
+    )
+    draft.set(**{field: role.model_copy(update={"restarts": role.restarts + 1, "last_failure": last})})
+
+
+def _start_again(draft: Draft, units: Iterable[str]) -> None:
+    attempts = dict(draft.status.attempts)
+    for unit in units:
+        attempts[unit] = attempts.get(unit, 0) + 1
+    draft.set(attempts=attempts)

@@ -1,0 +1,62 @@
+"""The operator's own metrics, recorded where things happen and read when they are scraped."""
+
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable
+
+from pipelinerl_common.metrics import OPERATOR, Metrics
+from pipelinerl_common.telemetry import memory_bytes
+from pipelinerl_operator.controller.cluster import AnyInformer
+from pipelinerl_operator.controller.status import Phase
+from pipelinerl_operator.controller.views import JobView
+from pipelinerl_operator.kube import WorkQueue
+
+
+class Telemetry:
+    """Of one replica. What only a leader has is missing while another leads."""
+
+    def __init__(self, is_leader: Callable[[], bool]) -> None:
+        self.metrics = Metrics(OPERATOR, job="")
+        self._seconds = self.metrics.histogram("operator_reconcile_seconds")
+        self._results = self.metrics.counter("operator_reconciles_total")
+        self._requests = self.metrics.counter("operator_api_requests_total")
+        self._count_restarts: Callable[[], None] = lambda: None
+        self.metrics.gauge("operator_leader").read(lambda: float(is_leader()))
+        self.metrics.gauge("operator_memory_bytes").read(memory_bytes)
+
+    def called(self, verb: str, code: int, seconds: float) -> None:
+        """For the API client; code 0 is no answer."""
+        self._requests.inc(verb=verb, code=str(code) if code else "none")
+
+    def reconciled(self, outcome: str, seconds: float) -> None:
+        self._seconds.observe(seconds)
+        self._results.inc(outcome=outcome)
+
+    def watch_queue(self, queue: WorkQueue | None) -> None:
+        """None when another leads."""
+        self.metrics.gauge("operator_queue_depth").read(lambda: None if queue is None else float(queue.depth))
+        self.metrics.gauge("operator_queue_oldest_seconds").read(lambda: None if queue is None else queue.oldest_s)
+
+    def watch_informers(self, informers: Iterable[AnyInformer]) -> None:
+        """An empty list when another leads."""
+        followed = list(informers)
+        self.metrics.gauge("operator_watch_silence_seconds").read(
+            lambda: max((each.silence_s for each in followed), default=None)
+        )
+        restarts = self.metrics.counter("operator_watch_restarts_total")
+        before = restarts.by_labels.get((), 0.0)
+        self.metrics.gauge("operator_watches").read(lambda: float(len(followed)))
+        self._count_restarts = lambda: restarts.reach(before + sum(each.restarts for each in followed))
+
+    def watch_jobs(self, jobs: Callable[[], Iterable[JobView]]) -> None:
+        """Jobs by phase; those without one yet are pending."""
+        gauge = self.metrics.gauge("operator_jobs")
+
+        def count(phase: Phase) -> Callable[[], float]:
+            return lambda: float(Tally(view.status.get("phase", Phase.PENDING.value) for view in jobs())[phase.value])
+
+        for phase in Phase:
+            gauge.read(count(phase), phase=phase.value)
+
+    def exposition(self) -> bytes:
+        self._count_restarts()
+        return self.metrics.exposition()

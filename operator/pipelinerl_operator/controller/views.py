@@ -1,0 +1,182 @@
+"""What is kept of the objects that the operator follows: a pod of 10 kB becomes about 1 kB, its children a few words."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipelinerl_operator.controller.status import read_time
+from pipelinerl_operator.kube import Key, Object
+from pipelinerl_operator.kube.resources import controller_uid, key_of
+from pipelinerl_operator.objects.labels import ATTEMPT, INDEX, JOB, PREFIX, ROLE, TEMPLATE_HASH
+
+APPLIED_HASH = f"{PREFIX}applied-hash"
+"""Annotation of a child: hash of the manifest that the operator applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    key: Key
+    uid: str
+    resource_version: str
+    body: Object
+    """Without managedFields and without kubectl's copy of the whole object."""
+
+    @classmethod
+    def of(cls, body: Object) -> "JobView":
+        metadata = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
+        annotations = dict(metadata.get("annotations") or {})
+        annotations.pop("kubectl.kubernetes.io/last-applied-configuration", None)
+        slim = {**body, "metadata": {**metadata, "annotations": annotations}}
+        return cls(key_of(body), metadata["uid"], metadata["resourceVersion"], slim)
+
+    @property
+    def generation(self) -> int:
+        return int(self.body["metadata"].get("generation", 0))
+
+    @property
+    def is_deleted(self) -> bool:
+        return "deletionTimestamp" in self.body["metadata"]
+
+    @property
+    def spec(self) -> Mapping[str, Any]:
+        return self.body.get("spec") or {}
+
+    @property
+    def status(self) -> Mapping[str, Any]:
+        return self.body.get("status") or {}
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedView:
+    """A child that is known by its metadata only."""
+
+    key: Key
+    uid: str
+    resource_version: str
+    generation: int
+    """0 for kinds without one."""
+    owner_uid: str
+    job: str
+    applied_hash: str
+
+    @classmethod
+    def of(cls, body: Object) -> "OwnedView":
+        metadata = body["metadata"]
+        return cls(
+            key=key_of(body),
+            uid=metadata["uid"],
+            resource_version=metadata["resourceVersion"],
+            generation=int(metadata.get("generation", 0)),
+            owner_uid=controller_uid(body),
+            job=(metadata.get("labels") or {}).get(JOB, ""),
+            applied_hash=(metadata.get("annotations") or {}).get(APPLIED_HASH, ""),
+        )
+
+    @property
+    def content_version(self) -> str:
+        """Changes when somebody changes what was applied, but not, where the kind can tell, with its status."""
+        return str(self.generation) if self.generation else self.resource_version
+
+
+@dataclass(frozen=True, slots=True)
+class Termination:
+    """A container that has ended."""
+
+    container: str
+    exit_code: int
+    reason: str
+    message: str
+    finished_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class PodView:
+    key: Key
+    uid: str
+    resource_version: str
+    owner_uid: str
+    job: str
+    role: str
+    index: int
+    attempt: int
+    template_hash: str
+    deleted_at: float | None
+    """When its grace period ends or ended, in seconds since the epoch, once somebody has deleted it."""
+    phase: str
+    reason: str
+    message: str
+    node: str
+    ip: str
+    is_ready: bool
+    scheduling: str
+    """Why it has no node yet, for people; empty when it has one."""
+    waiting: tuple[str, str]
+    """Reason and message of the first container that waits, for example ("ImagePullBackOff", "Back-off pulling ...")."""
+    terminations: tuple[Termination, ...]
+    disruption: str
+    """Reason of its condition DisruptionTarget, empty without one."""
+
+    @classmethod
+    def of(cls, body: Object) -> "PodView":
+        metadata, status = body["metadata"], body.get("status") or {}
+        labels = metadata.get("labels") or {}
+        conditions = {each["type"]: each for each in status.get("conditions") or ()}
+        containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+        scheduled = conditions.get("PodScheduled", {})
+        disruption = conditions.get("DisruptionTarget", {})
+        deleted = metadata.get("deletionTimestamp")
+        return cls(
+            key=key_of(body),
+            uid=metadata["uid"],
+            resource_version=metadata["resourceVersion"],
+            owner_uid=controller_uid(body),
+            job=labels.get(JOB, ""),
+            role=labels.get(ROLE, ""),
+            index=_number(labels.get(INDEX)),
+            attempt=_number(labels.get(ATTEMPT)),
+            template_hash=(metadata.get("annotations") or {}).get(TEMPLATE_HASH, ""),
+            deleted_at=read_time(deleted) if deleted else None,
+            phase=status.get("phase", "Pending"),
+            reason=status.get("reason", ""),
+            message=status.get("message", "")[:512],
+            node=(body.get("spec") or {}).get("nodeName", ""),
+            ip=status.get("podIP", ""),
+            is_ready=conditions.get("Ready", {}).get("status") == "True",
+            scheduling=scheduled.get("message", "")[:512] if scheduled.get("status") == "False" else "",
+            waiting=_waiting(containers),
+            terminations=tuple(_terminations(containers)),
+            disruption=disruption.get("reason", "") if disruption.get("status") == "True" else "",
+        )
+
+    @property
+    def is_deleted(self) -> bool:
+        return self.deleted_at is not None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.phase in ("Succeeded", "Failed")
+
+
+def _number(label: str | None) -> int:
+    return int(label) if label is not None and label.isdigit() else -1
+
+
+def _waiting(containers: Iterable[Mapping[str, Any]]) -> tuple[str, str]:
+    for container in containers:
+        waiting = (container.get("state") or {}).get("waiting") or {}
+        if waiting.get("reason") not in (None, "PodInitializing", "ContainerCreating"):
+            return waiting["reason"], waiting.get("message", "")[:512]
+    return "", ""
+
+
+def _terminations(containers: Iterable[Mapping[str, Any]]) -> Iterable[Termination]:
+    for container in containers:
+        ended = (container.get("state") or {}).get("terminated")
+        if ended:
+            yield Termination(
+                container["name"],
+                int(ended.get("exitCode", 0)),
+                ended.get("reason", ""),
+                ended.get("message", "")[-1024:],
+                read_time(ended["finishedAt"]) if ended.get("finishedAt") else 0.0,
+            )

@@ -1,0 +1,200 @@
+"""The API over HTTP. Plain dicts in and out: decoding into the official client's types costs twenty times as much."""
+
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+
+from pipelinerl_operator.kube.api import FIELD_MANAGER, Change, Page, Selection, WatchEvent
+from pipelinerl_operator.kube.connection import Connection
+from pipelinerl_operator.kube.errors import ApiUnavailable, Gone, error_of
+from pipelinerl_operator.kube.resources import Object, Resource
+
+CONNECT_S = 10.0
+CALL_S = 30.0
+LIST_S = 60.0
+SILENCE_S = 75.0
+"""Bookmarks come about every minute: a watch that is silent for longer is dead."""
+WATCH_S = (240, 300)
+"""A watch is ended by the server after a random time in between, so that watches do not begin again together."""
+PAGE_ITEMS = 500
+MAX_CALLS = 64
+"""At once, watches included; more wait for their turn."""
+MAX_EVENT_BYTES = 2 << 20
+"""etcd takes objects of 1.5 MB."""
+
+Observe = Callable[[str, int, float], None]
+"""Hears of every call: verb, HTTP status (0 without an answer), seconds."""
+
+MERGE_PATCH = "application/merge-patch+json"
+APPLY_PATCH = "application/apply-patch+yaml"
+_METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+
+
+class HttpApi:
+    """`Api` over one pool of connections. Use as `async with open_api(connection) as api`."""
+
+    def __init__(self, session: aiohttp.ClientSession, connection: Connection, observe: Observe) -> None:
+        self._session = session
+        self._connection = connection
+        self._observe = observe
+
+    async def get(self, resource: Resource, namespace: str | None, name: str) -> Object:
+        return await self._call("get", "GET", resource.path(namespace, name))
+
+    async def api_versions(self) -> frozenset[str]:
+        """Groups with their versions that the server offers, for example "policy/v1"."""
+        groups = (await self._call("get", "GET", "/apis")).get("groups") or ()
+        return frozenset(version["groupVersion"] for group in groups for version in group["versions"])
+
+    async def server_version(self) -> tuple[int, int]:
+        """For example (1, 20)."""
+        version = await self._call("get", "GET", "/version")
+        return int(version["major"]), int("".join(filter(str.isdigit, version["minor"])))
+
+    async def pages(self, selection: Selection) -> AsyncIterator[Page]:
+        query = {"limit": str(PAGE_ITEMS), **_labels(selection)}
+        path = selection.resource.path(selection.namespace)
+        headers = {"Accept": _METADATA_LIST} if selection.metadata_only else {}
+        while True:
+            body = await self._call("list", "GET", path, query=query, headers=headers, timeout_s=LIST_S)
+            metadata = body.get("metadata") or {}
+            yield Page(body.get("items") or [], metadata.get("resourceVersion", ""))
+            if not metadata.get("continue"):
+                return
+            query["continue"] = metadata["continue"]
+
+    async def watch(self, selection: Selection, since: str) -> AsyncIterator[WatchEvent]:
+        query = {
+            "watch": "1",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": since,
+            "timeoutSeconds": str(random.randint(*WATCH_S)),
+            **_labels(selection),
+        }
+        headers = {"Accept": _METADATA} if selection.metadata_only else {}
+        path = selection.resource.path(selection.namespace)
+        timeout = aiohttp.ClientTimeout(total=WATCH_S[1] + SILENCE_S, sock_connect=CONNECT_S, sock_read=SILENCE_S)
+        async with self._request("watch", "GET", path, query=query, headers=headers, timeout=timeout) as response:
+            try:
+                async for line in response.content:
+                    if line.strip():
+                        yield _event(line)
+            except (aiohttp.ClientError, OSError, ValueError) as error:
+                raise ApiUnavailable(f"watch {path}: {type(error).__name__}: {error}") from error
+
+    async def create(self, resource: Resource, namespace: str, body: Object, *, dry_run: bool = False) -> Object:
+        query = {"fieldManager": FIELD_MANAGER, **({"dryRun": "All"} if dry_run else {})}
+        return await self._call("create", "POST", resource.path(namespace), query=query, body=body)
+
+    async def apply(self, resource: Resource, namespace: str, body: Object) -> Object:
+        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
+        path = resource.path(namespace, body["metadata"]["name"])
+        return await self._call("apply", "PATCH", path, query=query, body=body, headers={"Content-Type": APPLY_PATCH})
+
+    async def patch(self, resource: Resource, namespace: str, name: str, patch: dict[str, Any]) -> Object:
+        return await self._patch(resource.path(namespace, name), patch)
+
+    async def patch_status(self, resource: Resource, namespace: str, name: str, patch: dict[str, Any]) -> Object:
+        return await self._patch(resource.path(namespace, name, "status"), patch)
+
+    async def replace(self, resource: Resource, namespace: str, body: Object) -> Object:
+        path = resource.path(namespace, body["metadata"]["name"])
+        return await self._call("update", "PUT", path, query={"fieldManager": FIELD_MANAGER}, body=body)
+
+    async def delete(
+        self, resource: Resource, namespace: str, name: str, *, uid: str, grace_s: int | None = None, foreground: bool = False
+    ) -> Object:
+        options: Object = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "preconditions": {"uid": uid},
+            "propagationPolicy": "Foreground" if foreground else "Background",
+        }
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = grace_s
+        return await self._call("delete", "DELETE", resource.path(namespace, name), body=options)
+
+    async def _patch(self, path: str, patch: Object) -> Object:
+        query = {"fieldManager": FIELD_MANAGER}
+        return await self._call("patch", "PATCH", path, query=query, body=patch, headers={"Content-Type": MERGE_PATCH})
+
+    async def _call(
+        self,
+        verb: str,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Object | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = CALL_S,
+    ) -> Object:
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
+        async with self._request(verb, method, path, query=query, body=body, headers=headers, timeout=timeout) as response:
+            answer: Object = json.loads(await response.read())
+            return answer
+
+    @asynccontextmanager
+    async def _request(
+        self,
+        verb: str,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Object | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: aiohttp.ClientTimeout,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        all_headers = {"Accept": "application/json", "Content-Type": "application/json", **(headers or {})}
+        if (authorization := self._connection.authorization()) is not None:
+            all_headers["Authorization"] = authorization
+        started, status = time.monotonic(), 0
+        try:
+            async with self._session.request(
+                method,
+                self._connection.server + path,
+                params=query,
+                data=None if body is None else json.dumps(body, separators=(",", ":")).encode(),
+                headers=all_headers,
+                ssl=self._connection.tls(),
+                timeout=timeout,
+            ) as response:
+                status = response.status
+                if status >= 400:
+                    request, retry_after = f"{verb} {path}", response.headers.get("Retry-After")
+                    raise error_of(request, status, await response.read(), retry_after)
+                yield response
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise ApiUnavailable(f"{verb} {path}: {type(error).__name__}: {error}") from error
+        finally:
+            self._observe(verb, status, time.monotonic() - started)
+
+
+@asynccontextmanager
+async def open_api(connection: Connection, observe: Observe = lambda verb, code, seconds: None) -> AsyncIterator[HttpApi]:
+    """The API behind `connection` until the block is left."""
+    connector = aiohttp.TCPConnector(limit=MAX_CALLS, keepalive_timeout=60)
+    async with aiohttp.ClientSession(connector=connector, read_bufsize=MAX_EVENT_BYTES) as session:
+        yield HttpApi(session, connection, observe)
+
+
+def _labels(selection: Selection) -> dict[str, str]:
+    return {"labelSelector": selection.labels} if selection.labels else {}
+
+
+def _event(line: bytes) -> WatchEvent:
+    """One line of a watch. Raises Gone, or ApiUnavailable for another error that the server reports inside the stream."""
+    event = json.loads(line)
+    if event["type"] == "ERROR":
+        status = event["object"]
+        if status.get("code") == 410:
+            raise Gone(f"watch: {status.get('message')}")
+        raise ApiUnavailable(f"watch: {status.get('message')}")
+    return WatchEvent(Change(event["type"]), event["object"])

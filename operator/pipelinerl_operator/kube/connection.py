@@ -1,0 +1,99 @@
+"""Where the API server is and how this process proves who it is: in a cluster from the pod's service account, elsewhere from a
+kubeconfig (read by the official client, which knows every kind of it)."""
+
+import os
+import ssl
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from pipelinerl_common.errors import SettingsError
+
+Value = TypeVar("Value")
+
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+REREAD_S = 60.0
+"""Service account tokens are renewed on disk; the certificate authority may be as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    server: str
+    """For example "https://10.96.0.1:443"."""
+    namespace: str
+    """Of this process, or of the kubeconfig's context."""
+    authorization: Callable[[], str | None]
+    """Value of the header of that name at this moment."""
+    tls: Callable[[], ssl.SSLContext | bool]
+
+
+def connection(kubeconfig: Path | None = None) -> Connection:
+    """In a cluster the pod's own, unless `kubeconfig` is given. Raises SettingsError."""
+    if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ and (SERVICE_ACCOUNT / "token").exists():
+        host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+        return in_cluster(f"https://{f'[{host}]' if ':' in host else host}:{port}", SERVICE_ACCOUNT)
+    return from_kubeconfig(kubeconfig)
+
+
+def in_cluster(server: str, folder: Path) -> Connection:
+    """The service account whose token, CA certificate and namespace lie in `folder`."""
+    try:
+        namespace = (folder / "namespace").read_text(encoding="utf-8").strip()
+        token = _Reread(lambda: (folder / "token").read_text(encoding="utf-8").strip())
+        tls = _Reread(lambda: ssl.create_default_context(cafile=str(folder / "ca.crt")))
+        token(), tls()
+    except OSError as error:
+        raise SettingsError(f"{folder}: the pod's service account cannot be read: {error}") from error
+    return Connection(server, namespace, lambda: f"Bearer {token()}", tls)
+
+
+def from_kubeconfig(path: Path | None) -> Connection:
+    """`path`, else $KUBECONFIG, else ~/.kube/config. Raises SettingsError."""
+    from kubernetes import config  # 9 MB that a pod does not need
+
+    file = str(path) if path else None
+    try:
+        client = config.new_client_from_config(config_file=file)
+        _, active = config.list_kube_config_contexts(config_file=file)
+    except (config.ConfigException, OSError) as error:
+        raise SettingsError(
+            f"kubeconfig {path or os.environ.get('KUBECONFIG') or '~/.kube/config'}: {error}; give --kubeconfig or run in a pod"
+        ) from error
+    configuration = client.configuration
+
+    def authorization() -> str | None:
+        settings = configuration.auth_settings()
+        found = next((entry["value"] for entry in settings.values() if entry.get("key", "").lower() == "authorization"), None)
+        return str(found) if found else None
+
+    def tls() -> ssl.SSLContext | bool:
+        if not configuration.host.startswith("https"):
+            return True
+        context = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
+        if not configuration.verify_ssl:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        if configuration.cert_file:
+            context.load_cert_chain(configuration.cert_file, configuration.key_file)
+        return context
+
+    namespace = (active.get("context") or {}).get("namespace") or "default"
+    return Connection(str(configuration.host).rstrip("/"), namespace, _Reread(authorization), _Reread(tls))
+
+
+class _Reread(Generic[Value]):
+    """A value that is read again when it is older than REREAD_S; the old one stays while reading fails."""
+
+    def __init__(self, read: Callable[[], Value]) -> None:
+        self._read = read
+        self._value = read()
+        self._read_at = time.monotonic()
+
+    def __call__(self) -> Value:
+        if time.monotonic() - self._read_at > REREAD_S:
+            self._read_at = time.monotonic()
+            with suppress(OSError):  # being replaced at this moment, or gone: the server decides whether the old one holds
+                self._value = self._read()
+        return self._value

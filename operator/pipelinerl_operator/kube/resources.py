@@ -1,0 +1,87 @@
+"""The kinds of objects that the operator speaks of."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Object = dict[str, Any]
+"""A Kubernetes object as the API server sends it."""
+
+
+class Key(NamedTuple):
+    """Example: Key("default", "arithmetic-actor-0"). The namespace of what has none is empty."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """Example: Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"); the core group is empty."""
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+
+    @property
+    def api_version(self) -> str:
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str | None, name: str = "", subresource: str = "") -> str:
+        """URL path. `namespace` None is every namespace (or a resource without namespaces)."""
+        root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        scope = f"/namespaces/{namespace}" if namespace else ""
+        return "/".join(part for part in (f"{root}{scope}/{self.plural}", name, subresource) if part)
+
+
+JOBS = Resource("pipelinerl.dev", "v1alpha1", "pipelinerljobs", "PipelineRLJob")
+PODS = Resource("", "v1", "pods", "Pod")
+SECRETS = Resource("", "v1", "secrets", "Secret")
+CONFIG_MAPS = Resource("", "v1", "configmaps", "ConfigMap")
+SERVICES = Resource("", "v1", "services", "Service")
+SERVICE_ACCOUNTS = Resource("", "v1", "serviceaccounts", "ServiceAccount")
+EVENTS = Resource("", "v1", "events", "Event")
+LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
+NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
+DISRUPTION_BUDGETS = Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")
+DISRUPTION_BUDGETS_V1BETA1 = Resource("policy", "v1beta1", "poddisruptionbudgets", "PodDisruptionBudget")
+VOLCANO_POD_GROUPS = Resource("scheduling.volcano.sh", "v1beta1", "podgroups", "PodGroup")
+COSCHEDULING_POD_GROUPS = Resource("scheduling.x-k8s.io", "v1alpha1", "podgroups", "PodGroup")
+
+ALL = (
+    JOBS,
+    PODS,
+    SECRETS,
+    CONFIG_MAPS,
+    SERVICES,
+    SERVICE_ACCOUNTS,
+    EVENTS,
+    LEASES,
+    NETWORK_POLICIES,
+    DISRUPTION_BUDGETS,
+    DISRUPTION_BUDGETS_V1BETA1,
+    VOLCANO_POD_GROUPS,
+    COSCHEDULING_POD_GROUPS,
+)
+
+_BY_TYPE = {(resource.api_version, resource.kind): resource for resource in ALL}
+
+
+def resource_of(body: Mapping[str, Any]) -> Resource:
+    """The resource of an object. Raises KeyError for a kind that the operator does not speak of."""
+    return _BY_TYPE[body["apiVersion"], body["kind"]]
+
+
+def key_of(body: Mapping[str, Any]) -> Key:
+    metadata = body["metadata"]
+    return Key(metadata.get("namespace", ""), metadata["name"])
+
+
+def controller_uid(body: Mapping[str, Any]) -> str:
+    """UID of the object's controlling owner, empty without one."""
+    owners = body["metadata"].get("ownerReferences") or ()
+    return next((owner["uid"] for owner in owners if owner.get("controller")), "")

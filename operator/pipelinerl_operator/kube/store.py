@@ -1,0 +1,87 @@
+"""What is known of the cluster: the newest seen version of each object, reduced to what is needed, found by job."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, Protocol, TypeVar
+
+from pipelinerl_operator.kube.resources import Key, Object
+
+
+class View(Protocol):
+    """What of an object is kept."""
+
+    @property
+    def key(self) -> Key: ...
+    @property
+    def uid(self) -> str: ...
+    @property
+    def resource_version(self) -> str: ...
+
+
+V = TypeVar("V", bound=View)
+
+
+class Store(Generic[V]):
+    """Objects of one kind. `view` reduces an object, `job_of` names the job that it belongs to, `changed` hears its key."""
+
+    def __init__(self, view: Callable[[Object], V], job_of: Callable[[V], Key], changed: Callable[[Key], None]) -> None:
+        self._view = view
+        self._job_of = job_of
+        self._changed = changed
+        self._by_key: dict[Key, V] = {}
+        self._by_job: dict[Key, dict[Key, V]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[V]:
+        return iter(self._by_key.values())
+
+    def get(self, key: Key) -> V | None:
+        return self._by_key.get(key)
+
+    def of_job(self, job: Key) -> tuple[V, ...]:
+        return tuple(self._by_job.get(job, {}).values())
+
+    def jobs(self) -> tuple[Key, ...]:
+        return tuple(self._by_job)
+
+    def put(self, body: Object) -> None:
+        """Takes an object from a list, a watch, or the answer to a write; whichever is newest stays."""
+        view = self._view(body)
+        old = self._by_key.get(view.key)
+        if old is not None and old.uid == view.uid and not _is_newer(view.resource_version, old.resource_version):
+            return
+        self._drop(view.key)
+        self._by_key[view.key] = view
+        self._by_job.setdefault(self._job_of(view), {})[view.key] = view
+        self._changed(self._job_of(view))
+
+    def remove(self, key: Key, uid: str = "") -> None:
+        """`uid` empty removes whatever has the name; otherwise a successor of the same name stays."""
+        old = self._by_key.get(key)
+        if old is not None and uid in ("", old.uid):
+            self._drop(key)
+            self._changed(self._job_of(old))
+
+    def keep_only(self, keys: Iterable[Key], within: str | None) -> None:
+        """After a new list of namespace `within` (None: all): what it did not hold is gone."""
+        kept = frozenset(keys)
+        for key in [key for key in self._by_key if key not in kept and within in (None, key.namespace)]:
+            self.remove(key)
+
+    def _drop(self, key: Key) -> None:
+        old = self._by_key.pop(key, None)
+        if old is None:
+            return
+        job = self._job_of(old)
+        siblings = self._by_job[job]
+        siblings.pop(key, None)
+        if not siblings:
+            del self._by_job[job]
+
+
+def _is_newer(version: str, than: str) -> bool:
+    """Resource versions are numbers of one sequence (official since 1.35, true of every etcd before)."""
+    if version.isdigit() and than.isdigit():
+        return int(version) > int(than)
+    return version != than
