@@ -1,5 +1,7 @@
 """The catalog's rules, what a process may record, and that Prometheus and the run's records read the same numbers."""
 
+from pathlib import Path
+
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -17,6 +19,7 @@ from pipelinerl_common.metrics import (
     metrics_of,
     serve_metrics,
 )
+from pipelinerl_common.metrics.document import document
 from pipelinerl_common.metrics.registry import MAX_LABEL_VALUES
 
 
@@ -176,3 +179,8 @@ async def test_metrics_are_served_over_http() -> None:
 async def test_without_an_address_nothing_is_served() -> None:
     async with serve_metrics("", lambda: b"") as address:
         assert address == ""
+
+
+def test_the_documentation_is_the_catalog() -> None:
+    page = Path(__file__).parents[3] / "charts" / "docs" / "metrics.md"
+    assert page.read_text() == document(), "run python -m pipelinerl_common.metrics.document > charts/docs/metrics.md"

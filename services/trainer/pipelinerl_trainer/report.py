@@ -15,7 +15,7 @@ from pipelinerl_common.settings import StreamSettings
 from pipelinerl_common.telemetry import fields, memory_bytes
 from pipelinerl_common.types import StepPlan
 from pipelinerl_trainer.learner import SKIPPED_STEPS
-from pipelinerl_trainer.metrics import LAG_BINS
+from pipelinerl_trainer.metrics import LAG_BINS, StepMetrics
 from pipelinerl_trainer.publisher import PublisherStatus
 
 log = logging.getLogger(__name__)
@@ -84,6 +84,8 @@ class Reporter:
         self._lags = metrics.histogram("lag_steps")
         self._updates = metrics.counter("weight_updates_total")
         self._update_failures = metrics.counter("weight_update_failures_total")
+        for name in StepMetrics.OPTIONAL:
+            metrics.gauge(name)
         metrics.gauge("memory_bytes").read(memory_bytes)
 
     def step_done(self, num_steps: int, step: StepReport) -> None:

@@ -1,0 +1,56 @@
+"""The catalog for people: `python -m pipelinerl_common.metrics.document > charts/docs/metrics.md`."""
+
+import sys
+
+from pipelinerl_common.metrics.catalog import TABLES
+from pipelinerl_common.metrics.metric import Kind, Metric
+
+_HEAD = """# Metrics
+
+Generated from `services/common/pipelinerl_common/metrics/catalog` by `python -m pipelinerl_common.metrics.document`; a test
+holds the two together. What lag, staleness, ESS and queue depth mean: [staleness-metrics.md](staleness-metrics.md).
+
+Every service answers `GET /metrics` where `--metrics-listen` says; generators and references do on their own HTTP port, and add
+vLLM's own metrics (`vllm:*`). Every series has the labels `job` and `role` beside those below; `instance` or `pod` comes from
+the scrape. Scrape with `honor_labels: true`. `pipelinerl up` writes `metrics-targets.json` into the run's folder:
+
+```yaml
+scrape_configs:
+  - job_name: pipelinerl
+    honor_labels: true
+    scrape_interval: 5s
+    file_sd_configs: [{files: [runs/*/metrics-targets.json]}]
+```
+
+The records in a run's `metrics.jsonl` have the same names without `pipelinerl_`, labels in braces: `queue_groups{stage=ready}`.
+Multi-rank trainers speak through rank 0, for all ranks. A gauge without a value is missing.
+"""
+
+
+def document() -> str:
+    """The whole page, as Markdown."""
+    return "\n".join([_HEAD, *(_section(title, table) for title, table in TABLES.items())])
+
+
+def _section(title: str, table: tuple[Metric, ...]) -> str:
+    lines = [f"## {title}", "", "| series | type | unit | role | labels | what |", "|---|---|---|---|---|---|"]
+    return "\n".join([*lines, *map(_row, table), ""])
+
+
+def _row(metric: Metric) -> str:
+    cells = (f"`{metric.series}`", metric.kind, metric.unit, ", ".join(metric.roles), _labels(metric), _what(metric))
+    return f"| {' | '.join(cells)} |"
+
+
+def _labels(metric: Metric) -> str:
+    return "; ".join(f"`{name}`: {', '.join(values)}, ..." if values else f"`{name}`" for name, values in metric.labels.items())
+
+
+def _what(metric: Metric) -> str:
+    if metric.kind is not Kind.HISTOGRAM:
+        return metric.help
+    return f"{metric.help} Buckets {', '.join(f'{bound:g}' for bound in metric.buckets)}."
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())
