@@ -12,6 +12,7 @@ from pipelinerl.v1 import policy_pb2_grpc
 from pipelinerl_common import rpc
 from pipelinerl_common.metrics import TRAINER, Metrics, serve_metrics
 from pipelinerl_common.service import run_until_first
+from pipelinerl_common.sinks.keeper import SinkKeeper
 from pipelinerl_common.stream import Login
 from pipelinerl_common.telemetry import memory_bytes
 from pipelinerl_trainer.assembly import Run, train
@@ -76,18 +77,21 @@ async def _run_leader(run: Run, bridge: Bridge, client: BatchesClient) -> None:
         ):
             log.info("serving=%s", server.address)
             desk = Desk(publisher, reporter, servicer)
+            sinks = SinkKeeper(run.job.spec.telemetry.sinks, run.wiring)
             await run_until_first(
-                _train_as_leader(run, bridge, client, desk),
+                _train_as_leader(run, bridge, client, desk, sinks),
                 publisher.run(membership),
+                sinks.run(),
                 reporter.run(run.wiring.nats_url, run.job.spec.stream, Login.of(run.wiring)),
             )
 
 
-async def _train_as_leader(run: Run, bridge: Bridge, client: BatchesClient, desk: Desk) -> None:
+async def _train_as_leader(run: Run, bridge: Bridge, client: BatchesClient, desk: Desk, sinks: SinkKeeper) -> None:
     """The clock: training, then what is still on its way."""
     await in_thread(partial(train, run, bridge, client, desk))
     await desk.publisher.finish(TRANSFER_END_S)
     await desk.reporter.finish(METRICS_END_S)
+    await sinks.finish()
 
 
 @asynccontextmanager

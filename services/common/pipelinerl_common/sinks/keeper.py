@@ -1,0 +1,85 @@
+"""The sinks' process, from the side of the trainer that keeps it."""
+
+import asyncio
+import json
+import logging
+import sys
+from collections import Counter
+from contextlib import suppress
+
+from pipelinerl_common.service import Wiring
+from pipelinerl_common.settings import SinkSettings
+
+log = logging.getLogger(__name__)
+
+MOST_STARTS = 3
+END_S = 20.0
+"""For the last rows on their way out, at the end of the run."""
+
+
+class SinkKeeper:
+    """Keeps the process running where the job names a sink. Whatever becomes of it, the trainer only hears of it in its log."""
+
+    def __init__(self, settings: SinkSettings, wiring: Wiring) -> None:
+        self.counts: Counter[tuple[str, str]] = Counter()
+        """Rows by sink and by what became of them: "written", or the reason why they were dropped."""
+        self._wanted = any(sink is not None for sink in (settings.wandb, settings.tensorboard))
+        self._wiring = wiring
+        self._process: asyncio.subprocess.Process | None = None
+        self._finishing = False
+
+    async def run(self) -> None:
+        """Never ends. Starts the process again when it ends by itself, a few times."""
+        for start in range(MOST_STARTS if self._wanted else 0):
+            try:
+                status = await self._keep()
+            except OSError as error:
+                log.warning("sinks could not be started: %s", error)
+                break
+            if self._finishing:
+                break
+            log.warning("sinks ended with status %d, start %d of at most %d", status, start + 1, MOST_STARTS)
+        await asyncio.Event().wait()
+
+    async def finish(self) -> None:
+        """Lets the process write its last rows, at most `END_S`; then it is killed."""
+        self._finishing = True
+        process = self._process
+        if process is None or process.stdin is None:
+            return
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(END_S):
+                await process.wait()
+        except TimeoutError:
+            log.warning("sinks have not finished within %g s and are killed", END_S)
+            with suppress(ProcessLookupError):
+                process.kill()
+
+    async def _keep(self) -> int:
+        """One life of the process; its exit status."""
+        pipe = asyncio.subprocess.PIPE
+        self._process = process = await asyncio.create_subprocess_exec(*self._command(), stdin=pipe, stdout=pipe)
+        told: Counter[tuple[str, str]] = Counter()
+        try:
+            assert process.stdout is not None
+            async for line in process.stdout:
+                counts = {(sink, what): count for sink, each in json.loads(line).items() for what, count in each.items()}
+                self.counts.update({key: count - told[key] for key, count in counts.items()})
+                told = Counter(counts)
+            return await process.wait()
+        except asyncio.CancelledError:
+            with suppress(ProcessLookupError):
+                process.kill()
+            raise
+
+    def _command(self) -> list[str]:
+        wiring = self._wiring
+        command = [sys.executable, "-m", "pipelinerl_common.sinks", f"--job={wiring.job_file}", f"--output={wiring.output}"]
+        command += [f"--name={wiring.name}-sinks", f"--nats-url={wiring.nats_url}", f"--log-level={wiring.log_level}"]
+        files = {
+            "token-file": wiring.token_file,
+            "nats-credentials": wiring.nats_credentials,
+            "nats-ca-file": wiring.nats_ca_file,
+        }
+        return command + [f"--{flag}={file}" for flag, file in files.items() if file is not None]
