@@ -55,6 +55,8 @@ class FakeGenerator:
         self.most_sequences = 0
         self.num_sequences = 0
         self.num_cancelled = 0
+        self.stopped: dict[str, asyncio.Event] = {}
+        """By request id: set once /v1/cancel has named it."""
         self.script: deque[Answer] = deque()
         """Answers to the next requests, before `answer` takes over."""
         self.answer: Answer = self.say
@@ -73,6 +75,20 @@ class FakeGenerator:
         transport.abort()
         await asyncio.Event().wait()
         raise AssertionError(body)
+
+    async def linger(self, body: dict[str, Any]) -> web.StreamResponse:
+        """Samples "ab", by versions 1 and 2, and then nothing until it is stopped; the first of several choices is done."""
+        await self.stopped.setdefault(body["request_id"], asyncio.Event()).wait()
+        fields: dict[str, Any] = {"token_ids": [97, 98], "token_logprobs": [-0.5, -0.25], "weight_versions": [[1, 1], [2, 1]]}
+        unfinished = [choice(index, "ab", finish_reason="abort", **fields) for index in range(body["n"])]
+        done = [choice(0, "7", version=1)] if body["n"] > 1 else []
+        return web.json_response({"choices": done + unfinished[len(done) :], "prompt_token_ids": [4, 9, 2, 5]})
+
+    async def cancel(self, request: web.Request) -> web.StreamResponse:
+        request_id = (await request.json())["request_id"]
+        found = request_id in self.stopped
+        self.stopped.setdefault(request_id, asyncio.Event()).set()
+        return web.json_response({"found": found})
 
     @staticmethod
     def status(status: int, message: str = "no", **headers: str) -> Answer:
@@ -102,10 +118,16 @@ class FakeGenerator:
             self.num_running -= 1
             self.num_sequences -= body["n"]
 
+    async def tell_load(self, request: web.Request) -> web.StreamResponse:
+        del request
+        return web.json_response({"num_running": self.num_sequences, "kv_usage": 0.25, "kv_tokens": 64, "steps_total": 3})
+
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator["FakeGenerator"]:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self.handle)
+        app.router.add_get("/load", self.tell_load)
+        app.router.add_post("/v1/cancel", self.cancel)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", port)
@@ -124,17 +146,27 @@ class FakeAdmission:
         self.group_size = group_size
         self.to_grant = 0
         self.to_cancel: list[str] = []
+        self.to_recall: list[str] = []
+        """Cancelled too, but their events are to bring what was sampled."""
+        self.partial: pb.PartialGroup | None = None
+        """Given with the next leases."""
+        self.max_trajectories: int | None = None
         self.done = False
         self.requests: list[pb.LeaseRequest] = []
         self.events: list[pb.GroupEvent] = []
+        self.loads: list[pb.GeneratorLoad] = []
         self.num_granted = 0
         self.on_grant: Callable[[], None] = lambda: None
 
     async def Lease(self, request: pb.LeaseRequest, context: Any) -> pb.LeaseResponse:
         self.requests.append(request)
         with suppress(TimeoutError):
-            await until(lambda: self.to_grant or self.to_cancel or self.done, request.wait_s if request.max_groups else 0)
-        cancelled, self.to_cancel = self.to_cancel, []
+            await until(
+                lambda: self.to_grant or self.to_cancel or self.to_recall or self.done,
+                request.wait_s if request.max_groups else 0,
+            )
+        recalled, self.to_recall = self.to_recall, []
+        cancelled, self.to_cancel = [*self.to_cancel, *recalled], []
         num_groups = min(self.to_grant, request.max_groups)
         self.to_grant -= num_groups
         if num_groups:
@@ -142,12 +174,15 @@ class FakeAdmission:
         return pb.LeaseResponse(
             leases=[self._lease() for _ in range(num_groups)],
             cancelled_lease_ids=cancelled,
+            recalled_lease_ids=recalled,
+            max_trajectories=self.max_trajectories,
             served_version=3,
             state=pb.RUN_STATE_DONE if self.done else pb.RUN_STATE_RUNNING,
         )
 
     async def Report(self, request: pb.ReportRequest, context: Any) -> pb.ReportResponse:
         self.events.extend(request.events)
+        self.loads.extend(request.loads)
         return pb.ReportResponse()
 
     def _lease(self) -> pb.GroupLease:
@@ -160,6 +195,7 @@ class FakeAdmission:
             prompt_index=number,
             group_size=self.group_size,
             expires_in_s=60,
+            partial=self.partial,
         )
 
     def outcomes(self, outcome: pb.GroupOutcome.ValueType) -> list[pb.GroupEvent]:

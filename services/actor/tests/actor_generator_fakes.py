@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from pipelinerl_actor.generator.engine import Completion, GroupSpec, KVCache, Received, Sampling, Transfer
+from pipelinerl_actor.generator.load import Load
 from pipelinerl_common.types import VersionRun
 
 
@@ -29,10 +30,15 @@ class FakeEngine:
     async def running(self) -> AsyncIterator[None]:
         yield
 
+    def load(self) -> Load:
+        return Load(num_running=self.num_decoding)
+
     async def watch(self) -> None:
         await asyncio.Event().wait()
 
-    async def generate(self, prompt_token_ids: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, stop: asyncio.Event | None = None
+    ) -> Completion:
         self._do("generate")
         self.num_decoding += 1
         try:

@@ -227,6 +227,55 @@ async def test_a_client_that_leaves_frees_its_place(client: Client) -> None:
     assert cancelled >= 8
 
 
+async def test_a_cancelled_request_answers_with_what_was_sampled_and_can_go_on(
+    client: Client, trainer: Trainer, reference: Reference
+) -> None:
+    """Weights change on the way, so that the answer has tokens of two versions before it is stopped; the rest comes after."""
+    before = trainer.version
+    long = asyncio.create_task(client.complete(PROMPT, 1000, n=2, request_id="long"))
+    async with running(long):
+        await client.choice(PROMPT, 4)
+        weights = reference.random(seed=9)
+        await trainer.update(weights)
+        await client.choice(PROMPT, 4)
+        assert (await client.call("POST", "/v1/cancel", {"request_id": "another"}))[1] == {"found": False}
+        assert (await client.call("POST", "/v1/cancel", {"request_id": "long"}))[1] == {"found": True}
+        answer = await long
+    for choice in answer["choices"]:
+        sampled = len(choice["token_ids"])
+        assert choice["finish_reason"] == "abort"
+        assert 4 < sampled < 1000
+        assert len(choice["token_logprobs"]) == sampled
+        assert [version for version, _ in choice["weight_versions"]] == [before, trainer.version]
+        assert sum(number for _, number in choice["weight_versions"]) == sampled
+        assert max(choice["token_logprobs"]) <= 0
+    kept = answer["choices"][0]["token_ids"]
+    rest = await client.complete(PROMPT, 5, answer_token_ids=kept)
+    choice = rest["choices"][0]
+    assert rest["prompt_token_ids"] == PROMPT
+    assert len(choice["token_ids"]) == 5
+    assert len(choice["message"]["content"]) >= len(answer["choices"][0]["message"]["content"])
+    assert close(choice["token_logprobs"], reference.logprobs(weights, [*PROMPT, *kept], choice["token_ids"]))
+
+    async def empty() -> bool:
+        return bool((await client.weights())["num_running"] == 0)
+
+    await until(empty)
+
+
+async def test_a_request_that_has_sampled_nothing_is_stopped_too(client: Client) -> None:
+    """8 sequences fill the engine, so the ninth waits."""
+    filling = asyncio.create_task(client.complete(PROMPT, 1000, n=8, request_id="filling"))
+    async with running(filling):
+        waiting = asyncio.create_task(client.complete(PROMPT, 1000, request_id="waiting"))
+        while not (await client.call("POST", "/v1/cancel", {"request_id": "waiting"}))[1]["found"]:
+            assert not waiting.done()
+        answer = await waiting
+        assert answer["choices"][0]["finish_reason"] == "abort"
+        await client.call("POST", "/v1/cancel", {"request_id": "filling"})
+        assert {choice["finish_reason"] for choice in (await filling)["choices"]} == {"abort"}
+
+
 # Updates
 
 
@@ -245,13 +294,15 @@ async def test_versions_are_exact_to_the_token_for_everything_that_runs(
             assert report["num_running"] == 7
             assert report["pause_s"] > 0
         choices = await asyncio.gather(*long)
+    at_random: set[int] = set()
     for choice in choices:
         versions, lengths = zip(*choice["weight_versions"], strict=True)
         assert versions == (base, base + 1, base + 2)
         assert sum(lengths) == len(choice["token_ids"]) == len(choice["token_logprobs"]) == 600
-        assert len(set(choice["token_ids"][: lengths[0]])) > 5
+        at_random.update(choice["token_ids"][: lengths[0]])
         assert set(choice["token_ids"][lengths[0] : lengths[0] + lengths[1]]) == {X}
         assert set(choice["token_ids"][lengths[0] + lengths[1] :]) == {Y}
+    assert len(at_random) > 5
 
 
 async def updated_midway(
@@ -486,6 +537,48 @@ async def test_metrics_tell_what_happened(client: Client, trainer: Trainer, refe
     assert values["pipelinerl_sequences_limit"] == 8
     assert values["pipelinerl_weight_updates_applied_total"] >= 1
     assert values["pipelinerl_weight_pause_seconds_count"] >= 1
+
+
+async def test_the_load_tells_what_runs_and_what_steps_cost(client: Client) -> None:
+    _, before = await client.call("GET", "/load")
+    long = asyncio.create_task(client.complete(PROMPT, 1000, n=4))
+    async with running(long):
+        loads: list[dict[str, Any]] = []
+
+        async def decoding() -> bool:
+            loads.append((await client.call("GET", "/load"))[1])
+            return bool(loads[-1]["num_running"] == 4)
+
+        await until(decoding)
+        full = loads[-1]
+    _, text = await client.call("GET", "/metrics")
+    values = {
+        line.partition("{")[0].removeprefix("pipelinerl_"): float(line.rsplit(" ", 1)[1])
+        for line in text.splitlines()
+        if not line.startswith("#")
+    }
+
+    async def empty() -> bool:
+        loads.append((await client.call("GET", "/load"))[1])
+        return bool(loads[-1]["num_running"] == 0)
+
+    await client.complete(PROMPT, 8)
+    await until(empty)
+    after = loads[-1]
+    assert after["steps_total"] > before["steps_total"]
+    assert after["step_tokens_total"] - before["step_tokens_total"] >= after["steps_total"] - before["steps_total"]
+    assert after["step_seconds_total"] > before["step_seconds_total"]
+    assert after["running_seconds_total"] > before["running_seconds_total"]
+    assert (full["num_waiting"], full["preemptions_total"]) == (0, 0)
+    assert values["decode_steps_total"] >= before["steps_total"]
+    if full["kv_tokens"] is None:  # an engine without blocks
+        assert "kv_cache_usage_ratio" not in values
+    else:
+        assert 0 < full["kv_usage"] < 1
+        assert full["kv_tokens"] % 16 == 0
+        assert after["kv_usage"] == 0
+        assert after["kv_usage_seconds_total"] > before["kv_usage_seconds_total"]
+        assert 0 < values["kv_cache_usage_ratio"] < 1
 
 
 async def test_a_stop_lets_what_runs_end(client: Client, generator: GeneratorProcess) -> None:

@@ -12,7 +12,7 @@ from common_groups import facts, make_group, make_sample
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.v1 import batches_pb2, sample_pb2
+from pipelinerl.v1 import admission_pb2, batches_pb2, sample_pb2
 from pipelinerl_common.codec import (
     GroupJoiner,
     GroupPart,
@@ -465,3 +465,35 @@ def test_version_1_of_micro_batches_stays_readable_and_is_what_is_written() -> N
     committed = golden("micro_batch_v1.bin", written)
     assert batch_facts(micro_batch_from_proto(batches_pb2.MicroBatch.FromString(committed))) == batch_facts(make_micro_batch())
     assert written == committed
+
+
+# What actors and the preprocessor say to one another
+
+
+def admission_message() -> admission_pb2.ReportRequest:
+    """A report with a generator's load and a group that is handed back half sampled."""
+    load = admission_pb2.GeneratorLoad(
+        generator="http://127.0.0.1:8000", kv_usage=0.25, kv_tokens=65536, num_running=12, num_waiting=3, preemptions_total=2,
+        steps_total=1000, step_seconds_total=8.5, step_tokens_total=9000, prefill_tokens_total=450, running_seconds_total=77.5,
+        kv_usage_seconds_total=2.25,
+    )  # fmt: skip
+    runs = [sample_pb2.VersionRun(policy_version=3, num_tokens=2), sample_pb2.VersionRun(policy_version=4, num_tokens=1)]
+    answers = [
+        admission_pb2.PartialAnswer(sample_index=0, token_ids=[5, 9, 300], logprobs=[-0.5, -1.25, 0.0], version_runs=runs),
+        admission_pb2.PartialAnswer(
+            sample_index=2, token_ids=[7], logprobs=[-2.0], version_runs=runs[:1],
+            finish_reason=sample_pb2.FINISH_REASON_STOP, text="7",
+        ),
+    ]  # fmt: skip
+    event = admission_pb2.GroupEvent(
+        lease_id="0-17:1",
+        outcome=admission_pb2.GROUP_OUTCOME_HANDED_BACK,
+        partial=admission_pb2.PartialGroup(prompt_token_ids=[4, 8], answers=answers),
+    )
+    return admission_pb2.ReportRequest(actor_id="actor-0", events=[event], loads=[load])
+
+
+def test_golden_report_of_an_actor() -> None:
+    golden = (GOLDEN / "report_request_v1.bin").read_bytes()
+    assert admission_pb2.ReportRequest.FromString(golden) == admission_message()
+    assert admission_message().SerializeToString(deterministic=True) == golden

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 30.0
 MAX_GROUPS_PER_CALL = 4096
+MAX_LOADS_PER_CALL = 256
 
 
 class ClosedTime:
@@ -87,6 +88,8 @@ class Admission:
             cancelled_lease_ids=cancelled,
             served_version=ledger.state.served_version if ledger.state.publishing else -1,
             state=pb.RUN_STATE_DONE if ledger.state.done else pb.RUN_STATE_RUNNING,
+            recalled_lease_ids=[lease_id for lease_id in cancelled if ledger.recalls.is_recalled(lease_id)],
+            max_trajectories=ledger.trajectory_limit(request.actor_id),
         )
 
     async def Report(self, request: pb.ReportRequest, context: Any) -> pb.ReportResponse:
@@ -95,6 +98,10 @@ class Admission:
         self._live.ledger.check_restored()
         if not request.actor_id:
             raise PermanentError("actor_id is empty: give the actor's name")
+        if len(request.loads) > MAX_LOADS_PER_CALL:
+            raise PermanentError(f"loads has {len(request.loads)} generators: at most {MAX_LOADS_PER_CALL} of one actor")
+        for load in request.loads:
+            self._live.loads.heard(request.actor_id, load, self._live.now())
         for event in request.events:
             await self._report(request.actor_id, event)
         return pb.ReportResponse()
@@ -122,11 +129,13 @@ class Admission:
             prompt_index=lease.prompt_index,
             group_size=self._group_size,
             expires_in_s=self._live.ledger.leases.lease_s,
+            partial=pb.PartialGroup.FromString(lease.partial) if lease.partial else None,
         )
 
     async def _report(self, actor_id: str, event: pb.GroupEvent) -> None:
         live, ledger = self._live, self._live.ledger
         group = ledger.leases.held(actor_id, event.lease_id)
+        partial = event.partial.SerializeToString() if event.HasField("partial") else b""
         if event.outcome == pb.GROUP_OUTCOME_STARTED:
             if 0 <= event.served_version <= ledger.state.num_committed + 1:
                 ledger.started(actor_id, event.lease_id, event.served_version)
@@ -135,12 +144,14 @@ class Admission:
                 log.warning("lease=%s failed reason=%s %s", event.lease_id, event.reason, event.detail)
                 await live.drop(group.group_id, event.reason or DropReason.FAILED, event.tokens_wasted)
         elif event.outcome == pb.GROUP_OUTCOME_HANDED_BACK:
-            given_up = ledger.hand_back(actor_id, event.lease_id)
+            given_up = ledger.hand_back(actor_id, event.lease_id, partial)
             live.counters.wasted("handed_back", event.tokens_wasted)
             await live.given_up(given_up, DropReason.EXPIRED)
             live.changed()
         elif event.outcome == pb.GROUP_OUTCOME_CANCELLED:
             live.stopped(event.lease_id.rpartition(":")[0], event.tokens_wasted)
+            if ledger.recalls.brought(event.lease_id, partial):
+                live.changed()
         else:
             raise PermanentError(f"outcome={event.outcome} of lease {event.lease_id!r} is not one of GroupOutcome")
 

@@ -32,6 +32,9 @@ class Depths:
         metrics.gauge("staleness_bound_steps").set(None if bound is None else float(bound))
         metrics.gauge("served_version").read(lambda: float(state.state.served_version))
         metrics.gauge("memory_bytes").read(memory_bytes)
+        metrics.gauge("engine_kv_usage_ratio").read(lambda: live.loads.kv_usage(live.now()))
+        metrics.gauge("engine_sequences_waiting").read(lambda: live.loads.num_waiting(live.now()))
+        self._preemptions = metrics.counter("engine_preemptions_total")
         self._messages, self._bytes = metrics.gauge("stream_messages"), metrics.gauge("stream_bytes")
         self._limit = metrics.gauge("stream_limit_bytes")
         self._events, self._set_aside = metrics.counter("stream_events_total"), metrics.counter("stream_set_aside_total")
@@ -58,6 +61,7 @@ class Depths:
     async def look_at(self, stream: Stream, timeout_s: float) -> None:
         """Asks the stream's server how much it holds. Raises Unavailable."""
         self._forced.reach(self._live.gate.num_forced)
+        self._preemptions.reach(self._live.loads.num_preemptions)
         for name, count in stream.counters.items():
             if name.startswith("set_aside_"):
                 self._set_aside.reach(count, reason=name.removeprefix("set_aside_"))

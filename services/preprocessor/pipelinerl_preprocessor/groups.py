@@ -1,6 +1,6 @@
 """What the ledger knows of one group, of all outstanding ones, and of itself."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -64,6 +64,8 @@ class Group:
     last_versions: tuple[int, ...] = ()
     since: float = 0.0
     """When it came into its state, or was started."""
+    partial: bytes = b""
+    """A PartialGroup that an earlier attempt has handed back. In memory only: after a crash the group begins again."""
 
     @property
     def lease_id(self) -> str:
@@ -78,6 +80,7 @@ class GroupLease:
     group_id: GroupId
     attempt: int
     prompt_index: int
+    partial: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +113,11 @@ class LedgerState:
     rewound: bool = False
     """What the last restore answered."""
 
-    def next_prompt(self) -> int:
-        """Takes the next prompt: an open one first, otherwise the cursor moves on."""
-        if self.open_prompts:
-            return self.open_prompts.pop(0)
+    def next_prompt(self, held: Container[int] = ()) -> int:
+        """Takes the next prompt: the first open one that is not `held`, otherwise the cursor moves on."""
+        for at, prompt in enumerate(self.open_prompts):
+            if prompt not in held:
+                return self.open_prompts.pop(at)
         self.next_prompt_index += 1
         return self.next_prompt_index - 1
 

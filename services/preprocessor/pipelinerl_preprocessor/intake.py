@@ -3,9 +3,11 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from typing import Any
 
 from pipelinerl_common.errors import PermanentError, TemporaryError
 from pipelinerl_common.stream import ReceivedGroup
+from pipelinerl_common.types import SampleGroup
 from pipelinerl_preprocessor.drops import DropReason
 from pipelinerl_preprocessor.groups import Arrival, Group
 from pipelinerl_preprocessor.live import LiveLedger
@@ -42,6 +44,7 @@ class Intake:
             await self._turn_away(received, arrival)
             return
         live.received[group.group_id] = received
+        live.note("lengths", _lengths(group))
         prepared = self._checked(received, leased)
         if isinstance(prepared, DropReason):
             await live.drop(group.group_id, prepared)
@@ -77,3 +80,14 @@ class Intake:
             await self._live.finish(scored)
         finally:
             self._scoring.release()
+
+
+def _lengths(group: SampleGroup) -> list[Any]:
+    """Group, when its actor had it, prompt tokens, sampled tokens of each trajectory."""
+    first = group.samples[0]
+    return [
+        group.group_id,
+        round(group.finished_at, 3),
+        first.segment_lengths[0],
+        [sample.num_sampled for sample in group.samples],
+    ]

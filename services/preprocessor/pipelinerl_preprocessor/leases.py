@@ -20,7 +20,7 @@ class Leases:
         group.attempt += 1
         group.actor_id, group.session_id = actor_id, session_id
         group.expires_at = now + self.lease_s
-        return GroupLease(group.lease_id, group.group_id, group.attempt, group.prompt_index)
+        return GroupLease(group.lease_id, group.group_id, group.attempt, group.prompt_index, group.partial)
 
     def adopt(self, group: Group, now: float) -> None:
         """Adds a group from the journal: its actor may still be there."""

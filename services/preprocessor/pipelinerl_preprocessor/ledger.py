@@ -27,6 +27,7 @@ from pipelinerl_preprocessor.groups import (
     split_group_id,
 )
 from pipelinerl_preprocessor.leases import Leases
+from pipelinerl_preprocessor.recalls import Recalls
 from pipelinerl_staleness.policy import EngineLoad, Policy, Take
 
 
@@ -43,6 +44,7 @@ class Ledger:
         self.state = LedgerState()
         self.groups = GroupTable(now)
         self.leases = Leases(self.groups, lease_s)
+        self.recalls = Recalls()
         self.on_change: Callable[[GroupId | None], None] = lambda _: None
 
     @property
@@ -97,13 +99,17 @@ class Ledger:
             self.policy.started(group.group_id, version)
             self.on_change(group.group_id)
 
-    def hand_back(self, actor_id: str, lease_id: str) -> list[GroupId]:
-        """The actor stops working on a lease. Returns the group when it is given up because this was its last attempt."""
+    def hand_back(self, actor_id: str, lease_id: str, partial: bytes = b"") -> list[GroupId]:
+        """The actor stops working on a lease, and the next attempt goes on from `partial`. Returns the group when it is given
+        up because this was its last attempt."""
         group = self.leases.held(actor_id, lease_id)
+        if group is not None:
+            group.partial = partial
         return self._take_back([group] if group else [])
 
     def expire(self, now: float) -> list[GroupId]:
         """Takes back leases that were not renewed. Returns the groups given up because this was their last attempt."""
+        self.recalls.expire(now)
         return self._take_back(self.leases.expired(now))
 
     # Results
@@ -123,8 +129,18 @@ class Ledger:
             return Arrival.TRAINED if sequence in self.state.last_commit else Arrival.DUPLICATE
         if group.state in (GroupState.LEASED, GroupState.WAITING):
             self.groups.move(group, GroupState.ARRIVED)
+            group.partial = b""
             return Arrival.ACCEPTED
         return Arrival.DUPLICATE
+
+    def trajectory_limit(self, actor_id: str) -> int | None:
+        """The actor's share of the trajectories that the policy lets decode at once: even shares, at least one each."""
+        limit = self.policy.trajectory_limit()
+        if limit is None:
+            return None
+        actors = self.leases.sessions.actors()
+        share, rest = divmod(limit, max(1, len(actors)))
+        return max(1, share + (actor_id in actors[:rest]))
 
     def ready(self, group_id: str, first_versions: Sequence[int], last_versions: Sequence[int]) -> bool:
         """An ARRIVED group passed every check. The versions are those of each trajectory's first and last sampled token.
@@ -232,6 +248,7 @@ class Ledger:
             return []
         void = [group.group_id for group in self.groups]
         self.groups.clear()
+        self.recalls.clear()
         self.state = LedgerState(
             incarnation=max(self.state.incarnation, snapshot.incarnation if snapshot else -1) + 1,
             next_prompt_index=snapshot.next_prompt_index if snapshot else 0,
@@ -276,7 +293,8 @@ class Ledger:
     def _admit(self) -> Group:
         sequence = self.state.next_sequence
         self.state.next_sequence += 1
-        group = Group(make_group_id(self.state.incarnation, sequence), sequence, self.state.next_prompt())
+        prompt = self.state.next_prompt(self.recalls.held)
+        group = Group(make_group_id(self.state.incarnation, sequence), sequence, prompt, partial=self.recalls.take(prompt))
         self.groups.add(group)
         self.policy.admitted(group.group_id)
         self.on_change(None)
@@ -293,10 +311,14 @@ class Ledger:
         return take
 
     def _cancel(self, group_ids: Iterable[str]) -> list[GroupId]:
-        """The policy has given these up: they end, and their prompts are granted again where the policy says so."""
+        """The policy has given these up: they end, and their prompts are granted again where the policy says so, once their
+        actors have brought what they had sampled."""
         cancelled = [self._outstanding(group_id) for group_id in group_ids]
         if self.policy.requeues_cancelled:
             self.state.open_prompts.extend(group.prompt_index for group in cancelled)
+            for group in cancelled:
+                if group.state is GroupState.LEASED:
+                    self.recalls.recall(group)
         for group in cancelled:
             self._end(group)
         self.on_change(None)

@@ -7,11 +7,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipelinerl_common.stream import ReceivedGroup
 from pipelinerl_preprocessor.bell import Bell
 from pipelinerl_preprocessor.counters import Counters
 from pipelinerl_preprocessor.drops import DropReason
+from pipelinerl_preprocessor.engine_loads import EngineLoads
 from pipelinerl_preprocessor.groups import GroupState
 from pipelinerl_preprocessor.journal import JournalWriter
 from pipelinerl_preprocessor.ledger import Ledger
@@ -34,6 +36,9 @@ class LiveLedger:
     waiting: RingBuffer
     gate: PublishGate
     counters: Counters
+    note: Callable[[str, list[Any]], None] = lambda what, values: None
+    """Writes down beside the policy's events what else a run is told by."""
+    loads: EngineLoads = field(default_factory=EngineLoads)
     now: Callable[[], float] = time.monotonic
     received: dict[str, ReceivedGroup] = field(default_factory=dict)
     prepared: dict[str, PreparedGroup] = field(default_factory=dict)

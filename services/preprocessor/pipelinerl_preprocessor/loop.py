@@ -31,12 +31,12 @@ from pipelinerl_preprocessor.live import LiveLedger
 from pipelinerl_preprocessor.parts import layout_of, open_ledger, open_reference
 from pipelinerl_preprocessor.preparation import Preparation
 from pipelinerl_preprocessor.trained import TrainedLog
-from pipelinerl_staleness.policy import EngineLoad
 
 log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 1.0
-OBSERVE_EVERY_S = 5.0
+NOTE_EVERY_S = 1.0
+NOTES_PER_OBSERVATION = 5
 _LOOK_S = 60.0
 
 
@@ -99,10 +99,13 @@ async def expire_leases(live: LiveLedger) -> None:
 
 
 async def observe_load(live: LiveLedger) -> None:
-    """Tells the policy every few seconds how the engines do: how much of their KV cache is in use, nobody reports here."""
+    """Notes every second how the engines do, and tells the policy every few: policies are tuned to that."""
     while True:
-        await asyncio.sleep(OBSERVE_EVERY_S)
-        await live.observe(EngineLoad(kv_usage=None, num_waiting=0, num_preemptions=0, seconds=OBSERVE_EVERY_S))
+        for _ in range(NOTES_PER_OBSERVATION):
+            await asyncio.sleep(NOTE_EVERY_S)
+            if values := live.loads.values(live.now()):
+                live.note("load", values)
+        await live.observe(live.loads.observation(live.now(), NOTE_EVERY_S * NOTES_PER_OBSERVATION))
 
 
 async def report(live: LiveLedger, stream: Stream, metrics: Metrics, depths: Depths, closed: ClosedTime, instance: str) -> None:

@@ -4,6 +4,8 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.metrics import Metrics
@@ -64,11 +66,16 @@ async def open_ledger(spec: JobSpec, stream: Stream, trained: TrainedLog, events
     room = RingBuffer(ring_buffer_groups(spec, policy))
     # What runs ends within a trajectory's time, or its lease does: a policy that waits for it holds no publish back longer.
     gate = PublishGate(ledger, spec.task.timeout_seconds + settings.lease_seconds, time.monotonic)
-    live = LiveLedger(ledger, journal, room, gate, Counters(metrics))
+    note = partial(_note, events)
+    live = LiveLedger(ledger, journal, room, gate, Counters(metrics), note)
     await journal.recover(live.now())
     if ledger.restored:
         trained.rewind(ledger.state.num_committed)
     return live
+
+
+def _note(events: EventLog, what: str, values: list[Any]) -> None:
+    events.write(what, values, None)
 
 
 @asynccontextmanager

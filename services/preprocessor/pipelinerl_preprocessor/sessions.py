@@ -21,5 +21,9 @@ class Sessions:
     def forget_silent(self, now: float) -> None:
         self._newest = {actor: seen for actor, seen in self._newest.items() if now - seen[1] < self._forget_s}
 
+    def actors(self) -> list[str]:
+        """Those that are there, in the order of their names."""
+        return sorted(self._newest)
+
     def __len__(self) -> int:
         return len(self._newest)

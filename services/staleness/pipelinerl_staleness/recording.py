@@ -31,6 +31,8 @@ EVENTS = (
 DECISIONS = ("published", "observe", "take", "take_next")
 QUESTIONS = ("may_admit", "may_publish", "publishes_after", "trajectory_limit")
 """Change nothing, so one that is asked again with nothing in between is not recorded again."""
+NOTES = ("load", "lengths")
+"""Written between the events for `pipelinerl simulate --from-run`; no policy hears of them."""
 
 Record = tuple[str, list[Any], Any]
 
@@ -93,6 +95,8 @@ def replay(records: Iterable[Record]) -> Replay:
     outcome = Replay()
     policy: Policy | None = None
     for number, (method, arguments, recorded_answer) in enumerate(records):
+        if method in NOTES:
+            continue
         try:
             if method == START:
                 name, parameters, groups_per_step = arguments

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from pipelinerl.v1 import sample_pb2 as _sample_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -115,12 +116,17 @@ class GroupLease(_message.Message):
     PROMPT_INDEX_FIELD_NUMBER: _builtins.int
     GROUP_SIZE_FIELD_NUMBER: _builtins.int
     EXPIRES_IN_S_FIELD_NUMBER: _builtins.int
+    PARTIAL_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     group_id: _builtins.str
     attempt: _builtins.int
     prompt_index: _builtins.int
     group_size: _builtins.int
     expires_in_s: _builtins.float
+    @_builtins.property
+    def partial(self) -> Global___PartialGroup:
+        """what an earlier attempt has sampled: the actor goes on from there, or leaves it out"""
+
     def __init__(
         self,
         *,
@@ -130,14 +136,90 @@ class GroupLease(_message.Message):
         prompt_index: _builtins.int = ...,
         group_size: _builtins.int = ...,
         expires_in_s: _builtins.float = ...,
+        partial: Global___PartialGroup | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["partial", b"partial"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "expires_in_s", b"expires_in_s", "group_id", b"group_id", "group_size", b"group_size", "lease_id", b"lease_id", "prompt_index", b"prompt_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "expires_in_s", b"expires_in_s", "group_id", b"group_id", "group_size", b"group_size", "lease_id", b"lease_id", "partial", b"partial", "prompt_index", b"prompt_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupLease: _TypeAlias = GroupLease  # noqa: Y015
+
+@_typing.final
+class PartialGroup(_message.Message):
+    """Answers of a single-turn group that was stopped before all of them were complete."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """as the generator saw them, the same for all"""
+
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartialAnswer]:
+        """of those trajectories that have one"""
+
+    def __init__(
+        self,
+        *,
+        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        answers: _abc.Iterable[Global___PartialAnswer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PartialGroup: _TypeAlias = PartialGroup  # noqa: Y015
+
+@_typing.final
+class PartialAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    VERSION_RUNS_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    sample_index: _builtins.int
+    finish_reason: _sample_pb2.FinishReason.ValueType
+    """unspecified: more is to be sampled"""
+    text: _builtins.str
+    """of a complete answer"""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """sampled so far"""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """one for each token, as in sample.proto"""
+
+    @_builtins.property
+    def version_runs(self) -> _containers.RepeatedCompositeFieldContainer[_sample_pb2.VersionRun]:
+        """over the tokens"""
+
+    def __init__(
+        self,
+        *,
+        sample_index: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        version_runs: _abc.Iterable[_sample_pb2.VersionRun] | None = ...,
+        finish_reason: _sample_pb2.FinishReason.ValueType = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "sample_index", b"sample_index", "text", b"text", "token_ids", b"token_ids", "version_runs", b"version_runs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PartialAnswer: _TypeAlias = PartialAnswer  # noqa: Y015
 
 @_typing.final
 class LeaseResponse(_message.Message):
@@ -147,14 +229,22 @@ class LeaseResponse(_message.Message):
     CANCELLED_LEASE_IDS_FIELD_NUMBER: _builtins.int
     SERVED_VERSION_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    RECALLED_LEASE_IDS_FIELD_NUMBER: _builtins.int
+    MAX_TRAJECTORIES_FIELD_NUMBER: _builtins.int
     served_version: _builtins.int
     """newest policy version that the generators serve; -1 before the first"""
     state: Global___RunState.ValueType
+    max_trajectories: _builtins.int
+    """most that this actor may decode at once; unset for no limit"""
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupLease]: ...
     @_builtins.property
     def cancelled_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """stop decoding these: the policy gave them up, or they expired"""
+
+    @_builtins.property
+    def recalled_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of the cancelled ones: their groups are granted again, so their CANCELLED event is to bring what was sampled."""
 
     def __init__(
         self,
@@ -163,12 +253,16 @@ class LeaseResponse(_message.Message):
         cancelled_lease_ids: _abc.Iterable[_builtins.str] | None = ...,
         served_version: _builtins.int = ...,
         state: Global___RunState.ValueType = ...,
+        recalled_lease_ids: _abc.Iterable[_builtins.str] | None = ...,
+        max_trajectories: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_trajectories", b"_max_trajectories", "max_trajectories", b"max_trajectories"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled_lease_ids", b"cancelled_lease_ids", "leases", b"leases", "served_version", b"served_version", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_trajectories", b"_max_trajectories", "cancelled_lease_ids", b"cancelled_lease_ids", "leases", b"leases", "max_trajectories", b"max_trajectories", "recalled_lease_ids", b"recalled_lease_ids", "served_version", b"served_version", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_trajectories: _TypeAlias = _typing.Literal["max_trajectories"]  # noqa: Y015
+    _WhichOneofArgType__max_trajectories: _TypeAlias = _typing.Literal["_max_trajectories", b"_max_trajectories"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_trajectories) -> _WhichOneofReturnType__max_trajectories | None: ...
 
 Global___LeaseResponse: _TypeAlias = LeaseResponse  # noqa: Y015
 
@@ -182,6 +276,7 @@ class GroupEvent(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     TOKENS_WASTED_FIELD_NUMBER: _builtins.int
+    PARTIAL_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     outcome: Global___GroupOutcome.ValueType
     served_version: _builtins.int
@@ -190,6 +285,11 @@ class GroupEvent(_message.Message):
     detail: _builtins.str
     """for logs"""
     tokens_wasted: _builtins.int
+    """sampled, and in no PartialGroup"""
+    @_builtins.property
+    def partial(self) -> Global___PartialGroup:
+        """with HANDED_BACK, and with CANCELLED of a recalled lease; unset where nothing was sampled"""
+
     def __init__(
         self,
         *,
@@ -199,10 +299,11 @@ class GroupEvent(_message.Message):
         reason: _builtins.str = ...,
         detail: _builtins.str = ...,
         tokens_wasted: _builtins.int = ...,
+        partial: Global___PartialGroup | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["partial", b"partial"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "lease_id", b"lease_id", "outcome", b"outcome", "reason", b"reason", "served_version", b"served_version", "tokens_wasted", b"tokens_wasted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "lease_id", b"lease_id", "outcome", b"outcome", "partial", b"partial", "reason", b"reason", "served_version", b"served_version", "tokens_wasted", b"tokens_wasted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -214,22 +315,96 @@ class ReportRequest(_message.Message):
 
     ACTOR_ID_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    LOADS_FIELD_NUMBER: _builtins.int
     actor_id: _builtins.str
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupEvent]: ...
+    @_builtins.property
+    def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___GeneratorLoad]:
+        """of the actor's generators that answered, about once a second; an older one is of no use"""
+
     def __init__(
         self,
         *,
         actor_id: _builtins.str = ...,
         events: _abc.Iterable[Global___GroupEvent] | None = ...,
+        loads: _abc.Iterable[Global___GeneratorLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["actor_id", b"actor_id", "events", b"events"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actor_id", b"actor_id", "events", b"events", "loads", b"loads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportRequest: _TypeAlias = ReportRequest  # noqa: Y015
+
+@_typing.final
+class GeneratorLoad(_message.Message):
+    """How full a generator is. Totals count from the start of its process: a total that falls tells of a new process."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATOR_FIELD_NUMBER: _builtins.int
+    KV_USAGE_FIELD_NUMBER: _builtins.int
+    KV_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_TOTAL_FIELD_NUMBER: _builtins.int
+    STEPS_TOTAL_FIELD_NUMBER: _builtins.int
+    STEP_SECONDS_TOTAL_FIELD_NUMBER: _builtins.int
+    STEP_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    RUNNING_SECONDS_TOTAL_FIELD_NUMBER: _builtins.int
+    KV_USAGE_SECONDS_TOTAL_FIELD_NUMBER: _builtins.int
+    generator: _builtins.str
+    """where the actor reaches it; unique in the job together with the actor"""
+    kv_usage: _builtins.float
+    """share of the KV blocks in use, 0 to 1; unset for an engine without blocks"""
+    kv_tokens: _builtins.int
+    """tokens that the KV cache holds; 0 for an engine without blocks"""
+    num_running: _builtins.int
+    """sequences that decode"""
+    num_waiting: _builtins.int
+    """sequences that wait in the engine for room"""
+    preemptions_total: _builtins.int
+    """sequences that lost their KV blocks to others"""
+    steps_total: _builtins.int
+    """decode steps that were timed: those that followed another one at once"""
+    step_seconds_total: _builtins.float
+    """what these took"""
+    step_tokens_total: _builtins.int
+    """sampled in these"""
+    prefill_tokens_total: _builtins.int
+    """prompt tokens computed in these"""
+    running_seconds_total: _builtins.float
+    """num_running, integrated over time"""
+    kv_usage_seconds_total: _builtins.float
+    """kv_usage, integrated over time"""
+    def __init__(
+        self,
+        *,
+        generator: _builtins.str = ...,
+        kv_usage: _builtins.float | None = ...,
+        kv_tokens: _builtins.int = ...,
+        num_running: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
+        preemptions_total: _builtins.int = ...,
+        steps_total: _builtins.int = ...,
+        step_seconds_total: _builtins.float = ...,
+        step_tokens_total: _builtins.int = ...,
+        prefill_tokens_total: _builtins.int = ...,
+        running_seconds_total: _builtins.float = ...,
+        kv_usage_seconds_total: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_kv_usage", b"_kv_usage", "kv_usage", b"kv_usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv_usage", b"_kv_usage", "generator", b"generator", "kv_tokens", b"kv_tokens", "kv_usage", b"kv_usage", "kv_usage_seconds_total", b"kv_usage_seconds_total", "num_running", b"num_running", "num_waiting", b"num_waiting", "preemptions_total", b"preemptions_total", "prefill_tokens_total", b"prefill_tokens_total", "running_seconds_total", b"running_seconds_total", "step_seconds_total", b"step_seconds_total", "step_tokens_total", b"step_tokens_total", "steps_total", b"steps_total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__kv_usage: _TypeAlias = _typing.Literal["kv_usage"]  # noqa: Y015
+    _WhichOneofArgType__kv_usage: _TypeAlias = _typing.Literal["_kv_usage", b"_kv_usage"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_usage) -> _WhichOneofReturnType__kv_usage | None: ...
+
+Global___GeneratorLoad: _TypeAlias = GeneratorLoad  # noqa: Y015
 
 @_typing.final
 class ReportResponse(_message.Message):

@@ -59,7 +59,8 @@ class AdmissionServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Report(self, request, context):
-        """Tells what became of leased groups other than being finished, which the sample stream tells. Idempotent.
+        """Tells what became of leased groups other than being finished, which the sample stream tells, and how the generators do.
+        Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,7 +37,9 @@ class AdmissionStub:
     Errors: INVALID_ARGUMENT (field named), UNAUTHENTICATED, UNAVAILABLE (not yet restored; retry).
     """
     Report: _grpc.UnaryUnaryMultiCallable[_admission_pb2.ReportRequest, _admission_pb2.ReportResponse]
-    """Tells what became of leased groups other than being finished, which the sample stream tells. Idempotent."""
+    """Tells what became of leased groups other than being finished, which the sample stream tells, and how the generators do.
+    Idempotent.
+    """
 
 @_typing.type_check_only
 class AdmissionAsyncStub(AdmissionStub):
@@ -48,7 +50,9 @@ class AdmissionAsyncStub(AdmissionStub):
     Errors: INVALID_ARGUMENT (field named), UNAUTHENTICATED, UNAVAILABLE (not yet restored; retry).
     """
     Report: _aio.UnaryUnaryMultiCallable[_admission_pb2.ReportRequest, _admission_pb2.ReportResponse]  # type: ignore[assignment]
-    """Tells what became of leased groups other than being finished, which the sample stream tells. Idempotent."""
+    """Tells what became of leased groups other than being finished, which the sample stream tells, and how the generators do.
+    Idempotent.
+    """
 
 class AdmissionServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -68,6 +72,8 @@ class AdmissionServicer(metaclass=_abc_1.ABCMeta):
         request: _admission_pb2.ReportRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admission_pb2.ReportResponse, _abc.Awaitable[_admission_pb2.ReportResponse]]:
-        """Tells what became of leased groups other than being finished, which the sample stream tells. Idempotent."""
+        """Tells what became of leased groups other than being finished, which the sample stream tells, and how the generators do.
+        Idempotent.
+        """
 
 def add_AdmissionServicer_to_server(servicer: AdmissionServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

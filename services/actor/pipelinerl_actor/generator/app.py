@@ -17,12 +17,15 @@ from pipelinerl_actor.generator.engine import Engine, GroupSpec, KVCache, Transf
 from pipelinerl_actor.generator.layout import ManifestMismatch
 from pipelinerl_actor.generator.metrics import GeneratorMetrics
 from pipelinerl_actor.generator.schema import (
+    CancelRequest,
+    CancelResponse,
     CompletionRequest,
     CompletionResponse,
     ErrorDetail,
     ErrorResponse,
     InitGroupRequest,
     InitGroupResponse,
+    LoadResponse,
     ScoreRequest,
     ScoreResponse,
     UpdateRequest,
@@ -96,6 +99,10 @@ def _add_serving_routes(app: FastAPI, generator: Generator, authorized: list[Any
     async def complete(body: CompletionRequest, request: Request) -> CompletionResponse:
         return await _while_connected(request, serving.complete(body))
 
+    @app.post("/v1/cancel", dependencies=authorized)
+    async def cancel(body: CancelRequest) -> CancelResponse:
+        return CancelResponse(found=serving.cancel(body.request_id))
+
     @app.post("/v1/score", dependencies=authorized)
     async def score(body: ScoreRequest, request: Request) -> ScoreResponse:
         return await _while_connected(request, serving.score(body))
@@ -146,9 +153,13 @@ def _add_probe_routes(app: FastAPI, generator: Generator) -> None:
             raise Unavailable("draining" if generator.serving.draining else "no weights of the job were received yet")
         return {"version": generator.updater.version}
 
+    @app.get("/load")
+    async def load() -> LoadResponse:
+        return LoadResponse(**asdict(generator.engine.load()))
+
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(generator.metrics.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+        return Response(generator.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
 
 def _add_error_handlers(app: FastAPI, generator: Generator) -> None:

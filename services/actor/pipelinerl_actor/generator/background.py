@@ -88,14 +88,14 @@ class BackgroundWork:
 
     def __init__(self, worker: int) -> None:
         self._worker = worker
-        self._thread: threading.Thread | None = None
+        self._busy = False
 
     def start(self, ticket: Ticket, function: Callable[[], dict[str, Any]]) -> None:
         """Raises RuntimeError while the previous one still runs."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._busy:
             raise RuntimeError("the previous work has not ended")
-        self._thread = threading.Thread(target=self._run, args=(ticket, function), name="weights", daemon=True)
-        self._thread.start()
+        self._busy = True
+        threading.Thread(target=self._run, args=(ticket, function), name="weights", daemon=True).start()
 
     def _run(self, ticket: Ticket, function: Callable[[], dict[str, Any]]) -> None:
         outcome: Outcome
@@ -105,6 +105,7 @@ class BackgroundWork:
             kind = type(error).__name__ if type(error).__name__ in FAILURES else "RuntimeError"
             message = str(error) if kind == type(error).__name__ else f"{type(error).__name__}: {error}"
             outcome = {"failure": kind, "message": message}
+        self._busy = False  # before it is told: whoever hears of it may start the next one at once
         report = {"ticket": ticket.number, "worker": self._worker, "outcome": outcome}
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_SEND_S)

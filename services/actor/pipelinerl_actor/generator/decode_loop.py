@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from pipelinerl_actor.generator.engine import Completion
+from pipelinerl_actor.generator.load import StepClock
 from pipelinerl_actor.generator.transformers_model import Sequence, TransformersModel
 from pipelinerl_common.errors import FatalError
 
@@ -27,6 +28,15 @@ class Job:
 
     sequence: Sequence
     done: "Future[Completion]"
+    stop: asyncio.Event | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.stop is not None and self.stop.is_set()
+
+    def end(self) -> None:
+        if self.done.set_running_or_notify_cancel():
+            self.done.set_result(self.sequence.completion())
 
 
 class DecodeLoop:
@@ -42,6 +52,7 @@ class DecodeLoop:
         self._computations: list[Callable[[], None]] = []
         self._paused = False
         self._stopping = False
+        self.clock = StepClock()
         self.fault: Future[str] = Future()
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
 
@@ -70,6 +81,7 @@ class DecodeLoop:
     async def pause(self) -> None:
         def command() -> None:
             self._paused = True
+            self.clock.interrupted()
 
         await self.call(command)
 
@@ -110,7 +122,11 @@ class DecodeLoop:
             pass
 
     def _admit(self) -> None:
-        self._waiting = [job for job in self._waiting if not job.done.cancelled()]
+        for job in self._waiting:
+            if job.is_stopped:
+                job.sequence.finish_reason = "abort"
+                job.end()
+        self._waiting = [job for job in self._waiting if not job.done.cancelled() and not job.is_stopped]
         while self._waiting and len(self._running) < self._max_running and not self._paused:
             self._running.append(self._waiting.pop(0))
 
@@ -121,14 +137,25 @@ class DecodeLoop:
             command()
         still: list[Job] = []
         version = self._version()
+        num_tokens = num_prefilled = 0
         for job in self._running:
             if job.done.cancelled():
                 continue
+            if job.is_stopped:
+                job.sequence.finish_reason = "abort"
+                job.end()
+                continue
+            num_tokens += 1
+            num_prefilled += len(job.sequence.prompt) if job.sequence.cache is None else 0
             self._model.step(job.sequence, version)
             if job.sequence.finish_reason is None:
                 still.append(job)
-            elif job.done.set_running_or_notify_cancel():
-                job.done.set_result(job.sequence.completion())
+            else:
+                job.end()
+        if self._running:
+            self.clock.stepped(
+                num_running=len(still), num_waiting=len(self._waiting), num_tokens=num_tokens, num_prefilled=num_prefilled
+            )
         self._running = still
 
 

@@ -1,11 +1,13 @@
 """What the generator needs of an inference engine. Two exist: vLLM, and Hugging Face transformers for numerics."""
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from pipelinerl_actor.generator.load import Load
 from pipelinerl_common.types import VersionRun
 from pipelinerl_weights.manifest import Manifest
 
@@ -44,7 +46,7 @@ class Completion:
     """Of each sampled token under the distribution it was drawn from (after temperature, top-k and top-p)."""
     version_runs: tuple[VersionRun, ...]
     finish_reason: str
-    """"stop" or "length"."""
+    """"stop", "length", or "abort" for what was sampled of a sequence that was stopped."""
     num_cached_tokens: int = 0
     """Of the prompt, found in the prefix cache."""
 
@@ -96,6 +98,10 @@ class Engine(Protocol):
         """Whether memory for a second copy of the weights was set aside."""
         ...
 
+    def load(self) -> Load:
+        """How full it is, and what its steps have cost."""
+        ...
+
     def running(self) -> AbstractAsyncContextManager[None]:
         """Starts the engine, warms it up and, at the end, stops it."""
         ...
@@ -104,8 +110,10 @@ class Engine(Protocol):
         """Returns never; raises FatalError when the engine dies."""
         ...
 
-    async def generate(self, prompt_token_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Samples one sequence. Cancelling it stops the decode."""
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, stop: asyncio.Event | None = None
+    ) -> Completion:
+        """Samples one sequence. Cancelling it stops the decode, and so does `stop`, which leaves what was sampled."""
         ...
 
     async def score(self, token_ids: Sequence[int], start: int, temperature: float) -> list[float]:

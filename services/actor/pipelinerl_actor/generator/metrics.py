@@ -1,5 +1,8 @@
 """What the generator counts, by the catalog's names."""
 
+from collections.abc import Callable
+
+from pipelinerl_actor.generator.load import Load
 from pipelinerl_common.metrics import GENERATOR, Metrics
 from pipelinerl_common.telemetry import memory_bytes
 
@@ -24,3 +27,21 @@ class GeneratorMetrics:
         self.pause = metrics.histogram("weight_pause_seconds")
         self.transfer = metrics.histogram("weight_transfer_seconds")
         metrics.gauge("memory_bytes").read(memory_bytes)
+        self._preemptions = metrics.counter("preemptions_total")
+        self._steps = metrics.counter("decode_steps_total")
+        self._step_seconds = metrics.counter("decode_step_seconds_total")
+        self._load: Callable[[], Load] = Load
+
+    def watch(self, load: Callable[[], Load]) -> None:
+        """Asks the engine for its load whenever somebody wants to know."""
+        self._load = load
+        self.metrics.gauge("sequences_waiting").read(lambda: float(load().num_waiting))
+        self.metrics.gauge("kv_cache_usage_ratio").read(lambda: load().kv_usage)
+
+    def exposition(self) -> bytes:
+        """For Prometheus."""
+        load = self._load()
+        self._preemptions.reach(load.preemptions_total)
+        self._steps.reach(load.steps_total)
+        self._step_seconds.reach(load.step_seconds_total)
+        return self.metrics.exposition()

@@ -37,6 +37,17 @@ class CompletionRequest(Body):
     """The choice of index i is sampled with `seed` + i."""
     logprobs: bool = False
     ignore_eos: bool = False
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """Name under which /v1/cancel stops it; the answer then holds what was sampled, with the finish reason "abort"."""
+    answer_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    """The answer's first tokens, sampled before: it goes on behind them. Token ids, log-probabilities and versions of the
+    choice are those of what is new, its text is that of the whole answer."""
+
+    @model_validator(mode="after")
+    def _one_answer(self) -> "CompletionRequest":
+        if self.answer_token_ids is not None and (self.n != 1 or self.prompt_token_ids is None or self.stop_strings):
+            raise ValueError("answer_token_ids goes with prompt_token_ids and n=1, and without stop")
+        return self
 
     @model_validator(mode="after")
     def _one_prompt(self) -> "CompletionRequest":
@@ -49,6 +60,15 @@ class CompletionRequest(Body):
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class CancelRequest(Body):
+    request_id: str
+
+
+class CancelResponse(Body):
+    found: bool
+    """Whether it was under way: its answer follows at once, to whoever asked for it."""
 
 
 class TokenLogprob(Body):
@@ -177,6 +197,22 @@ class WeightsResponse(Body):
     updates_total: int
     update_failures_total: int
     draining: bool
+
+
+class LoadResponse(Body):
+    """See pipelinerl_actor.generator.load.Load; totals count from the start of the process."""
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float | None
+    kv_tokens: int | None
+    preemptions_total: int
+    steps_total: int
+    step_seconds_total: float
+    step_tokens_total: int
+    prefill_tokens_total: int
+    running_seconds_total: float
+    kv_usage_seconds_total: float
 
 
 class ErrorDetail(Body):

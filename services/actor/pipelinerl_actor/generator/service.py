@@ -53,7 +53,7 @@ async def serve_generator(wiring: Wiring, model: Path, stop: asyncio.Event, *, s
             log.info("listening=http://%s:%d engine=%s version=%d", host, port, settings.engine, version)
             async with (
                 serve_http(create_app(generator), listening),
-                serve_metrics(wiring.metrics_listen, generator.metrics.metrics.exposition),
+                serve_metrics(wiring.metrics_listen, generator.metrics.exposition),
             ):
                 await run_until_first(_until_stopped(stop, generator), engine.watch(), generator.watch())
 
@@ -148,6 +148,7 @@ def assemble(
     if isinstance(positions, int) and longest > positions and not _scales_positions(config):
         raise SettingsError(f"model.maxModelLen={longest} is more than the model's {positions} positions; lower it")
     metrics = GeneratorMetrics(job.name, role)
+    metrics.watch(engine.load)
     limits = Limits(job.spec.model.max_model_len, settings.max_running_requests, vocabulary)
     updater = WeightUpdater(
         engine, Layout.of_folder(model), metrics, initial_version=version, running=lambda: serving.num_running

@@ -2,8 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -68,6 +68,7 @@ class Serving:
         self._model = model
         self._idle = asyncio.Event()
         self._idle.set()
+        self._stops: dict[str, asyncio.Event] = {}
         self.num_running = 0
         self.draining = False
 
@@ -79,10 +80,12 @@ class Serving:
         """Cancelling it stops the decode of every choice. Raises BadRequest, Unavailable or Overloaded."""
         self._check_ready()
         prompt = self._prompt(request)
-        max_tokens = self._max_tokens(request, len(prompt))
+        given = [*prompt, *self._answer(request)]
+        max_tokens = self._max_tokens(request, len(given))
         samplings = [_sampling(request, max_tokens, index) for index in range(request.n)]
         async with self._counted(request.n):
-            completions = await _all([self._generate(prompt, sampling) for sampling in samplings])
+            with self._stoppable(request.request_id) as stop:
+                completions = await _all([self._generate(given, sampling, stop) for sampling in samplings])
         self._metrics.prompt_tokens.inc(len(prompt))
         choices = [self._choice(request, index, completion) for index, completion in enumerate(completions)]
         sampled = sum(len(choice.token_ids) for choice in choices)
@@ -93,6 +96,13 @@ class Serving:
             cached_tokens=sum(completion.num_cached_tokens for completion in completions),
         )
         return CompletionResponse(model=self._model, choices=choices, prompt_token_ids=prompt, usage=usage)
+
+    def cancel(self, request_id: str) -> bool:
+        """Ends a request of `complete` with what was sampled until now. Whether there is such a request."""
+        stop = self._stops.get(request_id)
+        if stop is not None:
+            stop.set()
+        return stop is not None
 
     async def score(self, request: ScoreRequest) -> ScoreResponse:
         """All of it under one version: weights that change meanwhile make it start again."""
@@ -164,6 +174,25 @@ class Serving:
             raise BadRequest(f"the model's chat template refuses the messages: {error}") from error
         return list(map(int, encoded["input_ids"]))
 
+    def _answer(self, request: CompletionRequest) -> list[int]:
+        if request.answer_token_ids is None:
+            return []
+        self._check_tokens(request.answer_token_ids)
+        return request.answer_token_ids
+
+    @contextmanager
+    def _stoppable(self, request_id: str | None) -> Iterator[asyncio.Event | None]:
+        if request_id is None:
+            yield None
+            return
+        if request_id in self._stops:
+            raise BadRequest(f"request_id={request_id!r} is under way already")
+        self._stops[request_id] = asyncio.Event()
+        try:
+            yield self._stops[request_id]
+        finally:
+            del self._stops[request_id]
+
     def _check_tokens(self, token_ids: Sequence[int]) -> None:
         if (highest := max(token_ids)) >= self._limits.vocabulary:
             raise BadRequest(f"token id {highest} is outside the vocabulary of {self._limits.vocabulary}")
@@ -178,8 +207,8 @@ class Serving:
 
     # Answering
 
-    async def _generate(self, prompt: list[int], sampling: Sampling) -> Completion:
-        completion = await self._engine.generate(prompt, sampling)
+    async def _generate(self, prompt: list[int], sampling: Sampling, stop: asyncio.Event | None) -> Completion:
+        completion = await self._engine.generate(prompt, sampling, stop)
         self._metrics.tokens.inc(len(completion.token_ids))
         self._metrics.sequences.inc(finish_reason=completion.finish_reason)
         return completion
@@ -190,9 +219,12 @@ class Serving:
             tokens = [self._tokenizer.decode([token]) for token in completion.token_ids]
             content = [TokenLogprob(token=t, logprob=p) for t, p in zip(tokens, completion.logprobs, strict=True)]
             logprobs = Logprobs(content=content)
+        text = completion.text
+        if request.answer_token_ids is not None:
+            text = self._tokenizer.decode([*request.answer_token_ids, *completion.token_ids], skip_special_tokens=True)
         return Choice(
             index=index,
-            message=ChoiceMessage(content=completion.text),
+            message=ChoiceMessage(content=text),
             finish_reason=completion.finish_reason,
             token_ids=list(completion.token_ids),
             token_logprobs=[value if math.isfinite(value) else _LOWEST for value in completion.logprobs],

@@ -17,6 +17,7 @@ from torch import Tensor
 from pipelinerl_actor.generator.background import TransferClock
 from pipelinerl_actor.generator.decode_loop import DecodeLoop, Job
 from pipelinerl_actor.generator.engine import Completion, GroupSpec, KVCache, Received, Sampling, Transfer
+from pipelinerl_actor.generator.load import Load
 from pipelinerl_actor.generator.transformers_model import TransformersModel
 from pipelinerl_common.errors import FatalError
 from pipelinerl_weights.group import TransferGroup
@@ -65,13 +66,18 @@ class TransformersEngine:
             await asyncio.to_thread(self._loop.stop)
             await self.leave()
 
+    def load(self) -> Load:
+        return self._loop.clock.load()
+
     async def watch(self) -> None:
         """The decoding thread ends only at a fault."""
         fault = await asyncio.wrap_future(self._loop.fault)
         raise FatalError(f"decoding ended: {fault}")
 
-    async def generate(self, prompt_token_ids: Sequence[int], sampling: Sampling) -> Completion:
-        job = Job(self._model.start(list(prompt_token_ids), sampling), Future())
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, stop: asyncio.Event | None = None
+    ) -> Completion:
+        job = Job(self._model.start(list(prompt_token_ids), sampling), Future(), stop)
         self._loop.submit(job)
         return await asyncio.wrap_future(job.done)
 

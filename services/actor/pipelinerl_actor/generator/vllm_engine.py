@@ -20,13 +20,16 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from pipelinerl_actor.generator.background import Reports
 from pipelinerl_actor.generator.engine import Completion, GroupSpec, KVCache, Received, Sampling, Transfer
+from pipelinerl_actor.generator.load import Load, StepClock
 from pipelinerl_actor.generator.vllm_options import VllmOptions, engine_args
+from pipelinerl_actor.generator.vllm_stats import StepStats
 from pipelinerl_common.errors import FatalError
 from pipelinerl_common.types import VersionRun
 
 _WATCH_S = 1.0
 _GRACE_S = 30.0
 """Beyond a transfer's own deadline: a worker that does not end by then is not to be trusted."""
+_ABORT_AGAIN_S = 0.05
 _NEVER = 1 << 30
 _WARM_UP_TOKENS = 4
 
@@ -35,6 +38,9 @@ _WARM_UP_TOKENS = 4
 class _Request:
     """One sequence in vLLM. `begun` once a token of it was sampled."""
 
+    stop: asyncio.Event | None
+    request_id: str = ""
+    """In vLLM, of the present attempt."""
     begun: bool = False
     restart: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -49,6 +55,7 @@ class VllmEngine:
         self._requests: set[_Request] = set()
         self._num_updates = 0
         self._reports = Reports(options.generator.tensor_parallel_size)
+        self._clock = StepClock(kv_tokens=0)
 
     @property
     def num_workers(self) -> int:
@@ -61,7 +68,10 @@ class VllmEngine:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Starts vLLM, which takes many seconds. Raises SettingsError for arguments that vLLM refuses."""
-        self._llm = AsyncLLM.from_engine_args(engine_args(self._options))
+        stats = StepStats.feeding(self._clock)
+        self._llm = AsyncLLM.from_engine_args(engine_args(self._options), stat_loggers=[stats])
+        cache = self._llm.vllm_config.cache_config
+        self._clock.kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         try:
             await self.set_version(self._options.initial_version)
             await self.generate([0], Sampling(max_tokens=_WARM_UP_TOKENS, ignore_eos=True))
@@ -72,6 +82,11 @@ class VllmEngine:
             if llm.output_handler is not None:
                 llm.output_handler.cancel()  # or it reports the end of the engine core as a crash
             await asyncio.to_thread(llm.shutdown)
+
+    def load(self) -> Load:
+        if not self._requests:
+            self._clock.emptied()
+        return self._clock.load()
 
     async def watch(self) -> None:
         while True:
@@ -87,8 +102,10 @@ class VllmEngine:
 
     # Decoding
 
-    async def generate(self, prompt_token_ids: Sequence[int], sampling: Sampling) -> Completion:
-        request = _Request()
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, stop: asyncio.Event | None = None
+    ) -> Completion:
+        request = _Request(stop)
         self._requests.add(request)
         try:
             while True:
@@ -102,22 +119,25 @@ class VllmEngine:
         """None when the weights changed before the first token, and the request must look at the prefix cache anew."""
         request.restart.clear()
         reader = asyncio.ensure_future(self._read(request, prompt, params))
-        if not self._options.generator.prefix_caching:
-            return await _cancelling(reader)
-        restarted = asyncio.ensure_future(request.restart.wait())
+        restarts = [asyncio.ensure_future(request.restart.wait())] if self._options.generator.prefix_caching else []
+        stops = [asyncio.ensure_future(request.stop.wait())] if request.stop is not None else []
         try:
-            await asyncio.wait([reader, restarted], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([reader, *restarts, *stops], return_when=asyncio.FIRST_COMPLETED)
+            while not reader.done() and request.stop is not None and request.stop.is_set():
+                await self._engine.abort(request.request_id)  # again, because vLLM may not have taken it in yet
+                await asyncio.wait([reader], timeout=_ABORT_AGAIN_S)
             return reader.result() if reader.done() else None
         finally:
-            restarted.cancel()
-            reader.cancel()
+            for waiting in (*restarts, *stops, reader):
+                waiting.cancel()
             await asyncio.wait([reader])
 
     async def _read(self, request: _Request, prompt: list[int], params: SamplingParams) -> RequestOutput:
         # One salt per set of weights: blocks that older weights computed are never found. Clearing the cache instead would
         # also drop the KV of running sequences.
         tokens = tokens_input(prompt, cache_salt=f"update-{self._num_updates}")
-        return await self._last_output(self._engine.generate(tokens, params, f"g{next(self._ids)}"), request)
+        request.request_id = f"g{next(self._ids)}"
+        return await self._last_output(self._engine.generate(tokens, params, request.request_id), request)
 
     async def _last_output(
         self, outputs: AsyncGenerator[RequestOutput, None], request: _Request | None = None
@@ -165,6 +185,7 @@ class VllmEngine:
     async def pause(self, kv_cache: KVCache) -> None:
         # `clear_cache` recomputes the KV of every running sequence, whatever its name says.
         await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=kv_cache is KVCache.RECOMPUTE)
+        self._clock.interrupted()
 
     async def resume(self) -> None:
         await self._engine.resume_generation()
@@ -206,16 +227,6 @@ class VllmEngine:
         except EngineDeadError as error:
             raise FatalError("the vLLM engine died; see its log above") from error
         return results
-
-
-async def _cancelling(reader: "asyncio.Future[RequestOutput]") -> RequestOutput:
-    """Waits for `reader`; cancelled, it cancels the decode and waits until that has stopped."""
-    try:
-        return await reader
-    finally:
-        if not reader.done():
-            reader.cancel()
-            await asyncio.wait([reader])
 
 
 def _sampling_params(sampling: Sampling) -> SamplingParams:

@@ -10,6 +10,7 @@ from pipelinerl_actor.rollout.continuation import Continuation
 from pipelinerl_actor.rollout.generator_client import GeneratorClient
 from pipelinerl_actor.rollout.generators import Generators
 from pipelinerl_actor.rollout.group import GroupRoller
+from pipelinerl_actor.rollout.load import LoadWatch
 from pipelinerl_actor.rollout.loop import RolloutLoop, Slots
 from pipelinerl_actor.rollout.meter import Meter, MetricsReport
 from pipelinerl_actor.rollout.trajectory import Sampler
@@ -42,8 +43,9 @@ async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
         session = await stack.enter_async_context(
             aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
         )
+        clients = [GeneratorClient(url, session, token) for url in wiring.generators]
         generators = Generators(
-            [GeneratorClient(url, session, token) for url in wiring.generators],
+            clients,
             max_running=spec.actors.generator.max_running_requests,
             max_retries=spec.task.max_retries,
             meter=meter,
@@ -67,6 +69,7 @@ async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
         reports = Reports(channel, wiring.name)
         slots = Slots(generators.num_slots, spec.task.group_size)
         loop = RolloutLoop(LeaseDesk(channel, wiring.name), reports, roller, samples, meter, slots)
+        load = LoadWatch(clients, reports)
         metrics = MetricsReport(
             meter,
             samples,
@@ -74,5 +77,5 @@ async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
             num_running=lambda: generators.num_running,
             num_slots=generators.num_slots,
         )
-        await run_until_first(loop.run(stop, spec.actors.drain_seconds), reports.run(), metrics.run())
+        await run_until_first(loop.run(stop, spec.actors.drain_seconds), reports.run(), load.run(), metrics.run())
         await metrics.publish()

@@ -18,6 +18,7 @@ _CALL_S = 20.0
 _MAX_PAUSE_S = 1.0
 """Between two tries to lease while the preprocessor is away: it is one call from one actor, and generators wait for it."""
 _MAX_EVENTS_PER_CALL = 256
+_MAX_BYTES_PER_CALL = 16 << 20
 _MAX_WAITING_EVENTS = 65536
 """Events wait only while the preprocessor is away, which grants nothing then: a bound that nothing reaches."""
 
@@ -63,6 +64,7 @@ class Reports:
         self._stub = AdmissionStub(channel)
         self._actor_id = actor_id
         self._events: deque[pb.GroupEvent] = deque()
+        self._loads: Sequence[pb.GeneratorLoad] = ()
         self._added = asyncio.Event()
         self._told = asyncio.Event()
         self._told.set()
@@ -75,24 +77,42 @@ class Reports:
         self._added.set()
         self._told.clear()
 
+    def add_loads(self, loads: Sequence[pb.GeneratorLoad]) -> None:
+        """The generators' present load, in place of what was not told yet."""
+        self._loads = loads
+        self._added.set()
+
     async def run(self) -> None:
-        """Consumes events, calls Report, waits for events or the preprocessor, never ends."""
+        """Consumes events and loads, calls Report, waits for events or the preprocessor, never ends."""
         while True:
             await self._added.wait()
-            await self._tell([self._events.popleft() for _ in range(min(len(self._events), _MAX_EVENTS_PER_CALL))])
-            if not self._events:
+            await self._tell(self._next_events())
+            if not self._events and not self._loads:
                 self._added.clear()
                 self._told.set()
 
+    def _next_events(self) -> list[pb.GroupEvent]:
+        """As many as one call may carry; partial groups can be large."""
+        events: list[pb.GroupEvent] = []
+        num_bytes = 0
+        while self._events and len(events) < _MAX_EVENTS_PER_CALL and num_bytes < _MAX_BYTES_PER_CALL:
+            events.append(self._events.popleft())
+            num_bytes += events[-1].ByteSize()
+        return events
+
     async def _tell(self, events: list[pb.GroupEvent]) -> None:
-        request = pb.ReportRequest(actor_id=self._actor_id, events=events)
         num_failures = 0
         while True:
+            loads, self._loads = self._loads, ()
+            request = pb.ReportRequest(actor_id=self._actor_id, events=events, loads=loads)
             try:
                 await call(self._stub.Report, request, timeout_s=_CALL_S)
                 return
             except TemporaryError as error:
                 num_failures += 1
+                if not events:
+                    self._loads = ()
+                    return  # a load that could not be told is old by now
                 log.debug("%d reports wait for the preprocessor: %s", len(events) + len(self._events), error)
             await asyncio.sleep(backoff_s(num_failures))
 

@@ -1,7 +1,9 @@
 """The generator's completions over HTTP: one generator, JSON in and out, its statuses as our errors."""
 
+import asyncio
 import json
 import math
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,15 +11,18 @@ from typing import Any
 
 import aiohttp
 
+from pipelinerl.v1.admission_pb2 import GeneratorLoad
 from pipelinerl_actor.rollout.failures import GivenUp
 from pipelinerl_actor.task import Message, Turn
-from pipelinerl_common.errors import SettingsError, TemporaryError, Unavailable
+from pipelinerl_common.errors import PipelineRLError, SettingsError, TemporaryError, Unavailable
+from pipelinerl_common.service import cancel_all
 from pipelinerl_common.settings import SamplingSettings
 from pipelinerl_common.types import FinishReason, VersionRun
 
 _FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _MAX_ERROR_CHARACTERS = 500
 _DEFAULT_RETRY_AFTER_S = 0.5
+_CANCEL_AGAIN_S = 0.25
 
 
 class GeneratorAway(Unavailable):
@@ -40,6 +45,10 @@ class CompletionRequest:
     messages: Sequence[Message] | None = None
     prompt_token_ids: Sequence[int] | None = None
     n: int = 1
+    answer_token_ids: Sequence[int] = ()
+    """The answer's first tokens, sampled before; goes with `prompt_token_ids` and n=1."""
+    stop: asyncio.Event | None = None
+    """Once it is set, the answer comes at once, with what was sampled."""
 
     def to_json(self) -> dict[str, Any]:
         prompt: dict[str, Any] = (
@@ -48,13 +57,15 @@ class CompletionRequest:
         body: dict[str, Any] = {
             **prompt,
             "n": self.n,
-            "max_tokens": self.sampling.max_tokens,
+            "max_tokens": self.sampling.max_tokens - len(self.answer_token_ids),
             "temperature": self.sampling.temperature,
             "top_p": self.sampling.top_p,
             "top_k": self.sampling.top_k,
         }
         if self.sampling.stop:
             body["stop"] = self.sampling.stop
+        if self.answer_token_ids:
+            body["answer_token_ids"] = self.answer_token_ids
         return body
 
 
@@ -64,6 +75,8 @@ class Completions:
 
     prompt_token_ids: tuple[int, ...]
     turns: tuple[Turn, ...]
+    complete: tuple[bool, ...] = ()
+    """Whether each turn has ended by itself; otherwise the request was stopped."""
 
 
 class GeneratorClient:
@@ -79,17 +92,45 @@ class GeneratorClient:
 
         Has no deadline of its own: the trajectory's is around it.
         """
-        url = f"{self.url}/v1/chat/completions"
+        if request.stop is None:
+            return parse_completions(await self._post("/v1/chat/completions", request.to_json()), request.n, self.url)
+        request_id = uuid.uuid4().hex
+        answering = asyncio.ensure_future(self._post("/v1/chat/completions", {**request.to_json(), "request_id": request_id}))
+        stopping = asyncio.ensure_future(self._stop(request.stop, request_id))
         try:
-            async with self._session.post(url, json=request.to_json(), headers=self._headers) as response:
-                body = await response.read()
+            body = await answering
+        finally:
+            await cancel_all([answering, stopping])
+        return parse_completions(body, request.n, self.url, may_be_stopped=request.stop.is_set())
+
+    async def _stop(self, stop: asyncio.Event, request_id: str) -> None:
+        """Ends the request once `stop` is set. Asks until the answer is there, since the generator may not have it yet."""
+        await stop.wait()
+        while True:
+            with suppress(PipelineRLError):  # the answer, or its own failure, is waited for anyway
+                await self._post("/v1/cancel", {"request_id": request_id})
+            await asyncio.sleep(_CANCEL_AGAIN_S)
+
+    async def _post(self, path: str, body: dict[str, Any]) -> bytes:
+        try:
+            async with self._session.post(f"{self.url}{path}", json=body, headers=self._headers) as response:
+                answer = await response.read()
                 if response.status != 200:
-                    raise _error_of(self.url, response.status, body, response.headers.get("Retry-After"))
+                    raise _error_of(self.url, response.status, answer, response.headers.get("Retry-After"))
+                return answer
         except aiohttp.ClientConnectorError as error:
             raise GeneratorAway(f"{self.url}: {error}", _DEFAULT_RETRY_AFTER_S) from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ConnectionLost(f"{self.url}: {type(error).__name__}: {error}") from error
-        return parse_completions(body, request.n, self.url)
+
+    async def load(self) -> GeneratorLoad:
+        """How full it is. Raises TemporaryError when it does not say."""
+        try:
+            async with self._session.get(f"{self.url}/load", headers=self._headers) as response:
+                response.raise_for_status()
+                return GeneratorLoad(generator=self.url, **await response.json())
+        except (aiohttp.ClientError, TimeoutError, ValueError, TypeError) as error:
+            raise TemporaryError(f"{self.url}: {type(error).__name__}: {error}") from error
 
 
 def _error_of(url: str, status: int, body: bytes, retry_after: str | None) -> Exception:
@@ -118,21 +159,22 @@ def _seconds(retry_after: str | None) -> float:
     return min(max(seconds, 0.05), 30.0) if math.isfinite(seconds) else _DEFAULT_RETRY_AFTER_S
 
 
-def parse_completions(body: bytes, n: int, url: str) -> Completions:
+def parse_completions(body: bytes, n: int, url: str, *, may_be_stopped: bool = False) -> Completions:
     """The checked answer. Raises GivenUp with the reason "bad_response" when it breaks the generator's contract."""
     try:
         answer = json.loads(body)
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-        turns = tuple(_parse_choice(choice) for choice in choices)
+        complete = tuple(not (may_be_stopped and choice["finish_reason"] == "abort") for choice in choices)
+        turns = tuple(_parse_choice(choice, ended) for choice, ended in zip(choices, complete, strict=True))
         prompt_token_ids = tuple(int(token) for token in answer["prompt_token_ids"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise GivenUp("bad_response", f"{url}: not a completion: {type(error).__name__}: {error}") from error
     if len(turns) != n or not prompt_token_ids:
         raise GivenUp("bad_response", f"{url}: {len(turns)} choices of {n}, {len(prompt_token_ids)} prompt token ids")
-    return Completions(prompt_token_ids, turns)
+    return Completions(prompt_token_ids, turns, complete)
 
 
-def _parse_choice(choice: dict[str, Any]) -> Turn:
+def _parse_choice(choice: dict[str, Any], is_complete: bool) -> Turn:
     token_ids = tuple(int(token) for token in choice["token_ids"])
     logprobs = tuple(float(logprob) for logprob in choice["token_logprobs"])
     runs = tuple(VersionRun(int(version), int(num_tokens)) for version, num_tokens in choice["weight_versions"] if num_tokens)
@@ -144,4 +186,5 @@ def _parse_choice(choice: dict[str, Any]) -> Turn:
     if not all(math.isfinite(logprob) for logprob in logprobs):
         raise ValueError("a log-probability is not finite")
     text = choice["message"]["content"]
-    return Turn("" if text is None else str(text), token_ids, logprobs, runs, _FINISH_REASONS[choice["finish_reason"]])
+    reason = _FINISH_REASONS[choice["finish_reason"]] if is_complete else FinishReason.LENGTH
+    return Turn("" if text is None else str(text), token_ids, logprobs, runs, reason)

@@ -17,6 +17,7 @@ from pipelinerl_actor.rollout.generator_client import (
     GeneratorClient,
 )
 from pipelinerl_actor.rollout.meter import Meter
+from pipelinerl_actor.rollout.partial import Stopped
 from pipelinerl_common.errors import TemporaryError
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ class Generators:
         self.max_running = max_running
         self._max_retries = max_retries
         self.meter = meter
+        self.limit: int | None = None
+        """Sequences that may run at once on all generators together, by the staleness policy; None without a limit."""
         self._turnstile = asyncio.Lock()
         self._changed = asyncio.Event()
 
@@ -54,18 +57,24 @@ class Generators:
         return self.max_running * len(self._generators)
 
     @property
+    def most_at_once(self) -> int:
+        """Largest n of a request."""
+        return self.max_running if self.limit is None else max(1, min(self.max_running, self.limit))
+
+    @property
     def num_running(self) -> int:
         return sum(generator.running for generator in self._generators)
 
     async def complete(self, request: CompletionRequest, clock: TrajectoryClock) -> Completions:
         """Waits for a generator with room, while `clock` stands, then samples. Temporary errors are tried again.
 
-        Raises GivenUp: "generator_error" after `max_retries`, or what no retry can help; SettingsError for a refused token.
+        Raises Stopped when the request is stopped before it is sent; GivenUp: "generator_error" after `max_retries`, or what
+        no retry can help; SettingsError for a refused token.
         """
         num_failures = 0
         while True:
             try:
-                async with self._slot(request.n, clock) as generator:
+                async with self._slot(request.n, clock, request.stop) as generator:
                     completions = await self._complete_on(generator, request)
             except GeneratorAway:
                 self.meter.failed("generator_away")
@@ -95,10 +104,14 @@ class Generators:
         return completions
 
     @asynccontextmanager
-    async def _slot(self, n: int, clock: TrajectoryClock) -> AsyncIterator[_Generator]:
+    async def _slot(self, n: int, clock: TrajectoryClock, stop: asyncio.Event | None) -> AsyncIterator[_Generator]:
         with clock.standing():
             async with self._turnstile:
-                while (generator := self._pick(n)) is None:
+                while True:
+                    if stop is not None and stop.is_set():
+                        raise Stopped
+                    if (generator := self._pick(n)) is not None:
+                        break
                     self._changed.clear()
                     try:
                         async with asyncio.timeout(_LOOK_AGAIN_S):
@@ -113,6 +126,8 @@ class Generators:
             self._changed.set()
 
     def _pick(self, n: int) -> _Generator | None:
+        if self.limit is not None and self.num_running and self.num_running + n > self.limit:
+            return None
         now = asyncio.get_running_loop().time()
         able = [
             generator

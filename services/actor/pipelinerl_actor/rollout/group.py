@@ -12,13 +12,14 @@ import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipelinerl.v1.admission_pb2 import GroupLease
 from pipelinerl_actor.rollout.clock import TrajectoryClock
 from pipelinerl_actor.rollout.failures import FATAL, GivenUp, backoff_s
 from pipelinerl_actor.rollout.meter import Meter
+from pipelinerl_actor.rollout.partial import Answer, Answers, Stopped, joined
 from pipelinerl_actor.rollout.trajectory import Sampler, TokenRecord, Trajectory, check_verdict
 from pipelinerl_actor.task import Prompt, Task
 from pipelinerl_common.errors import PermanentError, TemporaryError
@@ -39,6 +40,10 @@ class GroupFailed(PermanentError):
         self.reason = reason
 
 
+class GroupStopped(PermanentError):
+    """The group's `Progress.stop` was set before all of it was sampled; its `answers` have what was."""
+
+
 @dataclass(slots=True)
 class Progress:
     """Of a group that is being rolled out."""
@@ -47,6 +52,10 @@ class Progress:
     """Trajectories that still occupy a slot of a generator, or wait for one."""
     num_tokens: int = 0
     """Sampled so far."""
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    """Once it is set, the group ends with what it has sampled until then."""
+    answers: Answers = field(default_factory=Answers)
+    """What it has sampled, of a group that can go on in another attempt."""
 
 
 class GroupRoller:
@@ -60,11 +69,26 @@ class GroupRoller:
         self._meter = meter
         is_single_turn = type(task).rollout is Task.rollout
         self._together = is_single_turn and settings.sampling.max_tokens <= _SHORT_COMPLETION_TOKENS
+        self.can_go_on = is_single_turn and not settings.sampling.stop
+        """Whether a stopped group can go on from its tokens. Not where the task's own code may have gone on from them, nor with
+        stop strings, which nobody would find across the seam."""
+
+    def limit(self, num_trajectories: int | None) -> None:
+        """Most trajectories to decode at once, all groups together."""
+        self._sampler.generators.limit = num_trajectories
+
+    def begin(self, lease: GroupLease) -> Progress:
+        """Of a new attempt, which has what an earlier one has left."""
+        has_answers = self.can_go_on and lease.HasField("partial")
+        return Progress(lease.group_size, answers=Answers.of(lease.partial) if has_answers else Answers())
 
     async def roll_out(self, lease: GroupLease, progress: Progress) -> SampleGroup:
-        """The finished group. Raises GroupFailed, or what must end the actor. Cancelling it stops the decoding."""
+        """The finished group. Cancelling it stops the decoding. Raises GroupFailed, GroupStopped, or what must end us."""
         prompt = self._prompt(lease.prompt_index)
-        if self._together:
+        if progress.answers.num_tokens:
+            indices = range(lease.group_size)
+            samples = await self._enough([self._go_on(lease, prompt, index, progress) for index in indices])
+        elif self._together:
             samples = await self._roll_out_together(lease, prompt, progress)
         else:
             indices = range(lease.group_size)
@@ -93,25 +117,32 @@ class GroupRoller:
         clock = TrajectoryClock(self._settings.timeout_seconds)
         try:
             async with _deadline(clock):
-                records = await self._sample_all(lease.group_size, prompt, clock)
+                records = await self._sample_all(lease.group_size, prompt, clock, progress)
                 progress.num_unsampled = 0
                 progress.num_tokens = sum(record.num_sampled for record in records)
                 finishing = [self._finish(lease, prompt, index, record) for index, record in enumerate(records)]
                 return await self._enough(finishing)
+        except Stopped as error:
+            raise GroupStopped from error
         except GivenUp as error:
             self._count(error, error.__cause__, lease.group_size)
             raise GroupFailed(error.reason, str(error)) from error
 
-    async def _sample_all(self, group_size: int, prompt: Prompt, clock: TrajectoryClock) -> list[TokenRecord]:
+    async def _sample_all(
+        self, group_size: int, prompt: Prompt, clock: TrajectoryClock, progress: Progress
+    ) -> list[TokenRecord]:
         """As few requests as slots allow, one after the other."""
         records: list[TokenRecord] = []
         while len(records) < group_size:
-            n = min(group_size - len(records), self._sampler.generators.max_running)
-            completions = await self._sampler.chat(prompt.messages, n, clock)
-            for turn in completions.turns:
+            n = min(group_size - len(records), self._sampler.generators.most_at_once)
+            completions = await self._sampler.chat(prompt.messages, n, clock, progress.stop if self.can_go_on else None)
+            for turn, is_complete in zip(completions.turns, completions.complete, strict=True):
+                progress.answers.keep(len(records), completions.prompt_token_ids, Answer(turn, is_complete))
                 record = TokenRecord()
                 record.add(completions.prompt_token_ids, turn)
                 records.append(record)
+            if not all(completions.complete):
+                raise GroupStopped
         return records
 
     async def _finish(self, lease: GroupLease, prompt: Prompt, index: int, record: TokenRecord) -> Sample:
@@ -124,7 +155,8 @@ class GroupRoller:
         try:
             async with _deadline(clock):
                 while True:
-                    trajectory = Trajectory(self._sampler, lease.prompt_index, index, prompt, clock)
+                    keeping = progress if self.can_go_on else None
+                    trajectory = Trajectory(self._sampler, lease.prompt_index, index, prompt, clock, keeping)
                     try:
                         return await self._drive(trajectory)
                     except TemporaryError as error:
@@ -135,6 +167,28 @@ class GroupRoller:
                     finally:
                         progress.num_tokens += trajectory.record.num_sampled
                     await asyncio.sleep(backoff_s(num_failures))
+        finally:
+            progress.num_unsampled -= 1
+
+    async def _go_on(self, lease: GroupLease, prompt: Prompt, index: int, progress: Progress) -> Sample:
+        """A trajectory of which an earlier attempt may have left an answer, or the first part of one."""
+        answer = progress.answers.get(index)
+        if answer is None:
+            return await self._roll_out_alone(lease, prompt, index, progress)
+        clock = TrajectoryClock(self._settings.timeout_seconds)
+        try:
+            async with _deadline(clock):
+                record = TokenRecord()
+                prompt_token_ids = progress.answers.prompt_token_ids
+                if not answer.is_complete:
+                    completions = await self._sampler.go_on(prompt_token_ids, answer.turn, clock, progress.stop)
+                    answer = Answer(joined(answer.turn, completions.turns[0]), completions.complete[0])
+                    progress.answers.keep(index, prompt_token_ids, answer)
+                    progress.num_tokens += len(completions.turns[0].token_ids)
+                if not answer.is_complete:
+                    raise Stopped
+                record.add(prompt_token_ids, answer.turn)
+                return await self._finish(lease, prompt, index, record)
         finally:
             progress.num_unsampled -= 1
 
@@ -149,16 +203,21 @@ class GroupRoller:
         return trajectory.record.to_sample(trajectory.sample_index, verdict)
 
     async def _enough(self, trajectories: Sequence[Coroutine[Any, Any, Sample]]) -> list[Sample]:
-        """The samples of those that succeed. When too many have failed the rest is cancelled and GroupFailed raised."""
+        """The samples of those that succeed. When too many have failed the rest is cancelled and GroupFailed raised; when some
+        were stopped, GroupStopped, once all have ended."""
         needed = max(min(2, len(trajectories)), math.ceil(self._settings.min_group_fraction * len(trajectories)))
         tasks = [asyncio.ensure_future(_settled(trajectory)) for trajectory in trajectories]
         samples: list[Sample] = []
         failures: Counter[str] = Counter()
+        is_stopped = False
         try:
             for finished in asyncio.as_completed(tasks):
                 outcome = await finished
                 if isinstance(outcome, Sample):
                     samples.append(outcome)
+                    continue
+                if isinstance(outcome, Stopped):
+                    is_stopped = True
                     continue
                 failures[outcome.reason] += 1
                 self._count(outcome, outcome.__cause__)
@@ -167,6 +226,8 @@ class GroupRoller:
                     raise GroupFailed(reason, f"{failures.total()} of {len(tasks)} trajectories failed, the last: {outcome}")
         finally:
             await cancel_all(tasks)
+        if is_stopped:
+            raise GroupStopped
         return samples
 
     def _count(self, error: GivenUp, cause: BaseException | None, num_trajectories: int = 1) -> None:

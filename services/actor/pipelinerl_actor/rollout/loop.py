@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from pipelinerl.v1 import admission_pb2 as pb
 from pipelinerl_actor.rollout.admission import LeaseDesk, Reports
-from pipelinerl_actor.rollout.group import GroupFailed, GroupRoller, Progress
+from pipelinerl_actor.rollout.group import GroupFailed, GroupRoller, GroupStopped, Progress
 from pipelinerl_actor.rollout.meter import Meter
 from pipelinerl_common.errors import PermanentError, Unavailable
 from pipelinerl_common.stream import Stream
@@ -38,6 +38,8 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
 _END_S = 30.0
 """Longest time for cancelled groups to end."""
 _FLUSH_S = 5.0
+_KEEP_S = 10.0
+"""Longest time for a group that was stopped to bring what it has sampled."""
 _PUBLISH_S = 60.0
 
 
@@ -49,7 +51,10 @@ class _Running:
     """Event loop's time of the lease."""
     task: asyncio.Task[None] | None = None
     ending: pb.GroupOutcome.ValueType | None = None
-    """Set before the task is cancelled on purpose: what to report then."""
+    """Set before the group is ended on purpose: what to report then."""
+    keeps: bool = False
+    """What it has sampled goes with that report."""
+    stopped: bool = False
 
 
 class RolloutLoop:
@@ -108,15 +113,19 @@ class RolloutLoop:
         running = [lease_id for lease_id, running in self._running.items() if running.ending is None]
         self._changed.clear()
         response = await self._desk.exchange(wanted, running, _ASK_S)
+        self._slots.limit = response.max_trajectories if response.HasField("max_trajectories") else None
+        self._roller.limit(self._slots.limit)
         for lease_id in running if response.state == pb.RUN_STATE_DONE else response.cancelled_lease_ids:
-            self._end(lease_id, pb.GROUP_OUTCOME_CANCELLED)
+            self._end(lease_id, pb.GROUP_OUTCOME_CANCELLED, keep=lease_id in response.recalled_lease_ids)
         return response
 
     def _start(self, lease: pb.GroupLease, served_version: int, tasks: asyncio.TaskGroup) -> None:
         began = asyncio.get_running_loop().time()
-        running = _Running(lease, Progress(num_unsampled=lease.group_size), began)
+        running = _Running(lease, self._roller.begin(lease), began)
         self._running[lease.lease_id] = running
-        self._report(running, pb.GROUP_OUTCOME_STARTED, served_version=served_version)
+        oldest = running.progress.answers.oldest_version
+        started = served_version if oldest is None else min(oldest, served_version)
+        self._report(running, pb.GROUP_OUTCOME_STARTED, served_version=started)
         running.task = tasks.create_task(self._work(running), name=f"group {lease.group_id}")
         running.task.add_done_callback(lambda task: self._ended(running, task))
 
@@ -124,14 +133,18 @@ class RolloutLoop:
         """Not part of `_work`, since a task that is cancelled before its first step runs none of it."""
         del self._running[running.lease.lease_id]
         self._changed.set()
-        if task.cancelled() and running.ending is not None:
+        if running.ending is not None and (task.cancelled() or running.stopped):
             self._report(running, running.ending)
 
     async def _work(self, running: _Running) -> None:
         """One group from its lease to its end; raises only what must end the actor."""
         try:
             group = await self._roller.roll_out(running.lease, running.progress)
+            if running.ending == pb.GROUP_OUTCOME_CANCELLED:  # nobody would take it
+                raise GroupStopped(f"group {group.group_id} was complete when it was recalled")
             await self._publish(group, running)
+        except GroupStopped:
+            running.stopped = True
         except GroupFailed as error:
             self._failed(running, error.reason, error)
         except PermanentError as error:  # the stream's: a sample over its limit
@@ -156,14 +169,29 @@ class RolloutLoop:
         self._report(running, pb.GROUP_OUTCOME_FAILED, reason=reason, detail=str(error)[:500])
 
     def _report(self, running: _Running, outcome: pb.GroupOutcome.ValueType, **fields: object) -> None:
-        wasted = 0 if outcome == pb.GROUP_OUTCOME_STARTED else running.progress.num_tokens
-        event = pb.GroupEvent(lease_id=running.lease.lease_id, outcome=outcome, tokens_wasted=wasted, **fields)  # type: ignore[arg-type]
+        progress = running.progress
+        partial = progress.answers.to_proto() if running.keeps else None
+        wasted = 0 if outcome == pb.GROUP_OUTCOME_STARTED or partial is not None else progress.num_tokens
+        event = pb.GroupEvent(
+            lease_id=running.lease.lease_id,
+            outcome=outcome,
+            tokens_wasted=wasted,
+            partial=partial,
+            **fields,  # type: ignore[arg-type]
+        )
         self._reports.add(event)
 
-    def _end(self, lease_id: str, outcome: pb.GroupOutcome.ValueType) -> None:
+    def _end(self, lease_id: str, outcome: pb.GroupOutcome.ValueType, *, keep: bool = False) -> None:
+        """Stops a group; with `keep`, its event brings what it has sampled, if it can go on from there."""
         running = self._running.get(lease_id)
-        if running is not None and running.ending is None and running.task is not None:
-            running.ending = outcome
+        if running is None or running.ending is not None or running.task is None:
+            return
+        running.ending = outcome
+        running.keeps = keep and self._roller.can_go_on
+        if running.keeps:
+            running.progress.stop.set()
+            asyncio.get_running_loop().call_later(_KEEP_S, running.task.cancel)
+        else:
             running.task.cancel()
 
     async def _drain(self, drain_s: float) -> None:
@@ -180,7 +208,7 @@ class RolloutLoop:
     async def _end_all(self, outcome: pb.GroupOutcome.ValueType) -> None:
         tasks = [running.task for running in self._running.values() if running.task is not None]
         for lease_id in tuple(self._running):
-            self._end(lease_id, outcome)
+            self._end(lease_id, outcome, keep=True)
         if tasks:
             await asyncio.wait(tasks, timeout=_END_S)
 
@@ -198,19 +226,22 @@ async def _stopped(stop: asyncio.Event, timeout_s: float) -> None:
             await stop.wait()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Slots:
-    """How many groups fill the generators."""
+    """How many groups fill the generators, or what the staleness policy lets run on them."""
 
     num_slots: int
     group_size: int
+    limit: int | None = None
+    """Most trajectories to decode at once; None without a limit."""
 
     def groups_wanted(self, running: list[Progress]) -> int:
         """Groups to lease so that unsampled trajectories fill the slots and a quarter more.
 
         Example: 64 slots, groups of 8, running ones with 60 trajectories unsampled: 80 - 60 make room for 3 groups.
         """
-        target = math.ceil(self.num_slots * (1 + _AHEAD))
+        num_slots = self.num_slots if self.limit is None else min(self.num_slots, self.limit)
+        target = math.ceil(num_slots * (1 + _AHEAD))
         unsampled = sum(progress.num_unsampled for progress in running)
         room = math.ceil((target - unsampled) / self.group_size)
         most = max(2, _MAX_LEASES_PER_SLOT_GROUP * math.ceil(target / self.group_size))

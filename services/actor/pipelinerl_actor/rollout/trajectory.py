@@ -1,7 +1,9 @@
 """One trajectory in the making: the Rollout that a task sees, and the exact record of its tokens."""
 
+import asyncio
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -10,6 +12,7 @@ from pipelinerl_actor.rollout.continuation import Continuation
 from pipelinerl_actor.rollout.failures import GivenUp
 from pipelinerl_actor.rollout.generator_client import CompletionRequest, Completions
 from pipelinerl_actor.rollout.generators import Generators
+from pipelinerl_actor.rollout.partial import Answer, Answers, Stopped
 from pipelinerl_actor.rollout.verifier import Verifier
 from pipelinerl_actor.task import Message, Prompt, Turn, Verdict
 from pipelinerl_common.settings import SamplingSettings
@@ -79,8 +82,19 @@ class Sampler:
         self.continuation = continuation
         self.seed = seed
 
-    async def chat(self, messages: Sequence[Message], n: int, clock: TrajectoryClock) -> Completions:
-        return await self.generators.complete(CompletionRequest(self.sampling, messages=messages, n=n), clock)
+    async def chat(
+        self, messages: Sequence[Message], n: int, clock: TrajectoryClock, stop: asyncio.Event | None = None
+    ) -> Completions:
+        return await self.generators.complete(CompletionRequest(self.sampling, messages=messages, n=n, stop=stop), clock)
+
+    async def go_on(
+        self, prompt_token_ids: Sequence[int], answer: Turn, clock: TrajectoryClock, stop: asyncio.Event
+    ) -> Completions:
+        """The rest of an answer of which the first tokens were sampled before."""
+        request = CompletionRequest(
+            self.sampling, prompt_token_ids=prompt_token_ids, answer_token_ids=answer.token_ids, stop=stop
+        )
+        return await self.generators.complete(request, clock)
 
     async def complete(self, prompt_token_ids: Sequence[int], clock: TrajectoryClock) -> Completions:
         return await self.generators.complete(CompletionRequest(self.sampling, prompt_token_ids=prompt_token_ids), clock)
@@ -90,11 +104,27 @@ class Sampler:
             return await self.verifier.verify(prompt_index, prompt, turn)
 
 
+class Keeping(Protocol):
+    """Where a single-turn trajectory leaves what it samples, and what stops it."""
+
+    stop: asyncio.Event
+    answers: Answers
+
+
 class Trajectory:
     """Implements `pipelinerl_actor.task.Rollout`."""
 
-    def __init__(self, sampler: Sampler, prompt_index: int, sample_index: int, prompt: Prompt, clock: TrajectoryClock) -> None:
+    def __init__(
+        self,
+        sampler: Sampler,
+        prompt_index: int,
+        sample_index: int,
+        prompt: Prompt,
+        clock: TrajectoryClock,
+        keeping: "Keeping | None" = None,
+    ) -> None:
         self.record = TokenRecord()
+        self._keeping = keeping
         self._sampler = sampler
         self._prompt_index = prompt_index
         self._sample_index = sample_index
@@ -123,7 +153,8 @@ class Trajectory:
 
     async def chat(self, messages: Sequence[Message]) -> Turn:
         if not self.record.turns:
-            return self._add(await self._sampler.chat(messages, 1, self._clock))
+            stop = self._keeping.stop if self._keeping is not None else None
+            return self._add(await self._sampler.chat(messages, 1, self._clock, stop))
         given = await self._sampler.continuation.token_ids(self.record.turns[-1].token_ids, messages)
         return await self.complete(given)
 
@@ -134,8 +165,12 @@ class Trajectory:
         return await self._sampler.verify(self._prompt_index, self._prompt, turn)
 
     def _add(self, completions: Completions) -> Turn:
-        turn = completions.turns[0]
+        turn, is_complete = completions.turns[0], completions.complete[0]
+        if self._keeping is not None:
+            self._keeping.answers.keep(self._sample_index, completions.prompt_token_ids, Answer(turn, is_complete))
         self.record.add(completions.prompt_token_ids, turn)
+        if not is_complete:
+            raise Stopped
         return turn
 
 

@@ -2,10 +2,10 @@
 
 from typing import Final
 
-from pipelinerl_common.metrics.metric import ACTOR, GENERATOR, REFERENCE, SECONDS, Kind, Metric, counter, gauge
+from pipelinerl_common.metrics.metric import ACTOR, GENERATOR, PREPROCESSOR, REFERENCE, SECONDS, Kind, Metric, counter, gauge
 
 _ENGINES: Final = (GENERATOR, REFERENCE)
-_FINISH_REASONS: Final = ("stop", "length")
+_FINISH_REASONS: Final = ("stop", "length", "abort")
 _REFUSALS: Final = ("draining", "no_weights", "overloaded")
 
 GENERATION: Final[tuple[Metric, ...]] = (
@@ -70,4 +70,14 @@ GENERATION: Final[tuple[Metric, ...]] = (
     counter(
         "preemptions_total", "sequences", _ENGINES, "Sequences that lost their KV blocks to others and were computed again."
     ),
+    counter("decode_steps_total", "steps", _ENGINES, "Decode steps that were timed: those that followed another one at once."),
+    counter("decode_step_seconds_total", "seconds", _ENGINES, "What these decode steps took."),
+    gauge(
+        "engine_kv_usage_ratio",
+        "ratio",
+        (PREPROCESSOR,),
+        "Share of the KV blocks in use on the fullest generator, as the actors tell; what adaptive policies go by.",
+    ),
+    gauge("engine_sequences_waiting", "sequences", (PREPROCESSOR,), "Sequences that wait in all engines, as the actors tell."),
+    counter("engine_preemptions_total", "sequences", (PREPROCESSOR,), "Preemptions of all engines, as the actors tell."),
 )

@@ -1,0 +1,95 @@
+"""What the policy hears of the generators, by hand and live."""
+
+import asyncio
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from preprocessor_harness import DEADLINE_S, Rig, rig
+
+from pipelinerl.v1 import admission_pb2 as pb
+from pipelinerl.v1.admission_pb2_grpc import AdmissionStub
+from pipelinerl_common.errors import PermanentError
+from pipelinerl_common.rpc import call
+from pipelinerl_planner.replay_command import run
+from pipelinerl_preprocessor.engine_loads import EngineLoads
+from pipelinerl_staleness.policy import EngineLoad
+
+
+def load(generator: str = "a", **fields: Any) -> pb.GeneratorLoad:
+    return pb.GeneratorLoad(generator=generator, **fields)
+
+
+def test_the_fullest_generator_counts_and_what_waits_is_summed() -> None:
+    loads = EngineLoads()
+    assert loads.observation(0.0, 5.0) == EngineLoad(None, 0, 0, 5.0)
+    assert loads.values(0.0) == []
+    loads.heard("actor-0", load(kv_usage=0.25, num_waiting=2, kv_tokens=160, num_running=7), 1.0)
+    loads.heard("actor-1", load(kv_usage=0.75, num_waiting=3, kv_tokens=320, num_running=1), 1.0)
+    assert loads.observation(2.0, 5.0) == EngineLoad(0.75, 5, 0, 5.0)
+    assert loads.values(2.0) == [2, 480, 0.75, 8, 5, *[0.0] * 7]
+    assert loads.observation(17.0, 5.0) == EngineLoad(None, 0, 0, 5.0)  # both have fallen silent
+    assert (loads.kv_usage(17.0), loads.num_waiting(17.0)) == (None, None)
+
+
+def test_an_engine_without_blocks_lets_nothing_grow() -> None:
+    loads = EngineLoads()
+    loads.heard("actor-0", load(num_waiting=1), 0.0)
+    assert loads.observation(0.0, 5.0) == EngineLoad(None, 1, 0, 5.0)
+
+
+def test_totals_are_what_is_new_and_survive_a_restart_of_the_generator() -> None:
+    loads = EngineLoads()
+    loads.heard("actor-0", load(preemptions_total=5, steps_total=100, step_seconds_total=1.0), 0.0)
+    assert loads.observation(0.0, 5.0).num_preemptions == 0  # they were before anybody listened
+    loads.heard("actor-0", load(preemptions_total=7, steps_total=150, step_seconds_total=1.5), 1.0)
+    loads.heard("actor-0", load(preemptions_total=1, steps_total=10, step_seconds_total=0.1), 2.0)  # a new process
+    loads.heard("actor-0", load(preemptions_total=4, steps_total=30, step_seconds_total=0.3), 3.0)
+    assert loads.observation(3.0, 5.0).num_preemptions == 2 + 3
+    assert loads.observation(3.0, 5.0).num_preemptions == 0
+    preemptions, steps, step_seconds, *_ = loads.values(3.0)[5:]
+    assert (preemptions, steps) == (5, 50 + 20)
+    assert step_seconds == pytest.approx(0.5 + 0.2)
+
+
+async def tell(preprocessor: Rig, *loads: pb.GeneratorLoad) -> None:
+    request = pb.ReportRequest(actor_id="actor-0", loads=loads)
+    await call(AdmissionStub(preprocessor.channel).Report, request, timeout_s=DEADLINE_S)
+
+
+def events(preprocessor: Rig, method: str) -> list[list[Any]]:
+    lines = (preprocessor.output / "events.jsonl").read_text().splitlines(keepends=True)
+    read = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [event for event in read if event[1] == method]
+
+
+@pytest.mark.parametrize(
+    "policy", [{"policy": "slack", "eta": 3}, {"policy": "prime_rl", "eta": 3, "initialInflight": 4}], ids=["slack", "prime_rl"]
+)
+async def test_nearly_empty_engines_let_the_adaptive_policies_admit_more(tmp_path: Path, policy: dict[str, Any]) -> None:
+    """SLACK begins at one and a half batches of 2 groups and grows by a group with a report; prime-rl's cap of 4 trajectories
+    grows while groups of 2 finish. The run then replays to the same decisions, the load among what is heard."""
+    async with rig(tmp_path, staleness=policy) as preprocessor:
+        await preprocessor.begin()
+        held = list((await preprocessor.lease(9)).leases)
+        most = len(held)
+        async with asyncio.timeout(DEADLINE_S):
+            while len(held) <= most:
+                await tell(preprocessor, load(kv_usage=0.05, kv_tokens=1600, num_running=4))
+                if policy["policy"] == "prime_rl" and len(held) == most and events(preprocessor, "observe"):
+                    await preprocessor.publish(held.pop(0))
+                running = [lease.lease_id for lease in held]
+                held += (await preprocessor.lease(9, running=running, wait_s=0.3)).leases
+        assert [0.05, 0, 0, 5.0] in [event[2][0] for event in events(preprocessor, "observe")]
+        note = events(preprocessor, "load")[0]
+        assert note[2][:5] == [1, 1600, 0.05, 4, 0]
+    assert run(Namespace(folder=preprocessor.output)) == 0
+
+
+async def test_a_report_of_too_many_generators_is_refused(tmp_path: Path) -> None:
+    async with rig(tmp_path) as preprocessor:
+        await preprocessor.begin()
+        with pytest.raises(PermanentError, match="loads has 257 generators: at most 256"):
+            await tell(preprocessor, *[load(f"g{number}") for number in range(257)])
