@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl_common.settings import API_VERSION, KIND, Job, JobSpec, parse_job
+from pipelinerl_operator.objects.admission import admit
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,10 @@ class JobResource:
             "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
             "spec": raw.get("spec", {}),
         }
+        job = parse_job(document, source=f"PipelineRLJob {metadata['name']}")
+        admit(job)
         return cls(
-            job=parse_job(document, source=f"PipelineRLJob {metadata['name']}"),
+            job=job,
             namespace=metadata["namespace"],
             uid=metadata["uid"],
             generation=metadata.get("generation", 0),

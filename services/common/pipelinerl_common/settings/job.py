@@ -48,15 +48,25 @@ class JobSpec(Settings):
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of everything that is random."""
     model: ModelSettings
+    """The model that is trained."""
     task: TaskSettings
+    """What it is trained on: prompts, and how good an answer is."""
     algorithm: AlgorithmSettings = AlgorithmSettings()
+    """The objective, the optimizer and the batch."""
     staleness: StalenessSettings = StalenessSettings()
+    """How far generation may run ahead of training."""
     actors: ActorSettings = ActorSettings()
+    """Who generates: rollout loops with generators of their own."""
     reference: ReferenceSettings | None = None
+    """Generators with the frozen reference model, for the KL penalty."""
     preprocessor: PreprocessorSettings = PreprocessorSettings()
+    """Who keeps the ledger of groups and packs batches."""
     trainers: TrainerSettings = TrainerSettings()
+    """Who trains, with DeepSpeed."""
     stream: StreamSettings = StreamSettings()
+    """The sample stream between actors and the preprocessor (NATS JetStream)."""
     weight_transfer: WeightTransferSettings = WeightTransferSettings()
+    """How new weights reach the generators while they decode."""
     telemetry: TelemetrySettings = TelemetrySettings()
     suspend: Annotated[bool, CLUSTER_ONLY] = False
     """Deletes the job's pods and keeps the rest; turned off again, training goes on from the newest checkpoint."""
@@ -111,6 +121,12 @@ class JobSpec(Settings):
             )
         if self.algorithm.baseline == "leave_one_out" and self.task.group_size < 2:
             raise ValueError(f"algorithm.baseline=leave_one_out needs task.groupSize of at least 2, not {self.task.group_size}")
+        return self
+
+    @model_validator(mode="after")
+    def _scaling_has_bounds(self) -> "JobSpec":
+        if self.autoscale.enabled and self.actors.max_replicas is None:
+            raise ValueError("autoscale.enabled=true needs actors.maxReplicas: set the most actors that it may ask for")
         return self
 
     @model_validator(mode="after")

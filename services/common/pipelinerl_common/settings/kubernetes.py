@@ -13,8 +13,7 @@ LabelKey = Annotated[
     Field(min_length=1, max_length=317, pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9][-A-Za-z0-9_.]*$"),
 ]
 Quantity = Annotated[str, Field(min_length=1, max_length=32, pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi|E|Ei)?$")]
-FreeForm = Annotated[dict[str, JsonValue], Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})]
-PodTemplate = FreeForm
+PodTemplate = dict[str, JsonValue]
 """metadata (labels, annotations) and spec of a pod, laid over the operator's own by container and volume name."""
 Seconds = Annotated[int, Field(ge=0, le=315360000)]
 
@@ -24,13 +23,44 @@ class SecretReference(Settings):
     """Name of a Secret in the job's namespace."""
 
 
+class KeyReference(Settings):
+    name: ObjectName
+    """Name of the Secret or ConfigMap, in the job's namespace."""
+    key: Annotated[str, Field(min_length=1, max_length=253)]
+    """Key in it."""
+    optional: bool = False
+    """Whether the variable is left out where the key does not exist; otherwise the pod waits for it."""
+
+
+class FieldReference(Settings):
+    field_path: Annotated[str, Field(min_length=1, max_length=317)]
+    """Field of the pod, for example status.hostIP."""
+
+
+class VariableSource(Settings):
+    """As in a pod."""
+
+    secret_key_ref: KeyReference | None = None
+    """A key of a Secret."""
+    config_map_key_ref: KeyReference | None = None
+    """A key of a ConfigMap."""
+    field_ref: FieldReference | None = None
+    """A field of the pod."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if [self.secret_key_ref, self.config_map_key_ref, self.field_ref].count(None) != 2:
+            raise ValueError("valueFrom needs exactly one of secretKeyRef, configMapKeyRef and fieldRef")
+        return self
+
+
 class EnvironmentVariable(Settings):
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$", max_length=256)]
     """Name of the variable. Names that begin with PRL_ are the operator's."""
     value: Annotated[str, Field(max_length=32768)] | None = None
     """Its value; $(NAME) stands for a variable before it."""
-    value_from: FreeForm | None = None
-    """Where the value comes from, as in a pod: secretKeyRef, configMapKeyRef, fieldRef or resourceFieldRef."""
+    value_from: VariableSource | None = None
+    """Where the value comes from instead."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings.job import Job
 
-_FREE_FORM = {"args", "engineArgs", "engine_args", "podTemplate", "pod_template", "valueFrom", "value_from"}
+_FREE_FORM = {"args", "engineArgs", "engine_args", "podTemplate", "pod_template"}
 """Mappings whose keys are another program's names, taken letter by letter."""
 
 

@@ -1,0 +1,5 @@
+"""The CustomResourceDefinition, generated from the settings: `python -m pipelinerl_operator.crd` writes the chart's template."""
+
+from pipelinerl_operator.crd.definition import definition
+
+__all__ = ["definition"]

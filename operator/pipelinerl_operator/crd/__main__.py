@@ -1,0 +1,32 @@
+"""`python -m pipelinerl_operator.crd [--check]`: writes the chart's CRD, or fails when the one there is another."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipelinerl_operator.crd.template import render_template
+
+CHECKOUT = Path(__file__).parents[3]
+TEMPLATE = Path("charts/pipelinerl/templates/crd.yaml")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m pipelinerl_operator.crd", description="Writes the chart's CRD.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when the file differs")
+    parser.add_argument("--output", type=Path, default=CHECKOUT / TEMPLATE, help=f"default: {TEMPLATE} of this checkout")
+    flags = parser.parse_args(argv)
+    text = render_template()
+    if not flags.check:
+        flags.output.parent.mkdir(parents=True, exist_ok=True)
+        flags.output.write_text(text, encoding="utf-8")
+        return 0
+    there = flags.output.read_text(encoding="utf-8") if flags.output.exists() else ""
+    if there != text:
+        sys.stderr.write(f"{flags.output} is out of date: run python -m pipelinerl_operator.crd\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

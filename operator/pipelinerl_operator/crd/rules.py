@@ -1,0 +1,157 @@
+"""Rules in CEL (x-kubernetes-validations) by the place that they look at.
+
+A server before 1.25 does not know them. The settings check the same, but for what compares with the object before: there the
+operator shows the difference in the job's status.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    rule: str
+    message: str
+
+    def as_object(self) -> dict[str, str]:
+        return {"rule": self.rule, "message": self.message}
+
+
+Path = tuple[str, ...]
+"""Below the object; "[]" stands for the items of a list."""
+
+_MUTABLE = "; set suspend, or change restart.id together with it"
+
+
+def _kept(*fields: str) -> str:
+    """True when none of the fields was added, removed or changed. All but the optional ones have defaults, so they are there."""
+    return " && ".join(f"self.{field} == oldSelf.{field}" for field in fields)
+
+
+def _kept_optional(*fields: str) -> str:
+    """As `_kept`, for fields that may be absent."""
+    return " && ".join(
+        f"has(self.{field}) == has(oldSelf.{field}) && (!has(self.{field}) || self.{field} == oldSelf.{field})"
+        for field in fields
+    )
+
+
+def _unless_restarted(condition: str) -> str:
+    """Pods are made anew anyway when the job was suspended or is restarted by declaration."""
+    return f"oldSelf.suspend || !({_kept_optional('restart.id')}) || ({condition})"
+
+
+RULES: dict[Path, tuple[Rule, ...]] = {
+    (): (
+        Rule("self.metadata.name.size() <= 40", "metadata.name: at most 40 characters, so that names of pods fit"),
+        Rule(
+            "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+            "metadata.name: lower-case letters, digits and '-', beginning with a letter, as names of Services are",
+        ),
+    ),
+    ("spec",): (
+        Rule(_kept_optional("managedBy"), "managedBy cannot be changed"),
+        Rule(
+            _unless_restarted(_kept("seed", "model", "task", "algorithm", "staleness")),
+            f"seed, model, task, algorithm and staleness cannot be changed while the job runs{_MUTABLE}",
+        ),
+        Rule(
+            _unless_restarted(_kept("trainers", "preprocessor", "stream", "weightTransfer", "network", "sharedMemorySize")),
+            "trainers, preprocessor, stream, weightTransfer, network and sharedMemorySize cannot be changed while the job runs"
+            + _MUTABLE,
+        ),
+        Rule(
+            _unless_restarted(_kept_optional("reference", "image") + " && " + _kept("imagePullSecrets", "env")),
+            f"reference, image, imagePullSecrets and env cannot be changed while the job runs{_MUTABLE}",
+        ),
+        Rule(
+            _unless_restarted(
+                _kept(
+                    "actors.generatorsPerReplica",
+                    "actors.gpusPerReplica",
+                    "actors.generator",
+                    "actors.startupTimeoutSeconds",
+                    "actors.drainSeconds",
+                )
+                + " && "
+                + _kept_optional("actors.image")
+            ),
+            f"of actors, only replicas, minReplicas and maxReplicas can be changed while the job runs{_MUTABLE}",
+        ),
+        Rule(
+            "self.algorithm.kl.coefficient == 0.0 || has(self.reference)",
+            "algorithm.kl.coefficient needs a reference model: add 'reference: {}' or set the coefficient to 0",
+        ),
+        Rule(
+            "self.algorithm.kl.coefficient > 0.0 || !has(self.reference)",
+            "reference is never used with algorithm.kl.coefficient=0: remove it or set the coefficient",
+        ),
+        Rule(
+            "self.task.sampling.maxTokens < self.model.maxModelLen",
+            "task.sampling.maxTokens leaves no room for a prompt in model.maxModelLen",
+        ),
+        Rule(
+            "self.trainers.microBatchTokens >= self.model.maxModelLen",
+            "trainers.microBatchTokens cannot hold one trajectory of model.maxModelLen tokens",
+        ),
+        Rule(
+            "self.algorithm.baseline != 'leave_one_out' || self.task.groupSize >= 2",
+            "algorithm.baseline=leave_one_out needs task.groupSize of at least 2",
+        ),
+        Rule(
+            "self.weightTransfer.backend != 'nccl' || self.actors.gpusPerReplica > 0",
+            "weightTransfer.backend=nccl needs GPUs: set the backend to gloo, or actors.gpusPerReplica",
+        ),
+        Rule(
+            "!self.autoscale.enabled || has(self.actors.maxReplicas)",
+            "autoscale.enabled needs actors.maxReplicas",
+        ),
+    ),
+    ("spec", "actors"): (
+        Rule("self.minReplicas <= self.replicas", "minReplicas is more than replicas: lower the one or raise the other"),
+        Rule(
+            "!has(self.maxReplicas) || self.replicas <= self.maxReplicas",
+            "replicas is more than maxReplicas: lower the one or raise the other",
+        ),
+    ),
+    ("spec", "algorithm"): (
+        Rule("self.optimizer.warmupSteps <= self.steps", "optimizer.warmupSteps is more than steps"),
+        Rule(
+            "self.loss != 'grpo' || self.baseline != 'value'",
+            "loss=grpo has no value head: choose loss=ppo, or baseline=leave_one_out",
+        ),
+    ),
+    ("spec", "model", "cache"): (
+        Rule("has(self.pvc) != has(self.emptyDir)", "exactly one of pvc and emptyDir"),
+    ),
+    ("spec", "trainers"): (
+        Rule(
+            "self.replicas == 1 || has(self.checkpoint.pvc) || has(self.checkpoint.uri)",
+            "several trainer nodes write one checkpoint together: set checkpoint.pvc or checkpoint.uri",
+        ),
+    ),
+    ("spec", "trainers", "checkpoint"): (Rule("!has(self.pvc) || !has(self.uri)", "pvc and uri exclude each other"),),
+    ("spec", "env", "[]"): (
+        Rule("!has(self.value) || !has(self.valueFrom)", "value and valueFrom exclude each other"),
+        Rule("!self.name.startsWith('PRL_')", "names that begin with PRL_ are set by the operator"),
+    ),
+    ("spec", "env", "[]", "valueFrom"): (
+        Rule(
+            "[has(self.secretKeyRef), has(self.configMapKeyRef), has(self.fieldRef)].exists_one(given, given)",
+            "exactly one of secretKeyRef, configMapKeyRef and fieldRef",
+        ),
+    ),
+    ("spec", "autoscale"): (Rule("self.lowRatio < self.highRatio", "lowRatio must be below highRatio"),),
+}
+
+
+def add_rules(schema: dict[str, Any]) -> None:
+    """Puts every rule where it belongs. Raises KeyError when the place does not exist."""
+    for path, rules in RULES.items():
+        place(schema, path)["x-kubernetes-validations"] = [rule.as_object() for rule in rules]
+
+
+def place(schema: dict[str, Any], path: Path) -> dict[str, Any]:
+    for part in path:
+        schema = schema["items"] if part == "[]" else schema["properties"][part]
+    return schema
