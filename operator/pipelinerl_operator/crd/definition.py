@@ -29,6 +29,10 @@ _COLUMNS = (
 )
 
 
+_NAME = {"type": "string", "maxLength": 40, "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$"}
+"""So that names of pods fit in 63 characters, and because the job's Service, whose name begins with a letter, is called so."""
+
+
 def definition() -> dict[str, Any]:
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
@@ -72,14 +76,14 @@ def job_schema() -> dict[str, Any]:
     status["description"] = "What the operator sees and remembers; only it writes here."
     status["properties"]["conditions"] |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
     schema = {
-        "description": "A reinforcement-learning run of a language model in which generation never stops: actors sample, trainers "
-        "learn, and new weights reach the generators between two tokens.",
+        "description": "A reinforcement-learning run of a language model in which generation never stops: actors sample, "
+        "trainers learn, and new weights reach the generators between two tokens.",
         "type": "object",
         "required": ["spec"],
         "properties": {
             "apiVersion": {"type": "string"},
             "kind": {"type": "string"},
-            "metadata": {"type": "object"},
+            "metadata": {"type": "object", "properties": {"name": _NAME}},
             "spec": spec,
             "status": status,
         },

@@ -24,7 +24,7 @@ _MUTABLE = "; set suspend, or change restart.id together with it"
 
 
 def _kept(*fields: str) -> str:
-    """True when none of the fields was added, removed or changed. All but the optional ones have defaults, so they are there."""
+    """True when none of the fields was changed. They have defaults, or are required, so they are always there."""
     return " && ".join(f"self.{field} == oldSelf.{field}" for field in fields)
 
 
@@ -42,13 +42,6 @@ def _unless_restarted(condition: str) -> str:
 
 
 RULES: dict[Path, tuple[Rule, ...]] = {
-    (): (
-        Rule("self.metadata.name.size() <= 40", "metadata.name: at most 40 characters, so that names of pods fit"),
-        Rule(
-            "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
-            "metadata.name: lower-case letters, digits and '-', beginning with a letter, as names of Services are",
-        ),
-    ),
     ("spec",): (
         Rule(_kept_optional("managedBy"), "managedBy cannot be changed"),
         Rule(
@@ -121,9 +114,7 @@ RULES: dict[Path, tuple[Rule, ...]] = {
             "loss=grpo has no value head: choose loss=ppo, or baseline=leave_one_out",
         ),
     ),
-    ("spec", "model", "cache"): (
-        Rule("has(self.pvc) != has(self.emptyDir)", "exactly one of pvc and emptyDir"),
-    ),
+    ("spec", "model", "cache"): (Rule("has(self.pvc) != has(self.emptyDir)", "exactly one of pvc and emptyDir"),),
     ("spec", "trainers"): (
         Rule(
             "self.replicas == 1 || has(self.checkpoint.pvc) || has(self.checkpoint.uri)",

@@ -1,7 +1,7 @@
 """A pydantic model as a structural schema: what apiextensions.k8s.io/v1 accepts, with bounds everywhere.
 
 Differences to JSON Schema: nothing is referred to, nothing may be null (a field is left out instead), unknown fields are pruned
-rather than forbidden, and what is free-form says so. Bounds are needed because the cost of a rule is estimated by the largest value.
+rather than forbidden, and what is free-form says so. Bounds are needed because a rule's cost is estimated by the largest value.
 """
 
 from collections.abc import Mapping

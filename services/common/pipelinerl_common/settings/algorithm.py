@@ -61,10 +61,13 @@ class AlgorithmSettings(Settings):
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus."""
     kl: KLSettings = KLSettings()
+    """Closeness to a reference model."""
     overlong: OverlongSettings = OverlongSettings()
+    """What becomes of completions that are too long."""
     drop_zero_advantage: bool = False
     """Groups whose trajectories all have the same reward are dropped before batching, and their slots given back."""
     optimizer: OptimizerSettings = OptimizerSettings()
+    """AdamW and the schedule of its learning rate."""
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> "AlgorithmSettings":

@@ -68,6 +68,7 @@ class JobSpec(Settings):
     weight_transfer: WeightTransferSettings = WeightTransferSettings()
     """How new weights reach the generators while they decode."""
     telemetry: TelemetrySettings = TelemetrySettings()
+    """Where numbers go beside Prometheus."""
     suspend: Annotated[bool, CLUSTER_ONLY] = False
     """Deletes the job's pods and keeps the rest; turned off again, training goes on from the newest checkpoint."""
     managed_by: Annotated[Annotated[str, Field(max_length=253)], CLUSTER_ONLY] = ""

@@ -47,6 +47,7 @@ class TaskSettings(Settings):
     group_size: Annotated[int, Field(ge=1, le=4096)] = 8
     """Trajectories per prompt (G)."""
     sampling: SamplingSettings = SamplingSettings()
+    """How completions are sampled."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
     """Longest time for one trajectory, verification included."""
     verifier_timeout_seconds: Annotated[float, Field(gt=0)] = 60.0

@@ -38,6 +38,7 @@ class ActorSettings(Settings):
     gpus_per_replica: Annotated[int, Field(ge=0, le=64)] = 0
     """GPUs of one actor; 0 runs on the CPU."""
     generator: GeneratorSettings = GeneratorSettings()
+    """The engine of each generator."""
     startup_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 3600.0
     """Longest time to load the model."""
     drain_seconds: Annotated[float, Field(ge=0, le=86400)] = 30.0
@@ -45,8 +46,8 @@ class ActorSettings(Settings):
     image: Annotated[Image | None, CLUSTER_ONLY] = None
     """Image of this role; unset takes spec.image, and without that the operator's."""
     pod_template: Annotated[PodTemplate | None, CLUSTER_ONLY] = None
-    """metadata and spec of a pod, laid over the operator's own: containers, volumes and mounts go by name, so resources, node
-    selectors, tolerations, volumes and sidecars can be added. Containers: rollout, generator-0, generator-1, ..."""
+    """metadata and spec of a pod, laid over the operator's own by name: resources, tolerations, volumes, sidecars.
+    Containers: rollout, generator-0, generator-1, ..."""
 
     @model_validator(mode="after")
     def _replicas_in_range(self) -> Self:
@@ -69,13 +70,14 @@ class ReferenceSettings(Settings):
     gpus_per_replica: Annotated[int, Field(ge=0, le=64)] | None = None
     """GPUs of one; unset gives it tensorParallelSize where actors have GPUs, and none where they have none."""
     generator: GeneratorSettings = GeneratorSettings()
+    """The engine of each generator."""
     startup_timeout_seconds: Annotated[float, Field(gt=0, le=86400), CLUSTER_ONLY] = 3600.0
     """Longest time to load the model."""
     image: Annotated[Image | None, CLUSTER_ONLY] = None
     """Image of this role; unset takes spec.image, and without that the operator's."""
     pod_template: Annotated[PodTemplate | None, CLUSTER_ONLY] = None
-    """metadata and spec of a pod, laid over the operator's own: containers, volumes and mounts go by name, so resources, node
-    selectors, tolerations, volumes and sidecars can be added. Container: generator."""
+    """metadata and spec of a pod, laid over the operator's own by name: resources, tolerations, volumes, sidecars.
+    Container: generator."""
 
 
 class PreprocessorSettings(Settings):
@@ -89,8 +91,8 @@ class PreprocessorSettings(Settings):
     image: Annotated[Image | None, CLUSTER_ONLY] = None
     """Image of this role; unset takes spec.image, and without that the operator's."""
     pod_template: Annotated[PodTemplate | None, CLUSTER_ONLY] = None
-    """metadata and spec of a pod, laid over the operator's own: containers, volumes and mounts go by name, so resources, node
-    selectors, tolerations, volumes and sidecars can be added. Container: preprocessor."""
+    """metadata and spec of a pod, laid over the operator's own by name: resources, tolerations, volumes, sidecars.
+    Container: preprocessor."""
 
 
 class CheckpointSettings(Settings):
@@ -132,14 +134,16 @@ class TrainerSettings(Settings):
     activation_checkpointing: bool = False
     """Compute each layer again in the backward pass instead of keeping its activations: a third more time, far less memory."""
     checkpoint: CheckpointSettings = CheckpointSettings()
+    """What outlives a trainer."""
     parity: ParitySettings = ParitySettings()
+    """The check before the first step that generators and trainer compute the same."""
     drain_seconds: Annotated[float, Field(ge=0, le=86400)] = 120.0
     """Time to finish the step and save a checkpoint when the trainers are asked to stop."""
     image: Annotated[Image | None, CLUSTER_ONLY] = None
     """Image of this role; unset takes spec.image, and without that the operator's."""
     pod_template: Annotated[PodTemplate | None, CLUSTER_ONLY] = None
-    """metadata and spec of a pod, laid over the operator's own: containers, volumes and mounts go by name, so resources, node
-    selectors, tolerations, volumes and sidecars can be added. Container: trainer."""
+    """metadata and spec of a pod, laid over the operator's own by name: resources, tolerations, volumes, sidecars.
+    Container: trainer."""
 
 
 class StreamSettings(Settings):
