@@ -12,6 +12,7 @@ import celpy
 import pytest
 import yaml
 from celpy import celtypes
+from celpy.adapter import json_to_cel
 from operator_jobs import make_raw
 from pydantic import BaseModel, JsonValue
 
@@ -115,7 +116,14 @@ def test_columns_and_scale_point_at_fields_that_exist() -> None:
 
 
 def test_defaults_have_the_type_of_their_field() -> None:
-    kinds = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
+    kinds: dict[str, Any] = {
+        "string": str,
+        "integer": int,
+        "number": (int, float),
+        "boolean": bool,
+        "array": list,
+        "object": dict,
+    }
     for path, schema in schemas(job_schema()):
         if "default" in schema:
             assert isinstance(schema["default"], kinds[schema["type"]]), path
@@ -196,7 +204,7 @@ def to_cel(value: Any, schema: dict[str, Any]) -> Any:
         return celtypes.ListType([to_cel(item, schema["items"]) for item in value])
     if schema.get("type") == "number":
         return celtypes.DoubleType(value)
-    return celpy.json_to_cel(value)
+    return json_to_cel(value)
 
 
 def found(value: Any, schema: dict[str, Any], path: RulePath) -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -212,18 +220,18 @@ def found(value: Any, schema: dict[str, Any], path: RulePath) -> Iterator[tuple[
         yield from found(value[part], schema["properties"][part], tuple(rest))
 
 
+SCHEMA = job_schema()
 ENVIRONMENT = celpy.Environment()
 PROGRAMS = {rule.rule: ENVIRONMENT.program(ENVIRONMENT.compile(rule.rule)) for rules in RULES.values() for rule in rules}
 
 
 def refusals(new: dict[str, Any], old: dict[str, Any] | None = None) -> list[str]:
     """Messages of the rules that refuse `new`, created or, with `old`, updated."""
-    schema = job_schema()
-    new, old = with_defaults(new, schema), with_defaults(old, schema) if old else None
+    new, old = with_defaults(new, SCHEMA), with_defaults(old, SCHEMA) if old else None
     messages = []
     for path, rules in RULES.items():
-        before = [to_cel(*each) for each in found(old, schema, path)] if old else []
-        for number, (value, at) in enumerate(found(new, schema, path)):
+        before = [to_cel(*each) for each in found(old, SCHEMA, path)] if old else []
+        for number, (value, at) in enumerate(found(new, SCHEMA, path)):
             for rule in rules:
                 values = {"self": to_cel(value, at)}
                 if "oldSelf" in rule.rule:

@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel
 
 from pipelinerl_common.errors import SettingsError
-from pipelinerl_common.settings import Job, load_job, parse_job
+from pipelinerl_common.settings import Job, cluster_only_paths, load_job, parse_job, service_view
 from pipelinerl_staleness.areal import ArealSettings
 from pipelinerl_staleness.conventional import ConventionalSettings
 
@@ -219,15 +219,15 @@ def _models(model: type[BaseModel], seen: set[type[BaseModel]]) -> set[type[Base
 
 
 def test_every_field_is_documented() -> None:
-    """Sections are described by their class; `metadata` by Kubernetes."""
+    """Sections too, since `kubectl explain` shows it; `metadata` is described by Kubernetes."""
     undocumented = [
         f"{model.__name__}.{name}"
         for model in _models(Job, set())
         if model.__name__ not in ("Job", "Metadata")
         for name, field in model.model_fields.items()
-        if not field.description and not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel))
+        if not field.description
     ]
-    assert undocumented == ["JobSpec.reference"]
+    assert undocumented == []
 
 
 def test_settings_are_read_without_torch_or_the_network_libraries() -> None:
@@ -237,3 +237,46 @@ def test_settings_are_read_without_torch_or_the_network_libraries() -> None:
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60).stdout
     assert output == "[]\n"
+
+
+def test_what_only_kubernetes_reads_is_listed_where_it_is_set_and_hidden_from_services() -> None:
+    cluster = {
+        "suspend": True,
+        "actors": {"replicas": 2, "minReplicas": 2, "podTemplate": {"spec": {"nodeName": "a"}}},
+        "trainers": {"checkpoint": {"everySteps": 5, "pvc": "claim"}},
+        "model": {"uri": "tiny://arithmetic", "cache": {"pvc": "models"}},
+        "failurePolicy": {"maxRestarts": 10},
+    }
+    spec = parse_job(document(**cluster), "job.yaml").spec
+    assert cluster_only_paths(spec) == [
+        "model.cache",
+        "actors.minReplicas",
+        "actors.podTemplate",
+        "trainers.checkpoint.pvc",
+        "suspend",
+    ]
+    view = service_view(spec)
+    assert view["trainers"]["checkpoint"] == {"everySteps": 5, "keep": 2}
+    assert view["actors"]["replicas"] == 2
+    assert not {"suspend", "failurePolicy", "scheduling"} & view.keys()
+    assert parse_job(document(**view), "services").spec.algorithm == spec.algorithm
+
+
+def test_a_job_without_cluster_fields_lists_none() -> None:
+    assert cluster_only_paths(parse_job(document(staleness={"policy": "areal", "eta": 2}), "job.yaml").spec) == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"actors": {"minReplicas": 3}}, "actors.minReplicas=3 is more than actors.replicas=1"),
+        ({"actors": {"replicas": 3, "maxReplicas": 2}}, "actors.replicas=3 is more than actors.maxReplicas=2"),
+        ({"model": {"uri": "a", "cache": {}}}, "exactly one of pvc and emptyDir"),
+        ({"trainers": {"checkpoint": {"pvc": "a", "uri": "file:///a"}}}, "both pvc and uri"),
+        ({"env": [{"name": "PRL_JOB"}]}, "PRL_JOB: names that begin with PRL_ are set by the operator"),
+        ({"autoscale": {"enabled": True}}, "needs actors.maxReplicas"),
+        ({"sharedMemorySize": "lots"}, "spec.sharedMemorySize"),
+    ],
+)
+def test_wrong_cluster_fields_are_refused_on_a_laptop_too(spec: dict[str, Any], says: str) -> None:
+    assert says in fault(document(**spec))
