@@ -83,6 +83,9 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 - --actor-image={{ include "pipelinerl.image" (dict "root" $ "image" .Values.actor.image) }}
 - --trainer-image={{ include "pipelinerl.image" (dict "root" $ "image" .Values.trainer.image) }}
 - --preprocessor-image={{ include "pipelinerl.image" (dict "root" $ "image" .Values.preprocessor.image) }}
+- --image-pull-policy={{ .Values.image.pullPolicy }}
+- --operator-label=app.kubernetes.io/instance={{ .Release.Name }}
+- --operator-label=app.kubernetes.io/component=operator
 {{- range .Values.watchNamespaces }}
 - --namespace={{ . }}
 {{- end }}
@@ -118,25 +121,25 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
   verbs: [update]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch, create, delete]
+  verbs: [get, list, watch, create, delete]
 - apiGroups: [""]
   resources: [secrets]
-  verbs: [get, create, patch]
+  verbs: [get, create]
 - apiGroups: [""]
   resources: [configmaps, services, serviceaccounts]
-  verbs: [list, watch, create, patch, delete]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
-  verbs: [list, watch, create, patch, delete]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
-  verbs: [list, watch, create, patch, delete]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [events]
   verbs: [create]
 {{- if .Values.rbac.gangScheduling }}
 - apiGroups: [scheduling.volcano.sh, scheduling.x-k8s.io]
   resources: [podgroups]
-  verbs: [list, watch, create, patch, delete]
+  verbs: [get, list, watch, create, patch, delete]
 {{- end }}
 {{- end -}}
