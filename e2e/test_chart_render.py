@@ -1,5 +1,6 @@
 """The chart without a cluster: what it renders for several values, and what it refuses."""
 
+import difflib
 import itertools
 import os
 import re
@@ -11,6 +12,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+
 from pipelinerl_operator.kube import permissions
 
 ROOT = Path(__file__).parents[1]
@@ -70,13 +72,23 @@ def test_the_chart_passes_helm_lint() -> None:
     assert result.returncode == 0, result.stdout
 
 
+def reviewed(documents: list[dict[str, Any]]) -> list[str]:
+    """Names of everything, and the operator's own objects in full, as lines."""
+    kinds = ("Deployment", "Role", "ClusterRole", "Service", "NetworkPolicy")
+    operator = [each for each in documents if each["kind"] in kinds]
+    text = "\n".join(sorted(map(identity, documents))) + "\n---\n" + yaml.safe_dump_all(operator, sort_keys=False, width=120)
+    return text.splitlines(keepends=True)
+
+
 @pytest.mark.parametrize("name", VALUES)
 def test_what_is_rendered_is_what_was_reviewed(name: str) -> None:
-    """Names of everything; the operator's own objects in full. PIPELINERL_UPDATE_GOLDEN=1 writes the files again."""
-    documents = render(*VALUES[name])
-    operator = [each for each in documents if each["kind"] in ("Deployment", "Role", "ClusterRole", "Service", "NetworkPolicy")]
-    text = "\n".join(sorted(map(identity, documents))) + "\n---\n" + yaml.safe_dump_all(operator, sort_keys=False, width=120)
-    file = GOLDEN / f"chart-{name}.yaml"
+    """The default in full, other values by what they change. PIPELINERL_UPDATE_GOLDEN=1 writes the files again."""
+    default = reviewed(render())
+    if name == "default":
+        file, text = GOLDEN / "chart.yaml", "".join(default)
+    else:
+        changes = difflib.unified_diff(default, reviewed(render(*VALUES[name])), "default", name, n=1)
+        file, text = GOLDEN / f"chart-{name}.diff", "".join(changes)
     if os.environ.get("PIPELINERL_UPDATE_GOLDEN"):
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
