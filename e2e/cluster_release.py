@@ -15,7 +15,8 @@ class Release:
     cluster: Cluster
 
     def values(self) -> list[str]:
-        return [f"image.registry={self.cluster.registry}", f"image.tag={self.cluster.tag}"]
+        images = [f"image.registry={self.cluster.registry}", f"image.tag={self.cluster.tag}"]
+        return [*images, f"nats.image.tag={self.cluster.tag}", "nats.persistence.enabled=false"]
 
     def install(self, *more: str) -> None:
         """Installs or upgrades, and waits until every replica is ready."""

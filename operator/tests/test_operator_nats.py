@@ -5,6 +5,7 @@ import base64
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import nats
@@ -184,26 +185,18 @@ async def test_a_restarted_server_still_knows_accounts_and_what_is_on_their_stre
 
 async def test_a_server_that_lost_its_disk_is_told_again_while_services_wait(tmp_path: Path) -> None:
     job = make_job()
-    async with NatsServer.start(tmp_path / "one", trust=trust.server_trust(OPERATOR)) as server:
-        port = server.port
-        opening = AccountStreams.open(server.url, OPERATOR)
-        streams = await opening.__aenter__()
-        credentials = await streams.ensure(job)
-    try:
-        async with NatsServer.start(tmp_path / "two", port, trust=trust.server_trust(OPERATOR)) as server:
-            service = asyncio.ensure_future(_connect_once(server.url, job, credentials))
-            await until(lambda: b"authentication error" in server.log_file.read_bytes())
-            assert not service.done()
-            async with asyncio.timeout(DEADLINE_S):
-                assert await streams.ensure(job) == credentials
-                await service
-    finally:
-        await opening.__aexit__(None, None, None)
-
-
-async def _connect_once(url: str, job: JobResource, credentials: str) -> None:
-    async with open_stream(url, job, credentials):
-        pass
+    async with AsyncExitStack() as stack:
+        async with NatsServer.start(tmp_path / "one", trust=trust.server_trust(OPERATOR)) as server:
+            streams = await stack.enter_async_context(AccountStreams.open(server.url, OPERATOR))
+            login = Login(credentials_text=await streams.ensure(job))
+            opening = connect(server.url, "maths", job.spec.stream, name="test", namespace="team", login=login)
+            stream = await stack.enter_async_context(opening)
+        await until(lambda: not stream.is_connected)
+        async with NatsServer.start(tmp_path / "two", server.port, trust=trust.server_trust(OPERATOR)):
+            await until(lambda: stream.is_connected)
+            assert await stream.num_waiting() == 0
+            status = await streams.observe(job)
+            assert status == StreamStatus(0, 0.0)
 
 
 async def test_a_removed_job_leaves_nothing_and_its_services_are_shut_out(

@@ -78,6 +78,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 - --lease={{ include "pipelinerl.fullname" . }}
 - --coordinator={{ include "pipelinerl.coordinator" . }}
 - --nats-url={{ include "pipelinerl.natsUrl" . }}
+{{- include "pipelinerl.natsArgs" . }}
 - --metrics-listen=0.0.0.0:8080
 - --log-level={{ .Values.operator.logLevel }}
 - --actor-image={{ include "pipelinerl.image" (dict "root" $ "image" .Values.actor.image) }}

@@ -1,19 +1,36 @@
 """nats-server's own requests: accounts through the system account, streams through JetStream's API."""
 
+import asyncio
 import json
+import logging
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
 from pipelinerl_common.errors import Unavailable
+from pipelinerl_common.service import cancel_all
 from pipelinerl_common.stream import ServerRequests
 from pipelinerl_operator.nats.claims import StreamLimits, account_token, deletion_token, read_claims
 from pipelinerl_operator.nats.keys import Key
 
+log = logging.getLogger(__name__)
+
 _ANSWER_S: Final = 10.0
 _LOOK_S: Final = 2.0
+_PAUSE_S: Final = 2.0
 _NO_STREAM: Final = 10059
 _OF_ONE_SIGNING: Final = ("iat", "jti")
+
+
+@dataclass(frozen=True, slots=True)
+class _Ensured:
+    generation: int
+    """Of the connection on which it was seen to be right."""
+    name: str
+    limits: StreamLimits
 
 
 class AccountServer:
@@ -23,18 +40,44 @@ class AccountServer:
     def __init__(self, requests: ServerRequests, operator: Key) -> None:
         self._requests = requests
         self._operator = operator
-        self._ensured: dict[str, tuple[int, StreamLimits]] = {}
+        self._ensured: dict[str, _Ensured] = {}
+        self._reconnected = asyncio.Event()
+
+    @asynccontextmanager
+    async def restoring(self) -> AsyncIterator[None]:
+        """While the block runs, tells the server after every reconnect of the accounts that it may have forgotten."""
+        async with self._requests.reconnecting(self._reconnected.set):
+            task = asyncio.ensure_future(self._restore_for_ever())
+            try:
+                yield
+            finally:
+                await cancel_all([task])
 
     async def ensure(self, account: str, name: str, limits: StreamLimits) -> None:
         """Raises Unavailable."""
-        state = (self._requests.generation, limits)
+        state = _Ensured(self._requests.generation, name, limits)
         if self._requests.is_connected and self._ensured.get(account) == state:
             return
         wanted = account_token(self._operator, account, name, limits, int(time.time()))
         found = await self._requests.ask(f"$SYS.REQ.ACCOUNT.{account}.CLAIMS.LOOKUP", b"", _ANSWER_S)
         if not _says_the_same(found.decode(), wanted):
             _confirmed(await self._requests.ask("$SYS.REQ.CLAIMS.UPDATE", wanted.encode(), _ANSWER_S))
-        self._ensured[account] = (self._requests.generation, limits)
+        self._ensured[account] = state
+
+    async def _restore_for_ever(self) -> None:
+        while True:
+            await self._reconnected.wait()
+            self._reconnected.clear()
+            for account, known in tuple(self._ensured.items()):
+                if account not in self._ensured:
+                    continue  # removed meanwhile
+                try:
+                    await self.ensure(account, known.name, known.limits)
+                except Unavailable as error:
+                    log.warning("accounts of jobs are not checked, tried again: %s", error)
+                    self._reconnected.set()
+                    await asyncio.sleep(_PAUSE_S)
+                    break
 
     async def remove(self, account: str) -> None:
         """The account first, so that nobody makes streams again, then its streams. Raises Unavailable."""

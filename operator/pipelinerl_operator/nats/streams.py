@@ -65,10 +65,13 @@ class AccountStreams:
     @classmethod
     @asynccontextmanager
     async def open(cls, url: str, operator: Key, ca_file: Path | None = None) -> AsyncIterator["AccountStreams"]:
-        """Connects beside the block: a server that starts later will do."""
+        """Connects beside the block: a server that starts later will do, and one that comes back without its disk is told
+        of all accounts again."""
         login = Login(credentials_text=administration_credentials(operator), ca_file=ca_file)
         async with ServerRequests.open(url, login, name=_CLIENT) as requests:
-            yield cls(requests, operator)
+            streams = cls(requests, operator)
+            async with streams._server.restoring():
+                yield streams
 
     async def ensure(self, job: JobResource) -> str:
         account = self._account(job)

@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Final
 
 from nats.aio.msg import Msg
@@ -35,6 +35,10 @@ class ServerRequests:
     def generation(self) -> int:
         """Grows with every connect, the first one included: the server may have forgotten what it was told before."""
         return self._connection.generation
+
+    def reconnecting(self, listener: Callable[[], None]) -> AbstractAsyncContextManager[None]:
+        """Calls `listener` after every connect but the first, while the block runs."""
+        return self._connection.listening(listener)
 
     async def ask(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
         """The first answer. Raises Unavailable at the deadline."""
