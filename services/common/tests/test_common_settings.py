@@ -98,7 +98,10 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
         ({"reference": {"replica": 1}, "algorithm": {"kl": {"coefficient": 0.1}}}, "did you mean 'replicas'?"),
         ({"algorithm": {"steps": 0}}, "spec.algorithm.steps: Input should be greater than or equal to 1 (got 0)"),
         ({"algorithm": {"steps": "many"}}, "(got 'many')"),
-        ({"algorithm": {"loss": "dpo"}}, "'reinforce', 'ppo' or 'grpo' (got 'dpo')"),
+        (
+            {"algorithm": {"loss": "dpo"}},
+            "1 fault(s) in the job file\n  spec.algorithm.loss: Input should be 'reinforce', 'ppo', 'grpo'",
+        ),
         ({"trainers": {"zeroStage": 4}}, "spec.trainers.zeroStage"),
         ({"task": {"path": "no colon"}}, "is not of the form 'package.module:Name'"),
         ({"model": {}}, "spec.model.uri: missing"),

@@ -72,12 +72,15 @@ class Intake:
 
     async def _score(self, reference: Reference, prepared: PreparedGroup) -> None:
         try:
-            scored = prepared.with_reference(await reference.score(prepared.sequences))
+            scored = self._preparation.with_reference(prepared, await reference.score(prepared.sequences))
         except (TemporaryError, PermanentError) as error:
             log.warning("group=%s not scored by the reference: %s", prepared.group_id, error)
             await self._live.drop(prepared.group_id, DropReason.REFERENCE)
         else:
-            await self._live.finish(scored)
+            if isinstance(scored, DropReason):
+                await self._live.drop(prepared.group_id, scored)
+            else:
+                await self._live.finish(scored)
         finally:
             self._scoring.release()
 

@@ -12,7 +12,6 @@ from pipelinerl_common.metrics import Metrics
 from pipelinerl_common.service import Wiring
 from pipelinerl_common.settings import JobSpec
 from pipelinerl_common.stream import Stream
-from pipelinerl_preprocessor.advantage import estimator_of
 from pipelinerl_preprocessor.batch import Layout
 from pipelinerl_preprocessor.counters import Counters
 from pipelinerl_preprocessor.events import EventLog
@@ -53,7 +52,7 @@ def layout_of(spec: JobSpec) -> Layout:
         row_tokens=spec.trainers.micro_batch_tokens,
         temperature=spec.task.sampling.temperature,
         reference=spec.reference is not None,
-        returns=estimator_of(spec.algorithm).with_returns,
+        returns=spec.algorithm.baseline == "value",
     )
 
 

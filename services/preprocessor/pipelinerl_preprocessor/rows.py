@@ -26,8 +26,8 @@ class TrainSequence:
     ref_logprobs_T: NDArray[np.float32] | None
     version_runs: tuple[VersionRun, ...]
     advantage: float
-    target_return: float | None
-    """Target of a value head, None without one."""
+    returns_T: NDArray[np.float32] | None
+    """Targets of a value head, None without one."""
     reward: float
     weight: float = 1.0
 
@@ -91,7 +91,7 @@ def build_row(
     if sequences:
         input_ids_L[:used] = np.concatenate([sequence.token_ids_S for sequence in sequences])
     references = [s.ref_logprobs_T for s in sequences if s.ref_logprobs_T is not None]
-    targets = [s.target_return for s in sequences if s.target_return is not None]
+    targets = [s.returns_T for s in sequences if s.returns_T is not None]
     return MicroBatch(
         index=index,
         sequence_lengths=tuple(lengths),
@@ -100,7 +100,7 @@ def build_row(
         old_logprobs_L=per_slot([sequence.logprobs_T for sequence in sequences]),
         advantages_L=per_sequence([sequence.advantage for sequence in sequences]),
         ref_logprobs_L=per_slot(references) if reference else None,
-        returns_L=per_sequence(targets) if returns else None,
+        returns_L=per_slot(targets) if returns else None,
         rewards=tuple(sequence.reward for sequence in sequences),
         sequence_weights=tuple(sequence.weight for sequence in sequences),
         version_runs=merge_runs(run for sequence in sequences for run in sequence.trained_runs),

@@ -1,5 +1,6 @@
 """What of a group is trained, by which rule."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from preprocessor_harness import make_group, make_job, make_sample
 
 from pipelinerl_common.settings import OverlongSettings
-from pipelinerl_common.types import FinishReason, VersionRun
+from pipelinerl_common.types import FinishReason, Sample, VersionRun
 from pipelinerl_preprocessor.drops import DropReason
 from pipelinerl_preprocessor.preparation import Preparation, PreparedGroup, overlong_penalty
 
@@ -93,15 +94,75 @@ def test_an_advantage_that_does_not_fit_32_bits_is_not_finite() -> None:
 
 
 def test_a_value_head_gets_the_reward_as_its_target() -> None:
-    group = prepare(make_sample(0, 1.0), make_sample(1, 0.0), algorithm={"baseline": "value"})
-    assert [(sequence.advantage, sequence.target_return) for sequence in group.sequences] == [(1.0, 1.0), (0.0, 0.0)]
+    group = prepare(make_sample(0, 1.0), make_sample(1, 0.0, sampled=2), algorithm={"baseline": "value"})
+    targets = [None if sequence.returns_T is None else sequence.returns_T.tolist() for sequence in group.sequences]
+    assert targets == [[1.0] * 4, [0.0] * 2]
+    discounted = prepare(make_sample(0, 1.0, sampled=3), algorithm={"baseline": "value", "discount": 0.5})
+    assert discounted.sequences[0].returns_T is not None
+    assert discounted.sequences[0].returns_T.tolist() == [0.25, 0.5, 1.0]
+    assert prepare(make_sample(0, 1.0), make_sample(1, 0.0)).sequences[0].returns_T is None
+
+
+def scored(samples: Sequence[Sample], columns: list[list[float]], **algorithm: object) -> PreparedGroup:
+    """After the reference's answer; `kl` makes the job need one."""
+    spec = make_job(task={"groupSize": len(samples), "sampling": {"maxTokens": 32}}, reference={}, algorithm=algorithm).spec
+    preparation = Preparation(spec)
+    group = preparation.prepare(make_group("0-0", samples=samples))
+    assert isinstance(group, PreparedGroup)
+    result = preparation.with_reference(group, [np.array(column, np.float32) for column in columns])
+    assert isinstance(result, PreparedGroup)
+    return result
+
+
+IN_LOSS: dict[str, object] = {"coefficient": 0.1}
+IN_REWARD: dict[str, object] = {"coefficient": 0.5, "estimator": "k1", "placement": "reward"}
 
 
 def test_the_reference_column_follows_the_sequences() -> None:
-    group = prepare(make_sample(0, 1.0), make_sample(1, 0.0, sampled=0), make_sample(2, 0.0, sampled=2))
-    scored = group.with_reference([np.full(4, -1, np.float32), np.full(2, -2, np.float32)])
-    columns = [sequence.ref_logprobs_T for sequence in scored.sequences]
+    samples = (make_sample(0, 1.0), make_sample(1, 0.0, sampled=0), make_sample(2, 0.0, sampled=2))
+    group = scored(samples, [[-1.0] * 4, [-2.0] * 2], kl=IN_LOSS)
+    columns = [sequence.ref_logprobs_T for sequence in group.sequences]
     assert [None if column is None else column.tolist() for column in columns] == [[-1] * 4, [-2] * 2]
+    assert [sequence.advantage for sequence in group.sequences] == [1.0, -0.5]
+
+
+def test_a_penalty_in_the_reward_is_the_sum_over_tokens_and_moves_the_baseline_too() -> None:
+    # Sampled at -0.5; k1 = log mu - log ref: 4 x 0.5 = 2 and 2 x 0.25 = 0.5; half of it: rewards 1 - 1 = 0 and 0 - 0.25.
+    samples = (make_sample(0, 1.0), make_sample(1, 0.0, sampled=2))
+    group = scored(samples, [[-1.0] * 4, [-0.75] * 2], kl=IN_REWARD)
+    assert [sequence.advantage for sequence in group.sequences] == [0.25, -0.25]
+    assert group.rewards == (1.0, 0.0)
+
+
+def test_a_trajectory_that_was_not_scored_has_the_mean_penalty_of_the_others() -> None:
+    # Penalties 1 and 0.5, so 0.75 for the masked one: rewards 0, 3 - 0.75 = 2.25 and -0.5.
+    samples = (make_sample(0, 1.0), make_sample(1, 3.0, finish=FinishReason.LENGTH), make_sample(2, 0.0))
+    settings = {"kl": IN_REWARD, "overlong": {"completions": "mask"}}
+    group = scored(samples, [[-1.0] * 4, [-0.75] * 4], **settings)
+    assert group.members == (0, 2)
+    assert [sequence.advantage for sequence in group.sequences] == pytest.approx([0 - 0.875, -0.5 - 1.125])
+
+
+def test_a_value_head_learns_the_penalty_of_the_tokens_from_here_on() -> None:
+    group = scored((make_sample(0, 1.0, sampled=3),), [[-1.0, -0.5, -1.5]], kl=IN_REWARD, baseline="value")
+    # Penalties 0.25, 0, 0.5.
+    assert group.sequences[0].returns_T is not None
+    assert group.sequences[0].returns_T.tolist() == [0.25, 0.5, 0.5]
+
+
+def test_a_first_token_without_context_has_no_penalty() -> None:
+    promptless = replace(make_sample(0, 1.0, prompt=0, sampled=3), segment_lengths=(0, 3))
+    group = scored((promptless, make_sample(1, 0.0, sampled=1)), [[0.0, -1.0, -1.0], [-0.5]], kl=IN_REWARD)
+    assert [sequence.advantage for sequence in group.sequences] == [0.5, -0.5]
+
+
+def test_a_penalty_that_is_too_large_for_32_bits_drops_the_group() -> None:
+    spec = make_job(task={"groupSize": 2}, reference={}, algorithm={"kl": {**IN_REWARD, "coefficient": 1e38}}).spec
+    preparation = Preparation(spec)
+    group = preparation.prepare(make_group("0-0"))
+    assert isinstance(group, PreparedGroup)
+    columns = [np.full(4, -20, np.float32), np.full(4, 0, np.float32)]
+    assert preparation.with_reference(group, columns) is DropReason.NON_FINITE
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def sequence(segments: tuple[int, ...], first_id: int = 0) -> TrainSequence:
         ref_logprobs_T=None,
         version_runs=(VersionRun(0, num_sampled),),
         advantage=0.0,
-        target_return=None,
+        returns_T=None,
         reward=0.0,
     )
 

@@ -22,7 +22,7 @@ def sequence(
         ref_logprobs_T=np.arange(1, num_sampled + 1, dtype=np.float32) / np.float32(-4),
         version_runs=runs,
         advantage=advantage,
-        target_return=0.5,
+        returns_T=np.full(num_sampled, 0.5, np.float32),
         reward=2.0,
     )
 

@@ -125,7 +125,7 @@ def make_loop(
         spec=spec,
         ranks=ranks,
         engine=engine,
-        learner=Learner(engine, ranks, spec.algorithm),
+        learner=Learner(engine, ranks, spec.algorithm, spec.task.sampling.max_tokens),
         source=BatchSource(client, bridge, ranks),
         bridge=bridge,
         checkpointer=Checkpointer(run.store, engine, ranks, run.model_folder),

@@ -36,11 +36,11 @@ class BatchReplaced(Exception):
 class Learner:
     """Forward and backward over a batch's micro-batches, then the optimizer. Every rank calls it with its part of one batch."""
 
-    def __init__(self, engine: Engine, ranks: Ranks, settings: AlgorithmSettings) -> None:
+    def __init__(self, engine: Engine, ranks: Ranks, settings: AlgorithmSettings, max_tokens: int) -> None:
         self._engine = engine
         self._ranks = ranks
         self._settings = settings
-        self._objective = Objective(settings)
+        self._objective = Objective(settings, max_tokens)
         self.num_skipped_steps = 0
 
     def train_step(self, batch: Batch) -> dict[str, float]:

@@ -1,7 +1,6 @@
-"""What one trained token contributes to the loss. A new policy loss is one function and one line in `POLICY_LOSSES`.
+"""What one trained token contributes to the loss. A new surrogate or KL estimator is one function and one line in its table.
 
-Shape suffix T: the trained tokens of a packed row. All losses are per token and not yet normalised: the caller sums them and
-divides by the number of sequences or of trained tokens of the whole step, over all ranks and micro-batches.
+Shape suffix T: the trained tokens of a packed row. All losses are per token and not yet normalised: see normalization.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,9 +10,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl_common.settings import AlgorithmSettings
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are limited to this before exp, so that one token sampled by a very different policy gives 5e8 and not inf."""
+from pipelinerl_trainer.importance import MAX_LOG_RATIO
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,61 +18,88 @@ class PolicyLoss:
     """Per token: the loss, whose gradient is the policy gradient, and what the metrics need about the importance weight."""
 
     loss_T: Tensor
-    weights_T: Tensor
-    """pi / mu before any truncation, without gradient."""
     effective_weights_T: Tensor
-    """The weight that counted, after truncation or clipping, without gradient."""
+    """The weight that counted, after truncation, masking, clipping or mixing, without gradient."""
     clipped_T: Tensor
-    """True where truncation or clipping changed the token's gradient."""
+    """True where a bound changed the token's gradient."""
 
 
-PolicyLossFunction = Callable[[Tensor, Tensor, Tensor, AlgorithmSettings], PolicyLoss]
+SurrogateFunction = Callable[[Tensor, Tensor, Tensor, AlgorithmSettings], PolicyLoss]
+"""(logprobs_T, weights_T, advantages_T, settings); only logprobs_T has a gradient."""
 
 
-def importance_weights(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
-    """w_t = pi(y_t) / mu(y_t) = exp(log pi - log mu), mu being the distribution that the token was really sampled from."""
-    return torch.exp((logprobs_T - old_logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+def score(logprobs_T: Tensor, weights_T: Tensor, advantages_T: Tensor, settings: AlgorithmSettings) -> PolicyLoss:
+    """REINFORCE with bounded importance weights: loss_t = -f(w_t) A_t log pi(y_t), no gradient through the weight.
 
-
-def reinforce(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, settings: AlgorithmSettings) -> PolicyLoss:
-    """REINFORCE with truncated importance weights: loss_t = -min(c, w_t) A_t log pi(y_t), no gradient through the weight.
-
-    Source: PipelineRL (arXiv 2509.19128), equation 5; c is `truncation`. The estimator is biased only where w_t > c.
+    f truncates: min(c, w), or max(low, min(c, w)) with a lower bound; or it masks: w inside the bounds and 0 outside. c is
+    `truncation` and low `truncation_low`.
+    Source: PipelineRL (arXiv 2509.19128), equation 5; with the tokens' mean, CISPO (arXiv 2506.13585), equation 4. Truncation
+    biases the estimator only where a weight is beyond its bound.
     """
-    weights_T = importance_weights(logprobs_T.detach(), old_logprobs_T)
-    truncated_T = weights_T.clamp(max=settings.truncation)
-    return PolicyLoss(-truncated_T * advantages_T * logprobs_T, weights_T, truncated_T, weights_T > settings.truncation)
+    low, high = settings.truncation_low, settings.truncation or torch.inf
+    clipped_T = (weights_T > high) | (weights_T < low)
+    bounded_T = weights_T.masked_fill(clipped_T, 0.0) if settings.outside == "mask" else weights_T.clamp(low, high)
+    if settings.gradient_mixing > 0:
+        bounded_T = mixed(bounded_T, settings.gradient_mixing)
+    return PolicyLoss(-bounded_T * advantages_T * logprobs_T, bounded_T, clipped_T)
 
 
-def clipped_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, settings: AlgorithmSettings) -> PolicyLoss:
-    """PPO's clipped surrogate: loss_t = -min(w_t A_t, clip(w_t, 1 - low, 1 + high) A_t), gradient through w_t.
+def mixed(weights_T: Tensor, share: float) -> Tensor:
+    """(1 + m w) / (1 + m): the delayed gradient, whose weights are 1, and the importance-weighted one, mixed as 1 to m.
 
-    Source: PPO (arXiv 1707.06347), equation 7, per token as in GRPO (arXiv 2402.03300); separate bounds as in DAPO
-    (arXiv 2503.14476). A token stops contributing once its weight has moved past the bound in its advantage's direction.
+    Experimental: less variance than the weights alone, more bias; m to infinity is importance sampling, 0 none.
+    """
+    return (1.0 + share * weights_T) / (1.0 + share)
+
+
+def clip(logprobs_T: Tensor, weights_T: Tensor, advantages_T: Tensor, settings: AlgorithmSettings) -> PolicyLoss:
+    """The clipped surrogate: loss_t = -min(w_t A_t, clip(w_t, 1 - low, 1 + high) A_t), whose gradient is that of the ratio.
+
+    Source: PPO (arXiv 1707.06347), equation 7, per token as in GRPO (arXiv 2402.03300), equation 3; separate bounds as in DAPO
+    (arXiv 2503.14476), equation 10. A token stops contributing once its weight is past the bound in its advantage's direction.
+    With a weight of the whole sequence, each token has the sequence's weight and the gradient of its own log-probability, as in
+    GSPO-token (arXiv 2507.18071), equation 14: summed over a sequence of one advantage it is the sequence weight's gradient.
     """
     low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
-    weights_T = importance_weights(logprobs_T, old_logprobs_T)
-    loss_T = -torch.minimum(weights_T * advantages_T, weights_T.clamp(low, high) * advantages_T)
-    weights_T = weights_T.detach()
+    ratio_T = weights_T * torch.exp(logprobs_T - logprobs_T.detach())
+    loss_T = -torch.minimum(ratio_T * advantages_T, ratio_T.clamp(low, high) * advantages_T)
     clipped_T = ((weights_T > high) & (advantages_T > 0)) | ((weights_T < low) & (advantages_T < 0))
-    return PolicyLoss(loss_T, weights_T, weights_T.clamp(low, high), clipped_T)
+    return PolicyLoss(loss_T, weights_T.clamp(low, high), clipped_T)
 
 
-POLICY_LOSSES: Mapping[str, PolicyLossFunction] = {
-    "reinforce": reinforce,
-    "ppo": clipped_ratio,
-    "grpo": clipped_ratio,  # its advantages are divided by the group's standard deviation before they arrive here
-}
+SURROGATES: Mapping[str, SurrogateFunction] = {"score": score, "clip": clip}
 
 
-def kl_to_reference(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """The k3 estimator of KL(pi || ref) per token: exp(r) - r - 1 with r = log ref - log pi; never negative, 0 where equal.
+KLFunction = Callable[[Tensor], Tensor]
+"""log_ratios_T = log ref - log pi of sampled tokens -> an estimate of KL(pi || ref) per token.
 
-    Source: Schulman, "Approximating KL divergence" (2020), k3. Unbiased for tokens sampled from pi; tokens of older versions
-    bring the off-policy bias that the importance weights of the policy loss correct and this penalty does not.
-    """
-    r_T = (ref_logprobs_T - logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.exp(r_T) - r_T - 1.0
+Source: Schulman, "Approximating KL divergence" (2020). Exact in expectation (k1, k3) for tokens sampled from pi; tokens of
+older versions bring an off-policy bias that the importance weights of the policy loss correct and a penalty in the loss does
+not.
+"""
+
+
+def k1(log_ratios_T: Tensor) -> Tensor:
+    """-r: unbiased, of either sign."""
+    return -log_ratios_T
+
+
+def k2(log_ratios_T: Tensor) -> Tensor:
+    """r^2 / 2: biased and never negative; its gradient is k1 times that of log pi, which is the gradient of the divergence."""
+    return 0.5 * log_ratios_T**2
+
+
+def k3(log_ratios_T: Tensor) -> Tensor:
+    """exp(r) - r - 1: unbiased, never negative, 0 where equal."""
+    return torch.exp(log_ratios_T) - log_ratios_T - 1.0
+
+
+KL_ESTIMATORS: Mapping[str, KLFunction] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def kl_to_reference(logprobs_T: Tensor, ref_logprobs_T: Tensor, estimator: str) -> Tensor:
+    """The estimate per token, with gradient; log-ratios are limited as importance weights are."""
+    return KL_ESTIMATORS[estimator]((ref_logprobs_T - logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def value_loss(values_T: Tensor, returns_T: Tensor) -> Tensor:

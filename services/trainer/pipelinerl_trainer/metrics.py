@@ -127,6 +127,10 @@ class StepMetrics:
     lag_max: Maximum = field(default_factory=Maximum)
     entropy: Mean = field(default_factory=Mean)
     kl_ref: Mean = field(default_factory=Mean)
+    kl_behavior: Mean = field(default_factory=Mean)
+    """Of the policy from the distribution that sampled the tokens: the mean of w - 1 - log w, never negative."""
+    ratio_mean: Mean = field(default_factory=Mean)
+    ratio_max: Maximum = field(default_factory=Maximum)
     clip_fraction: Mean = field(default_factory=Mean)
     value_error: Mean = field(default_factory=Mean)
     ess: EffectiveSampleSize = field(default_factory=EffectiveSampleSize)
@@ -154,7 +158,7 @@ class StepMetrics:
             self.lag_histogram.add(lag, run.num_tokens)
 
     def _add_tokens(self, row: RowLoss) -> None:
-        w_T, effective_T = row.policy.weights_T.double(), row.policy.effective_weights_T.double()
+        w_T, effective_T = row.ratios_T.double(), row.policy.effective_weights_T.double()
         nothing_T = torch.zeros_like(w_T)
         columns = [
             w_T,
@@ -165,15 +169,19 @@ class StepMetrics:
             row.entropy_T,
             nothing_T if row.kl_T is None else row.kl_T,
             nothing_T if row.value_error_T is None else row.value_error_T,
+            w_T - 1.0 - torch.log(w_T),
         ]
         sums = torch.stack([column.double().sum() for column in columns]).tolist()
         count = len(w_T)
         self.ess.add(sums[0], sums[1], count)
         self.ess_truncated.add(sums[2], sums[3], count)
+        self.ratio_mean.add(sums[0], count)
+        self.ratio_max.add(float(w_T.max()) if count else 0.0)
         self.clip_fraction.add(sums[4], count)
         self.entropy.add(sums[5], count)
         self.kl_ref.add(sums[6], 0 if row.kl_T is None else count)
         self.value_error.add(sums[7], 0 if row.value_error_T is None else count)
+        self.kl_behavior.add(sums[8], count)
 
     def reduce(self, ranks: Ranks) -> None:
         """One collective for all of them."""

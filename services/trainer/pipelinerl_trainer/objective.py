@@ -1,19 +1,23 @@
 """The loss of one packed row: policy loss, KL penalty, entropy bonus and value loss of its trained tokens, summed.
 
-    total = sum_t weight_t * ( policy_t + kl * k3_t - entropy * H_t + value * 0.5 (v_t - R_t)^2 )
+    total = sum_t weight_t * ( policy_t + kl * k_t - entropy * H_t + value * 0.5 (v_t - R_t)^2 )
 
-Dividing by the whole step's number of sequences or trained tokens is the caller's: it is the same number for every row, on
-every rank, so that the gradient does not depend on how sequences were packed.
+weight_t is that of the token's sequence times what the normalisation gives it. Dividing by the whole step's normaliser is the
+caller's: it is the same number for every row, on every rank, so that the gradient does not depend on how sequences were packed.
 """
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pipelinerl_common.errors import FatalError
 from pipelinerl_common.settings import AlgorithmSettings
 from pipelinerl_common.types import StepPlan
-from pipelinerl_trainer.losses import POLICY_LOSSES, PolicyLoss, kl_to_reference, value_loss
+from pipelinerl_trainer.gae import generalized_advantages
+from pipelinerl_trainer.importance import IMPORTANCE, token
+from pipelinerl_trainer.losses import SURROGATES, PolicyLoss, kl_to_reference, value_loss
+from pipelinerl_trainer.normalization import NORMALIZATIONS
 from pipelinerl_trainer.packed import TokenColumns
 from pipelinerl_trainer.scoring import TokenScores
 
@@ -25,17 +29,22 @@ class RowLoss:
     total: Tensor
     """0-d, with gradient; 0 for a row without trained tokens."""
     policy: PolicyLoss
+    ratios_T: Tensor
+    """pi / mu of each token alone, before any bound, whatever the algorithm weighs by."""
     kl_T: Tensor | None
     entropy_T: Tensor
     value_error_T: Tensor | None
 
 
 class Objective:
-    """The job's loss, from its settings."""
+    """The job's loss, from its settings. `max_tokens` is the longest completion, for the normaliser of that name."""
 
-    def __init__(self, settings: AlgorithmSettings) -> None:
+    def __init__(self, settings: AlgorithmSettings, max_tokens: int) -> None:
         self._settings = settings
-        self._policy_loss = POLICY_LOSSES[settings.loss]
+        self._max_tokens = max_tokens
+        self._importance = IMPORTANCE[settings.importance]
+        self._surrogate = SURROGATES[settings.surrogate]
+        self._normalization = NORMALIZATIONS[settings.normalize_by]
 
     @property
     def needs_entropy_gradient(self) -> bool:
@@ -43,16 +52,19 @@ class Objective:
 
     def normalizer(self, plan: StepPlan) -> float:
         """What the sum over all rows of the step is divided by; never 0."""
-        by_sequences = self._settings.normalize_by == "sequences"
-        return float(max(1, plan.num_sequences if by_sequences else plan.num_trained_tokens))
+        return float(max(1, self._normalization.divisor(plan, self._max_tokens)))
 
     def __call__(self, scores: TokenScores, columns: TokenColumns) -> RowLoss:
         """Raises FatalError when the row lacks a column that the settings need."""
         settings = self._settings
-        policy = self._policy_loss(scores.logprobs_T, columns.old_logprobs_T, self._advantages(scores, columns), settings)
+        log_ratios_T = scores.logprobs_T.detach() - columns.old_logprobs_T
+        weights_T = self._importance(log_ratios_T, columns.sequence_T)
+        policy = self._surrogate(scores.logprobs_T, weights_T, self._advantages(scores, columns), settings)
         loss_T = policy.loss_T
-        kl_T = None if columns.ref_logprobs_T is None else kl_to_reference(scores.logprobs_T, columns.ref_logprobs_T)
-        if settings.kl.coefficient > 0:
+        kl_T = None
+        if columns.ref_logprobs_T is not None:
+            kl_T = kl_to_reference(scores.logprobs_T, columns.ref_logprobs_T, settings.kl.estimator)
+        if settings.kl.coefficient > 0 and settings.kl.placement == "loss":
             loss_T = loss_T + settings.kl.coefficient * _required(kl_T, "ref_logprobs")
         if settings.entropy_coefficient > 0:
             loss_T = loss_T - settings.entropy_coefficient * scores.entropy_T
@@ -60,19 +72,24 @@ class Objective:
         if scores.values_T is not None:
             error_T = value_loss(scores.values_T, _required(columns.returns_T, "returns"))
             loss_T = loss_T + settings.value_coefficient * error_T
+        token_weights_T = columns.weights_T * self._normalization.weights_T(columns.sequence_T)
         return RowLoss(
-            total=(columns.weights_T * loss_T).sum(),
+            total=(token_weights_T * loss_T).sum(),
             policy=policy,
+            ratios_T=token(log_ratios_T, columns.sequence_T),
             kl_T=None if kl_T is None else kl_T.detach(),
             entropy_T=scores.entropy_T.detach(),
             value_error_T=None if error_T is None else error_T.detach(),
         )
 
+    @torch.no_grad()
     def _advantages(self, scores: TokenScores, columns: TokenColumns) -> Tensor:
-        """With a value head, return minus value, without gradient; else those that came with the batch."""
+        """With a value head, generalised advantages; else those that came with the batch."""
         if scores.values_T is None:
             return columns.advantages_T
-        return _required(columns.returns_T, "returns") - scores.values_T.detach()
+        returns_T = _required(columns.returns_T, "returns")
+        lam, discount = self._settings.gae_lambda, self._settings.discount
+        return generalized_advantages(returns_T, scores.values_T, columns.sequence_T, discount=discount, gae_lambda=lam)
 
 
 def _required(column: Tensor | None, name: str) -> Tensor:

@@ -47,6 +47,8 @@ class TokenColumns:
     returns_T: Tensor | None
     weights_T: Tensor
     """Weight of the token's sequence."""
+    sequence_T: Tensor
+    """int64: number of the token's sequence in the row, from 0 in ascending order."""
 
 
 def pack_row(batch: MicroBatch, device: torch.device) -> tuple[PackedRow, TokenColumns]:
@@ -82,6 +84,7 @@ def pack_row(batch: MicroBatch, device: torch.device) -> tuple[PackedRow, TokenC
         ref_logprobs_T=None if batch.ref_logprobs_L is None else _column(batch.ref_logprobs_L, slots_T, device),
         returns_T=None if batch.returns_L is None else _column(batch.returns_L, slots_T, device),
         weights_T=_column(weights, owners_L[slots_T], device),
+        sequence_T=_integers(owners_L[slots_T], device),
     )
     return row, columns
 
@@ -91,7 +94,7 @@ def _filler(device: torch.device, batch: MicroBatch) -> tuple[PackedRow, TokenCo
     row = PackedRow(token, token, (1,), token[:0], temperature=1.0)
     reference = None if batch.ref_logprobs_L is None else nothing
     returns = None if batch.returns_L is None else nothing
-    return row, TokenColumns(nothing, nothing, reference, returns, nothing)
+    return row, TokenColumns(nothing, nothing, reference, returns, nothing, token[:0])
 
 
 def _integers(values: NDArray[np.generic], device: torch.device) -> Tensor:

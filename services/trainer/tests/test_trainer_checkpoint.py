@@ -74,7 +74,7 @@ def engine(
         made = Engine(policy, ranks, stage, spec.algorithm.optimizer)
         if checkpoint is not None:
             load_optimizer(made, ranks, checkpoint)
-        yield Setup(folder, ranks, made, Learner(made, ranks, spec.algorithm))
+        yield Setup(folder, ranks, made, toys.learner(made, ranks, spec.algorithm))
 
 
 def newest(folder: Path) -> Checkpoint:

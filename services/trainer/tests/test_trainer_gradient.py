@@ -14,8 +14,9 @@ import trainer_toys as toys
 from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import load_file
 
+from pipelinerl_common.settings import AlgorithmSettings
 from pipelinerl_trainer.engine import Engine
-from pipelinerl_trainer.learner import BatchReplaced, Learner
+from pipelinerl_trainer.learner import BatchReplaced
 from pipelinerl_trainer.model import PolicyModel, load_policy
 from pipelinerl_trainer.packed import pack_row
 from pipelinerl_trainer.ranks import Place, join_ranks
@@ -32,18 +33,21 @@ def assert_same_gradient(found: dict[str, torch.Tensor], expected: dict[str, tor
         torch.testing.assert_close(found[name], gradient, atol=TOLERANCE, rtol=TOLERANCE, msg=f"the gradient of {name}")
 
 
-def gradient_of(settings: Any, rows: list[list[toys.Trajectory]], stage: int) -> dict[str, torch.Tensor]:
+def full_gradient(engine: Engine) -> dict[str, torch.Tensor]:
+    return {name: safe_get_full_grad(weight).clone() for name, weight in engine.policy.named_parameters()}
+
+
+def gradient_of(settings: AlgorithmSettings, rows: list[list[toys.Trajectory]], stage: int) -> dict[str, torch.Tensor]:
     with join_ranks(Place()) as ranks:
-        engine = Engine(PolicyModel(toys.tiny_model(), with_value_head=False), ranks, stage, settings.optimizer)
-        Learner(engine, ranks, settings).accumulate((toys.batch_of(rows, EVERYTHING),))
-        return {name: safe_get_full_grad(weight).clone() for name, weight in engine.policy.language_model.named_parameters()}
+        engine = Engine(toys.tiny_policy(settings), ranks, stage, settings.optimizer)
+        toys.learner(engine, ranks, settings).accumulate((toys.batch_of(rows, EVERYTHING),))
+        return full_gradient(engine)
 
 
-@pytest.mark.parametrize("loss", ["reinforce", "ppo"])
-@pytest.mark.parametrize("normalize_by", ["sequences", "tokens"])
-def test_one_rank_gives_the_plain_gradient(loss: str, normalize_by: str) -> None:
-    settings = toys.full_algorithm(loss=loss, normalizeBy=normalize_by)
-    found = gradient_of(settings, [EVERYTHING[:4], EVERYTHING[4:]], stage=1)
+@pytest.mark.parametrize("name", toys.ALGORITHMS)
+def test_every_algorithm_gives_the_plain_gradient(name: str) -> None:
+    settings = toys.full_algorithm(**toys.ALGORITHMS[name])
+    found = gradient_of(settings, [EVERYTHING[5:], [], EVERYTHING[2:5], EVERYTHING[:2]], stage=1)
     assert_same_gradient(found, toys.reference_gradient(settings, EVERYTHING))
 
 
@@ -65,16 +69,16 @@ def test_a_batch_that_comes_in_parts_gives_the_plain_gradient(stage: int, normal
     settings = toys.full_algorithm(normalizeBy=normalize_by)
     parts = toys.parts_of([EVERYTHING[5:], [], EVERYTHING[2:5], EVERYTHING[:2]], EVERYTHING)
     with join_ranks(Place()) as ranks:
-        engine = Engine(PolicyModel(toys.tiny_model(), with_value_head=False), ranks, stage, settings.optimizer)
-        learner = Learner(engine, ranks, settings)
+        engine = Engine(toys.tiny_policy(settings), ranks, stage, settings.optimizer)
+        learner = toys.learner(engine, ranks, settings)
         before = {name: weight.clone() for name, weight in engine.served_weights()}
         with pytest.raises(BatchReplaced):
             learner.train_parts(toys.replaced_after(parts[:2]))
         for name, weight in engine.served_weights():
             assert torch.equal(weight, before[name])
         plan, metrics = learner.accumulate(parts)
-        found = {name: safe_get_full_grad(weight).clone() for name, weight in engine.policy.language_model.named_parameters()}
-        whole = Learner(engine, ranks, settings)
+        found = full_gradient(engine)
+        whole = toys.learner(engine, ranks, settings)
         engine.apply(learning_rate=0.0)
         _, expected = whole.accumulate((toys.batch_of([EVERYTHING], EVERYTHING),))
     assert_same_gradient(found, toys.reference_gradient(settings, EVERYTHING))
@@ -91,8 +95,8 @@ def test_parts_are_scaled_right_with_half_precision_weights() -> None:
         with join_ranks(Place()) as ranks:
             model = toys.tiny_model().to(torch.bfloat16)
             engine = Engine(PolicyModel(model, with_value_head=False), ranks, 1, settings.optimizer)
-            Learner(engine, ranks, settings).accumulate(parts)
-            found.append({name: safe_get_full_grad(w).clone() for name, w in engine.policy.named_parameters()})
+            toys.learner(engine, ranks, settings).accumulate(parts)
+            found.append(full_gradient(engine))
     streamed, whole = found
     for name, gradient in whole.items():
         difference = float((streamed[name] - gradient).norm() / gradient.norm())
@@ -104,7 +108,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     folder = tmp_path_factory.mktemp("ranks")
     toys.save_tiny_model(folder / "model")
     with ExitStack() as stack:
-        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(9)]
+        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(11)]
         ports = [str(probe.getsockname()[1]) for probe in probes]
     program = str(Path(__file__).with_name("trainer_rank_program.py"))
     logs = [(folder / f"rank-{rank}.log").open("wb") for rank in (0, 1)]
@@ -129,8 +133,14 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 def test_two_ranks_give_the_plain_gradient(two_ranks: tuple[Path, dict[str, Any]], stage: int, packing: str) -> None:
     folder, _ = two_ranks
     found = load_file(folder / f"gradient-{stage}-{packing}.safetensors")
-    named = {name.removeprefix("language_model."): gradient for name, gradient in found.items()}
-    assert_same_gradient(named, toys.reference_gradient(toys.full_algorithm(), EVERYTHING))
+    assert_same_gradient(found, toys.reference_gradient(toys.full_algorithm(), EVERYTHING))
+
+
+@pytest.mark.parametrize("name", toys.ALGORITHMS)
+def test_two_ranks_give_every_algorithm_the_plain_gradient(two_ranks: tuple[Path, dict[str, Any]], name: str) -> None:
+    folder, _ = two_ranks
+    found = load_file(folder / f"gradient-algorithm-{name}.safetensors")
+    assert_same_gradient(found, toys.reference_gradient(toys.full_algorithm(**toys.ALGORITHMS[name]), EVERYTHING))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -172,8 +182,8 @@ def test_activation_checkpointing_changes_nothing(tmp_path: Path, stage: int) ->
         policy = load_policy(tmp_path, spec, ranks.device)
         assert policy.language_model.is_gradient_checkpointing
         engine = Engine(policy, ranks, stage, settings.optimizer)
-        Learner(engine, ranks, settings).accumulate((toys.batch_of([EVERYTHING[:4], EVERYTHING[4:]], EVERYTHING),))
-        found = {name: safe_get_full_grad(weight).clone() for name, weight in policy.language_model.named_parameters()}
+        toys.learner(engine, ranks, settings).accumulate((toys.batch_of([EVERYTHING[:4], EVERYTHING[4:]], EVERYTHING),))
+        found = full_gradient(engine)
     assert_same_gradient(found, toys.reference_gradient(settings, EVERYTHING))
 
 

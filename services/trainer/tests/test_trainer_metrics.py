@@ -1,6 +1,7 @@
 """Step metrics against numbers worked out by hand, and their reduction over ranks."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from pipelinerl_trainer.objective import RowLoss
 
 def row_loss(weights: list[float], effective: list[float], *, kl: list[float] | None = None) -> RowLoss:
     weights_T, effective_T = torch.tensor(weights), torch.tensor(effective)
-    policy = PolicyLoss(torch.zeros_like(weights_T), weights_T, effective_T, weights_T != effective_T)
+    policy = PolicyLoss(torch.zeros_like(weights_T), effective_T, weights_T != effective_T)
     kl_T = None if kl is None else torch.tensor(kl)
-    return RowLoss(torch.tensor(0.0), policy, kl_T, torch.full_like(weights_T, 0.5), None)
+    return RowLoss(torch.tensor(0.0), policy, weights_T, kl_T, torch.full_like(weights_T, 0.5), None)
 
 
 def test_effective_sample_size_is_one_for_equal_weights_and_falls_with_their_spread() -> None:
@@ -39,6 +40,9 @@ def test_ess_is_taken_before_truncation_and_the_truncated_one_is_beside_it() -> 
     assert values["loss"] == 0.25
     assert "kl_ref" not in values
     assert "value_error" not in values
+    assert (values["ratio_mean"], values["ratio_max"]) == (5.0, 9.0)
+    # w - 1 - log w: 0 and 8 - log 9.
+    assert values["kl_behavior"] == pytest.approx((8 - math.log(9)) / 2)
 
 
 def test_lag_is_counted_per_token_from_the_version_that_trains() -> None:

@@ -2,7 +2,8 @@
 
     python trainer_rank_program.py RANK NUM_RANKS FOLDER PORT...
 
-Ports: three per stage. Rank 0 leaves in FOLDER `gradient-<stage>-<packing>.safetensors` and `results.json`.
+Ports: three per stage, and two for the algorithms without and with a value head. Rank 0 leaves in FOLDER
+`gradient-<stage>-<packing>.safetensors`, `gradient-algorithm-<name>.safetensors` and `results.json`.
 """
 
 import asyncio
@@ -57,6 +58,17 @@ def gradients(engine: Engine, learner: Learner, stage: int) -> None:
     for name, rows in PACKINGS.items():
         learner.accumulate((toys.batch_of(rows[RANK], EVERYTHING),))
         save_gradient(engine, f"{stage}-{name}")
+
+
+def algorithms(ranks: Ranks, *, with_value_head: bool) -> None:
+    """The gradient of each algorithm; one engine serves all that have the same heads."""
+    settings = {name: toys.full_algorithm(**options) for name, options in toys.ALGORITHMS.items()}
+    chosen = {name: each for name, each in settings.items() if (each.baseline == "value") is with_value_head}
+    first = next(iter(chosen.values()))
+    engine = Engine(toys.tiny_policy(first), ranks, 2, first.optimizer)
+    for name, each in chosen.items():
+        toys.learner(engine, ranks, each).accumulate((toys.batch_of(PACKINGS["uneven"][RANK], EVERYTHING),))
+        save_gradient(engine, f"algorithm-{name}")
 
 
 def save_gradient(engine: Engine, name: str) -> None:
@@ -126,7 +138,7 @@ def poisoned(learner: Learner, engine: Engine) -> dict[str, object]:
 
 
 def train_and_save(ranks: Ranks, engine: Engine, stage: int) -> dict[str, object]:
-    learner = Learner(engine, ranks, SETTINGS)
+    learner = toys.learner(engine, ranks, SETTINGS)
     skipped = poisoned(learner, engine)
     first = [learner.train_step(batch(step)) for step in (0, 1)]
     ledger = batches_pb2.LedgerSnapshot(schema_version=1, num_committed_steps=2, next_prompt_index=12)
@@ -148,7 +160,7 @@ def resume(ranks: Ranks, stage: int) -> dict[str, object]:
     policy = load_policy(checkpoint.folder / MODEL, toys.job().spec, ranks.device)
     engine = Engine(policy, ranks, stage, SETTINGS.optimizer)
     load_optimizer(engine, ranks, checkpoint)
-    return {"second": second_half(Learner(engine, ranks, SETTINGS)), "weights": weights(engine)}
+    return {"second": second_half(toys.learner(engine, ranks, SETTINGS)), "weights": weights(engine)}
 
 
 def votes(ranks: Ranks) -> list[str]:
@@ -170,7 +182,7 @@ def main() -> None:
     for stage, ports in zip((1, 2, 3), (PORTS[:3], PORTS[3:6], PORTS[6:9]), strict=True):
         with join_ranks(place(ports[0])) as ranks:
             engine = fresh_engine(ranks, stage)
-            learner = Learner(engine, ranks, SETTINGS)
+            learner = toys.learner(engine, ranks, SETTINGS)
             gradients(engine, learner, stage)
             results["replaced"] = streamed(ranks, engine, learner, stage)
             results["votes"] = votes(ranks)
@@ -178,6 +190,9 @@ def main() -> None:
             results[f"straight-{stage}"] = train_and_save(ranks, fresh_engine(ranks, stage), stage)
         with join_ranks(place(ports[2])) as ranks:
             results[f"resumed-{stage}"] = resume(ranks, stage)
+    for with_value_head, port in ((False, PORTS[9]), (True, PORTS[10])):
+        with join_ranks(place(port)) as ranks:
+            algorithms(ranks, with_value_head=with_value_head)
     if RANK == 0:
         (FOLDER / "results.json").write_text(json.dumps(results), encoding="utf-8")
 

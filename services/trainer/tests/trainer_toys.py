@@ -1,6 +1,6 @@
 """Tiny models and batches, made the same way in every process of a test."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,16 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipelinerl_common.settings import AlgorithmSettings, Job, parse_job
+from pipelinerl_common.settings.presets import PRESETS
 from pipelinerl_common.types import GroupId, MicroBatch, StepPlan, VersionRun
 from pipelinerl_trainer import attention
-from pipelinerl_trainer.learner import Batch, BatchReplaced
+from pipelinerl_trainer.engine import Engine
+from pipelinerl_trainer.learner import Batch, BatchReplaced, Learner
+from pipelinerl_trainer.model import PolicyModel
+from pipelinerl_trainer.ranks import Ranks
 
 VOCABULARY = 23
+MAX_TOKENS = 16
 
 
 def tiny_model(seed: int = 0, *, tied: bool = True) -> Any:
@@ -46,7 +51,7 @@ def job(**spec: Any) -> Job:
     """A job file's content with `spec` laid over a minimal one; trainers' options are given as `trainers={...}`."""
     base: dict[str, Any] = {
         "model": {"uri": "tiny://arithmetic", "dtype": "float32", "maxModelLen": 64},
-        "task": {"path": "tests:Task", "groupSize": 2, "sampling": {"maxTokens": 16, "temperature": 0.7}},
+        "task": {"path": "tests:Task", "groupSize": 2, "sampling": {"maxTokens": MAX_TOKENS, "temperature": 0.7}},
         "algorithm": {"steps": 4, "groupsPerStep": 2, "optimizer": {"learningRate": 1e-3}},
         "trainers": {"microBatchTokens": 64, "parity": {"numPrompts": 0}},
         "weightTransfer": {"backend": "gloo", "bucketBytes": 2048, "formTimeoutSeconds": 20, "syncTimeoutSeconds": 20},
@@ -171,35 +176,102 @@ def replaced_after(parts: Sequence[Batch]) -> Iterator[Batch]:
     raise BatchReplaced("batch")
 
 
+def learner(engine: Engine, ranks: Ranks, settings: AlgorithmSettings) -> Learner:
+    return Learner(engine, ranks, settings, MAX_TOKENS)
+
+
+def tiny_policy(settings: AlgorithmSettings) -> PolicyModel:
+    """The tiny model with the head that the algorithm needs; a value head is not 0, so that its error reaches the model."""
+    policy = PolicyModel(tiny_model(), with_value_head=settings.baseline == "value")
+    if policy.value_head is not None:
+        with torch.no_grad():
+            policy.value_head.weight.copy_(torch.linspace(-0.4, 0.5, policy.value_head.weight.numel())[None])
+            policy.value_head.bias.fill_(0.2)
+    return policy
+
+
+ALGORITHMS: Mapping[str, dict[str, Any]] = {
+    **{name: {"loss": name} for name in PRESETS},
+    "value head, lambda 1": {"baseline": "value", "gaeLambda": 1.0},
+    "value head, discounted": {"baseline": "value", "gaeLambda": 0.5, "discount": 0.9, "normalizeBy": "sequence_means"},
+    "masked tokens": {"truncation": 2.0, "truncationLow": 0.5, "outside": "mask"},
+    "masked sequences": {"importance": "geometric", "truncation": 1.3, "truncationLow": 0.7, "outside": "mask"},
+    "bounded on both sides": {"truncation": 1.5, "truncationLow": 0.8, "normalizeBy": "max_tokens"},
+    "no importance": {"importance": "none", "kl": {"coefficient": 0.1, "estimator": "k2"}},
+    "no bound": {"truncation": 0, "kl": {"coefficient": 0.1, "estimator": "k1", "placement": "reward"}},
+    "mixed": {"gradientMixing": 0.3},
+}
+"""Every family of algorithms, as settings."""
+
+
 def reference_gradient(settings: AlgorithmSettings, members: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
     """The gradient of the step's loss by the plainest means: no packing, no DeepSpeed, one sequence at a time."""
-    model = tiny_model()
-    model.set_attn_implementation("eager")
+    policy = tiny_policy(settings)
+    policy.language_model.set_attn_implementation("eager")
     total = torch.zeros(())
     for member in members:
-        ids = torch.tensor([member.tokens])
-        distribution = (model(input_ids=ids).logits[0, :-1].float() / 0.7).log_softmax(-1)[member.num_prompt - 1 :]
-        logprobs = distribution.gather(-1, ids[0, member.num_prompt :, None])[:, 0]
-        old, reference = torch.tensor(member.old_logprobs), torch.tensor(member.ref_logprobs)
-        advantages = torch.tensor(member.advantages)
-        weights = torch.exp(logprobs - old)
-        if settings.loss == "reinforce":
-            policy = -weights.detach().clamp(max=settings.truncation) * advantages * logprobs
-        else:
-            clipped = weights.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-            policy = -torch.minimum(weights * advantages, clipped * advantages)
-        k3 = torch.exp(reference - logprobs) - (reference - logprobs) - 1
-        entropy = -(distribution.exp() * distribution).sum(-1)
-        total = total + (policy + settings.kl.coefficient * k3 - settings.entropy_coefficient * entropy).sum()
-    count = len(members) if settings.normalize_by == "sequences" else sum(member.num_sampled for member in members)
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    return dict(zip(names, torch.autograd.grad(total / count, parameters), strict=True))
+        length_weight = 1 / member.num_sampled if settings.normalize_by == "sequence_means" else 1
+        total = total + length_weight * _plain_loss(settings, policy, member)
+    num_tokens = sum(member.num_sampled for member in members)
+    divisors = {"tokens": num_tokens, "max_tokens": MAX_TOKENS * len(members)}
+    total = total / divisors.get(settings.normalize_by, len(members))
+    names, parameters = zip(*policy.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(total, parameters), strict=True))
+
+
+def _plain_loss(settings: AlgorithmSettings, policy: PolicyModel, member: Trajectory) -> torch.Tensor:
+    ids = torch.tensor([member.tokens])
+    hidden = policy.language_model.get_decoder()(input_ids=ids).last_hidden_state[0, member.num_prompt - 1 : -1]
+    logits = policy.language_model.get_output_embeddings()(hidden).float() / 0.7
+    distribution = logits.log_softmax(-1)
+    logprobs = distribution.gather(-1, ids[0, member.num_prompt :, None])[:, 0]
+    advantages, returns = torch.tensor(member.advantages), torch.tensor(member.returns)
+    loss: torch.Tensor = torch.zeros(())
+    if policy.value_head is not None:
+        values = policy.value_head(hidden)[:, 0]
+        loss = loss + settings.value_coefficient * 0.5 * ((values - returns) ** 2).sum()
+        advantages = _plain_advantages(settings, returns.tolist(), values.tolist())
+    loss = loss + _plain_policy_loss(settings, logprobs, torch.tensor(member.old_logprobs), advantages)
+    if settings.kl.placement == "loss":
+        r = torch.tensor(member.ref_logprobs) - logprobs
+        loss = loss + settings.kl.coefficient * {"k2": r * r / 2, "k3": torch.exp(r) - r - 1}[settings.kl.estimator].sum()
+    negative_entropy: torch.Tensor = (distribution.exp() * distribution).sum()
+    return loss + settings.entropy_coefficient * negative_entropy
+
+
+def _plain_policy_loss(
+    settings: AlgorithmSettings, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor
+) -> torch.Tensor:
+    log_ratios = logprobs - old
+    if settings.surrogate == "clip":
+        # GSPO's is one term a sequence; the sum over tokens counts it once for each.
+        ratios = torch.exp(log_ratios if settings.importance == "token" else log_ratios.mean().expand(len(log_ratios)))
+        clipped = ratios.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+        return -torch.minimum(ratios * advantages, clipped * advantages).sum()
+    logs = {"token": log_ratios, "sequence": log_ratios.sum(), "geometric": log_ratios.mean(), "none": torch.zeros(())}
+    loss = torch.zeros(())
+    for t, weight in enumerate(torch.exp(logs[settings.importance]).expand(len(log_ratios)).tolist()):
+        low, high = settings.truncation_low, settings.truncation or float("inf")
+        if not low <= weight <= high:
+            weight = 0.0 if settings.outside == "mask" else min(max(weight, low), high)
+        if settings.gradient_mixing:
+            weight = (1 + settings.gradient_mixing * weight) / (1 + settings.gradient_mixing)
+        loss = loss - weight * advantages[t] * logprobs[t]
+    return loss
+
+
+def _plain_advantages(settings: AlgorithmSettings, returns: list[float], values: list[float]) -> torch.Tensor:
+    """GAE from its definition: a sum of one-step errors, each from the reward."""
+    discount, decay = settings.discount, settings.discount * settings.gae_lambda
+    following = [*values[1:], 0.0]
+    rewards = [now - discount * later for now, later in zip(returns, [*returns[1:], 0.0], strict=True)]
+    deltas = [r + discount * after - v for r, after, v in zip(rewards, following, values, strict=True)]
+    return torch.tensor(
+        [sum(decay**k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))], dtype=torch.float32
+    )
 
 
 def full_algorithm(**options: Any) -> AlgorithmSettings:
     """Every term of the loss at once."""
-    spec = job(
-        algorithm={"steps": 4, "groupsPerStep": 2, "entropyCoefficient": 0.01, "kl": {"coefficient": 0.1}, **options},
-        reference={},
-    )
-    return spec.spec.algorithm
+    terms = {"entropyCoefficient": 0.01, "kl": {"coefficient": 0.1}}
+    return job(algorithm={"steps": 4, "groupsPerStep": 2, **terms, **options}, reference={}).spec.algorithm

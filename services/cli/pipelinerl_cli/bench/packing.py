@@ -65,7 +65,7 @@ def _sequence(sample: Sample) -> TrainSequence:
         ref_logprobs_T=None,
         version_runs=sample.version_runs,
         advantage=sample.reward - 0.5,
-        target_return=None,
+        returns_T=None,
         reward=sample.reward,
     )
 

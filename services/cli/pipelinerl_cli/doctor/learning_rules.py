@@ -110,7 +110,7 @@ def ratios_clipped(facts: RunFacts) -> Finding | None:
     share = facts.mean("clip_fraction")
     if not share > CLIPPED:
         return None
-    limit = "algorithm.truncation" if facts.job.spec.algorithm.loss == "reinforce" else "algorithm.clipHigh"
+    limit = "algorithm.truncation" if facts.job.spec.algorithm.surrogate == "score" else "algorithm.clipHigh"
     return Finding(
         Severity.WARNING,
         f"{100 * share:.0f} % of the tokens have a clipped ratio",

@@ -1,9 +1,12 @@
 """`spec.algorithm`: the objective, the optimizer, the batch."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from pipelinerl_common.settings import presets
 from pipelinerl_common.settings.base import Settings
 
 
@@ -24,11 +27,27 @@ class OptimizerSettings(Settings):
     """Steps of linear warm-up from 0."""
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Where linear and cosine schedules end, as a share of the peak."""
+    delay_compensation: Annotated[float, Field(ge=0)] = 0.0
+    """Experimental: weight of the second-order term that moves a delayed gradient to the current weights; 0 is plain AdamW."""
 
 
 class KLSettings(Settings):
     coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL penalty (k3 estimator) to the reference model in the loss. Above 0 it needs `spec.reference`."""
+    """Weight of the KL penalty to the reference model. Above 0 it needs `spec.reference`."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the divergence from one token: `k1` log-ratio, `k2` half its square, `k3` never negative and unbiased."""
+    placement: Literal["loss", "reward"] = "loss"
+    """`loss`: a term beside the policy loss, at the current weights. `reward`: subtracted from the reward, at the weights that
+    sampled the token, so that the advantages see it."""
+
+    @model_validator(mode="after")
+    def _teaches(self) -> "KLSettings":
+        if self.estimator == "k1" and self.placement == "loss":
+            raise ValueError(
+                "kl.estimator=k1 with kl.placement=loss has a gradient that is 0 in expectation: set kl.placement=reward, or "
+                "kl.estimator=k2, whose gradient in the loss is that of k1 in the reward"
+            )
+        return self
 
 
 class OverlongSettings(Settings):
@@ -43,29 +62,50 @@ class AlgorithmSettings(Settings):
     """Optimizer steps of the run."""
     groups_per_step: Annotated[int, Field(ge=1)] = 128
     """Groups per optimizer step (B); a step trains B times `task.groupSize` trajectories."""
-    loss: Literal["reinforce", "ppo", "grpo"] = "reinforce"
-    """`reinforce`: truncated importance weights; `ppo`: clipped ratio; `grpo`: clipped ratio with the advantage divided by
-    the group's standard deviation."""
-    truncation: Annotated[float, Field(gt=0)] = 5.0
-    """`reinforce`: importance weights are truncated at this value (c)."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """`ppo` and `grpo`: the ratio is clipped below 1 minus this."""
-    clip_high: Annotated[float, Field(gt=0)] = 0.2
-    """`ppo` and `grpo`: the ratio is clipped above 1 plus this."""
-    baseline: Literal["leave_one_out", "value"] = "leave_one_out"
-    """What is subtracted from the reward: the mean of the group's other trajectories, or a learned value head."""
+    loss: presets.Loss = "reinforce"
+    """The named algorithm. It fills in the fields from here to `dropZeroAdvantage`; each can be set by hand."""
+    surrogate: presets.Surrogate = Field(default_factory=partial(presets.preset_field, "surrogate"))
+    """`score`: advantage times log-probability, weighted by the importance weight, which is bounded and has no gradient.
+    `clip`: the ratio itself carries the gradient and is clipped, as in PPO."""
+    importance: presets.Importance = Field(default_factory=partial(presets.preset_field, "importance"))
+    """What the importance weight is a ratio of: each `token`, the whole `sequence` (product), its `geometric` mean, or `none`
+    (every weight is 1)."""
+    truncation: Annotated[float, Field(ge=0)] = Field(default_factory=presets.truncation)
+    """`score`: importance weights above this (c) are truncated, or masked by `outside`; 0 is no bound."""
+    truncation_low: Annotated[float, Field(ge=0)] = 0.0
+    """`score`: importance weights below this are raised to it, or masked by `outside`; 0 is no bound."""
+    outside: presets.Outside = "truncate"
+    """`score`: what happens to a weight beyond its bounds: it is truncated to them, or the token contributes nothing."""
+    clip_low: Annotated[float, Field(ge=0, lt=1)] = Field(default_factory=partial(presets.clip_bound, "clip_low"))
+    """`clip`: the ratio is clipped below 1 minus this; 0 with `score`."""
+    clip_high: Annotated[float, Field(ge=0)] = Field(default_factory=partial(presets.clip_bound, "clip_high"))
+    """`clip`: the ratio is clipped above 1 plus this; 0 with `score`."""
+    baseline: presets.Baseline = Field(default_factory=partial(presets.preset_field, "baseline"))
+    """What is subtracted from the reward: the mean of the group's other trajectories, of the whole group, nothing, or a learned
+    value head."""
+    divide_by_std: bool = Field(default_factory=partial(presets.preset_field, "divide_by_std"))
+    """Whether advantages are divided by the standard deviation of the group's rewards."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = Field(default_factory=presets.gae_lambda)
+    """`baseline: value`: generalised advantage estimation; 1 is return minus value, 0 the one-step error."""
+    discount: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """`baseline: value`: discount of the reward per sampled token."""
+    normalize_by: presets.NormalizeBy = Field(default_factory=partial(presets.preset_field, "normalize_by"))
+    """What the sum over tokens is divided by: the step's number of `sequences` (the paper) or of trained `tokens`;
+    `sequence_means` averages over each sequence's tokens and then over sequences; `max_tokens` divides by the number of
+    sequences times `task.sampling.maxTokens`."""
+    drop_zero_advantage: bool = Field(default_factory=partial(presets.preset_field, "drop_zero_advantage"))
+    """Groups whose trajectories all have the same reward are dropped before batching, and their slots given back."""
     value_coefficient: Annotated[float, Field(ge=0)] = 0.1
-    """Weight of the value head's squared error in the loss, with `baseline: value`."""
-    normalize_by: Literal["sequences", "tokens"] = "sequences"
-    """The loss is a sum over tokens divided by the step's number of sequences (the paper) or of trained tokens."""
+    """`baseline: value`: weight of the value head's squared error in the loss."""
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus."""
+    gradient_mixing: Annotated[float, Field(ge=0)] = 0.0
+    """Experimental, `score`: the delayed gradient (every weight 1) and the importance-weighted one are mixed as 1 to this; 0 is
+    the importance-weighted one alone."""
     kl: KLSettings = KLSettings()
     """Closeness to a reference model."""
     overlong: OverlongSettings = OverlongSettings()
     """What becomes of completions that are too long."""
-    drop_zero_advantage: bool = False
-    """Groups whose trajectories all have the same reward are dropped before batching, and their slots given back."""
     optimizer: OptimizerSettings = OptimizerSettings()
     """AdamW and the schedule of its learning rate."""
 
@@ -76,10 +116,73 @@ class AlgorithmSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _one_baseline(self) -> "AlgorithmSettings":
-        if self.loss == "grpo" and self.baseline == "value":
-            raise ValueError(
-                "loss=grpo divides by the group's standard deviation and has no value head, but baseline=value: "
-                "choose loss=ppo, or baseline=leave_one_out"
-            )
+    def _makes_sense(self) -> "AlgorithmSettings":
+        faults = senseless(self)
+        if faults:
+            raise ValueError("; ".join(faults))
         return self
+
+
+def senseless(settings: AlgorithmSettings) -> list[str]:
+    """Every fault of the composition, each with what to set instead."""
+    return [message.format(settings=settings) for is_fault, message in _RULES if is_fault(settings)]
+
+
+_RULES: tuple[tuple[Callable[[AlgorithmSettings], bool], str], ...] = (
+    (
+        lambda a: a.surrogate == "clip" and a.importance == "none",
+        "surrogate=clip takes its gradient from the ratio and importance=none has none: set importance=token"
+        " or surrogate=score",
+    ),
+    (
+        lambda a: a.surrogate == "clip" and (a.clip_low == 0 or a.clip_high == 0),
+        "surrogate=clip needs both bounds, but clipLow={settings.clip_low} and clipHigh={settings.clip_high}: set both above 0",
+    ),
+    (
+        lambda a: a.surrogate == "clip" and (a.truncation > 0 or a.truncation_low > 0 or a.outside == "mask"),
+        "truncation={settings.truncation}, truncationLow={settings.truncation_low} and outside={settings.outside} have no "
+        "effect with surrogate=clip (loss={settings.loss}): remove them, or set surrogate=score",
+    ),
+    (
+        lambda a: a.surrogate == "score" and (a.clip_low > 0 or a.clip_high > 0),
+        "clipLow={settings.clip_low} and clipHigh={settings.clip_high} have no effect with surrogate=score "
+        "(loss={settings.loss}): remove them, or set surrogate=clip; `score` is bounded by truncation and truncationLow",
+    ),
+    (
+        lambda a: a.importance == "none" and (a.truncation > 0 or a.truncation_low > 0),
+        "truncation={settings.truncation} and truncationLow={settings.truncation_low} bound a weight that importance=none does "
+        "not have: remove them, or set importance=token",
+    ),
+    (
+        lambda a: 0 < a.truncation <= a.truncation_low,
+        "truncationLow={settings.truncation_low} must be below truncation={settings.truncation}",
+    ),
+    (
+        lambda a: a.surrogate == "score" and a.outside == "mask" and a.truncation == 0 and a.truncation_low == 0,
+        "outside=mask has no bound to mask beyond: set truncation or truncationLow",
+    ),
+    (
+        lambda a: a.divide_by_std and a.baseline in ("value", "none"),
+        "divideByStd=true (loss={settings.loss}) divides by the spread around the group's mean, but "
+        "baseline={settings.baseline}: set baseline=mean or baseline=leave_one_out, or divideByStd=false",
+    ),
+    (
+        lambda a: a.baseline != "value" and (a.gae_lambda != 1 or a.discount != 1),
+        "gaeLambda={settings.gae_lambda} and discount={settings.discount} need a value head, but baseline={settings.baseline}: "
+        "set baseline=value, or both to 1",
+    ),
+    (
+        lambda a: a.baseline == "value" and a.value_coefficient == 0,
+        "valueCoefficient=0 never trains the value head of baseline=value: set it above 0, or another baseline",
+    ),
+    (
+        lambda a: a.drop_zero_advantage and a.baseline in ("value", "none"),
+        "dropZeroAdvantage=true drops groups of equal rewards, which teach with baseline={settings.baseline} "
+        "(loss={settings.loss}): set dropZeroAdvantage=false, or baseline=mean",
+    ),
+    (
+        lambda a: a.gradient_mixing > 0 and (a.surrogate != "score" or a.importance == "none"),
+        "gradientMixing={settings.gradient_mixing} mixes importance weights with 1, but surrogate={settings.surrogate} and "
+        "importance={settings.importance}: set surrogate=score with a weight, or remove it",
+    ),
+)

@@ -120,8 +120,9 @@ class JobSpec(Settings):
             raise ValueError(
                 f"trainers.microBatchTokens={budget} cannot hold one trajectory of model.maxModelLen={max_len} tokens"
             )
-        if self.algorithm.baseline == "leave_one_out" and self.task.group_size < 2:
-            raise ValueError(f"algorithm.baseline=leave_one_out needs task.groupSize of at least 2, not {self.task.group_size}")
+        baseline = self.algorithm.baseline
+        if baseline in ("leave_one_out", "mean") and self.task.group_size < 2:
+            raise ValueError(f"algorithm.baseline={baseline} needs task.groupSize of at least 2, not {self.task.group_size}")
         return self
 
     @model_validator(mode="after")

@@ -15,6 +15,8 @@ from pipelinerl_common.settings.job import Job
 
 _FREE_FORM = {"args", "engineArgs", "engine_args", "podTemplate", "pod_template"}
 """Mappings whose keys are another program's names, taken letter by letter."""
+_FOLLOWS_FROM_ANOTHER = "default_factory_not_called"
+"""A default that depends on a field which is wrong itself."""
 
 
 def load_job(path: Path, overrides: Iterable[str] = ()) -> Job:
@@ -39,7 +41,7 @@ def parse_job(document: Mapping[str, Any], source: str) -> Job:
     try:
         return Job.model_validate(document)
     except ValidationError as error:
-        lines = [f"  {_describe(detail)}" for detail in error.errors()]
+        lines = [f"  {_describe(detail)}" for detail in error.errors() if detail["type"] != _FOLLOWS_FROM_ANOTHER]
         raise SettingsError("\n".join([f"{source}: {len(lines)} fault(s) in the job file", *lines])) from error
 
 
