@@ -88,8 +88,9 @@ RULES: dict[Path, tuple[Rule, ...]] = {
             "trainers.microBatchTokens cannot hold one trajectory of model.maxModelLen tokens",
         ),
         Rule(
-            "self.algorithm.baseline != 'leave_one_out' || self.task.groupSize >= 2",
-            "algorithm.baseline=leave_one_out needs task.groupSize of at least 2",
+            "self.task.groupSize >= 2 || "
+            "(has(self.algorithm.baseline) ? self.algorithm.baseline in ['none', 'value'] : self.algorithm.loss == 'ppo')",
+            "an algorithm.baseline of the group needs task.groupSize of at least 2",
         ),
         Rule(
             "self.weightTransfer.backend != 'nccl' || self.actors.gpusPerReplica > 0",
@@ -110,8 +111,13 @@ RULES: dict[Path, tuple[Rule, ...]] = {
     ("spec", "algorithm"): (
         Rule("self.optimizer.warmupSteps <= self.steps", "optimizer.warmupSteps is more than steps"),
         Rule(
-            "self.loss != 'grpo' || self.baseline != 'value'",
-            "loss=grpo has no value head: choose loss=ppo, or baseline=leave_one_out",
+            "!has(self.baseline) || !(self.baseline in ['none', 'value']) || "
+            "!(self.loss in ['grpo', 'dapo', 'gspo', 'cispo']) || (has(self.divideByStd) && !self.divideByStd)",
+            "this loss divides by the spread around the group's mean: set baseline=mean, or divideByStd=false",
+        ),
+        Rule(
+            "self.kl.estimator != 'k1' || self.kl.placement != 'loss'",
+            "kl.estimator=k1 teaches nothing in the loss: set kl.placement=reward, or another estimator",
         ),
     ),
     ("spec", "model", "cache"): (Rule("has(self.pvc) != has(self.emptyDir)", "exactly one of pvc and emptyDir"),),
