@@ -22,6 +22,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--coordinator", required=True, help="host:port of the weight-transfer coordinator as pods reach it")
     parser.add_argument("--coordinator-listen", default="0.0.0.0:50052", help="host:port that the leader serves it on")
     parser.add_argument("--nats-url", required=True, help="URL of the sample stream's server as pods reach it")
+    login = parser.add_mutually_exclusive_group()
+    login.add_argument(
+        "--nats-auth-secret", default="", help="Secret of the server's keys: every job has an account of its own"
+    )
+    login.add_argument("--nats-credentials", type=Path, help="file with one login for the operator and all jobs")
     parser.add_argument("--metrics-listen", default="0.0.0.0:8080", help="host:port of /metrics, /healthz and /readyz")
     parser.add_argument("--actor-image", required=True, help="image of actors and of the reference model")
     parser.add_argument("--trainer-image", required=True, help="image of trainers")

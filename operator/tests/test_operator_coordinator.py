@@ -14,7 +14,7 @@ from pipelinerl_common import rpc
 from pipelinerl_common.errors import Refused, Unavailable
 from pipelinerl_common.settings import WeightTransferSettings
 from pipelinerl_operator.coordinator.coordinator import Coordinator
-from pipelinerl_operator.coordinator.server import FULL_NAME, WeightTransferServicer
+from pipelinerl_operator.coordinator.server import weight_transfer
 
 TOKEN = "secret"
 MANIFEST = weights_pb2.WeightManifest(
@@ -204,14 +204,12 @@ async def running(*names: str, workers: int = 1, form_timeout_s: float = 5) -> A
         coordinator = Coordinator(
             settings,
             lambda: {name: generator.url for name, generator in generators.items()},
-            trainer_server.address,
+            lambda: trainer_server.address,
             token=TOKEN,
             settle_s=0,
         )
         stack.push_async_callback(coordinator.close)
-        service = rpc.RpcService(
-            weights_pb2_grpc.add_WeightTransferServicer_to_server, WeightTransferServicer(coordinator), FULL_NAME
-        )
+        service = weight_transfer(lambda context: coordinator)
         server = await stack.enter_async_context(rpc.serve("127.0.0.1:0", [service], token=TOKEN))
         yield Harness(coordinator, trainer, generators, server.address)
 

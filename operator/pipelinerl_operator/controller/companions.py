@@ -1,13 +1,224 @@
-"""What runs beside each job in the leader."""
+"""What runs beside each job in the leader: its weight-transfer coordinator, and the reader of its training numbers.
 
+One gRPC server serves all coordinators; a call's bearer token says whose it is. Nothing here writes: the reconciler asks for
+the state and puts it into status.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+
+import aiohttp
+
+from pipelinerl_common import rpc
+from pipelinerl_common.metrics import COORDINATOR, Metrics
+from pipelinerl_operator.controller.cluster import Cluster
 from pipelinerl_operator.controller.decision import Wanted
-from pipelinerl_operator.controller.status import JobStatus, StreamStatus, TrainingStatus, WeightGroupStatus
-from pipelinerl_operator.controller.views import JobView
+from pipelinerl_operator.controller.status import MAX_MEMBERS, JobStatus, Phase, StreamStatus, TrainingStatus, WeightGroupStatus
+from pipelinerl_operator.controller.training import Reading, read_metrics, stream_status, training_status
+from pipelinerl_operator.controller.units import is_of_job
+from pipelinerl_operator.controller.views import JobView, PodView
+from pipelinerl_operator.coordinator import Coordinator
+from pipelinerl_operator.coordinator.metrics import export
+from pipelinerl_operator.coordinator.routes import TokenRoutes
+from pipelinerl_operator.coordinator.server import weight_transfer
 from pipelinerl_operator.kube import Key
+from pipelinerl_operator.objects.ports import GRPC_PORT, METRICS_PORT
+from pipelinerl_operator.plan import Role, generator_url
+
+log = logging.getLogger(__name__)
+
+READ_S = 15.0
+ROUNDS_PER_S = 50.0
+"""Rounds of all coordinators together; changes of pods wake theirs at once whatever the pace."""
+SETTLED_S = 2.0
+
+
+class Companion:
+    """Of one job."""
+
+    def __init__(self, job: JobView, wanted: Wanted, status: JobStatus, token: str, cluster: Cluster) -> None:
+        self.uid = job.uid
+        self.token = token
+        self.restarts = status.restarts
+        self.training: TrainingStatus | None = None
+        self.stream: StreamStatus | None = None
+        self._key = job.key
+        self._cluster = cluster
+        self._wanted = wanted
+        self._floor = status.weight_group.epoch if status.weight_group else 0
+        self._addresses: Mapping[str, str] = {}
+        settings = wanted.job.spec.weight_transfer
+        self.coordinator = Coordinator(settings, self._generators, self._trainer, token=token, epoch_floor=self._floor)
+        self.metrics = Metrics(COORDINATOR, job.key.name)
+        export(self.coordinator, self.metrics)
+
+    def update(self, wanted: Wanted, status: JobStatus, num_jobs: int) -> None:
+        """Wakes the coordinator when a pod came, went or moved."""
+        self._wanted = wanted
+        self.restarts = status.restarts
+        self.coordinator.period_s = max(SETTLED_S if self.coordinator.group else 1.0, num_jobs / ROUNDS_PER_S)
+        addresses = {**self._generators(), "trainer": self._trainer() or ""}
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self.coordinator.wake()
+
+    def weight_group(self) -> WeightGroupStatus:
+        """The epoch never goes back: between two groups it is that of the last."""
+        group = self.coordinator.group
+        if group is not None:
+            self._floor = max(self._floor, group.epoch)
+        names = list(group.names) if group else []
+        return WeightGroupStatus(
+            epoch=self._floor,
+            world_size=group.world_size if group else 0,
+            members=names[:MAX_MEMBERS],
+            num_members=len(names),
+            state="formed" if group else self.coordinator.waiting_for,
+        )
+
+    async def run(self, session: aiohttp.ClientSession, changed: Callable[[], None]) -> None:
+        """For ever: forms groups, reads metrics. `changed` is called when there is something to put into status."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._coordinate(changed), name=f"coordinate {self._key}")
+            tasks.create_task(self._read(session, changed), name=f"read metrics of {self._key}")
+
+    async def close(self) -> None:
+        await self.coordinator.close()
+
+    async def _coordinate(self, changed: Callable[[], None]) -> None:
+        seen = self.weight_group()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.coordinator.run(), name=f"coordinator {self._key}")
+            while True:
+                await asyncio.sleep(min(1.0, self.coordinator.period_s))
+                if (now := self.weight_group()) != seen:
+                    seen = now
+                    changed()
+
+    async def _read(self, session: aiohttp.ClientSession, changed: Callable[[], None]) -> None:
+        before: Reading | None = None
+        while True:
+            await asyncio.sleep(READ_S)
+            trainer = await self._metrics_of(session, Role.TRAINER)
+            preprocessor = await self._metrics_of(session, Role.PREPROCESSOR)
+            read = (
+                self.training if trainer is None else training_status(trainer, before),
+                self.stream if preprocessor is None else stream_status(preprocessor),
+            )
+            before = trainer
+            if read != (self.training, self.stream):
+                self.training, self.stream = read
+                changed()
+
+    async def _metrics_of(self, session: aiohttp.ClientSession, role: Role) -> Reading | None:
+        pod = next(iter(self._live(role)), None)
+        return None if pod is None else await read_metrics(session, f"{_host(pod)}:{METRICS_PORT}")
+
+    def _generators(self) -> dict[str, str]:
+        """Base URL of every generator whose pod runs, in the order of the plan."""
+        pods = {pod.key.name: pod for pod in self._live(Role.ACTOR)}
+        return {
+            name: generator_url(f"{_host(pods[spec.name])}:{port}")
+            for spec in self._wanted.desired.pods
+            if spec.name in pods
+            for name, port in spec.generators().items()
+        }
+
+    def _trainer(self) -> str | None:
+        first = next((pod for pod in self._live(Role.TRAINER) if pod.index == 0), None)
+        return None if first is None else f"{_host(first)}:{GRPC_PORT}"
+
+    def _live(self, role: Role) -> Iterable[PodView]:
+        for pod in self._cluster.pods.of_job(self._key):
+            if pod.role == role and is_of_job(pod, self.uid) and pod.ip and pod.phase == "Running" and not pod.is_deleted:
+                yield pod
+
+
+class Companions:
+    """Of all jobs. Use as `async with companions(cluster, listen, changed) as all_of_them`."""
+
+    def __init__(self, cluster: Cluster, session: aiohttp.ClientSession, changed: Callable[[Key], None]) -> None:
+        self.routes = TokenRoutes()
+        self._cluster = cluster
+        self._session = session
+        self._changed = changed
+        self._running: dict[Key, tuple[Companion, asyncio.Task[None]]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def weight_group(self, key: Key) -> WeightGroupStatus | None:
+        running = self._running.get(key)
+        return running[0].weight_group() if running else None
+
+    def training(self, key: Key) -> tuple[TrainingStatus | None, StreamStatus | None]:
+        running = self._running.get(key)
+        return (running[0].training, running[0].stream) if running else (None, None)
+
+    def follow(self, job: JobView, wanted: Wanted | None, status: JobStatus, token: str | None) -> None:
+        """Starts, keeps or stops what the job needs now. An invalid spec changes nothing of what runs."""
+        running = self._running.get(job.key)
+        if status.is_finished or status.phase in (Phase.SUSPENDING, Phase.SUSPENDED):
+            self.forget(job.key)
+            return
+        if wanted is None or token is None:
+            return
+        if running is None or running[0].uid != job.uid or running[0].token != token or running[1].done():
+            self.forget(job.key)
+            running = self._running[job.key] = self._start(Companion(job, wanted, status, token, self._cluster), job.key)
+        running[0].update(wanted, status, len(self._running))
+
+    def forget(self, key: Key) -> None:
+        running = self._running.pop(key, None)
+        if running is None:
+            return
+        companion, task = running
+        self.routes.remove(companion.token)
+        task.cancel()
+        self._close(companion)
+
+    def metrics(self) -> Iterable[Metrics]:
+        """The coordinators', one for each job."""
+        return [companion.metrics for companion, _ in self._running.values()]
+
+    async def close(self) -> None:
+        for key in list(self._running):
+            self.forget(key)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _start(self, companion: Companion, key: Key) -> tuple[Companion, asyncio.Task[None]]:
+        self.routes.add(companion.token, companion.coordinator)
+        task = asyncio.create_task(companion.run(self._session, partial(self._changed, key)), name=f"companion {key}")
+        task.add_done_callback(partial(self._ended, key))
+        return companion, task
+
+    def _ended(self, key: Key, task: asyncio.Task[None]) -> None:
+        """A companion never ends by itself; one that has is started again when its job is looked at next."""
+        if not task.cancelled() and task.exception() is not None:
+            log.error("job=%s its companion failed", key, exc_info=task.exception())
+            self._changed(key)
+
+    def _close(self, companion: Companion) -> None:
+        closing = asyncio.create_task(companion.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+
+@asynccontextmanager
+async def companions(cluster: Cluster, listen: str, changed: Callable[[Key], None]) -> AsyncIterator[Companions]:
+    """Serves the `WeightTransfer` service of all jobs on `listen`. Raises SettingsError when it cannot be bound."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=64, force_close=True)) as session:
+        running = Companions(cluster, session, changed)
+        try:
+            async with rpc.serve(listen, [weight_transfer(running.routes.find)], token=None):
+                yield running
+        finally:
+            await running.close()
 
 
 class NoCompanions:
-    """For a job without weight transfer: benches and tests of the controller alone."""
+    """Of jobs without weight transfer: benches and tests of the controller alone."""
 
     def weight_group(self, key: Key) -> WeightGroupStatus | None:
         return None
@@ -20,3 +231,7 @@ class NoCompanions:
 
     def forget(self, key: Key) -> None:
         pass
+
+
+def _host(pod: PodView) -> str:
+    return f"[{pod.ip}]" if ":" in pod.ip else pod.ip

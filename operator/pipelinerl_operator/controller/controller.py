@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from pipelinerl_common.errors import PipelineRLError
-from pipelinerl_operator.controller.cluster import Cluster, Watching, child_resources
+from pipelinerl_operator.controller.cluster import Cluster, Watching
 from pipelinerl_operator.controller.reconciler import Reconciler, Surroundings
 from pipelinerl_operator.controller.telemetry import Telemetry
 from pipelinerl_operator.kube import Api, WorkQueue
@@ -36,15 +36,15 @@ class Controller:
     """Serves all jobs in `namespaces` (empty: all of them)."""
 
     api: Api
+    cluster: Cluster
+    queue: WorkQueue
+    """Hears of every change of `cluster`."""
     surroundings: Surroundings
     telemetry: Telemetry
     namespaces: Sequence[str] = ()
     workers: int = WORKERS
 
     def __post_init__(self) -> None:
-        self.queue = WorkQueue()
-        resources = child_resources(self.surroundings.context.capabilities.api_versions)
-        self.cluster = Cluster(resources, self.queue.add)
         self.watching = Watching(self.api, self.cluster, self.namespaces)
         self._reconciler = Reconciler(self.api, self.cluster, self.surroundings)
 

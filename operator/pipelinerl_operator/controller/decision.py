@@ -41,6 +41,7 @@ class Observed:
     """Of the job's name; some may belong to a predecessor."""
     children: tuple[Child, ...] = ()
     has_secret: bool = False
+    """Whether it has its Secret, and its place on the stream's server as this generation asks for."""
     refusal: str = ""
     """What the API server said when it refused a pod; the templates are the likely reason."""
     templates_checked: bool = False
@@ -75,7 +76,8 @@ class CheckTemplates:
 
 @dataclass(frozen=True, slots=True)
 class MakeSecret:
-    """Creates the job's Secret with a new token, unless there is one."""
+    """Makes the job's place on the stream's server, and its Secret with a new token and that place's login, unless there is
+    one."""
 
 
 @dataclass(frozen=True, slots=True)

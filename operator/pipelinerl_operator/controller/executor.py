@@ -7,6 +7,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
@@ -14,6 +15,7 @@ from pipelinerl_common.errors import PipelineRLError, SettingsError, TemporaryEr
 from pipelinerl_operator.controller.cluster import Cluster
 from pipelinerl_operator.controller.decision import Action, Apply, CheckTemplates, CreatePod, Delete, MakeSecret, Wanted
 from pipelinerl_operator.controller.memory import Memory
+from pipelinerl_operator.controller.streams import Streams
 from pipelinerl_operator.controller.views import JobView, OwnedView
 from pipelinerl_operator.kube import Api, Key, Object, Resource
 from pipelinerl_operator.kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, NotFound
@@ -34,36 +36,35 @@ class RefusedByServer(PipelineRLError):
 
 
 class Executor:
-    def __init__(self, api: Api, cluster: Cluster, clock: Callable[[], float] = monotonic) -> None:
-        self._api = api
-        self._cluster = cluster
-        self._clock = clock
+    def __init__(self, api: Api, cluster: Cluster, streams: Streams, clock: Callable[[], float] = monotonic) -> None:
+        self._around = _Around(api, cluster, streams, clock)
 
     async def carry_out(self, job: JobView, wanted: Wanted | None, actions: Sequence[Action], memory: Memory) -> None:
         """In order, neighbours of one kind at once. Raises what keeps it from going on, to be tried again."""
-        turn = _Turn(self._api, self._cluster, job, wanted, memory, self._clock)
+        turn = _Turn(self._around, job, wanted, memory)
         for _, group in itertools.groupby(actions, key=type):
             await _all(turn.do(action) for action in group)
+
+
+@dataclass(frozen=True, slots=True)
+class _Around:
+    api: Api
+    cluster: Cluster
+    streams: Streams
+    clock: Callable[[], float]
 
 
 class _Turn:
     """One job's actions."""
 
-    def __init__(
-        self,
-        api: Api,
-        cluster: Cluster,
-        job: JobView,
-        wanted: Wanted | None,
-        memory: Memory,
-        clock: Callable[[], float],
-    ) -> None:
-        self._api = api
-        self._cluster = cluster
+    def __init__(self, around: _Around, job: JobView, wanted: Wanted | None, memory: Memory) -> None:
+        self._api = around.api
+        self._cluster = around.cluster
+        self._streams = around.streams
+        self._clock = around.clock
         self._job = job
         self._wanted = wanted
         self._memory = memory
-        self._clock = clock
         self._namespace = job.key.namespace
 
     async def do(self, action: Action) -> None:
@@ -99,12 +100,14 @@ class _Turn:
         if self._wanted is None:
             return
         name = secret_name(self._job.key.name)
+        login = await self._streams.ensure(self._wanted.job)
         try:
             found = await self._api.get(SECRETS, self._namespace, name)
             self._check_owner(SECRETS, found)
         except NotFound:
-            found = await self._create(SECRETS, name, secret(self._wanted.job, secrets.token_urlsafe(TOKEN_BYTES)))
+            found = await self._create(SECRETS, name, secret(self._wanted.job, secrets.token_urlsafe(TOKEN_BYTES), login))
         self._memory.token = base64.b64decode(found["data"][TOKEN_KEY]).decode()
+        self._memory.ensured_generation = self._job.generation
 
     async def _apply(self, action: Apply) -> None:
         name = action.body["metadata"]["name"]

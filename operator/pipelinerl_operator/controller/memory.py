@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from pipelinerl_operator.controller.views import JobView
 from pipelinerl_operator.kube import Object, Resource
 
 REFUSAL_S = 60.0
@@ -10,11 +11,14 @@ REFUSAL_S = 60.0
 
 @dataclass
 class Memory:
-    """Of one job's UID. Times are monotonic seconds."""
+    """Of one job, by its UID. Times are monotonic seconds."""
 
-    uid: str
+    job: JobView
+    """As it was looked at last."""
     token: str | None = None
     """The job's bearer token, once its Secret has been made or read."""
+    ensured_generation: int = -1
+    """Generation of the spec for which the job has its Secret and its place on the stream's server."""
     checked_generation: int = -1
     """Generation of the spec whose templates the API server has accepted."""
     refusal: str = ""

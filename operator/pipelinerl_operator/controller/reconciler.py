@@ -29,6 +29,7 @@ from pipelinerl_operator.controller.status import (
     is_urgent,
     merge_patch,
 )
+from pipelinerl_operator.controller.streams import Streams
 from pipelinerl_operator.controller.views import JobView
 from pipelinerl_operator.kube import Api, Key
 from pipelinerl_operator.kube.errors import NotFound
@@ -69,6 +70,7 @@ class Surroundings:
     context: OperatorContext
     companions: Companions
     recorder: Recorder
+    streams: Streams
     clock: Callable[[], float] = time.time
     """Seconds since the epoch."""
     monotonic: Callable[[], float] = time.monotonic
@@ -81,7 +83,7 @@ class Reconciler:
         self._api = api
         self._cluster = cluster
         self._around = surroundings
-        self._executor = Executor(api, cluster, surroundings.monotonic)
+        self._executor = Executor(api, cluster, surroundings.streams, surroundings.monotonic)
         self._memories: dict[Key, Memory] = {}
         self._known: OrderedDict[tuple[str, int], tuple[Wanted | None, str]] = OrderedDict()
 
@@ -116,13 +118,17 @@ class Reconciler:
 
     def _memory(self, job: JobView) -> Memory:
         memory = self._memories.get(job.key)
-        if memory is None or memory.uid != job.uid:
+        if memory is None or memory.job.uid != job.uid:
             self._forget(job.key)
-            memory = self._memories[job.key] = Memory(job.uid)
+            memory = self._memories[job.key] = Memory(job)
+        memory.job = job
         return memory
 
     def _forget(self, key: Key) -> None:
-        self._memories.pop(key, None)
+        """Of a job that is gone."""
+        memory = self._memories.pop(key, None)
+        if memory is not None:
+            self._around.streams.leave(memory.job)
         self._around.companions.forget(key)
         self._around.recorder.forget(key)
 
@@ -137,7 +143,7 @@ class Reconciler:
             fault=fault,
             pods=self._cluster.pods.of_job(job.key),
             children=self._children(job, memory),
-            has_secret=memory.token is not None,
+            has_secret=memory.token is not None and memory.ensured_generation == job.generation,
             refusal=memory.current_refusal(job.generation, now),
             templates_checked=memory.checked_generation == job.generation,
             namespace_is_going=memory.namespace_is_going(now),

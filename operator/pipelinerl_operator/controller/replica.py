@@ -6,14 +6,17 @@ import logging
 from dataclasses import dataclass, replace
 
 from pipelinerl_common.errors import PipelineRLError, SettingsError
-from pipelinerl_operator.controller.companions import NoCompanions
+from pipelinerl_operator.controller.cluster import Cluster, child_resources
+from pipelinerl_operator.controller.companions import companions
 from pipelinerl_operator.controller.controller import Controller
 from pipelinerl_operator.controller.events import EventRecorder
 from pipelinerl_operator.controller.health import serve_health
 from pipelinerl_operator.controller.leader_label import leader_label
 from pipelinerl_operator.controller.reconciler import Surroundings
+from pipelinerl_operator.controller.stream_login import stream_admin
+from pipelinerl_operator.controller.streams import Streams
 from pipelinerl_operator.controller.telemetry import Telemetry
-from pipelinerl_operator.kube import Connection, Election, HttpApi, Key, connection, open_api
+from pipelinerl_operator.kube import Connection, Election, HttpApi, Key, WorkQueue, connection, open_api
 from pipelinerl_operator.objects import Capabilities, OperatorContext
 from pipelinerl_operator.objects.context import Peer
 from pipelinerl_operator.plan import Role
@@ -55,17 +58,24 @@ class _Replica:
         """For ever; cancelled when the lease is lost."""
         arguments = self.arguments
         context = operator_context(arguments, await _capabilities(api), self.namespace)
-        surroundings = Surroundings(context, NoCompanions(), EventRecorder(api, self.identity))
         pod = Key(self.namespace, arguments.pod_name) if arguments.pod_name else None
-        async with leader_label(api, pod):
-            self.controller = Controller(api, surroundings, self.telemetry, arguments.namespaces, arguments.workers)
+        queue = WorkQueue()
+        cluster = Cluster(child_resources(context.capabilities.api_versions), queue.add)
+        async with (
+            stream_admin(arguments, api, self.namespace) as admin,
+            companions(cluster, arguments.coordinator_listen, queue.add) as beside,
+            leader_label(api, pod),
+        ):
+            streams = Streams(admin)
+            around = Surroundings(context, beside, EventRecorder(api, self.identity), streams)
+            self.controller = Controller(api, cluster, queue, around, self.telemetry, arguments.namespaces, arguments.workers)
+            self.telemetry.watch_companions(beside.metrics)
             try:
                 await self.controller.run()
             finally:
                 self.controller = None
-                self.telemetry.watch_queue(None)
-                self.telemetry.watch_informers([])
-                self.telemetry.watch_jobs(lambda: [])
+                self.telemetry.watch_nothing()
+                await streams.close()
 
 
 async def _capabilities(api: HttpApi) -> Capabilities:
@@ -97,6 +107,7 @@ def operator_context(arguments: argparse.Namespace, capabilities: Capabilities, 
         capabilities=capabilities,
         image_pull_policy=arguments.image_pull_policy,
         image_pull_secrets=tuple(arguments.image_pull_secrets),
+        has_nats_credentials=bool(arguments.nats_auth_secret or arguments.nats_credentials),
         network_policy=not arguments.no_network_policy,
         log_level=arguments.log_level,
     )

@@ -3,6 +3,10 @@
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable
 
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
 from pipelinerl_common.metrics import OPERATOR, Metrics
 from pipelinerl_common.telemetry import memory_bytes
 from pipelinerl_operator.controller.cluster import AnyInformer
@@ -19,6 +23,7 @@ class Telemetry:
         self._seconds = self.metrics.histogram("operator_reconcile_seconds")
         self._results = self.metrics.counter("operator_reconciles_total")
         self._requests = self.metrics.counter("operator_api_requests_total")
+        self._companions: Callable[[], Iterable[Metrics]] = lambda: []
         self._count_restarts: Callable[[], None] = lambda: None
         self.metrics.gauge("operator_leader").read(lambda: float(is_leader()))
         self.metrics.gauge("operator_memory_bytes").read(memory_bytes)
@@ -57,6 +62,34 @@ class Telemetry:
         for phase in Phase:
             gauge.read(count(phase), phase=phase.value)
 
+    def watch_companions(self, metrics: Callable[[], Iterable[Metrics]]) -> None:
+        """The coordinators' metrics, which are of one job each."""
+        self._companions = metrics
+
+    def watch_nothing(self) -> None:
+        """Another leads."""
+        self.watch_queue(None)
+        self.watch_informers([])
+        self.watch_jobs(lambda: [])
+        self._companions = lambda: []
+
     def exposition(self) -> bytes:
+        """In Prometheus' text format, each metric once, however many jobs have it."""
         self._count_restarts()
-        return self.metrics.exposition()
+        merged = CollectorRegistry(auto_describe=False)
+        merged.register(_Merged([self.metrics, *self._companions()]))
+        return generate_latest(merged)
+
+
+class _Merged(Collector):
+    def __init__(self, parts: Iterable[Metrics]) -> None:
+        self._parts = parts
+
+    def collect(self) -> Iterable[Family]:
+        families: dict[str, Family] = {}
+        for part in self._parts:
+            for family in part.collect():
+                known = families.setdefault(family.name, family)
+                if known is not family:
+                    known.samples.extend(family.samples)
+        return families.values()

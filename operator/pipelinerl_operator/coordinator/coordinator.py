@@ -56,24 +56,30 @@ class _State:
 
 
 class Coordinator:
-    """Owns the group of one job. `generators` gives the base URL of every generator that should exist, by name, at any time."""
+    """Owns the group of one job.
+
+    `generators` gives the base URL of every generator that should exist, by name, at any time; `trainer_address` "host:port" of
+    trainer rank 0, None while it has none. Epochs begin above `epoch_floor`, the last one that is known of.
+    """
 
     def __init__(
         self,
         settings: WeightTransferSettings,
         generators: Callable[[], Mapping[str, str]],
-        trainer_address: str,
+        trainer_address: Callable[[], str | None],
         *,
         token: str | None,
-        period_s: float = 1.0,
         settle_s: float = 2.0,
+        epoch_floor: int = 0,
     ) -> None:
         self.counters = Counters()
+        self.period_s = 1.0
+        """Time between two rounds without a cause."""
         self._settings = settings
         self._trainer = TrainerClient(trainer_address, token)
         self._observer = Observer(generators, self._trainer, token)
-        self._period_s = period_s
         self._settle_s = settle_s
+        self._epoch_floor = epoch_floor
         self._state = _State()
         self._backoff = Backoff()
         self._wake = asyncio.Event()
@@ -104,13 +110,17 @@ class Coordinator:
         names = self._state.group.names if self._state.group else ()
         return min((self._state.served.get(name, -1) for name in names), default=-1)
 
+    def wake(self) -> None:
+        """Something changed: the next round begins at once."""
+        self._wake.set()
+
     async def run(self) -> None:
         """Reconciles for ever. Consumes observations, produces formed groups, waits for the period or an expulsion."""
         while True:
             self._wake.clear()
             await self.reconcile()
             try:
-                async with asyncio.timeout(self._period_s):
+                async with asyncio.timeout(self.period_s):
                     await self._wake.wait()
             except TimeoutError:
                 pass
@@ -119,7 +129,8 @@ class Coordinator:
         """One round of observe, decide, act."""
         seen = await self._observer.observe()
         self._backoff.keep_only(self._observer.names)
-        standing = Standing(self._state.group, self._state.transfer_deadline, self._state.not_before, settle_s=self._settle_s)
+        state = self._state
+        standing = Standing(state.group, state.transfer_deadline, state.not_before, self._settle_s, self._epoch_floor)
         decision = decide(seen, standing, self._backoff)
         if isinstance(decision, Form):
             await self._form(decision, seen)

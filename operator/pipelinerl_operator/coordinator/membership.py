@@ -118,6 +118,8 @@ class Standing:
     """After a failure that was nobody's in particular: when to try again."""
     settle_s: float = 2.0
     """How long a newcomer waits for others, so that generators that start together join together."""
+    epoch_floor: int = 0
+    """The newest epoch of an earlier coordinator: epochs never go back, not even when everybody has forgotten theirs."""
 
 
 def assign_ranks(epoch: int, workers: Mapping[str, int]) -> Group:
@@ -147,7 +149,8 @@ def decide(seen: Observation, standing: Standing, backoff: Backoff) -> Wait | Fo
         return Wait("the last attempt failed")
     if _settling(ready, group, seen.now, standing.settle_s):
         return Wait("generators are joining")
-    epoch = 1 + max([seen.trainer.epoch, group.epoch if group else 0, *(generator.epoch for generator in seen.generators)])
+    known = [seen.trainer.epoch, standing.epoch_floor, group.epoch if group else 0]
+    epoch = 1 + max([*known, *(generator.epoch for generator in seen.generators)])
     return Form(assign_ranks(epoch, {generator.name: generator.num_workers for generator in ready}), fault)
 
 

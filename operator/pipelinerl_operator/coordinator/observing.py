@@ -43,6 +43,8 @@ class Observer:
     async def observe(self) -> Observation:
         """Takes as long as the slowest probe, which has a deadline."""
         self._follow(self._generators())
+        if self._trainer.address() is None:  # nothing can be formed: generators need not be asked
+            return Observation(asyncio.get_running_loop().time(), None, ())
         sights = list(self._sights.values())
         trainer, probes = await asyncio.gather(
             self._trainer.probe(), asyncio.gather(*(sight.client.probe() for sight in sights))

@@ -15,13 +15,15 @@ FULL_NAME = "pipelinerl.v1.WeightTransfer"
 
 
 class WeightTransferServicer(weights_pb2_grpc.WeightTransferServicer):
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
+    """`find` gives the coordinator of a call's job by the call's context, or raises Unavailable."""
+
+    def __init__(self, find: Callable[[Any], Coordinator]) -> None:
+        self._find = find
 
     async def PublishVersion(
         self, request: weights_pb2.PublishVersionRequest, context: Any
     ) -> weights_pb2.PublishVersionResponse:
-        outcome = await self._coordinator.publish(
+        outcome = await self._find(context).publish(
             request.epoch,
             request.policy_version,
             request.manifest,
@@ -35,11 +37,12 @@ class WeightTransferServicer(weights_pb2_grpc.WeightTransferServicer):
         return weights_pb2.PublishVersionResponse(published=outcome.published, members=members)
 
     async def GetGroup(self, request: weights_pb2.GetGroupRequest, context: Any) -> weights_pb2.GetGroupResponse:
-        group = self._coordinator.group
+        coordinator = self._find(context)
+        group = coordinator.group
         return weights_pb2.GetGroupResponse(
             epoch=group.epoch if group else 0,
             members=group.names if group else (),
-            served_version=self._coordinator.served_version,
+            served_version=coordinator.served_version,
         )
 
 
@@ -64,6 +67,12 @@ def member_result(name: str, answer: Answer, error: str, version: int) -> weight
     )
 
 
+def weight_transfer(find: Callable[[Any], Coordinator]) -> rpc.RpcService:
+    """The service for one coordinator or, with `find` telling them apart, for many."""
+    servicer = WeightTransferServicer(find)
+    return rpc.RpcService(weights_pb2_grpc.add_WeightTransferServicer_to_server, servicer, FULL_NAME)
+
+
 @dataclass(frozen=True, slots=True)
 class RunningCoordinator:
     """`await coordinator.run()` is the caller's to schedule; the server answers meanwhile."""
@@ -82,11 +91,8 @@ async def serve_coordinator(
     token: str | None,
 ) -> AsyncIterator[RunningCoordinator]:
     """A coordinator with its server on `listen`. Raises SettingsError when the address cannot be bound."""
-    coordinator = Coordinator(settings, generators, trainer_address, token=token)
-    service = rpc.RpcService(
-        weights_pb2_grpc.add_WeightTransferServicer_to_server, WeightTransferServicer(coordinator), FULL_NAME
-    )
-    async with rpc.serve(listen, [service], token=token) as server:
+    coordinator = Coordinator(settings, generators, lambda: trainer_address, token=token)
+    async with rpc.serve(listen, [weight_transfer(lambda context: coordinator)], token=token) as server:
         try:
             yield RunningCoordinator(coordinator, server.address)
         finally:

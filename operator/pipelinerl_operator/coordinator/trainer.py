@@ -1,10 +1,11 @@
 """The coordinator's view of trainer rank 0: the `Policy` service."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipelinerl.v1 import policy_pb2, policy_pb2_grpc
 from pipelinerl_common import rpc
-from pipelinerl_common.errors import PipelineRLError
+from pipelinerl_common.errors import PipelineRLError, Unavailable
 from pipelinerl_operator.coordinator.membership import SeenTrainer
 
 PROBE_TIMEOUT_S = 5.0
@@ -19,16 +20,20 @@ class Rendezvous:
 
 
 class TrainerClient:
-    """Calls to `Policy` at `address`; a fresh channel each, so that a restarted trainer is reached at once."""
+    """Calls to `Policy` at `address()`, None while there is none; a fresh channel each, so that a restarted trainer is reached
+    at once."""
 
-    def __init__(self, address: str, token: str | None) -> None:
+    def __init__(self, address: Callable[[], str | None], token: str | None) -> None:
         self.address = address
         self._token = token
 
     async def probe(self) -> SeenTrainer | None:
         """The trainer's epoch and policy version, or None while it does not answer."""
+        address = self.address()
+        if address is None:
+            return None
         try:
-            async with rpc.connect(self.address, token=self._token) as channel:
+            async with rpc.connect(address, token=self._token) as channel:
                 method = policy_pb2_grpc.PolicyStub(channel).GetPolicy
                 response = await rpc.call(method, policy_pb2.GetPolicyRequest(), timeout_s=PROBE_TIMEOUT_S)
         except PipelineRLError:
@@ -40,6 +45,9 @@ class TrainerClient:
         request = policy_pb2.JoinGroupRequest(
             epoch=epoch, world_size=world_size, backend=backend, port=port, timeout_s=timeout_s
         )
-        async with rpc.connect(self.address, token=self._token) as channel:
+        address = self.address()
+        if address is None:
+            raise Unavailable("the trainer has no address")
+        async with rpc.connect(address, token=self._token) as channel:
             response = await rpc.call(policy_pb2_grpc.PolicyStub(channel).JoinGroup, request, timeout_s=timeout_s)
         return Rendezvous(response.master_address, response.master_port)

@@ -58,5 +58,6 @@ GANG_NAMESPACES: tuple[Permission, ...] = (
 OWN_NAMESPACE: tuple[Permission, ...] = (
     _permission(LEASES, "get", "create", "update"),
     _permission(PODS, "list", "patch"),  # the label of the leader
+    _permission(SECRETS, "get", "create"),  # the keys of the stream's server
 )
 """In the operator's own namespace."""

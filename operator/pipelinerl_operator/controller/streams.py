@@ -1,0 +1,59 @@
+"""Each job's place on the stream's server: made before its pods are, removed after the job is gone.
+
+No finalizer holds a job or its namespace back for it. What a leader does not see go, because none was there, stays on the
+server with its age limit.
+"""
+
+import asyncio
+import logging
+
+from pipelinerl_common.errors import SettingsError
+from pipelinerl_operator.controller.views import JobView
+from pipelinerl_operator.kube import Key
+from pipelinerl_operator.nats.streams import StreamAdmin
+from pipelinerl_operator.objects import JobResource
+
+log = logging.getLogger(__name__)
+
+MAX_AT_ONCE = 8
+CLOSE_S = 5.0
+
+
+class Streams:
+    """`admin` None: nothing is made beforehand, and pods log in with the job's token or not at all."""
+
+    def __init__(self, admin: StreamAdmin | None) -> None:
+        self._admin = admin
+        self._turns = asyncio.Semaphore(MAX_AT_ONCE)
+        self._leaving: dict[Key, asyncio.Task[None]] = {}
+
+    async def ensure(self, job: JobResource) -> str | None:
+        """Content of `nats.creds` in the job's Secret, None without one. Raises Unavailable."""
+        if self._admin is None:
+            return None
+        predecessor = self._leaving.get(Key(job.namespace, job.name))
+        if predecessor is not None:
+            await asyncio.wait({predecessor})
+        return await self._admin.ensure(job)
+
+    def leave(self, job: JobView) -> None:
+        """Removes it in the background."""
+        if self._admin is None:
+            return
+        task = asyncio.create_task(self._remove(self._admin, job), name=f"remove streams of {job.key}")
+        self._leaving[job.key] = task
+        task.add_done_callback(lambda done: self._leaving.pop(job.key, None) if self._leaving.get(job.key) is done else None)
+
+    async def close(self) -> None:
+        if self._leaving:
+            await asyncio.wait(set(self._leaving.values()), timeout=CLOSE_S)
+        for task in self._leaving.values():
+            task.cancel()
+
+    async def _remove(self, admin: StreamAdmin, job: JobView) -> None:
+        try:
+            resource = JobResource.parse(job.body)
+        except SettingsError:  # an invalid job never had a place
+            return
+        async with self._turns:
+            await admin.remove(resource)

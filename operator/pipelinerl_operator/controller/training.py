@@ -1,0 +1,79 @@
+"""How training goes, read from the metrics of the job's own processes."""
+
+import asyncio
+import re
+from dataclasses import dataclass
+
+import aiohttp
+
+from pipelinerl_operator.controller.status import StreamStatus, TrainingStatus
+
+TIMEOUT_S = 5.0
+MAX_BYTES = 4 << 20
+_LINE = re.compile(rb"^pipelinerl_(\w+)(?:\{([^}]*)\})? ([-+0-9.eE]+|NaN)(?: \d+)?$", re.MULTILINE)
+_STAGE = re.compile(rb'stage="(\w+)"')
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Numbers by name, those with a stage as "name/stage"; at that moment in monotonic seconds."""
+
+    at: float
+    values: dict[str, float]
+
+
+async def read_metrics(session: aiohttp.ClientSession, address: str) -> Reading | None:
+    """`/metrics` at "host:port", or None while it does not answer."""
+    try:
+        async with session.get(f"http://{address}/metrics", timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as response:
+            if response.status != 200:
+                return None
+            text = await response.content.read(MAX_BYTES)
+    except (aiohttp.ClientError, OSError):
+        return None
+    return Reading(asyncio.get_running_loop().time(), parse_metrics(text))
+
+
+def parse_metrics(text: bytes) -> dict[str, float]:
+    """Of Prometheus' text format what the operator reads: {"reward_mean": 0.4, "queue_oldest_seconds/stream": 3.0}."""
+    values: dict[str, float] = {}
+    for name, labels, value in _LINE.findall(text):
+        stage = _STAGE.search(labels)
+        key = f"{name.decode()}/{stage[1].decode()}" if stage else name.decode()
+        if value != b"NaN":
+            values[key] = float(value)
+    return values
+
+
+def training_status(now: Reading, before: Reading | None) -> TrainingStatus | None:
+    """From the trainer's metrics; None before the first step is counted. The rate is over the time between two readings."""
+    values = now.values
+    if "policy_version" not in values:
+        return None
+    rate = None
+    if before is not None and now.at > before.at and "samples_trained_total" in before.values:
+        trained = values.get("samples_trained_total", 0.0) - before.values["samples_trained_total"]
+        rate = round(trained / (now.at - before.at), 2) if trained >= 0 else None
+    return TrainingStatus(
+        step=max(0, int(values["policy_version"])),
+        policy_version=int(values["policy_version"]),
+        lag=_rounded(values.get("lag_mean")),
+        ess=_rounded(values.get("ess")),
+        reward=_rounded(values.get("reward_mean")),
+        samples_per_second=rate,
+    )
+
+
+def stream_status(now: Reading) -> StreamStatus | None:
+    """From the preprocessor's metrics."""
+    pending = now.values.get("stream_messages")
+    if pending is None:
+        return None
+    return StreamStatus(
+        pending=max(0, int(pending)), oldest_seconds=round(now.values.get("queue_oldest_seconds/stream", 0.0), 1)
+    )
+
+
+def _rounded(value: float | None) -> float | None:
+    """Digits enough for a table, few enough that noise is no reason to write."""
+    return None if value is None else float(f"{value:.4g}")

@@ -1,0 +1,213 @@
+"""A cluster in memory with one operator in it, and time that passes only when a test says so."""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+from fake_api import Call, Crash, FakeApi
+
+from pipelinerl_common.errors import PipelineRLError
+from pipelinerl_operator.controller.cluster import OWNED, Cluster, child_resources
+from pipelinerl_operator.controller.companions import NoCompanions
+from pipelinerl_operator.controller.decision import Note
+from pipelinerl_operator.controller.reconciler import Reconciler, Surroundings
+from pipelinerl_operator.controller.status import JobStatus, Phase
+from pipelinerl_operator.controller.streams import Streams
+from pipelinerl_operator.controller.views import JobView
+from pipelinerl_operator.kube import Key, Object, Selection
+from pipelinerl_operator.kube.resources import JOBS, PODS, key_of
+from pipelinerl_operator.objects import Capabilities, OperatorContext
+from pipelinerl_operator.plan import Role
+
+JOB = Key("default", "sums")
+CAPABILITIES = Capabilities(36, frozenset({"policy/v1", "scheduling.volcano.sh/v1beta1"}))
+CONTEXT = OperatorContext(
+    images={role: f"{role}:1" for role in (Role.ACTOR, Role.TRAINER, Role.PREPROCESSOR, Role.REFERENCE)},
+    coordinator="operator:50052",
+    nats_url="nats://nats:4222",
+    capabilities=CAPABILITIES,
+)
+
+
+def job(name: str = "sums", **spec: Any) -> Object:
+    """Two trainers and two actors unless `spec` says otherwise; sections are given whole."""
+    defaults: Object = {
+        "model": {"uri": "tiny://arithmetic", "dtype": "float32", "maxModelLen": 64},
+        "task": {"path": "pipelinerl_actor.tasks.arithmetic:Arithmetic", "sampling": {"maxTokens": 4}},
+        "actors": {"replicas": 2, "minReplicas": 1},
+        "trainers": {"replicas": 2},
+        "failurePolicy": {"backoff": {"initialSeconds": 1, "maxSeconds": 8}},
+    }
+    return {
+        "apiVersion": JOBS.api_version,
+        "kind": JOBS.kind,
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": {**copy.deepcopy(defaults), **spec},
+    }
+
+
+class Notes:
+    """The recorder: keeps events."""
+
+    def __init__(self) -> None:
+        self.notes: list[Note] = []
+
+    async def record(self, job: JobView, note: Note) -> None:
+        self.notes.append(note)
+
+    def forget(self, key: Key) -> None:
+        pass
+
+    @property
+    def reasons(self) -> list[str]:
+        return [note.reason for note in self.notes]
+
+
+class World:
+    """`violations` are broken promises, found the moment that they are broken."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+        self.api = FakeApi(lambda: self.now)
+        self.api.before_create = self._watch_creation
+        self.notes = Notes()
+        self.violations: list[str] = []
+        self.made: dict[str, list[int]] = {}
+        """Attempts of every pod that was made, by name."""
+        self.failed: set[tuple[str, int]] = set()
+        self.restart_operator()
+
+    # the operator
+
+    def restart_operator(self) -> None:
+        """A new leader with nothing in mind."""
+        self.wanted: set[Key] = set()
+        self.cluster = Cluster(child_resources(CAPABILITIES.api_versions), self.wanted.add)
+        around = Surroundings(
+            CONTEXT, NoCompanions(), self.notes, Streams(None), clock=lambda: self.now, monotonic=lambda: self.now
+        )
+        self.reconciler = Reconciler(self.api, self.cluster, around)
+        self.sync()
+
+    def sync(self, resources: Iterable[Any] | None = None) -> None:
+        """The operator's stores catch up with the API server; only those of `resources` when given."""
+        stores: dict[Any, Any] = {JOBS: self.cluster.jobs, PODS: self.cluster.pods, **self.cluster.children}
+        for resource in stores if resources is None else resources:
+            selection = Selection(resource, None, "" if resource == JOBS else OWNED)
+            bodies = self.api.list(selection)
+            for body in bodies:
+                stores[resource].put(body)
+            stores[resource].keep_only([key_of(body) for body in bodies], None)
+
+    async def look(self, key: Key = JOB) -> float | None:
+        """One reconcile, with errors of the API server taken as the controller takes them."""
+        try:
+            return await self.reconciler.reconcile(key)
+        except PipelineRLError:
+            return 0.0
+        except Crash:
+            self.api.fault = lambda call: None
+            self.restart_operator()
+            return 0.0
+
+    async def settle(self, *, kubelet: bool = True, rounds: int = 60, step_s: float = 1.0) -> None:
+        """Until nothing is written for several rounds in which time passes."""
+        quiet = 0
+        for _ in range(rounds):
+            before = self.api.version
+            self.sync()
+            for key in self._jobs():
+                await self.look(key)
+            if kubelet:
+                self.run_pods()
+            self.now += step_s
+            quiet = quiet + 1 if self.api.version == before else 0
+            if quiet >= 12:
+                return
+        raise AssertionError(f"never quiet; newest writes: {self.api.writes[-6:]}")
+
+    def _jobs(self) -> list[Key]:
+        return [key_of(body) for body in self.api.list(Selection(JOBS))] or [JOB]
+
+    # the cluster around it
+
+    async def submit(self, body: Object | None = None) -> None:
+        await self.api.create(JOBS, "default", body or job())
+
+    def run_pods(self) -> None:
+        """The kubelet: starts what is pending, ends what is terminating."""
+        for body in self.api.list(Selection(PODS)):
+            key = key_of(body)
+            if "deletionTimestamp" in body["metadata"]:
+                self.api.remove(PODS, key, 0)
+            elif body["status"]["phase"] == "Pending":
+                self.start(key.name)
+
+    def start(self, name: str) -> None:
+        conditions = [{"type": "Ready", "status": "True"}, {"type": "PodScheduled", "status": "True"}]
+        self.say(name, {"phase": "Running", "podIP": "10.0.0.1", "conditions": conditions})
+        self.api.edit(PODS, Key("default", name), lambda body: body["spec"].update(nodeName=f"node-of-{name}"))
+
+    def end(
+        self, name: str, container: str, exit_code: int, *, reason: str = "", pod_reason: str = "", phase: str = ""
+    ) -> None:
+        """One container ends; the pod with it, unless `phase` says that it runs on."""
+        terminated = {"exitCode": exit_code, "reason": reason or ("Error" if exit_code else "Completed")}
+        status = {
+            "phase": phase or ("Failed" if exit_code or pod_reason else "Succeeded"),
+            "reason": pod_reason,
+            "containerStatuses": [{"name": container, "state": {"terminated": terminated}}],
+            "conditions": [{"type": "Ready", "status": "False"}],
+        }
+        self.say(name, status)
+
+    def say(self, name: str, status: Object) -> None:
+        key = Key("default", name)
+        if (PODS, key) in self.api.objects:
+            self.api.edit(PODS, key, lambda body: body.update(status=status))
+            if status["phase"] == "Failed":
+                labels = self.api.objects[PODS, key]["metadata"]["labels"]
+                self.failed.add((name, int(labels["pipelinerl.dev/attempt"])))
+
+    def change(self, key: Key = JOB, **spec: Any) -> None:
+        """A user edits the spec."""
+        if (JOBS, key) in self.api.objects:
+            self.api.edit(JOBS, key, lambda body: body["spec"].update(spec), spec=True)
+
+    # looking
+
+    @property
+    def status(self) -> JobStatus:
+        return JobStatus.read(self.api.objects[JOBS, JOB].get("status"))
+
+    def is_in(self, phase: Phase) -> bool:
+        return self.status.phase is phase
+
+    def pods(self) -> dict[str, Object]:
+        return {body["metadata"]["name"]: body for body in self.api.list(Selection(PODS))}
+
+    def attempts(self) -> dict[str, int]:
+        return {name: int(body["metadata"]["labels"]["pipelinerl.dev/attempt"]) for name, body in self.pods().items()}
+
+    def num_writes(self) -> int:
+        return len(self.api.writes)
+
+    def _watch_creation(self, call: Call) -> None:
+        if call.resource != PODS or call.verb != "create":
+            return
+        owner = call.body["metadata"]["ownerReferences"][0]
+        found = self.api.of(JOBS, owner["name"])
+        attempt = int(call.body["metadata"]["labels"]["pipelinerl.dev/attempt"])
+        if found is None or found["metadata"]["uid"] != owner["uid"]:
+            return
+        status = JobStatus.read(found.get("status"))
+        if status.is_finished:
+            self.violations.append(f"{call.name} made after the job had {status.phase}")
+        if self.api.of(PODS, call.name) is None:
+            if (call.name, attempt) in self.failed:
+                self.violations.append(f"{call.name} made again as attempt {attempt}, which had failed")
+            if "-trainer-" in call.name:
+                old = [name for name, other in self.attempts().items() if "-trainer-" in name and other < attempt]
+                if old:
+                    self.violations.append(f"{call.name} of attempt {attempt} made beside {old} of an older one")
+            self.made.setdefault(call.name, []).append(attempt)
