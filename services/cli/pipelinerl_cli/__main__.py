@@ -30,6 +30,7 @@ COMMANDS: dict[str, Command] = {
     "replay": Command("check a recorded run against its staleness policy", "pipelinerl_planner.replay_command"),
     "plan": Command("choose how many GPUs generate, and with which batch", "pipelinerl_planner.plan_command"),
     "calibrate": Command("measure a generator's speed by batch size, for plan", "pipelinerl_cli.calibrate.command"),
+    "eval": Command("pass@k of saved weights on a task, with confidence intervals", "pipelinerl_cli.eval.command"),
     "new-task": Command("write a task and a job to start your own from", "pipelinerl_cli.new_task.command"),
     "bench": Command("measure the data plane against baselines", "pipelinerl_cli.bench.command"),
 }

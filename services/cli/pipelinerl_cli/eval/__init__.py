@@ -1,0 +1,1 @@
+"""`pipelinerl eval CHECKPOINT TASK`: pass@k of saved weights."""

@@ -1,0 +1,21 @@
+"""Which weights a path means."""
+
+from pathlib import Path
+
+from pipelinerl_cli.up.folder import newest_checkpoint
+from pipelinerl_common.errors import SettingsError
+
+
+def find_model(path: Path) -> Path:
+    """The Hugging Face folder that `path` is, holds as a checkpoint, or ended with as a run.
+
+    Of a run, `final/` comes before the newest complete checkpoint. Raises SettingsError that says what was looked for.
+    """
+    newest = path / "checkpoints" / f"step-{newest_checkpoint(path)}" / "model"
+    for folder in (path, path / "model" if (path / "manifest.json").is_file() else path, path / "final", newest):
+        if (folder / "config.json").is_file():
+            return folder
+    raise SettingsError(
+        f"{path}: no weights here; give a folder with config.json, a checkpoint like runs/JOB/checkpoints/step-40, or a run's "
+        "folder with final/ or a complete checkpoint"
+    )
