@@ -25,7 +25,12 @@ VALUES: dict[str, tuple[str, ...]] = {
     "default": (),
     "namespaced": ("watchNamespaces={team-a,team-b}", "rbac.aggregate=false", "rbac.gangScheduling=false"),
     "registry": ("image.registry=registry.example.com/rl", "image.tag=1.2.3", "imagePullSecrets[0].name=pull"),
-    "external-nats": ("nats.enabled=false", "externalNats.url=nats://nats.messaging.svc:4222"),
+    "external-nats": (
+        "nats.enabled=false",
+        "externalNats.url=nats://nats.messaging.svc:4222",
+        "externalNats.credentialsSecret.name=nats-login",
+    ),
+    "nats-cluster": ("nats.replicas=3",),
     "monitoring": ("metrics.serviceMonitor.enabled=true", "metrics.serviceMonitor.additionalLabels.release=prometheus"),
     "bare": (
         "pdb.enabled=false",
