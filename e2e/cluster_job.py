@@ -3,12 +3,11 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from cluster_session import ROOT, Cluster, wait_for
+from cluster_session import ROOT, STATE, Cluster, wait_for
 
 ARITHMETIC = ROOT / "e2e" / "jobs" / "arithmetic.yaml"
 ENDLESS = 1_000_000
@@ -27,7 +26,8 @@ def claim(cluster: Cluster, namespace: str, name: str) -> None:
     spec: dict[str, Any] = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
     objects: list[dict[str, Any]] = []
     if cluster.is_local:
-        folder = Path("/var/lib/local-kubernetes/volumes") / namespace / name
+        # One folder of made models for the whole session: making one takes a minute.
+        folder = STATE / "volumes" / ("cache" if name == "cache" else f"{namespace}-{name}")
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o777)
         spec |= {"volumeName": f"{namespace}-{name}", "storageClassName": ""}

@@ -18,6 +18,10 @@ class Release:
         images = [f"image.registry={self.cluster.registry}", f"image.tag={self.cluster.tag}"]
         return [*images, f"nats.image.tag={self.cluster.tag}", "nats.persistence.enabled=false"]
 
+    def other_tag(self) -> str:
+        """Tag of another image of the operator, for upgrades."""
+        return f"{self.cluster.tag}-next"
+
     def install(self, *more: str) -> None:
         """Installs or upgrades, and waits until every replica is ready."""
         flags = [flag for value in (*self.values(), *more) for flag in ("--set", value)]

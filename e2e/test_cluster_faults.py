@@ -1,0 +1,159 @@
+"""On a real cluster: one endless job, and everything that may go wrong around it in turn.
+
+It must train on each time, and only what was hit may have been started again.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from cluster_job import ClusterJob
+from cluster_release import LEADER, NAMESPACE, Release
+from cluster_session import Cluster, kill_container, outage, wait_for
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+RECOVERY_S = 180.0
+
+
+@pytest.fixture(scope="module")
+def endless(new_namespace: Callable[[str], str], new_job: Callable[..., ClusterJob]) -> Iterator[ClusterJob]:
+    job = new_job("endless", new_namespace("faults")).apply()
+    yield job
+    job.delete("--wait=false")
+
+
+@pytest.fixture
+def job(endless: ClusterJob) -> ClusterJob:
+    """The endless job, training and whole."""
+    endless.wait_until_training(steps=1)
+    wait_for("whole job", lambda: endless.condition("Degraded").get("status") != "True", RECOVERY_S, lambda: endless.status)
+    return endless
+
+
+def kill(cluster: Cluster, pod: dict[str, Any], container: str) -> None:
+    """kill -9 of a container; on a cluster whose nodes are out of reach, the pod is deleted without grace."""
+    if cluster.is_local:
+        statuses = {each["name"]: each["containerID"] for each in pod["status"]["containerStatuses"]}
+        kill_container(statuses[container])
+    else:
+        name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
+        cluster.kubectl("--namespace", namespace, "delete", "pod", name, "--grace-period=0", "--force")
+
+
+def recovers_from_a_kill(job: ClusterJob, role: str, container: str) -> dict[str, Any]:
+    """Kills a container of `role`; returns the role's status once its pod is a new one and training goes on."""
+    before, restarts = job.uids(), job.status["restarts"]
+    (pod,) = job.pods(role)
+    kill(job.cluster, pod, container)
+    wait_for(
+        f"new {role}", lambda: job.uids(role) and not job.uids(role).items() & before.items(), RECOVERY_S, lambda: job.status
+    )
+    job.wait_until_training(steps=2, timeout_s=RECOVERY_S)
+    after = job.uids()
+    assert {name for name in before if after.get(name) != before[name]} == set(job.uids(role))
+    assert job.status["restarts"] == restarts + 1
+    assert any(pod["metadata"]["name"] in message for message in job.events()["PodFailed"])
+    field = {"actor": "actors", "trainer": "trainers", "preprocessor": "preprocessor"}[role]
+    return dict(job.status[field])
+
+
+def test_a_killed_actor_is_replaced_alone_and_joins_the_weight_group_again(job: ClusterJob) -> None:
+    epoch = job.status["weightGroup"]["epoch"]
+    actors = recovers_from_a_kill(job, "actor", "generator-0")
+    assert actors["lastFailure"]["reason"] == "Error"
+    assert actors["lastFailure"]["exitCode"] == 137
+    wait_for("newer group", lambda: job.status["weightGroup"]["epoch"] > epoch, RECOVERY_S, lambda: job.status)
+    assert job.condition("WeightGroupReady")["status"] == "True"
+
+
+def test_a_killed_trainer_goes_on_from_its_checkpoint(job: ClusterJob) -> None:
+    step = job.step
+    trainers = recovers_from_a_kill(job, "trainer", "trainer")
+    assert trainers["restarts"] >= 1
+    assert job.step >= step - 5  # checkpoint.everySteps, and what a status of 15 s ago could not show
+
+
+def test_a_killed_preprocessor_is_replaced_alone(job: ClusterJob) -> None:
+    recovers_from_a_kill(job, "preprocessor", "preprocessor")
+
+
+def test_the_streams_server_may_go_and_come_back(job: ClusterJob, release: Release) -> None:
+    before = job.uids()
+    (server,) = release.pods("app.kubernetes.io/component=nats")
+    name = server["metadata"]["name"]
+    job.cluster.kubectl("--namespace", NAMESPACE, "delete", "pod", name, "--wait=false")
+    wait_for("new server", lambda: release.pods("app.kubernetes.io/component=nats"), 90)
+    job.wait_until_training(steps=2, timeout_s=RECOVERY_S)
+    assert job.uids() == before
+
+
+def test_another_replica_takes_over_when_the_leading_operator_dies(job: ClusterJob, release: Release) -> None:
+    before, leader = job.uids(), release.leader()
+    job.cluster.kubectl("--namespace", NAMESPACE, "delete", "pod", leader, "--grace-period=0", "--force")
+    wait_for("another leader", lambda: {each["metadata"]["name"] for each in release.pods(LEADER)} - {leader}, 90)
+    job.wait_until_training(steps=2, timeout_s=RECOVERY_S)
+    assert job.uids() == before
+
+
+def test_the_api_server_may_be_away_for_twenty_seconds(job: ClusterJob) -> None:
+    if not job.cluster.is_local:
+        pytest.skip("only the local cluster's API server may be stopped")
+    before = job.uids()
+    outage("apiserver", 20)
+    wait_for("API server", lambda: job.phase, 90)
+    job.wait_until_training(steps=2, timeout_s=RECOVERY_S)
+    assert job.uids() == before
+
+
+def test_actors_come_and_go_while_training_runs(job: ClusterJob) -> None:
+    others = job.uids()
+    job.kubectl("scale", "prl", job.name, "--replicas", "2")
+    wait_for("two members", lambda: job.status["weightGroup"]["numMembers"] == 2, RECOVERY_S, lambda: job.status)
+    assert job.status["actors"]["ready"] == 2
+    job.wait_until_training(steps=2, timeout_s=RECOVERY_S)
+    job.kubectl("scale", "prl", job.name, "--replicas", "1")
+    wait_for("one member", lambda: job.status["weightGroup"]["numMembers"] == 1, RECOVERY_S, lambda: job.status)
+    wait_for("one actor", lambda: len(job.pods("actor")) == 1, RECOVERY_S, lambda: job.status)
+    job.wait_until_training(steps=2, timeout_s=RECOVERY_S)
+    assert job.uids() == others
+    assert job.kubectl("get", "prl", job.name, "--output", "jsonpath={.status.actors.desired}") == "1"
+
+
+def test_an_upgraded_operator_leaves_running_jobs_alone(job: ClusterJob, release: Release) -> None:
+    before, replicas = job.uids(), {pod["metadata"]["uid"] for pod in release.pods("app.kubernetes.io/component=operator")}
+    release.install(f"operator.image.tag={release.other_tag()}", "operator.podAnnotations.upgraded=yes")
+    now = release.pods("app.kubernetes.io/component=operator")
+    assert replicas.isdisjoint({pod["metadata"]["uid"] for pod in now})
+    assert {pod["spec"]["containers"][0]["image"].rpartition(":")[2] for pod in now} == {release.other_tag()}
+    job.wait_until_training(steps=2, timeout_s=RECOVERY_S)
+    assert job.uids() == before
+
+
+def test_a_suspended_job_holds_nothing_and_resumes_where_it_stopped(job: ClusterJob) -> None:
+    before, step = job.uids(), job.step
+    job.patch(suspend=True)
+    job.wait_for_phase("Suspended", timeout_s=120)
+    assert job.pods() == []
+    assert job.condition("Suspended")["status"] == "True"
+    job.patch(suspend=False)
+    job.wait_until_training(steps=1)
+    assert not job.uids().items() & before.items()
+    assert job.step > step
+    assert job.condition("Suspended")["status"] == "False"
+    assert {"Suspended", "Resumed"} <= set(job.events())
+
+
+def test_a_job_deleted_in_the_middle_leaves_nothing(job: ClusterJob) -> None:
+    """Last of this file: the endless job ends with it."""
+    job.delete("--wait=true")
+    kinds = "pods,services,configmaps,secrets,networkpolicies,poddisruptionbudgets,serviceaccounts"
+    selector = f"pipelinerl.dev/job={job.name}"
+
+    def left() -> list[str]:
+        found = job.cluster.items(kinds, "--namespace", job.namespace, "--selector", selector)
+        return [f"{each['kind']}/{each['metadata']['name']}" for each in found]
+
+    wait_for("end of everything", lambda: not left(), 120, left)
+    assert job.object is None
