@@ -21,28 +21,30 @@ def namespace_objects(name: str) -> list[dict[str, Any]]:
     return [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}]
 
 
+def volume(cluster: Cluster, namespace: str, name: str, size: str = "1Gi", folder: str = "") -> None:
+    """A PersistentVolume for the claim `name`: a folder of the local cluster's node, which has no other storage."""
+    path = STATE / "volumes" / (folder or f"{namespace}-{name}")
+    path.mkdir(parents=True, exist_ok=True)
+    path.chmod(0o777)
+    spec = {
+        "capacity": {"storage": size},
+        "accessModes": ["ReadWriteMany", "ReadWriteOnce"],
+        "hostPath": {"path": str(path)},
+        "claimRef": {"namespace": namespace, "name": name},
+        "persistentVolumeReclaimPolicy": "Retain",
+    }
+    cluster.apply({"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": f"{namespace}-{name}"}, "spec": spec})
+
+
 def claim(cluster: Cluster, namespace: str, name: str) -> None:
-    """A PersistentVolumeClaim that many pods mount. The local cluster has no storage: it gets a folder of the node."""
+    """A PersistentVolumeClaim that many pods mount."""
     spec: dict[str, Any] = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
-    objects: list[dict[str, Any]] = []
     if cluster.is_local:
         # One folder of made models for the whole session: making one takes a minute.
-        folder = STATE / "volumes" / ("cache" if name == "cache" else f"{namespace}-{name}")
-        folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o777)
-        spec |= {"volumeName": f"{namespace}-{name}", "storageClassName": ""}
-        volume = {
-            "capacity": {"storage": "1Gi"},
-            "accessModes": ["ReadWriteMany"],
-            "hostPath": {"path": str(folder)},
-            "persistentVolumeReclaimPolicy": "Retain",
-        }
-        objects.append(
-            {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": f"{namespace}-{name}"}, "spec": volume}
-        )
+        volume(cluster, namespace, name, folder="cache" if name == "cache" else "")
+        spec["volumeName"] = f"{namespace}-{name}"
     metadata = {"name": name, "namespace": namespace}
-    objects.append({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec})
-    cluster.apply(*objects)
+    cluster.apply({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec})
 
 
 def small_job(name: str, steps: int = ENDLESS, **changes: Any) -> dict[str, Any]:

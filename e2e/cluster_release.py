@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from cluster_job import volume
 from cluster_session import ROOT, Cluster, wait_for
 
 CHART = ROOT / "charts" / "pipelinerl"
@@ -24,6 +25,8 @@ class Release:
 
     def install(self, *more: str) -> None:
         """Installs or upgrades, and waits until every replica is ready."""
+        if self.cluster.is_local:
+            volume(self.cluster, NAMESPACE, f"data-{NAME}-pipelinerl-nats-0", "40Gi")
         flags = [flag for value in (*self.values(), *more) for flag in ("--set", value)]
         where = ("--namespace", NAMESPACE, "--create-namespace", "--wait", "--timeout", "180s")
         self.cluster.helm("upgrade", "--install", NAME, str(CHART), *where, *flags)
