@@ -76,7 +76,7 @@ def test_the_operator_may_make_its_one_secret_and_read_no_other_in_its_namespace
         for rule in role["rules"]
         if "secrets" in rule["resources"]
     ]
-    assert secrets == [(["create"], None), (["get", "patch"], [f"{NAME}-auth"])]
+    assert secrets == [(["create"], None), (["get"], [f"{NAME}-auth"])]
 
 
 def test_servers_have_volumes_or_only_a_folder_of_the_pod() -> None:
