@@ -130,10 +130,15 @@ def launch_argv(ranks: tuple[Workload, ...]) -> tuple[str, ...]:
 
 def image(spec: JobSpec, context: OperatorContext, role: Role) -> str:
     """The role's, the job's, or the operator's."""
+    return own_image(spec, role) or context.images[role]
+
+
+def own_image(spec: JobSpec, role: Role) -> str | None:
+    """What the job itself says."""
     own = {
         Role.ACTOR: spec.actors.image,
         Role.TRAINER: spec.trainers.image,
         Role.PREPROCESSOR: spec.preprocessor.image,
         Role.REFERENCE: spec.reference.image if spec.reference else None,
     }[role]
-    return own or spec.image or context.images[role]
+    return own or spec.image

@@ -1,5 +1,6 @@
 """Pods of every role: their own part here, containers, volumes and the user's template from their modules."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +98,7 @@ class PodSpec:
             "enableServiceLinks": False,
             "serviceAccountName": job.name,
             "automountServiceAccountToken": False,
-            "terminationGracePeriodSeconds": int(_drain_s(job.spec, role)) + STOP_MARGIN_S,
+            "terminationGracePeriodSeconds": math.ceil(_drain_s(job.spec, role)) + STOP_MARGIN_S,
             "securityContext": pod_security(owns_claims=has_claim(job, role)),
             **{name: value for name, value in optional.items() if value},
             "containers": list(containers.main),
@@ -131,7 +132,7 @@ def pods(job: JobResource, context: OperatorContext) -> tuple[PodSpec, ...]:
         Role.ACTOR: spec.actors.replicas,
     }
     hashes = {
-        (role, gang): template_hash(spec, role, in_gang=gang)
+        (role, gang): template_hash(job, role, in_gang=gang)
         for role, count in counts.items()
         if count
         for gang in (False, True)

@@ -12,61 +12,58 @@ from pydantic import BaseModel
 
 from pipelinerl_common.settings import JobSpec
 from pipelinerl_operator.objects.config import service_spec
-from pipelinerl_operator.plan import Role
+from pipelinerl_operator.objects.containers import own_image, workloads_of_pod
+from pipelinerl_operator.objects.gang import scheduler_name
+from pipelinerl_operator.objects.job_resource import JobResource
+from pipelinerl_operator.objects.volumes import cache_source, shared_memory
+from pipelinerl_operator.plan import Role, generator_names, num_gpus
 
-_COMMON = ("image", "image_pull_secrets", "env", "network", "shared_memory_size", "restart")
-"""Fields of the spec, beside those that services read, that shape every pod."""
-_SCHEDULING = ("scheduler_name", "priority_class_name", "topology_key")
 
-
-def template_hash(spec: JobSpec, role: Role, *, in_gang: bool) -> str:
-    """16 hexadecimal digits, equal for pods of a role that differ in nothing but their index.
+def template_hash(job: JobResource, role: Role, *, in_gang: bool) -> str:
+    """16 hexadecimal digits, equal for pods of a role that differ in nothing but their index and the gang.
 
     Settings at their defaults do not count, so that a release which adds one changes no hash.
     """
-    section = _section(spec, role)
+    spec = job.spec
     said: dict[str, Any] = {
         "role": role.value,
         "services": _services_read(spec),
-        "common": _set(spec, _COMMON),
-        "scheduling": _set(spec.scheduling, _SCHEDULING),
-        "gang": spec.scheduling.gang.backend if in_gang else "none",
-        "section": _set(section, ("image", "pod_template", "startup_timeout_seconds")),
-        "cache": _set(spec.model, ("cache",)) if role is not Role.PREPROCESSOR else {},
-        "checkpoint": _set(spec.trainers.checkpoint, ("pvc", "uri")) if role is Role.TRAINER else {},
+        "image": own_image(spec, role),
+        "common": _set(spec, "image_pull_secrets", "env"),
+        "network": _set(spec.network, "interface", *(("rdma",) if _has_gpus(job, role) else ())),
+        "scheduling": [scheduler_name(job), _set(spec.scheduling, "priority_class_name", "topology_key")],
+        "gang": spec.scheduling.gang.backend if in_gang else None,
+        "template": _template(spec, role),
+        "cache": cache_source(spec, role),
+        "memory": shared_memory(spec, role),
+        "checkpoint": _set(spec.trainers.checkpoint, "pvc", "uri") if role is Role.TRAINER else {},
+        "reference": _set(spec.reference, "startup_timeout_seconds") if role is Role.REFERENCE and spec.reference else {},
     }
     text = json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _section(spec: JobSpec, role: Role) -> BaseModel | None:
-    sections: dict[Role, BaseModel | None] = {
+def _has_gpus(job: JobResource, role: Role) -> bool:
+    names = workloads_of_pod(job.spec, role, 0, generator_names(job.job, 0))
+    return any(num_gpus(job.job, name) for name in names)
+
+
+def _template(spec: JobSpec, role: Role) -> dict[str, Any] | None:
+    sections = {
         Role.ACTOR: spec.actors,
         Role.TRAINER: spec.trainers,
         Role.PREPROCESSOR: spec.preprocessor,
         Role.REFERENCE: spec.reference,
     }
-    return sections[role]
+    section = sections[role]
+    return section.pod_template if section is not None else None
 
 
 def _services_read(spec: JobSpec) -> dict[str, Any]:
     """What is in the job file of the pods, as far as it is not the default."""
-    read, chosen = service_spec(spec), spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-    return _common_part(read, chosen)
+    return JobSpec.model_validate(service_spec(spec)).model_dump(mode="json", exclude_defaults=True)
 
 
-def _common_part(read: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
-    part: dict[str, Any] = {}
-    for name, value in read.items():
-        if name not in chosen:
-            continue
-        nested = isinstance(value, dict) and isinstance(chosen[name], dict)
-        part[name] = _common_part(value, chosen[name]) if nested else value
-    return {name: value for name, value in part.items() if value != {}}
-
-
-def _set(settings: BaseModel | None, names: tuple[str, ...]) -> dict[str, Any]:
+def _set(settings: BaseModel, *names: str) -> dict[str, Any]:
     """Those of the fields that differ from their defaults."""
-    if settings is None:
-        return {}
     return settings.model_dump(mode="json", include=set(names), exclude_defaults=True)

@@ -52,14 +52,13 @@ def mounts(job: JobResource, role: Role) -> tuple[Mount, ...]:
         Mount("secret", SECRET_FOLDER, {"secret": {"secretName": secret_name(job.name), "defaultMode": 0o444}}, read_only=True),
         Mount("tmp", Path("/tmp"), {"emptyDir": {}}),
         Mount("output", OUTPUT, {"emptyDir": {}}),
-        Mount("cache", CACHE, _cache(spec, role)),
+        Mount("cache", CACHE, cache_source(spec, role)),
     ]
     if role is Role.TRAINER and spec.trainers.checkpoint.pvc is not None:
         claim = {"persistentVolumeClaim": {"claimName": spec.trainers.checkpoint.pvc}}
         own.append(Mount("checkpoints", CHECKPOINTS, claim))
-    if role is not Role.PREPROCESSOR and spec.shared_memory_size not in DISABLED_SIZES:
-        memory = {"medium": "Memory", "sizeLimit": spec.shared_memory_size}
-        own.append(Mount("shared-memory", Path("/dev/shm"), {"emptyDir": memory}))
+    if (memory := shared_memory(spec, role)) is not None:
+        own.append(Mount("shared-memory", Path("/dev/shm"), memory))
     return tuple(own)
 
 
@@ -67,7 +66,7 @@ def has_claim(job: JobResource, role: Role) -> bool:
     return any("persistentVolumeClaim" in mount.source for mount in mounts(job, role))
 
 
-def _cache(spec: JobSpec, role: Role) -> dict[str, Any]:
+def cache_source(spec: JobSpec, role: Role) -> dict[str, Any]:
     cache = spec.model.cache
     if cache is None or role is Role.PREPROCESSOR:
         return {"emptyDir": {}}
@@ -75,3 +74,10 @@ def _cache(spec: JobSpec, role: Role) -> dict[str, Any]:
         return {"persistentVolumeClaim": {"claimName": cache.pvc}}
     size = cache.empty_dir.size_limit if cache.empty_dir else None
     return {"emptyDir": {"sizeLimit": size} if size else {}}
+
+
+def shared_memory(spec: JobSpec, role: Role) -> dict[str, Any] | None:
+    """The preprocessor has no use for it."""
+    if role is Role.PREPROCESSOR or spec.shared_memory_size in DISABLED_SIZES:
+        return None
+    return {"emptyDir": {"medium": "Memory", "sizeLimit": spec.shared_memory_size}}
