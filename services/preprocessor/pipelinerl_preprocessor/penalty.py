@@ -1,4 +1,4 @@
-"""A KL penalty to the reference in the reward, and what a value head learns from rewards per token.
+"""Penalties in the reward, for length and for divergence from the reference, and what a value head learns from them.
 
 Shape suffix: T sampled tokens of one trajectory.
 """
@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
+
+from pipelinerl_common.settings import OverlongSettings
+from pipelinerl_common.types import Sample
 
 Floats = NDArray[np.float64]
 
@@ -19,6 +22,19 @@ KL_ESTIMATORS: Mapping[str, Callable[[Floats], Floats]] = {
     "k2": lambda log_ratios_T: 0.5 * log_ratios_T**2,
     "k3": lambda log_ratios_T: np.exp(log_ratios_T) - log_ratios_T - 1.0,
 }
+
+
+def overlong_penalty(sample: Sample, overlong: OverlongSettings, max_tokens: int) -> float:
+    """DAPO's soft over-long punishment (arXiv 2503.14476, equation 13): 0 up to `max_tokens - buffer` tokens, then linear
+    down to -1 at `max_tokens`. `max_tokens` limits one request, so the longest sampled segment counts.
+
+    Example: buffer 4, max_tokens 10: 6 tokens 0.0, 7 tokens -0.25, 10 tokens -1.0.
+    """
+    buffer = overlong.penalty_buffer_tokens
+    if buffer == 0:
+        return 0.0
+    excess = max(sample.segment_lengths[1::2], default=0) - (max_tokens - buffer)
+    return -min(max(excess / buffer, 0.0), 1.0)
 
 
 def kl_per_token(logprobs_T: NDArray[np.float32], ref_logprobs_T: NDArray[np.float32], estimator: str) -> Floats:

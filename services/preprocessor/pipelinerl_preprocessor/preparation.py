@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl_common.settings import JobSpec, OverlongSettings
+from pipelinerl_common.settings import JobSpec
 from pipelinerl_common.types import FinishReason, Sample, SampleGroup
 from pipelinerl_preprocessor.advantage import BASELINES, Floats, advantages
 from pipelinerl_preprocessor.drops import DropReason
-from pipelinerl_preprocessor.penalty import kl_per_token, returns
+from pipelinerl_preprocessor.penalty import kl_per_token, overlong_penalty, returns
 from pipelinerl_preprocessor.rows import TrainSequence
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -163,16 +163,3 @@ def _sequence(sample: Sample) -> TrainSequence:
         returns_T=None,
         reward=sample.reward,
     )
-
-
-def overlong_penalty(sample: Sample, overlong: OverlongSettings, max_tokens: int) -> float:
-    """DAPO's soft over-long punishment (arXiv 2503.14476, equation 13): 0 up to `max_tokens - buffer` tokens, then linear
-    down to -1 at `max_tokens`. `max_tokens` limits one request, so the longest sampled segment counts.
-
-    Example: buffer 4, max_tokens 10: 6 tokens 0.0, 7 tokens -0.25, 10 tokens -1.0.
-    """
-    buffer = overlong.penalty_buffer_tokens
-    if buffer == 0:
-        return 0.0
-    excess = max(sample.segment_lengths[1::2], default=0) - (max_tokens - buffer)
-    return -min(max(excess / buffer, 0.0), 1.0)

@@ -1,11 +1,29 @@
-"""The KL penalty in the reward, by hand."""
+"""Penalties in the reward, by hand."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from preprocessor_harness import make_sample
 
-from pipelinerl_preprocessor.penalty import MAX_LOG_RATIO, kl_per_token, returns
+from pipelinerl_common.settings import OverlongSettings
+from pipelinerl_preprocessor.penalty import MAX_LOG_RATIO, kl_per_token, overlong_penalty, returns
+
+
+@pytest.mark.parametrize(
+    ("segments", "expected"),
+    [((3, 6), 0.0), ((3, 7), -0.25), ((3, 9), -0.75), ((3, 10), -1.0), ((3, 12), -1.0), ((1, 5, 30, 8), -0.5), ((4,), 0.0)],
+)
+def test_the_soft_penalty_falls_to_minus_one(segments: tuple[int, ...], expected: float) -> None:
+    sample = replace(make_sample(0, 1.0), segment_lengths=segments)
+    assert overlong_penalty(sample, OverlongSettings(penalty_buffer_tokens=4), max_tokens=10) == expected
+    assert overlong_penalty(sample, OverlongSettings(), max_tokens=10) == 0.0
+
+
+def test_nothing_sampled_is_not_too_long_even_where_every_token_is_punished() -> None:
+    nothing = make_sample(0, 1.0, sampled=0)
+    assert overlong_penalty(nothing, OverlongSettings(penalty_buffer_tokens=10), max_tokens=10) == 0.0
 
 
 @pytest.mark.parametrize(

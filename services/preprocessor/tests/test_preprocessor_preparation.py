@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from preprocessor_harness import make_group, make_job, make_sample
 
-from pipelinerl_common.settings import OverlongSettings
 from pipelinerl_common.types import FinishReason, Sample, VersionRun
 from pipelinerl_preprocessor.drops import DropReason
-from pipelinerl_preprocessor.preparation import Preparation, PreparedGroup, overlong_penalty
+from pipelinerl_preprocessor.preparation import Preparation, PreparedGroup
 
 
 def prepare(*samples: object, **sections: dict[str, object]) -> PreparedGroup:
@@ -60,16 +59,6 @@ def test_a_group_of_masked_completions_alone_has_no_tokens() -> None:
     samples = tuple(make_sample(index, float(index), finish=FinishReason.LENGTH) for index in range(2))
     spec = make_job(algorithm={"overlong": {"completions": "mask"}}).spec
     assert Preparation(spec).prepare(make_group("0-0", samples=samples)) is DropReason.NO_TOKENS
-
-
-@pytest.mark.parametrize(
-    ("segments", "expected"),
-    [((3, 6), 0.0), ((3, 7), -0.25), ((3, 9), -0.75), ((3, 10), -1.0), ((3, 12), -1.0), ((1, 5, 30, 8), -0.5), ((4,), 0.0)],
-)
-def test_the_soft_penalty_falls_to_minus_one(segments: tuple[int, ...], expected: float) -> None:
-    sample = replace(make_sample(0, 1.0), segment_lengths=segments)
-    assert overlong_penalty(sample, OverlongSettings(penalty_buffer_tokens=4), max_tokens=10) == expected
-    assert overlong_penalty(sample, OverlongSettings(), max_tokens=10) == 0.0
 
 
 def test_the_penalty_shapes_the_advantage_and_not_the_reported_reward() -> None:

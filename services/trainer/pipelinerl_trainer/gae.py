@@ -17,7 +17,7 @@ def generalized_advantages(
     Source: GAE (arXiv 1506.02438), equations 11 and 16; lambda = 1 is PipelineRL (arXiv 2509.19128), equation 5.
     """
     errors_T = returns_T - values_T
-    if gae_lambda == 1.0 or not len(errors_T):
+    if gae_lambda == 1.0:
         return errors_T
     is_last_T = torch.ones_like(sequence_T, dtype=torch.bool)
     is_last_T[:-1] = sequence_T[1:] != sequence_T[:-1]

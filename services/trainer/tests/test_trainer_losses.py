@@ -185,8 +185,22 @@ def test_generalized_advantages(discount: float, gae_lambda: float, expected: li
     assert found.tolist() == pytest.approx(expected)
 
 
-def test_a_row_without_trained_tokens_has_no_advantages() -> None:
-    assert generalized_advantages(column(), column(), numbers(), discount=1.0, gae_lambda=0.5).tolist() == []
+def test_each_sequence_has_advantages_of_its_own() -> None:
+    # Errors 1 2 | 3 5: deltas -1 2 | -2 5; with lambda 0.5: 0 2 | 0.5 5.
+    found = generalized_advantages(column(1, 2, 3, 5), column(0, 0, 0, 0), numbers(1, 1, 4, 4), discount=1.0, gae_lambda=0.5)
+    assert found.tolist() == pytest.approx([0, 2, 0.5, 5])
+
+
+def test_return_minus_value_is_exact_to_the_last_bit() -> None:
+    returns, values = column(0.1, 0.7), column(0.0, 0.0)
+    assert (0.1 - 0.7) + 0.7 != 0.1  # what the sum of deltas would give
+    found = generalized_advantages(returns, values, numbers(0, 0), discount=1.0, gae_lambda=1.0)
+    assert found.tolist() == (returns - values).tolist()
+
+
+@pytest.mark.parametrize("gae_lambda", [0.5, 1.0])
+def test_a_row_without_trained_tokens_has_no_advantages(gae_lambda: float) -> None:
+    assert generalized_advantages(column(), column(), numbers(), discount=1.0, gae_lambda=gae_lambda).tolist() == []
 
 
 def test_surrogates_and_importance_weights_are_those_that_settings_can_name() -> None:

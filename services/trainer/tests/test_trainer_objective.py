@@ -59,6 +59,19 @@ def test_a_penalty_in_the_reward_is_measured_and_not_added_again() -> None:
     assert row.kl_T.tolist() == pytest.approx([0, -math.log(2)])
 
 
+def test_without_a_bonus_an_entropy_that_is_not_a_number_spoils_nothing() -> None:
+    given = TokenScores(log_of(0.5, 0.25, grad=True), column(float("nan"), 1.0), None)
+    assert math.isfinite(objective(toys.algorithm())(given, COLUMNS).total.item())
+
+
+def test_what_goes_to_the_metrics_has_no_gradient() -> None:
+    row = objective(toys.full_algorithm(baseline="value"))(scores(values=True), COLUMNS)
+    measured = [row.kl_T, row.entropy_T, row.value_error_T, row.ratios_T]
+    measured += [row.policy.effective_weights_T, row.policy.clipped_T]
+    assert [None if each is None else each.requires_grad for each in measured] == [False] * 6
+    assert row.total.requires_grad
+
+
 def test_the_entropy_bonus_rewards_entropy() -> None:
     given = scores()
     bonus = objective(toys.algorithm(entropyCoefficient=0.1))
