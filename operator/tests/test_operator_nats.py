@@ -38,6 +38,7 @@ def make_job(name: str = "maths", namespace: str = "team", uid: str = "1", max_b
                 "model": {"uri": "tiny", "maxModelLen": 64},
                 "task": {"path": "tasks:Task", "sampling": {"maxTokens": 8}},
                 "stream": {"maxBytes": max_bytes},
+                "weightTransfer": {"backend": "gloo"},
             },
         }
     )
@@ -257,6 +258,28 @@ async def test_expired_credentials_are_named_with_the_remedy(
     path.write_text(claims.credentials(token, user))
     with pytest.raises(SettingsError, match=r"refuses the credentials in .*nats\.creds: they are expired.*--nats-credentials"):
         async with connect(server.url, "maths", job.spec.stream, name="t", login=Login.from_file(path), timeout_s=8.0):
+            pass
+
+
+async def test_a_server_is_known_by_its_certificate(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "server.pem", tmp_path / "server.key"
+    subject = ("-subj", "/CN=nats", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2")
+    files = ("-nodes", "-keyout", str(key), "-out", str(certificate))
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "ed25519", *files, *subject], check=True, capture_output=True)
+    settings = {"tls": {"cert_file": str(certificate), "key_file": str(key)}}
+    job = make_job()
+    async with NatsServer.start(tmp_path / "nats", trust={**trust.server_trust(OPERATOR), **settings}) as server:
+        url = f"tls://127.0.0.1:{server.port}"
+        async with AccountStreams.open(url, OPERATOR, ca_file=certificate) as streams:
+            credentials = await streams.ensure(job)
+        login = Login(credentials_text=credentials, ca_file=certificate)
+        async with connect(url, "maths", job.spec.stream, name="test", namespace="team", login=login) as stream:
+            assert await stream.num_waiting() == 0
+        with pytest.raises(Unavailable, match=r"(?i)certificate verify failed"):
+            async with open_stream(url, job, credentials, timeout_s=4.0):
+                pass
+    with pytest.raises(SettingsError, match=r"--nats-ca-file .*nowhere"):
+        async with AccountStreams.open(url, OPERATOR, ca_file=tmp_path / "nowhere"):
             pass
 
 
