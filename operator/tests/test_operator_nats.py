@@ -265,7 +265,8 @@ async def test_a_server_is_known_by_its_certificate(tmp_path: Path) -> None:
     certificate, key = tmp_path / "server.pem", tmp_path / "server.key"
     subject = ("-subj", "/CN=nats", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2")
     files = ("-nodes", "-keyout", str(key), "-out", str(certificate))
-    subprocess.run(["openssl", "req", "-x509", "-newkey", "ed25519", *files, *subject], check=True, capture_output=True)
+    command = ["openssl", "req", "-x509", "-newkey", "ed25519", *files, *subject]
+    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True, timeout=DEADLINE_S)
     settings = {"tls": {"cert_file": str(certificate), "key_file": str(key)}}
     job = make_job()
     async with NatsServer.start(tmp_path / "nats", trust={**trust.server_trust(OPERATOR), **settings}) as server:
