@@ -8,7 +8,7 @@ from pipelinerl_operator.objects.context import OperatorContext
 from pipelinerl_operator.objects.environment import environment
 from pipelinerl_operator.objects.job_resource import JobResource
 from pipelinerl_operator.objects.ports import GENERATOR_PORT, GRPC_PORT, JOB_FILE, METRICS_PORT, endpoints, generator_port
-from pipelinerl_operator.objects.probes import generator_probes, grpc_readiness
+from pipelinerl_operator.objects.probes import generator_probes, grpc_probes, grpc_readiness
 from pipelinerl_operator.objects.security import container_security
 from pipelinerl_operator.objects.volumes import CACHE, mounts, output_folder
 from pipelinerl_operator.plan import Role, Workload, generator_names, num_gpus, plan_workload
@@ -80,7 +80,7 @@ class ContainerMaker:
 
     def _preprocessor(self) -> tuple[dict[str, Any], ...]:
         container = self._container("preprocessor", self._workloads[0].argv, {"grpc": GRPC_PORT, "metrics": METRICS_PORT})
-        return (container | grpc_readiness(self._context.capabilities),)
+        return (container | grpc_probes(self._context.capabilities),)
 
     def _trainer(self) -> tuple[dict[str, Any], ...]:
         """One container with all of the node's ranks; only the first node's, with rank 0, serves."""

@@ -29,7 +29,8 @@ def environment(job: JobResource, role: Role, index: int) -> list[dict[str, Any]
         "PRL_POD_UID": "metadata.uid",
     }
     folders = {name: str(path) for name, path in _FOLDERS.items()}
-    fixed = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # A user name, because libraries ask for one and a cluster may run the image under an id that has none.
+    fixed = {"USER": "pipelinerl", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     return [
         *({"name": name, "value": value} for name, value in contract.items()),
         *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()),

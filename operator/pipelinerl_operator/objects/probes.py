@@ -7,6 +7,8 @@ from pipelinerl_operator.objects.context import Capabilities
 from pipelinerl_operator.objects.ports import GRPC_PORT
 
 PERIOD_S = 10
+_STARTUP_FAILURES = 60
+"""Ten minutes: imports from a slow disk, and a long journal."""
 _LIVENESS_FAILURES = 18
 """Three minutes without an answer."""
 
@@ -26,5 +28,18 @@ def generator_probes(port: int, startup_s: float) -> dict[str, Any]:
 
 def grpc_readiness(capabilities: Capabilities) -> dict[str, Any]:
     """Whether a gRPC service serves."""
+    return {"readinessProbe": _grpc(capabilities, 3)}
+
+
+def grpc_probes(capabilities: Capabilities) -> dict[str, Any]:
+    """Of a service that does nothing else than serve, so that one which does not answer is to be started again."""
+    return {
+        "startupProbe": _grpc(capabilities, _STARTUP_FAILURES),
+        "livenessProbe": _grpc(capabilities, _LIVENESS_FAILURES),
+        **grpc_readiness(capabilities),
+    }
+
+
+def _grpc(capabilities: Capabilities, failures: int) -> dict[str, Any]:
     ask = {"grpc": {"port": GRPC_PORT}} if capabilities.grpc_probes else {"tcpSocket": {"port": GRPC_PORT}}
-    return {"readinessProbe": {**ask, "periodSeconds": PERIOD_S, "timeoutSeconds": 5, "failureThreshold": 3}}
+    return {**ask, "periodSeconds": PERIOD_S, "timeoutSeconds": 5, "failureThreshold": failures}

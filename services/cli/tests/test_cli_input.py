@@ -74,6 +74,15 @@ def test_wrong_setting_is_refused(refused: Callable[..., str], case: Case) -> No
     assert case.message in refused("--set", case.override)
 
 
+def test_what_only_kubernetes_reads_is_said_in_one_line(
+    job_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ("--set", "scheduling.priorityClassName=high", "--set", "actors.podTemplate.spec.nodeName=node-1")
+    refused = ("--set", "model.uri=/no/such/folder")
+    assert main(["up", str(job_file), "--output", str(tmp_path / "run"), *overrides, *refused]) == 2
+    assert capsys.readouterr().out == "only Kubernetes reads actors.podTemplate, scheduling: passed over here\n"
+
+
 def test_missing_and_malformed_job_files_are_refused(job_file: Path, refused: Callable[..., str]) -> None:
     job_file.write_text("spec: [")
     assert "not valid YAML" in refused()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl_common.service import EXIT_SETTINGS
 from pipelinerl_trainer.__main__ import parse_flags
 from pipelinerl_trainer.launch import Node, parse_node, run_node
 
@@ -87,6 +88,11 @@ async def test_a_stop_reaches_every_rank(folder: Path) -> None:
     assert await running == 0
     assert (folder / "stopped-4").exists()
     assert (folder / "stopped-5").exists()
+
+
+async def test_wrong_settings_of_real_ranks_come_out_as_the_nodes_status(folder: Path) -> None:
+    flags = ("--job", str(folder / "nowhere.yaml"), "--num-ranks", "2", "--master-port", "1")
+    assert await run(Node(0, 2, flags)) == EXIT_SETTINGS
 
 
 def test_ranks_understand_what_the_launcher_gives_them() -> None:
