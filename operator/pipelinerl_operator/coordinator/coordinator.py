@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipelinerl.v1 import weights_pb2
+from pipelinerl_common import tracing
 from pipelinerl_common.errors import PipelineRLError, Refused, Unavailable
 from pipelinerl_common.settings import WeightTransferSettings
 from pipelinerl_operator.coordinator.forming import form_group
@@ -75,6 +76,7 @@ class Coordinator:
         self.counters = Counters()
         self.period_s = 1.0
         """Time between two rounds without a cause."""
+        self.tracer = tracing.Tracer()
         self._settings = settings
         self._trainer = TrainerClient(trainer_address, token)
         self._observer = Observer(generators, self._trainer, token)
@@ -152,7 +154,7 @@ class Coordinator:
             "allow_rollback": allow_rollback,
         }
         self._state.transfer_deadline = asyncio.get_running_loop().time() + timeout_s + 2 * ANSWER_GRACE_S
-        task = asyncio.create_task(self._transfer(group, body, timeout_s), name=f"transfer {version}")
+        task = asyncio.create_task(self._transfer(group, body, timeout_s, tracing.caller()), name=f"transfer {version}")
         self._transfers.add(task)
         task.add_done_callback(self._transfers.discard)
         return await asyncio.shield(task)  # members are mid-update even when the caller has gone
@@ -174,14 +176,15 @@ class Coordinator:
             raise Unavailable("no generator is a member")
         return group
 
-    async def _transfer(self, group: Group, body: Mapping[str, Any], timeout_s: float) -> TransferOutcome:
+    async def _transfer(self, group: Group, body: Mapping[str, Any], timeout_s: float, traceparent: str) -> TransferOutcome:
         members = dict(self._state.clients)
 
         async def abort() -> None:
             await self._abandon(group)
 
         try:
-            outcome = await update_members(members, body, timeout_s, abort)
+            with self.tracer.continued("update generators", traceparent, version=body["version"], members=len(members)):
+                outcome = await update_members(members, body, timeout_s, abort)
             await self._conclude(group, outcome, body["version"])
             return outcome
         finally:

@@ -7,6 +7,8 @@ from typing import Any
 
 import aiohttp
 
+from pipelinerl_common import tracing
+
 PROBE_TIMEOUT_S = 5.0
 ANSWER_GRACE_S = 5.0
 """A generator ends a call by itself at the deadline it was given; its answer may take this much longer."""
@@ -69,7 +71,9 @@ class GeneratorClient:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with (
-                aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers) as session,
+                aiohttp.ClientSession(
+                    connector=connector, timeout=timeout, headers={**self._headers, **tracing.headers()}
+                ) as session,
                 session.request(method, self.url + path, json=body) as response,
             ):
                 return await _read(response)

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pipelinerl_common.tracing import span
 from pipelinerl_operator.coordinator.generator import Answer, GeneratorClient
 
 REFUSALS = frozenset({400, 401, 409, 422})
@@ -35,7 +36,7 @@ async def update_members(
     `abort` then ends the group, and with it their waiting.
     """
     tasks = {
-        name: asyncio.create_task(client.update_weights(body, timeout_s), name=f"update {name}")
+        name: asyncio.create_task(_update(name, client, body, timeout_s), name=f"update {name}")
         for name, client in members.items()
     }
     pending = set(tasks.values())
@@ -55,6 +56,13 @@ async def update_members(
             task.cancel()
     answers = {name: task.result() for name, task in tasks.items()}
     return TransferOutcome(answers, blame_updates(answers, early), aborted)
+
+
+async def _update(name: str, client: GeneratorClient, body: Mapping[str, Any], timeout_s: float) -> Answer:
+    with span("update generator", generator=name) as updating:
+        answer = await client.update_weights(body, timeout_s)
+        updating.set(status=answer.status, error=answer.error)
+        return answer
 
 
 def blame_updates(answers: Mapping[str, Answer], early: set[str]) -> dict[str, str]:

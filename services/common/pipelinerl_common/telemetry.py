@@ -1,6 +1,8 @@
 """Logging: one readable line per event on stderr.
 
 2026-11-29T20:00:00.123Z INFO trainer-0 step=3 reward=0.41
+
+In a trace its id is at the end: trace=4bf92f3577b34da6a3ce929d0e0e4736.
 """
 
 import logging
@@ -9,7 +11,9 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-_NOISY = ("nats", "grpc", "asyncio", "aiohttp", "urllib3", "filelock", "httpx")
+from pipelinerl_common.tracing.span import current
+
+_NOISY = ("nats", "grpc", "asyncio", "aiohttp", "urllib3", "filelock", "httpx", "opentelemetry")
 """Libraries that are heard from WARNING on, unless everything is at DEBUG."""
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -29,6 +33,8 @@ class _LineFormatter(logging.Formatter):
         error = record.exc_info[1] if record.exc_info else None
         if error is not None:
             message += f" error={type(error).__name__}: {error}"
+        if trace_id := current().trace_id:
+            message += f" trace={trace_id}"
         line = f"{time}Z {record.levelname} {self._name} {' | '.join(message.splitlines())}"
         if error is not None and self._tracebacks and record.exc_info:
             line += "\n" + self.formatException(record.exc_info)

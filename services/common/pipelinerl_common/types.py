@@ -120,3 +120,5 @@ class StepPlan:
     metrics: dict[str, float]
     provisional: bool = False
     """Whether more micro-batches follow; counts are those so far then."""
+    traceparents: tuple[str, ...] = ()
+    """Trace contexts of those groups that are traced."""

@@ -81,6 +81,7 @@ class Admission:
             with self._closed.refusing():
                 await live.admission_bell.wait(min(left_s, ledger.leases.lease_s / 3))
         if leases:
+            self._begin_traces(leases)
             await self._make_durable(leases)
             live.counters.leases_granted.inc(len(leases))
         return pb.LeaseResponse(
@@ -114,6 +115,14 @@ class Admission:
         cancelled = ledger.leases.renew(request.actor_id, request.running_lease_ids, live.now())
         return cancelled, ledger.grant(request.actor_id, request.session_id, request.max_groups, live.now())
 
+    def _begin_traces(self, leases: list[GroupLease]) -> None:
+        """A group that is granted again goes on with its trace."""
+        for lease in leases:
+            group = self._live.ledger.groups.get(lease.group_id)
+            if group is not None and not group.traceparent:
+                with self._live.tracer.sampled_root("grant", group=lease.group_id, prompt_index=lease.prompt_index) as span:
+                    group.traceparent = span.traceparent
+
     async def _make_durable(self, leases: list[GroupLease]) -> None:
         try:
             await self._live.journal.sync()
@@ -122,6 +131,7 @@ class Admission:
             raise
 
     def _lease(self, lease: GroupLease) -> pb.GroupLease:
+        group = self._live.ledger.groups.get(lease.group_id)
         return pb.GroupLease(
             lease_id=lease.lease_id,
             group_id=lease.group_id,
@@ -130,6 +140,7 @@ class Admission:
             group_size=self._group_size,
             expires_in_s=self._live.ledger.leases.lease_s,
             partial=pb.PartialGroup.FromString(lease.partial) if lease.partial else None,
+            traceparent=group.traceparent if group is not None else "",
         )
 
     async def _report(self, actor_id: str, event: pb.GroupEvent) -> None:

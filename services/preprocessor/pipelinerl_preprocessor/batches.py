@@ -4,12 +4,14 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 
 from pipelinerl.v1 import batches_pb2 as pb
 from pipelinerl_common.codec import micro_batch_to_proto, plan_to_proto
 from pipelinerl_common.errors import PermanentError, Refused
+from pipelinerl_common.tracing import Span
 from pipelinerl_common.types import StepPlan
 from pipelinerl_preprocessor.admission import MAX_WAIT_S
 from pipelinerl_preprocessor.batch import Batch, Layout, assemble
@@ -17,6 +19,7 @@ from pipelinerl_preprocessor.drops import DropReason
 from pipelinerl_preprocessor.groups import Group, Snapshot
 from pipelinerl_preprocessor.growing import GrowingBatch
 from pipelinerl_preprocessor.live import LiveLedger
+from pipelinerl_preprocessor.preparation import PreparedGroup
 from pipelinerl_preprocessor.trained import TrainedLog
 
 log = logging.getLogger(__name__)
@@ -181,9 +184,14 @@ class Batches:
     def _add(self, growing: GrowingBatch, group_id: str) -> None:
         live = self._live
         live.waiting.discard(group_id)
-        growing.add(live.prepared[group_id])
+        group = live.prepared[group_id]
+        with self._packing(growing.step, group) as packing:
+            growing.add(group, packing.traceparent)
         if growing.is_complete:
             self._log(growing.after(growing.num_rows).plan)
+
+    def _packing(self, step: int, group: PreparedGroup) -> AbstractContextManager[Span]:
+        return self._live.tracer.continued("pack", group.traceparent, group=group.group_id, step=step)
 
     def _log(self, plan: StepPlan) -> None:
         log.info(
@@ -199,7 +207,10 @@ class Batches:
         for group in groups:
             live.waiting.discard(group.group_id)
         publish_after = live.ledger.policy.publishes_after(step)
-        batch = await asyncio.to_thread(assemble, step, groups, layout, publish_after=publish_after)
+        with ExitStack() as packing:
+            traced = [packing.enter_context(self._packing(step, group)) for group in groups if group.traceparent]
+            batch = await asyncio.to_thread(assemble, step, groups, layout, publish_after=publish_after)
+        batch = replace(batch, plan=replace(batch.plan, traceparents=tuple(span.traceparent for span in traced)))
         self._log(batch.plan)
         return batch
 

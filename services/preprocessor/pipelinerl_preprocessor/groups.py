@@ -66,6 +66,8 @@ class Group:
     """When it came into its state, or was started."""
     partial: bytes = b""
     """A PartialGroup that an earlier attempt has handed back. In memory only: after a crash the group begins again."""
+    traceparent: str = ""
+    """Trace context of its grant; empty when it is not traced."""
 
     @property
     def lease_id(self) -> str:

@@ -25,6 +25,7 @@ class GrowingBatch:
         self._waiting: list[tuple[int, TrainSequence]] = []
         self._rows: tuple[list[MicroBatch], ...] = tuple([] for _ in range(layout.num_ranks))
         self._metrics: dict[str, float] = {}
+        self._traceparents: list[str] = []
 
     @property
     def group_ids(self) -> tuple[GroupId, ...]:
@@ -39,8 +40,9 @@ class GrowingBatch:
     def is_complete(self) -> bool:
         return len(self._groups) == self._num_groups
 
-    def add(self, group: PreparedGroup) -> None:
-        """The next group. The plan has metrics once it is the last one."""
+    def add(self, group: PreparedGroup, traceparent: str = "") -> None:
+        """The next group, with its trace context. The plan has metrics once it is the last one."""
+        self._traceparents += [traceparent] if traceparent else []
         self._waiting += [(len(self._groups), sequence) for sequence in group.sequences]
         self._groups.append(group)
         num_waiting = sum(sequence.num_tokens for _, sequence in self._waiting)
@@ -65,6 +67,7 @@ class GrowingBatch:
             publish_after=self._publish_after,
             metrics=self._metrics,
             provisional=not self.is_complete,
+            traceparents=tuple(self._traceparents),
         )
         return Batch(plan, tuple(tuple(rows[num_had:]) for rows in self._rows))
 

@@ -3,10 +3,12 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from pipelinerl_common.errors import PermanentError, TemporaryError
 from pipelinerl_common.stream import ReceivedGroup
+from pipelinerl_common.tracing import span
 from pipelinerl_common.types import SampleGroup
 from pipelinerl_preprocessor.drops import DropReason
 from pipelinerl_preprocessor.groups import Arrival, Group
@@ -45,14 +47,18 @@ class Intake:
             return
         live.received[group.group_id] = received
         live.note("lengths", _lengths(group))
-        prepared = self._checked(received, leased)
-        if isinstance(prepared, DropReason):
-            await live.drop(group.group_id, prepared)
-        elif self._reference is None:
-            await live.finish(prepared)
-        else:
-            await self._scoring.acquire()
-            scoring.create_task(self._score(self._reference, prepared))
+        with live.tracer.continued("preprocess", received.traceparent, group=group.group_id) as preprocessing:
+            prepared = self._checked(received, leased)
+            if isinstance(prepared, DropReason):
+                preprocessing.set(dropped=prepared.value)
+                await live.drop(group.group_id, prepared)
+                return
+            prepared = replace(prepared, traceparent=preprocessing.traceparent)
+            if self._reference is None:
+                await live.finish(prepared)
+            else:
+                await self._scoring.acquire()
+                scoring.create_task(self._score(self._reference, prepared))
 
     async def _turn_away(self, received: ReceivedGroup, arrival: Arrival) -> None:
         group = received.group
@@ -72,7 +78,8 @@ class Intake:
 
     async def _score(self, reference: Reference, prepared: PreparedGroup) -> None:
         try:
-            scored = self._preparation.with_reference(prepared, await reference.score(prepared.sequences))
+            with span("score"):
+                scored = self._preparation.with_reference(prepared, await reference.score(prepared.sequences))
         except (TemporaryError, PermanentError) as error:
             log.warning("group=%s not scored by the reference: %s", prepared.group_id, error)
             await self._live.drop(prepared.group_id, DropReason.REFERENCE)

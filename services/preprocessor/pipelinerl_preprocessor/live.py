@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipelinerl_common.stream import ReceivedGroup
+from pipelinerl_common.tracing import Tracer
 from pipelinerl_preprocessor.bell import Bell
 from pipelinerl_preprocessor.counters import Counters
 from pipelinerl_preprocessor.drops import DropReason
@@ -39,6 +40,7 @@ class LiveLedger:
     note: Callable[[str, list[Any]], None] = lambda what, values: None
     """Writes down beside the policy's events what else a run is told by."""
     loads: EngineLoads = field(default_factory=EngineLoads)
+    tracer: Tracer = field(default_factory=Tracer)
     now: Callable[[], float] = time.monotonic
     received: dict[str, ReceivedGroup] = field(default_factory=dict)
     prepared: dict[str, PreparedGroup] = field(default_factory=dict)

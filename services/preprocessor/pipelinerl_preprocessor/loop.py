@@ -21,6 +21,7 @@ from pipelinerl_common.rpc import RpcService, serve
 from pipelinerl_common.service import Wiring, run_until_first
 from pipelinerl_common.settings import Job
 from pipelinerl_common.stream import Login, Stream, connect
+from pipelinerl_common.tracing import open_tracer
 from pipelinerl_preprocessor.admission import Admission, ClosedTime
 from pipelinerl_preprocessor.batches import Batches
 from pipelinerl_preprocessor.drops import DropReason
@@ -48,6 +49,7 @@ async def run(job: Job, wiring: Wiring, stop: asyncio.Event, address: "asyncio.F
     with closing(EventLog(wiring.output / "events.jsonl")) as events:
         async with (
             serve_metrics(wiring.metrics_listen, metrics.exposition),
+            open_tracer(job, PREPROCESSOR, wiring.name) as tracer,
             connect(
                 wiring.nats_url,
                 job.name,
@@ -59,6 +61,7 @@ async def run(job: Job, wiring: Wiring, stop: asyncio.Event, address: "asyncio.F
             open_reference(spec, wiring) as reference,
         ):
             live = await open_ledger(spec, stream, trained, events, metrics)
+            live.tracer = tracer
             closed = ClosedTime(live, metrics.counter("admission_closed_seconds_total"))
             depths = Depths(live, metrics)
             services = [

@@ -48,6 +48,8 @@ class PreparedGroup:
     completion_lengths: tuple[int, ...]
     cut_off: tuple[bool, ...]
     """Of each trajectory, whether it ended at maxTokens."""
+    traceparent: str = ""
+    """Trace context of its preparation; empty when the group is not traced."""
 
     @property
     def num_sampled(self) -> int:

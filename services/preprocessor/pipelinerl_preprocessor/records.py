@@ -35,6 +35,7 @@ def encode_group(group: Group) -> bytes:
             "actor_id": group.actor_id,
             "session_id": group.session_id,
             "started_version": group.started_version,
+            **({"traceparent": group.traceparent} if group.traceparent else {}),
         }
     )
 

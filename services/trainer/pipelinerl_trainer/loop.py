@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from pipelinerl.v1 import batches_pb2
 from pipelinerl_common.settings import JobSpec
+from pipelinerl_common.tracing import Tracer, span
 from pipelinerl_common.types import StepPlan
 from pipelinerl_trainer.bridge import Bridge
 from pipelinerl_trainer.checkpoint import Checkpointer
@@ -47,6 +48,7 @@ class Desk:
     publisher: Publisher
     reporter: Reporter
     servicer: PolicyServicer
+    tracer: Tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class TrainingLoop:
     def __init__(self, parts: Parts, step: int, ledger: batches_pb2.LedgerSnapshot | None) -> None:
         self._parts = parts
         self._ledger = ledger
+        self._tracer = Tracer() if parts.desk is None else parts.desk.tracer
         self._saved_step: int | None = step if ledger is not None else None
         self.step = step
         """Optimizer steps done, which is the policy version."""
@@ -86,7 +89,8 @@ class TrainingLoop:
                     batch = self._parts.source.next_batch(self.step)
                 if batch is None:
                     break
-                self._train(batch, phases)
+                with self._tracer.root("optimizer step", batch.plan.traceparents, step=self.step):
+                    self._train(batch, phases)
         except Stopped:
             log.info("stopped after step %d", self.step)
             self._save()
@@ -107,21 +111,21 @@ class TrainingLoop:
         """One step. A batch that was replaced half-way is left untrained, and the step not counted."""
         parts = self._parts.source.parts(batch) if batch.plan.provisional else (batch,)
         try:
-            with phases.of("train"):
+            with phases.of("train"), span("train"):
                 plan, values = self._parts.learner.train_parts(phases.waiting_for(parts))
         except BatchReplaced as error:
             log.warning("step=%d batch=%s was replaced, training begins it again", self.step, error)
             return
         is_last = self.step + 1 == self._parts.spec.algorithm.steps
-        with phases.of("commit"):
+        with phases.of("commit"), span("commit"):
             self._ledger = self._parts.source.commit(plan, last=is_last)
         self.step += 1
         if plan.publish_after and not is_last:
-            with phases.of("publish"):
+            with phases.of("publish"), span("publish"):
                 self._publish()
         every = self._parts.spec.trainers.checkpoint.every_steps
         if every and self.step % every == 0 and not is_last:
-            with phases.of("checkpoint"):
+            with phases.of("checkpoint"), span("checkpoint"):
                 self._save()
         self._report(plan, values, phases)
 

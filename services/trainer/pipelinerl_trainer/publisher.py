@@ -17,6 +17,7 @@ from pipelinerl.v1 import weights_pb2, weights_pb2_grpc
 from pipelinerl_common import rpc
 from pipelinerl_common.errors import PermanentError, Refused, TemporaryError, Unavailable
 from pipelinerl_common.telemetry import fields
+from pipelinerl_common.tracing import Tracer, span
 from pipelinerl_trainer.membership import Membership
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.sender import SendReport, Snapshot, send_snapshot
@@ -93,6 +94,7 @@ class Publisher:
         self._mark_wake = asyncio.Event()
         self._sending = asyncio.Lock()
         self.status = PublisherStatus()
+        self.tracer = Tracer()
         self.on_status: Callable[[PublisherStatus], None] = lambda _: None
 
     def offer(self, offer: Offer) -> None:
@@ -134,7 +136,9 @@ class Publisher:
             try:
                 await self._check_allowed(offer, epoch)
                 async with self._sending:
-                    await self._publish(offer, group, epoch)
+                    await self._check_epoch(epoch)
+                    with self.tracer.root("weight update", version=offer.version, epoch=epoch):
+                        await self._publish(offer, group, epoch)
             except NotYet as error:
                 log.debug("version=%d epoch=%d waits: %s", offer.version, epoch, error)
                 await self._back_off()
@@ -157,7 +161,6 @@ class Publisher:
             pass
 
     async def _publish(self, offer: Offer, group: TransferGroup, epoch: int) -> None:
-        await self._check_epoch(epoch)
         started = time.monotonic()
         request = weights_pb2.PublishVersionRequest(
             epoch=epoch,
@@ -215,7 +218,8 @@ class Publisher:
         return response
 
     async def _send(self, group: TransferGroup, offer: Offer) -> SendReport:
-        return await asyncio.to_thread(send_snapshot, group, offer.snapshot, offer.version, self._timeout_s)
+        with span("broadcast", bytes=offer.snapshot.manifest.num_bytes):
+            return await asyncio.to_thread(send_snapshot, group, offer.snapshot, offer.version, self._timeout_s)
 
     def _record(self, offer: Offer, response: weights_pb2.PublishVersionResponse, seconds: float) -> None:
         members = [member for member in response.members if member.ok]

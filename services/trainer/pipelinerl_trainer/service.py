@@ -15,6 +15,7 @@ from pipelinerl_common.service import run_until_first
 from pipelinerl_common.sinks.keeper import SinkKeeper
 from pipelinerl_common.stream import Login
 from pipelinerl_common.telemetry import memory_bytes
+from pipelinerl_common.tracing import open_tracer
 from pipelinerl_trainer.assembly import Run, train
 from pipelinerl_trainer.batches import BatchesClient
 from pipelinerl_trainer.bridge import Bridge
@@ -73,10 +74,12 @@ async def _run_leader(run: Run, bridge: Bridge, client: BatchesClient) -> None:
         service = rpc.RpcService(policy_pb2_grpc.add_PolicyServicer_to_server, servicer, FULL_NAME)
         async with (
             serve_metrics(run.wiring.metrics_listen, metrics.exposition),
+            open_tracer(run.job, TRAINER, run.wiring.name) as tracer,
             rpc.serve(run.wiring.listen, [service], token=run.wiring.token) as server,
         ):
             log.info("serving=%s", server.address)
-            desk = Desk(publisher, reporter, servicer)
+            publisher.tracer = tracer
+            desk = Desk(publisher, reporter, servicer, tracer)
             sinks = SinkKeeper(run.job.spec.telemetry.sinks, run.wiring)
             await run_until_first(
                 _train_as_leader(run, bridge, client, desk, sinks),

@@ -117,12 +117,15 @@ class GroupLease(_message.Message):
     GROUP_SIZE_FIELD_NUMBER: _builtins.int
     EXPIRES_IN_S_FIELD_NUMBER: _builtins.int
     PARTIAL_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     group_id: _builtins.str
     attempt: _builtins.int
     prompt_index: _builtins.int
     group_size: _builtins.int
     expires_in_s: _builtins.float
+    traceparent: _builtins.str
+    """W3C trace context of the grant; empty when the group is not traced"""
     @_builtins.property
     def partial(self) -> Global___PartialGroup:
         """what an earlier attempt has sampled: the actor goes on from there, or leaves it out"""
@@ -137,10 +140,11 @@ class GroupLease(_message.Message):
         group_size: _builtins.int = ...,
         expires_in_s: _builtins.float = ...,
         partial: Global___PartialGroup | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["partial", b"partial"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "expires_in_s", b"expires_in_s", "group_id", b"group_id", "group_size", b"group_size", "lease_id", b"lease_id", "partial", b"partial", "prompt_index", b"prompt_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "expires_in_s", b"expires_in_s", "group_id", b"group_id", "group_size", b"group_size", "lease_id", b"lease_id", "partial", b"partial", "prompt_index", b"prompt_index", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pipelinerl.v1 import sample_pb2 as pipelinerl_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpipelinerl/v1/batches.proto\x12\rpipelinerl.v1\x1a\x1apipelinerl/v1/sample.proto\"}\n\x0fPullStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x11\n\tnum_ranks\x18\x03 \x01(\r\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x10\n\x08\x62\x61tch_id\x18\x05 \x01(\t\x12\x19\n\x11\x66irst_micro_batch\x18\x06 \x01(\r\"\xc2\x01\n\x10PullStepResponse\x12#\n\x04wait\x18\x01 \x01(\x0b\x32\x13.pipelinerl.v1.WaitH\x00\x12\'\n\x04plan\x18\x02 \x01(\x0b\x32\x17.pipelinerl.v1.StepPlanH\x00\x12\x30\n\x0bmicro_batch\x18\x03 \x01(\x0b\x32\x19.pipelinerl.v1.MicroBatchH\x00\x12&\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x17.pipelinerl.v1.EndOfRunH\x00\x42\x06\n\x04\x62ody\"\x16\n\x04Wait\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\n\n\x08\x45ndOfRun\"\x9e\x02\n\x08StepPlan\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x11\n\tgroup_ids\x18\x03 \x03(\t\x12\x19\n\x11num_micro_batches\x18\x04 \x01(\r\x12\x15\n\rnum_sequences\x18\x05 \x01(\r\x12\x1a\n\x12num_trained_tokens\x18\x06 \x01(\x04\x12\x15\n\rpublish_after\x18\x07 \x01(\x08\x12\x35\n\x07metrics\x18\x08 \x03(\x0b\x32$.pipelinerl.v1.StepPlan.MetricsEntry\x12\x13\n\x0bprovisional\x18\t \x01(\x08\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xc7\x02\n\nMicroBatch\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\tnum_slots\x18\x02 \x01(\r\x12\x18\n\x10sequence_lengths\x18\x03 \x03(\r\x12\x11\n\tinput_ids\x18\x04 \x01(\x0c\x12\x11\n\tloss_mask\x18\x05 \x01(\x0c\x12\x14\n\x0cold_logprobs\x18\x06 \x01(\x0c\x12\x14\n\x0cref_logprobs\x18\x07 \x01(\x0c\x12\x12\n\nadvantages\x18\x08 \x01(\x0c\x12\x0f\n\x07returns\x18\t \x01(\x0c\x12\x0f\n\x07rewards\x18\n \x03(\x02\x12\x18\n\x10sequence_weights\x18\x0b \x03(\x02\x12/\n\x0cversion_runs\x18\x0c \x03(\x0b\x32\x19.pipelinerl.v1.VersionRun\x12\x13\n\x0btemperature\x18\r \x01(\x02\x12\x15\n\rgroup_numbers\x18\x0e \x03(\r\"T\n\x11\x43ommitStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x11\n\tgroup_ids\x18\x03 \x03(\t\x12\x0c\n\x04last\x18\x04 \x01(\x08\"\x14\n\x12\x43ommitStepResponse\".\n\x14MarkPublishedRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\"\x17\n\x15MarkPublishedResponse\"@\n\x16WaitPublishableRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0e\n\x06wait_s\x18\x02 \x01(\x01\"*\n\x17WaitPublishableResponse\x12\x0f\n\x07\x61llowed\x18\x01 \x01(\x08\"\"\n\x12GetSnapshotRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\"F\n\x13GetSnapshotResponse\x12/\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1d.pipelinerl.v1.LedgerSnapshot\"\x92\x01\n\x0eLedgerSnapshot\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12\x1b\n\x13num_committed_steps\x18\x02 \x01(\x03\x12\x19\n\x11next_prompt_index\x18\x03 \x01(\x04\x12\x1b\n\x13open_prompt_indices\x18\x04 \x03(\x04\x12\x13\n\x0bincarnation\x18\x05 \x01(\x03\"r\n\x0eRestoreRequest\x12\x12\n\nrestore_id\x18\x01 \x01(\t\x12\x1b\n\x13num_committed_steps\x18\x02 \x01(\x03\x12/\n\x08snapshot\x18\x03 \x01(\x0b\x32\x1d.pipelinerl.v1.LedgerSnapshot\"\"\n\x0fRestoreResponse\x12\x0f\n\x07rewound\x18\x01 \x01(\x08\x32\x89\x04\n\x07\x42\x61tches\x12M\n\x08PullStep\x12\x1e.pipelinerl.v1.PullStepRequest\x1a\x1f.pipelinerl.v1.PullStepResponse0\x01\x12Q\n\nCommitStep\x12 .pipelinerl.v1.CommitStepRequest\x1a!.pipelinerl.v1.CommitStepResponse\x12Z\n\rMarkPublished\x12#.pipelinerl.v1.MarkPublishedRequest\x1a$.pipelinerl.v1.MarkPublishedResponse\x12`\n\x0fWaitPublishable\x12%.pipelinerl.v1.WaitPublishableRequest\x1a&.pipelinerl.v1.WaitPublishableResponse\x12T\n\x0bGetSnapshot\x12!.pipelinerl.v1.GetSnapshotRequest\x1a\".pipelinerl.v1.GetSnapshotResponse\x12H\n\x07Restore\x12\x1d.pipelinerl.v1.RestoreRequest\x1a\x1e.pipelinerl.v1.RestoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpipelinerl/v1/batches.proto\x12\rpipelinerl.v1\x1a\x1apipelinerl/v1/sample.proto\"}\n\x0fPullStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x11\n\tnum_ranks\x18\x03 \x01(\r\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x10\n\x08\x62\x61tch_id\x18\x05 \x01(\t\x12\x19\n\x11\x66irst_micro_batch\x18\x06 \x01(\r\"\xc2\x01\n\x10PullStepResponse\x12#\n\x04wait\x18\x01 \x01(\x0b\x32\x13.pipelinerl.v1.WaitH\x00\x12\'\n\x04plan\x18\x02 \x01(\x0b\x32\x17.pipelinerl.v1.StepPlanH\x00\x12\x30\n\x0bmicro_batch\x18\x03 \x01(\x0b\x32\x19.pipelinerl.v1.MicroBatchH\x00\x12&\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x17.pipelinerl.v1.EndOfRunH\x00\x42\x06\n\x04\x62ody\"\x16\n\x04Wait\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\n\n\x08\x45ndOfRun\"\xb4\x02\n\x08StepPlan\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x11\n\tgroup_ids\x18\x03 \x03(\t\x12\x19\n\x11num_micro_batches\x18\x04 \x01(\r\x12\x15\n\rnum_sequences\x18\x05 \x01(\r\x12\x1a\n\x12num_trained_tokens\x18\x06 \x01(\x04\x12\x15\n\rpublish_after\x18\x07 \x01(\x08\x12\x35\n\x07metrics\x18\x08 \x03(\x0b\x32$.pipelinerl.v1.StepPlan.MetricsEntry\x12\x13\n\x0bprovisional\x18\t \x01(\x08\x12\x14\n\x0ctraceparents\x18\x0f \x03(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xc7\x02\n\nMicroBatch\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\tnum_slots\x18\x02 \x01(\r\x12\x18\n\x10sequence_lengths\x18\x03 \x03(\r\x12\x11\n\tinput_ids\x18\x04 \x01(\x0c\x12\x11\n\tloss_mask\x18\x05 \x01(\x0c\x12\x14\n\x0cold_logprobs\x18\x06 \x01(\x0c\x12\x14\n\x0cref_logprobs\x18\x07 \x01(\x0c\x12\x12\n\nadvantages\x18\x08 \x01(\x0c\x12\x0f\n\x07returns\x18\t \x01(\x0c\x12\x0f\n\x07rewards\x18\n \x03(\x02\x12\x18\n\x10sequence_weights\x18\x0b \x03(\x02\x12/\n\x0cversion_runs\x18\x0c \x03(\x0b\x32\x19.pipelinerl.v1.VersionRun\x12\x13\n\x0btemperature\x18\r \x01(\x02\x12\x15\n\rgroup_numbers\x18\x0e \x03(\r\"T\n\x11\x43ommitStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\x12\x11\n\tgroup_ids\x18\x03 \x03(\t\x12\x0c\n\x04last\x18\x04 \x01(\x08\"\x14\n\x12\x43ommitStepResponse\".\n\x14MarkPublishedRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\"\x17\n\x15MarkPublishedResponse\"@\n\x16WaitPublishableRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0e\n\x06wait_s\x18\x02 \x01(\x01\"*\n\x17WaitPublishableResponse\x12\x0f\n\x07\x61llowed\x18\x01 \x01(\x08\"\"\n\x12GetSnapshotRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\"F\n\x13GetSnapshotResponse\x12/\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1d.pipelinerl.v1.LedgerSnapshot\"\x92\x01\n\x0eLedgerSnapshot\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12\x1b\n\x13num_committed_steps\x18\x02 \x01(\x03\x12\x19\n\x11next_prompt_index\x18\x03 \x01(\x04\x12\x1b\n\x13open_prompt_indices\x18\x04 \x03(\x04\x12\x13\n\x0bincarnation\x18\x05 \x01(\x03\"r\n\x0eRestoreRequest\x12\x12\n\nrestore_id\x18\x01 \x01(\t\x12\x1b\n\x13num_committed_steps\x18\x02 \x01(\x03\x12/\n\x08snapshot\x18\x03 \x01(\x0b\x32\x1d.pipelinerl.v1.LedgerSnapshot\"\"\n\x0fRestoreResponse\x12\x0f\n\x07rewound\x18\x01 \x01(\x08\x32\x89\x04\n\x07\x42\x61tches\x12M\n\x08PullStep\x12\x1e.pipelinerl.v1.PullStepRequest\x1a\x1f.pipelinerl.v1.PullStepResponse0\x01\x12Q\n\nCommitStep\x12 .pipelinerl.v1.CommitStepRequest\x1a!.pipelinerl.v1.CommitStepResponse\x12Z\n\rMarkPublished\x12#.pipelinerl.v1.MarkPublishedRequest\x1a$.pipelinerl.v1.MarkPublishedResponse\x12`\n\x0fWaitPublishable\x12%.pipelinerl.v1.WaitPublishableRequest\x1a&.pipelinerl.v1.WaitPublishableResponse\x12T\n\x0bGetSnapshot\x12!.pipelinerl.v1.GetSnapshotRequest\x1a\".pipelinerl.v1.GetSnapshotResponse\x12H\n\x07Restore\x12\x1d.pipelinerl.v1.RestoreRequest\x1a\x1e.pipelinerl.v1.RestoreResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,33 +43,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENDOFRUN']._serialized_start=422
   _globals['_ENDOFRUN']._serialized_end=432
   _globals['_STEPPLAN']._serialized_start=435
-  _globals['_STEPPLAN']._serialized_end=721
-  _globals['_STEPPLAN_METRICSENTRY']._serialized_start=675
-  _globals['_STEPPLAN_METRICSENTRY']._serialized_end=721
-  _globals['_MICROBATCH']._serialized_start=724
-  _globals['_MICROBATCH']._serialized_end=1051
-  _globals['_COMMITSTEPREQUEST']._serialized_start=1053
-  _globals['_COMMITSTEPREQUEST']._serialized_end=1137
-  _globals['_COMMITSTEPRESPONSE']._serialized_start=1139
-  _globals['_COMMITSTEPRESPONSE']._serialized_end=1159
-  _globals['_MARKPUBLISHEDREQUEST']._serialized_start=1161
-  _globals['_MARKPUBLISHEDREQUEST']._serialized_end=1207
-  _globals['_MARKPUBLISHEDRESPONSE']._serialized_start=1209
-  _globals['_MARKPUBLISHEDRESPONSE']._serialized_end=1232
-  _globals['_WAITPUBLISHABLEREQUEST']._serialized_start=1234
-  _globals['_WAITPUBLISHABLEREQUEST']._serialized_end=1298
-  _globals['_WAITPUBLISHABLERESPONSE']._serialized_start=1300
-  _globals['_WAITPUBLISHABLERESPONSE']._serialized_end=1342
-  _globals['_GETSNAPSHOTREQUEST']._serialized_start=1344
-  _globals['_GETSNAPSHOTREQUEST']._serialized_end=1378
-  _globals['_GETSNAPSHOTRESPONSE']._serialized_start=1380
-  _globals['_GETSNAPSHOTRESPONSE']._serialized_end=1450
-  _globals['_LEDGERSNAPSHOT']._serialized_start=1453
-  _globals['_LEDGERSNAPSHOT']._serialized_end=1599
-  _globals['_RESTOREREQUEST']._serialized_start=1601
-  _globals['_RESTOREREQUEST']._serialized_end=1715
-  _globals['_RESTORERESPONSE']._serialized_start=1717
-  _globals['_RESTORERESPONSE']._serialized_end=1751
-  _globals['_BATCHES']._serialized_start=1754
-  _globals['_BATCHES']._serialized_end=2275
+  _globals['_STEPPLAN']._serialized_end=743
+  _globals['_STEPPLAN_METRICSENTRY']._serialized_start=697
+  _globals['_STEPPLAN_METRICSENTRY']._serialized_end=743
+  _globals['_MICROBATCH']._serialized_start=746
+  _globals['_MICROBATCH']._serialized_end=1073
+  _globals['_COMMITSTEPREQUEST']._serialized_start=1075
+  _globals['_COMMITSTEPREQUEST']._serialized_end=1159
+  _globals['_COMMITSTEPRESPONSE']._serialized_start=1161
+  _globals['_COMMITSTEPRESPONSE']._serialized_end=1181
+  _globals['_MARKPUBLISHEDREQUEST']._serialized_start=1183
+  _globals['_MARKPUBLISHEDREQUEST']._serialized_end=1229
+  _globals['_MARKPUBLISHEDRESPONSE']._serialized_start=1231
+  _globals['_MARKPUBLISHEDRESPONSE']._serialized_end=1254
+  _globals['_WAITPUBLISHABLEREQUEST']._serialized_start=1256
+  _globals['_WAITPUBLISHABLEREQUEST']._serialized_end=1320
+  _globals['_WAITPUBLISHABLERESPONSE']._serialized_start=1322
+  _globals['_WAITPUBLISHABLERESPONSE']._serialized_end=1364
+  _globals['_GETSNAPSHOTREQUEST']._serialized_start=1366
+  _globals['_GETSNAPSHOTREQUEST']._serialized_end=1400
+  _globals['_GETSNAPSHOTRESPONSE']._serialized_start=1402
+  _globals['_GETSNAPSHOTRESPONSE']._serialized_end=1472
+  _globals['_LEDGERSNAPSHOT']._serialized_start=1475
+  _globals['_LEDGERSNAPSHOT']._serialized_end=1621
+  _globals['_RESTOREREQUEST']._serialized_start=1623
+  _globals['_RESTOREREQUEST']._serialized_end=1737
+  _globals['_RESTORERESPONSE']._serialized_start=1739
+  _globals['_RESTORERESPONSE']._serialized_end=1773
+  _globals['_BATCHES']._serialized_start=1776
+  _globals['_BATCHES']._serialized_end=2297
 # @@protoc_insertion_point(module_scope)

@@ -165,6 +165,7 @@ class StepPlan(_message.Message):
     PUBLISH_AFTER_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     PROVISIONAL_FIELD_NUMBER: _builtins.int
+    TRACEPARENTS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     batch_id: _builtins.str
     """ranks compare it: after a preprocessor restart one may hold an older assembly"""
@@ -184,7 +185,11 @@ class StepPlan(_message.Message):
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """of the batch: reward_mean, success_mean, packing fill and imbalance, queue depths, drops"""
+        """of the batch: reward_mean, success_mean, completion length and overflow, packing"""
+
+    @_builtins.property
+    def traceparents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """W3C trace contexts of those groups that are traced"""
 
     def __init__(
         self,
@@ -198,10 +203,11 @@ class StepPlan(_message.Message):
         publish_after: _builtins.bool = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         provisional: _builtins.bool = ...,
+        traceparents: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "group_ids", b"group_ids", "metrics", b"metrics", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "num_trained_tokens", b"num_trained_tokens", "provisional", b"provisional", "publish_after", b"publish_after", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "group_ids", b"group_ids", "metrics", b"metrics", "num_micro_batches", b"num_micro_batches", "num_sequences", b"num_sequences", "num_trained_tokens", b"num_trained_tokens", "provisional", b"provisional", "publish_after", b"publish_after", "step", b"step", "traceparents", b"traceparents"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

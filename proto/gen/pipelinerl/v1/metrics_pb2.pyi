@@ -65,7 +65,7 @@ class MetricsRecord(_message.Message):
     """optimizer steps finished when this was written; -1 when not tied to a step"""
     @_builtins.property
     def values(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Names as on the dashboards, base units, for example "lag_mean" (steps per token), "wait_seconds", "tokens_generated_total"."""
+        """The catalog's names, without "pipelinerl_", labels in braces: "lag_mean", "queue_groups{stage=ready}"."""
 
     def __init__(
         self,

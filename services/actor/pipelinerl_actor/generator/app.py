@@ -36,6 +36,7 @@ from pipelinerl_actor.generator.serving import BadRequest, Overloaded, Serving
 from pipelinerl_actor.generator.updater import Update, WeightUpdater
 from pipelinerl_common.errors import FatalError, MalformedMessage, PipelineRLError, Refused, Unavailable
 from pipelinerl_common.metrics import CONTENT_TYPE
+from pipelinerl_common.tracing import TRACEPARENT, Tracer
 from pipelinerl_weights.errors import TransferFailed, TransferTimeout
 from pipelinerl_weights.manifest import Manifest
 
@@ -67,6 +68,7 @@ class Generator:
     metrics: GeneratorMetrics
     token: str | None
     drain_s: float
+    tracer: Tracer = field(default_factory=Tracer)
     _fatal: FatalError | None = None
     _failed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -97,7 +99,9 @@ def _add_serving_routes(app: FastAPI, generator: Generator, authorized: list[Any
 
     @app.post("/v1/chat/completions", dependencies=authorized)
     async def complete(body: CompletionRequest, request: Request) -> CompletionResponse:
-        return await _while_connected(request, serving.complete(body))
+        traceparent = request.headers.get(TRACEPARENT, "")
+        with generator.tracer.continued("decode", traceparent, sequences=body.n):
+            return await _while_connected(request, serving.complete(body))
 
     @app.post("/v1/cancel", dependencies=authorized)
     async def cancel(body: CancelRequest) -> CancelResponse:
@@ -121,11 +125,14 @@ def _add_weight_routes(app: FastAPI, generator: Generator, authorized: list[Any]
         return InitGroupResponse(epoch=body.epoch, ranks=ranks)
 
     @app.post("/request_weight_update", dependencies=authorized)
-    async def request_weight_update(body: UpdateRequest) -> UpdateResponse:
+    async def request_weight_update(body: UpdateRequest, request: Request) -> UpdateResponse:
         transfer = Transfer(body.version, Manifest.from_dict(body.manifest.model_dump()), body.timeout_s)
         update = Update(body.epoch, transfer, body.mode, KVCache(body.kv_cache), body.allow_rollback)
         # An update that has begun goes on to its end, whoever asked for it.
-        report = await asyncio.shield(asyncio.ensure_future(updater.update(update)))
+        traceparent = request.headers.get(TRACEPARENT, "")
+        with generator.tracer.continued("receive weights", traceparent, version=body.version, mode=body.mode) as receiving:
+            report = await asyncio.shield(asyncio.ensure_future(updater.update(update)))
+            receiving.set(pause_s=report.pause_s, transfer_s=report.transfer_s, apply_s=report.apply_s)
         return UpdateResponse(**asdict(report))
 
     @app.get("/weights")

@@ -28,6 +28,7 @@ from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.metrics import GENERATOR, REFERENCE, serve_metrics
 from pipelinerl_common.service import Wiring, run_until_first
 from pipelinerl_common.settings import GeneratorSettings, Job, load_job
+from pipelinerl_common.tracing import open_tracer
 from pipelinerl_weights.manifest import ITEM_BYTES
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ async def serve_generator(wiring: Wiring, model: Path, stop: asyncio.Event, *, s
         can_stage = job.spec.weight_transfer.mode == "staged" and not _is_reference(wiring.name)
         engine = make_engine(job, settings, model, initial_version=version, can_stage=can_stage, log_level=wiring.log_level)
         generator = assemble(job, settings, model, engine, version=version, token=token, role=role)
-        async with engine.running():
+        async with open_tracer(job, role, wiring.name) as generator.tracer, engine.running():
             listening.listen()  # not before: a connection would then wait for the engine instead of being refused
             host, port = listening.getsockname()[:2]
             log.info("listening=http://%s:%d engine=%s version=%d", host, port, settings.engine, version)

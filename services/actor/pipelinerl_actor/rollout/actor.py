@@ -22,6 +22,7 @@ from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.metrics import ACTOR, Metrics, serve_metrics
 from pipelinerl_common.service import Wiring, run_until_first
 from pipelinerl_common.settings import load_job
+from pipelinerl_common.tracing import open_tracer
 
 _CONNECT_S = 10.0
 
@@ -39,6 +40,7 @@ async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
     meter = Meter(Metrics(ACTOR, job.name))
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(serve_metrics(wiring.metrics_listen, meter.metrics.exposition))
+        tracer = await stack.enter_async_context(open_tracer(job, ACTOR, wiring.name))
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         session = await stack.enter_async_context(
             aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
@@ -68,7 +70,7 @@ async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
         )
         reports = Reports(channel, wiring.name)
         slots = Slots(generators.num_slots, spec.task.group_size)
-        loop = RolloutLoop(LeaseDesk(channel, wiring.name), reports, roller, samples, meter, slots)
+        loop = RolloutLoop(LeaseDesk(channel, wiring.name), reports, roller, samples, meter, slots, tracer)
         load = LoadWatch(clients, reports)
         metrics = MetricsReport(
             meter,

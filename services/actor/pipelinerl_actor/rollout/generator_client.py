@@ -14,6 +14,7 @@ import aiohttp
 from pipelinerl.v1.admission_pb2 import GeneratorLoad
 from pipelinerl_actor.rollout.failures import GivenUp
 from pipelinerl_actor.task import Message, Turn
+from pipelinerl_common import tracing
 from pipelinerl_common.errors import PipelineRLError, SettingsError, TemporaryError, Unavailable
 from pipelinerl_common.service import cancel_all
 from pipelinerl_common.settings import SamplingSettings
@@ -112,8 +113,9 @@ class GeneratorClient:
             await asyncio.sleep(_CANCEL_AGAIN_S)
 
     async def _post(self, path: str, body: dict[str, Any]) -> bytes:
+        headers = {**self._headers, **tracing.headers()}
         try:
-            async with self._session.post(f"{self.url}{path}", json=body, headers=self._headers) as response:
+            async with self._session.post(f"{self.url}{path}", json=body, headers=headers) as response:
                 answer = await response.read()
                 if response.status != 200:
                     raise _error_of(self.url, response.status, answer, response.headers.get("Retry-After"))

@@ -19,6 +19,7 @@ from pipelinerl_actor.rollout.generator_client import (
 from pipelinerl_actor.rollout.meter import Meter
 from pipelinerl_actor.rollout.partial import Stopped
 from pipelinerl_common.errors import TemporaryError
+from pipelinerl_common.tracing import span
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,9 @@ class Generators:
         while True:
             try:
                 async with self._slot(request.n, clock, request.stop) as generator:
-                    completions = await self._complete_on(generator, request)
+                    with span("generate", sequences=request.n) as generating:
+                        completions = await self._complete_on(generator, request)
+                        generating.set(tokens=sum(len(turn.token_ids) for turn in completions.turns))
             except GeneratorAway:
                 self.meter.failed("generator_away")
                 continue

@@ -20,6 +20,7 @@ from pipelinerl_actor.rollout.group import GroupFailed, GroupRoller, GroupStoppe
 from pipelinerl_actor.rollout.meter import Meter
 from pipelinerl_common.errors import PermanentError, Unavailable
 from pipelinerl_common.stream import Stream
+from pipelinerl_common.tracing import Tracer, span
 from pipelinerl_common.types import SampleGroup
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,14 @@ class RolloutLoop:
     """`num_slots` sequences run at once on the generators; `group_size` of them make a group."""
 
     def __init__(
-        self, desk: LeaseDesk, reports: Reports, roller: GroupRoller, stream: Stream, meter: Meter, slots: "Slots"
+        self,
+        desk: LeaseDesk,
+        reports: Reports,
+        roller: GroupRoller,
+        stream: Stream,
+        meter: Meter,
+        slots: "Slots",
+        tracer: Tracer,
     ) -> None:
         self._desk = desk
         self._reports = reports
@@ -69,6 +77,7 @@ class RolloutLoop:
         self._stream = stream
         self._meter = meter
         self._slots = slots
+        self._tracer = tracer
         self._running: dict[str, _Running] = {}
         self._changed = asyncio.Event()
         self._num_failed_in_a_row = 0
@@ -138,11 +147,14 @@ class RolloutLoop:
 
     async def _work(self, running: _Running) -> None:
         """One group from its lease to its end; raises only what must end the actor."""
+        lease = running.lease
         try:
-            group = await self._roller.roll_out(running.lease, running.progress)
-            if running.ending == pb.GROUP_OUTCOME_CANCELLED:  # nobody would take it
-                raise GroupStopped(f"group {group.group_id} was complete when it was recalled")
-            await self._publish(group, running)
+            with self._tracer.continued("rollout", lease.traceparent, group=lease.group_id, attempt=lease.attempt):
+                group = await self._roller.roll_out(lease, running.progress)
+                if running.ending == pb.GROUP_OUTCOME_CANCELLED:  # nobody would take it
+                    raise GroupStopped(f"group {group.group_id} was complete when it was recalled")
+                with span("publish", samples=len(group.samples)):
+                    await self._publish(group, running)
         except GroupStopped:
             running.stopped = True
         except GroupFailed as error:

@@ -16,6 +16,7 @@ from pipelinerl_actor.rollout.partial import Answer, Answers, Stopped
 from pipelinerl_actor.rollout.verifier import Verifier
 from pipelinerl_actor.task import Message, Prompt, Turn, Verdict
 from pipelinerl_common.settings import SamplingSettings
+from pipelinerl_common.tracing import span
 from pipelinerl_common.types import Sample, VersionRun
 
 
@@ -100,7 +101,7 @@ class Sampler:
         return await self.generators.complete(CompletionRequest(self.sampling, prompt_token_ids=prompt_token_ids), clock)
 
     async def verify(self, prompt_index: int, prompt: Prompt, turn: Turn) -> Verdict:
-        with self.generators.meter.verifying():
+        with self.generators.meter.verifying(), span("verify"):
             return await self.verifier.verify(prompt_index, prompt, turn)
 
 

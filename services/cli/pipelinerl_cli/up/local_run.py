@@ -35,8 +35,9 @@ from pipelinerl_cli.up.scraping import own_metrics, targets_file
 from pipelinerl_cli.up.stream_server import StreamServer
 from pipelinerl_cli.up.supervisor import LAST_LINES, Failure, Supervisor
 from pipelinerl_cli.up.view import RunView
-from pipelinerl_common.metrics import Metrics, serve_metrics
+from pipelinerl_common.metrics import COORDINATOR, Metrics, serve_metrics
 from pipelinerl_common.settings import Job
+from pipelinerl_common.tracing import open_tracer
 from pipelinerl_operator.coordinator import Coordinator, serve_coordinator
 from pipelinerl_operator.coordinator.metrics import export
 from pipelinerl_operator.plan import Endpoints, Role, Workload, generator_url, plan, workload_names
@@ -103,6 +104,7 @@ class LocalRun:
         metrics = await self._serve_metrics(stack, endpoints)
         coordinator = await self._coordinate(stack, endpoints)
         export(coordinator, metrics)
+        coordinator.tracer = await stack.enter_async_context(open_tracer(self._job, COORDINATOR, scraping.OWN))
         coordinating = _background(stack, coordinator.run())
         supervisor = Supervisor(plan(self._job, endpoints), self._launch, self._is_finished, on_restart=self._count_restart)
         stack.callback(supervisor.kill)

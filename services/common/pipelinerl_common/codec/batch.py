@@ -89,6 +89,7 @@ def plan_to_proto(plan: StepPlan) -> batches_pb2.StepPlan:
         publish_after=plan.publish_after,
         metrics=plan.metrics,
         provisional=plan.provisional,
+        traceparents=plan.traceparents,
     )
 
 
@@ -107,4 +108,5 @@ def plan_from_proto(message: batches_pb2.StepPlan) -> StepPlan:
         publish_after=message.publish_after,
         metrics=dict(message.metrics),
         provisional=message.provisional,
+        traceparents=tuple(message.traceparents),
     )

@@ -11,6 +11,7 @@ import grpc
 from pipelinerl_common.errors import Unavailable
 from pipelinerl_common.rpc.options import AUTHORIZATION, CLIENT_OPTIONS
 from pipelinerl_common.rpc.status import error_of
+from pipelinerl_common.tracing import headers
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -39,7 +40,7 @@ async def call(
     backoff_s = _FIRST_BACKOFF_S
     while True:
         try:
-            return await method(request, timeout=timeout_s)
+            return await method(request, timeout=timeout_s, metadata=_metadata())
         except grpc.aio.AioRpcError as error:
             translated = error_of(_name(method), error)
             if not isinstance(translated, Unavailable) or loop.time() + backoff_s > give_up_at:
@@ -55,7 +56,7 @@ async def stream_call(
 
     Raises as `call` does; never retried, since the caller may have used some responses already.
     """
-    response_stream = method(request, timeout=timeout_s)
+    response_stream = method(request, timeout=timeout_s, metadata=_metadata())
     try:
         async for response in response_stream:
             yield response
@@ -63,6 +64,11 @@ async def stream_call(
         raise error_of(_name(method), error) from error
     finally:
         response_stream.cancel()
+
+
+def _metadata() -> tuple[tuple[str, str], ...] | None:
+    """The trace that the call is part of."""
+    return tuple(headers().items()) or None
 
 
 def _name(method: Any) -> str:

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from pipelinerl_common.errors import PipelineRLError, SettingsError
 from pipelinerl_common.rpc.options import AUTHORIZATION, SERVER_OPTIONS
 from pipelinerl_common.rpc.status import code_of
+from pipelinerl_common.tracing import TRACEPARENT, called_by
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,11 @@ def _bind(server: grpc.aio.Server, listen: str) -> int:
     return bound
 
 
+def _traceparent(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    given = dict(context.invocation_metadata() or ()).get(TRACEPARENT, "")
+    return given if isinstance(given, str) else given.decode(errors="replace")
+
+
 def _is_standard(method: str) -> bool:
     return method.startswith("/grpc.")
 
@@ -132,7 +138,8 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
 
         async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
-                return await behaviour(request, context)
+                with called_by(_traceparent(context)):
+                    return await behaviour(request, context)
             except grpc.aio.AbortError:
                 raise
             except Exception as error:  # noqa: BLE001 - the boundary where errors become statuses
@@ -140,8 +147,9 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
 
         async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             try:
-                async for response in behaviour(request, context):
-                    yield response
+                with called_by(_traceparent(context)):
+                    async for response in behaviour(request, context):
+                        yield response
             except grpc.aio.AbortError:
                 raise
             except Exception as error:  # noqa: BLE001 - the boundary where errors become statuses

@@ -28,7 +28,13 @@ from pipelinerl_common.settings.roles import (
 )
 from pipelinerl_common.settings.scope import cluster_only_paths, service_view
 from pipelinerl_common.settings.staleness import StalenessSettings
-from pipelinerl_common.settings.telemetry import SinkSettings, TelemetrySettings, TensorBoardSettings, WandbSettings
+from pipelinerl_common.settings.telemetry import (
+    SinkSettings,
+    TelemetrySettings,
+    TensorBoardSettings,
+    TracingSettings,
+    WandbSettings,
+)
 
 __all__ = [
     "API_VERSION",
@@ -62,6 +68,7 @@ __all__ = [
     "TaskSettings",
     "TelemetrySettings",
     "TensorBoardSettings",
+    "TracingSettings",
     "TrainerSettings",
     "WandbSettings",
     "WeightTransferSettings",

@@ -40,6 +40,17 @@ class SinkSettings(Settings):
     """`tensorboard: {}` turns it on; needs `pip install 'pipelinerl[tensorboard]'` there."""
 
 
+class TracingSettings(Settings):
+    """Traces by OpenTelemetry: of groups from their grant to their step, of steps, and of weight updates."""
+
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+$")]
+    """Where an OTLP collector listens for gRPC, for example http://otel-collector:4317."""
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of the groups that are traced. Steps and weight updates, of which there are few, always are."""
+
+
 class TelemetrySettings(Settings):
     sinks: SinkSettings = SinkSettings()
     """For people who are used to Weights & Biases or TensorBoard."""
+    tracing: TracingSettings | None = None
+    """Off without it, and then nothing of it runs."""

@@ -14,6 +14,7 @@ from nats.aio.msg import Msg
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from pipelinerl.v1 import metrics_pb2
+from pipelinerl_common import tracing
 from pipelinerl_common.codec import EncodedPart, encode_group
 from pipelinerl_common.errors import Unavailable
 from pipelinerl_common.settings import StreamSettings
@@ -119,7 +120,7 @@ class Stream:
             await self._publishing.acquire()
         try:
             left_s = deadline - asyncio.get_running_loop().time()
-            headers = {"Nats-Msg-Id": part.message_id}
+            headers = {"Nats-Msg-Id": part.message_id, **tracing.headers()}
             await self._connection.publish(self._layout.subject("samples"), part.payload, headers, left_s)
         finally:
             self._publishing.release()

@@ -17,6 +17,7 @@ from pipelinerl_common.stream.connection import Connection
 from pipelinerl_common.stream.deliveries import Deliveries, Delivery
 from pipelinerl_common.stream.layout import CONSUMER, Layout
 from pipelinerl_common.stream.pull import Arrivals, PullReader
+from pipelinerl_common.tracing import TRACEPARENT
 from pipelinerl_common.types import SampleGroup
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ class ReceivedGroup:
     group: SampleGroup
     _reader: "SampleReader" = field(repr=False)
     _deliveries: list[Delivery] = field(repr=False)
+    traceparent: str = ""
+    """Trace context of its publication; empty when the group is not traced."""
 
     @property
     def num_messages(self) -> int:
@@ -126,7 +129,7 @@ class SampleReader:
             if delivery is None:
                 continue
             try:
-                await self._receive(message.data, delivery)
+                await self._receive(message, delivery)
             except MalformedMessage as error:
                 await self._move_aside([message.data], error.reason, str(error), [delivery])
         while self._evicted:
@@ -136,8 +139,8 @@ class SampleReader:
             payloads = [encoded.payload for part in parts for encoded in encode_group(part.header, limit)]
             await self._move_aside(payloads, "incomplete", detail, self._parts.pop(key, []))
 
-    async def _receive(self, payload: bytes, delivery: Delivery) -> None:
-        part = decode_part(payload)
+    async def _receive(self, message: Msg, delivery: Delivery) -> None:
+        part = decode_part(message.data)
         if part.header.job != self._layout.job:
             raise MalformedMessage(f"job={part.header.job!r} on the stream of {self._layout.job!r}", "job")
         key = PartKey(part.header.group_id, part.header.attempt)
@@ -151,7 +154,7 @@ class SampleReader:
         if group is None:
             return
         del self._parts[key]
-        received = self._open[key] = ReceivedGroup(group, self, deliveries)
+        received = self._open[key] = ReceivedGroup(group, self, deliveries, (message.headers or {}).get(TRACEPARENT, ""))
         self._arrivals.put(received)
 
     def _on_evicted(self, key: PartKey, parts: list[GroupPart]) -> None:
