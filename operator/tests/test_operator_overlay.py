@@ -116,6 +116,11 @@ def test_one_template_does_not_leak_into_another_pod() -> None:
 PATH = "spec.actors.podTemplate"
 
 
+def test_a_template_that_does_not_fit_is_found_before_any_pod_is_made() -> None:
+    with pytest.raises(SettingsError, match="restartPolicy: is the operator's"):
+        desired(make_resource(trainers={"podTemplate": {"spec": {"restartPolicy": "Always"}}}), make_context())
+
+
 @pytest.mark.parametrize(
     ("template", "says"),
     [

@@ -23,7 +23,7 @@ class Desired:
 
 
 def desired(job: JobResource, context: OperatorContext) -> Desired:
-    """Pure and cheap: no manifest of a pod is made here."""
+    """Pure and cheap. Raises SettingsError for a podTemplate that does not fit, before anything of the job exists."""
     optional = [network_policy(job, context) if context.network_policy else None, pod_group(job)]
     config = (
         service_account(job),
@@ -32,4 +32,8 @@ def desired(job: JobResource, context: OperatorContext) -> Desired:
         *disruption_budgets(job, context.capabilities),
         *(each for each in optional if each is not None),
     )
-    return Desired(config, pods(job, context))
+    wanted = pods(job, context)
+    for pod in wanted:
+        if pod.index == 0 and pod.template:
+            pod.manifest(attempt=0)
+    return Desired(config, wanted)

@@ -15,7 +15,7 @@ from pipelinerl_operator.objects.overlay import overlay
 from pipelinerl_operator.objects.placement import affinity
 from pipelinerl_operator.objects.ports import port
 from pipelinerl_operator.objects.security import pod_security
-from pipelinerl_operator.objects.template_hash import template_hash
+from pipelinerl_operator.objects.template_hash import pod_template, template_hash
 from pipelinerl_operator.objects.volumes import has_claim, mounts
 from pipelinerl_operator.plan import Role
 
@@ -57,10 +57,14 @@ class PodSpec:
         names = (f"generator-{self.index}-{index}" for index in range(self.job.spec.actors.generators_per_replica))
         return {name: port(name) for name in names}
 
+    @property
+    def template(self) -> Mapping[str, Any] | None:
+        """The user's, laid over the operator's pod."""
+        return pod_template(self.job.spec, self.role)
+
     def manifest(self, attempt: int, excluded_nodes: Sequence[str] = ()) -> dict[str, Any]:
         """Ready to be created. Raises SettingsError when the job's podTemplate does not fit."""
-        mine = self._own(attempt)
-        template = _template(self.job.spec, self.role)
+        mine, template = self._own(attempt), self.template
         merged = overlay(mine, template, f"spec.{_SECTIONS[self.role]}.podTemplate") if template else mine
         placed = affinity(merged["spec"].get("affinity"), self.job, excluded_nodes)
         if placed:
@@ -107,15 +111,6 @@ class PodSpec:
 
 
 _SECTIONS = {Role.ACTOR: "actors", Role.TRAINER: "trainers", Role.PREPROCESSOR: "preprocessor", Role.REFERENCE: "reference"}
-
-
-def _template(spec: JobSpec, role: Role) -> dict[str, Any] | None:
-    return {
-        Role.ACTOR: spec.actors.pod_template,
-        Role.TRAINER: spec.trainers.pod_template,
-        Role.PREPROCESSOR: spec.preprocessor.pod_template,
-        Role.REFERENCE: spec.reference.pod_template if spec.reference else None,
-    }[role]
 
 
 def _drain_s(spec: JobSpec, role: Role) -> float:

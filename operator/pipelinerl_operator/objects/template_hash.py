@@ -33,7 +33,7 @@ def template_hash(job: JobResource, role: Role, *, in_gang: bool) -> str:
         "network": _set(spec.network, "interface", *(("rdma",) if _has_gpus(job, role) else ())),
         "scheduling": [scheduler_name(job), _set(spec.scheduling, "priority_class_name", "topology_key")],
         "gang": spec.scheduling.gang.backend if in_gang else None,
-        "template": _template(spec, role),
+        "template": pod_template(spec, role),
         "cache": cache_source(spec, role),
         "memory": shared_memory(spec, role),
         "checkpoint": _set(spec.trainers.checkpoint, "pvc", "uri") if role is Role.TRAINER else {},
@@ -48,7 +48,7 @@ def _has_gpus(job: JobResource, role: Role) -> bool:
     return any(num_gpus(job.job, name) for name in names)
 
 
-def _template(spec: JobSpec, role: Role) -> dict[str, Any] | None:
+def pod_template(spec: JobSpec, role: Role) -> dict[str, Any] | None:
     sections = {
         Role.ACTOR: spec.actors,
         Role.TRAINER: spec.trainers,
