@@ -658,6 +658,9 @@ async def test_the_generators_load_is_told_to_the_preprocessor(house: House) -> 
     load = house.admission.loads[0]
     assert (load.generator, load.kv_usage, load.kv_tokens, load.steps_total) == (house.generator.url, 0.25, 64, 3)
     assert {load.generator for load in house.admission.loads} == {house.generator.url}
+    asked = [load.requested_seconds_total for load in house.admission.loads]
+    assert asked == sorted(asked)
+    assert asked[-1] > asked[0]
 
 
 def partial_of(event: pb.GroupEvent) -> dict[int, tuple[list[int], list[tuple[int, int]]]]:

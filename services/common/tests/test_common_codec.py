@@ -475,7 +475,7 @@ def admission_message() -> admission_pb2.ReportRequest:
     load = admission_pb2.GeneratorLoad(
         generator="http://127.0.0.1:8000", kv_usage=0.25, kv_tokens=65536, num_running=12, num_waiting=3, preemptions_total=2,
         steps_total=1000, step_seconds_total=8.5, step_tokens_total=9000, prefill_tokens_total=450, running_seconds_total=77.5,
-        kv_usage_seconds_total=2.25,
+        kv_usage_seconds_total=2.25, kv_block_tokens=16, requested_seconds_total=80.5, answered_total=64,
     )  # fmt: skip
     runs = [sample_pb2.VersionRun(policy_version=3, num_tokens=2), sample_pb2.VersionRun(policy_version=4, num_tokens=1)]
     answers = [

@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass
 
-BLOCK_TOKENS = 16
-"""Tokens of one KV block."""
-
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -26,21 +23,51 @@ class Cluster:
     prefill_tokens_per_s: float = 6000.0
     """Prefill of one engine; decoding stands still meanwhile."""
     publish_s: float = 8.0
-    """Weights from trainer to engines; both stand still meanwhile."""
+    """Weights from trainer to engines; both stand still meanwhile, unless `pause_s` is set."""
     train_tokens_per_s: float = 4500.0
     """Training, response tokens per second."""
     train_step_s: float = 0.0
     """What an optimizer step costs on top, seconds."""
+    block_tokens: int = 16
+    """Tokens of one KV block."""
+    decode_sequence_s: float = 0.0
+    """What every running sequence adds to a decode step, seconds."""
+    pause_s: float | None = None
+    """How long decoding stands still at the end of a publish, seconds. Set, the rest of `publish_s` is beside decoding and
+    training, as in PipelineRL; None: both stand still for all of it, as in the article."""
+    keeps_kv: bool | None = None
+    """Whether running sequences keep their KV cache at a publish; None: as the policy's own framework does."""
+    train_gap_s: float = 0.0
+    """From the end of an optimizer step to the trainer's asking for the next batch, seconds."""
+    request_s: float = 0.0
+    """What a request takes beside its decoding, seconds, half of it before and half behind; its place at the generator is
+    taken meanwhile."""
+    finish_s: float = 0.0
+    """From a group's last token to its being ready to be taken, seconds: verification and the way."""
+    max_leased: int | None = None
+    """Trajectories that are leased and unfinished at most when one more group is; None: what the policy admits."""
 
     def __post_init__(self) -> None:
-        for name in ("num_engines", "max_sequences"):
+        for name in ("num_engines", "max_sequences", "block_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("decode_step_s", "prefill_tokens_per_s", "train_tokens_per_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
-        for name in ("decode_token_s", "publish_s", "train_step_s"):
+        if self.pause_s is not None and not 0 <= self.pause_s <= self.publish_s:
+            raise ValueError(f"pause_s={self.pause_s} must be between 0 and publish_s={self.publish_s}")
+        if self.max_leased is not None and self.max_leased < 1:
+            raise ValueError(f"max_leased={self.max_leased} must be at least 1")
+        for name in (
+            "decode_token_s",
+            "publish_s",
+            "train_step_s",
+            "decode_sequence_s",
+            "train_gap_s",
+            "request_s",
+            "finish_s",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        if self.kv_tokens < BLOCK_TOKENS:
-            raise ValueError(f"kv_tokens={self.kv_tokens} must be at least one block of {BLOCK_TOKENS}")
+        if self.kv_tokens < self.block_tokens:
+            raise ValueError(f"kv_tokens={self.kv_tokens} must be at least one block of {self.block_tokens}")

@@ -1,8 +1,9 @@
 """One simulated generator: continuous batching over KV blocks, with preemption and a second prefill.
 
 Every running sequence grows by one token per decode step, so between two changes of the set of running sequences all is
-closed form: n steps from context C with R sequences take n * a + b * (n * C + R * n * (n - 1) / 2) seconds, and a sequence
-needs a new block at every sixteenth step. Events are only the end of a sequence and the step for which blocks run out.
+closed form: n steps from context C with R sequences take n * (a + c * R) + b * (n * C + R * n * (n - 1) / 2) seconds, and a
+sequence needs a new block when its last one is full. Events are only the end of a sequence and the step for which blocks run
+out.
 """
 
 from collections import deque
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 from math import sqrt
 
-from pipelinerl_planner.cluster import BLOCK_TOKENS, Cluster
+from pipelinerl_planner.cluster import Cluster
 
 NEVER = float("inf")
 
@@ -19,6 +20,7 @@ class Sequence:
     """One trajectory. `num_generated` is right only while it does not run; ask the engine otherwise."""
 
     __slots__ = (
+        "cancelled",
         "end_step",
         "engine",
         "first_version",
@@ -41,6 +43,7 @@ class Sequence:
         self.start_context = 0
         """Context minus the engine's step count, while it runs."""
         self.first_version = -1
+        self.cancelled = False
         self.segments: list[tuple[int, int]] = []
         """(version, tokens) of what was generated up to the last publish."""
 
@@ -50,17 +53,21 @@ class Engine:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._num_blocks = cluster.kv_tokens // BLOCK_TOKENS
+        self._block_tokens = cluster.block_tokens
+        self._num_blocks = cluster.kv_tokens // cluster.block_tokens
         self.clock = 0.0
         self.running: dict[Sequence, None] = {}
         self.waiting: deque[Sequence] = deque()
         self.num_preemptions = 0
         self.num_refilled_tokens = 0
+        self.running_seconds = 0.0
+        """Running sequences, integrated over time up to `clock`."""
+        self.kv_usage_seconds = 0.0
         self.paused = False
         self._step = 0
         self._context = 0
         self._used = 0
-        self._phases = [0] * BLOCK_TOKENS
+        self._phases = [0] * self._block_tokens
         self._ends: list[tuple[int, int, Sequence]] = []
         self._num_joined = 0
 
@@ -127,7 +134,7 @@ class Engine:
                 ended.append(sequence)
         if ended:
             self._fill(self.clock)
-        while self.running and self._num_blocks - self._used < self._phases[-self._step % BLOCK_TOKENS]:
+        while self.running and self._num_blocks - self._used < self._phases[-self._step % self._block_tokens]:
             self._preempt_last()
         if not self.running:
             self._fill(self.clock)
@@ -139,7 +146,7 @@ class Engine:
 
     def resume(self, now: float, keeps_kv: bool) -> None:
         self.paused = False
-        self.clock = max(self.clock, now)
+        self._stand(now - self.clock)
         if not keeps_kv and self.running:
             self._prefill(self._context)
             self.num_refilled_tokens += self._context
@@ -154,7 +161,7 @@ class Engine:
         while self.waiting and len(self.running) < self._cluster.max_sequences:
             sequence = self.waiting[0]
             context = sequence.prompt + sequence.num_generated
-            if -(-(context + 1) // BLOCK_TOKENS) > self._num_blocks - self._used:
+            if -(-(context + 1) // self._block_tokens) > self._num_blocks - self._used:
                 if not self.running:
                     raise ValueError(
                         f"kv_tokens={self._cluster.kv_tokens} cannot hold one sequence of {context + 1} tokens: "
@@ -172,8 +179,8 @@ class Engine:
         sequence.start_context = context - self._step
         self.running[sequence] = None
         self._context += context
-        self._used += -(-context // BLOCK_TOKENS)
-        self._phases[sequence.start_context % BLOCK_TOKENS] += 1
+        self._used += -(-context // self._block_tokens)
+        self._phases[sequence.start_context % self._block_tokens] += 1
         self._num_joined += 1
         heappush(self._ends, (sequence.end_step, self._num_joined, sequence))
 
@@ -182,8 +189,8 @@ class Engine:
         del self.running[sequence]
         sequence.end_step = -1
         self._context -= context
-        self._used -= -(-context // BLOCK_TOKENS)
-        self._phases[sequence.start_context % BLOCK_TOKENS] -= 1
+        self._used -= -(-context // self._block_tokens)
+        self._phases[sequence.start_context % self._block_tokens] -= 1
 
     def _preempt_last(self) -> None:
         sequence = next(reversed(self.running))
@@ -193,26 +200,40 @@ class Engine:
         self.num_preemptions += 1
 
     def _prefill(self, tokens: int) -> None:
-        self.clock += tokens / self._cluster.prefill_tokens_per_s
+        self._stand(tokens / self._cluster.prefill_tokens_per_s)
+
+    def _stand(self, seconds: float) -> None:
+        """Time passes, nothing decodes."""
+        if seconds > 0:
+            self.clock += seconds
+            self.running_seconds += len(self.running) * seconds
+            self.kv_usage_seconds += self.kv_usage * seconds
 
     def _run(self, steps: int) -> None:
-        self.clock += self._seconds(steps)
-        cycles, rest = divmod(steps, BLOCK_TOKENS)
+        seconds, used = self._seconds(steps), self._used
+        self.clock += seconds
+        cycles, rest = divmod(steps, self._block_tokens)
         new_blocks = cycles * len(self.running)
         for step in range(self._step, self._step + rest):
-            new_blocks += self._phases[-step % BLOCK_TOKENS]
+            new_blocks += self._phases[-step % self._block_tokens]
         self._used += new_blocks
+        self.running_seconds += len(self.running) * seconds
+        self.kv_usage_seconds += (used + self._used) / 2 / self._num_blocks * seconds
         self._context += steps * len(self.running)
         self._step += steps
 
     def _seconds(self, steps: int) -> float:
         growth = len(self.running) * steps * (steps - 1) / 2
-        return steps * self._cluster.decode_step_s + self._cluster.decode_token_s * (steps * self._context + growth)
+        return steps * self._step_s() + self._cluster.decode_token_s * (steps * self._context + growth)
+
+    def _step_s(self) -> float:
+        """A decode step apart from what its context adds."""
+        return self._cluster.decode_step_s + self._cluster.decode_sequence_s * len(self.running)
 
     def _steps_within(self, seconds: float) -> int:
         """The inverse of `_seconds`, rounded down."""
         square = self._cluster.decode_token_s * len(self.running) / 2
-        linear = self._cluster.decode_step_s + self._cluster.decode_token_s * self._context - square
+        linear = self._step_s() + self._cluster.decode_token_s * self._context - square
         if square * seconds < 1e-12 * linear * linear:
             return int(seconds / linear + 1e-9)
         return int((sqrt(linear * linear + 4 * square * seconds) - linear) / (2 * square) + 1e-9)
@@ -222,16 +243,16 @@ class Engine:
         while ends[0][2].end_step != ends[0][0] or ends[0][2] not in self.running:
             heappop(ends)
         steps = ends[0][0] - self._step
-        enough = (steps // BLOCK_TOKENS + 1) * len(self.running)
+        enough = (steps // self._block_tokens + 1) * len(self.running)
         return steps if self._num_blocks - self._used >= enough else min(steps, self._steps_to_exhaustion())
 
     def _steps_to_exhaustion(self) -> int:
         """Decode steps until one needs more blocks than are free."""
         free = self._num_blocks - self._used
         cycles, free = divmod(free, len(self.running))
-        steps = cycles * BLOCK_TOKENS
-        for step in range(self._step + steps, self._step + steps + BLOCK_TOKENS):
-            free -= self._phases[-step % BLOCK_TOKENS]
+        steps = cycles * self._block_tokens
+        for step in range(self._step + steps, self._step + steps + self._block_tokens):
+            free -= self._phases[-step % self._block_tokens]
             if free < 0:
                 return step - self._step
-        return steps + BLOCK_TOKENS
+        return steps + self._block_tokens

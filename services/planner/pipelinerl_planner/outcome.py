@@ -28,8 +28,10 @@ class Outcome:
     trained_lengths: dict[int, int] = field(default_factory=dict)
     """Trajectories by full length, in bins of 16 tokens."""
     dropped_lengths: dict[int, int] = field(default_factory=dict)
-    busy_sequence_seconds: float = 0.0
-    busy_kv_token_seconds: float = 0.0
+    running_seconds: float = 0.0
+    """Sequences that ran on the engines, integrated over time."""
+    kv_usage_seconds: float = 0.0
+    """Share of the KV blocks in use, mean over the engines, integrated over time."""
 
     @property
     def generated_tokens(self) -> int:
@@ -51,6 +53,14 @@ class Outcome:
     @property
     def total_tokens_per_second(self) -> float:
         return self.generated_tokens / self.wall_seconds if self.wall_seconds else 0.0
+
+    @property
+    def mean_running(self) -> float:
+        return self.running_seconds / self.wall_seconds if self.wall_seconds else 0.0
+
+    @property
+    def mean_kv_usage(self) -> float:
+        return self.kv_usage_seconds / self.wall_seconds if self.wall_seconds else 0.0
 
     @property
     def waste_l2(self) -> float:

@@ -8,12 +8,15 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from pipelinerl_common.errors import SettingsError
 from pipelinerl_planner.charts import Bar, write_chart
 from pipelinerl_planner.cluster import Cluster
 from pipelinerl_planner.lengths import Lengths, read_trace
 from pipelinerl_planner.outcome import Outcome
 from pipelinerl_planner.presets import PRESETS, Preset
 from pipelinerl_planner.simulation import Run, simulate
+from pipelinerl_planner.validation import validate
+from pipelinerl_planner.validation_report import validation_json, validation_table
 from pipelinerl_staleness.policy import Policy, PolicySettings
 from pipelinerl_staleness.registry import POLICIES, make_policy
 
@@ -71,6 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", "--seeds", default="0", metavar="N", help="seeds of the lengths: 3, or 0:4, or 1,5 (default 0)"
     )
+    parser.add_argument(
+        "--from-run",
+        type=Path,
+        metavar="DIR",
+        help="simulate a live run from its output folder, with costs fitted to its parts, and compare the two as wholes",
+    )
     parser.add_argument("--json", action="store_true", help="a list of runs on standard output instead of the table")
     parser.add_argument("--details", action="store_true", help="with --json: histograms and the rest under `details`")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="bar charts to a .svg or .html file")
@@ -79,10 +88,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulates what the arguments ask for. Returns the exit status: 2 for arguments that make no sense."""
     try:
+        if args.from_run is not None:
+            write = validation_json if args.json else validation_table
+            sys.stdout.write(write(validate(args.from_run)) + "\n")
+            return 0
         finished = _run_all(_plan(args), sys.stderr)
         if args.plot is not None:
             write_chart(args.plot, _panels(finished))
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, SettingsError) as error:
         print(f"simulate: {error}", file=sys.stderr)  # noqa: T201
         return 2
     if args.json:

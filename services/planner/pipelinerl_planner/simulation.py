@@ -30,6 +30,10 @@ class Run:
     cluster: Cluster
     lengths: Lengths
     num_steps: int
+    train_seconds: tuple[float, ...] = ()
+    """Of each step from its whole batch to its end, in place of the cluster's costs; behind the last they begin again."""
+    publish_seconds: tuple[float, ...] = ()
+    """Of each publish, in place of the cluster's; behind the last they begin again."""
 
 
 def simulate(policy: Policy, run: Run, progress: Callable[[int], None] | None = None) -> Outcome:
@@ -55,9 +59,17 @@ class _Simulation:
         self.step = 0
         self.num_slots_trained = 0
         self.version = 0
-        self.version_due = 0
+        self.version_due = self.version_on_its_way = 0
         self.trainer_free_at: float | None = None
+        self.pause_at: float | None = None
         self.publish_ends_at: float | None = None
+        self.answers: list[tuple[float, int, Sequence]] = []
+        """Sequences sampled to their end, by when the actor has them."""
+        self.num_answers = 0
+        self.arriving: list[tuple[float, str]] = []
+        """Groups whose last token is sampled, by when they will be ready."""
+        self.num_leased = 0
+        """Trajectories admitted and not sampled to their end."""
         self.idle_since = 0.0
         self.batch_staleness = 0
         self.may_take = False
@@ -68,7 +80,8 @@ class _Simulation:
     def go(self) -> Outcome:
         self._ask_policy()
         while self.step < self.run.num_steps:
-            upcoming = (self.generators.next_event(), self.trainer_free_at, self.publish_ends_at)
+            ways = (heap[0][0] if heap else None for heap in (self.answers, self.arriving))
+            upcoming = (self.generators.next_event(), self.trainer_free_at, self.pause_at, self.publish_ends_at, *ways)
             next_at = min(at for at in upcoming if at is not None)
             if next_at == NEVER:
                 if self.data_ended:
@@ -80,6 +93,7 @@ class _Simulation:
         outcome = self.outcome
         outcome.wall_seconds, outcome.num_steps = self.now, self.step
         outcome.num_preemptions, outcome.num_refilled_tokens = self.generators.effort()
+        outcome.running_seconds, outcome.kv_usage_seconds = self.generators.integrals(self.now)
         return outcome
 
     def _wait_until(self, at: float) -> None:
@@ -88,27 +102,57 @@ class _Simulation:
     def _handle(self) -> None:
         if self.trainer_free_at is not None and self.trainer_free_at <= self.now:
             self._trained()
+        elif self.pause_at is not None and self.pause_at <= self.now:
+            self.pause_at = None
+            self.generators.pause(self.now)
+        elif self.arriving and self.arriving[0][0] <= self.now:
+            self._ready(heappop(self.arriving)[1])
+        elif self.answers and self.answers[0][0] <= self.now:
+            self._answered(heappop(self.answers)[2])
         elif self.publish_ends_at is not None and self.publish_ends_at <= self.now:
             self._published()
         elif self.next_report <= self.now:
             self._report()
         else:
-            for sequence in self.generators.handle_event():
-                self._finished(sequence)
+            for sequence in self.generators.handle_event(self.now):
+                self._label(sequence)
+                self.num_answers += 1
+                heappush(self.answers, (self.now + self.run.cluster.request_s / 2, self.num_answers, sequence))
 
     def _ask_policy(self) -> None:
-        while self.policy.may_admit() and not self.data_ended:
+        most = self.run.cluster.max_leased
+        while not self.data_ended and (most is None or self.num_leased < most) and self.policy.may_admit():
             self._admit()
         self.generators.limit = self.policy.trajectory_limit()
         self.generators.start(self.now)
+        if self.run.cluster.pause_s is not None:
+            self._publish_beside_training(self.run.cluster.pause_s)
+            return
         if self.trainer_free_at is not None or self.publish_ends_at is not None:
             return
         if self.version_due > self.version and self.step < self.run.num_steps:
             if self.policy.may_publish():
                 self.generators.pause(self.now)
-                self.publish_ends_at = self.now + self.run.cluster.publish_s
+                self._begin_publish()
         elif self.may_take:
             self._take()
+
+    def _publish_beside_training(self, pause_s: float) -> None:
+        """The next batch is not taken while the policy holds the newest weights back."""
+        is_due = self.version_due > self.version and self.step < self.run.num_steps
+        if is_due and self.publish_ends_at is None and self.policy.may_publish():
+            self._begin_publish()
+            self.pause_at = max(self.now, (self.publish_ends_at or self.now) - pause_s)
+        held_back = is_due and self.publish_ends_at is None
+        if self.trainer_free_at is None and self.may_take and not held_back:
+            self._take()
+
+    def _begin_publish(self) -> None:
+        self.version_on_its_way = self.version_due
+        recorded = self.run.publish_seconds
+        self.publish_ends_at = self.now + (
+            recorded[(self.version_due - 1) % len(recorded)] if recorded else self.run.cluster.publish_s
+        )
 
     def _admit(self) -> None:
         try:
@@ -120,18 +164,25 @@ class _Simulation:
         self.num_drawn += 1
         self.groups[group] = [Sequence(group, prompt, length) for length in lengths]
         self.num_unfinished[group] = len(lengths)
+        self.num_leased += len(lengths)
         self.policy.admitted(group)
         self.policy.started(group, self.version)
         self.generators.queue.extend(self.groups[group])
 
-    def _finished(self, sequence: Sequence) -> None:
+    def _answered(self, sequence: Sequence) -> None:
+        self.generators.release(sequence)
+        if sequence.cancelled:
+            return
         group = sequence.group
-        self._label(sequence)
-        self.policy.last_token(group, self.version)
+        self.policy.last_token(group, sequence.segments[-1][0])
         self.policy.trajectory_finished(group)
         self.num_unfinished[group] -= 1
+        self.num_leased -= 1
         if self.num_unfinished[group] == 0:
-            del self.num_unfinished[group]
+            heappush(self.arriving, (self.now + self.run.cluster.finish_s, group))
+
+    def _ready(self, group: str) -> None:
+        if self.num_unfinished.pop(group, None) is not None:  # not cancelled on the way
             self.policy.finished(group)
             self.may_take = True
 
@@ -161,7 +212,11 @@ class _Simulation:
         self.num_slots_trained += len(taken.groups)
         is_last = self.num_slots_trained == self.policy.groups_per_step
         cluster = self.run.cluster
-        self.trainer_free_at = self.now + tokens / cluster.train_tokens_per_s + (cluster.train_step_s if is_last else 0.0)
+        recorded = self.run.train_seconds
+        seconds = tokens / cluster.train_tokens_per_s + (cluster.train_step_s if is_last else 0.0)
+        if recorded and not streams:
+            seconds = recorded[self.step % len(recorded)]
+        self.trainer_free_at = self.now + seconds
 
     def _count_trained(self, group: str) -> int:
         tokens = 0
@@ -178,11 +233,14 @@ class _Simulation:
         return tokens
 
     def _trained(self) -> None:
+        """A step or, streaming, a group is done; or the gap behind a step is over."""
         self.trainer_free_at = None
         self.idle_since = self.now
         self.may_take = True
         if self.num_slots_trained < self.policy.groups_per_step:
             return
+        if self.run.cluster.train_gap_s:
+            self.trainer_free_at = self.now + self.run.cluster.train_gap_s
         self.num_slots_trained = 0
         count(self.outcome.batches_by_max_staleness, self.batch_staleness)
         self.batch_staleness = 0
@@ -197,9 +255,10 @@ class _Simulation:
         self.publish_ends_at = None
         for sequence in self.generators.in_flight():
             self._label(sequence)
-        self.version = self.version_due
+        self.version = self.version_on_its_way
         self._cancel(self.policy.published(self.version))
-        self.generators.resume(self.now, self.policy.keeps_kv)
+        keeps_kv = self.run.cluster.keeps_kv
+        self.generators.resume(self.now, self.policy.keeps_kv if keeps_kv is None else keeps_kv)
         self.idle_since = self.now
         self.may_take = True
 
@@ -214,7 +273,7 @@ class _Simulation:
     def _cancel(self, groups: tuple[str, ...]) -> None:
         self.generators.cancel([sequence for group in groups for sequence in self.groups[group]], self.now)
         for group in groups:
-            del self.num_unfinished[group]
+            self.num_leased -= self.num_unfinished.pop(group)
             self.outcome.dropped_tokens_l2 += self._discard(group)
 
     def _discard(self, group: str) -> int:
@@ -226,9 +285,17 @@ class _Simulation:
 
 
 class _Generators:
-    """All engines, and the requests that wait in front of them for a trajectory slot."""
+    """All engines, and the requests that wait in front of them for a trajectory slot. A slot is held from the moment that a
+    request is sent to the one that its answer is there."""
 
     def __init__(self, cluster: Cluster) -> None:
+        self._request_s = cluster.request_s
+        self._by_actors = cluster.max_leased is not None or cluster.request_s > 0
+        self._num_slots = cluster.max_sequences * cluster.num_engines
+        self._sent: list[tuple[float, int, int, Sequence]] = []
+        """Requests on their way to an engine, by when they are there."""
+        self._num_sent = 0
+        self._engine_of: dict[Sequence, int] = {}
         self.engines = [Engine(cluster) for _ in range(cluster.num_engines)]
         self.queue: deque[Sequence] = deque()
         self.limit: int | None = None
@@ -243,25 +310,46 @@ class _Generators:
             return
         changed = set()
         room = len(self.queue) if self.limit is None else self.limit - sum(self._loads)
+        if self._by_actors:
+            room = min(room, self._num_slots - sum(self._loads))
         for _ in range(min(room, len(self.queue))):
             index = self._loads.index(min(self._loads))
-            self.engines[index].add(self.queue.popleft(), now)
+            sequence = self.queue.popleft()
             self._loads[index] += 1
-            changed.add(index)
+            self._engine_of[sequence] = index
+            if self._request_s:
+                self._num_sent += 1
+                heappush(self._sent, (now + self._request_s / 2, self._num_sent, index, sequence))
+            else:
+                self.engines[index].add(sequence, now)
+                changed.add(index)
         for index in changed:
             self._schedule(index)
 
     def next_event(self) -> float:
         while self._events and self._events[0][2] != self._epochs[self._events[0][1]]:
             heappop(self._events)
-        return self._events[0][0] if self._events else NEVER
+        at = self._events[0][0] if self._events else NEVER
+        return min(at, self._sent[0][0]) if self._sent else at
 
-    def handle_event(self) -> list[Sequence]:
+    def handle_event(self, now: float) -> list[Sequence]:
+        """Sequences that were sampled to their end; they hold their slots until they are released."""
+        if self._sent and self._sent[0][0] <= now:
+            _, _, index, sequence = heappop(self._sent)
+            if not sequence.cancelled:
+                self.engines[index].add(sequence, now)
+                self._schedule(index)
+            return []
         _, index, _ = heappop(self._events)
         ended = self.engines[index].handle_event()
-        self._loads[index] -= len(ended)
         self._schedule(index)
         return ended
+
+    def release(self, sequence: Sequence) -> None:
+        """Its slot is free. Again for one that was cancelled on its way changes nothing."""
+        index = self._engine_of.pop(sequence, None)
+        if index is not None:
+            self._loads[index] -= 1
 
     def generated(self, sequence: Sequence) -> int:
         return sequence.engine.generated(sequence) if sequence.engine is not None else sequence.num_generated
@@ -273,6 +361,9 @@ class _Generators:
         by_engine: dict[int, list[Sequence]] = {}
         queued = set()
         for sequence in sequences:
+            sequence.cancelled = True
+            if sequence.end_step >= 0 or sequence.engine is not None or sequence.num_generated == 0:
+                self.release(sequence)
             if sequence.engine is not None:
                 by_engine.setdefault(self._index[sequence.engine], []).append(sequence)
             elif sequence.num_generated == 0:
@@ -281,7 +372,6 @@ class _Generators:
             self.queue = deque(sequence for sequence in self.queue if sequence not in queued)
         for index, cancelled in by_engine.items():
             self.engines[index].remove(cancelled, now)
-            self._loads[index] -= len(cancelled)
             self._schedule(index)
 
     def pause(self, now: float) -> None:
@@ -299,6 +389,13 @@ class _Generators:
         for engine in self.engines:
             engine.advance(now)
         return max(engine.kv_usage for engine in self.engines), sum(len(engine.waiting) for engine in self.engines)
+
+    def integrals(self, now: float) -> tuple[float, float]:
+        """Running sequences of all engines, and the mean KV usage, each integrated over time."""
+        for engine in self.engines:
+            engine.advance(now)
+        usage = sum(engine.kv_usage_seconds for engine in self.engines) / len(self.engines)
+        return sum(engine.running_seconds for engine in self.engines), usage
 
     def effort(self) -> tuple[int, int]:
         """Preemptions and tokens prefilled again so far."""

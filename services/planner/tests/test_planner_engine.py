@@ -5,9 +5,10 @@ from math import ceil
 
 import pytest
 
-from pipelinerl_planner.cluster import BLOCK_TOKENS, Cluster
+from pipelinerl_planner.cluster import Cluster
 from pipelinerl_planner.engine import NEVER, Engine, Sequence
 
+BLOCK_TOKENS = 16
 CLUSTER = Cluster(
     kv_tokens=BLOCK_TOKENS * 40, max_sequences=6, decode_step_s=0.01, decode_token_s=1e-4, prefill_tokens_per_s=1000.0
 )

@@ -17,8 +17,10 @@ TOTALS = (
     "prefill_tokens_total",
     "running_seconds_total",
     "kv_usage_seconds_total",
+    "requested_seconds_total",
+    "answered_total",
 )
-"""Fields of GeneratorLoad that only grow while its process lives."""
+"""Fields of GeneratorLoad that only grow while the generator's process and the actor's live."""
 
 
 @dataclass(slots=True)
@@ -58,8 +60,8 @@ class EngineLoads:
         )
 
     def values(self, now: float) -> list[float | None]:
-        """For the event log: generators, KV tokens of all, KV use of the fullest, sequences that decode and that wait, then
-        the sums in the order of TOTALS. Empty when nothing is known."""
+        """For the event log: generators, KV tokens of all and of a block, KV use of the fullest, sequences that decode and
+        that wait, then the sums in the order of TOTALS. Empty when nothing is known."""
         fresh = self._fresh(now)
         if not fresh:
             return []
@@ -67,6 +69,7 @@ class EngineLoads:
         return [
             len(fresh),
             sum(load.kv_tokens for load in fresh),
+            fresh[-1].kv_block_tokens,
             None if usage is None else round(usage, 6),
             sum(load.num_running for load in fresh),
             sum(load.num_waiting for load in fresh),

@@ -29,7 +29,7 @@ def test_the_fullest_generator_counts_and_what_waits_is_summed() -> None:
     loads.heard("actor-0", load(kv_usage=0.25, num_waiting=2, kv_tokens=160, num_running=7), 1.0)
     loads.heard("actor-1", load(kv_usage=0.75, num_waiting=3, kv_tokens=320, num_running=1), 1.0)
     assert loads.observation(2.0, 5.0) == EngineLoad(0.75, 5, 0, 5.0)
-    assert loads.values(2.0) == [2, 480, 0.75, 8, 5, *[0.0] * 7]
+    assert loads.values(2.0) == [2, 480, 0, 0.75, 8, 5, *[0.0] * 9]
     assert loads.observation(17.0, 5.0) == EngineLoad(None, 0, 0, 5.0)  # both have fallen silent
     assert (loads.kv_usage(17.0), loads.num_waiting(17.0)) == (None, None)
 
@@ -49,7 +49,7 @@ def test_totals_are_what_is_new_and_survive_a_restart_of_the_generator() -> None
     loads.heard("actor-0", load(preemptions_total=4, steps_total=30, step_seconds_total=0.3), 3.0)
     assert loads.observation(3.0, 5.0).num_preemptions == 2 + 3
     assert loads.observation(3.0, 5.0).num_preemptions == 0
-    preemptions, steps, step_seconds, *_ = loads.values(3.0)[5:]
+    preemptions, steps, step_seconds, *_ = loads.values(3.0)[6:]
     assert (preemptions, steps) == (5, 50 + 20)
     assert step_seconds == pytest.approx(0.5 + 0.2)
 
@@ -84,7 +84,7 @@ async def test_nearly_empty_engines_let_the_adaptive_policies_admit_more(tmp_pat
                 held += (await preprocessor.lease(9, running=running, wait_s=0.3)).leases
         assert [0.05, 0, 0, 5.0] in [event[2][0] for event in events(preprocessor, "observe")]
         note = events(preprocessor, "load")[0]
-        assert note[2][:5] == [1, 1600, 0.05, 4, 0]
+        assert note[2][:6] == [1, 1600, 0, 0.05, 4, 0]
     assert run(Namespace(folder=preprocessor.output)) == 0
 
 

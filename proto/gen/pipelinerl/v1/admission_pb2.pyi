@@ -360,6 +360,9 @@ class GeneratorLoad(_message.Message):
     PREFILL_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     RUNNING_SECONDS_TOTAL_FIELD_NUMBER: _builtins.int
     KV_USAGE_SECONDS_TOTAL_FIELD_NUMBER: _builtins.int
+    KV_BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    REQUESTED_SECONDS_TOTAL_FIELD_NUMBER: _builtins.int
+    ANSWERED_TOTAL_FIELD_NUMBER: _builtins.int
     generator: _builtins.str
     """where the actor reaches it; unique in the job together with the actor"""
     kv_usage: _builtins.float
@@ -384,6 +387,14 @@ class GeneratorLoad(_message.Message):
     """num_running, integrated over time"""
     kv_usage_seconds_total: _builtins.float
     """kv_usage, integrated over time"""
+    kv_block_tokens: _builtins.int
+    """tokens of one KV block; 0 for an engine without blocks"""
+    requested_seconds_total: _builtins.float
+    """What the actor itself knows, since its own start.
+    sequences that it has asked for and has no answer to, integrated over time
+    """
+    answered_total: _builtins.int
+    """sequences that were answered"""
     def __init__(
         self,
         *,
@@ -399,10 +410,13 @@ class GeneratorLoad(_message.Message):
         prefill_tokens_total: _builtins.int = ...,
         running_seconds_total: _builtins.float = ...,
         kv_usage_seconds_total: _builtins.float = ...,
+        kv_block_tokens: _builtins.int = ...,
+        requested_seconds_total: _builtins.float = ...,
+        answered_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_kv_usage", b"_kv_usage", "kv_usage", b"kv_usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv_usage", b"_kv_usage", "generator", b"generator", "kv_tokens", b"kv_tokens", "kv_usage", b"kv_usage", "kv_usage_seconds_total", b"kv_usage_seconds_total", "num_running", b"num_running", "num_waiting", b"num_waiting", "preemptions_total", b"preemptions_total", "prefill_tokens_total", b"prefill_tokens_total", "running_seconds_total", b"running_seconds_total", "step_seconds_total", b"step_seconds_total", "step_tokens_total", b"step_tokens_total", "steps_total", b"steps_total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv_usage", b"_kv_usage", "answered_total", b"answered_total", "generator", b"generator", "kv_block_tokens", b"kv_block_tokens", "kv_tokens", b"kv_tokens", "kv_usage", b"kv_usage", "kv_usage_seconds_total", b"kv_usage_seconds_total", "num_running", b"num_running", "num_waiting", b"num_waiting", "preemptions_total", b"preemptions_total", "prefill_tokens_total", b"prefill_tokens_total", "requested_seconds_total", b"requested_seconds_total", "running_seconds_total", b"running_seconds_total", "step_seconds_total", b"step_seconds_total", "step_tokens_total", b"step_tokens_total", "steps_total", b"steps_total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__kv_usage: _TypeAlias = _typing.Literal["kv_usage"]  # noqa: Y015
     _WhichOneofArgType__kv_usage: _TypeAlias = _typing.Literal["_kv_usage", b"_kv_usage"]  # noqa: Y015

@@ -19,6 +19,8 @@ class Load:
     """Share of the KV blocks in use, 0 to 1; None for an engine without blocks."""
     kv_tokens: int | None = None
     """Tokens that the KV cache holds; None for an engine without blocks."""
+    kv_block_tokens: int | None = None
+    """Tokens of one KV block; None for an engine without blocks."""
     preemptions_total: int = 0
     steps_total: int = 0
     """Decode steps that were timed: those that followed another one at once."""
@@ -43,6 +45,7 @@ class StepClock:
         self._follows = False
         self._num_running = self._num_waiting = 0
         self._kv_usage = None if kv_tokens is None else 0.0
+        self.kv_block_tokens: int | None = None
         self.kv_tokens = kv_tokens
         self._num_preemptions = self._num_steps = self._num_tokens = self._num_prefilled = 0
         self._step_s = self._running_s = self._kv_usage_s = 0.0
@@ -59,13 +62,14 @@ class StepClock:
     ) -> None:
         """A step has ended, and this is how the engine is left. `num_tokens` were sampled in it."""
         now = self._integrate()
-        seconds, self._stepped_at = now - self._stepped_at, now
         self._num_preemptions += num_preempted
         if self._follows and num_tokens:
             self._num_steps += 1
-            self._step_s += seconds
+            self._step_s += now - self._stepped_at
             self._num_tokens += num_tokens
             self._num_prefilled += num_prefilled
+        if num_tokens or not self._follows:  # what no token came of belongs to the next step
+            self._stepped_at = now
         self._num_running, self._num_waiting = num_running, num_waiting
         if self._kv_usage is not None and kv_usage is not None:
             self._kv_usage = kv_usage
@@ -89,6 +93,7 @@ class StepClock:
             num_waiting=self._num_waiting,
             kv_usage=self._kv_usage,
             kv_tokens=self.kv_tokens,
+            kv_block_tokens=self.kv_block_tokens,
             preemptions_total=self._num_preemptions,
             steps_total=self._num_steps,
             step_seconds_total=self._step_s,

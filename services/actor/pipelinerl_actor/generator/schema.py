@@ -206,6 +206,7 @@ class LoadResponse(Body):
     num_waiting: int
     kv_usage: float | None
     kv_tokens: int | None
+    kv_block_tokens: int | None
     preemptions_total: int
     steps_total: int
     step_seconds_total: float

@@ -71,7 +71,7 @@ class VllmEngine:
         stats = StepStats.feeding(self._clock)
         self._llm = AsyncLLM.from_engine_args(engine_args(self._options), stat_loggers=[stats])
         cache = self._llm.vllm_config.cache_config
-        self._clock.kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
+        self._clock.kv_tokens, self._clock.kv_block_tokens = (cache.num_gpu_blocks or 0) * cache.block_size, cache.block_size
         try:
             await self.set_version(self._options.initial_version)
             await self.generate([0], Sampling(max_tokens=_WARM_UP_TOKENS, ignore_eos=True))

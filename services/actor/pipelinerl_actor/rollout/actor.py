@@ -71,7 +71,7 @@ async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
         reports = Reports(channel, wiring.name)
         slots = Slots(generators.num_slots, spec.task.group_size)
         loop = RolloutLoop(LeaseDesk(channel, wiring.name), reports, roller, samples, meter, slots, tracer)
-        load = LoadWatch(clients, reports)
+        load = LoadWatch(clients, generators, reports)
         metrics = MetricsReport(
             meter,
             samples,

@@ -34,9 +34,20 @@ class _Generator:
     client: GeneratorClient
     running: int = 0
     """Sequences being decoded for us."""
+    running_seconds: float = 0.0
+    """`running`, integrated over time up to `changed_at`."""
+    changed_at: float = 0.0
+    num_answered: int = 0
     failures_in_a_row: int = 0
     rest_until: float = 0.0
     """Until then it is left alone; after a failure it gets one request at a time until one succeeds."""
+
+    def add(self, n: int) -> None:
+        now = asyncio.get_running_loop().time()
+        if self.changed_at:
+            self.running_seconds += self.running * (now - self.changed_at)
+        self.changed_at = now
+        self.running += n
 
 
 class Generators:
@@ -51,6 +62,12 @@ class Generators:
         """Sequences that may run at once on all generators together, by the staleness policy; None without a limit."""
         self._turnstile = asyncio.Lock()
         self._changed = asyncio.Event()
+
+    def tally(self, url: str) -> tuple[float, int]:
+        """Of one generator: sequences asked for and unanswered, integrated over time, and sequences answered."""
+        generator = next(each for each in self._generators if each.client.url == url)
+        generator.add(0)
+        return generator.running_seconds, generator.num_answered
 
     @property
     def num_slots(self) -> int:
@@ -121,11 +138,12 @@ class Generators:
                             await self._changed.wait()
                     except TimeoutError:
                         pass
-        generator.running += n
+        generator.add(n)
         try:
             yield generator
+            generator.num_answered += n
         finally:
-            generator.running -= n
+            generator.add(-n)
             self._changed.set()
 
     def _pick(self, n: int) -> _Generator | None:

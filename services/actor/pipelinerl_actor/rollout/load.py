@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pipelinerl.v1.admission_pb2 import GeneratorLoad
 from pipelinerl_actor.rollout.admission import Reports
 from pipelinerl_actor.rollout.generator_client import GeneratorClient
+from pipelinerl_actor.rollout.generators import Generators
 from pipelinerl_common.errors import PipelineRLError
 
 log = logging.getLogger(__name__)
@@ -18,8 +19,9 @@ _ANSWER_S = 2.0
 class LoadWatch:
     """A generator that does not answer in time is left out, so nothing is said of it."""
 
-    def __init__(self, clients: Sequence[GeneratorClient], reports: Reports) -> None:
+    def __init__(self, clients: Sequence[GeneratorClient], generators: Generators, reports: Reports) -> None:
         self._clients = clients
+        self._generators = generators
         self._reports = reports
 
     async def run(self) -> None:
@@ -33,7 +35,9 @@ class LoadWatch:
     async def _ask(self, client: GeneratorClient) -> GeneratorLoad | None:
         try:
             async with asyncio.timeout(_ANSWER_S):
-                return await client.load()
+                load = await client.load()
+                load.requested_seconds_total, load.answered_total = self._generators.tally(client.url)
+                return load
         except (PipelineRLError, TimeoutError) as error:
             log.debug("generator=%s tells no load: %s", client.url, error)
             return None

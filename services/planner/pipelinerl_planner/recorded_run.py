@@ -1,0 +1,200 @@
+"""A live run's folder as the simulator needs it: its policy, its lengths, what its parts cost, and what came of it.
+
+events.jsonl    what the policy heard and decided, with times; lengths of groups; sums over the engines' decode steps
+metrics.jsonl   how long decoding stood still for new weights
+job.yaml        how many sequences the actors keep on the generators
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipelinerl_common.settings import Job, load_job
+from pipelinerl_staleness.policy import PolicySettings
+from pipelinerl_staleness.recording import START
+from pipelinerl_staleness.registry import parse_policy_settings
+
+EVENTS, METRICS, JOB = "events.jsonl", "metrics.jsonl", "job.yaml"
+_LEAST_STEPS = 4
+_LEAST_LOADS = 5
+
+Event = tuple[float, str, list[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSums:
+    """One `load` note: see EngineLoads.values in the preprocessor. Sums are over all generators, from the start."""
+
+    at: float
+    num_generators: int
+    kv_tokens: int
+    block_tokens: int
+    num_steps: float
+    step_seconds: float
+    step_tokens: float
+    prefill_tokens: float
+    running_seconds: float
+    kv_usage_seconds: float
+    requested_seconds: float
+    """Sequences that the actors have asked for and have no answer to, integrated over time."""
+    num_answered: float
+
+    @classmethod
+    def of(cls, at: float, values: list[Any]) -> "LoadSums":
+        generators, kv_tokens, block, _, _, _, _, *sums = values
+        return cls(at, int(generators), int(kv_tokens), int(block), *sums)
+
+
+@dataclass(slots=True)
+class TrainedStep:
+    """When the trainer first asked for the batch of a step, had all of it, and had committed it; its sampled tokens."""
+
+    asked: float = 0.0
+    taken: float = 0.0
+    done: float = 0.0
+    tokens: int = 0
+    trained_s: float = 0.0
+    """Training alone, as the trainer tells: for streaming policies, whose batches come while they are trained."""
+
+
+@dataclass(slots=True)
+class RecordedRun:
+    """Times in seconds since the epoch."""
+
+    job: Job
+    settings: PolicySettings
+    groups_per_step: int
+    policy: str
+    began: float = 0.0
+    """The first version was served."""
+    admitted: list[str] = field(default_factory=list)
+    """Groups in dispatch order."""
+    lengths: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    """Prompt and sampled tokens of the groups that finished."""
+    ways: list[float] = field(default_factory=list)
+    """Of each group from its actor to the preprocessor."""
+    steps: dict[int, TrainedStep] = field(default_factory=dict)
+    published: dict[int, float] = field(default_factory=dict)
+    loads: list[LoadSums] = field(default_factory=list)
+    pauses: list[float] = field(default_factory=list)
+    num_lost: int = 0
+    """Groups that failed or were filtered, which the simulation knows nothing of."""
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.steps)
+
+    @property
+    def ended(self) -> float:
+        return self.steps[max(self.steps)].done
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+    def settled_loads(self) -> list[LoadSums]:
+        """Between the beginning and the end of the run."""
+        return [load for load in self.loads if self.began <= load.at <= self.ended]
+
+    @property
+    def mean_running(self) -> float:
+        first, last = self.settled_loads()[0], self.settled_loads()[-1]
+        return (last.running_seconds - first.running_seconds) / (last.at - first.at)
+
+    @property
+    def mean_kv_usage(self) -> float:
+        first, last = self.settled_loads()[0], self.settled_loads()[-1]
+        return (last.kv_usage_seconds - first.kv_usage_seconds) / (last.at - first.at) / last.num_generators
+
+
+def read_recorded_run(folder: Path) -> RecordedRun:
+    """Raises ValueError that names what the folder lacks and the remedy; SettingsError for its job file."""
+    for name in (EVENTS, METRICS, JOB):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} has no {name}: give the --output folder of a `pipelinerl up`")
+    run: RecordedRun | None = None
+    for event in _events(folder / EVENTS):
+        if event[1] == START:
+            if run is not None and run.admitted:
+                raise ValueError(f"{folder / EVENTS}: the preprocessor was restarted in this run; give one that ran through")
+            name, parameters, groups_per_step = event[2]
+            run = RecordedRun(load_job(folder / JOB), parse_policy_settings(name, parameters), groups_per_step, name)
+        elif run is not None:
+            _hear(run, *event)
+    if run is None:
+        raise ValueError(f"{folder / EVENTS}: no policy was begun in it; it is not the event log of a preprocessor")
+    run.steps = {step: times for step, times in run.steps.items() if times.done}
+    _read_metrics(run, folder / METRICS)
+    _check(run, folder)
+    return run
+
+
+def _hear(run: RecordedRun, at: float, method: str, arguments: list[Any], answer: Any) -> None:
+    if method == "admitted":
+        run.admitted.append(arguments[0])
+    elif method == "lengths":
+        group, finished_at, prompt, sampled = arguments
+        run.lengths[group] = (prompt, tuple(max(1, tokens) for tokens in sampled))
+        run.ways.append(max(0.0, at - finished_at))
+    elif method == "load":
+        run.loads.append(LoadSums.of(at, arguments))
+    elif method in ("take", "take_next"):
+        step = run.steps.setdefault(arguments[0], TrainedStep(asked=at))
+        if answer[0]:
+            step.taken = at
+            step.tokens += sum(sum(run.lengths[group][1]) for group in answer[0])
+    elif method == "step_done":
+        run.steps[arguments[0]].done = at
+    elif method == "published":
+        run.published.setdefault(arguments[0], at)
+        run.began = run.began or at
+    elif method == "lost":
+        run.num_lost += 1
+    elif method == "recover" and run.admitted:
+        raise ValueError("the trainer went back to a checkpoint in this run; give one that ran through")
+
+
+def _events(path: Path) -> Iterator[Event]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                return  # a running preprocessor may be in the middle of it
+            try:
+                at, method, arguments, answer = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: not an event: {error}") from error
+            yield float(at), method, arguments, answer
+
+
+def _read_metrics(run: RecordedRun, path: Path) -> None:
+    """What the trainer tells after each step; the pause of every update once."""
+    updates = 0.0
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if not line.endswith("\n"):
+                return
+            record = json.loads(line)
+            values = record["values"]
+            if record["role"] != "trainer":
+                continue
+            if record["step"] - 1 in run.steps:
+                run.steps[record["step"] - 1].trained_s = values.get("train_seconds", 0.0)
+            if values.get("weight_updates_total", 0.0) > updates and "pause_seconds" in values:
+                updates = values["weight_updates_total"]
+                run.pauses.append(float(values["pause_seconds"]))
+
+
+def _check(run: RecordedRun, folder: Path) -> None:
+    if run.num_steps < _LEAST_STEPS:
+        raise ValueError(f"{folder / EVENTS}: {run.num_steps} steps were trained; costs are fitted from {_LEAST_STEPS} on")
+    if len(run.settled_loads()) < _LEAST_LOADS or not run.settled_loads()[-1].num_steps:
+        raise ValueError(
+            f"{folder / EVENTS}: the engines told their load {len(run.settled_loads())} times while it trained, "
+            f"{_LEAST_LOADS} are needed: let it run longer"
+        )
+    if not run.settled_loads()[-1].kv_tokens:
+        raise ValueError(f"{folder}: its engine has no KV blocks; record a run with actors.generator.engine: vllm")
+    if not run.pauses:
+        raise ValueError(f"{folder / METRICS}: no weight update is told of; record a run that publishes")
