@@ -334,8 +334,7 @@ async def test_a_template_that_the_server_refuses_creates_nothing_and_is_explain
             raise Invalid("Pod is invalid: spec.nodeSelector: too odd")
 
     world.api.before_create = refuse
-    trainers = {"replicas": 2, "podTemplate": {"spec": {"nodeSelector": {"odd": "yes"}}}}
-    await world.submit(job(trainers=trainers))
+    await world.submit(job(preprocessor={"podTemplate": {"spec": {"nodeSelector": {"odd": "yes"}}}}))
     await world.settle(rounds=40)
     assert {resource for resource, _ in world.api.objects} == {JOBS}
     condition = world.status.condition("Provisioned")

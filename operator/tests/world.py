@@ -35,7 +35,8 @@ def job(name: str = "sums", **spec: Any) -> Object:
         "model": {"uri": "tiny://arithmetic", "dtype": "float32", "maxModelLen": 64},
         "task": {"path": "pipelinerl_actor.tasks.arithmetic:Arithmetic", "sampling": {"maxTokens": 4}},
         "actors": {"replicas": 2, "minReplicas": 1},
-        "trainers": {"replicas": 2},
+        "trainers": {"replicas": 2, "checkpoint": {"pvc": "checkpoints"}},
+        "weightTransfer": {"backend": "gloo"},
         "failurePolicy": {"backoff": {"initialSeconds": 1, "maxSeconds": 8}},
     }
     return {
