@@ -42,6 +42,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--operator-label", action="append", default=[], help="key=value of the operator's own pods")
     parser.add_argument("--kubeconfig", type=Path, help="outside of a cluster; else $KUBECONFIG or ~/.kube/config")
     parser.add_argument("--workers", type=int, default=4, help="jobs that are worked on at once")
+    parser.add_argument("--resync-seconds", type=float, default=600.0, help="every job is looked at again after this time")
     parser.add_argument("--pod-name", default=os.environ.get("POD_NAME", ""), help="of this replica; default $POD_NAME")
     parser.add_argument("--pod-namespace", default=os.environ.get("POD_NAMESPACE", ""), help="default $POD_NAMESPACE")
     parser.add_argument("--log-level", choices=LEVELS, default="info")

@@ -43,6 +43,7 @@ class Controller:
     telemetry: Telemetry
     namespaces: Sequence[str] = ()
     workers: int = WORKERS
+    resync_s: float = RESYNC_S
 
     def __post_init__(self) -> None:
         self.watching = Watching(self.api, self.cluster, self.namespaces)
@@ -93,6 +94,6 @@ class Controller:
     async def _resync(self) -> None:
         """Spread over a tenth of the period, so that a thousand jobs do not come at once."""
         while True:
-            await asyncio.sleep(RESYNC_S)
+            await asyncio.sleep(self.resync_s)
             for view in list(self.cluster.jobs):
-                self.queue.add_after(view.key, random.uniform(0, RESYNC_S / 10))
+                self.queue.add_after(view.key, random.uniform(0, self.resync_s / 10))

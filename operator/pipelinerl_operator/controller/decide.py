@@ -34,12 +34,13 @@ def decide(seen: Observed) -> Decision:
     draft.set(observed_generation=seen.job.generation)
     if is_suspended(draft):
         return draft.done()
-    if draft.status.start_time is None:
+    is_beginning = draft.status.start_time is None
+    if is_beginning:
         draft.set(start_time=write_time(seen.now))
     if seen.wanted is None:
         _refuse(draft)
     elif not _ends(draft, seen.wanted):
-        take_restart_id(draft, seen.wanted)
+        take_restart_id(draft, seen.wanted, is_beginning=is_beginning)
         provision(draft, seen.wanted)
         describe(draft, seen.wanted)
     return draft.done()

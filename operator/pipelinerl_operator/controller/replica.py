@@ -68,7 +68,16 @@ class _Replica:
         ):
             streams = Streams(admin)
             around = Surroundings(context, beside, EventRecorder(api, self.identity), streams)
-            self.controller = Controller(api, cluster, queue, around, self.telemetry, arguments.namespaces, arguments.workers)
+            self.controller = Controller(
+                api,
+                cluster,
+                queue,
+                around,
+                self.telemetry,
+                namespaces=arguments.namespaces,
+                workers=arguments.workers,
+                resync_s=arguments.resync_seconds,
+            )
             self.telemetry.watch_companions(beside.metrics)
             try:
                 await self.controller.run()

@@ -57,14 +57,14 @@ def take_failures(draft: Draft, wanted: Wanted) -> bool:
     return False
 
 
-def take_restart_id(draft: Draft, wanted: Wanted) -> None:
+def take_restart_id(draft: Draft, wanted: Wanted, *, is_beginning: bool) -> None:
     """A new restart.id starts everything again."""
     asked = wanted.job.spec.restart.id
-    if draft.status.restart_id is None:
-        draft.set(restart_id=asked)
-    if draft.status.restart_id == asked:
+    if (draft.status.restart_id or "") == asked:
         return
-    draft.set(restart_id=asked)
+    draft.set(restart_id=asked or None)
+    if is_beginning:  # every pod is new anyway
+        return
     _start_again(draft, dict.fromkeys(unit_of(pod.role, pod.index) for pod in wanted.desired.pods))
     draft.note(EventType.NORMAL, "Restarting", f"every pod is started again for restart.id {asked!r}")
 

@@ -159,7 +159,7 @@ class JobStatus(Settings):
     actor_selector: Annotated[str, Field(max_length=512)] | None = None
     """Label selector of the actors, for autoscalers."""
     restart_id: Annotated[str, Field(max_length=64)] | None = None
-    """The spec's restart.id that has been carried out. Remembered."""
+    """The spec's restart.id that has been carried out, absent for an empty one. Remembered."""
     attempts: Annotated[dict[str, Count], Field(max_length=10000)] = {}
     """How often each unit was started again, where it was. Remembered."""
     complete_trainers: int = -1
@@ -179,8 +179,9 @@ class JobStatus(Settings):
         return cls.model_validate({key: value for key, value in (raw or {}).items() if key in _ALIASES}, extra="ignore")
 
     def written(self) -> dict[str, Any]:
-        """As it lies in the API server."""
-        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+        """As it lies in the API server. What is empty is left out: a server of 1.20 takes an empty string for null."""
+        document: dict[str, Any] = _without_empty_texts(self.model_dump(mode="json", by_alias=True, exclude_none=True))
+        return document
 
     @property
     def is_finished(self) -> bool:
@@ -192,6 +193,12 @@ class JobStatus(Settings):
     def holds(self, type_: str) -> bool:
         condition = self.condition(type_)
         return condition is not None and condition.status == "True"
+
+
+def _without_empty_texts(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_empty_texts(each) for key, each in value.items() if each != ""}
+    return [_without_empty_texts(each) for each in value] if isinstance(value, list) else value
 
 
 _ALIASES = frozenset(field.alias or name for name, field in JobStatus.model_fields.items())

@@ -32,6 +32,20 @@ class ApiServer:
     processes: tuple[subprocess.Popen[bytes], ...]
     """etcd, kube-apiserver."""
 
+    def kubeconfig(self) -> dict[str, object]:
+        """The administrator's."""
+        token = (self.administrator.authorization() or "").removeprefix("Bearer ")
+        authority = str(self.folder / "certs" / "apiserver.crt")
+        cluster = {"server": self.administrator.server, "certificate-authority": authority}
+        return {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "loopback", "cluster": cluster}],
+            "users": [{"name": "administrator", "user": {"token": token}}],
+            "contexts": [{"name": "loopback", "context": {"cluster": "loopback", "user": "administrator"}}],
+            "current-context": "loopback",
+        }
+
     def as_user(self, token: str) -> Connection:
         return Connection(self.administrator.server, "default", lambda: f"Bearer {token}", self.administrator.tls)
 
@@ -57,7 +71,7 @@ def api_server(users: dict[str, str] | None = None) -> Iterator[ApiServer]:
         subprocess.run(
             ["openssl", "rsa", "-in", folder / "sa.key", "-pubout", "-out", folder / "sa.pub"], check=True, capture_output=True
         )
-        etcd_port, peer_port, port = (_free_port() for _ in range(3))
+        etcd_port, peer_port, port = (free_port() for _ in range(3))
         server = f"https://127.0.0.1:{port}"
         etcd = _start(folder, "etcd", _etcd(folder, etcd_port, peer_port))
         api = _start(folder, "kube-apiserver", _kube_apiserver(folder, etcd_port, port))
@@ -130,7 +144,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One that is free on loopback at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

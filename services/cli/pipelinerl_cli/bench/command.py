@@ -1,4 +1,4 @@
-"""`pipelinerl bench stream | weights | packing`: arguments and dispatch. What is measured is imported when its bench runs."""
+"""`pipelinerl bench stream | weights | packing | operator`: arguments and dispatch. Each bench is imported when it runs."""
 
 import argparse
 import importlib
@@ -55,7 +55,12 @@ def _packing_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=_positive, default=8192, help="longest completion")
 
 
+def _operator_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--jobs", type=_positive, default=1000, help="jobs on the operator")
+
+
 BENCHES: dict[str, Bench] = {
+    "operator": Bench("the operator with many jobs on a real API server", "pipelinerl_cli.bench.operator", _operator_arguments),
     "stream": Bench(
         "samples from actor to preprocessor, against Redis and pickle", "pipelinerl_cli.bench.stream", _stream_arguments
     ),

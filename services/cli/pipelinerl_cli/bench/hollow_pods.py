@@ -27,7 +27,7 @@ def running(pod: Object) -> dict[str, Any]:
         for container in pod["spec"]["containers"]
     ]
     conditions = [{"type": type_, "status": "True"} for type_ in ("PodScheduled", "Initialized", "ContainersReady", "Ready")]
-    return {"phase": "Running", "podIP": "127.0.0.1", "conditions": conditions, "containerStatuses": containers}
+    return {"phase": "Running", "conditions": conditions, "containerStatuses": containers}
 
 
 def ended(pod: Object, exit_codes: Mapping[str, int] | None = None, reason: str = "") -> dict[str, Any]:
