@@ -227,6 +227,12 @@ def test_services_read_the_job_without_what_is_kubernetes_own(tmp_path: Path) ->
     assert read.spec.staleness.parameters == {"eta": 3}
     assert read.spec.trainers == job.spec.trainers
     assert not read.spec.suspend
+    assert yaml.safe_load(config["data"]["job.yaml"])["spec"] == {
+        "model": {"uri": "tiny://arithmetic"},
+        "task": {"path": "tasks:Sums"},
+        "staleness": {"eta": 3},
+        "weightTransfer": {"backend": "gloo"},
+    }, "an image of an older release does not know every field"
     (scaled,) = by_kind(make_resource(actors={"replicas": 2}, staleness={"policy": "areal", "eta": 3}), "ConfigMap")
     assert scaled == config, "what scaling changes is not in the file"
 

@@ -12,10 +12,14 @@ JOB_KEY = "job.yaml"
 
 
 def service_spec(spec: JobSpec) -> dict[str, Any]:
-    """The spec without what only Kubernetes reads and without the number of actors, which changes while services run."""
+    """What the job says, as far as services read it.
+
+    Without what only Kubernetes reads; without the number of actors, which changes while services run; and without defaults: a
+    job's image may be of another release than the operator, which knows fields that the other does not.
+    """
     view = service_view(spec)
     view["actors"].pop("replicas")
-    return view
+    return JobSpec.model_validate(view).model_dump(mode="json", by_alias=True, exclude_defaults=True)
 
 
 def config_map(job: JobResource) -> dict[str, Any]:

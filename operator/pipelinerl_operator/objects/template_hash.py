@@ -27,7 +27,7 @@ def template_hash(job: JobResource, role: Role, *, in_gang: bool) -> str:
     spec = job.spec
     said: dict[str, Any] = {
         "role": role.value,
-        "services": _services_read(spec),
+        "services": service_spec(spec),
         "image": own_image(spec, role),
         "common": _set(spec, "image_pull_secrets", "env"),
         "network": _set(spec.network, "interface", *(("rdma",) if _has_gpus(job, role) else ())),
@@ -57,11 +57,6 @@ def pod_template(spec: JobSpec, role: Role) -> dict[str, Any] | None:
     }
     section = sections[role]
     return section.pod_template if section is not None else None
-
-
-def _services_read(spec: JobSpec) -> dict[str, Any]:
-    """What is in the job file of the pods, as far as it is not the default."""
-    return JobSpec.model_validate(service_spec(spec)).model_dump(mode="json", exclude_defaults=True)
 
 
 def _set(settings: BaseModel, *names: str) -> dict[str, Any]:
