@@ -21,6 +21,8 @@ from pipelinerl_operator.plan import Role
 
 STOP_MARGIN_S = 30
 """Between the end of a drain and the kill: to say good-bye, flush, and exit."""
+NO_MESH = {"sidecar.istio.io/inject": "false"}
+"""Collectives choose their ports, and a proxy beside a job's container never ends. A template's label goes first."""
 UNDISTURBED = {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
 
 
@@ -74,7 +76,8 @@ class PodSpec:
     def _own(self, attempt: int) -> dict[str, Any]:
         job, role = self.job, self.role
         gang = decoration(job, role, self.index)
-        labels = {ROLE: role.value, INDEX: str(self.index), ATTEMPT: str(attempt), **gang.get("labels", {})}
+        own = {ROLE: role.value, INDEX: str(self.index), ATTEMPT: str(attempt)}
+        labels = {**NO_MESH, **own, **gang.get("labels", {})}
         undisturbed = UNDISTURBED if role is Role.TRAINER else {}
         annotations = {TEMPLATE_HASH: self.template_hash, **undisturbed, **gang.get("annotations", {})}
         return {
