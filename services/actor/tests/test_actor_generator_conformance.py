@@ -522,8 +522,11 @@ async def test_cached_prefixes_never_mix_versions(
         assert close(choice["token_logprobs"], reference.logprobs(new, prompt, choice["token_ids"]))
 
 
-async def test_metrics_tell_what_happened(client: Client, trainer: Trainer, reference: Reference) -> None:
+async def test_metrics_tell_what_happened(
+    client: Client, trainer: Trainer, reference: Reference, generator: GeneratorProcess
+) -> None:
     await trainer.update(reference.constant(X))
+    await client.choice(PROMPT, 4)
     _, text = await client.call("GET", "/metrics")
     values = {
         sample.name: sample.value
@@ -537,6 +540,9 @@ async def test_metrics_tell_what_happened(client: Client, trainer: Trainer, refe
     assert values["pipelinerl_sequences_limit"] == 8
     assert values["pipelinerl_weight_updates_applied_total"] >= 1
     assert values["pipelinerl_weight_pause_seconds_count"] >= 1
+    is_vllm = any("engine=vllm" in line for line in generator.log)
+    assert values.get("vllm:generation_tokens_total", 0.0) > 0 or not is_vllm
+    assert ("vllm:kv_cache_usage_perc" in values) == is_vllm
 
 
 async def test_the_load_tells_what_runs_and_what_steps_cost(client: Client) -> None:

@@ -1,6 +1,10 @@
 """What the generator counts, by the catalog's names."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from pipelinerl_actor.generator.load import Load
 from pipelinerl_common.metrics import GENERATOR, Metrics
@@ -44,4 +48,15 @@ class GeneratorMetrics:
         self._preemptions.reach(load.preemptions_total)
         self._steps.reach(load.steps_total)
         self._step_seconds.reach(load.step_seconds_total)
-        return self.metrics.exposition()
+        return self.metrics.exposition() + generate_latest(_VLLM)
+
+
+class _Vllm(Collector):
+    """vLLM's own metrics, which it registers with the client library; none for another engine."""
+
+    def collect(self) -> Iterator[Metric]:
+        return (family for family in REGISTRY.collect() if family.name.startswith("vllm:"))
+
+
+_VLLM = CollectorRegistry(auto_describe=False)
+_VLLM.register(_Vllm())

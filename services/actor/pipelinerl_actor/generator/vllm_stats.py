@@ -8,7 +8,7 @@ from pipelinerl_actor.generator.load import StepClock
 
 
 class StepStats(PrometheusStatLogger):  # type: ignore[misc] # vLLM ships no types
-    """Takes the place of vLLM's own Prometheus metrics, which would go to the process's registry and cost time at each step.
+    """vLLM's own Prometheus metrics, which pass through at /metrics, and the clock beside them.
 
     vLLM makes it, so the clock is its class's: `StepStats.feeding(clock)` is a class for one engine.
     """
@@ -19,13 +19,8 @@ class StepStats(PrometheusStatLogger):  # type: ignore[misc] # vLLM ships no typ
     def feeding(cls, clock: StepClock) -> type["StepStats"]:
         return type("EngineStepStats", (cls,), {"clock": clock})
 
-    def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
-        pass
-
-    def log_engine_initialized(self) -> None:
-        pass
-
     def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
+        super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
         if scheduler_stats is None:
             return
         self.clock.stepped(
