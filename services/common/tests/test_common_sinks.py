@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.v1.metrics_pb2 import MetricsRecord
+from pipelinerl_common.metrics import TRAINER, Metrics
 from pipelinerl_common.service import parse_wiring
 from pipelinerl_common.settings import SinkSettings, TensorBoardSettings, WandbSettings, load_job
 from pipelinerl_common.sinks.keeper import SinkKeeper
@@ -189,11 +190,14 @@ async def test_the_sinks_process_writes_every_step_of_the_stream_to_both_sinks(t
     wiring = parse_wiring("trainer", [f"--job={job_file}", f"--output={tmp_path}", f"--nats-url={server.url}"])
     async with connect(server.url, job.name, job.spec.stream, name="test") as stream:
         await stream.publish_metrics(record("trainer", "trainer-0", 1, {"reward_mean": 0.1}, time=time.time() - 100))
-        keeper = SinkKeeper(job.spec.telemetry.sinks, wiring)
+        metrics = Metrics(TRAINER, job.name)
+        keeper = SinkKeeper(job.spec.telemetry.sinks, wiring, metrics)
         keeping = asyncio.ensure_future(keeper.run())
         step = 1
         async with asyncio.timeout(120):
-            while not (keeper.counts["wandb", "written"] and keeper.counts["tensorboard", "written"]):
+            while not all(
+                metrics.values().get(f"sink_rows_total{{sink={sink},outcome=written}}") for sink in ("wandb", "tensorboard")
+            ):
                 step += 1
                 values = {"reward_mean": step / 100}
                 await stream.publish_metrics(record("trainer", "trainer-0", step, values, time=time.time()))
@@ -212,7 +216,7 @@ async def test_sinks_that_cannot_start_are_tried_a_few_times_and_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wiring = parse_wiring("trainer", [f"--job={tmp_path / 'missing.yaml'}", f"--output={tmp_path}"])
-    keeper = SinkKeeper(SinkSettings(tensorboard=TensorBoardSettings()), wiring)
+    keeper = SinkKeeper(SinkSettings(tensorboard=TensorBoardSettings()), wiring, Metrics(TRAINER, "sums"))
     with caplog.at_level(logging.WARNING):
         keeping = asyncio.ensure_future(keeper.run())
         async with asyncio.timeout(120):
@@ -224,7 +228,7 @@ async def test_sinks_that_cannot_start_are_tried_a_few_times_and_left(
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
-    keeper = SinkKeeper(SinkSettings(tensorboard=TensorBoardSettings()), wiring)
+    keeper = SinkKeeper(SinkSettings(tensorboard=TensorBoardSettings()), wiring, Metrics(TRAINER, "sums"))
     with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError):
         async with asyncio.timeout(1):
             await keeper.run()
@@ -233,9 +237,10 @@ async def test_sinks_that_cannot_start_are_tried_a_few_times_and_left(
 
 async def test_without_a_sink_no_process_is_started(tmp_path: Path) -> None:
     wiring = parse_wiring("trainer", [f"--job={tmp_path / 'missing.yaml'}", f"--output={tmp_path}"])
-    keeper = SinkKeeper(SinkSettings(), wiring)
+    metrics = Metrics(TRAINER, "sums")
+    keeper = SinkKeeper(SinkSettings(), wiring, metrics)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
             await keeper.run()
     await keeper.finish()
-    assert not keeper.counts
+    assert metrics.values() == {}

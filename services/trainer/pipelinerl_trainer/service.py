@@ -80,7 +80,7 @@ async def _run_leader(run: Run, bridge: Bridge, client: BatchesClient) -> None:
             log.info("serving=%s", server.address)
             publisher.tracer = tracer
             desk = Desk(publisher, reporter, servicer, tracer)
-            sinks = SinkKeeper(run.job.spec.telemetry.sinks, run.wiring)
+            sinks = SinkKeeper(run.job.spec.telemetry.sinks, run.wiring, metrics)
             await run_until_first(
                 _train_as_leader(run, bridge, client, desk, sinks),
                 publisher.run(membership),

@@ -4,9 +4,9 @@ import asyncio
 import json
 import logging
 import sys
-from collections import Counter
 from contextlib import suppress
 
+from pipelinerl_common.metrics import Metrics
 from pipelinerl_common.service import Wiring
 from pipelinerl_common.settings import SinkSettings
 
@@ -20,9 +20,8 @@ END_S = 20.0
 class SinkKeeper:
     """Keeps the process running where the job names a sink. Whatever becomes of it, the trainer only hears of it in its log."""
 
-    def __init__(self, settings: SinkSettings, wiring: Wiring) -> None:
-        self.counts: Counter[tuple[str, str]] = Counter()
-        """Rows by sink and by what became of them: "written", or the reason why they were dropped."""
+    def __init__(self, settings: SinkSettings, wiring: Wiring, metrics: Metrics) -> None:
+        self._rows = metrics.counter("sink_rows_total")
         self._wanted = any(sink is not None for sink in (settings.wandb, settings.tensorboard))
         self._wiring = wiring
         self._process: asyncio.subprocess.Process | None = None
@@ -60,13 +59,14 @@ class SinkKeeper:
         """One life of the process; its exit status."""
         pipe = asyncio.subprocess.PIPE
         self._process = process = await asyncio.create_subprocess_exec(*self._command(), stdin=pipe, stdout=pipe)
-        told: Counter[tuple[str, str]] = Counter()
+        told: dict[tuple[str, str], int] = {}
         try:
             assert process.stdout is not None
             async for line in process.stdout:
                 counts = {(sink, what): count for sink, each in json.loads(line).items() for what, count in each.items()}
-                self.counts.update({key: count - told[key] for key, count in counts.items()})
-                told = Counter(counts)
+                for (sink, outcome), count in counts.items():
+                    self._rows.inc(count - told.get((sink, outcome), 0), sink=sink, outcome=outcome)
+                told = counts
             return await process.wait()
         except asyncio.CancelledError:
             with suppress(ProcessLookupError):
