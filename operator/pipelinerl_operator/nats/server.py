@@ -41,6 +41,7 @@ class AccountServer:
         self._requests = requests
         self._operator = operator
         self._ensured: dict[str, _Ensured] = {}
+        self._unusable: set[str] = set()
         self._reconnected = asyncio.Event()
 
     @asynccontextmanager
@@ -53,16 +54,24 @@ class AccountServer:
             finally:
                 await cancel_all([task])
 
-    async def ensure(self, account: str, name: str, limits: StreamLimits) -> None:
-        """Raises Unavailable."""
+    async def ensure(self, account: str, name: str, limits: StreamLimits) -> bool:
+        """True when the server was told something new. Raises Unavailable."""
         state = _Ensured(self._requests.generation, name, limits)
         if self._requests.is_connected and self._ensured.get(account) == state:
-            return
+            return False
         wanted = account_token(self._operator, account, name, limits, int(time.time()))
         found = await self._requests.ask(f"$SYS.REQ.ACCOUNT.{account}.CLAIMS.LOOKUP", b"", _ANSWER_S)
-        if not _says_the_same(found.decode(), wanted):
+        is_news = account in self._unusable or not _says_the_same(found.decode(), wanted)
+        if is_news:
             _confirmed(await self._requests.ask("$SYS.REQ.CLAIMS.UPDATE", wanted.encode(), _ANSWER_S))
         self._ensured[account] = state
+        self._unusable.discard(account)
+        return is_news
+
+    def forget(self, account: str) -> None:
+        """The server has taken the account and cannot serve it: it is to be told again, with which it looks again for room."""
+        self._ensured.pop(account, None)
+        self._unusable.add(account)
 
     async def _restore_for_ever(self) -> None:
         while True:
@@ -80,10 +89,16 @@ class AccountServer:
                     break
 
     async def remove(self, account: str) -> None:
-        """The account first, so that nobody makes streams again, then its streams. Raises Unavailable."""
+        """Its streams, then the account, then what was made in between. In another order the server goes on counting the
+        streams' bytes as reserved, until it is restarted. Raises Unavailable."""
         self._ensured.pop(account, None)
+        self._unusable.discard(account)
         order = deletion_token(self._operator, [account], int(time.time()))
+        await self._purge(account)
         _confirmed(await self._requests.ask("$SYS.REQ.CLAIMS.DELETE", order.encode(), _ANSWER_S))
+        await self._purge(account)
+
+    async def _purge(self, account: str) -> None:
         _checked(await self._requests.ask(f"$JS.API.ACCOUNT.PURGE.{account}", b"", _ANSWER_S))
 
     async def stream_state(self, account: str, stream: str) -> tuple[int, float] | None:

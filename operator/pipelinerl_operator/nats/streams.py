@@ -22,6 +22,7 @@ from pipelinerl_operator.objects.job_resource import JobResource
 log = logging.getLogger(__name__)
 
 _CLIENT: Final = "pipelinerl-operator"
+_ROOM_S: Final = 5.0
 _MAX_CONSUMERS: Final = 64
 """The preprocessor's own, one for everybody who watches metrics, and for a minute those of readers that have died."""
 
@@ -58,9 +59,11 @@ class StreamAdmin(Protocol):
 class AccountStreams:
     """An account per job, derived from the job's UID: a job made anew under an old name has nothing of the old one's."""
 
-    def __init__(self, requests: ServerRequests, operator: Key) -> None:
+    def __init__(self, requests: ServerRequests, operator: Key, url: str, ca_file: Path | None) -> None:
         self._server = AccountServer(requests, operator)
         self._operator = operator
+        self._url = url
+        self._ca_file = ca_file
 
     @classmethod
     @asynccontextmanager
@@ -69,14 +72,31 @@ class AccountStreams:
         of all accounts again."""
         login = Login(credentials_text=administration_credentials(operator), ca_file=ca_file)
         async with ServerRequests.open(url, login, name=_CLIENT) as requests:
-            streams = cls(requests, operator)
+            streams = cls(requests, operator, url, ca_file)
             async with streams._server.restoring():
                 yield streams
 
     async def ensure(self, job: JobResource) -> str:
-        account = self._account(job)
-        await self._server.ensure(account.public, f"{job.namespace}/{job.name}", _limits(_layout(job)))
-        return _job_credentials(job, account)
+        account, limits = self._account(job), _limits(_layout(job))
+        text = _job_credentials(job, account)
+        if await self._server.ensure(account.public, f"{job.namespace}/{job.name}", limits):
+            await self._check_room(account.public, text, limits)
+        return text
+
+    async def _check_room(self, account: str, credentials_text: str, limits: StreamLimits) -> None:
+        """The server takes every account, but gives it JetStream, at its first login, only where its limits still fit into the
+        store. Raises Unavailable."""
+        login = Login(credentials_text=credentials_text, ca_file=self._ca_file)
+        async with ServerRequests.open(self._url, login, name=_CLIENT) as requests:
+            try:
+                await requests.ask("$JS.API.INFO", b"", _ROOM_S)
+            except Unavailable as error:
+                self._server.forget(account)
+                raise Unavailable(
+                    f"the stream's server has no room for the streams of this job, which reserve {limits.disk_bytes} bytes "
+                    f"(spec.stream.maxBytes and 768 MiB, times spec.stream.replicas): lower maxBytes, remove jobs, or give the "
+                    f"server a larger store ({error})"
+                ) from error
 
     async def remove(self, job: JobResource) -> bool:
         try:

@@ -84,7 +84,8 @@ class Connection:
     ) -> AsyncIterator["Connection"]:
         """Connects and runs `prepare`, now and after every reconnect, before anyone is told that the connection is ready.
 
-        Raises Unavailable when there is no server within `timeout_s`, SettingsError when it refuses the login.
+        Raises Unavailable when there is no usable server within `timeout_s` or when it refuses credentials, SettingsError when
+        it refuses a token or a password.
         """
         connection = cls(url, name, login, counters)
         try:
@@ -92,12 +93,9 @@ class Connection:
                 await connection._connect(first=True)
                 await connection._prepare_first(prepare)
         except TimeoutError as error:
+            reason = connection._absence(timeout_s)
             await connection._close()
-            if connection._refusal is not None:
-                raise connection._refused() from error
-            raise Unavailable(
-                f"no nats-server at {url} within {timeout_s:g} s; is it running, is the address right?{connection._because()}"
-            ) from error
+            raise Unavailable(reason) from error
         except BaseException:
             await connection._close()
             raise
@@ -258,7 +256,7 @@ class Connection:
         try:
             await asyncio.wait([connecting, refused] if first else [connecting], return_when=asyncio.FIRST_COMPLETED)
             if not connecting.done():
-                raise self._refused()
+                raise SettingsError(self._refused())
             connecting.result()
         except BaseException:
             await _end(connecting)
@@ -274,6 +272,7 @@ class Connection:
             try:
                 return await prepare(self)
             except RETRYABLE as error:
+                self._last_error = str(error) or repr(error)
                 log.info("nats is not usable yet, trying again: %s", error)
             await asyncio.sleep(_MAX_BACKOFF_S / 4)
 
@@ -306,8 +305,19 @@ class Connection:
         for listener in tuple(self._listeners):
             listener()
 
-    def _refused(self) -> SettingsError:
-        return SettingsError(f"nats-server at {self._url} refuses {self._login.remedy}")
+    def _refused(self) -> str:
+        return f"nats-server at {self._url} refuses {self._login.remedy}"
+
+    def _absence(self, timeout_s: float) -> str:
+        """Why there is no usable connection after `timeout_s`, and what to do."""
+        if self._refusal is not None:
+            return self._refused()
+        if self.client.is_connected:
+            return (
+                f"nats-server at {self._url} gives no streams within {timeout_s:g} s{self._because()}; "
+                "is its JetStream on, has its store room for them?"
+            )
+        return f"no nats-server at {self._url} within {timeout_s:g} s; is it running, is the address right?{self._because()}"
 
     def _because(self) -> str:
         error = self._refusal or self._last_error  # a reset connection follows on a refusal and says less

@@ -49,7 +49,8 @@ async def connect(
     `namespace` is that of the job's metadata and keeps jobs of one name apart.
 
     Afterwards the connection is kept for ever: whatever happens to the server, calls wait up to their own deadlines.
-    Raises Unavailable without a server within `timeout_s`; SettingsError for a wrong login or limits the server cannot give.
+    Raises Unavailable without a server within `timeout_s` or when it refuses credentials, which may pass; SettingsError for a
+    wrong token or limits that the server cannot give.
     """
     layout = Layout(job, settings, namespace)
     counters: Counter[str] = Counter()
