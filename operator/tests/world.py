@@ -16,6 +16,7 @@ from pipelinerl_operator.controller.streams import Streams
 from pipelinerl_operator.controller.views import JobView
 from pipelinerl_operator.kube import Key, Object, Selection
 from pipelinerl_operator.kube.resources import JOBS, PODS, key_of
+from pipelinerl_operator.nats.streams import StreamAdmin
 from pipelinerl_operator.objects import Capabilities, OperatorContext
 from pipelinerl_operator.plan import Role
 
@@ -76,6 +77,8 @@ class World:
         self.made: dict[str, list[int]] = {}
         """Attempts of every pod that was made, by name."""
         self.failed: set[tuple[str, int]] = set()
+        self.admin: StreamAdmin | None = None
+        """Of the stream's server; taken over at the operator's next start."""
         self.restart_operator()
 
     # the operator
@@ -85,7 +88,7 @@ class World:
         self.wanted: set[Key] = set()
         self.cluster = Cluster(child_resources(CAPABILITIES.api_versions), self.wanted.add)
         around = Surroundings(
-            CONTEXT, NoCompanions(), self.notes, Streams(None), clock=lambda: self.now, monotonic=lambda: self.now
+            CONTEXT, NoCompanions(), self.notes, Streams(self.admin), clock=lambda: self.now, monotonic=lambda: self.now
         )
         self.reconciler = Reconciler(self.api, self.cluster, around)
         self.sync()

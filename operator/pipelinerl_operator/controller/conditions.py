@@ -25,6 +25,7 @@ class Because(StrEnum):
     INVALID_SPEC = "InvalidSpec"
     POD_REFUSED = "PodRefused"
     NAME_TAKEN = "NameTaken"
+    STREAM_UNAVAILABLE = "StreamUnavailable"
     CREATING = "CreatingPods"
     ALL_CREATED = "AllPodsCreated"
     NOT_SCHEDULED = "NotScheduled"

@@ -42,6 +42,8 @@ class Observed:
     children: tuple[Child, ...] = ()
     has_secret: bool = False
     """Whether it has its Secret, and its place on the stream's server as this generation asks for."""
+    stream_fault: str = ""
+    """Why the job has no place on the stream's server yet."""
     refusal: str = ""
     """What the API server said when it refused a pod; the templates are the likely reason."""
     templates_checked: bool = False

@@ -34,6 +34,8 @@ def _describe_provisioning(draft: Draft, own: list[PodView]) -> None:
     waiting = next((pod for pod in own if pod.waiting[0]), None)
     if draft.seen.refusal:
         say(draft, Type.PROVISIONED, False, Because.POD_REFUSED, draft.seen.refusal)
+    elif missing and draft.seen.stream_fault:
+        say(draft, Type.PROVISIONED, False, Because.STREAM_UNAVAILABLE, draft.seen.stream_fault)
     elif missing:
         say(draft, Type.PROVISIONED, False, Because.CREATING, ", ".join(missing))
     elif unscheduled is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from pipelinerl_common.errors import PipelineRLError, SettingsError, TemporaryError
+from pipelinerl_common.errors import PipelineRLError, SettingsError, TemporaryError, Unavailable
 from pipelinerl_operator.controller.cluster import Cluster
 from pipelinerl_operator.controller.decision import Action, Apply, CheckTemplates, CreatePod, Delete, MakeSecret, Wanted
 from pipelinerl_operator.controller.memory import Memory
@@ -99,15 +99,31 @@ class _Turn:
     async def _make_secret(self) -> None:
         if self._wanted is None:
             return
-        name = secret_name(self._job.key.name)
-        login = await self._streams.ensure(self._wanted.job)
+        name, memory = secret_name(self._job.key.name), self._memory
+        found = await self._find_secret(name)
+        if found is not None:
+            memory.token = _token_of(found)
+        try:
+            login = await self._streams.ensure(self._wanted.job)
+        except Unavailable as error:
+            memory.stream_fault = str(error)
+            if found is not None:  # everything else goes on: the server will be back, and pods with a login wait for it
+                log.warning("job=%s its place on the stream's server is not checked: %s", self._job.key, error)
+                return
+            raise
+        memory.stream_fault = ""
+        if found is None:
+            token = memory.token or secrets.token_urlsafe(TOKEN_BYTES)  # one that was deleted comes back as it was
+            memory.token = _token_of(await self._create(SECRETS, name, secret(self._wanted.job, token, login)))
+        memory.ensured_generation, memory.ensured_at = self._job.generation, self._clock()
+
+    async def _find_secret(self, name: str) -> Object | None:
         try:
             found = await self._api.get(SECRETS, self._namespace, name)
-            self._check_owner(SECRETS, found)
         except NotFound:
-            found = await self._create(SECRETS, name, secret(self._wanted.job, secrets.token_urlsafe(TOKEN_BYTES), login))
-        self._memory.token = base64.b64decode(found["data"][TOKEN_KEY]).decode()
-        self._memory.ensured_generation = self._job.generation
+            return None
+        self._check_owner(SECRETS, found)
+        return found
 
     async def _apply(self, action: Apply) -> None:
         name = action.body["metadata"]["name"]
@@ -160,6 +176,10 @@ class _Turn:
     def _refused(self, message: str) -> RefusedByServer:
         self._memory.refuse(message, self._job.generation, self._clock())
         return RefusedByServer(message)
+
+
+def _token_of(found: Object) -> str:
+    return base64.b64decode(found["data"][TOKEN_KEY]).decode()
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:

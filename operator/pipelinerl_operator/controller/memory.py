@@ -8,6 +8,9 @@ from pipelinerl_operator.kube import Object, Resource
 REFUSAL_S = 60.0
 """How long a refusal of the API server is believed before it is asked again."""
 
+ENSURED_S = 600.0
+"""How long a Secret that was made or read is believed to be there."""
+
 
 @dataclass
 class Memory:
@@ -19,6 +22,9 @@ class Memory:
     """The job's bearer token, once its Secret has been made or read."""
     ensured_generation: int = -1
     """Generation of the spec for which the job has its Secret and its place on the stream's server."""
+    ensured_at: float = 0.0
+    stream_fault: str = ""
+    """Why it has no place on the stream's server yet."""
     checked_generation: int = -1
     """Generation of the spec whose templates the API server has accepted."""
     refusal: str = ""
@@ -32,6 +38,10 @@ class Memory:
     training_written_at: float = float("-inf")
     written: tuple[str, Object] | None = None
     """Resource version and status of the newest write."""
+
+    def is_ensured(self, generation: int, now: float) -> bool:
+        """False again after a while: nobody watches Secrets, and one may be gone."""
+        return self.token is not None and self.ensured_generation == generation and now - self.ensured_at < ENSURED_S
 
     def refuse(self, message: str, generation: int, now: float) -> None:
         self.refusal, self.refused_generation, self.refused_at = message, generation, now

@@ -43,6 +43,8 @@ LEISURE_S = 2.0
 TRAINING_S = 15.0
 """Least time between two writes of nothing but training numbers."""
 NUMBERS = frozenset({"training", "stream"})
+STREAM_S = 10.0
+"""How soon to ask the stream's server again."""
 MAX_KNOWN = 32
 """Parsed specs that are kept: reading one takes milliseconds, keeping one takes tens of kilobytes."""
 
@@ -113,7 +115,8 @@ class Reconciler:
             log.warning("job=%s %s", key, refusal)
             return 0.0  # to say so
         asking_again_s = REFUSAL_S if seen.refusal or seen.namespace_is_going else None
-        waits = (delay_s, decision.look_again_s, asking_again_s)
+        stream_s = STREAM_S if memory.stream_fault else None
+        waits = (delay_s, decision.look_again_s, asking_again_s, stream_s)
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _memory(self, job: JobView) -> Memory:
@@ -143,7 +146,8 @@ class Reconciler:
             fault=fault,
             pods=self._cluster.pods.of_job(job.key),
             children=self._children(job, memory),
-            has_secret=memory.token is not None and memory.ensured_generation == job.generation,
+            has_secret=memory.is_ensured(job.generation, now),
+            stream_fault=memory.stream_fault,
             refusal=memory.current_refusal(job.generation, now),
             templates_checked=memory.checked_generation == job.generation,
             namespace_is_going=memory.namespace_is_going(now),
