@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -88,7 +88,9 @@ def existing() -> Cluster | None:
     if not kubeconfig:
         return None
     registry = os.environ.get("PIPELINERL_TEST_REGISTRY", "localhost")
-    return Cluster(Path(kubeconfig), False, registry, os.environ.get("PIPELINERL_TEST_TAG", "e2e"))
+    return Cluster(
+        Path(kubeconfig), Path(kubeconfig) == STATE / "admin.conf", registry, os.environ.get("PIPELINERL_TEST_TAG", "e2e")
+    )
 
 
 def bring_up() -> Cluster:
@@ -131,21 +133,26 @@ def _script(name: str, *arguments: str, timeout_s: float) -> str:
     return done.stdout
 
 
-def diagnosis(cluster: Cluster, *namespaces: str) -> str:
-    """What a person would look at first: objects, events, logs."""
-    parts = []
-    for namespace in namespaces:
-        for arguments in (
-            ("get", "prl,pods,services", "--output", "wide"),
-            ("get", "events", "--sort-by", ".lastTimestamp"),
-            ("describe", "prl"),
-        ):
-            text = cluster.kubectl("--namespace", namespace, *arguments, check=False)
-            parts.append(f"$ kubectl -n {namespace} {' '.join(arguments)}\n{text[-6000:]}")
-        for pod in cluster.items("pods", "--namespace", namespace):
-            name = pod["metadata"]["name"]
-            log = cluster.kubectl(
-                "--namespace", namespace, "logs", name, "--all-containers", "--prefix", "--tail", "25", check=False
-            )
-            parts.append(f"$ kubectl -n {namespace} logs {name}\n{log[-5000:]}")
+def diagnosis(cluster: Cluster) -> str:
+    """What a person would look at first, in every namespace of the tests: objects, events, logs."""
+    parts: list[str] = []
+    try:
+        for each in cluster.items("namespaces", "--selector", "app.kubernetes.io/part-of=pipelinerl-e2e"):
+            parts += _namespace_parts(cluster, each["metadata"]["name"])
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        parts.append(f"the cluster does not answer: {error}")
     return "\n".join(parts)
+
+
+def _namespace_parts(cluster: Cluster, namespace: str) -> Iterator[str]:
+    for arguments in (
+        ("get", "prl,pods,services", "--output", "wide"),
+        ("get", "events", "--sort-by", ".lastTimestamp"),
+        ("describe", "prl"),
+    ):
+        text = cluster.kubectl("--namespace", namespace, *arguments, check=False)
+        yield f"$ kubectl -n {namespace} {' '.join(arguments)}\n{text[-6000:]}"
+    for pod in cluster.items("pods", "--namespace", namespace):
+        name = pod["metadata"]["name"]
+        log = cluster.kubectl("--namespace", namespace, "logs", name, "--all-containers", "--tail", "25", check=False)
+        yield f"$ kubectl -n {namespace} logs {name}\n{log[-5000:]}"

@@ -44,16 +44,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     cluster = item.config.stash.get(CLUSTER, None)
     if report.failed and cluster is not None and item.get_closest_marker("cluster") is not None:
-        found = cluster.items("namespaces", "--selector", "app.kubernetes.io/part-of=pipelinerl-e2e")
-        namespaces = [each["metadata"]["name"] for each in found]
-        report.sections.append(("cluster", cluster_session.diagnosis(cluster, *namespaces)))
+        report.sections.append(("cluster", cluster_session.diagnosis(cluster)))
     return report
 
 
 @pytest.fixture(scope="session")
 def cluster(pytestconfig: pytest.Config) -> Iterator[Cluster]:
     """The cluster of KUBECONFIG, or the local one, for the whole session. In CI the local one must come up."""
-    found = cluster_session.existing()
+    existing = cluster_session.existing()
+    found = existing
     if found is None:
         try:
             found = cluster_session.bring_up()
@@ -64,7 +63,7 @@ def cluster(pytestconfig: pytest.Config) -> Iterator[Cluster]:
     pytestconfig.stash[CLUSTER] = found
     yield found
     del pytestconfig.stash[CLUSTER]
-    if found.is_local:
+    if existing is None:
         cluster_session.take_down()
 
 
