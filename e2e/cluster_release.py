@@ -16,8 +16,8 @@ class Release:
     cluster: Cluster
 
     def values(self) -> list[str]:
-        images = [f"image.registry={self.cluster.registry}", f"image.tag={self.cluster.tag}"]
-        return [*images, f"nats.image.tag={self.cluster.tag}", "nats.persistence.enabled=false"]
+        tag = self.cluster.tag
+        return [f"image.registry={self.cluster.registry}", f"image.tag={tag}", f"nats.image.tag={tag}"]
 
     def other_tag(self) -> str:
         """Tag of another image of the operator, for upgrades."""
