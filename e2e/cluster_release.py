@@ -35,7 +35,9 @@ class Release:
     def uninstall(self) -> None:
         self.cluster.kubectl("delete", "prl", "--all", "--all-namespaces", "--wait=false", check=False)
         self.cluster.helm("uninstall", NAME, "--namespace", NAMESPACE, "--timeout", "60s", check=False)
-        self.cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false", check=False)
+        self.cluster.kubectl("delete", "namespace", NAMESPACE, timeout_s=120, check=False)
+        if self.cluster.is_local:
+            self.cluster.kubectl("delete", "pv", "--all", "--wait=false")
 
     def pods(self, selector: str) -> list[dict[str, Any]]:
         found = self.cluster.items("pods", "--namespace", NAMESPACE, "--selector", selector)
