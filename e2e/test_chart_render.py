@@ -206,7 +206,11 @@ def test_every_value_is_described_in_the_readme() -> None:
         else:
             yield prefix
 
-    described = set(re.findall(r"`([A-Za-z.]+)`", readme))
+    described: set[str] = set()
+    before = ""
+    for name in re.findall(r"`([A-Za-z.]+)`", readme):  # `.labels` stands beside the value before it
+        before = before.rpartition(".")[0] + name if name.startswith(".") else name
+        described.add(before)
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     missing = [
         path for path in leaves("", values) if not any(path == each or path.startswith(f"{each}.") for each in described)
