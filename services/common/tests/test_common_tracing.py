@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-from otlp_collector import Collector, collecting
 
+from otlp_collector import Collector, collecting
 from pipelinerl.v1 import policy_pb2, policy_pb2_grpc
 from pipelinerl_common import rpc
 from pipelinerl_common.settings import Job, parse_job
