@@ -78,6 +78,8 @@ class Change:
     """Of the first actor, in the second half."""
     swing: float = 0.0
     """By how much requests_running of each actor goes up and down."""
+    preempted: float = 0.0
+    """Trajectories a step."""
     up: Mapping[str, float] = field(default_factory=dict)
     num_steps: int = NUM_STEPS
     step_s: float = STEP_S
@@ -112,6 +114,8 @@ def _preprocessor(change: Change, step: int) -> dict[str, float]:
         "queue_groups{stage=ready}": 30.0,
         "groups_trained_total": 64.0 * step,
         "sequences_overlong_total": 0.0,
+        "engine_kv_usage_ratio": 0.6,
+        "engine_preemptions_total": change.preempted * step,
         "memory_bytes": 1e9,
     }
     return {**usual, **change.preprocessor}

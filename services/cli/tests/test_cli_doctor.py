@@ -78,6 +78,11 @@ RUN_CASES: dict[str, tuple[Change, Severity, str]] = {
         Severity.WARNING,
         "training is the bottleneck",
     ),
+    "kv_cache_full": (
+        Change(preempted=1024.0, preprocessor={"engine_kv_usage_ratio": 0.95}),
+        Severity.WARNING,
+        "uses 95 % of its KV cache, and a trajectory is preempted 1.9 times",
+    ),
     "queue_too_deep": (
         Change(preprocessor={"queue_groups{stage=ready}": 128.0}),
         Severity.WARNING,
@@ -168,6 +173,7 @@ def test_job_rule_fires_alone(rule: str) -> None:
         Change(late={"entropy": 0.01, "reward_mean": 0.95}),  # learnt: nothing is left to try
         Change(late={"packing_fill": 0.81, "packing_imbalance": 0.09, "pause_seconds": 0.49, "publish_seconds": 9.9}),
         Change(step={"wait_seconds": 1.9}),
+        Change(preempted=40.0, preprocessor={"engine_kv_usage_ratio": 0.9}),
         Change(step={"wait_seconds": 0.0}),  # the generators are full and so is the trainer
         Change(preprocessor={"queue_groups{stage=ready}": 95.0, "groups_dropped_total{reason=stale}": 100.0}),
         Change(preprocessor={"groups_dropped_total{reason=zero_advantage}": 2000.0}),
@@ -190,6 +196,14 @@ def test_degrees() -> None:
     assert few.severity is Severity.ADVICE
     dropped = Change(preprocessor={"groups_dropped_total{reason=zero_advantage}": 5000.0})
     assert names(diagnose_run(run_facts(dropped))) == ["groups_without_gradient"]
+
+
+def test_more_sequences_at_once_are_proposed_only_while_the_kv_cache_has_room() -> None:
+    for usage, proposed in ((0.4, True), (0.85, False)):
+        change = Change(step=WAITS, preprocessor={"engine_kv_usage_ratio": usage})
+        finding = diagnose_run(run_facts(change))[0].finding
+        assert f"with {100 * usage:.0f} % of the KV cache in use" in finding.message
+        assert any("maxRunningRequests" in remedy for remedy in finding.turn) == proposed
 
 
 def test_remedies_that_are_in_place_are_not_proposed() -> None:

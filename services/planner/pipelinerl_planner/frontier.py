@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipelinerl_planner.throughput import Throughput, Workload, conventional, conventional_steps, max_lags
+from pipelinerl_planner.throughput import lag as exact_lag
 
 BATCH_STEP = 8
 """Above 8, only multiples of 8 are tried as H: engines capture their graphs for such batches."""
@@ -25,11 +26,16 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A pair that no pair of smaller or equal lag beats. Example: H=192, I=44, g_max=132, 16.9 tokens/flash, speed-up 1.57."""
+    """A pair that no pair of smaller or equal lag beats.
+
+    Example: H=192, I=44, g_max=132 (131.9), 16.9 tokens/flash, speed-up 1.57.
+    """
 
     batch_per_gpu: int
     num_generating: int
     max_lag: int
+    lag: float
+    """`max_lag` before it is rounded up."""
     throughput: Throughput
     speedup: float
     """Over conventional RL with the same largest lag."""
@@ -63,7 +69,8 @@ def frontier(load: Workload, grid: Grid) -> tuple[Point, ...]:
             best = rate
             slower = conventional(load, conventional_steps(lag)).r
             throughput = Throughput(float(gen_HI[h, i]), float(train_HI[h, i]), rate)
-            points.append(Point(int(batch[h]), int(generating[i]), lag, throughput, rate / slower))
+            pair = int(batch[h]), int(generating[i])
+            points.append(Point(*pair, lag, exact_lag(load, pair[0] * pair[1]), throughput, rate / slower))
     return tuple(points)
 
 

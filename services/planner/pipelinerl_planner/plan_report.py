@@ -64,7 +64,7 @@ def plan_text(inputs: PlanInputs, points: Sequence[Point], point: Point, compare
             _table(points, point),
             "H: sequences at once on one generating GPU; I: GPUs that generate; r: the slower of r_gen and r_train",
             "flash: the time of one token's forward pass at a GPU's peak; throughputs r in tokens per flash",
-            "g_max: largest lag in optimizer steps; speed-up over conventional RL of the same largest lag",
+            "g_max: largest lag in optimizer steps, and exactly; speed-up over conventional RL of the same largest lag",
             "",
             f"conventional, lag {compared_lag} ({conventional_steps(compared_lag)} steps a round): "
             f"r_gen {slow.r_gen:.2f}  r_train {slow.r_train:.2f}  r {slow.r:.2f}",
@@ -96,18 +96,19 @@ def _point_record(point: Point) -> dict[str, Any]:
         "H": point.batch_per_gpu,
         "I": point.num_generating,
         "g_max": point.max_lag,
+        "g_max_exact": point.lag,
         **asdict(point.throughput),
         "speedup": point.speedup,
     }
 
 
 def _table(points: Sequence[Point], chosen: Point) -> str:
-    lines = [f"  {'g_max':>6} {'H':>5} {'I':>5} {'r_gen':>8} {'r_train':>8} {'r':>8} {'speed-up':>9}"]
+    lines = [f"  {'g_max':>6} {'exact':>8} {'H':>5} {'I':>5} {'r_gen':>8} {'r_train':>8} {'r':>8} {'speed-up':>9}"]
     for point in _thinned(points, chosen):
         rates = point.throughput
         lines.append(
-            f"{'>' if point is chosen else ' '} {point.max_lag:6} {point.batch_per_gpu:5} {point.num_generating:5} "
-            f"{rates.r_gen:8.2f} {rates.r_train:8.2f} {rates.r:8.2f} {point.speedup:9.2f}"
+            f"{'>' if point is chosen else ' '} {point.max_lag:6} {point.lag:8.2f} {point.batch_per_gpu:5} "
+            f"{point.num_generating:5} {rates.r_gen:8.2f} {rates.r_train:8.2f} {rates.r:8.2f} {point.speedup:9.2f}"
         )
     return "\n".join(lines)
 

@@ -1,7 +1,8 @@
 """What the comparison article measured, line by line, on the preset `article` over three seeds of the fitted lengths.
 
-Exact where the lengths do not matter; within one version for the maxima of policies without a bound; within 7 points for
-shares of waste. Not reproduced: TRL's waste (ours 69, 38, 21 % for 0, 1, 5 against 59.8, 22.2, 14.8 %), only its shape.
+Exact where the lengths do not matter; within one version for the maxima of policies without a bound; within 5 points for
+shares of waste. Where the preset's lengths miss a line (TRL's and prime-rl's waste, verl_drop's at eta=1, slime's maxima from
+3 on), test_planner_spreads.py shows the spread of lengths under which the same code meets it.
 """
 
 from functools import cache
@@ -60,7 +61,7 @@ def test_verl_drop_wastes_more_with_warmup_and_less_with_a_wider_threshold() -> 
     by_threshold = [mean("verl_drop", "waste", eta=eta) for eta in range(1, 6)]
     assert by_warmup == sorted(by_warmup)
     assert by_threshold == sorted(by_threshold, reverse=True)
-    assert by_warmup[0] == pytest.approx(0.612, abs=0.07)
+    assert by_warmup[0] == pytest.approx(0.612, abs=0.055)
     assert by_warmup[-1] == pytest.approx(0.875, abs=0.05)
     assert [effective("verl_drop", eta=eta) for eta in (2, 3, 4)] == pytest.approx([1436, 1816, 1945], rel=0.06)
 
@@ -154,8 +155,8 @@ def test_prime_rl_stops_wasting_from_three_on() -> None:
     assert max(maxima("prime_rl", eta=4)) <= 4
     assert maxima("prime_rl", eta=5) == maxima("prime_rl", eta=4)
     waste = [mean("prime_rl", "waste", eta=eta) for eta in range(1, 6)]
-    assert waste[0] == pytest.approx(0.344, abs=0.1)
-    assert waste[1] == pytest.approx(0.144, abs=0.1)
+    assert waste[0] == pytest.approx(0.344, abs=0.055)
+    assert waste == sorted(waste, reverse=True)
     assert max(waste[2:]) < 0.03
     assert mean("prime_rl", "waste_l2", eta=1) > mean("prime_rl", "waste_l3", eta=1)
     assert [effective("prime_rl", eta=eta) for eta in (1, 2, 3)] == pytest.approx([1405, 1749, 1865], rel=0.06)
@@ -163,6 +164,7 @@ def test_prime_rl_stops_wasting_from_three_on() -> None:
 
 def test_dressage_drops_with_one_version_only_and_never_bounds() -> None:
     assert mean("dressage", "waste", keep_versions=1) == pytest.approx(0.311, abs=0.05)
+    assert all(oldest in (2, 3, 4) for oldest in maxima("dressage", keep_versions=1))  # article: 3
     assert mean("dressage", "waste", keep_versions=2) == 0
     assert all(oldest > 1 for oldest in maxima("dressage", keep_versions=1))
     assert all(oldest in (3, 4) for oldest in maxima("dressage", keep_versions=2))

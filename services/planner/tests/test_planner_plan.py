@@ -22,6 +22,7 @@ from pipelinerl_planner.throughput import (
     conventional,
     conventional_steps,
     in_flight,
+    lag,
     least_batch_size,
     max_lag,
 )
@@ -93,7 +94,11 @@ def test_case_study_search_finds_the_papers_pair_as_the_greatest_speedup() -> No
 def test_case_study_with_a_larger_batch_has_a_sixteenth_of_the_lag() -> None:
     larger = Workload(128, 2048, CASE.lengths, CASE.tau, CASE.utilization)
     in_progress = 192 * 44
-    assert in_progress * 2048 / (larger.lengths.mean * 2048) == pytest.approx(8.25, rel=0.01)
+    assert lag(larger, in_progress) == pytest.approx(8.25, rel=0.01)
+    assert lag(CASE, in_progress) == pytest.approx(133, rel=0.01)
+    (same,) = [point for point in frontier(larger, Grid(max_lag=9)) if point.max_lag == 9]
+    assert same.lag == pytest.approx(lag(larger, same.in_progress))
+    assert 8 < same.lag <= 9
     assert max_lag(larger, 192, 44) == 9  # 8.2, rounded up
     assert max_lag(larger, 184, 44) == 8
     assert least_batch_size(larger, in_progress, 9) <= 2048 < least_batch_size(larger, in_progress, 8)
@@ -130,7 +135,7 @@ def test_frontier_agrees_with_trying_every_pair() -> None:
     batches = [*range(1, 9), 16, 24, 32]
     tried = [(max_lag(load, h, i), in_flight(load, h, i).r) for h in batches for i in range(1, 12)]
     for point in points:
-        assert point.throughput.r == pytest.approx(max(r for lag, r in tried if lag <= point.max_lag))
+        assert point.throughput.r == pytest.approx(max(r for found, r in tried if found <= point.max_lag))
         assert point.throughput == pytest.approx(in_flight(load, point.batch_per_gpu, point.num_generating))
         assert point.speedup == pytest.approx(point.throughput.r / conventional(load, point.max_lag + 1).r)
     assert points[-1].throughput.r == pytest.approx(max(r for _, r in tried))
@@ -175,7 +180,9 @@ def test_trace_as_lengths(tmp_path: Path) -> None:
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     document = planned(capsys, "--max-lag", "133")
     assert list(document) == ["frontier", "conventional", "chosen", "settings"]
-    assert all(list(point) == ["H", "I", "g_max", "r_gen", "r_train", "r", "speedup"] for point in document["frontier"])
+    assert all(
+        list(point) == ["H", "I", "g_max", "g_max_exact", "r_gen", "r_train", "r", "speedup"] for point in document["frontier"]
+    )
     assert list(document["conventional"]) == ["r_gen", "r_train", "r"]
     assert max(point["g_max"] for point in document["frontier"]) <= 133
     assert (document["chosen"]["H"], document["chosen"]["I"]) == (192, 44)
@@ -186,7 +193,7 @@ def test_table_marks_the_choice_and_names_the_settings(capsys: pytest.CaptureFix
     assert command() == 0
     shown = capsys.readouterr().out
     marked = [line.split() for line in shown.splitlines() if line.startswith(">")]
-    assert [line[1:4] for line in marked] == [["132", "192", "44"]]
+    assert [line[1:5] for line in marked] == [["132", "131.94", "192", "44"]]
     spec = yaml.safe_load(shown.partition("# for the job file")[2])["spec"]
     assert spec["actors"]["replicas"] == 44
     assert spec["actors"]["generator"]["maxRunningRequests"] == 192

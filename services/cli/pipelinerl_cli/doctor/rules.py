@@ -45,6 +45,7 @@ RUN_RULES: Mapping[str, Callable[[RunFacts], Finding | None]] = {
         throughput_rules.environment_starves_generators,
         throughput_rules.generation_is_slow,
         throughput_rules.training_is_slow,
+        throughput_rules.kv_cache_full,
         throughput_rules.queue_too_deep,
         throughput_rules.updates_slower_than_steps,
         throughput_rules.updates_pause_decoding,

@@ -96,6 +96,19 @@ class RunFacts:
         return self.step_share("wait_seconds")
 
     @property
+    def kv_usage(self) -> float:
+        """Mean KV use of the fullest generator, as a share; not-a-number where the engines do not tell."""
+        return self.gauge_mean("preprocessor", "engine_kv_usage_ratio")
+
+    @property
+    def preemptions_per_trajectory(self) -> float:
+        """Over the settled steps; not-a-number where nobody tells or nothing was trained."""
+        preempted = sum(self.by_instance("preprocessor", "engine_preemptions_total").values())
+        trained = sum(step.get("num_sequences") for step in self.settled)
+        told = bool(self.gauge("preprocessor", "engine_kv_usage_ratio"))
+        return preempted / trained if told and trained > 0 else math.nan
+
+    @property
     def fill(self) -> float:
         """Requests running over the generators' places."""
         return self.gauge_mean("actor", "requests_running") / self.job.num_places

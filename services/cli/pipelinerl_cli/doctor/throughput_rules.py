@@ -1,5 +1,6 @@
 """Rules on where a run's time goes."""
 
+from math import isnan
 from statistics import fmean, pstdev
 
 from pipelinerl_cli.doctor.finding import Finding, Severity
@@ -18,6 +19,11 @@ LONG_PAUSE = 0.05
 """Share of the step's time that decoding stands still for new weights."""
 UNEVEN = 0.2
 """How far below the mean an actor may be; users advise 15 to 20 %."""
+FULL_KV = 0.7
+"""Share of the KV blocks beyond which more sequences at once would soon preempt one another."""
+OVERFULL_KV = 0.92
+MANY_PREEMPTIONS = 0.1
+"""Of one trajectory. Rare ones cost little."""
 SWING = 0.5
 """Standard deviation of the running requests over their mean."""
 
@@ -52,12 +58,35 @@ def generation_is_slow(facts: RunFacts) -> Finding | None:
     return Finding(
         Severity.WARNING,
         f"the trainer waits {_percent(facts.wait_share)} of its time, the generators are {_percent(facts.fill)} full: "
-        "generation is the bottleneck",
+        "generation is the bottleneck" + _kv_room(facts),
         (
             "actors.replicas: more, two GPUs at a time from the trainers (pipelinerl plan)",
-            "actors.generator.maxRunningRequests: higher",
+            *(() if facts.kv_usage > FULL_KV else ("actors.generator.maxRunningRequests: higher",)),
         ),
-        {"wait_share": facts.wait_share, "fill": facts.fill, "train_seconds": facts.mean("train_seconds")},
+        {
+            "wait_share": facts.wait_share,
+            "fill": facts.fill,
+            "train_seconds": facts.mean("train_seconds"),
+            **({} if isnan(facts.kv_usage) else {"kv_usage": facts.kv_usage}),
+        },
+    )
+
+
+def kv_cache_full(facts: RunFacts) -> Finding | None:
+    preemptions = facts.preemptions_per_trajectory
+    if not (preemptions > MANY_PREEMPTIONS or facts.kv_usage > OVERFULL_KV):
+        return None
+    generator = facts.job.spec.actors.generator
+    return Finding(
+        Severity.WARNING,
+        f"the fullest generator uses {_percent(facts.kv_usage)} of its KV cache, and a trajectory is preempted "
+        f"{preemptions:.1f} times on average: each time all of it is computed again",
+        (
+            f"actors.generator.maxRunningRequests: lower than {generator.max_running_requests}",
+            "actors.generator.kvCacheBytes: higher where memory allows",
+            "staleness.policy: slack or prime_rl, which admit by the KV use",
+        ),
+        {"kv_usage": facts.kv_usage, "preemptions_per_trajectory": preemptions},
     )
 
 
@@ -196,6 +225,10 @@ def packing_uneven(facts: RunFacts) -> Finding | None:
 def _admission_is_tight(facts: RunFacts) -> bool:
     """Whether places stay empty because a batch is being trained while the policy allows little more than it."""
     return facts.job.max_admitted < facts.job.num_places + facts.job.batch_size
+
+
+def _kv_room(facts: RunFacts) -> str:
+    return "" if isnan(facts.kv_usage) else f", with {_percent(facts.kv_usage)} of the KV cache in use"
 
 
 def _percent(share: float) -> str:
