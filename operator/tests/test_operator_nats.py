@@ -262,6 +262,22 @@ async def test_a_removed_job_leaves_nothing_and_its_services_are_shut_out(
             pass
 
 
+async def test_what_nobody_saw_go_is_swept_and_other_namespaces_are_left_alone(
+    server: NatsServer, streams: AccountStreams
+) -> None:
+    stays, gone, elsewhere = make_job(uid="1"), make_job(uid="2"), make_job(namespace="other", uid="3")
+    for job in (stays, gone, elsewhere):
+        async with open_stream(server.url, job, await streams.ensure(job)) as stream:
+            await publish(stream, b"x")
+    assert await streams.sweep(lambda: ["1"], ["team"]) == 1
+    assert await streams.observe(gone) is None
+    assert await streams.observe(stays) is not None
+    assert await streams.observe(elsewhere) is not None
+    assert await streams.sweep(lambda: ["1"], []) == 1
+    assert await streams.observe(elsewhere) is None
+    assert await streams.sweep(lambda: ["1"], []) == 0
+
+
 async def test_a_removed_account_may_come_back(server: NatsServer, streams: AccountStreams) -> None:
     job = make_job()
     credentials = await streams.ensure(job)

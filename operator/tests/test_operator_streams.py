@@ -1,6 +1,8 @@
 """A job and its place on the stream's server, which may be away, full, or back without its disk."""
 
+import asyncio
 import base64
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from world import JOB, World
@@ -35,6 +37,9 @@ class Admin:
 
     async def observe(self, job: JobResource) -> StreamStatus | None:
         return None
+
+    async def sweep(self, uids: Callable[[], Collection[str]], namespaces: Collection[str]) -> int:
+        return 0
 
 
 def world_with(admin: Admin) -> World:
@@ -93,3 +98,21 @@ async def test_a_secret_that_somebody_deleted_comes_back_with_the_same_token() -
     await world.settle()
     assert secret_of(world) == before
     assert world.violations == []
+
+
+async def test_a_finished_job_gives_its_place_up_once_its_pods_have_ended() -> None:
+    admin = Admin()
+    world = await running(admin)
+    uid = world.api.objects[JOBS, JOB]["metadata"]["uid"]
+    world.end("sums-trainer-0", "trainer", 0)
+    world.sync()
+    await world.look()
+    assert world.is_in(Phase.SUCCEEDED)
+    assert admin.removed == []
+    await world.settle()
+    await asyncio.sleep(0.01)  # it is removed beside the reconciliation
+    assert admin.removed == [uid]
+    world.restart_operator()
+    await world.settle()
+    await asyncio.sleep(0.01)
+    assert admin.removed == [uid, uid]  # a new leader cannot know, and it does no harm

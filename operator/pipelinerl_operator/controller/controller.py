@@ -64,6 +64,7 @@ class Controller:
             await self.watching.synced()
             log.info("jobs=%d pods=%d known, beginning", len(self.cluster.jobs), len(self.cluster.pods))
             tasks.create_task(self._resync(), name="resync")
+            tasks.create_task(self._sweep(), name="sweep")
             for number in range(self.workers):
                 tasks.create_task(self._work(), name=f"worker {number}")
 
@@ -90,6 +91,9 @@ class Controller:
                 self.telemetry.reconciled(outcome, monotonic() - started)
             if self.cluster.jobs.get(key) is None:
                 self.queue.forget(key)
+
+    async def _sweep(self) -> None:
+        await self.surroundings.streams.sweep_for_ever(lambda: [job.uid for job in self.cluster.jobs], self.namespaces)
 
     async def _resync(self) -> None:
         """Spread over a tenth of the period, so that a thousand jobs do not come at once."""

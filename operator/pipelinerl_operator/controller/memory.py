@@ -23,6 +23,8 @@ class Memory:
     ensured_generation: int = -1
     """Generation of the spec for which the job has its Secret and its place on the stream's server."""
     ensured_at: float = 0.0
+    has_left: bool = False
+    """Whether its place on the stream's server was given up."""
     stream_fault: str = ""
     """Why it has no place on the stream's server yet."""
     checked_generation: int = -1

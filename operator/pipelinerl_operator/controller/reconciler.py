@@ -114,6 +114,9 @@ class Reconciler:
         except RefusedByServer as refusal:
             log.warning("job=%s %s", key, refusal)
             return 0.0  # to say so
+        if decision.status.is_finished and not memory.has_left and not any(not pod.has_ended for pod in seen.pods):
+            memory.has_left = True  # what is reserved for a finished job is missing for others
+            self._around.streams.leave(job)
         asking_again_s = REFUSAL_S if seen.refusal or seen.namespace_is_going else None
         stream_s = STREAM_S if memory.stream_fault else None
         waits = (delay_s, decision.look_again_s, asking_again_s, stream_s)

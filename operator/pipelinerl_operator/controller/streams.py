@@ -1,13 +1,13 @@
 """Each job's place on the stream's server: made before its pods are, removed after the job is gone.
 
-No finalizer holds a job or its namespace back for it. What a leader does not see go, because none was there, stays on the
-server with its age limit.
+No finalizer holds a job or its namespace back for it: what no leader saw go is found and removed later.
 """
 
 import asyncio
 import logging
+from collections.abc import Callable, Collection
 
-from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.errors import SettingsError, Unavailable
 from pipelinerl_operator.controller.views import JobView
 from pipelinerl_operator.kube import Key
 from pipelinerl_operator.nats.streams import StreamAdmin
@@ -16,6 +16,7 @@ from pipelinerl_operator.objects import JobResource
 log = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 8
+SWEEP_S = 600.0
 CLOSE_S = 5.0
 
 
@@ -35,6 +36,15 @@ class Streams:
         if predecessor is not None:
             await asyncio.wait({predecessor})
         return await self._admin.ensure(job)
+
+    async def sweep_for_ever(self, uids: Callable[[], Collection[str]], namespaces: Collection[str]) -> None:
+        """Now and then removes the places of jobs that no leader has seen go."""
+        while self._admin is not None:
+            try:
+                await self._admin.sweep(uids, namespaces)
+            except Unavailable as error:
+                log.info("places of jobs that are gone are looked for later: %s", error)
+            await asyncio.sleep(SWEEP_S)
 
     def leave(self, job: JobView) -> None:
         """Removes it in the background."""

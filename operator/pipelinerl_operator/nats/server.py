@@ -101,6 +101,15 @@ class AccountServer:
     async def _purge(self, account: str) -> None:
         _checked(await self._requests.ask(f"$JS.API.ACCOUNT.PURGE.{account}", b"", _ANSWER_S))
 
+    async def accounts(self) -> list[str]:
+        """Every account that the server knows, its own among them. Raises Unavailable."""
+        return list(json.loads(await self._requests.ask("$SYS.REQ.CLAIMS.LIST", b"", _ANSWER_S))["data"])
+
+    async def name_of(self, account: str) -> str | None:
+        """What the account was called when it was made, None for one that is not known. Raises Unavailable."""
+        found = await self._requests.ask(f"$SYS.REQ.ACCOUNT.{account}.CLAIMS.LOOKUP", b"", _ANSWER_S)
+        return str(read_claims(found.decode())["name"]) if found else None
+
     async def stream_state(self, account: str, stream: str) -> tuple[int, float] | None:
         """Number of messages and age of the oldest in seconds, or None. In a cluster only some servers have the stream."""
         query = json.dumps({"account": account, "streams": True}).encode()

@@ -5,7 +5,7 @@ somebody else's with one login for everybody: there only the namespace in the st
 """
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from pipelinerl_common.stream import Layout, Login, ServerRequests
 from pipelinerl_operator.nats.claims import Rights, StreamLimits, credentials, user_token
 from pipelinerl_operator.nats.keys import Key, KeyKind
 from pipelinerl_operator.nats.server import AccountServer, StreamServer
-from pipelinerl_operator.nats.trust import TIMELESS, administration_credentials
+from pipelinerl_operator.nats.trust import TIMELESS, administration_credentials, system_account
 from pipelinerl_operator.objects.job_resource import JobResource
 
 log = logging.getLogger(__name__)
@@ -54,6 +54,10 @@ class StreamAdmin(Protocol):
 
     async def observe(self, job: JobResource) -> StreamStatus | None:
         """None while the job has no stream. Raises Unavailable."""
+
+    async def sweep(self, uids: Callable[[], Collection[str]], namespaces: Collection[str]) -> int:
+        """Removes the places of jobs that are no more, which nobody saw go; returns how many. `uids` are those of all jobs in
+        `namespaces` (empty: in every one), asked for after what is there was looked at. Raises Unavailable."""
 
 
 class AccountStreams:
@@ -110,8 +114,26 @@ class AccountStreams:
         found = await self._server.stream_state(self._account(job).public, _layout(job).stream("samples"))
         return None if found is None else StreamStatus(*found)
 
+    async def sweep(self, uids: Callable[[], Collection[str]], namespaces: Collection[str]) -> int:
+        found = await self._server.accounts()
+        kept = {self._account_of(uid).public for uid in uids()} | {system_account(self._operator).public}
+        num_removed = 0
+        for account in found:
+            if account in kept:
+                continue
+            name = await self._server.name_of(account)
+            if name is None or (namespaces and name.partition("/")[0] not in namespaces):
+                continue
+            await self._server.remove(account)
+            log.info("job=%s is gone: its NATS account and streams are removed", name)
+            num_removed += 1
+        return num_removed
+
     def _account(self, job: JobResource) -> Key:
-        return self._operator.derive(KeyKind.ACCOUNT, "job", job.uid)
+        return self._account_of(job.uid)
+
+    def _account_of(self, uid: str) -> Key:
+        return self._operator.derive(KeyKind.ACCOUNT, "job", uid)
 
 
 class SharedStreams:
@@ -145,6 +167,9 @@ class SharedStreams:
     async def observe(self, job: JobResource) -> StreamStatus | None:
         found = await self._server.state(_layout(job).stream("samples"))
         return None if found is None else StreamStatus(*found)
+
+    async def sweep(self, uids: Callable[[], Collection[str]], namespaces: Collection[str]) -> int:
+        return 0  # on a server of somebody else's there is no telling whose a stream is
 
 
 def _layout(job: JobResource) -> Layout:

@@ -21,6 +21,7 @@ TIMELESS: Final = 0
 
 ADMINISTRATION: Final = Rights(
     publish=(
+        "$SYS.REQ.CLAIMS.LIST",
         "$SYS.REQ.CLAIMS.UPDATE",
         "$SYS.REQ.CLAIMS.DELETE",
         "$SYS.REQ.ACCOUNT.*.CLAIMS.LOOKUP",
@@ -34,7 +35,7 @@ ADMINISTRATION: Final = Rights(
 
 def server_trust(operator: Key) -> dict[str, Any]:
     """nats-server's settings `operator`, `system_account` and `resolver_preload`."""
-    system = _system_account(operator).public
+    system = system_account(operator).public
     return {
         "operator": operator_token(operator, system, TIMELESS),
         "system_account": system,
@@ -44,7 +45,7 @@ def server_trust(operator: Key) -> dict[str, Any]:
 
 def administration_credentials(operator: Key) -> str:
     """Credentials of the operator's own user in the system account."""
-    system = _system_account(operator)
+    system = system_account(operator)
     user = system.derive(KeyKind.USER, "pipelinerl-operator")
     return credentials(user_token(system, user.public, "pipelinerl-operator", ADMINISTRATION, TIMELESS), user)
 
@@ -81,5 +82,6 @@ def _content(operator: Key) -> dict[str, str]:
     }
 
 
-def _system_account(operator: Key) -> Key:
+def system_account(operator: Key) -> Key:
+    """Through which the server is administered."""
     return operator.derive(KeyKind.ACCOUNT, "system")
