@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from otlp_collector import Collector, Kept, collecting
 from pipelinerl_common.metrics import PREFIX, metrics_of
+from pipelinerl_common.tracing.collector import Collector, Kept, collecting
 from up_run import Run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

@@ -13,7 +13,7 @@ def parse(*argv: str) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-@pytest.mark.parametrize("name", ["stream", "weights", "packing"])
+@pytest.mark.parametrize("name", ["stream", "weights", "packing", "telemetry"])
 def test_every_bench_takes_json_and_quick(name: str) -> None:
     args = parse(name, "--json", "--quick")
     assert (args.bench, args.json, args.quick) == (name, True, True)

@@ -12,6 +12,7 @@ from pipelinerl_common.errors import Unavailable
 
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.02
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 @asynccontextmanager
@@ -67,7 +68,7 @@ def free_port() -> int:
 def cpu_seconds(pid: int) -> float:
     """User and system time of a running process with all its threads, to 1/100 s: fields 14 and 15 of /proc/PID/stat."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
 
 
 async def _wait_for_port(process: Process, port: int) -> None:

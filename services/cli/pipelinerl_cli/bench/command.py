@@ -1,4 +1,4 @@
-"""`pipelinerl bench stream | weights | packing | operator`: arguments and dispatch. Each bench is imported when it runs."""
+"""`pipelinerl bench NAME`: arguments and dispatch. Each bench is imported when it runs."""
 
 import argparse
 import importlib
@@ -59,6 +59,12 @@ def _operator_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=_positive, default=1000, help="jobs on the operator")
 
 
+def _telemetry_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=_positive, default=5, help="pairs of runs; the median counts")
+    parser.add_argument("--steps", type=_positive, default=40, help="optimizer steps of each run, the first three to warm up")
+    parser.add_argument("--engine", choices=["vllm", "transformers"], default="vllm", help="the generator's engine")
+
+
 BENCHES: dict[str, Bench] = {
     "operator": Bench("the operator with many jobs on a real API server", "pipelinerl_cli.bench.operator", _operator_arguments),
     "stream": Bench(
@@ -73,6 +79,9 @@ BENCHES: dict[str, Bench] = {
         "packing of samples into micro-batches, against first fit in arrival order",
         "pipelinerl_cli.bench.packing",
         _packing_arguments,
+    ),
+    "telemetry": Bench(
+        "runs that are scraped and traced, against runs that are not", "pipelinerl_cli.bench.telemetry", _telemetry_arguments
     ),
 }
 

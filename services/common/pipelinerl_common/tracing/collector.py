@@ -1,4 +1,4 @@
-"""An OTLP collector of the tests' own: takes spans over gRPC and keeps them."""
+"""A small OTLP collector: takes spans over gRPC and keeps them. For tests and `pipelinerl bench telemetry`."""
 
 import threading
 from collections.abc import Iterator
