@@ -1,5 +1,6 @@
 """The pages hold what a reader looks for, and nothing from elsewhere."""
 
+import html
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,6 +83,18 @@ def test_report_holds_every_plot_the_summary_and_the_settings(tmp_path: Path, ca
     assert "0.100 → 0.850" in page  # means of 0, .05, .1, .15, .2 and of .75 .. .95
     assert "seed: 11" in page
     assert "running" in page  # no summary.json yet
+
+
+def test_report_says_what_the_doctor_finds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", [0.5] * 40)
+    main(["report", str(run)])
+    capsys.readouterr()
+    main(["doctor", str(run)])
+    said = capsys.readouterr().out
+    page = (run / "report.html").read_text()
+    messages = re.findall(r"^(?:CRITICAL|WARNING|ADVICE) +(.*?)  \[", said, flags=re.MULTILINE)
+    assert messages
+    assert [html.unescape(each) for each in re.findall(r'<span class="badge \w+">\w+</span> (.*?)<ul>', page)] == messages
 
 
 def test_time_of_the_plots_begins_with_the_first_token(tmp_path: Path) -> None:

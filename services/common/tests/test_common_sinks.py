@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.v1.metrics_pb2 import MetricsRecord
+from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.metrics import TRAINER, Metrics
 from pipelinerl_common.service import parse_wiring
 from pipelinerl_common.settings import SinkSettings, TensorBoardSettings, WandbSettings, load_job
 from pipelinerl_common.sinks.keeper import SinkKeeper
 from pipelinerl_common.sinks.rows import Row, RowBuilder
-from pipelinerl_common.sinks.sink import MOST_FAILURES, SinkThread
+from pipelinerl_common.sinks.sink import MOST_FAILURES, Sink, SinkThread
 from pipelinerl_common.sinks.tensorboard import TensorBoardSink
 from pipelinerl_common.sinks.wandb import WandbSink
 from pipelinerl_common.stream import NatsServer, connect
@@ -163,6 +164,13 @@ def test_a_slow_sink_never_makes_its_feeder_wait_and_what_it_loses_is_counted() 
     assert sink.closed
 
 
+def test_closing_does_not_wait_for_the_pause_after_a_failure() -> None:
+    thread = SinkThread(Recorder(fails=True), pause_s=600)
+    thread.put(Row(1, 0.0, {}))
+    assert thread.close(30)
+    assert thread.dropped == {"failed": 1}
+
+
 def test_a_sink_that_hangs_is_left_behind() -> None:
     gate = threading.Event()
     thread = SinkThread(Recorder(gate), rows=4)
@@ -173,14 +181,26 @@ def test_a_sink_that_hangs_is_left_behind() -> None:
 
 
 def test_a_failing_sink_is_given_up_after_a_few_rows(caplog: pytest.LogCaptureFixture) -> None:
-    thread = SinkThread(Recorder(fails=True))
+    thread = SinkThread(Recorder(fails=True), pause_s=0.001)
     with caplog.at_level(logging.WARNING):
         for step in range(20):
             thread.put(Row(step, 0.0, {}))
         assert thread.close(30)
     assert (thread.written, thread.dropped) == (0, {"failed": 20})
     assert len(caplog.messages) == MOST_FAILURES
-    assert caplog.messages[-1] == "sink=recorder step=4 lost: ConnectionError: no route to host; given up for this session"
+    assert caplog.messages[-1] == "sink=recorder step=5 lost: ConnectionError: no route to host; given up for this session"
+
+
+@pytest.mark.parametrize("library", ["wandb", "tensorboard"])
+def test_a_sink_without_its_library_says_what_to_install(tmp_path: Path, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (library, "tensorboard.summary.writer.event_file_writer"):
+        monkeypatch.setitem(sys.modules, name, None)
+    sinks: dict[str, Sink] = {
+        "wandb": WandbSink(WandbSettings(), tmp_path, job="sums", config={}),
+        "tensorboard": TensorBoardSink(TensorBoardSettings(), tmp_path),
+    }
+    with pytest.raises(SettingsError, match=rf"pip install 'pipelinerl\[{library}\]'"):
+        sinks[library].open()
 
 
 async def test_the_sinks_process_writes_every_step_of_the_stream_to_both_sinks(tmp_path: Path, server: NatsServer) -> None:

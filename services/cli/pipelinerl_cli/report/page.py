@@ -1,12 +1,14 @@
 """report.html of one run."""
 
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
+from pipelinerl_cli.doctor.rules import Named
 from pipelinerl_cli.report.document import document, folded, grid, hero, section, table, tiles
+from pipelinerl_cli.report.findings import findings
 from pipelinerl_cli.report.learning import learning, over_time
 from pipelinerl_cli.report.staleness import staleness
 from pipelinerl_cli.report.svg import clock, compact, duration
@@ -33,11 +35,12 @@ STALENESS = (
     "Generation never waits for training, so a token is trained some steps after it was sampled: its lag. "
     "The effective sample size is the share of the batch that is left when importance weights have made up for it."
 )
+FINDINGS = "What pipelinerl doctor makes of the run, and what to turn, the most promising first."
 THROUGHPUT = "Who waits for whom: a trainer that waits long for samples wants more generators, a deep queue wants fewer."
 
 
-def report_page(history: RunHistory, summary: Mapping[str, Any], job: Job) -> str:
-    """The whole page. Plots without data say so."""
+def report_page(history: RunHistory, summary: Mapping[str, Any], job: Job, found: Sequence[Named]) -> str:
+    """The whole page. Plots without data say so; `found` are the doctor's findings."""
     trained = history.since(history.seconds_to_first_token)
     head = _head(summary, job)
     parts = [
@@ -48,6 +51,7 @@ def report_page(history: RunHistory, summary: Mapping[str, Any], job: Job) -> st
         section("Staleness", STALENESS, grid(staleness(trained))),
         section("Throughput", THROUGHPUT, grid(throughput(trained))),
     ]
+    parts.append(section("Findings", FINDINGS, findings(found)))
     if incidents := _incidents(summary):
         parts.append(section("Incidents", "", table(("what", "count"), incidents)))
     settings = yaml.safe_dump(job.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)

@@ -11,8 +11,10 @@ from pipelinerl_common.sinks.rows import Row
 log = logging.getLogger(__name__)
 
 QUEUE_ROWS = 256
-MOST_FAILURES = 5
+MOST_FAILURES = 6
 """In a row: then the sink is given up for this session."""
+PAUSE_S = 2.0
+"""After a failure; doubled with each further one in a row, so that a network that is away for a minute is waited for."""
 
 
 class Sink(Protocol):
@@ -37,11 +39,12 @@ class SinkThread:
     failed   `write` raised, or the sink had been given up
     """
 
-    def __init__(self, sink: Sink, rows: int = QUEUE_ROWS) -> None:
+    def __init__(self, sink: Sink, rows: int = QUEUE_ROWS, pause_s: float = PAUSE_S) -> None:
         self.name = sink.name
         self.written = 0
         self.dropped: Counter[str] = Counter()
         self._sink = sink
+        self._pause_s = pause_s
         self._queue: queue.Queue[Row | None] = queue.Queue(rows)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"sink {sink.name}", daemon=True)
@@ -86,6 +89,7 @@ class SinkThread:
                 self.dropped["failed"] += 1
                 given_up = "; given up for this session" if failures == MOST_FAILURES else ""
                 log.warning("sink=%s step=%d lost: %s: %s%s", self.name, row.step, type(error).__name__, error, given_up)
+                self._closing.wait(self._pause_s * 2 ** (failures - 1) if failures < MOST_FAILURES else 0)
             else:
                 failures = 0
                 self.written += 1

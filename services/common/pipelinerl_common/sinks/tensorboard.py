@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import TensorBoardSettings
 from pipelinerl_common.sinks.rows import Row
 
@@ -18,9 +19,11 @@ class TensorBoardSink:
         self._writer: Any = None
 
     def open(self) -> None:
-        """Raises ImportError without the extra `tensorboard`, OSError when the folder cannot be written."""
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
+        """Raises SettingsError without the extra `tensorboard`, OSError when the folder cannot be written."""
+        try:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            raise SettingsError("tensorboard is not installed here; pip install 'pipelinerl[tensorboard]'") from error
         self._folder.mkdir(parents=True, exist_ok=True)
         self._writer = EventFileWriter(str(self._folder), flush_secs=self._settings.flush_seconds)
 
