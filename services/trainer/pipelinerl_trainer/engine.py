@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pipelinerl_common.settings import OptimizerSettings
 from pipelinerl_trainer.model import PolicyModel
+from pipelinerl_trainer.optimizer import LAG, make_optimizer
 from pipelinerl_trainer.packed import PackedRow
 from pipelinerl_trainer.ranks import Ranks
 from pipelinerl_trainer.scoring import TokenScores
@@ -110,10 +111,12 @@ class Engine:
         for gradient in self._gradients():
             gradient.mul_(factor)
 
-    def apply(self, learning_rate: float) -> StepOutcome:
-        """Clips and applies the accumulated gradient."""
+    def apply(self, learning_rate: float, lag: float = 0.0) -> StepOutcome:
+        """Clips and applies the accumulated gradient; `lag` is its tokens' mean lag, for an optimizer that uses it."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
+            if LAG in group:
+                group[LAG] = lag
         self._engine.step()
         norm = self._engine.get_global_grad_norm()
         return StepOutcome(bool(self._engine.was_step_applied()), float("inf") if norm is None else float(norm))
@@ -187,13 +190,7 @@ class Engine:
 def _initialize(policy: PolicyModel, zero_stage: int, dtype: torch.dtype, settings: OptimizerSettings) -> tuple[Any, Any]:
     import deepspeed
 
-    optimizer = torch.optim.AdamW(
-        policy.parameters(),
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-    )
+    optimizer = make_optimizer(policy.parameters(), settings)
     engine, zero_optimizer, _, _ = deepspeed.initialize(
         model=policy, optimizer=optimizer, config=deepspeed_config(zero_stage, dtype, settings), dist_init_required=False
     )
@@ -209,6 +206,8 @@ def deepspeed_config(zero_stage: int, dtype: torch.dtype, settings: OptimizerSet
         "steps_per_print": 1 << 62,
         "zero_optimization": {"stage": zero_stage},
     }
+    if settings.delay_compensation > 0:
+        config["zero_allow_untested_optimizer"] = True  # DeepSpeed knows optimizers by their class
     if dtype is torch.bfloat16:
         config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     if dtype is torch.float16:

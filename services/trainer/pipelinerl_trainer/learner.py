@@ -57,8 +57,8 @@ class Learner:
         """
         plan, metrics = self.accumulate(parts)
         rate = learning_rate(plan.step, self._settings.steps, self._settings.optimizer)
-        outcome = self._engine.apply(rate)
         metrics.reduce(self._ranks)
+        outcome = self._engine.apply(rate, metrics.lag_mean.value)
         if not outcome.applied:
             self.num_skipped_steps += 1
             self._report_skipped(plan, metrics)

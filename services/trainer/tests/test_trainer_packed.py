@@ -1,11 +1,13 @@
 """Packed rows give what each sequence gives alone."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import trainer_toys as toys
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipelinerl_common.errors import MalformedMessage, SettingsError
@@ -136,6 +138,35 @@ def test_chunked_scoring_equals_whole_scoring_with_its_gradients() -> None:
         results.append((logprobs.detach(), entropy.detach(), inputs.grad, lm_head.weight.grad.clone()))
     for whole, chunked in zip(*results, strict=True):
         torch.testing.assert_close(whole, chunked)
+
+
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Remembers the most elements that any tensor of an operation had, backward and recomputation included."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(each, torch.Tensor):
+                self.num_elements = max(self.num_elements, each.numel())
+        return result
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_the_logits_of_all_tokens_never_exist_at_once(entropy_gradient: bool) -> None:
+    num_tokens, vocabulary, chunk = 64, 500, 4
+    lm_head = torch.nn.Linear(8, vocabulary, bias=False)
+    hidden = torch.randn(num_tokens, 8, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (num_tokens,))
+    largest = {}
+    for name, chunk_bytes in (("whole", 1 << 20), ("chunked", 4 * vocabulary * chunk)):
+        with LargestTensor() as mode:  # type: ignore[no-untyped-call]
+            logprobs, entropy = TokenHead(lm_head, LogitTransform(), chunk_bytes)(hidden, targets, 1.0, entropy_gradient)
+            (logprobs.sum() + (entropy.sum() if entropy_gradient else 0.0)).backward()
+        largest[name] = mode.num_elements
+    assert largest["whole"] == num_tokens * vocabulary
+    assert largest["chunked"] == max(chunk * vocabulary, vocabulary * 8)  # the latter is the head's own gradient
 
 
 def test_logprobs_and_entropy_are_of_the_tempered_distribution() -> None:

@@ -1,0 +1,77 @@
+"""The optimizer: AdamW, or experimentally one that moves a delayed gradient to the current weights.
+
+Its state holds one float32 tensor more per parameter; DeepSpeed hands it flat partitions, on which it works as on any tensor.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from pipelinerl_common.settings import OptimizerSettings
+
+LAG = "lag"
+"""Key of a parameter group: by how many steps the samples of the gradient are late, on average."""
+
+
+class DelayCompensatedAdamW(AdamW):
+    """AdamW with g + lambda (g * g / (sqrt(v) + eps)) * (w - w_delayed) in the place of the gradient g.
+
+    The added term is a first-order expansion of the gradient around the delayed weights, with the diagonal g * g in the place
+    of the Hessian and Adam's second moment v as its scale. Source: DC-ASGD with an adaptive lambda (arXiv 1609.08326).
+    w - w_delayed is lag times the moving average of past updates, so that no old weights are kept: exact for a steady course.
+
+    Experimental. The source's gradients are computed at the delayed weights; a policy gradient is computed at the current
+    weights from delayed samples, and importance weights correct most of that already.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, compensation: float, **arguments: Any) -> None:
+        super().__init__(parameters, **arguments)
+        self._compensation = compensation
+        for group in self.param_groups:
+            group.setdefault(LAG, 0.0)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update. `closure` must be None: the gradient is there already."""
+        if closure is not None:
+            raise ValueError("DelayCompensatedAdamW takes no closure")
+        before: dict[nn.Parameter, Tensor] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._compensate(parameter, group)
+                    before[parameter] = parameter.detach().clone()
+        super().step()
+        for group in self.param_groups:
+            decay = group["betas"][0]
+            for parameter in (each for each in group["params"] if each in before):
+                update = parameter.detach() - before[parameter]
+                state = self.state[parameter]
+                state["update"] = update * (1 - decay) + state.get("update", torch.zeros_like(update)) * decay
+        return None
+
+    def _compensate(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        state = self.state.get(parameter, {})
+        if "update" not in state or group[LAG] == 0:
+            return
+        gradient = parameter.grad
+        assert gradient is not None
+        drift = group[LAG] * state["update"]
+        scale = self._compensation / (state["exp_avg_sq"].sqrt() + group["eps"])
+        gradient.add_(scale * gradient * gradient * drift)
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> AdamW:
+    """As the job says."""
+    arguments: dict[str, Any] = {
+        "lr": settings.learning_rate,
+        "betas": settings.betas,
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+    }
+    if settings.delay_compensation > 0:
+        return DelayCompensatedAdamW(parameters, compensation=settings.delay_compensation, **arguments)
+    return AdamW(parameters, **arguments)
