@@ -10,6 +10,7 @@ import pytest
 from preprocessor_harness import DEADLINE_S, Rig, rig
 
 from pipelinerl.v1 import admission_pb2 as pb
+from pipelinerl.v1 import sample_pb2
 from pipelinerl.v1.admission_pb2_grpc import AdmissionStub
 from pipelinerl_common.errors import PermanentError
 from pipelinerl_common.rpc import call
@@ -93,3 +94,37 @@ async def test_a_report_of_too_many_generators_is_refused(tmp_path: Path) -> Non
         await preprocessor.begin()
         with pytest.raises(PermanentError, match="loads has 257 generators: at most 256"):
             await tell(preprocessor, *[load(f"g{number}") for number in range(257)])
+
+
+# Stopped groups and limits, over the wire
+
+
+def partial(*tokens: int) -> pb.PartialGroup:
+    runs = [sample_pb2.VersionRun(policy_version=0, num_tokens=len(tokens))]
+    answer = pb.PartialAnswer(sample_index=0, token_ids=tokens, logprobs=[-0.5] * len(tokens), version_runs=runs)
+    return pb.PartialGroup(prompt_token_ids=[4, 2], answers=[answer])
+
+
+async def test_a_group_that_one_actor_hands_back_is_granted_to_another_with_its_tokens(tmp_path: Path) -> None:
+    async with rig(tmp_path) as preprocessor:
+        await preprocessor.begin()
+        (lease,) = (await preprocessor.lease(1)).leases
+        assert not lease.HasField("partial")
+        await preprocessor.report(lease.lease_id, pb.GROUP_OUTCOME_HANDED_BACK, partial=partial(7, 8, 9))
+        (again,) = (await preprocessor.lease(1, actor="actor-1")).leases
+        assert (again.group_id, again.attempt, again.partial) == (lease.group_id, 1, partial(7, 8, 9))
+        await preprocessor.publish(again)
+        await preprocessor.metric("queue_groups{stage=ready}", 1)
+
+
+async def test_the_policy_s_limit_of_trajectories_reaches_the_actors(tmp_path: Path) -> None:
+    """prime-rl begins with a cap of 5: three for the first actor, two for the second. areal has no limit."""
+    async with rig(tmp_path, staleness={"policy": "prime_rl", "eta": 2, "initialInflight": 5}) as preprocessor:
+        await preprocessor.begin()
+        assert (await preprocessor.lease(0)).max_trajectories == 5
+        assert (await preprocessor.lease(0, actor="actor-1")).max_trajectories == 2
+        assert (await preprocessor.lease(0)).max_trajectories == 3
+    (tmp_path / "areal").mkdir()
+    async with rig(tmp_path / "areal") as preprocessor:
+        await preprocessor.begin()
+        assert not (await preprocessor.lease(0)).HasField("max_trajectories")
