@@ -77,5 +77,10 @@ def test_pods_of_jobs_are_scraped_in_the_watched_namespaces() -> None:
     assert some["spec"]["namespaceSelector"] == {"matchNames": ["lab"]}
 
 
+def test_what_the_operator_says_of_a_job_keeps_the_jobs_name_and_namespace() -> None:
+    (monitor,) = of_kind(render("metrics.serviceMonitor.enabled=true"), "ServiceMonitor")
+    assert [endpoint["honorLabels"] for endpoint in monitor["spec"]["endpoints"]] == [True]
+
+
 def test_a_limit_that_no_alert_has_is_refused() -> None:
     assert "additional properties 'es' not allowed" in refusal("prometheusRule.thresholds.es=1")

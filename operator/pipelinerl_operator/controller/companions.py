@@ -52,7 +52,7 @@ class Companion:
         self._addresses: Mapping[str, str] = {}
         settings = wanted.job.spec.weight_transfer
         self.coordinator = Coordinator(settings, self._generators, self._trainer, token=token, epoch_floor=self._floor)
-        self.metrics = Metrics(COORDINATOR, job.key.name)
+        self.metrics = Metrics(COORDINATOR, job.key.name, job.key.namespace)
         export(self.coordinator, self.metrics)
 
     def update(self, wanted: Wanted, status: JobStatus, num_jobs: int) -> None:

@@ -101,6 +101,16 @@ def test_several_jobs_of_one_process_share_their_families() -> None:
     }
 
 
+def test_jobs_of_one_name_in_two_namespaces_have_series_of_their_own() -> None:
+    processes = [Metrics("coordinator", "sums", namespace) for namespace in ("lab", "prod")]
+    for number, each in enumerate(processes):
+        each.gauge("generators_absent").set(number)
+    assert [line for line in exposition_of(processes).decode().splitlines() if not line.startswith("#")] == [
+        'pipelinerl_generators_absent{job="sums",namespace="lab",role="coordinator"} 0.0',
+        'pipelinerl_generators_absent{job="sums",namespace="prod",role="coordinator"} 1.0',
+    ]
+
+
 def test_a_gauge_without_a_value_is_missing() -> None:
     metrics = Metrics("trainer", "sums")
     norm = metrics.gauge("grad_norm")

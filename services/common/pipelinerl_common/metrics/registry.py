@@ -133,11 +133,15 @@ _S = TypeVar("_S", Counter, Gauge, Histogram)
 
 
 class Metrics(Collector):
-    """Every metric that the catalog has for `role`, with the labels `job` and `role` on each."""
+    """Every metric that the catalog has for `role`, with the labels `job` and `role` on each.
 
-    def __init__(self, role: str, job: str) -> None:
+    `namespace` is given, and is a label, where one process speaks for jobs of several namespaces; Prometheus knows it of a pod.
+    """
+
+    def __init__(self, role: str, job: str, namespace: str = "") -> None:
         self.role = role
         self.job = job
+        self._labels = {**({"namespace": namespace} if namespace else {}), "job": job, "role": role}
         self._series: dict[str, Counter | Gauge | Histogram] = {}
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -188,8 +192,8 @@ class Metrics(Collector):
 
     def _family(self, series: Counter | Gauge | Histogram) -> Family:
         metric = series.metric
-        names = ["job", "role", *metric.labels]
-        values = [self.job, self.role]
+        names = [*self._labels, *metric.labels]
+        values = list(self._labels.values())
         if isinstance(series, Histogram):
             histograms = HistogramMetricFamily(metric.series, metric.help, labels=names)
             for key in list(series.by_labels):
