@@ -276,6 +276,8 @@ async def test_what_nobody_saw_go_is_swept_and_other_namespaces_are_left_alone(
     assert await streams.sweep(lambda: ["1"], []) == 1
     assert await streams.observe(elsewhere) is None
     assert await streams.sweep(lambda: ["1"], []) == 0
+    await streams._server.ensure(OPERATOR.derive(KeyKind.ACCOUNT, "old").public, "SYS", StreamLimits(1, 1, 1))
+    assert await streams.sweep(lambda: ["1"], []) == 0  # whatever it is, it is no job's
 
 
 async def test_a_removed_account_may_come_back(server: NatsServer, streams: AccountStreams) -> None:

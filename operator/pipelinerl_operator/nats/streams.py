@@ -121,8 +121,8 @@ class AccountStreams:
         for account in found:
             if account in kept:
                 continue
-            name = await self._server.name_of(account)
-            if name is None or (namespaces and name.partition("/")[0] not in namespaces):
+            namespace, is_job, _ = (name := await self._server.name_of(account) or "").partition("/")
+            if not is_job or (namespaces and namespace not in namespaces):
                 continue
             await self._server.remove(account)
             log.info("job=%s is gone: its NATS account and streams are removed", name)
