@@ -21,7 +21,7 @@ from pipelinerl_common.settings import OptimizerSettings
 from pipelinerl_trainer.model import PolicyModel
 from pipelinerl_trainer.optimizer import LAG, make_optimizer
 from pipelinerl_trainer.packed import PackedRow
-from pipelinerl_trainer.ranks import Ranks
+from pipelinerl_trainer.ranks import Ranks, cuda_index
 from pipelinerl_trainer.scoring import TokenScores
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def prepare_environment(local_rank: int, rank: int, num_ranks: int) -> None:
 
     Nothing is ever compiled: the only operator that a CPU run would build is a shared-memory all-reduce for inference.
     """
-    os.environ |= {"LOCAL_RANK": str(local_rank), "RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+    os.environ |= {"LOCAL_RANK": str(cuda_index(local_rank)), "RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
     os.environ |= {"DS_BUILD_OPS": "0", "DEEPSPEED_LOG_LEVEL": "warning"}
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"

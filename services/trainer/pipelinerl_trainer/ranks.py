@@ -87,10 +87,16 @@ class Ranks:
         self.gather([])
 
 
+def cuda_index(local_rank: int) -> int:
+    """Which of the devices that this process sees is its own: the only one, or the one of its place on the node."""
+    count = torch.cuda.device_count()
+    return local_rank % count if count else local_rank
+
+
 @contextmanager
 def join_ranks(place: Place) -> Iterator[Ranks]:
     """Forms the process group. Raises FatalError when the others do not come."""
-    device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda", cuda_index(place.local_rank)) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"

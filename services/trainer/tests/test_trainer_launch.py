@@ -13,6 +13,7 @@ import pytest
 from pipelinerl_common.service import EXIT_SETTINGS
 from pipelinerl_trainer.__main__ import parse_flags
 from pipelinerl_trainer.launch import Node, parse_node, run_node
+from pipelinerl_trainer.ranks import cuda_index
 
 DEADLINE_S = 60
 RANK = """
@@ -122,3 +123,12 @@ def test_no_processes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         parse_node(["--processes", "0"])
     assert caught.value.code == 2
     assert "--processes 0 must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("num_devices", "indices"), [(0, [0, 1, 2]), (1, [0, 0, 0]), (4, [0, 1, 2])])
+def test_a_rank_has_the_only_device_that_it_sees_or_the_one_of_its_place(
+    num_devices: int, indices: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pipelinerl up` shows each rank its own device; a pod shows all of the node's to all ranks."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_devices)
+    assert [cuda_index(local_rank) for local_rank in range(3)] == indices

@@ -49,12 +49,14 @@ class Launcher:
     generators: Sequence[str] = ()
 
     @asynccontextmanager
-    async def start(self, *flags: str) -> AsyncIterator[list[Rank]]:
-        """Ranks from 0 on; killed when the block is left."""
+    async def start(self, *flags: str, as_node: bool = False) -> AsyncIterator[list[Rank]]:
+        """Ranks from 0 on, or the one process that starts them all; killed when the block is left."""
         with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
             listen, master = (f"127.0.0.1:{probe.getsockname()[1]}" for probe in (one, two))
         self.peers.coordinator.trainer = listen
-        ranks = [await self._launch(rank, listen, master, flags) for rank in range(self.num_ranks)]
+        modules = ["pipelinerl_trainer.launch"] if as_node else ["pipelinerl_trainer"] * self.num_ranks
+        flags = (*flags, "--processes", str(self.num_ranks)) if as_node else flags
+        ranks = [await self._launch(rank, module, (listen, master), flags) for rank, module in enumerate(modules)]
         try:
             yield ranks
         finally:
@@ -63,7 +65,8 @@ class Launcher:
                     rank.process.kill()
                 await rank.process.wait()
 
-    async def _launch(self, rank: int, listen: str, master: str, flags: Sequence[str]) -> Rank:
+    async def _launch(self, rank: int, module: str, addresses: tuple[str, str], flags: Sequence[str]) -> Rank:
+        listen, master = addresses
         host, _, port = master.rpartition(":")
         log_file = self.output / f"trainer-{rank}.log"
         arguments = {
@@ -83,7 +86,7 @@ class Launcher:
         urls = [part for url in self.generators for part in ("--generator", url)]
         with log_file.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "pipelinerl_trainer", *given, *urls, *flags),
+                *(sys.executable, "-m", module, *given, *urls, *flags),
                 stdout=log,
                 stderr=log,
                 env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
@@ -101,7 +104,7 @@ async def launcher(output: Path, preprocessor: Preprocessor, num_ranks: int, **s
 
 
 async def test_two_ranks_are_killed_and_the_same_run_goes_on(tmp_path: Path) -> None:
-    """ZeRO 3: parity check over both ranks, a rank with another batch, kill -9, resume, the end."""
+    """ZeRO 3: parity check over both ranks, a rank with another batch, kill -9, resume as one node's ranks, the end."""
     preprocessor = Preprocessor(num_steps=9, hold_at=2, lost_ranks={1})
     spec = {
         "algorithm": {"steps": 4},
@@ -124,9 +127,9 @@ async def test_two_ranks_are_killed_and_the_same_run_goes_on(tmp_path: Path) -> 
         assert not preprocessor.lost_ranks
         launch.generators = []
         preprocessor.hold_at = None
-        async with launch.start("--resume") as ranks:
+        async with launch.start("--resume", as_node=True) as (node,):
             await launch.peers.coordinator.form()
-            assert [await rank.status() for rank in ranks] == [0, 0], ranks[0].log[-3000:]
+            assert await node.status() == 0, node.log[-3000:]
     assert preprocessor.trained == [0, 1, 2, 3]
     assert preprocessor.restores == [(0, False), (2, True)]
     assert preprocessor.last_seen
