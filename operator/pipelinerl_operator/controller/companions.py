@@ -14,6 +14,7 @@ import aiohttp
 
 from pipelinerl_common import rpc
 from pipelinerl_common.metrics import COORDINATOR, Metrics
+from pipelinerl_common.tracing import open_tracer
 from pipelinerl_operator.controller.cluster import Cluster
 from pipelinerl_operator.controller.decision import Wanted
 from pipelinerl_operator.controller.status import MAX_MEMBERS, JobStatus, Phase, StreamStatus, TrainingStatus, WeightGroupStatus
@@ -81,7 +82,10 @@ class Companion:
 
     async def run(self, session: aiohttp.ClientSession, changed: Callable[[], None]) -> None:
         """For ever: forms groups, reads metrics. `changed` is called when there is something to put into status."""
-        async with asyncio.TaskGroup() as tasks:
+        async with (
+            open_tracer(self._wanted.job.job, COORDINATOR, "operator") as self.coordinator.tracer,
+            asyncio.TaskGroup() as tasks,
+        ):
             tasks.create_task(self._coordinate(changed), name=f"coordinate {self._key}")
             tasks.create_task(self._read(session, changed), name=f"read metrics of {self._key}")
 

@@ -26,11 +26,11 @@ class Depths:
         for stage in ("admitted", "running", *_STATES):
             depth.read(partial(self.depth, stage), stage=stage)
             age.read(partial(self.oldest_seconds, stage), stage=stage)
-        policy, state = live.ledger.policy, live.ledger
+        ledger, policy = live.ledger, live.ledger.policy
         metrics.gauge("outstanding_limit_groups").set(float(policy.max_outstanding()))
         bound = policy.bound()
         metrics.gauge("staleness_bound_steps").set(None if bound is None else float(bound))
-        metrics.gauge("served_version").read(lambda: float(state.state.served_version))
+        metrics.gauge("served_version").read(lambda: float(ledger.state.served_version))
         metrics.gauge("memory_bytes").read(memory_bytes)
         metrics.gauge("engine_kv_usage_ratio").read(lambda: live.loads.kv_usage(live.now()))
         metrics.gauge("engine_sequences_waiting").read(lambda: live.loads.num_waiting(live.now()))

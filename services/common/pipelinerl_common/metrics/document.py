@@ -23,7 +23,7 @@ scrape_configs:
 ```
 
 The records in a run's `metrics.jsonl` have the same names without `pipelinerl_`, labels in braces: `queue_groups{stage=ready}`.
-Multi-rank trainers speak through rank 0, for all ranks. A gauge without a value is missing.
+Multi-rank trainers speak through rank 0, for all ranks. A gauge without a value is missing. Traces: [tracing.md](tracing.md).
 """
 
 
