@@ -22,6 +22,7 @@ from pipelinerl_cli.__main__ import main
 from pipelinerl_cli.results.metrics_file import Record
 from pipelinerl_cli.watch.cluster import ClusterJob
 from pipelinerl_cli.watch.run_folder import RunFolderSource
+from pipelinerl_operator.controller.status import Condition, JobStatus, LastFailure, Phase, RoleStatus, TrainingStatus
 
 needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl: install kubernetes-client")
 
@@ -114,18 +115,27 @@ def test_what_cannot_be_watched_is_refused_with_the_remedy(tmp_path: Path, capsy
         assert remedy in capsys.readouterr().err
 
 
-STATUS = {
-    "phase": "Running",
-    "startTime": "2026-01-01T00:00:00Z",
-    "actors": {"desired": 4, "ready": 3, "restarts": 2, "lastFailure": {"reason": "OOMKilled"}},
-    "trainers": {"desired": 1, "ready": 1},
-    "training": {"step": 12, "reward": "0.41", "lag": "1.5", "ess": "0.93", "samplesPerSecond": "20.5"},
-    "conditions": [
-        {"type": "Running", "status": "True", "reason": "Training"},
-        {"type": "Degraded", "status": "True", "reason": "ActorsMissing", "message": "3 of 4 actors are ready"},
-        {"type": "Failed", "status": "False"},
+TIME = "2026-01-01T00:00:00Z"
+STATUS = JobStatus(
+    phase=Phase.RUNNING,
+    start_time=TIME,
+    actors=RoleStatus(
+        desired=4, ready=3, restarts=2, last_failure=LastFailure(pod="sums-actor-1", reason="OOMKilled", time=TIME)
+    ),
+    trainers=RoleStatus(desired=1, ready=1),
+    training=TrainingStatus(step=12, lag=1.5, ess=0.93, reward=0.41, samples_per_second=20.5),
+    conditions=[
+        Condition(type="Running", status="True", reason="Training", last_transition_time=TIME),
+        Condition(
+            type="Degraded",
+            status="True",
+            reason="ActorsMissing",
+            message="3 of 4 actors are ready",
+            last_transition_time=TIME,
+        ),
+        Condition(type="Failed", status="False", reason="NotFailed", last_transition_time=TIME),
     ],
-}
+).written()
 
 
 class ApiServer(BaseHTTPRequestHandler):
