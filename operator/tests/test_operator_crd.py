@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import celpy
+import kubernetes_validate
 import pytest
 import yaml
 from celpy import celtypes
@@ -60,6 +61,10 @@ def test_check_says_when_the_charts_crd_is_another(tmp_path: Path) -> None:
 
 def test_the_crd_is_small() -> None:
     assert len(render_template().encode()) < LIMIT_BYTES
+
+
+def test_the_definition_is_valid_by_the_newest_schema() -> None:
+    kubernetes_validate.validate(definition(), kubernetes_validate.latest_version(), strict=True)
 
 
 def test_every_schema_is_structural_and_bounded() -> None:
