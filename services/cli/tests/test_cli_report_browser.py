@@ -50,7 +50,7 @@ def first_pixel(png: bytes) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")])
 def test_report_fits_the_window_in_light_and_dark(tmp_path: Path, width: int, scheme: str) -> None:
-    run = make_run(tmp_path / "run", [k / 30 for k in range(30)])
+    run = make_run(tmp_path / "run", [k / 30 for k in range(30)], seconds_per_step=5000.0)  # long times are wide numbers
     main(["report", str(run)])
     page, picture = tmp_path / "page.html", tmp_path / "page.png"
     page.write_text((run / "report.html").read_text().replace("</body>", f"{PROBE}</body>"))

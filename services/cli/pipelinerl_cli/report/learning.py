@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pipelinerl_cli.report.svg import Axis, Line, plot, smooth
 from pipelinerl_cli.results.history import Point, RunHistory
 
-SMOOTHING = 10
-"""Steps of the running mean that is drawn over a noisy per-step value."""
+SMOOTHING, SMOOTHING_SHARE = 10, 0.01
+"""Steps of the running mean that is drawn over a noisy per-step value: so many, or this share of a long run's steps."""
 TIME = Axis("time training", "clock", low=0)
 SAMPLES = Axis("trajectories trained", low=0)
 
@@ -14,8 +14,13 @@ SAMPLES = Axis("trajectories trained", low=0)
 def noisy(label: str, points: Sequence[Point], colour: int, style: str = "line") -> list[Line]:
     """The values faint, their running mean over them."""
     xs, ys = [point.t for point in points], [point.value for point in points]
-    mean = Line(label, xs, smooth(ys, SMOOTHING), colour, "dashed" if style == "dashed" else "line")
+    mean = Line(label, xs, smooth(ys, window(len(ys))), colour, "dashed" if style == "dashed" else "line")
     return [Line(f"{label}, each step", xs, ys, colour, "faint"), mean]
+
+
+def window(num_steps: int) -> int:
+    """Example: 10 of 60 steps, 50 of 5000."""
+    return max(SMOOTHING, round(num_steps * SMOOTHING_SHARE))
 
 
 def reward_axis(points: Sequence[Point]) -> Axis:

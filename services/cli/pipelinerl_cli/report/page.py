@@ -9,7 +9,7 @@ import yaml
 from pipelinerl_cli.doctor.rules import Named
 from pipelinerl_cli.report.document import document, folded, grid, hero, section, table, tiles
 from pipelinerl_cli.report.findings import findings
-from pipelinerl_cli.report.learning import learning, over_time
+from pipelinerl_cli.report.learning import SMOOTHING, learning, over_time
 from pipelinerl_cli.report.staleness import staleness
 from pipelinerl_cli.report.svg import clock, compact, duration
 from pipelinerl_cli.report.throughput import throughput
@@ -30,7 +30,10 @@ COLUMNS = (
     ("waiting s", "wait_seconds"),
     ("step s", "step_seconds"),
 )
-LEARNING = "Faint: each step; bold: the mean of ten steps. Time counts from the first generated token."
+LEARNING = (
+    f"Faint: each step; bold: the mean of the last {SMOOTHING} steps, or of 1 % of a long run's. "
+    "Time counts from the first generated token."
+)
 STALENESS = (
     "Generation never waits for training, so a token is trained some steps after it was sampled: its lag. "
     "The effective sample size is the share of the batch that is left when importance weights have made up for it."

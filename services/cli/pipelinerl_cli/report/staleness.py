@@ -1,9 +1,9 @@
 """Plots of how old the trained tokens are, and what that costs."""
 
 from pipelinerl_cli.report.flow import Part, flow
-from pipelinerl_cli.report.heat import heat
+from pipelinerl_cli.report.heat import MOST_COLUMNS, heat
 from pipelinerl_cli.report.learning import TIME, noisy
-from pipelinerl_cli.report.svg import Axis, Line, plot
+from pipelinerl_cli.report.svg import Axis, Line, plot, smooth
 from pipelinerl_cli.results.history import Point, RunHistory, Step
 from pipelinerl_common.metrics.catalog.learning import MAX_LAG_BUCKET
 
@@ -44,8 +44,13 @@ def _lags(history: RunHistory) -> str:
         [step.step for step in steps],
         [_shares(step) for step in steps],
         f"{MAX_LAG_BUCKET + 1}+",
-        Line("mean", [step.step for step in mean], [step.get("lag_mean") for step in mean], 1),
+        Line("mean", [step.step for step in mean], _smoothed([step.get("lag_mean") for step in mean]), 1),
     )
+
+
+def _smoothed(values: list[float]) -> list[float]:
+    """A column of the picture is the mean of its steps; so is the line."""
+    return smooth(values, max(1, len(values) // MOST_COLUMNS))
 
 
 def _shares(step: Step) -> list[float]:
