@@ -584,7 +584,7 @@ async def test_the_load_tells_what_runs_and_what_steps_cost(client: Client) -> N
         assert full["kv_tokens"] % 16 == 0
         assert after["kv_usage"] == 0
         assert after["kv_usage_seconds_total"] > before["kv_usage_seconds_total"]
-        assert 0 < values["kv_cache_usage_ratio"] < 1
+        assert 0 <= values["kv_cache_usage_ratio"] < 1  # they may have ended by then
 
 
 async def test_a_stop_lets_what_runs_end(client: Client, generator: GeneratorProcess) -> None:
