@@ -1,5 +1,6 @@
 """What is known of the cluster: the newest seen version of each object, reduced to what is needed, found by job."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
@@ -17,6 +18,8 @@ class View(Protocol):
     def resource_version(self) -> str: ...
 
 
+MAX_GONE = 4096
+
 V = TypeVar("V", bound=View)
 
 
@@ -29,6 +32,8 @@ class Store(Generic[V]):
         self._changed = changed
         self._by_key: dict[Key, V] = {}
         self._by_job: dict[Key, dict[Key, V]] = {}
+        self._gone: OrderedDict[str, None] = OrderedDict()
+        """UIDs of the newest removed objects: the answer to a creation may come later than the news of the end."""
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -48,6 +53,8 @@ class Store(Generic[V]):
     def put(self, body: Object) -> None:
         """Takes an object from a list, a watch, or the answer to a write; whichever is newest stays."""
         view = self._view(body)
+        if view.uid in self._gone:
+            return
         old = self._by_key.get(view.key)
         if old is not None and old.uid == view.uid and not _is_newer(view.resource_version, old.resource_version):
             return
@@ -57,7 +64,12 @@ class Store(Generic[V]):
         self._changed(self._job_of(view))
 
     def remove(self, key: Key, uid: str = "") -> None:
-        """`uid` empty removes whatever has the name; otherwise a successor of the same name stays."""
+        """`uid` empty removes whatever has the name; otherwise a successor of the same name stays, and that very object never
+        comes back."""
+        if uid:
+            self._gone[uid] = None
+            if len(self._gone) > MAX_GONE:
+                self._gone.popitem(last=False)
         old = self._by_key.get(key)
         if old is not None and uid in ("", old.uid):
             self._drop(key)
