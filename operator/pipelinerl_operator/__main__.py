@@ -41,6 +41,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-network-policy", action="store_true", help="make no NetworkPolicy for jobs")
     parser.add_argument("--operator-label", action="append", default=[], help="key=value of the operator's own pods")
     parser.add_argument("--kubeconfig", type=Path, help="outside of a cluster; else $KUBECONFIG or ~/.kube/config")
+    parser.add_argument(
+        "--service-account",
+        type=Path,
+        default=Path("/var/run/secrets/kubernetes.io/serviceaccount"),
+        help="folder with token, ca.crt and namespace, in a cluster",
+    )
     parser.add_argument("--workers", type=int, default=4, help="jobs that are worked on at once")
     parser.add_argument("--resync-seconds", type=float, default=600.0, help="every job is looked at again after this time")
     parser.add_argument("--pod-name", default=os.environ.get("POD_NAME", ""), help="of this replica; default $POD_NAME")

@@ -7,13 +7,15 @@ the state and puts it into status.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import aiohttp
 
 from pipelinerl_common import rpc
 from pipelinerl_common.metrics import COORDINATOR, Metrics
+from pipelinerl_common.service import cancel_all
+from pipelinerl_common.settings import Job
 from pipelinerl_common.tracing import open_tracer
 from pipelinerl_operator.controller.cluster import Cluster
 from pipelinerl_operator.controller.decision import Wanted
@@ -21,17 +23,18 @@ from pipelinerl_operator.controller.status import MAX_MEMBERS, JobStatus, Phase,
 from pipelinerl_operator.controller.training import Reading, read_metrics, stream_status, training_status
 from pipelinerl_operator.controller.units import is_of_job
 from pipelinerl_operator.controller.views import JobView, PodView
-from pipelinerl_operator.coordinator import Coordinator
+from pipelinerl_operator.coordinator import Coordinator, Group
 from pipelinerl_operator.coordinator.metrics import export
 from pipelinerl_operator.coordinator.routes import TokenRoutes
 from pipelinerl_operator.coordinator.server import weight_transfer
 from pipelinerl_operator.kube import Key
-from pipelinerl_operator.objects.ports import GRPC_PORT, METRICS_PORT
+from pipelinerl_operator.objects.ports import GRPC_PORT, METRICS_PORT, generator_port
 from pipelinerl_operator.plan import Role, generator_url
 
 log = logging.getLogger(__name__)
 
 READ_S = 15.0
+READS_AT_ONCE = 16
 ROUNDS_PER_S = 50.0
 """Rounds of all coordinators together; changes of pods wake theirs at once whatever the pace."""
 SETTLED_S = 2.0
@@ -43,23 +46,27 @@ class Companion:
     def __init__(self, job: JobView, wanted: Wanted, status: JobStatus, token: str, cluster: Cluster) -> None:
         self.uid = job.uid
         self.token = token
-        self.restarts = status.restarts
         self.training: TrainingStatus | None = None
         self.stream: StreamStatus | None = None
         self._key = job.key
         self._cluster = cluster
-        self._wanted = wanted
+        self._num_generators = wanted.job.spec.actors.generators_per_replica
         self._floor = status.weight_group.epoch if status.weight_group else 0
         self._addresses: Mapping[str, str] = {}
+        self._restarts: Mapping[str, int] = {}
+        self._before: Reading | None = None
+        self._traced: Job | None = wanted.job.job if wanted.job.spec.telemetry.tracing is not None else None
         settings = wanted.job.spec.weight_transfer
         self.coordinator = Coordinator(settings, self._generators, self._trainer, token=token, epoch_floor=self._floor)
-        self.metrics = Metrics(COORDINATOR, job.key.name, job.key.namespace)
-        export(self.coordinator, self.metrics)
 
-    def update(self, wanted: Wanted, status: JobStatus, num_jobs: int) -> None:
+    def update(self, status: JobStatus, num_jobs: int) -> None:
         """Wakes the coordinator when a pod came, went or moved."""
-        self._wanted = wanted
-        self.restarts = status.restarts
+        self._restarts = {
+            "actor": status.actors.restarts,
+            "preprocessor": status.preprocessor.restarts,
+            "reference": status.reference.restarts if status.reference else 0,
+            "trainer": status.trainers.restarts,
+        }
         self.coordinator.period_s = max(SETTLED_S if self.coordinator.group else 1.0, num_jobs / ROUNDS_PER_S)
         addresses = {**self._generators(), "trainer": self._trainer() or ""}
         if addresses != self._addresses:
@@ -80,55 +87,48 @@ class Companion:
             state="formed" if group else self.coordinator.waiting_for,
         )
 
-    async def run(self, session: aiohttp.ClientSession, changed: Callable[[], None]) -> None:
-        """For ever: forms groups, reads metrics. `changed` is called when there is something to put into status."""
-        async with (
-            open_tracer(self._wanted.job.job, COORDINATOR, "operator") as self.coordinator.tracer,
-            asyncio.TaskGroup() as tasks,
-        ):
-            tasks.create_task(self._coordinate(changed), name=f"coordinate {self._key}")
-            tasks.create_task(self._read(session, changed), name=f"read metrics of {self._key}")
+    def metrics(self) -> Metrics:
+        """Made anew for each scrape: everything in it is read from elsewhere."""
+        metrics = Metrics(COORDINATOR, self._key.name, self._key.namespace)
+        export(self.coordinator, metrics)
+        for role, count in self._restarts.items():
+            metrics.counter("restarts_total").read(partial(float, count), restarted=role)
+        return metrics
 
-    async def close(self) -> None:
-        await self.coordinator.close()
-
-    async def _coordinate(self, changed: Callable[[], None]) -> None:
-        seen = self.weight_group()
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.coordinator.run(), name=f"coordinator {self._key}")
+    async def coordinate(self, changed: Callable[[], None]) -> None:
+        """For ever: forms groups. `changed` is called when there is something to put into status."""
+        seen: tuple[Group | None, str] | None = None
+        async with AsyncExitStack() as stack:
+            if self._traced is not None:
+                self.coordinator.tracer = await stack.enter_async_context(open_tracer(self._traced, COORDINATOR, "operator"))
             while True:
-                await asyncio.sleep(min(1.0, self.coordinator.period_s))
-                if (now := self.weight_group()) != seen:
+                await self.coordinator.round()
+                now = (self.coordinator.group, "" if self.coordinator.group else self.coordinator.waiting_for)
+                if now != seen:
                     seen = now
                     changed()
 
-    async def _read(self, session: aiohttp.ClientSession, changed: Callable[[], None]) -> None:
-        before: Reading | None = None
-        while True:
-            await asyncio.sleep(READ_S)
-            trainer = await self._metrics_of(session, Role.TRAINER)
-            preprocessor = await self._metrics_of(session, Role.PREPROCESSOR)
-            read = (
-                self.training if trainer is None else training_status(trainer, before),
-                self.stream if preprocessor is None else stream_status(preprocessor),
-            )
-            before = trainer
-            if read != (self.training, self.stream):
-                self.training, self.stream = read
-                changed()
+    async def read(self, session: aiohttp.ClientSession) -> bool:
+        """Reads the metrics of the trainer and the preprocessor; whether they say something new."""
+        trainer = await self._metrics_of(session, Role.TRAINER)
+        preprocessor = await self._metrics_of(session, Role.PREPROCESSOR)
+        before = (self.training, self.stream)
+        if trainer is not None:
+            self.training, self._before = training_status(trainer, self._before), trainer
+        if preprocessor is not None:
+            self.stream = stream_status(preprocessor)
+        return before != (self.training, self.stream)
 
     async def _metrics_of(self, session: aiohttp.ClientSession, role: Role) -> Reading | None:
-        pod = next(iter(self._live(role)), None)
+        pod = next((pod for pod in self._live(role) if pod.index == 0), None)
         return None if pod is None else await read_metrics(session, f"{_host(pod)}:{METRICS_PORT}")
 
     def _generators(self) -> dict[str, str]:
         """Base URL of every generator whose pod runs, in the order of the plan."""
-        pods = {pod.key.name: pod for pod in self._live(Role.ACTOR)}
         return {
-            name: generator_url(f"{_host(pods[spec.name])}:{port}")
-            for spec in self._wanted.desired.pods
-            if spec.name in pods
-            for name, port in spec.generators().items()
+            f"{Role.GENERATOR.value}-{pod.index}-{number}": generator_url(f"{_host(pod)}:{generator_port(number)}")
+            for pod in sorted(self._live(Role.ACTOR), key=lambda pod: pod.index)
+            for number in range(self._num_generators)
         }
 
     def _trainer(self) -> str | None:
@@ -171,7 +171,7 @@ class Companions:
         if running is None or running[0].uid != job.uid or running[0].token != token or running[1].done():
             self.forget(job.key)
             running = self._running[job.key] = self._start(Companion(job, wanted, status, token, self._cluster), job.key)
-        running[0].update(wanted, status, len(self._running))
+        running[0].update(status, len(self._running))
 
     def forget(self, key: Key) -> None:
         running = self._running.pop(key, None)
@@ -180,11 +180,26 @@ class Companions:
         companion, task = running
         self.routes.remove(companion.token)
         task.cancel()
-        self._close(companion)
+        closing = asyncio.create_task(companion.coordinator.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
     def metrics(self) -> Iterable[Metrics]:
         """The coordinators', one for each job."""
-        return [companion.metrics for companion, _ in self._running.values()]
+        return [companion.metrics() for companion, _ in self._running.values()]
+
+    async def read_all(self) -> None:
+        """For ever: reads every job's metrics once in READ_S."""
+        turns = asyncio.Semaphore(READS_AT_ONCE)
+
+        async def read(key: Key, companion: Companion) -> None:
+            async with turns:
+                if await companion.read(self._session):
+                    self._changed(key)
+
+        while True:
+            await asyncio.sleep(READ_S)
+            await asyncio.gather(*(read(key, companion) for key, (companion, _) in list(self._running.items())))
 
     async def close(self) -> None:
         for key in list(self._running):
@@ -193,7 +208,7 @@ class Companions:
 
     def _start(self, companion: Companion, key: Key) -> tuple[Companion, asyncio.Task[None]]:
         self.routes.add(companion.token, companion.coordinator)
-        task = asyncio.create_task(companion.run(self._session, partial(self._changed, key)), name=f"companion {key}")
+        task = asyncio.create_task(companion.coordinate(partial(self._changed, key)), name=f"coordinate {key}")
         task.add_done_callback(partial(self._ended, key))
         return companion, task
 
@@ -203,21 +218,18 @@ class Companions:
             log.error("job=%s its companion failed", key, exc_info=task.exception())
             self._changed(key)
 
-    def _close(self, companion: Companion) -> None:
-        closing = asyncio.create_task(companion.close())
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
-
 
 @asynccontextmanager
 async def companions(cluster: Cluster, listen: str, changed: Callable[[Key], None]) -> AsyncIterator[Companions]:
     """Serves the `WeightTransfer` service of all jobs on `listen`. Raises SettingsError when it cannot be bound."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=64, force_close=True)) as session:
         running = Companions(cluster, session, changed)
+        reading = asyncio.create_task(running.read_all(), name="read training metrics")
         try:
             async with rpc.serve(listen, [weight_transfer(running.routes.find)], token=None):
                 yield running
         finally:
+            await cancel_all([reading])
             await running.close()
 
 

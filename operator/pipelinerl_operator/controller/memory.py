@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from pipelinerl_operator.controller.views import JobView
-from pipelinerl_operator.kube import Object, Resource
+from pipelinerl_operator.kube import Resource
 
 REFUSAL_S = 60.0
 """How long a refusal of the API server is believed before it is asked again."""
@@ -38,8 +38,8 @@ class Memory:
     noticed_at: float | None = None
     """When it was first noticed that the status in the API server is out of date."""
     training_written_at: float = float("-inf")
-    written: tuple[str, Object] | None = None
-    """Resource version and status of the newest write."""
+    written: tuple[str, int] | None = None
+    """Resource version after the newest write of the status, and a hash of what was written."""
 
     def is_ensured(self, generation: int, now: float) -> bool:
         """False again after a while: nobody watches Secrets, and one may be gone."""

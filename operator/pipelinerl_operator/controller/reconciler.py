@@ -8,6 +8,7 @@
 ```
 """
 
+import json
 import logging
 import time
 from collections import OrderedDict
@@ -190,7 +191,8 @@ class Reconciler:
         old = JobStatus.read(job.status)
         document = decision.status.written()
         patch = merge_patch(old.written(), document)
-        if not patch or memory.written == (job.resource_version, document):  # the latter: fields that the CRD does not know
+        fingerprint = hash(json.dumps(document, sort_keys=True))
+        if not patch or memory.written == (job.resource_version, fingerprint):  # the latter: fields that the CRD does not know
             memory.noticed_at = None
             return None
         now = self._around.monotonic()
@@ -204,7 +206,7 @@ class Reconciler:
             raise
         memory.noticed_at = None
         memory.training_written_at = now if patch.keys() & NUMBERS else memory.training_written_at
-        memory.written = (written["metadata"]["resourceVersion"], document)
+        memory.written = (written["metadata"]["resourceVersion"], fingerprint)
         self._cluster.jobs.put(written)
         return None
 

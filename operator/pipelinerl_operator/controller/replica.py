@@ -28,7 +28,7 @@ FIRST_RETRY_S = 2.0
 
 async def serve_operator(arguments: argparse.Namespace, identity: str, stop: asyncio.Event) -> None:
     """Until `stop`. Raises SettingsError for what is wrong with the arguments or the connection's configuration."""
-    where = connection(arguments.kubeconfig)
+    where = connection(arguments.kubeconfig, arguments.service_account)
     replica = _Replica(arguments, identity, where)
     async with (
         open_api(where, replica.telemetry.called) as api,

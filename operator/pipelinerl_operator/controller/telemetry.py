@@ -1,6 +1,5 @@
 """The operator's own metrics, recorded where things happen and read when they are scraped."""
 
-from collections import Counter as Tally
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -57,7 +56,7 @@ class Telemetry:
         gauge = self.metrics.gauge("operator_jobs")
 
         def count(phase: Phase) -> Callable[[], float]:
-            return lambda: float(Tally(view.status.get("phase", Phase.PENDING.value) for view in jobs())[phase.value])
+            return lambda: float(sum(1 for view in jobs() if (view.phase or Phase.PENDING) == phase))
 
         for phase in Phase:
             gauge.read(count(phase), phase=phase.value)

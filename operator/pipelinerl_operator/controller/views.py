@@ -1,5 +1,6 @@
 """What is kept of the objects that the operator follows: a pod of 10 kB becomes about 1 kB, its children a few words."""
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,12 @@ class JobView:
     key: Key
     uid: str
     resource_version: str
-    body: Object
-    """Without managedFields and without kubectl's copy of the whole object."""
+    generation: int
+    is_deleted: bool
+    phase: str
+    """Empty before the first status."""
+    document: bytes
+    """The object as JSON, a fifth of what it takes as dicts, without managedFields and kubectl's copy of the whole."""
 
     @classmethod
     def of(cls, body: Object) -> "JobView":
@@ -27,15 +32,21 @@ class JobView:
         annotations = dict(metadata.get("annotations") or {})
         annotations.pop("kubectl.kubernetes.io/last-applied-configuration", None)
         slim = {**body, "metadata": {**metadata, "annotations": annotations}}
-        return cls(key_of(body), metadata["uid"], metadata["resourceVersion"], slim)
+        return cls(
+            key=key_of(body),
+            uid=metadata["uid"],
+            resource_version=metadata["resourceVersion"],
+            generation=int(metadata.get("generation", 0)),
+            is_deleted="deletionTimestamp" in metadata,
+            phase=(body.get("status") or {}).get("phase", ""),
+            document=json.dumps(slim, separators=(",", ":")).encode(),
+        )
 
     @property
-    def generation(self) -> int:
-        return int(self.body["metadata"].get("generation", 0))
-
-    @property
-    def is_deleted(self) -> bool:
-        return "deletionTimestamp" in self.body["metadata"]
+    def body(self) -> Object:
+        """Read anew at each call."""
+        body: Object = json.loads(self.document)
+        return body
 
     @property
     def spec(self) -> Mapping[str, Any]:

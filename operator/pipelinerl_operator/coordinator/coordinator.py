@@ -119,13 +119,17 @@ class Coordinator:
     async def run(self) -> None:
         """Reconciles for ever. Consumes observations, produces formed groups, waits for the period or an expulsion."""
         while True:
-            self._wake.clear()
-            await self.reconcile()
-            try:
-                async with asyncio.timeout(self.period_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
+            await self.round()
+
+    async def round(self) -> None:
+        """Reconciles once, then waits for the period or for a cause."""
+        self._wake.clear()
+        await self.reconcile()
+        try:
+            async with asyncio.timeout(self.period_s):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
 
     async def reconcile(self) -> None:
         """One round of observe, decide, act."""

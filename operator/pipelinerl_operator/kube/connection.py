@@ -30,11 +30,11 @@ class Connection:
     tls: Callable[[], ssl.SSLContext | bool]
 
 
-def connection(kubeconfig: Path | None = None) -> Connection:
+def connection(kubeconfig: Path | None = None, service_account: Path = SERVICE_ACCOUNT) -> Connection:
     """In a cluster the pod's own, unless `kubeconfig` is given. Raises SettingsError."""
-    if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ and (SERVICE_ACCOUNT / "token").exists():
+    if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ and (service_account / "token").exists():
         host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ.get("KUBERNETES_SERVICE_PORT", "443")
-        return in_cluster(f"https://{f'[{host}]' if ':' in host else host}:{port}", SERVICE_ACCOUNT)
+        return in_cluster(f"https://{f'[{host}]' if ':' in host else host}:{port}", service_account)
     return from_kubeconfig(kubeconfig)
 
 

@@ -32,19 +32,16 @@ class ApiServer:
     processes: tuple[subprocess.Popen[bytes], ...]
     """etcd, kube-apiserver."""
 
-    def kubeconfig(self) -> dict[str, object]:
-        """The administrator's."""
+    def service_account(self) -> tuple[Path, dict[str, str]]:
+        """The administrator's rights as a pod would find them: a folder, and the environment beside it."""
+        folder = self.folder / "service-account"
+        folder.mkdir(exist_ok=True)
         token = (self.administrator.authorization() or "").removeprefix("Bearer ")
-        authority = str(self.folder / "certs" / "apiserver.crt")
-        cluster = {"server": self.administrator.server, "certificate-authority": authority}
-        return {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "clusters": [{"name": "loopback", "cluster": cluster}],
-            "users": [{"name": "administrator", "user": {"token": token}}],
-            "contexts": [{"name": "loopback", "context": {"cluster": "loopback", "user": "administrator"}}],
-            "current-context": "loopback",
-        }
+        (folder / "token").write_text(token, encoding="utf-8")
+        (folder / "namespace").write_text("default", encoding="utf-8")
+        shutil.copy(self.folder / "certs" / "apiserver.crt", folder / "ca.crt")
+        host, _, port = self.administrator.server.removeprefix("https://").rpartition(":")
+        return folder, {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
 
     def as_user(self, token: str) -> Connection:
         return Connection(self.administrator.server, "default", lambda: f"Bearer {token}", self.administrator.tls)

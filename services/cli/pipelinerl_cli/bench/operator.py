@@ -12,7 +12,7 @@ as the server takes them; every pod is said to run as soon as it exists. Measure
 
 import argparse
 import asyncio
-import json
+import os
 import subprocess
 import sys
 import time
@@ -180,13 +180,12 @@ def _job(number: int) -> Object:
 
 
 def _start(server: ApiServer) -> Operator:
-    kubeconfig = server.folder / "operator.kubeconfig"
-    kubeconfig.write_text(json.dumps(server.kubeconfig()), encoding="utf-8")
+    service_account, environment = server.service_account()
     port, coordinator_port = free_port(), free_port()
     log_file = server.folder / "operator.log"
     with log_file.open("wb") as log:
         flags = {
-            "--kubeconfig": str(kubeconfig),
+            "--service-account": str(service_account),
             "--coordinator": "operator:50052",
             "--coordinator-listen": f"127.0.0.1:{coordinator_port}",
             "--metrics-listen": f"127.0.0.1:{port}",
@@ -198,7 +197,9 @@ def _start(server: ApiServer) -> Operator:
             "--log-level": "warning",
         }
         command = [sys.executable, "-m", "pipelinerl_operator", *(part for pair in flags.items() for part in pair)]
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env={**os.environ, **environment}
+        )
     return Operator(process, f"127.0.0.1:{port}", log_file)
 
 
