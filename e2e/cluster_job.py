@@ -1,8 +1,10 @@
 """A PipelineRLJob on a cluster, as tests see it: small, without a GPU, and with the namespace it lives in."""
 
 import copy
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -10,6 +12,8 @@ import yaml
 from cluster_session import ROOT, STATE, Cluster, wait_for
 
 ARITHMETIC = ROOT / "e2e" / "jobs" / "arithmetic.yaml"
+MADE_MODELS = Path.home() / ".cache" / "pipelinerl"
+"""What `pipelinerl up` made here before: making a model takes a minute."""
 ENDLESS = 1_000_000
 READY_S = 240.0
 """Longest time for a job to run, on two cores that others use too."""
@@ -24,8 +28,11 @@ def namespace_objects(name: str) -> list[dict[str, Any]]:
 def volume(cluster: Cluster, namespace: str, name: str, size: str = "1Gi", folder: str = "") -> None:
     """A PersistentVolume for the claim `name`: a folder of the local cluster's node, which has no other storage."""
     path = STATE / "volumes" / (folder or f"{namespace}-{name}")
+    if folder == "cache" and not path.exists() and MADE_MODELS.exists():
+        shutil.copytree(MADE_MODELS, path / "pipelinerl")
     path.mkdir(parents=True, exist_ok=True)
-    path.chmod(0o777)
+    for each in (path, *path.glob("pipelinerl"), *path.glob("pipelinerl/models")):
+        each.chmod(0o777)
     spec = {
         "capacity": {"storage": size},
         "accessModes": ["ReadWriteMany", "ReadWriteOnce"],
@@ -40,7 +47,7 @@ def claim(cluster: Cluster, namespace: str, name: str) -> None:
     """A PersistentVolumeClaim that many pods mount."""
     spec: dict[str, Any] = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
     if cluster.is_local:
-        # One folder of made models for the whole session: making one takes a minute.
+        # One folder of made models for the whole session.
         volume(cluster, namespace, name, folder="cache" if name == "cache" else "")
         spec["volumeName"] = f"{namespace}-{name}"
     metadata = {"name": name, "namespace": namespace}

@@ -1,10 +1,11 @@
 """The chart as tests install it: two replicas of the operator, a NATS that keeps its streams, every default of security."""
 
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
 from cluster_job import volume
-from cluster_session import ROOT, Cluster, wait_for
+from cluster_session import ROOT, STATE, Cluster, wait_for
 
 CHART = ROOT / "charts" / "pipelinerl"
 NAME, NAMESPACE = "prl", "pipelinerl-e2e"
@@ -38,6 +39,7 @@ class Release:
         self.cluster.kubectl("delete", "namespace", NAMESPACE, timeout_s=120, check=False)
         if self.cluster.is_local:
             self.cluster.kubectl("delete", "pv", "--all", "--wait=false")
+            shutil.rmtree(STATE / "volumes", ignore_errors=True)
 
     def pods(self, selector: str) -> list[dict[str, Any]]:
         found = self.cluster.items("pods", "--namespace", NAMESPACE, "--selector", selector)
