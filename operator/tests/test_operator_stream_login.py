@@ -77,8 +77,9 @@ async def test_a_secret_without_a_seed_is_named_and_never_replaced() -> None:
 async def test_a_server_of_somebody_elses_takes_one_login_for_everybody(tmp_path: Path) -> None:
     api, login = Secrets(), tmp_path / "login"
     login.write_text("user:password\n")
-    async with stream_admin(arguments("", login), api, "system") as admin:  # type: ignore[arg-type]
-        assert isinstance(admin, SharedStreams)
+    for file in (login, None):  # with a login, or on a server that asks for none
+        async with stream_admin(arguments("", file), api, "system") as admin:  # type: ignore[arg-type]
+            assert isinstance(admin, SharedStreams)
     with pytest.raises(SettingsError, match=r"--nats-credentials .*nowhere: cannot be read"):
         async with stream_admin(arguments("", tmp_path / "nowhere"), api, "system"):  # type: ignore[arg-type]
             pass

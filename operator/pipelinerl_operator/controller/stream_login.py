@@ -4,6 +4,7 @@ import argparse
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_operator.kube import Api
@@ -18,8 +19,8 @@ log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def stream_admin(arguments: argparse.Namespace, api: Api, namespace: str) -> AsyncIterator[StreamAdmin | None]:
-    """Accounts of the chart's own server with --nats-auth-secret, a shared login with --nats-credentials, else None.
+async def stream_admin(arguments: argparse.Namespace, api: Api, namespace: str) -> AsyncIterator[StreamAdmin]:
+    """Accounts of the chart's own server with --nats-auth-secret, else a shared login, with --nats-credentials or with none.
 
     Raises SettingsError for a Secret or a file that is not what it should be.
     """
@@ -27,15 +28,16 @@ async def stream_admin(arguments: argparse.Namespace, api: Api, namespace: str) 
         key = await _operator_key(api, namespace, arguments.nats_auth_secret)
         async with AccountStreams.open(arguments.nats_url, key) as accounts:
             yield accounts
-    elif arguments.nats_credentials:
-        try:
-            login = arguments.nats_credentials.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"--nats-credentials {arguments.nats_credentials}: cannot be read: {error}") from error
-        async with SharedStreams.open(arguments.nats_url, login) as shared:
-            yield shared
     else:
-        yield None
+        async with SharedStreams.open(arguments.nats_url, _shared_login(arguments.nats_credentials)) as shared:
+            yield shared
+
+
+def _shared_login(path: Path | None) -> str | None:
+    try:
+        return None if path is None else path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--nats-credentials {path}: cannot be read: {error}") from error
 
 
 async def _operator_key(api: Api, namespace: str, name: str) -> StreamKey:

@@ -96,6 +96,8 @@ class AccountStreams:
                 await requests.ask("$JS.API.INFO", b"", _ROOM_S)
             except Unavailable as error:
                 self._server.forget(account)
+                if "no responders" not in str(error):  # a cluster without a leader yet, or a server that is gone again
+                    raise
                 raise Unavailable(
                     f"the stream's server has no room for the streams of this job, which reserve {limits.disk_bytes} bytes "
                     f"(spec.stream.maxBytes and 768 MiB, times spec.stream.replicas): lower maxBytes, remove jobs, or give the "
