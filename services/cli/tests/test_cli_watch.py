@@ -84,6 +84,21 @@ def test_steps_of_a_live_run_are_seen_once_each_as_they_are_written(tmp_path: Pa
     assert "running" in text_of(source.render(100))
 
 
+def test_without_a_terminal_a_live_run_is_a_line_per_step_until_it_ends(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [0.25, 0.5])
+    append(run, step(3, 0.75))  # fresh: the run may still be somebody's
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "pipelinerl_cli", "watch", str(run), "--interval", "0.1"], stdout=subprocess.PIPE, text=True
+    )
+    assert watching.stdout is not None
+    assert [watching.stdout.readline().split()[1] for _ in range(3)] == ["1/1000", "2/1000", "3/1000"]
+    append(run, step(4, 1.0))
+    assert watching.stdout.readline().startswith("step 4/1000  reward 1.000")
+    (run / "summary.json").write_text('{"status": "finished"}')
+    rest, _ = watching.communicate(timeout=60)
+    assert (rest, watching.returncode) == ("", 0)
+
+
 def test_a_killed_run_ends_without_a_result(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [0.25])
     append(run, step(2, 0.5, age_s=100))
