@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl_common.settings import JobSpec
+from pipelinerl_operator.objects.config import service_spec
 from pipelinerl_operator.objects.containers import GPU, ContainerMaker
 from pipelinerl_operator.objects.context import OperatorContext
 from pipelinerl_operator.objects.gang import decoration, in_gang, scheduler_name
@@ -129,12 +130,9 @@ def pods(job: JobResource, context: OperatorContext) -> tuple[PodSpec, ...]:
         Role.TRAINER: spec.trainers.replicas,
         Role.ACTOR: spec.actors.replicas,
     }
-    hashes = {
-        (role, gang): template_hash(job, role, in_gang=gang)
-        for role, count in counts.items()
-        if count
-        for gang in (False, True)
-    }
+    services = service_spec(spec)
+    kinds = {(role, in_gang(job, role, index)) for role, count in counts.items() for index in range(count)}
+    hashes = {(role, gang): template_hash(job, role, services, in_gang=gang) for role, gang in kinds}
     return tuple(
         PodSpec(job, context, role, index, hashes[role, in_gang(job, role, index)])
         for role, count in counts.items()

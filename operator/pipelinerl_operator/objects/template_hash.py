@@ -6,12 +6,12 @@ same pod, finds no difference.
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
 
 from pipelinerl_common.settings import JobSpec
-from pipelinerl_operator.objects.config import service_spec
 from pipelinerl_operator.objects.containers import own_image, workloads_of_pod
 from pipelinerl_operator.objects.gang import scheduler_name
 from pipelinerl_operator.objects.job_resource import JobResource
@@ -19,15 +19,17 @@ from pipelinerl_operator.objects.volumes import cache_source, shared_memory
 from pipelinerl_operator.plan import Role, generator_names, num_gpus
 
 
-def template_hash(job: JobResource, role: Role, *, in_gang: bool) -> str:
+def template_hash(job: JobResource, role: Role, services: Mapping[str, Any], *, in_gang: bool) -> str:
     """16 hexadecimal digits, equal for pods of a role that differ in nothing but their index and the gang.
+
+    `services` is what services read of the spec, see `service_spec`.
 
     Settings at their defaults do not count, so that a release which adds one changes no hash.
     """
     spec = job.spec
     said: dict[str, Any] = {
         "role": role.value,
-        "services": service_spec(spec),
+        "services": services,
         "image": own_image(spec, role),
         "common": _set(spec, "image_pull_secrets", "env"),
         "network": _set(spec.network, "interface", *(("rdma",) if _has_gpus(job, role) else ())),
