@@ -30,6 +30,7 @@ VALUES: dict[str, tuple[str, ...]] = {
         "nats.enabled=false",
         "externalNats.url=nats://nats.messaging.svc:4222",
         "externalNats.credentialsSecret.name=nats-login",
+        "externalNats.caSecret.name=nats-ca",
     ),
     "nats-cluster": ("nats.replicas=3",),
     "monitoring": ("metrics.serviceMonitor.enabled=true", "metrics.serviceMonitor.additionalLabels.release=prometheus"),

@@ -27,6 +27,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--nats-auth-secret", default="", help="Secret of the server's keys: every job has an account of its own"
     )
     login.add_argument("--nats-credentials", type=Path, help="file with one login for the operator and all jobs")
+    parser.add_argument(
+        "--nats-ca-file", type=Path, help="certificates by which the operator and all jobs trust a tls:// server"
+    )
     parser.add_argument("--metrics-listen", default="0.0.0.0:8080", help="host:port of /metrics, /healthz and /readyz")
     parser.add_argument("--actor-image", required=True, help="image of actors and of the reference model")
     parser.add_argument("--trainer-image", required=True, help="image of trainers")

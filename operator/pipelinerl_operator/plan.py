@@ -67,6 +67,7 @@ class Endpoints:
     """`host:port` of the trainer ranks' own rendezvous, on rank 0."""
     token_file: Path | None = None
     nats_credentials: Path | None = None
+    nats_ca_file: Path | None = None
     """Login at the sample stream's server; None uses the job's token."""
     log_level: str = "info"
     metrics_addresses: Mapping[str, str] = field(default_factory=dict)
@@ -166,6 +167,7 @@ def plan_workload(job: Job, endpoints: Endpoints, name: str) -> Workload:
 def _common_flags(endpoints: Endpoints, name: str) -> tuple[str, ...]:
     token = ("--token-file", str(endpoints.token_file)) if endpoints.token_file else ()
     login = ("--nats-credentials", str(endpoints.nats_credentials)) if endpoints.nats_credentials else ()
+    authority = ("--nats-ca-file", str(endpoints.nats_ca_file)) if endpoints.nats_ca_file else ()
     metrics = ("--metrics-listen", endpoints.metrics_addresses[name]) if name in endpoints.metrics_addresses else ()
     return (
         *("--job", str(endpoints.job_file)),
@@ -177,6 +179,7 @@ def _common_flags(endpoints: Endpoints, name: str) -> tuple[str, ...]:
         *("--coordinator", endpoints.coordinator),
         *token,
         *login,
+        *authority,
         *metrics,
         *("--log-level", endpoints.log_level),
     )

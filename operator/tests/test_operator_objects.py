@@ -248,6 +248,17 @@ def test_the_token_is_a_mounted_file() -> None:
         assert "abc" not in json.dumps(manifest)
 
 
+def test_the_stream_servers_certificates_lie_beside_the_job_file() -> None:
+    job = make_resource()
+    (config,) = by_kind(job, "ConfigMap", nats_ca="certificates")
+    assert config["data"]["nats-ca.crt"] == "certificates"
+    manifest = pod(job, "preprocessor-0", nats_ca="certificates")
+    arguments = argv(manifest, "preprocessor")
+    (file,), (job_file,) = values(arguments, "--nats-ca-file"), values(arguments, "--job")
+    assert file == str(Path(job_file).with_name("nats-ca.crt"))
+    assert "--nats-ca-file" not in argv(pod(job, "preprocessor-0"), "preprocessor")
+
+
 def test_the_service_publishes_pods_before_they_are_ready() -> None:
     (service,) = by_kind(make_resource(), "Service")
     assert service["spec"]["publishNotReadyAddresses"] is True

@@ -41,7 +41,7 @@ class Secrets:
 
 
 def arguments(secret: str = SECRET, credentials: Path | None = None) -> argparse.Namespace:
-    return argparse.Namespace(nats_url=URL, nats_auth_secret=secret, nats_credentials=credentials)
+    return argparse.Namespace(nats_url=URL, nats_auth_secret=secret, nats_credentials=credentials, nats_ca_file=None)
 
 
 async def operator_of(api: Secrets) -> Key:

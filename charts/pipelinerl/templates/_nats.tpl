@@ -14,27 +14,45 @@
 app.kubernetes.io/component: nats
 {{- end -}}
 
-{{/* How the operator logs in at the stream's server. */}}
+{{/* How the operator logs in at the stream's server, and knows it. */}}
 {{- define "pipelinerl.natsArgs" -}}
 {{- if .Values.nats.enabled }}
 - --nats-auth-secret={{ include "pipelinerl.natsAuth" . }}
 {{- else }}
-{{- with .Values.externalNats.credentialsSecret.name }}
-- --nats-credentials=/etc/pipelinerl/nats/{{ $.Values.externalNats.credentialsSecret.key }}
+{{- with .Values.externalNats.credentialsSecret }}
+{{- if .name }}
+- --nats-credentials=/etc/pipelinerl/nats/login/{{ .key }}
+{{- end }}
+{{- end }}
+{{- with .Values.externalNats.caSecret }}
+{{- if .name }}
+- --nats-ca-file=/etc/pipelinerl/nats/ca/{{ .key }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end -}}
 
-{{/* Volume and mount of an external server's login, for the operator's pods. */}}
+{{/* Volumes and mounts of what belongs to an external server, for the operator's pods. */}}
 {{- define "pipelinerl.natsVolumes" -}}
-{{- if and (not .Values.nats.enabled) .Values.externalNats.credentialsSecret.name }}
+{{- if not .Values.nats.enabled }}
+{{- with .Values.externalNats.credentialsSecret.name }}
 - name: nats-login
-  secret: {secretName: {{ .Values.externalNats.credentialsSecret.name }}}
+  secret: {secretName: {{ . }}}
+{{- end }}
+{{- with .Values.externalNats.caSecret.name }}
+- name: nats-ca
+  secret: {secretName: {{ . }}}
+{{- end }}
 {{- end }}
 {{- end -}}
 
 {{- define "pipelinerl.natsMounts" -}}
-{{- if and (not .Values.nats.enabled) .Values.externalNats.credentialsSecret.name }}
-- {name: nats-login, mountPath: /etc/pipelinerl/nats, readOnly: true}
+{{- if not .Values.nats.enabled }}
+{{- with .Values.externalNats.credentialsSecret.name }}
+- {name: nats-login, mountPath: /etc/pipelinerl/nats/login, readOnly: true}
+{{- end }}
+{{- with .Values.externalNats.caSecret.name }}
+- {name: nats-ca, mountPath: /etc/pipelinerl/nats/ca, readOnly: true}
+{{- end }}
 {{- end }}
 {{- end -}}

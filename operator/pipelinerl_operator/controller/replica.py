@@ -13,7 +13,7 @@ from pipelinerl_operator.controller.events import EventRecorder
 from pipelinerl_operator.controller.health import serve_health
 from pipelinerl_operator.controller.leader_label import leader_label
 from pipelinerl_operator.controller.reconciler import Surroundings
-from pipelinerl_operator.controller.stream_login import stream_admin
+from pipelinerl_operator.controller.stream_login import read_file, stream_admin
 from pipelinerl_operator.controller.streams import Streams
 from pipelinerl_operator.controller.telemetry import Telemetry
 from pipelinerl_operator.kube import Connection, Election, HttpApi, Key, WorkQueue, connection, open_api
@@ -117,6 +117,7 @@ def operator_context(arguments: argparse.Namespace, capabilities: Capabilities, 
         image_pull_policy=arguments.image_pull_policy,
         image_pull_secrets=tuple(arguments.image_pull_secrets),
         has_nats_credentials=bool(arguments.nats_auth_secret or arguments.nats_credentials),
+        nats_ca=read_file("--nats-ca-file", arguments.nats_ca_file),
         network_policy=not arguments.no_network_policy,
         log_level=arguments.log_level,
     )

@@ -26,18 +26,20 @@ async def stream_admin(arguments: argparse.Namespace, api: Api, namespace: str) 
     """
     if arguments.nats_auth_secret:
         key = await _operator_key(api, namespace, arguments.nats_auth_secret)
-        async with AccountStreams.open(arguments.nats_url, key) as accounts:
+        async with AccountStreams.open(arguments.nats_url, key, arguments.nats_ca_file) as accounts:
             yield accounts
     else:
-        async with SharedStreams.open(arguments.nats_url, _shared_login(arguments.nats_credentials)) as shared:
+        login = read_file("--nats-credentials", arguments.nats_credentials)
+        async with SharedStreams.open(arguments.nats_url, login, arguments.nats_ca_file) as shared:
             yield shared
 
 
-def _shared_login(path: Path | None) -> str | None:
+def read_file(flag: str, path: Path | None) -> str | None:
+    """None without one. Raises SettingsError when it cannot be read."""
     try:
         return None if path is None else path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--nats-credentials {path}: cannot be read: {error}") from error
+        raise SettingsError(f"{flag} {path}: cannot be read: {error}") from error
 
 
 async def _operator_key(api: Api, namespace: str, name: str) -> StreamKey:

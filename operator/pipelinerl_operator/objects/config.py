@@ -7,6 +7,7 @@ import yaml
 from pipelinerl_common.settings import API_VERSION, KIND, JobSpec, service_view
 from pipelinerl_operator.objects.job_resource import JobResource
 from pipelinerl_operator.objects.labels import config_name, metadata
+from pipelinerl_operator.objects.ports import NATS_CA_KEY
 
 JOB_KEY = "job.yaml"
 
@@ -22,7 +23,7 @@ def service_spec(spec: JobSpec) -> dict[str, Any]:
     return JobSpec.model_validate(view).model_dump(mode="json", by_alias=True, exclude_defaults=True)
 
 
-def config_map(job: JobResource) -> dict[str, Any]:
+def config_map(job: JobResource, nats_ca: str | None = None) -> dict[str, Any]:
     document = {
         "apiVersion": API_VERSION,
         "kind": KIND,
@@ -33,7 +34,10 @@ def config_map(job: JobResource) -> dict[str, Any]:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": metadata(job, config_name(job.name)),
-        "data": {JOB_KEY: yaml.safe_dump(document, sort_keys=False, allow_unicode=True)},
+        "data": {
+            JOB_KEY: yaml.safe_dump(document, sort_keys=False, allow_unicode=True),
+            **({NATS_CA_KEY: nats_ca} if nats_ca else {}),
+        },
     }
 
 

@@ -62,6 +62,8 @@ class OperatorContext:
     """Beside the job's own."""
     has_nats_credentials: bool = False
     """Whether the job's Secret has the key nats.creds."""
+    nats_ca: str | None = None
+    """Certificates (PEM) that services trust the stream's server by; None: what their image trusts."""
     operator: Peer = field(default_factory=lambda: Peer({"app.kubernetes.io/name": "pipelinerl"}))
     """The operator's pods, which speak to generators and trainers."""
     monitoring: tuple[Peer, ...] = (Peer({}),)

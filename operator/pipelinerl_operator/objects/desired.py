@@ -27,7 +27,7 @@ def desired(job: JobResource, context: OperatorContext) -> Desired:
     optional = [network_policy(job, context) if context.network_policy else None, pod_group(job)]
     config = (
         service_account(job),
-        config_map(job),
+        config_map(job, context.nats_ca),
         headless_service(job),
         *disruption_budgets(job, context.capabilities),
         *(each for each in optional if each is not None),

@@ -18,6 +18,7 @@ SERVE_THEIR_OWN = (Role.GENERATOR, Role.REFERENCE)
 """Roles whose HTTP port has /metrics too."""
 TOKEN_KEY = "token"
 NATS_KEY = "nats.creds"
+NATS_CA_KEY = "nats-ca.crt"
 
 JOB_FILE = Path("/etc/pipelinerl/job/job.yaml")
 SECRET_FOLDER = Path("/etc/pipelinerl/secret")
@@ -64,6 +65,7 @@ def endpoints(job: JobResource, context: OperatorContext, names: tuple[str, ...]
         addresses=addresses,
         trainer_master=f"{master}:{RENDEZVOUS_PORT}",
         token_file=SECRET_FOLDER / TOKEN_KEY,
+        nats_ca_file=JOB_FILE.parent / NATS_CA_KEY if context.nats_ca else None,
         nats_credentials=SECRET_FOLDER / NATS_KEY if context.has_nats_credentials else None,
         metrics_addresses={name: f"{EVERY_INTERFACE}:{METRICS_PORT}" for name in names if role_of(name) not in SERVE_THEIR_OWN},
         log_level=context.log_level,
