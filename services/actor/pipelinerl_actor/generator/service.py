@@ -95,6 +95,7 @@ def make_engine(
             initial_version=initial_version,
             can_stage=can_stage,
             on_cpu=on_cpu,
+            engine_metrics=spec.telemetry.engine_metrics,
         )
     )
 

@@ -68,7 +68,7 @@ class VllmEngine:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Starts vLLM, which takes many seconds. Raises SettingsError for arguments that vLLM refuses."""
-        stats = StepStats.feeding(self._clock)
+        stats = StepStats.feeding(self._clock, own_metrics=self._options.engine_metrics)
         self._llm = AsyncLLM.from_engine_args(engine_args(self._options), stat_loggers=[stats])
         cache = self._llm.vllm_config.cache_config
         self._clock.kv_tokens, self._clock.kv_block_tokens = (cache.num_gpu_blocks or 0) * cache.block_size, cache.block_size

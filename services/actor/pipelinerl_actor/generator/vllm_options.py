@@ -35,6 +35,8 @@ class VllmOptions:
     initial_version: int
     can_stage: bool
     on_cpu: bool
+    engine_metrics: bool = True
+    """Whether vLLM keeps its own Prometheus metrics."""
 
 
 def engine_args(options: VllmOptions) -> AsyncEngineArgs:

@@ -8,19 +8,29 @@ from pipelinerl_actor.generator.load import StepClock
 
 
 class StepStats(PrometheusStatLogger):  # type: ignore[misc] # vLLM ships no types
-    """vLLM's own Prometheus metrics, which pass through at /metrics, and the clock beside them.
+    """Feeds the clock, and vLLM's own Prometheus metrics when they are wanted at /metrics: they cost time at each step.
 
-    vLLM makes it, so the clock is its class's: `StepStats.feeding(clock)` is a class for one engine.
+    vLLM makes it, so both are its class's: `StepStats.feeding(clock, own_metrics=True)` is a class for one engine.
     """
 
     clock: StepClock
+    own_metrics: bool
 
     @classmethod
-    def feeding(cls, clock: StepClock) -> type["StepStats"]:
-        return type("EngineStepStats", (cls,), {"clock": clock})
+    def feeding(cls, clock: StepClock, *, own_metrics: bool) -> type["StepStats"]:
+        return type("EngineStepStats", (cls,), {"clock": clock, "own_metrics": own_metrics})
+
+    def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
+        if self.own_metrics:
+            super().__init__(vllm_config, engine_indexes)
+
+    def log_engine_initialized(self) -> None:
+        if self.own_metrics:
+            super().log_engine_initialized()
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
-        super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+        if self.own_metrics:
+            super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
         if scheduler_stats is None:
             return
         self.clock.stepped(

@@ -1,11 +1,11 @@
 """What telemetry costs: the same run with it and without, in turn.
 
-with      every target scraped once a second, a tenth of the groups traced to a collector
-without   nobody scrapes, nothing is traced
+with      every target scraped once a second, vLLM's own metrics, a tenth of the groups traced to a collector
+without   nobody scrapes, vLLM keeps no metrics, nothing is traced
 
-Numbers are recorded in both, since the run's own records come from them too. Two things are compared over the steps after the
-warm-up: trained tokens per second, which is what counts and swings with everything else on the machine, and trained tokens
-per second of CPU time over all processes of the run, which swings less.
+Our own numbers are recorded in both, since the run's own records come from them too. Two things are compared over the steps
+after the warm-up: trained tokens per second, which is what counts and swings with everything else on the machine, and trained
+tokens per second of CPU time over all processes of the run, which swings less.
 """
 
 import argparse
@@ -218,7 +218,9 @@ def report(pairs: Sequence[tuple[Measured, Measured]], load: Load) -> Report:
 
 def _job(engine: str, steps: int, seed: int, endpoint: str | None) -> dict[str, Any]:
     """The arithmetic example; its sequences are short, so there is more to count and to trace per token than elsewhere."""
-    tracing = {} if endpoint is None else {"telemetry": {"tracing": {"endpoint": endpoint, "sampleRatio": SAMPLE_RATIO}}}
+    telemetry: dict[str, Any] = {"engineMetrics": endpoint is not None}
+    if endpoint is not None:
+        telemetry["tracing"] = {"endpoint": endpoint, "sampleRatio": SAMPLE_RATIO}
     return {
         "apiVersion": "pipelinerl.dev/v1alpha1",
         "kind": "PipelineRLJob",
@@ -236,6 +238,6 @@ def _job(engine: str, steps: int, seed: int, endpoint: str | None) -> dict[str, 
             "actors": {"generator": {"engine": engine, "maxRunningRequests": 64, "kvCacheBytes": 1 << 27}},
             "trainers": {"zeroStage": 1, "microBatchTokens": 1024, "checkpoint": {"everySteps": 0}},
             "weightTransfer": {"backend": "gloo", "bucketBytes": 1 << 22},
-            **tracing,
+            "telemetry": telemetry,
         },
     }

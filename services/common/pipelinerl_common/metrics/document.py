@@ -11,8 +11,9 @@ Generated from `services/common/pipelinerl_common/metrics/catalog` by `python -m
 holds the two together. What lag, staleness, ESS and queue depth mean: [staleness-metrics.md](staleness-metrics.md).
 
 Every service answers `GET /metrics` where `--metrics-listen` says; generators and references do on their own HTTP port, and add
-vLLM's own metrics (`vllm:*`). Every series has the labels `job` and `role` beside those below; `instance` or `pod` comes from
-the scrape. Scrape with `honor_labels: true`. `pipelinerl up` writes `metrics-targets.json` into the run's folder:
+vLLM's own metrics (`vllm:*`) unless `telemetry.engineMetrics` is false. Every series has the labels `job` and `role` beside
+those below; `instance` or `pod` comes from the scrape. Scrape with `honor_labels: true`.
+`pipelinerl up` writes `metrics-targets.json` into the run's folder:
 
 ```yaml
 scrape_configs:

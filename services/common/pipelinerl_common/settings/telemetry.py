@@ -54,3 +54,5 @@ class TelemetrySettings(Settings):
     """For people who are used to Weights & Biases or TensorBoard."""
     tracing: TracingSettings | None = None
     """Off without it, and then nothing of it runs."""
+    engine_metrics: bool = True
+    """vLLM's own metrics (`vllm:*`) at the generators' /metrics too; they cost the generators some time at each decode step."""
