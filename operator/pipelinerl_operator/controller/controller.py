@@ -2,7 +2,7 @@
 
 ```
  informers -> stores -> queue of job keys -> workers: reconcile -> API server
-                 ^          ^  look again          |        \-> companions: weight-transfer coordinators, training numbers
+                 ^          ^  look again          |        +-> companions: weight-transfer coordinators, training numbers
                  |          +----------------------+
                  +-- answers to its own writes, ahead of the watch
 ```
