@@ -15,8 +15,6 @@ from pipelinerl_planner.lengths import Lengths, read_trace
 from pipelinerl_planner.outcome import Outcome
 from pipelinerl_planner.presets import PRESETS, Preset
 from pipelinerl_planner.simulation import Run, simulate
-from pipelinerl_planner.validation import validate
-from pipelinerl_planner.validation_report import validation_json, validation_table
 from pipelinerl_staleness.policy import Policy, PolicySettings
 from pipelinerl_staleness.registry import POLICIES, make_policy
 
@@ -89,8 +87,7 @@ def run(args: argparse.Namespace) -> int:
     """Simulates what the arguments ask for. Returns the exit status: 2 for arguments that make no sense."""
     try:
         if args.from_run is not None:
-            write = validation_json if args.json else validation_table
-            sys.stdout.write(write(validate(args.from_run)) + "\n")
+            sys.stdout.write(_validated(args.from_run, as_json=args.json) + "\n")
             return 0
         finished = _run_all(_plan(args), sys.stderr)
         if args.plot is not None:
@@ -103,6 +100,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         sys.stdout.write(_table(finished))
     return 0
+
+
+def _validated(run: Path, *, as_json: bool) -> str:
+    from pipelinerl_planner.validation import validate  # the job's settings: not for --help
+    from pipelinerl_planner.validation_report import validation_json, validation_table
+
+    return (validation_json if as_json else validation_table)(validate(run))
 
 
 @dataclass(frozen=True, slots=True)
