@@ -298,6 +298,18 @@ async def test_generator_that_fails_to_join_is_left_out_and_comes_back(behaviour
         await harness.until_members("a", "b")
 
 
+async def test_a_process_that_takes_an_expelled_ones_name_at_another_address_joins_at_once() -> None:
+    async with running("a", "b") as harness:
+        failing = harness.generators["b"]
+        failing.on_join = 500
+        await harness.until("three failures", lambda: harness.coordinator.counters.expulsions >= 3)  # left out for 4 s by now
+        await failing.stop()
+        failing.on_join, failing.epoch = "ok", 0
+        await failing.start()
+        await harness.coordinator.reconcile()
+        assert harness.members == ("a", "b")
+
+
 async def test_generator_that_never_answers_the_join_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipelinerl_operator.coordinator.generator.ANSWER_GRACE_S", 0.1)
     async with running("a", "b", form_timeout_s=0.5) as harness:

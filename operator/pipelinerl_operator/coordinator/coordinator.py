@@ -134,7 +134,7 @@ class Coordinator:
     async def reconcile(self) -> None:
         """One round of observe, decide, act."""
         seen = await self._observer.observe()
-        self._backoff.keep_only(self._observer.names)
+        self._backoff.keep_only([name for name in self._observer.names if name not in self._observer.moved])
         state = self._state
         standing = Standing(state.group, state.transfer_deadline, state.not_before, self._settle_s, self._epoch_floor)
         decision = decide(seen, standing, self._backoff)

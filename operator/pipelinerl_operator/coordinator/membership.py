@@ -98,7 +98,7 @@ class Backoff:
         self._until.pop(name, None)
 
     def keep_only(self, names: Sequence[str]) -> None:
-        """Forgets generators that no longer exist."""
+        """Forgets generators that no longer exist; what bears the name of one that has failed may be another process."""
         for gone in [name for name in self._failures if name not in names]:
             self.succeeded(gone)
 

@@ -28,6 +28,8 @@ class Observer:
         self._trainer = trainer
         self._token = token
         self._sights: dict[str, _Sight] = {}
+        self.moved: frozenset[str] = frozenset()
+        """Generators that came under another address with the last observation: other processes of the same names."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -58,8 +60,10 @@ class Observer:
     def _follow(self, urls: Mapping[str, str]) -> None:
         for gone in [name for name in self._sights if name not in urls]:
             del self._sights[gone]
+        known = {name: sight.client.url for name, sight in self._sights.items()}
+        self.moved = frozenset(name for name, url in known.items() if url != urls[name].rstrip("/"))
         for name, url in urls.items():
-            if name not in self._sights or self._sights[name].client.url != url.rstrip("/"):
+            if name not in known or name in self.moved:
                 self._sights[name] = _Sight(GeneratorClient(name, url, self._token))
 
 
