@@ -24,10 +24,11 @@ class PolicyModel(nn.Module):
     knows the tokens before t and not t itself.
     """
 
-    def __init__(self, language_model: Any, *, with_value_head: bool) -> None:
+    def __init__(self, language_model: Any, *, with_value_head: bool, head_in_float32: bool = False) -> None:
         super().__init__()
         self.language_model = language_model
-        self.token_head = TokenHead(language_model.get_output_embeddings(), LogitTransform.of(language_model.config))
+        transform = LogitTransform.of(language_model.config)
+        self.token_head = TokenHead(language_model.get_output_embeddings(), transform, in_float32=head_in_float32)
         self.value_head: nn.Linear | None = None
         if with_value_head:
             weight = language_model.get_output_embeddings().weight
@@ -77,7 +78,11 @@ def load_policy(folder: Path, spec: JobSpec, device: torch.device) -> PolicyMode
     _check_length(language_model.config, spec.model)
     if spec.trainers.activation_checkpointing:
         language_model.gradient_checkpointing_enable({"use_reentrant": False})
-    return PolicyModel(language_model, with_value_head=spec.algorithm.baseline == "value").train()
+    return PolicyModel(
+        language_model,
+        with_value_head=spec.algorithm.baseline == "value",
+        head_in_float32=spec.model.head_dtype == "float32",
+    ).train()
 
 
 def _without_dropout(config: Any) -> Any:

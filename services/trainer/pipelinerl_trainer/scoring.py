@@ -44,10 +44,17 @@ class LogitTransform(NamedTuple):
 
 
 class TokenHead(nn.Module):
-    """Scores hidden states with a language model's head. The head stays the language model's own submodule."""
+    """Scores hidden states with a language model's head. The head stays the language model's own submodule.
 
-    def __init__(self, lm_head: nn.Linear, transform: LogitTransform, chunk_bytes: int = CHUNK_BYTES) -> None:
+    `in_float32` computes the head's product in float32, of weights that stay in their element type; a float32 copy of them
+    exists while a chunk is scored. Without it logits are rounded to the weights' type before the softmax.
+    """
+
+    def __init__(
+        self, lm_head: nn.Linear, transform: LogitTransform, chunk_bytes: int = CHUNK_BYTES, *, in_float32: bool = False
+    ) -> None:
         super().__init__()
+        self._in_float32 = in_float32
         self._lm_head = (lm_head,)  # a tuple hides it from nn.Module, which would list its weight twice
         self._transform = transform
         self._chunk_bytes = chunk_bytes
@@ -81,6 +88,9 @@ class TokenHead(nn.Module):
         temperature: float,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
+        if self._in_float32:
+            hidden_TH, weight_VH = hidden_TH.float(), weight_VH.float()
+            bias_V = None if bias_V is None else bias_V.float()
         logits_TV = self._transform(linear(hidden_TH, weight_VH, bias_V).float()) / temperature
         normalizer_T = logits_TV.logsumexp(-1)
         logprobs_T = logits_TV.gather(-1, targets_T[:, None])[:, 0] - normalizer_T

@@ -1,6 +1,7 @@
 """Packed rows give what each sequence gives alone."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from pipelinerl_common.errors import MalformedMessage, SettingsError
 from pipelinerl_trainer import attention
 from pipelinerl_trainer.attention import length_buckets
-from pipelinerl_trainer.model import PolicyModel
+from pipelinerl_trainer.model import PolicyModel, load_policy
 from pipelinerl_trainer.packed import pack_row
 from pipelinerl_trainer.scoring import LogitTransform, TokenHead
 
@@ -138,6 +139,37 @@ def test_chunked_scoring_equals_whole_scoring_with_its_gradients() -> None:
         results.append((logprobs.detach(), entropy.detach(), inputs.grad, lm_head.weight.grad.clone()))
     for whole, chunked in zip(*results, strict=True):
         torch.testing.assert_close(whole, chunked)
+
+
+def test_a_head_in_float32_is_exact_where_one_in_bfloat16_rounds() -> None:
+    torch.manual_seed(0)
+    lm_head = torch.nn.Linear(32, 50, bias=True, dtype=torch.bfloat16)
+    hidden, targets = (4 * torch.randn(20, 32)).bfloat16(), torch.randint(0, 50, (20,))
+    weight, bias = lm_head.weight.detach().double(), lm_head.bias.detach().double()
+    exact = (hidden.double() @ weight.T + bias).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    errors = {}
+    for in_float32 in (False, True):
+        inputs = hidden.clone().requires_grad_()
+        head = TokenHead(lm_head, LogitTransform(), 3 * 4 * 50, in_float32=in_float32)
+        logprobs, _ = head(inputs, targets, 1.0, False)
+        logprobs.sum().backward()
+        assert inputs.grad is not None
+        assert inputs.grad.dtype == torch.bfloat16
+        errors[in_float32] = float((logprobs.detach().double() - exact).abs().max())
+    assert errors[True] < 1e-5
+    assert errors[False] > 1e-3
+
+
+def test_the_job_s_head_dtype_reaches_the_model(tmp_path: Path) -> None:
+    toys.save_tiny_model(tmp_path)
+    row, _ = pack_row(toys.pack(toys.trajectories(4)), CPU)
+    logprobs = {}
+    for head_dtype in ("model", "float32"):
+        spec = toys.job(model={"dtype": "bfloat16", "headDtype": head_dtype}).spec
+        policy = load_policy(tmp_path, spec, CPU)
+        assert policy.language_model.get_output_embeddings().weight.dtype == torch.bfloat16
+        logprobs[head_dtype] = policy(row).logprobs_T
+    assert 1e-4 < float((logprobs["model"] - logprobs["float32"]).detach().abs().max()) < 0.1
 
 
 class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]

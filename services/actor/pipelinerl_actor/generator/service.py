@@ -74,6 +74,7 @@ def make_engine(
             TransformersOptions(
                 model=model,
                 dtype=spec.model.dtype,
+                head_dtype=spec.model.head_dtype,
                 max_running_requests=settings.max_running_requests,
                 initial_version=initial_version,
                 can_stage=can_stage,
@@ -90,6 +91,7 @@ def make_engine(
         VllmOptions(
             model=model,
             dtype=spec.model.dtype,
+            head_dtype=spec.model.head_dtype,
             max_model_len=spec.model.max_model_len,
             generator=settings,
             initial_version=initial_version,

@@ -29,6 +29,8 @@ from pipelinerl_weights.receiver import receive, tensors_of
 class TransformersOptions:
     model: Path
     dtype: str
+    head_dtype: str
+    """`float32`, or `model` for that of the weights."""
     max_running_requests: int
     initial_version: int
     can_stage: bool
@@ -40,7 +42,7 @@ class TransformersEngine:
 
     def __init__(self, options: TransformersOptions) -> None:
         self._options = options
-        self._model = TransformersModel(options.model, options.dtype, options.device)
+        self._model = TransformersModel(options.model, options.dtype, options.head_dtype, options.device)
         self._parameters: dict[str, Tensor] = dict(self._model.model.named_parameters(remove_duplicate=False))
         self._staged: dict[str, Tensor] = {}
         self._backup: dict[str, Tensor] = {}

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from pipelinerl_actor.generator.engine import Completion, Sampling
@@ -41,12 +42,23 @@ class Sequence:
 class TransformersModel:
     """`model` and what is needed to decode with it."""
 
-    def __init__(self, folder: Path, dtype: str, device: str = "cpu") -> None:
+    def __init__(self, folder: Path, dtype: str, head_dtype: str, device: str = "cpu") -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
+        if head_dtype == "float32":
+            self._compute_logits_in_float32()
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._device = device
         ends = self.model.generation_config.eos_token_id
         self._ends = frozenset([ends] if isinstance(ends, int) else ends or [])
+
+    def _compute_logits_in_float32(self) -> None:
+        """The head's weight stays as it is, so that updates find it; it is cast for each product."""
+        head = self.model.get_output_embeddings()
+
+        def forward(hidden: Tensor) -> Tensor:
+            return linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())
+
+        head.forward = forward
 
     def start(self, prompt: list[int], sampling: Sampling) -> Sequence:
         generator = torch.Generator(self._device)

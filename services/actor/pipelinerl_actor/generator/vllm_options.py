@@ -30,6 +30,8 @@ class VllmOptions:
 
     model: Path
     dtype: str
+    head_dtype: str
+    """`float32`, or `model` for that of the weights."""
     max_model_len: int
     generator: GeneratorSettings
     initial_version: int
@@ -68,4 +70,14 @@ def engine_args(options: VllmOptions) -> AsyncEngineArgs:
     fixed = sorted(set(generator.engine_args) & _FIXED)
     if fixed:
         raise SettingsError(f"generator.engineArgs: {', '.join(fixed)} cannot be set here; use the generator's own fields")
-    return AsyncEngineArgs(**{**arguments, **generator.engine_args})
+    return AsyncEngineArgs(**{**arguments, **generator.engine_args, "hf_overrides": _overrides(options)})
+
+
+def _overrides(options: VllmOptions) -> dict[str, Any]:
+    """The user's `hf_overrides` and the head's element type, which vLLM takes from the model's configuration."""
+    given = options.generator.engine_args.get("hf_overrides") or {}
+    if not isinstance(given, dict):
+        raise SettingsError(f"generator.engineArgs: hf_overrides={given!r} must be a mapping")
+    if "head_dtype" in given:
+        raise SettingsError("generator.engineArgs: hf_overrides.head_dtype cannot be set here; use model.headDtype")
+    return dict(given) if options.head_dtype == "model" else {**given, "head_dtype": options.head_dtype}

@@ -20,6 +20,9 @@ class ModelSettings(Settings):
     """Branch, tag or commit of an `hf://` model."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Element type of the generator's weights and of what is broadcast. Use float32 on a CPU."""
+    head_dtype: Literal["model", "float32"] = "model"
+    """Element type in which the language model's head computes logits, in generators, reference and trainer alike: that of the
+    weights, or float32, which brings the log-probabilities of a bfloat16 model's generator and trainer closer together."""
     max_model_len: Annotated[int, Field(ge=8)] = 4096
     """Longest trajectory in tokens, prompt included."""
     cache: Annotated[ModelCacheSettings | None, CLUSTER_ONLY] = None
