@@ -53,8 +53,8 @@ class Api(Protocol):
         """The objects as they are, consistently; never from a server's stale cache. Raises Gone when it takes too long."""
 
     def watch(self, selection: Selection, since: str) -> AsyncIterator[WatchEvent]:
-        """Changes after resource version `since` until the server ends the watch. Raises Gone, or ApiUnavailable when the
-        server is silent for longer than its bookmarks are apart."""
+        """Changes after resource version `since` until the server ends the watch, or is silent for longer than bookmarks are
+        apart. Raises Gone, or ApiUnavailable when the server does not take the watch."""
 
     async def create(self, resource: Resource, namespace: str, body: Object, *, dry_run: bool = False) -> Object:
         """Raises AlreadyExists, Invalid, Forbidden."""

@@ -18,7 +18,8 @@ CONNECT_S = 10.0
 CALL_S = 30.0
 LIST_S = 60.0
 SILENCE_S = 75.0
-"""Bookmarks come about every minute: a watch that is silent for longer is dead."""
+"""Bookmarks come about every minute from a current server; one of 1.20 has none of kinds that do not change. So a watch that is
+silent for longer is ended and begun again, which shows whether the server is still there."""
 WATCH_S = (240, 300)
 """A watch is ended by the server after a random time in between, so that watches do not begin again together."""
 PAGE_ITEMS = 500
@@ -85,6 +86,8 @@ class HttpApi:
                 async for line in response.content:
                     if line.strip():
                         yield _event(line)
+            except aiohttp.SocketTimeoutError:
+                return
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 raise ApiUnavailable(f"watch {path}: {type(error).__name__}: {error}") from error
 

@@ -2,8 +2,8 @@
 
 ```
  list (pages, consistent) -> store -> watch from the list's version -> store
-   ^                                   | ended by the server: watch on from the last version
-   |                                   | silent, cut off: the same after a jittered pause
+   ^                                   | ended by the server, or silent: watch on from the last version
+   |                                   | cut off, refused: the same after a jittered pause
    +------------- 410 Gone ------------+
 ```
 A list is compared with the store: what was missed meanwhile becomes changes like any other.
@@ -44,7 +44,7 @@ class Informer(Generic[V]):
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the server was last heard of here, bookmarks included."""
+        """Seconds since the server was last heard of here: an event, a bookmark, or a watch that it took."""
         return time.monotonic() - self._heard_at
 
     async def run(self) -> None:
@@ -55,6 +55,7 @@ class Informer(Generic[V]):
                 if not self._since:
                     await self._list()
                 await self._watch()
+                self._heard_at = time.monotonic()  # it took the watch, though there may have been nothing to tell
                 backoff_s, pause_s = FIRST_BACKOFF_S, MIN_PAUSE_S
             except PipelineRLError as error:
                 log.warning("resource=%s follows again: %s", self.selection.resource.plural, error)
