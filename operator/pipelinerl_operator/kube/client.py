@@ -23,8 +23,8 @@ silent for longer is ended and begun again, which shows whether the server is st
 WATCH_S = (240, 300)
 """A watch is ended by the server after a random time in between, so that watches do not begin again together."""
 PAGE_ITEMS = 500
-MAX_CALLS = 64
-"""At once, watches included; more wait for their turn."""
+MAX_CALLS = 24
+"""At once, watches included; more wait for their turn. A TLS connection costs 300 kB."""
 MAX_EVENT_BYTES = 2 << 20
 """etcd takes objects of 1.5 MB."""
 
@@ -183,7 +183,7 @@ class HttpApi:
 @asynccontextmanager
 async def open_api(connection: Connection, observe: Observe = lambda verb, code, seconds: None) -> AsyncIterator[HttpApi]:
     """The API behind `connection` until the block is left."""
-    connector = aiohttp.TCPConnector(limit=MAX_CALLS, keepalive_timeout=60)
+    connector = aiohttp.TCPConnector(limit=MAX_CALLS, keepalive_timeout=15)
     async with aiohttp.ClientSession(connector=connector, read_bufsize=MAX_EVENT_BYTES) as session:
         yield HttpApi(session, connection, observe)
 

@@ -9,12 +9,35 @@ async with stream.samples(max_pending=256) as received_groups:
         await received.ack()
 """
 
-from pipelinerl_common.stream.job_stream import Stream, connect
-from pipelinerl_common.stream.journal import Journal
-from pipelinerl_common.stream.layout import Layout
-from pipelinerl_common.stream.login import ANONYMOUS, Login
-from pipelinerl_common.stream.requests import ServerRequests
-from pipelinerl_common.stream.samples import ReceivedGroup
-from pipelinerl_common.stream.server import NatsServer
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from pipelinerl_common.stream.job_stream import Stream, connect
+    from pipelinerl_common.stream.journal import Journal
+    from pipelinerl_common.stream.layout import Layout
+    from pipelinerl_common.stream.login import ANONYMOUS, Login
+    from pipelinerl_common.stream.requests import ServerRequests
+    from pipelinerl_common.stream.samples import ReceivedGroup
+    from pipelinerl_common.stream.server import NatsServer
 
 __all__ = ["ANONYMOUS", "Journal", "Layout", "Login", "NatsServer", "ReceivedGroup", "ServerRequests", "Stream", "connect"]
+
+_HOMES: Final = {
+    "Stream": "job_stream",
+    "connect": "job_stream",
+    "Journal": "journal",
+    "Layout": "layout",
+    "ANONYMOUS": "login",
+    "Login": "login",
+    "ServerRequests": "requests",
+    "ReceivedGroup": "samples",
+    "NatsServer": "server",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Each name is imported when it is first asked for: the operator manages streams and never needs the codec's numpy."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
