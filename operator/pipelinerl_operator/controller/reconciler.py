@@ -106,7 +106,8 @@ class Reconciler:
             self._around.companions.forget(key)
             return None
         delay_s = await self._remember(job, decision, memory)
-        self._around.companions.follow(job, seen.wanted, decision.status, memory.token)
+        token = memory.token
+        self._around.companions.follow(job, seen.wanted, decision.status, token)
         if delay_s is None:
             for note in decision.notes:
                 await self._around.recorder.record(job, note)
@@ -115,6 +116,8 @@ class Reconciler:
         except RefusedByServer as refusal:
             log.warning("job=%s %s", key, refusal)
             return 0.0  # to say so
+        if memory.token != token:  # as a new leader has just read it; of a job that is well nothing may call it here again
+            self._around.companions.follow(job, seen.wanted, decision.status, memory.token)
         if decision.status.is_finished and not memory.has_left and not any(not pod.has_ended for pod in seen.pods):
             memory.has_left = True  # what is reserved for a finished job is missing for others
             self._around.streams.leave(job)
