@@ -51,6 +51,13 @@ async def test_a_quiet_resync_writes_nothing_even_by_a_new_leader() -> None:
     assert world.num_writes() == before
 
 
+async def test_a_new_leader_starts_the_coordinator_at_its_first_look_though_nothing_changes() -> None:
+    world = await running()
+    world.restart_operator()
+    await world.look()
+    assert world.companions.tokens[JOB]
+
+
 async def test_status_takes_one_write_until_the_job_runs() -> None:
     world = await running()
     assert [call.verb for call in world.api.writes if call.resource == JOBS and call.verb != "create"] == ["status"]

@@ -9,7 +9,7 @@ from fake_api import Call, Crash, FakeApi
 from pipelinerl_common.errors import PipelineRLError
 from pipelinerl_operator.controller.cluster import OWNED, Cluster, child_resources
 from pipelinerl_operator.controller.companions import NoCompanions
-from pipelinerl_operator.controller.decision import Note
+from pipelinerl_operator.controller.decision import Note, Wanted
 from pipelinerl_operator.controller.reconciler import Reconciler, Surroundings
 from pipelinerl_operator.controller.status import JobStatus, Phase
 from pipelinerl_operator.controller.streams import Streams
@@ -65,6 +65,16 @@ class Notes:
         return [note.reason for note in self.notes]
 
 
+class Followed(NoCompanions):
+    """Keeps the token with which each job was followed last."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[Key, str | None] = {}
+
+    def follow(self, job: JobView, wanted: Wanted | None, status: JobStatus, token: str | None) -> None:
+        self.tokens[job.key] = token
+
+
 class World:
     """`violations` are broken promises, found the moment that they are broken."""
 
@@ -87,8 +97,9 @@ class World:
         """A new leader with nothing in mind."""
         self.wanted: set[Key] = set()
         self.cluster = Cluster(child_resources(CAPABILITIES.api_versions), self.wanted.add)
+        self.companions = Followed()
         around = Surroundings(
-            CONTEXT, NoCompanions(), self.notes, Streams(self.admin), clock=lambda: self.now, monotonic=lambda: self.now
+            CONTEXT, self.companions, self.notes, Streams(self.admin), clock=lambda: self.now, monotonic=lambda: self.now
         )
         self.reconciler = Reconciler(self.api, self.cluster, around)
         self.sync()
