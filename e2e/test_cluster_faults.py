@@ -111,7 +111,7 @@ def test_actors_come_and_go_while_training_runs(job: ClusterJob) -> None:
     others = job.uids()
     job.kubectl("scale", "prl", job.name, "--replicas", "2")
     wait_for("two members", lambda: job.status["weightGroup"]["numMembers"] == 2, RECOVERY_S, lambda: job.status)
-    assert job.status["actors"]["ready"] == 2
+    wait_for("two ready actors", lambda: job.status["actors"]["ready"] == 2, RECOVERY_S, lambda: job.status)
     job.wait_until_training(steps=2, timeout_s=RECOVERY_S)
     job.kubectl("scale", "prl", job.name, "--replicas", "1")
     wait_for("one member", lambda: job.status["weightGroup"]["numMembers"] == 1, RECOVERY_S, lambda: job.status)
