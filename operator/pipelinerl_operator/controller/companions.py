@@ -17,9 +17,18 @@ from pipelinerl_common.metrics import COORDINATOR, Metrics
 from pipelinerl_common.service import cancel_all
 from pipelinerl_common.settings import Job
 from pipelinerl_common.tracing import open_tracer
+from pipelinerl_operator.controller.balance import Balance, Counts, balance_between
 from pipelinerl_operator.controller.cluster import Cluster
 from pipelinerl_operator.controller.decision import Wanted
-from pipelinerl_operator.controller.status import MAX_MEMBERS, JobStatus, Phase, StreamStatus, TrainingStatus, WeightGroupStatus
+from pipelinerl_operator.controller.status import (
+    MAX_MEMBERS,
+    AutoscaleStatus,
+    JobStatus,
+    Phase,
+    StreamStatus,
+    TrainingStatus,
+    WeightGroupStatus,
+)
 from pipelinerl_operator.controller.training import Reading, read_metrics, stream_status, training_status
 from pipelinerl_operator.controller.units import is_of_job
 from pipelinerl_operator.controller.views import JobView, PodView
@@ -55,6 +64,10 @@ class Companion:
         self._addresses: Mapping[str, str] = {}
         self._restarts: Mapping[str, int] = {}
         self._before: Reading | None = None
+        self.balance: Balance | None = None
+        self._choice: AutoscaleStatus | None = None
+        self._period: tuple[Counts, Counts] | None = None
+        """The first and the newest reading since the last look at the balance."""
         self._traced: Job | None = wanted.job.job if wanted.job.spec.telemetry.tracing is not None else None
         settings = wanted.job.spec.weight_transfer
         self.coordinator = Coordinator(settings, self._generators, self._trainer, token=token, epoch_floor=self._floor)
@@ -68,6 +81,10 @@ class Companion:
             "trainer": status.trainers.restarts,
         }
         self.coordinator.period_s = max(SETTLED_S if self.coordinator.group else 1.0, num_jobs / ROUNDS_PER_S)
+        if status.autoscale != self._choice:
+            self._choice = status.autoscale
+            self._period = None if self._period is None else (self._period[1], self._period[1])
+            self.balance = None
         addresses = {**self._generators(), "trainer": self._trainer() or ""}
         if addresses != self._addresses:
             self._addresses = addresses
@@ -117,7 +134,21 @@ class Companion:
             self.training, self._before = training_status(trainer, self._before), trainer
         if preprocessor is not None:
             self.stream = stream_status(preprocessor)
+        if trainer is not None and preprocessor is not None:
+            self._weigh(trainer, preprocessor)
         return before != (self.training, self.stream)
+
+    def _weigh(self, trainer: Reading, preprocessor: Reading) -> None:
+        """The balance since the last look; anew whenever a process came or went."""
+        actors = frozenset(pod.uid for pod in self._live(Role.ACTOR) if pod.is_ready)
+        others = tuple(pod.uid for role in (Role.TRAINER, Role.PREPROCESSOR) for pod in self._live(role) if pod.index == 0)
+        counts = Counts.of(trainer, preprocessor, actors, others)
+        if counts is None:
+            self._period = self.balance = None
+            return
+        begin = self._period[0] if self._period is not None and counts.follows(self._period[1]) else counts
+        self._period = (begin, counts)
+        self.balance = balance_between(begin, counts)
 
     async def _metrics_of(self, session: aiohttp.ClientSession, role: Role) -> Reading | None:
         pod = next((pod for pod in self._live(role) if pod.index == 0), None)
@@ -159,6 +190,10 @@ class Companions:
     def training(self, key: Key) -> tuple[TrainingStatus | None, StreamStatus | None]:
         running = self._running.get(key)
         return (running[0].training, running[0].stream) if running else (None, None)
+
+    def balance(self, key: Key) -> Balance | None:
+        running = self._running.get(key)
+        return running[0].balance if running else None
 
     def follow(self, job: JobView, wanted: Wanted | None, status: JobStatus, token: str | None) -> None:
         """Starts, keeps or stops what the job needs now. An invalid spec changes nothing of what runs."""
@@ -241,6 +276,9 @@ class NoCompanions:
 
     def training(self, key: Key) -> tuple[TrainingStatus | None, StreamStatus | None]:
         return None, None
+
+    def balance(self, key: Key) -> Balance | None:
+        return None
 
     def follow(self, job: JobView, wanted: Wanted | None, status: JobStatus, token: str | None) -> None:
         pass

@@ -7,10 +7,11 @@
  invalid spec                      -> say so, create nothing
  trainer rank 0 ended well         -> Succeeded (remembered now, cleaned up next time)
  past a deadline, out of restarts  -> Failed (likewise)
- otherwise                         -> remember failures, create, replace and remove, describe
+ otherwise                         -> remember failures, choose how many actors, create, replace and remove, describe
 ```
 """
 
+from pipelinerl_operator.controller.autoscale import autoscale, take_choice
 from pipelinerl_operator.controller.conditions import Because, Type, say
 from pipelinerl_operator.controller.counting import count_pods
 from pipelinerl_operator.controller.decision import Decision, Draft, EventType, Observed, Wanted
@@ -28,6 +29,7 @@ def decide(seen: Observed) -> Decision:
     draft = Draft(seen, JobStatus.read(seen.job.status))
     if seen.job.spec.get("managedBy") or seen.job.is_deleted:
         return Decision(draft.status, ignored=True)
+    take_choice(draft)
     if draft.status.is_finished:
         clean_up(draft)
         return draft.done()
@@ -37,12 +39,13 @@ def decide(seen: Observed) -> Decision:
     is_beginning = draft.status.start_time is None
     if is_beginning:
         draft.set(start_time=write_time(seen.now))
-    if seen.wanted is None:
+    if seen.wanted is None or draft.seen.wanted is None:
         _refuse(draft)
-    elif not _ends(draft, seen.wanted):
-        take_restart_id(draft, seen.wanted, is_beginning=is_beginning)
-        provision(draft, seen.wanted)
-        describe(draft, seen.wanted)
+    elif not _ends(draft, draft.seen.wanted):
+        take_restart_id(draft, draft.seen.wanted, is_beginning=is_beginning)
+        wanted = autoscale(draft, seen.wanted)
+        provision(draft, wanted)
+        describe(draft, wanted)
     return draft.done()
 
 

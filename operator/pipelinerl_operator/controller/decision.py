@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from pipelinerl_operator.controller.balance import Balance
 from pipelinerl_operator.controller.status import JobStatus, StreamStatus, TrainingStatus, WeightGroupStatus
 from pipelinerl_operator.controller.views import JobView, OwnedView, PodView
 from pipelinerl_operator.kube import Object, Resource
@@ -53,6 +54,8 @@ class Observed:
     """None while no coordinator runs for the job."""
     stream: StreamStatus | None = None
     training: TrainingStatus | None = None
+    balance: Balance | None = None
+    """Of generation and training since the last look at it."""
 
 
 class EventType(StrEnum):

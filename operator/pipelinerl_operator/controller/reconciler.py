@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_operator.controller.balance import Balance
 from pipelinerl_operator.controller.cluster import Cluster
 from pipelinerl_operator.controller.decide import decide
 from pipelinerl_operator.controller.decision import Child, Decision, Note, Observed, Wanted
@@ -55,6 +56,7 @@ class Companions(Protocol):
 
     def weight_group(self, key: Key) -> WeightGroupStatus | None: ...
     def training(self, key: Key) -> tuple[TrainingStatus | None, StreamStatus | None]: ...
+    def balance(self, key: Key) -> Balance | None: ...
     def follow(self, job: JobView, wanted: Wanted | None, status: JobStatus, token: str | None) -> None:
         """Starts, keeps or stops what the job needs now."""
 
@@ -161,6 +163,7 @@ class Reconciler:
             weight_group=self._around.companions.weight_group(job.key),
             stream=stream,
             training=training,
+            balance=self._around.companions.balance(job.key),
         )
 
     def _children(self, job: JobView, memory: Memory) -> tuple[Child, ...]:

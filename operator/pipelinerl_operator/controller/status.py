@@ -133,6 +133,19 @@ class TrainingStatus(Settings):
     """Trajectories trained per second."""
 
 
+class AutoscaleStatus(Settings):
+    """What the operator has chosen, in place of spec.actors.replicas."""
+
+    actors: Count
+    """Actors that there should be. Remembered."""
+    start: Count
+    """The spec.actors.replicas that it began from; another one begins anew. Remembered."""
+    step: Count
+    """Optimizer step of the last look. Remembered."""
+    ratio: float
+    """The system's throughput over what generation alone would reach, at the last look."""
+
+
 class JobStatus(Settings):
     phase: Phase | None = None
     """One word for people."""
@@ -156,6 +169,8 @@ class JobStatus(Settings):
     """Pod of the preprocessor."""
     reference: RoleStatus | None = None
     """Pods of the reference model."""
+    autoscale: AutoscaleStatus | None = None
+    """What autoscale has chosen. Remembered."""
     actor_selector: Annotated[str, Field(max_length=512)] | None = None
     """Label selector of the actors, for autoscalers."""
     restart_id: Annotated[str, Field(max_length=64)] | None = None
@@ -203,13 +218,17 @@ def _without_empty_texts(value: Any) -> Any:
 
 _ALIASES = frozenset(field.alias or name for name, field in JobStatus.model_fields.items())
 
-REMEMBERED = frozenset({"phase", "attempts", "recent_failures", "restart_id", "completion_time", "complete_trainers"})
+REMEMBERED = frozenset(
+    {"phase", "attempts", "recent_failures", "restart_id", "completion_time", "complete_trainers", "autoscale"}
+)
 """Fields whose change must be written before it is acted on."""
 
 
 def is_urgent(old: JobStatus, new: JobStatus) -> bool:
     """Whether `new` remembers something that `old` does not, so that it must be written before anything is done about it."""
     if old.attempts != new.attempts or old.recent_failures != new.recent_failures or old.completion_time != new.completion_time:
+        return True
+    if old.autoscale != new.autoscale:
         return True
     latched = {Phase.SUSPENDING, Phase.SUSPENDED, *FINISHED}
     return old.phase != new.phase and (old.phase in latched or new.phase in latched)

@@ -1,7 +1,7 @@
 """A PipelineRLJob as it lies in the API server."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipelinerl_common.settings import API_VERSION, KIND, Job, JobSpec, parse_job
@@ -56,6 +56,11 @@ class JobResource:
             deletion_timestamp=metadata.get("deletionTimestamp"),
             raw=raw,
         )
+
+    def with_actors(self, count: int) -> "JobResource":
+        """The same with another number of actors, within the spec's bounds."""
+        spec = self.spec.model_copy(update={"actors": self.spec.actors.model_copy(update={"replicas": count})})
+        return replace(self, job=self.job.model_copy(update={"spec": spec}))
 
     def owner_reference(self) -> dict[str, Any]:
         """For `metadata.ownerReferences` of everything that goes with the job."""
