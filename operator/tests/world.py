@@ -1,12 +1,13 @@
 """A cluster in memory with one operator in it, and time that passes only when a test says so."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fake_api import Call, Crash, FakeApi
 
 from pipelinerl_common.errors import PipelineRLError
+from pipelinerl_operator.controller.balance import Balance
 from pipelinerl_operator.controller.cluster import OWNED, Cluster, child_resources
 from pipelinerl_operator.controller.companions import NoCompanions
 from pipelinerl_operator.controller.decision import Note, Wanted
@@ -66,10 +67,14 @@ class Notes:
 
 
 class Followed(NoCompanions):
-    """Keeps the token with which each job was followed last."""
+    """Keeps the token with which each job was followed last; tells the balances that a test gave."""
 
-    def __init__(self) -> None:
+    def __init__(self, balances: Mapping[Key, Balance]) -> None:
         self.tokens: dict[Key, str | None] = {}
+        self._balances = balances
+
+    def balance(self, key: Key) -> Balance | None:
+        return self._balances.get(key)
 
     def follow(self, job: JobView, wanted: Wanted | None, status: JobStatus, token: str | None) -> None:
         self.tokens[job.key] = token
@@ -89,6 +94,8 @@ class World:
         self.failed: set[tuple[str, int]] = set()
         self.admin: StreamAdmin | None = None
         """Of the stream's server; taken over at the operator's next start."""
+        self.balances: dict[Key, Balance] = {}
+        """Of generation and training, as the metrics of each job tell them."""
         self.restart_operator()
 
     # the operator
@@ -97,7 +104,7 @@ class World:
         """A new leader with nothing in mind."""
         self.wanted: set[Key] = set()
         self.cluster = Cluster(child_resources(CAPABILITIES.api_versions), self.wanted.add)
-        self.companions = Followed()
+        self.companions = Followed(self.balances)
         around = Surroundings(
             CONTEXT, self.companions, self.notes, Streams(self.admin), clock=lambda: self.now, monotonic=lambda: self.now
         )

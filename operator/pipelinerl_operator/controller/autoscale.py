@@ -7,6 +7,7 @@
 The rule alone swings for ever when one stride leads from one side of its band to the other. Here a stride ends where the
 measured rates say that the balance is: taking away leaves generation at least as fast as the system is, adding leaves the
 ratio at least at lowRatio. While the rates stay what they are, a number that was taken back is therefore never asked for again.
+And nothing is taken away while the trainers wait, too: then it is the staleness policy that holds both up.
 """
 
 import math
@@ -84,6 +85,8 @@ def choose(spec: JobSpec, before: int, balance: Balance) -> int | None:
         return None
     asked = share.num_generating // gpus
     if asked < before:
+        if balance.r < settings.low_ratio * balance.r_train:
+            return before
         return min(before, max(asked, math.ceil(before * balance.ratio - _ROUNDING)))
     if asked > before:
         enough = before * balance.r_train / (balance.r_gen * settings.low_ratio)

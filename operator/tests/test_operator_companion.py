@@ -1,0 +1,100 @@
+"""What a job's companion reads of its pods."""
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from functools import partial
+
+import aiohttp
+import pytest
+from world import CONTEXT, JOB, World, job
+
+from pipelinerl_common.metrics import PREPROCESSOR, TRAINER, Metrics, serve_metrics
+from pipelinerl_operator.controller import companions
+from pipelinerl_operator.controller.companions import Companion
+from pipelinerl_operator.controller.decision import Wanted
+from pipelinerl_operator.controller.status import AutoscaleStatus, JobStatus
+from pipelinerl_operator.kube import Key, Object
+from pipelinerl_operator.kube.resources import PODS
+from pipelinerl_operator.objects import JobResource, desired
+
+HOSTS = {"sums-trainer-0": "127.0.0.2", "sums-preprocessor-0": "127.0.0.3"}
+
+
+class Running:
+    """A job whose trainer and preprocessor tell the metrics that a test sets."""
+
+    def __init__(self, world: World, session: aiohttp.ClientSession) -> None:
+        self.trainer, self.preprocessor = Metrics(TRAINER, "sums"), Metrics(PREPROCESSOR, "sums")
+        self.world = world
+        self._session = session
+        view = world.cluster.jobs.get(JOB)
+        assert view is not None
+        resource = JobResource.parse(view.body)
+        self.companion = Companion(view, Wanted(resource, desired(resource, CONTEXT)), world.status, "token", world.cluster)
+
+    async def step(self, step: int, num_groups: int) -> None:
+        self.trainer.gauge("policy_version").set(step)
+        self.preprocessor.counter("groups_trained_total").inc(num_groups)
+        await self.companion.read(self._session)
+
+    def steps(self) -> tuple[int, int] | None:
+        balance = self.companion.balance
+        return None if balance is None else (balance.begin_step, balance.step)
+
+
+def _move(host: str, body: Object) -> None:
+    body["status"]["podIP"] = host
+
+
+@pytest.fixture
+async def running(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
+    with socket.create_server((HOSTS["sums-trainer-0"], 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setattr(companions, "METRICS_PORT", port)
+    world = World()
+    await world.submit(job())
+    await world.settle()
+    for name, host in HOSTS.items():
+        world.api.edit(PODS, Key("default", name), partial(_move, host))
+    world.sync()
+    async with AsyncExitStack() as stack:
+        job_ = Running(world, await stack.enter_async_context(aiohttp.ClientSession()))
+        for metrics, host in ((job_.trainer, HOSTS["sums-trainer-0"]), (job_.preprocessor, HOSTS["sums-preprocessor-0"])):
+            await stack.enter_async_context(serve_metrics(f"{host}:{port}", metrics.exposition))
+        yield job_
+
+
+async def test_the_balance_grows_from_the_first_reading_on(running: Running) -> None:
+    await running.step(3, 8)
+    assert running.steps() is None
+    await running.step(5, 16)
+    await running.step(9, 32)
+    assert running.steps() == (3, 9)
+    assert running.companion.balance is not None
+    assert running.companion.balance.num_actors == 2
+    assert running.companion.balance.ratio == 1.0
+    assert running.companion.training is not None
+    assert running.companion.training.step == 9
+
+
+async def test_a_look_at_it_begins_it_anew(running: Running) -> None:
+    await running.step(3, 8)
+    await running.step(13, 80)
+    status = JobStatus(autoscale=AutoscaleStatus(actors=2, start=2, step=13, ratio=1.0))
+    running.companion.update(status, 1)
+    assert running.steps() is None
+    await running.step(14, 8)
+    running.companion.update(status, 1)
+    assert running.steps() == (13, 14)
+
+
+async def test_an_actor_that_is_gone_begins_it_anew(running: Running) -> None:
+    await running.step(3, 8)
+    await running.step(13, 80)
+    running.world.api.remove(PODS, Key("default", "sums-actor-1"), 0)
+    running.world.sync()
+    await running.step(14, 8)
+    assert running.steps() is None
+    await running.step(15, 8)
+    assert running.steps() == (14, 15)
