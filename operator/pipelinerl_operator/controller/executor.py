@@ -91,10 +91,15 @@ class _Turn:
     async def _check_templates(self, action: CheckTemplates) -> None:
         for pod in action.pods:
             try:
-                await self._api.create(PODS, self._namespace, pod.manifest(0), dry_run=True)
+                await self._api.create(PODS, self._namespace, self._without_own_account(pod.manifest(0)), dry_run=True)
             except AlreadyExists:
                 continue  # a predecessor's pod that is still on its way out
         self._memory.checked_generation = self._job.generation
+
+    def _without_own_account(self, body: Object) -> Object:
+        """The job's ServiceAccount is made after the templates are accepted; until then the server would refuse every pod."""
+        own = body["spec"].get("serviceAccountName") == self._job.key.name
+        return {**body, "spec": {k: v for k, v in body["spec"].items() if k != "serviceAccountName"}} if own else body
 
     async def _make_secret(self) -> None:
         if self._wanted is None:
