@@ -1,12 +1,9 @@
 """The operator's own metrics, recorded where things happen and read when they are scraped."""
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import Metric as Family
-from prometheus_client.registry import Collector
-
-from pipelinerl_common.metrics import OPERATOR, Metrics
+from pipelinerl_common.metrics import OPERATOR, Metrics, exposition_of
 from pipelinerl_common.telemetry import memory_bytes
 from pipelinerl_operator.controller.cluster import AnyInformer
 from pipelinerl_operator.controller.status import Phase
@@ -75,20 +72,4 @@ class Telemetry:
     def exposition(self) -> bytes:
         """In Prometheus' text format, each metric once, however many jobs have it."""
         self._count_restarts()
-        merged = CollectorRegistry(auto_describe=False)
-        merged.register(_Merged([self.metrics, *self._companions()]))
-        return generate_latest(merged)
-
-
-class _Merged(Collector):
-    def __init__(self, parts: Iterable[Metrics]) -> None:
-        self._parts = parts
-
-    def collect(self) -> Iterable[Family]:
-        families: dict[str, Family] = {}
-        for part in self._parts:
-            for family in part.collect():
-                known = families.setdefault(family.name, family)
-                if known is not family:
-                    known.samples.extend(family.samples)
-        return families.values()
+        return exposition_of(chain([self.metrics], self._companions()))

@@ -1,5 +1,8 @@
 """The catalog's rules, what a process may record, and that Prometheus and the run's records read the same numbers."""
 
+import gc
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
@@ -109,6 +112,27 @@ def test_jobs_of_one_name_in_two_namespaces_have_series_of_their_own() -> None:
         'pipelinerl_generators_absent{job="sums",namespace="lab",role="coordinator"} 0.0',
         'pipelinerl_generators_absent{job="sums",namespace="prod",role="coordinator"} 1.0',
     ]
+
+
+def test_the_metrics_of_many_jobs_are_made_one_after_the_other_and_none_is_kept() -> None:
+    """An operator of a thousand jobs would hold them all, and those of several scrapes until a full garbage collection."""
+    alive: weakref.WeakSet[Metrics] = weakref.WeakSet()
+
+    def make() -> Iterator[Metrics]:
+        for number in range(5):
+            assert len(alive) <= 1
+            metrics = Metrics("trainer", f"job-{number}")
+            alive.add(metrics)
+            metrics.gauge("policy_version").set(number)
+            yield metrics
+
+    gc.disable()
+    try:
+        text = exposition_of(make())
+        assert not alive
+    finally:
+        gc.enable()
+    assert text.count(b"\npipelinerl_policy_version{") == 5
 
 
 def test_a_gauge_without_a_value_is_missing() -> None:

@@ -143,8 +143,6 @@ class Metrics(Collector):
         self.job = job
         self._labels = {**({"namespace": namespace} if namespace else {}), "job": job, "role": role}
         self._series: dict[str, Counter | Gauge | Histogram] = {}
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
     def counter(self, name: str) -> Counter:
         """Raises UndeclaredMetric for what the catalog does not have as a counter of this role; the others likewise."""
@@ -184,7 +182,7 @@ class Metrics(Collector):
 
     def exposition(self) -> bytes:
         """In Prometheus' text format."""
-        return generate_latest(self._registry)
+        return exposition_of([self])
 
     def collect(self) -> Iterator[Family]:
         for series in list(self._series.values()):
@@ -207,14 +205,19 @@ class Metrics(Collector):
 
 
 def exposition_of(processes: Iterable[Metrics]) -> bytes:
-    """The metrics of several jobs that live in one process, each family once."""
+    """The metrics of several jobs that live in one process, each family once.
+
+    Takes one after the other and keeps none: an operator makes a thousand of them for each scrape.
+    """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Several(list(processes)))
+    registry.register(_Several(processes))
     return generate_latest(registry)
 
 
 class _Several(Collector):
-    def __init__(self, processes: list[Metrics]) -> None:
+    """For one collection: `processes` may be read once only."""
+
+    def __init__(self, processes: Iterable[Metrics]) -> None:
         self._processes = processes
 
     def collect(self) -> Iterator[Family]:
