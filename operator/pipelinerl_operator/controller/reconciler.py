@@ -47,7 +47,7 @@ TRAINING_S = 15.0
 NUMBERS = frozenset({"training", "stream"})
 STREAM_S = 10.0
 """How soon to ask the stream's server again."""
-MAX_KNOWN = 32
+MAX_KNOWN = 16
 """Parsed specs that are kept: reading one takes milliseconds, keeping one takes tens of kilobytes."""
 
 

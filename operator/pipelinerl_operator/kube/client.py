@@ -23,7 +23,7 @@ silent for longer is ended and begun again, which shows whether the server is st
 WATCH_S = (240, 300)
 """A watch is ended by the server after a random time in between, so that watches do not begin again together."""
 PAGE_ITEMS = 500
-MAX_CALLS = 24
+MAX_CALLS = 16
 """At once, watches included; more wait for their turn. A TLS connection costs 300 kB."""
 MAX_EVENT_BYTES = 2 << 20
 """etcd takes objects of 1.5 MB."""
