@@ -1,8 +1,10 @@
 """The house keeps its shape: what lies at the top, what must not be a package, what starts without heavy imports."""
 
 import operator
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,18 @@ def test_the_operator_folder_does_not_shadow_the_standard_library() -> None:
     assert not (ROOT / "operator" / "__init__.py").exists()
     assert operator.itemgetter(1)([1, 2]) == 2
     assert str(ROOT) not in str(operator.__file__)
+
+
+@pytest.mark.parametrize("file", ["e2e/environment", "Dockerfile.actor", "Dockerfile.trainer"])
+def test_every_extra_that_is_installed_exists(file: str) -> None:
+    """pip only warns of one that does not, and installs the rest."""
+    with (ROOT / "pyproject.toml").open("rb") as project:
+        extras = set(tomllib.load(project)["project"]["optional-dependencies"])
+    text = (ROOT / file).read_text()
+    named = {name for group in re.findall(r"\$root\[([a-z,]+)\]", text) for name in group.split(",")}
+    named |= set(re.findall(r"o\['([a-z]+)'\]", text))
+    assert named
+    assert named <= extras
 
 
 def test_test_files_have_unique_names() -> None:

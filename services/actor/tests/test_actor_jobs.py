@@ -22,7 +22,7 @@ def test_a_job_file_is_valid_and_its_task_gives_prompts(file: Path, tmp_path: Pa
     problems = tmp_path / "problems.jsonl"
     problems.write_text(json.dumps({"problem": "What is 1+1?", "answer": "2"}))
     task = load_job(file).spec.task
-    args = {**task.args, **({"file": str(problems)} if "file" in task.args else {})}
+    args = {**task.args, **({"data": str(problems)} if "data" in task.args else {})}
     loaded = load_task(TaskName(task.path, args, seed=0))
     assert isinstance(loaded, Task)
     assert loaded.prompt(0).messages == loaded.prompt(0).messages != ()
