@@ -81,3 +81,26 @@ async def test_a_kind_that_does_not_change_is_watched_on_from_where_it_was_and_c
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_watches_however_many_leave_room_for_calls(
+    quiet: Quiet, server: web.AppRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator that serves several namespaces has nine watches in each, and a lease to renew beside them."""
+    monkeypatch.setattr("pipelinerl_operator.kube.client.SILENCE_S", 600.0)
+    connection = Connection(f"http://127.0.0.1:{server.addresses[0][1]}", "team", lambda: None, lambda: False)
+    async with open_api(connection) as api:
+
+        async def watch() -> None:
+            async for _ in api.watch(Selection(PODS), "7"):
+                pass
+
+        watching = [asyncio.create_task(watch()) for _ in range(40)]
+        try:
+            await until(lambda: quiet.watches == 40)
+            async with asyncio.timeout(DEADLINE_S):
+                assert [len(page.items) async for page in api.pages(Selection(PODS))] == [1]
+        finally:
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)

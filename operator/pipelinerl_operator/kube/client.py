@@ -23,8 +23,9 @@ silent for longer is ended and begun again, which shows whether the server is st
 WATCH_S = (240, 300)
 """A watch is ended by the server after a random time in between, so that watches do not begin again together."""
 PAGE_ITEMS = 500
-MAX_CALLS = 16
-"""At once, watches included; more wait for their turn. A TLS connection costs 300 kB."""
+MAX_CALLS = 8
+"""At once, beside the watches, which last and must leave room for the others; more wait for their turn. Each has a TLS connection
+that costs at least 300 kB."""
 MAX_EVENT_BYTES = 2 << 20
 """etcd takes objects of 1.5 MB."""
 
@@ -38,10 +39,13 @@ _METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 
 
 class HttpApi:
-    """`Api` over one pool of connections. Use as `async with open_api(connection) as api`."""
+    """`Api` over one pool of connections for calls and one for watches. Use as `async with open_api(connection) as api`."""
 
-    def __init__(self, session: aiohttp.ClientSession, connection: Connection, observe: Observe) -> None:
-        self._session = session
+    def __init__(
+        self, calls: aiohttp.ClientSession, watches: aiohttp.ClientSession, connection: Connection, observe: Observe
+    ) -> None:
+        self._calls = calls
+        self._watches = watches
         self._connection = connection
         self._observe = observe
 
@@ -160,7 +164,7 @@ class HttpApi:
             all_headers["Authorization"] = authorization
         started, status = time.monotonic(), 0
         try:
-            async with self._session.request(
+            async with (self._watches if verb == "watch" else self._calls).request(
                 method,
                 self._connection.server + path,
                 params=query,
@@ -183,9 +187,13 @@ class HttpApi:
 @asynccontextmanager
 async def open_api(connection: Connection, observe: Observe = lambda verb, code, seconds: None) -> AsyncIterator[HttpApi]:
     """The API behind `connection` until the block is left."""
-    connector = aiohttp.TCPConnector(limit=MAX_CALLS, keepalive_timeout=15)
-    async with aiohttp.ClientSession(connector=connector, read_bufsize=MAX_EVENT_BYTES) as session:
-        yield HttpApi(session, connection, observe)
+    for_calls = aiohttp.TCPConnector(limit=MAX_CALLS, keepalive_timeout=15)
+    for_watches = aiohttp.TCPConnector(limit=0, keepalive_timeout=15)
+    async with (
+        aiohttp.ClientSession(connector=for_calls) as calls,
+        aiohttp.ClientSession(connector=for_watches, read_bufsize=MAX_EVENT_BYTES) as watches,
+    ):
+        yield HttpApi(calls, watches, connection, observe)
 
 
 def _labels(selection: Selection) -> dict[str, str]:
