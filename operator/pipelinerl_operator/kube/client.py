@@ -24,8 +24,8 @@ WATCH_S = (240, 300)
 """A watch is ended by the server after a random time in between, so that watches do not begin again together."""
 PAGE_ITEMS = 500
 MAX_CALLS = 8
-"""At once, beside the watches, which last and must leave room for the others; more wait for their turn. Each has a TLS connection
-that costs at least 300 kB."""
+"""At once, beside the watches, which last and must leave room for the others; more wait for their turn. A TLS connection
+costs at least 300 kB."""
 MAX_EVENT_BYTES = 2 << 20
 """etcd takes objects of 1.5 MB."""
 
