@@ -62,7 +62,8 @@ async def serve_generator(wiring: Wiring, model: Path, stop: asyncio.Event, *, s
 def make_engine(
     job: Job, settings: GeneratorSettings, model: Path, *, initial_version: int, can_stage: bool, log_level: str = "info"
 ) -> Engine:
-    """The engine that `settings` names, not yet running."""
+    """The engine that `settings` names, not yet running. Raises SettingsError for a folder that does not hold a model."""
+    read_config(model)  # first: an engine would take a folder that is not there for a name on the hub
     import torch  # here, so that what is wrong with the settings is said at once
 
     spec = job.spec
