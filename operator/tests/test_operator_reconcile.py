@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from world import JOB, World, job
 
-from pipelinerl_operator.controller.status import Phase
+from pipelinerl_operator.controller.status import Phase, TrainingStatus
 from pipelinerl_operator.kube import Key
 from pipelinerl_operator.kube.errors import ApiUnavailable, Conflict, Invalid
 from pipelinerl_operator.kube.resources import CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES
@@ -83,6 +83,24 @@ async def test_terminal_state_is_written_before_anything_is_cleaned_up() -> None
     before = world.num_writes()
     await world.look()
     assert [(call.verb, call.resource) for call in world.api.writes[before:]] == [("status", JOBS)]
+
+
+async def test_the_end_is_told_by_what_the_trainer_left_and_not_by_what_was_read_of_it_last() -> None:
+    world = await running()
+    world.trainings[JOB] = TrainingStatus(step=31, policy_version=31, reward=0.5, samples_per_second=12.0)
+    message = "pipelinerl_policy_version 60.0\npipelinerl_reward_mean 0.875\npipelinerl_lag_mean 1.5\npipelinerl_ess 1e-05\n"
+    world.end("sums-trainer-0", "trainer", 0, message=message)
+    await world.settle()
+    expected = TrainingStatus(step=60, policy_version=60, reward=0.875, lag=1.5, ess=1e-05, samples_per_second=12.0)
+    assert world.status.training == expected
+
+
+async def test_a_trainer_that_leaves_nothing_is_told_by_what_was_read_of_it_last() -> None:
+    world = await running()
+    world.trainings[JOB] = TrainingStatus(step=31, policy_version=31)
+    world.end("sums-trainer-0", "trainer", 0)
+    await world.settle()
+    assert world.status.training == TrainingStatus(step=31, policy_version=31)
 
 
 async def test_a_finished_job_is_not_run_again_by_anything() -> None:

@@ -12,7 +12,7 @@ from pipelinerl_operator.controller.cluster import OWNED, Cluster, child_resourc
 from pipelinerl_operator.controller.companions import NoCompanions
 from pipelinerl_operator.controller.decision import Note, Wanted
 from pipelinerl_operator.controller.reconciler import Reconciler, Surroundings
-from pipelinerl_operator.controller.status import JobStatus, Phase
+from pipelinerl_operator.controller.status import JobStatus, Phase, StreamStatus, TrainingStatus
 from pipelinerl_operator.controller.streams import Streams
 from pipelinerl_operator.controller.views import JobView
 from pipelinerl_operator.kube import Key, Object, Selection
@@ -67,11 +67,15 @@ class Notes:
 
 
 class Followed(NoCompanions):
-    """Keeps the token with which each job was followed last; tells the balances that a test gave."""
+    """Keeps the token with which each job was followed last; tells the numbers that a test gave."""
 
-    def __init__(self, balances: Mapping[Key, Balance]) -> None:
+    def __init__(self, trainings: Mapping[Key, TrainingStatus], balances: Mapping[Key, Balance]) -> None:
         self.tokens: dict[Key, str | None] = {}
+        self._trainings = trainings
         self._balances = balances
+
+    def training(self, key: Key) -> tuple[TrainingStatus | None, StreamStatus | None]:
+        return self._trainings.get(key), None
 
     def balance(self, key: Key) -> Balance | None:
         return self._balances.get(key)
@@ -94,6 +98,7 @@ class World:
         self.failed: set[tuple[str, int]] = set()
         self.admin: StreamAdmin | None = None
         """Of the stream's server; taken over at the operator's next start."""
+        self.trainings: dict[Key, TrainingStatus] = {}
         self.balances: dict[Key, Balance] = {}
         """Of generation and training, as the metrics of each job tell them."""
         self.restart_operator()
@@ -104,7 +109,7 @@ class World:
         """A new leader with nothing in mind."""
         self.wanted: set[Key] = set()
         self.cluster = Cluster(child_resources(CAPABILITIES.api_versions), self.wanted.add)
-        self.companions = Followed(self.balances)
+        self.companions = Followed(self.trainings, self.balances)
         around = Surroundings(
             CONTEXT, self.companions, self.notes, Streams(self.admin), clock=lambda: self.now, monotonic=lambda: self.now
         )
@@ -171,10 +176,18 @@ class World:
         self.api.edit(PODS, Key("default", name), lambda body: body["spec"].update(nodeName=f"node-of-{name}"))
 
     def end(
-        self, name: str, container: str, exit_code: int, *, reason: str = "", pod_reason: str = "", phase: str = ""
+        self,
+        name: str,
+        container: str,
+        exit_code: int,
+        *,
+        reason: str = "",
+        pod_reason: str = "",
+        phase: str = "",
+        message: str = "",
     ) -> None:
         """One container ends; the pod with it, unless `phase` says that it runs on."""
-        terminated = {"exitCode": exit_code, "reason": reason or ("Error" if exit_code else "Completed")}
+        terminated = {"exitCode": exit_code, "reason": reason or ("Error" if exit_code else "Completed"), "message": message}
         status = {
             "phase": phase or ("Failed" if exit_code or pod_reason else "Succeeded"),
             "reason": pod_reason,

@@ -16,7 +16,7 @@ from pipelinerl_operator.controller.conditions import Because, Type, say
 from pipelinerl_operator.controller.counting import count_pods
 from pipelinerl_operator.controller.decision import Decision, Draft, EventType, Observed, Wanted
 from pipelinerl_operator.controller.describing import describe
-from pipelinerl_operator.controller.endings import clean_up, fail_by_deadline, has_succeeded, succeed
+from pipelinerl_operator.controller.endings import clean_up, end_of_training, fail_by_deadline, succeed
 from pipelinerl_operator.controller.provisioning import provision
 from pipelinerl_operator.controller.restarts import take_failures, take_restart_id
 from pipelinerl_operator.controller.status import JobStatus, Phase, write_time
@@ -50,8 +50,8 @@ def decide(seen: Observed) -> Decision:
 
 
 def _ends(draft: Draft, wanted: Wanted) -> bool:
-    if has_succeeded(draft, wanted):
-        succeed(draft)
+    if (message := end_of_training(draft, wanted)) is not None:
+        succeed(draft, message)
         return True
     return fail_by_deadline(draft) or take_failures(draft, wanted)
 

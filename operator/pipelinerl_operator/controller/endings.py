@@ -5,23 +5,29 @@ from pipelinerl_operator.controller.counting import count_pods
 from pipelinerl_operator.controller.decision import Delete, Draft, EventType, Wanted
 from pipelinerl_operator.controller.removal import drop_gang, remove_pods
 from pipelinerl_operator.controller.status import Phase, read_time, write_time
+from pipelinerl_operator.controller.training import last_training_status
 from pipelinerl_operator.controller.units import expected_attempt, is_of_job
 from pipelinerl_operator.kube.resources import JOBS
 from pipelinerl_operator.plan import Role
 
 
-def has_succeeded(draft: Draft, wanted: Wanted) -> bool:
-    """Whether trainer rank 0, which is in the first trainer pod, has ended with status 0."""
+def end_of_training(draft: Draft, wanted: Wanted) -> str | None:
+    """What trainer rank 0, which is in the first trainer pod, left as its message when it ended with status 0; else None."""
     first = next(spec for spec in wanted.desired.pods if spec.role is Role.TRAINER and spec.index == 0)
     for pod in draft.seen.pods:
         if pod.key.name == first.name and is_of_job(pod, draft.seen.job.uid):
-            ended = {each.container: each.exit_code for each in pod.terminations}
-            well = pod.phase == "Succeeded" or ended.get(first.main_containers[0]) == 0
-            return well and pod.attempt >= expected_attempt(draft.status, first)
-    return False
+            ended = {each.container: each for each in pod.terminations}
+            main = ended.get(first.main_containers[0])
+            well = pod.phase == "Succeeded" or (main is not None and main.exit_code == 0)
+            if well and pod.attempt >= expected_attempt(draft.status, first):
+                return main.message if main is not None else ""
+    return None
 
 
-def succeed(draft: Draft) -> None:
+def succeed(draft: Draft, message: str) -> None:
+    """`message` is the trainer's: the last numbers that were read of it may be many steps old."""
+    read = draft.seen.training or draft.status.training
+    draft.set(training=last_training_status(message, read) or read)
     _end(draft, Phase.SUCCEEDED, Type.SUCCEEDED, Because.TRAINING_FINISHED, "trainer rank 0 ended with status 0")
     draft.note(EventType.NORMAL, "Succeeded", "training is finished")
 

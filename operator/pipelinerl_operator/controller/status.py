@@ -186,7 +186,7 @@ class JobStatus(Settings):
     stream: StreamStatus | None = None
     """The sample stream."""
     training: TrainingStatus | None = None
-    """How training goes, written at most every 15 s."""
+    """How training goes: written at most every 15 s while it runs, and as it was at its end."""
 
     @classmethod
     def read(cls, raw: Mapping[str, Any] | None) -> "JobStatus":

@@ -85,6 +85,14 @@ def training_status(now: Reading, before: Reading | None) -> TrainingStatus | No
     )
 
 
+def last_training_status(message: str, before: TrainingStatus | None) -> TrainingStatus | None:
+    """From what the trainer left as its container's message; the rate, which it lacks, stays that of `before`. None without."""
+    last = training_status(Reading(0.0, parse_metrics(message.encode())), None)
+    if last is None or before is None:
+        return last
+    return last.model_copy(update={"samples_per_second": before.samples_per_second})
+
+
 def stream_status(now: Reading) -> StreamStatus | None:
     """From the preprocessor's metrics."""
     pending = now.values.get("stream_messages")

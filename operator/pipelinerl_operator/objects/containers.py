@@ -16,6 +16,8 @@ from pipelinerl_operator.plan import Role, Workload, generator_names, num_gpus, 
 GPU = "nvidia.com/gpu"
 LAUNCH_MODULE = "pipelinerl_trainer.launch"
 PREPARE_MODULE = "pipelinerl_actor.prepare"
+TERMINATION_LOG = "/dev/termination-log"
+"""What a container writes here becomes the message of its end in the pod's status."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,9 @@ class ContainerMaker:
     def _trainer(self) -> tuple[dict[str, Any], ...]:
         """One container with all of the node's ranks; only the first node's, with rank 0, serves."""
         gpus = sum(num_gpus(self._job.job, name) for name in self.names)
+        last = ("--last-metrics", TERMINATION_LOG) if self._index == 0 else ()
         container = self._container(
-            "trainer", launch_argv(self._workloads), {"grpc": GRPC_PORT, "metrics": METRICS_PORT}, num_gpus=gpus
+            "trainer", (*launch_argv(self._workloads), *last), {"grpc": GRPC_PORT, "metrics": METRICS_PORT}, num_gpus=gpus
         )
         return (container | (grpc_readiness(self._context.capabilities) if self._index == 0 else {}),)
 

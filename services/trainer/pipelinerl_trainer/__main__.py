@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.service import Wiring, parse_wiring, run_service
@@ -22,6 +23,7 @@ class RankFlags:
     master_address: str
     master_port: int
     resume: bool
+    last_metrics: Path | None
 
 
 def parse_flags(argv: Sequence[str] | None = None) -> tuple[Wiring, RankFlags]:
@@ -33,6 +35,7 @@ def parse_flags(argv: Sequence[str] | None = None) -> tuple[Wiring, RankFlags]:
     own.add_argument("--master-address", default="127.0.0.1", help="host of rank 0")
     own.add_argument("--master-port", type=int, default=0, help="port that rank 0 opens for the others")
     own.add_argument("--resume", action="store_true", help="go on from the newest checkpoint below --output, if there is one")
+    own.add_argument("--last-metrics", type=Path, help="file that gets the newest step's numbers when training is finished")
     flags, rest = parser.parse_known_args(argv)
     if {"-h", "--help"} & set(rest):
         sys.stdout.write(parser.format_help() + "\n")
@@ -61,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         local_rank = flags.rank % job.spec.trainers.processes_per_node
         prepare_environment(local_rank, flags.rank, flags.num_ranks)
         place = Place(flags.rank, flags.num_ranks, local_rank, flags.master_address, flags.master_port)
-        await run_rank(Run(job, wiring, place, flags.resume), stop)
+        await run_rank(Run(job, wiring, place, flags.resume, flags.last_metrics), stop)
 
     return run_service(run, name=wiring.name, log_level=wiring.log_level)
 

@@ -37,6 +37,8 @@ class Run:
     place: Place
     resume: bool
     """Go on from the newest checkpoint; without one, start over."""
+    last_metrics: Path | None = None
+    """File that gets the newest step's numbers when training is finished."""
 
     @property
     def model_folder(self) -> Path:

@@ -6,11 +6,12 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipelinerl.v1 import metrics_pb2
 from pipelinerl_common import stream
 from pipelinerl_common.errors import Unavailable
-from pipelinerl_common.metrics import Metrics, record_of
+from pipelinerl_common.metrics import PREFIX, Metrics, record_of
 from pipelinerl_common.settings import StreamSettings
 from pipelinerl_common.telemetry import fields, memory_bytes
 from pipelinerl_common.types import StepPlan
@@ -32,6 +33,9 @@ _OF_BATCH = (
     "packing_imbalance",
 )
 """What the preprocessor tells of a batch."""
+
+_LAST = ("policy_version", "reward_mean", "lag_mean", "ess")
+"""What the end of the run is told by."""
 
 _LOGGED = (
     "reward_mean",
@@ -138,6 +142,15 @@ class Reporter:
             self._is_empty.set()
             self._wake.clear()
             await self._wake.wait()
+
+    def write_last(self, file: Path) -> None:
+        """The newest step's numbers, as lines of Prometheus' text format. A file that cannot be written is logged."""
+        values = self._metrics.values()
+        lines = [f"{PREFIX}{name} {values[name]!r}\n" for name in _LAST if name in values]
+        try:
+            file.write_text("".join(lines), encoding="utf-8")
+        except OSError as error:
+            log.warning("the last numbers are not written: %s", error)
 
     async def finish(self, timeout_s: float) -> None:
         """Waits until every record has been published, within reason."""

@@ -94,6 +94,8 @@ async def _train_as_leader(run: Run, bridge: Bridge, client: BatchesClient, desk
     await in_thread(partial(train, run, bridge, client, desk))
     await desk.publisher.finish(TRANSFER_END_S)
     await desk.reporter.finish(METRICS_END_S)
+    if run.last_metrics is not None:
+        desk.reporter.write_last(run.last_metrics)
     await sinks.finish()
 
 

@@ -25,6 +25,8 @@ from pipelinerl_trainer import service
 from pipelinerl_trainer.assembly import Run
 from pipelinerl_trainer.ranks import Place
 
+LAST_METRICS = "last-metrics"
+
 
 def run_of(job: Job, output: Path, peers: Peers, nats_url: str, *, listen: str, resume: bool = False) -> Run:
     wiring = Wiring(
@@ -40,7 +42,7 @@ def run_of(job: Job, output: Path, peers: Peers, nats_url: str, *, listen: str, 
         token_file=None,
         log_level="info",
     )
-    return Run(job, wiring, Place(), resume)
+    return Run(job, wiring, Place(), resume, last_metrics=output / LAST_METRICS)
 
 
 @dataclass
@@ -125,6 +127,11 @@ async def test_a_run_trains_publishes_commits_and_exports(tmp_path: Path, nats: 
     first, *_, last = await records_of(nats, 4)
     assert (first.step, last.step, last.role, last.instance) == (1, 4, "trainer", "trainer-0")
     assert last.values["policy_version"] == 4
+    left = dict(line.split() for line in (tmp_path / LAST_METRICS).read_text().splitlines())
+    assert set(left) == {f"pipelinerl_{name}" for name in ("policy_version", "reward_mean", "lag_mean", "ess")}
+    assert {name: float(value) for name, value in left.items()} == {
+        name: last.values[name.removeprefix("pipelinerl_")] for name in left
+    }
     assert last.values["num_sequences"] == 4
     assert last.values["success_mean"] == 0.5
     assert last.values["optimizer_steps_total"] == 4
