@@ -66,6 +66,7 @@ def test_two_jobs_in_one_namespace_both_succeed(pair: tuple[ClusterJob, ClusterJ
 
     wait_for("end of both", ended, 400, lambda: [job.status for job in pair])
     assert kept.phase == "Succeeded"
+    assert kept.status["training"]["step"] == 3
     assert gone.object is None or gone.phase == "Succeeded"
 
 
