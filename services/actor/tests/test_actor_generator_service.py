@@ -118,7 +118,8 @@ def test_the_environment_leaves_cores_alone_and_keeps_the_users_threads() -> Non
     prepare_environment("info", on_cpu=True, environ=environ)
     assert environ["OMP_NUM_THREADS"] == "3"
     assert environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert environ["TORCH_COMPILE_DISABLE"] == "1"
     gpu: dict[str, str] = {}
     prepare_environment("debug", on_cpu=False, environ=gpu)
-    assert "OMP_NUM_THREADS" not in gpu
+    assert not {"OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE"} & set(gpu)
     assert gpu["VLLM_LOGGING_LEVEL"] == "DEBUG"

@@ -25,4 +25,6 @@ def prepare_environment(log_level: str, *, on_cpu: bool, environ: MutableMapping
     if on_cpu:
         environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a single worker then lives in the engine core's process
+        # The model runs eagerly there; to compile vLLM's few compiled helpers takes a C++ compiler, which an image may lack.
+        environ.setdefault("TORCH_COMPILE_DISABLE", "1")
         environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
