@@ -37,6 +37,7 @@ async def test_a_job_gets_its_objects_and_runs() -> None:
     assert world.api.of(SERVICES, "sums") is not None
     status = world.status
     assert (status.actors.ready, status.trainers.ready, status.preprocessor.ready) == (2, 2, 1)
+    assert world.api.objects[JOBS, JOB]["status"]["restarts"] == 0, "zero is told too: kubectl shows it"
     assert status.holds("Provisioned")
     assert status.holds("Running")
     assert "Running" in world.notes.reasons

@@ -30,6 +30,7 @@ from pipelinerl_operator.controller.status import (
     WeightGroupStatus,
     is_urgent,
     merge_patch,
+    own_fields,
 )
 from pipelinerl_operator.controller.streams import Streams
 from pipelinerl_operator.controller.views import JobView
@@ -196,7 +197,7 @@ class Reconciler:
         """
         old = JobStatus.read(job.status)
         document = decision.status.written()
-        patch = merge_patch(old.written(), document)
+        patch = merge_patch(own_fields(job.status), document)
         fingerprint = hash(json.dumps(document, sort_keys=True))
         if not patch or memory.written == (job.resource_version, fingerprint):  # the latter: fields that the CRD does not know
             memory.noticed_at = None

@@ -191,7 +191,7 @@ class JobStatus(Settings):
     @classmethod
     def read(cls, raw: Mapping[str, Any] | None) -> "JobStatus":
         """What an older or newer operator wrote beside these fields is passed over."""
-        return cls.model_validate({key: value for key, value in (raw or {}).items() if key in _ALIASES}, extra="ignore")
+        return cls.model_validate(own_fields(raw or {}), extra="ignore")
 
     def written(self) -> dict[str, Any]:
         """As it lies in the API server. What is empty is left out: a server of 1.20 takes an empty string for null."""
@@ -217,6 +217,12 @@ def _without_empty_texts(value: Any) -> Any:
 
 
 _ALIASES = frozenset(field.alias or name for name, field in JobStatus.model_fields.items())
+
+
+def own_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a status as it lies in the API server, what this operator knows."""
+    return {key: value for key, value in raw.items() if key in _ALIASES}
+
 
 REMEMBERED = frozenset(
     {"phase", "attempts", "recent_failures", "restart_id", "completion_time", "complete_trainers", "autoscale"}
