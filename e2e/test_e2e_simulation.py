@@ -45,8 +45,8 @@ spec:
 
 
 def test_a_live_run_is_what_its_simulation_says(new_run: Callable[..., Run], tmp_path: Path) -> None:
-    """Other work on the machine changes the costs while the run goes on, so this one is held to 30 %, beyond which the model would
-    be wrong; a recording in services/planner/tests is held to 5 %."""
+    """Other work on the machine changes the costs while the run goes on, so this one is held to 30 %, beyond which the model
+    would be wrong; a recording in services/planner/tests is held to 5 %."""
     make_tiny_model(tmp_path / "weights")
     job = tmp_path / "job.yaml"
     job.write_text(yaml.safe_dump(yaml.safe_load(JOB.replace("MODEL", str(tmp_path / "weights")))))
