@@ -11,6 +11,7 @@ from aiohttp import web
 
 from pipelinerl_actor.evaluation.estimates import Estimate, estimate, pass_at_k
 from pipelinerl_actor.evaluation.session import evaluator, until_ready
+from pipelinerl_actor.rollout.assembly import Pool
 from pipelinerl_common.errors import FatalError, Unavailable
 from pipelinerl_common.settings import SamplingSettings, TaskSettings
 
@@ -67,7 +68,7 @@ async def test_an_evaluation_counts_what_passes_per_prompt(tmp_path: Path) -> No
             return web.json_response(completion(["7", "7", "x", "x"][: body["n"]], version=3))
 
         generator.answer = answer
-        async with evaluator(ARITHMETIC, 0, [generator.url], tmp_path, max_running=8) as evaluating:
+        async with evaluator(ARITHMETIC, 0, Pool([generator.url], tmp_path, max_running=8)) as evaluating:
             evaluation = await evaluating.run(range(50), (1, 2), seed=0)
     sums = [_sum(index) for index in range(50)]
     sevens = sum(value == 7 for value in sums) / 50
@@ -87,7 +88,7 @@ async def test_weights_that_change_meanwhile_are_refused(tmp_path: Path) -> None
             return web.json_response(completion(["7"] * body["n"], version=next(versions) // 5))
 
         generator.answer = answer
-        async with evaluator(ARITHMETIC, 0, [generator.url], tmp_path, max_running=8) as evaluating:
+        async with evaluator(ARITHMETIC, 0, Pool([generator.url], tmp_path, max_running=8)) as evaluating:
             with pytest.raises(FatalError, match=r"several versions of the weights: \[0, 1\]"):
                 await evaluating.run(range(10), (1,), seed=0)
 
@@ -104,7 +105,7 @@ async def test_prompts_that_fail_are_counted_and_left_out(tmp_path: Path) -> Non
         generator.answer = answer
         done: list[int] = []
         async with evaluator(
-            ARITHMETIC, 0, [generator.url], tmp_path, max_running=8, on_prompt=lambda: done.append(1)
+            ARITHMETIC, 0, Pool([generator.url], tmp_path, max_running=8), lambda: done.append(1)
         ) as evaluating:
             evaluation = await evaluating.run(range(10), (1,), seed=0)
     assert evaluation.num_prompts == 9
@@ -119,7 +120,7 @@ async def test_no_prompt_at_all_is_an_error(tmp_path: Path) -> None:
             return web.json_response({"error": {"message": "no"}}, status=400)
 
         generator.answer = answer
-        async with evaluator(ARITHMETIC, 0, [generator.url], tmp_path, max_running=8) as evaluating:
+        async with evaluator(ARITHMETIC, 0, Pool([generator.url], tmp_path, max_running=8)) as evaluating:
             with pytest.raises(FatalError, match="none of the 3 prompts could be evaluated"):
                 await evaluating.run(range(3), (1,), seed=0)
 

@@ -1,62 +1,38 @@
-"""What an evaluation needs around it: connections, verifier, chat template; put together for one task."""
+"""An evaluation of one task on a pool of generators, and the wait until a generator serves."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import aiohttp
 
 from pipelinerl_actor.evaluation.evaluate import Evaluator
-from pipelinerl_actor.rollout.continuation import Continuation
-from pipelinerl_actor.rollout.generator_client import GeneratorClient
-from pipelinerl_actor.rollout.generators import Generators
-from pipelinerl_actor.rollout.group import GroupRoller
+from pipelinerl_actor.rollout.assembly import Pool, open_rollouts
 from pipelinerl_actor.rollout.meter import Meter
-from pipelinerl_actor.rollout.trajectory import Sampler
-from pipelinerl_actor.rollout.verifier import Verifier
 from pipelinerl_actor.task import TaskName
 from pipelinerl_actor.task_loader import load_task
 from pipelinerl_common.errors import Unavailable
 from pipelinerl_common.metrics import ACTOR, Metrics
 from pipelinerl_common.settings import TaskSettings
 
-_CONNECT_S = 10.0
+_NAME = "evaluation"
 _ASK_S = 5.0
 _PAUSE_S = 0.2
 
 
 @asynccontextmanager
 async def evaluator(
-    task: TaskSettings,
-    seed: int,
-    generators: Sequence[str],
-    model: Path,
-    *,
-    max_running: int,
-    token: str | None = None,
-    on_prompt: Callable[[], None] = lambda: None,
+    task: TaskSettings, seed: int, pool: Pool, on_prompt: Callable[[], None] = lambda: None
 ) -> AsyncIterator[Evaluator]:
-    """An Evaluator of `task` on the generators at these base URLs; `task.group_size` answers a prompt.
+    """An Evaluator of `task` on `pool`; `task.group_size` answers a prompt.
 
     Raises SettingsError for a task that cannot be made.
     """
-    name = TaskName(task.path, task.args, seed)
-    made = load_task(name)
-    meter = Meter(Metrics(ACTOR, "evaluation"))
-    async with AsyncExitStack() as stack:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
-        session = await stack.enter_async_context(
-            aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
-        )
-        clients = [GeneratorClient(url, session, token) for url in generators]
-        pool = Generators(clients, max_running=max_running, max_retries=task.max_retries, meter=meter)
-        verifier = Verifier(made, name, timeout_s=task.verifier_timeout_seconds, max_retries=task.max_retries)
-        stack.push_async_callback(verifier.close)
-        sampler = Sampler(pool, task.sampling, verifier, Continuation(model), seed)
-        roller = GroupRoller("evaluation", made, task, sampler, meter)
-        at_once = max(1, -(-pool.num_slots // task.group_size) + 1)
-        yield Evaluator(roller, num_samples=task.group_size, at_once=at_once, on_prompt=on_prompt)
+    made = load_task(TaskName(task.path, task.args, seed))
+    meter = Meter(Metrics(ACTOR, _NAME))
+    async with open_rollouts(_NAME, made, task, seed, pool, meter) as rollouts:
+        at_once = max(1, -(-rollouts.generators.num_slots // task.group_size) + 1)
+        yield Evaluator(rollouts.roller, num_samples=task.group_size, at_once=at_once, on_prompt=on_prompt)
 
 
 async def until_ready(url: str, timeout_s: float, is_alive: Callable[[], bool]) -> None:

@@ -3,18 +3,11 @@
 import asyncio
 from contextlib import AsyncExitStack
 
-import aiohttp
-
 from pipelinerl_actor.rollout.admission import LeaseDesk, Reports
-from pipelinerl_actor.rollout.continuation import Continuation
-from pipelinerl_actor.rollout.generator_client import GeneratorClient
-from pipelinerl_actor.rollout.generators import Generators
-from pipelinerl_actor.rollout.group import GroupRoller
+from pipelinerl_actor.rollout.assembly import Pool, open_rollouts
 from pipelinerl_actor.rollout.load import LoadWatch
 from pipelinerl_actor.rollout.loop import RolloutLoop, Slots
 from pipelinerl_actor.rollout.meter import Meter, MetricsReport
-from pipelinerl_actor.rollout.trajectory import Sampler
-from pipelinerl_actor.rollout.verifier import Verifier
 from pipelinerl_actor.task import TaskName
 from pipelinerl_actor.task_loader import load_task
 from pipelinerl_common import rpc, stream
@@ -23,8 +16,6 @@ from pipelinerl_common.metrics import ACTOR, Metrics, serve_metrics
 from pipelinerl_common.service import Wiring, run_until_first
 from pipelinerl_common.settings import load_job
 from pipelinerl_common.tracing import open_tracer
-
-_CONNECT_S = 10.0
 
 
 async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
@@ -35,28 +26,14 @@ async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
         raise SettingsError("--generator is missing: the rollout loop needs the base URL of at least one")
     if not wiring.preprocessor:
         raise SettingsError("--preprocessor is missing: the rollout loop needs its host:port")
-    name = TaskName(spec.task.path, spec.task.args, spec.seed)
-    task = load_task(name)
+    task = load_task(TaskName(spec.task.path, spec.task.args, spec.seed))
     meter = Meter(Metrics(ACTOR, job.name))
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(serve_metrics(wiring.metrics_listen, meter.metrics.exposition))
         tracer = await stack.enter_async_context(open_tracer(job, ACTOR, wiring.name))
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
-        session = await stack.enter_async_context(
-            aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
-        )
-        clients = [GeneratorClient(url, session, token) for url in wiring.generators]
-        generators = Generators(
-            clients,
-            max_running=spec.actors.generator.max_running_requests,
-            max_retries=spec.task.max_retries,
-            meter=meter,
-        )
-        verifier = Verifier(task, name, timeout_s=spec.task.verifier_timeout_seconds, max_retries=spec.task.max_retries)
-        stack.push_async_callback(verifier.close)
-        continuation = Continuation(wiring.output / "model")
-        sampler = Sampler(generators, spec.task.sampling, verifier, continuation, spec.seed)
-        roller = GroupRoller(job.name, task, spec.task, sampler, meter)
+        pool = Pool(wiring.generators, wiring.output / "model", spec.actors.generator.max_running_requests, token)
+        rollouts = await stack.enter_async_context(open_rollouts(job.name, task, spec.task, spec.seed, pool, meter))
+        generators = rollouts.generators
         channel = await stack.enter_async_context(rpc.connect(wiring.preprocessor, token=token))
         samples = await stack.enter_async_context(
             stream.connect(
@@ -70,8 +47,8 @@ async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
         )
         reports = Reports(channel, wiring.name)
         slots = Slots(generators.num_slots, spec.task.group_size)
-        loop = RolloutLoop(LeaseDesk(channel, wiring.name), reports, roller, samples, meter, slots, tracer)
-        load = LoadWatch(clients, generators, reports)
+        loop = RolloutLoop(LeaseDesk(channel, wiring.name), reports, rollouts.roller, samples, meter, slots, tracer)
+        load = LoadWatch(rollouts.clients, generators, reports)
         metrics = MetricsReport(
             meter,
             samples,

@@ -3,14 +3,16 @@
 import argparse
 from pathlib import Path
 
+from pipelinerl_cli.arguments import at_least_one
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, help="a folder in Hugging Face format, a run's checkpoint, or a run's folder")
     parser.add_argument("job", type=Path, metavar="TASK", help="a job file: its task, model and generator settings are used")
     parser.add_argument(
-        "--prompts", type=_positive, default=200, metavar="N", help="prompts 0 to N-1 of the task (default 200)"
+        "--prompts", type=at_least_one, default=200, metavar="N", help="prompts 0 to N-1 of the task (default 200)"
     )
-    parser.add_argument("--samples", type=_positive, metavar="N", help="answers per prompt (default: the largest k)")
+    parser.add_argument("--samples", type=at_least_one, metavar="N", help="answers per prompt (default: the largest k)")
     parser.add_argument("--k", type=_ks, default=(1,), metavar="K[,K]", help="which pass@k (default 1)")
     parser.add_argument(
         "--seed", type=int, metavar="N", help="of the task's prompts (default: the job's, plus 1: other prompts)"
@@ -29,11 +31,5 @@ def run(args: argparse.Namespace) -> int:
     return evaluate(args)
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
 def _ks(text: str) -> tuple[int, ...]:
-    return tuple(sorted({_positive(part) for part in text.split(",")}))
+    return tuple(sorted({at_least_one(part) for part in text.split(",")}))

@@ -13,6 +13,7 @@ from typing import Any
 
 from pipelinerl_actor.evaluation.evaluate import Evaluation
 from pipelinerl_actor.evaluation.session import evaluator, until_ready
+from pipelinerl_actor.rollout.assembly import Pool
 from pipelinerl_cli.eval.weights import find_model
 from pipelinerl_cli.up.folder import RunFolder
 from pipelinerl_cli.up.guard import Guard
@@ -74,10 +75,8 @@ async def _evaluate(job: Job, model: Path, task: TaskSettings, seed: int, args: 
         try:
             progress.say("starting the generator")
             await _until_ready(generator, f"http://{address}", job.spec.actors.startup_timeout_seconds)
-            limit = job.spec.actors.generator.max_running_requests
-            async with evaluator(
-                task, seed, [f"http://{address}"], model, max_running=limit, on_prompt=progress.count
-            ) as evaluating:
+            pool = Pool([f"http://{address}"], model, job.spec.actors.generator.max_running_requests)
+            async with evaluator(task, seed, pool, progress.count) as evaluating:
                 return await evaluating.run(range(args.prompts), args.k, seed)
         finally:
             progress.end()

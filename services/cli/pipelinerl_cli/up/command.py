@@ -3,13 +3,15 @@
 import argparse
 from pathlib import Path
 
+from pipelinerl_cli.arguments import at_least_one
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", type=Path, help="the job file (YAML)")
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="the run's folder, by default runs/<job name>; a run in it goes on"
     )
-    parser.add_argument("--max-steps", type=_positive, metavar="N", help="optimizer steps, in place of algorithm.steps")
+    parser.add_argument("--max-steps", type=at_least_one, metavar="N", help="optimizer steps, in place of algorithm.steps")
     parser.add_argument(
         "--set", action="append", default=[], metavar="PATH=VALUE", help="another value for a setting below spec; repeatable"
     )
@@ -21,9 +23,3 @@ def run(args: argparse.Namespace) -> int:
     from pipelinerl_cli.up.session import up
 
     return up(args.job, output=args.output, max_steps=args.max_steps, overrides=args.set, fresh=args.fresh)
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
