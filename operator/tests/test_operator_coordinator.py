@@ -288,6 +288,17 @@ async def test_trainer_restart_forms_a_newer_epoch() -> None:
         await harness.until_members("a")
 
 
+async def test_an_epoch_never_comes_again_when_everybody_has_forgotten_it() -> None:
+    async with running("a") as harness:
+        await harness.until_members("a")
+        await harness.generators["a"].stop()
+        assert not (await harness.publish(3)).published
+        harness.trainer.epoch = 0  # a broken broadcast ends the trainer's group
+        await harness.generators["a"].restart()
+        await harness.until_members("a")
+        assert harness.epoch > 1
+
+
 @pytest.mark.parametrize("behaviour", [500, 409, "cut"])
 async def test_generator_that_fails_to_join_is_left_out_and_comes_back(behaviour: str | int) -> None:
     async with running("a", "b") as harness:

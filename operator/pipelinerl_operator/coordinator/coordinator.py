@@ -60,7 +60,7 @@ class Coordinator:
     """Owns the group of one job.
 
     `generators` gives the base URL of every generator that should exist, by name, at any time; `trainer_address` "host:port" of
-    trainer rank 0, None while it has none. Epochs begin above `epoch_floor`, the last one that is known of.
+    trainer rank 0, None while it has none. Epochs begin above `epoch_floor`, the last one that is known of, and never come again.
     """
 
     def __init__(
@@ -218,9 +218,10 @@ class Coordinator:
     async def _abandon(self, group: Group) -> None:
         """Ends the group at the trainer, and with it every collective that somebody waits in."""
         self._state.group = None
+        self._epoch_floor = max(self._epoch_floor, group.epoch + 1)
         try:
             await self._trainer.join_group(
-                epoch=group.epoch + 1,
+                epoch=self._epoch_floor,
                 world_size=1,
                 backend=self._settings.backend,
                 port=0,
@@ -235,6 +236,7 @@ class Coordinator:
         group = decision.group
         log.info("epoch=%d members=%s forming: %s", group.epoch, ",".join(group.names) or "none", decision.reason)
         self._state.waiting_for = f"generators to join epoch {group.epoch}"
+        self._epoch_floor = group.epoch
         self._state.forming, self._state.group, self._state.transfer_deadline = True, None, None
         try:
             clients = {name: self._observer.client(name) for name in group.names}
