@@ -111,10 +111,10 @@ def outage(component: str, seconds: float) -> None:
     _script("outage", component, str(seconds), timeout_s=seconds + 120)
 
 
-def kill_container(container_id: str) -> None:
-    """kill -9 of a container of the local cluster; its id as in a pod's status, "containerd://..."."""
+def signal_container(container_id: str, signal: str) -> None:
+    """Sends "KILL", "STOP" or "CONT" to a container of the local cluster; its id as in a pod's status, "containerd://..."."""
     identity = container_id.removeprefix("containerd://")
-    subprocess.run(["ctr", "-n", "k8s.io", "task", "kill", "-s", "KILL", identity], check=True, timeout=30)
+    subprocess.run(["ctr", "-n", "k8s.io", "task", "kill", "-s", signal, identity], check=True, timeout=30)
 
 
 def _script(name: str, *arguments: str, timeout_s: float) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from cluster_job import ClusterJob
 from cluster_release import LEADER, NAMESPACE, Release
-from cluster_session import Cluster, kill_container, outage, wait_for
+from cluster_session import Cluster, outage, signal_container, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -32,11 +32,14 @@ def job(endless: ClusterJob) -> ClusterJob:
     return endless
 
 
+def container_id(pod: dict[str, Any], container: str) -> str:
+    return next(str(each["containerID"]) for each in pod["status"]["containerStatuses"] if each["name"] == container)
+
+
 def kill(cluster: Cluster, pod: dict[str, Any], container: str) -> None:
     """kill -9 of a container; on a cluster whose nodes are out of reach, the pod is deleted without grace."""
     if cluster.is_local:
-        statuses = {each["name"]: each["containerID"] for each in pod["status"]["containerStatuses"]}
-        kill_container(statuses[container])
+        signal_container(container_id(pod, container), "KILL")
     else:
         name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
         cluster.kubectl("--namespace", namespace, "delete", "pod", name, "--grace-period=0", "--force")
@@ -107,11 +110,39 @@ def test_the_api_server_may_be_away_for_twenty_seconds(job: ClusterJob) -> None:
     assert job.uids() == before
 
 
-def test_actors_come_and_go_while_training_runs(job: ClusterJob) -> None:
-    others = job.uids()
+@pytest.fixture
+def second_actor(job: ClusterJob) -> Iterator[dict[str, Any]]:
+    """The pod of a second actor, whose generator is a member of the weight group."""
     job.kubectl("scale", "prl", job.name, "--replicas", "2")
     wait_for("two members", lambda: job.status["weightGroup"]["numMembers"] == 2, RECOVERY_S, lambda: job.status)
     wait_for("two ready actors", lambda: job.status["actors"]["ready"] == 2, RECOVERY_S, lambda: job.status)
+    yield next(pod for pod in job.pods("actor") if pod["metadata"]["name"].endswith("-1"))
+    job.kubectl("scale", "prl", job.name, "--replicas", "1")
+
+
+def test_a_generator_that_falls_silent_is_left_out_alone_and_comes_back(job: ClusterJob, second_actor: dict[str, Any]) -> None:
+    if not job.cluster.is_local:
+        pytest.skip("only the local cluster's containers may be stopped")
+    before, restarts = job.uids(), job.status["restarts"]
+    generator = container_id(second_actor, "generator-0")
+    signal_container(generator, "STOP")  # in an update, or before one: it never answers, and nothing tells that it is gone
+    try:
+        deadline_s = 20 + RECOVERY_S / 2  # syncTimeoutSeconds, and a status that is up to 15 s old
+        wait_for("one member", lambda: job.status["weightGroup"]["numMembers"] == 1, deadline_s, lambda: job.status)
+        job.wait_until_training(steps=2, timeout_s=RECOVERY_S / 2)
+    finally:
+        signal_container(generator, "CONT")
+    wait_for("two members", lambda: job.status["weightGroup"]["numMembers"] == 2, RECOVERY_S, lambda: job.status)
+    job.wait_until_training(steps=2, timeout_s=RECOVERY_S)
+    assert job.uids() == before
+    assert job.status["restarts"] == restarts
+
+
+def test_actors_come_and_go_while_training_runs(job: ClusterJob) -> None:
+    wait_for("one actor", lambda: len(job.pods("actor")) == 1, RECOVERY_S, lambda: job.status)
+    others = job.uids()
+    job.kubectl("scale", "prl", job.name, "--replicas", "2")
+    wait_for("two members", lambda: job.status["weightGroup"]["numMembers"] == 2, RECOVERY_S, lambda: job.status)
     job.wait_until_training(steps=2, timeout_s=RECOVERY_S)
     job.kubectl("scale", "prl", job.name, "--replicas", "1")
     wait_for("one member", lambda: job.status["weightGroup"]["numMembers"] == 1, RECOVERY_S, lambda: job.status)
