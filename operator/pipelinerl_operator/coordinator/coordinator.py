@@ -60,7 +60,7 @@ class Coordinator:
     """Owns the group of one job.
 
     `generators` gives the base URL of every generator that should exist, by name, at any time; `trainer_address` "host:port" of
-    trainer rank 0, None while it has none. Epochs begin above `epoch_floor`, the last one that is known of, and never come again.
+    trainer rank 0, None while it has none. Epochs begin above `epoch_floor`, the last one known of, and never come again.
     """
 
     def __init__(
