@@ -12,7 +12,7 @@ from cluster_job import ClusterJob
 from cluster_release import LEADER, NAMESPACE, Release
 from cluster_session import Cluster, outage, signal_container, wait_for
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.cluster_long, pytest.mark.timeout(900)]
 
 RECOVERY_S = 180.0
 

@@ -7,7 +7,7 @@ import pytest
 from cluster_job import ClusterJob
 from cluster_session import Cluster, wait_for
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.cluster_long, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
