@@ -1,15 +1,17 @@
 """The pages hold what a reader looks for, and nothing from elsewhere."""
 
 import html
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from pipelinerl_cli.__main__ import main
-from pipelinerl_cli.compare.table import first_reaching, load, rows
 from pipelinerl_cli.report.heat import heat
+from pipelinerl_cli.report.standalone import standalone
 from pipelinerl_cli.report.svg import Axis, Line, clock, clock_ticks, compact, duration, plot, smooth, thin, ticks
 from pipelinerl_cli.report.throughput import rates
 from pipelinerl_cli.results.history import Point, RunHistory
@@ -23,10 +25,10 @@ spec: {model: {uri: "tiny://arithmetic"}, task: {path: "tasks:Sums"}, seed: 11}
 """
 
 
-def make_run(root: Path, rewards: Sequence[float], seconds_per_step: float = 1.0) -> Path:
+def make_run(root: Path, rewards: Sequence[float], seconds_per_step: float = 1.0, job: str = JOB) -> Path:
     """A run with one step per reward; it begins 10 s before the first step."""
-    root.mkdir()
-    (root / "job.yaml").write_text(JOB)
+    root.mkdir(parents=True)
+    (root / "job.yaml").write_text(job)
     writer = MetricsWriter.open(root / "metrics.jsonl", now=0)
     writer.write(Record("up", "up", 1000, -1, {"session_started": 1, "restarts_total": 0}))
     for k, reward in enumerate(rewards, start=1):
@@ -152,40 +154,6 @@ def test_broken_summary_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "not a summary of a run" in capsys.readouterr().err
 
 
-def test_compare_times_the_rewards_and_draws_every_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fast = make_run(tmp_path / "fast", [k / 20 for k in range(1, 21)], seconds_per_step=2)
-    slow = make_run(tmp_path / "slow", [k / 40 for k in range(1, 21)], seconds_per_step=2)
-    out = tmp_path / "compare.html"
-    assert main(["compare", str(fast), str(slow), "--output", str(out), "--reward", "0.4"]) == 0
-    table = capsys.readouterr().out
-    # fast: the mean of 5 steps is (k-2)/20, 0.4 at step 10, 10 + 20 s after the start, 40 trajectories
-    assert re.search(r"time to 0\.4 +30 s +46 s", table)
-    assert re.search(r"trajectories to 0\.4 +40 +72", table)
-    page = out.read_text()
-    assert re.findall(r"<figcaption>([^<]*)", page)[:3] == [
-        "Reward over time",
-        "Reward over trajectories",
-        "Reward over tokens",
-    ]
-    assert page.count('data-label="fast"') == page.count('data-label="slow"') == 6
-
-
-def test_reward_that_was_never_reached_is_said_so(tmp_path: Path) -> None:
-    (run,) = load([make_run(tmp_path / "run", [0.1] * 8)])
-    assert first_reaching(run, 0.5) is None
-    assert rows([run], [0.5])[0][-2:] == ["not reached", "-"]
-
-
-def test_single_lucky_steps_do_not_count_as_reaching(tmp_path: Path) -> None:
-    (run,) = load([make_run(tmp_path / "run", [0.9, 0.0, 0.0, 0.0, 0.0, 0.9, 0.0])])
-    assert first_reaching(run, 0.5) is None
-
-
-def test_compare_of_one_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", str(make_run(tmp_path / "run", [0.1]))]) == 2
-    assert "nothing to be compared with" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
     [
@@ -213,6 +181,8 @@ def test_numbers_are_written_for_people() -> None:
 
 def test_running_mean_and_rates_by_hand() -> None:
     assert smooth([1, 2, 3, 4], 2) == [1, 1.5, 2.5, 3.5]
+    assert smooth([1, math.nan, 3, math.nan, math.nan], 2)[:4] == [1, 1, 3, 3]
+    assert math.isnan(smooth([1, math.nan, math.nan], 2)[2])
     points = [Point(0, 0), Point(2, 10), Point(6, 60), Point(12, 0), Point(20, 80)]
     assert rates(points, window_s=5) == [Point(6, 10), Point(12, 0), Point(20, 10)]
 
@@ -225,6 +195,32 @@ def test_thinning_keeps_the_ends_and_every_spike() -> None:
     assert (xs[0], xs[-1]) == (0, 9999)
     assert 9.0 in kept
     assert -4.0 in kept
+
+
+def test_band_is_drawn_from_its_lowest_to_its_highest_and_is_not_named(tmp_path: Path) -> None:
+    lines = [
+        Line("a", [0, 1], [3.0, 4.0], 0, "band", [-1.0, 2.0]),
+        Line("a", [0, 1], [1.0, 3.0], 0),
+        Line("b", [0, 1], [1.0, 2.0], 1),
+    ]
+    drawn = plot("t", Axis("x"), Axis("y"), lines)
+    assert drawn.count('<polygon class="band c0"') == 1
+    assert drawn.count('data-label="a"') == drawn.count('class="key line c0"') == 1
+    assert 'data-y0="-1"' in drawn, "the axis has room for the lowest of the band"
+    assert drawn.count("a: from 1 to 3, between 1 and 3.") == 1
+    assert "from 3" not in drawn
+
+
+def test_plot_as_a_file_is_svg_with_its_own_colours_title_and_keys() -> None:
+    text = standalone("Reward & time", Axis("x"), Axis("y"), [Line("one", [0, 1], [0, 1]), Line("two", [0, 1], [1, 0], 1)])
+    root = ElementTree.fromstring(text)
+    names = [element.tag.rpartition("}")[2] for element in root.iter()]
+    said = [element.text for element in root.iter() if element.tag.endswith("text")]
+    assert names[0] == "svg"
+    assert names.count("polyline") == 4, "two lines and their two keys"
+    assert {"Reward & time", "one", "two", "x"} <= set(said)
+    assert "--c0" in text
+    assert "no data" in standalone("empty", Axis("x"), Axis("y"), [])
 
 
 def test_plot_leaves_out_what_is_not_a_number_and_draws_a_single_point() -> None:

@@ -1,4 +1,7 @@
-"""`pipelinerl compare A B [...]`: prints a table and writes a page with the learning curves."""
+"""`pipelinerl compare A B [...]`: prints a table and writes a page with the learning curves.
+
+Runs that differ in nothing but their seed are one column and one line, with the range of the runs around it.
+"""
 
 import argparse
 from pathlib import Path
@@ -17,20 +20,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from pipelinerl_cli.compare.page import compare_page, transposed
-    from pipelinerl_cli.compare.table import COLUMNS, Compared, load, rows
+    from pipelinerl_cli.compare.page import compare_page
+    from pipelinerl_cli.compare.runs import load
+    from pipelinerl_cli.compare.seeds import variants
+    from pipelinerl_cli.compare.table import note, table
     from pipelinerl_cli.compare.terminal import print_table
     from pipelinerl_common.errors import SettingsError
 
     if len(args.runs) < 2:
         raise SettingsError(f"one run ({args.runs[0]}) has nothing to be compared with; give at least two folders")
-    compared: list[Compared] = load(args.runs)
-    rewards = sorted(set(args.reward or (0.5, 0.8)))
-    head = [*COLUMNS, *(name for reward in rewards for name in (f"time to {reward:g}", f"trajectories to {reward:g}"))]
-    body = rows(compared, rewards)
-    print_table(*transposed(head, body))
+    compared = variants(load(args.runs))
+    head, rows = table(compared, sorted(set(args.reward or (0.5, 0.8))))
+    print_table(head, rows)
+    print(note(compared))
     try:
-        args.output.write_text(compare_page(compared, head, body), encoding="utf-8")
+        args.output.write_text(compare_page(compared, head, rows, note(compared)), encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"--output {args.output}: cannot be written: {error.strerror}") from error
     print(args.output)

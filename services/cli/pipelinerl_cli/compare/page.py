@@ -1,66 +1,86 @@
 """compare.html: the runs' curves in the same axes."""
 
+import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from pipelinerl_cli.compare.table import SMOOTHING, Compared
+from pipelinerl_cli.compare.runs import SMOOTHING, Compared
+from pipelinerl_cli.compare.seeds import Series, Variant
 from pipelinerl_cli.report.document import document, grid, section, table
-from pipelinerl_cli.report.learning import SAMPLES
+from pipelinerl_cli.report.learning import SAMPLES, TIME
 from pipelinerl_cli.report.svg import Axis, Line, plot
 from pipelinerl_cli.report.throughput import rates
-from pipelinerl_cli.results.history import Point, Step
+from pipelinerl_cli.results.history import Step
 
 NUM_COLOURS = 6
-TIME = Axis("time", "clock", low=0)
 
 
-def compare_page(runs: Sequence[Compared], head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The whole page; `head` and `rows` are the table."""
-    tokens = Axis("tokens trained", low=0)
-    learning = [
-        _curves("Reward over time", TIME, runs, lambda step: step.t),
-        _curves("Reward over trajectories", SAMPLES, runs, lambda step: step.samples),
-        _curves("Reward over tokens", tokens, runs, lambda step: step.tokens),
-    ]
-    behaviour = [
-        _series("Largest lag per step (steps)", Axis("lag", low=0), runs, lambda run: run.history.of_steps("lag_max")),
-        _series("Effective sample size", Axis("ESS", low=0.8, high=1), runs, lambda run: run.history.of_steps("ess")),
-        _series(
-            "Tokens generated per second",
-            Axis("tokens/s", low=0),
-            runs,
-            lambda run: rates(run.history.gauge("actor", "tokens_generated_total")),
-        ),
-    ]
+class Picture(NamedTuple):
+    """One plot with a line per variant."""
+
+    name: str
+    """For a file."""
+    title: str
+    x: Axis
+    y: Axis
+    series: Callable[[Compared], Series]
+
+    def lines(self, variants: Sequence[Variant]) -> list[Line]:
+        """Ranges first, so that no line is below one."""
+        drawn = [line for k, variant in enumerate(variants) for line in variant.lines(k % NUM_COLOURS, self.series)]
+        return sorted(drawn, key=lambda line: line.style != "band")
+
+
+def _rewards(at: Callable[[Step], float]) -> Callable[[Compared], Series]:
+    return lambda run: ([at(step) for step in run.history.steps], run.rewards)
+
+
+def _of_steps(name: str) -> Callable[[Compared], Series]:
+    def series(run: Compared) -> Series:
+        steps = [step for step in run.history.steps if math.isfinite(step.get(name))]
+        return [float(step.step) for step in steps], [step.get(name) for step in steps]
+
+    return series
+
+
+def _generated(run: Compared) -> Series:
+    points = rates(run.history.gauge("actor", "tokens_generated_total"))
+    return [point.t for point in points], [point.value for point in points]
+
+
+REWARD, STEP = Axis("reward"), Axis("step", low=0)
+LEARNING = (
+    Picture("reward-over-time", "Reward over time", TIME, REWARD, _rewards(lambda step: step.t)),
+    Picture("reward-over-trajectories", "Reward over trajectories", SAMPLES, REWARD, _rewards(lambda step: step.samples)),
+    Picture(
+        "reward-over-tokens", "Reward over tokens", Axis("tokens trained", low=0), REWARD, _rewards(lambda step: step.tokens)
+    ),
+)
+BEHAVIOUR = (
+    Picture("lag", "Largest lag per step (steps)", STEP, Axis("lag", low=0), _of_steps("lag_max")),
+    Picture("ess", "Effective sample size (1 is on-policy)", STEP, Axis("ESS", low=0.8, high=1), _of_steps("ess")),
+    Picture("tokens-per-second", "Tokens generated per second", TIME, Axis("tokens/s", low=0), _generated),
+)
+
+
+def compare_page(variants: Sequence[Variant], head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> str:
+    """The whole page; `head`, `rows` and `note` are the table."""
+    learning, behaviour = (
+        grid([plot(picture.title, picture.x, picture.y, picture.lines(variants)) for picture in pictures])
+        for pictures in (LEARNING, BEHAVIOUR)
+    )
+    several = any(len(variant.runs) > 1 for variant in variants)
+    curves = f"Rewards are means of {SMOOTHING} steps." + (
+        " Lines: means over seeds; around them the lowest to the highest." * several
+    )
     return document(
         "Runs compared - PipelineRL",
         "\n".join(
             [
                 "<header><h1>Runs compared</h1></header>",
-                table(*transposed(head, rows)),
-                section("Learning", f"Rewards are means of {SMOOTHING} steps.", grid(learning)),
-                section("Behaviour", "", grid(behaviour)),
+                section("Numbers", note, table(head, rows)),
+                section("Learning", curves, learning),
+                section("Behaviour", "", behaviour),
             ]
         ),
     )
-
-
-def transposed(head: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
-    """A column per run and a line per number, so that any number of numbers fits."""
-    lines = [[name, *(row[k] for row in rows)] for k, name in enumerate(head)]
-    return lines[0], lines[1:]
-
-
-def _curves(title: str, x: Axis, runs: Sequence[Compared], at: Callable[[Step], float]) -> str:
-    lines = [
-        Line(run.label, [at(step) for step in run.history.steps], run.rewards, k % NUM_COLOURS) for k, run in enumerate(runs)
-    ]
-    return plot(title, x, Axis("reward"), lines)
-
-
-def _series(title: str, y: Axis, runs: Sequence[Compared], points: Callable[[Compared], list[Point]]) -> str:
-    series = [(run.label, points(run)) for run in runs]
-    lines = [
-        Line(label, [point.t for point in each], [point.value for point in each], k % NUM_COLOURS)
-        for k, (label, each) in enumerate(series)
-    ]
-    return plot(title, TIME, y, lines)

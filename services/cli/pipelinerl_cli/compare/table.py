@@ -1,85 +1,97 @@
 """Runs side by side, in numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from statistics import fmean
 
-from pipelinerl_cli.report.svg import clock, compact, smooth
-from pipelinerl_cli.results.history import RunHistory, Step
-from pipelinerl_cli.results.run_folder import load_run
-from pipelinerl_cli.results.summary import summarize
-from pipelinerl_common.settings import Job
+from pipelinerl_cli.compare.runs import SMOOTHING, Compared
+from pipelinerl_cli.compare.seeds import Variant
+from pipelinerl_cli.report.svg import clock, compact
+from pipelinerl_cli.results.history import Step
 
-SMOOTHING = 5
-"""A reward counts as reached when the mean of this many steps has reached it."""
 
-COLUMNS = (
-    "run",
-    "policy",
-    "steps",
-    "time",
-    "time training",
-    "reward first",
-    "reward last",
-    "lag mean",
-    "lag max",
-    "ESS mean",
-    "tokens/s",
-    "updates",
-)
+def percent(share: float) -> str:
+    return f"{share:.0%}"
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    label: str
-    job: Job
-    history: RunHistory
-    summary: dict[str, Any]
+class Row:
+    """One number of each run; None where the run has none."""
 
-    @property
-    def rewards(self) -> list[float]:
-        """Mean of the last few steps' rewards, per step."""
-        return smooth([step.get("reward_mean") for step in self.history.steps], SMOOTHING)
+    name: str
+    of: Callable[[Compared], float | None]
+    form: Callable[[float], str] = compact
 
 
-def load(roots: Sequence[Path]) -> list[Compared]:
-    """Raises SettingsError when one is not a run's folder."""
-    names = [root.resolve().name for root in roots]
-    compared = []
-    for root, name in zip(roots, names, strict=True):
-        run = load_run(root)
-        history = run.history()
-        summary = summarize(history, status=run.status, job=run.job.name, seed=run.job.spec.seed)
-        compared.append(Compared(name if names.count(name) == 1 else str(root), run.job, history, summary))
-    return compared
+def _summary(name: str, key: str, form: Callable[[float], str] = compact) -> Row:
+    return Row(name, lambda run: run.summary[key], form)
 
 
-def first_reaching(run: Compared, reward: float) -> Step | None:
-    """The first step at which the smoothed reward is at least `reward`; fewer than `SMOOTHING` steps are too few to tell."""
-    for k, (step, value) in enumerate(zip(run.history.steps, run.rewards, strict=True)):
-        if value >= reward and k + 1 >= SMOOTHING:
-            return step
-    return None
+ROWS = (
+    _summary("steps", "steps", "{:.0f}".format),
+    _summary("time", "seconds", clock),
+    _summary("time training", "training_seconds", clock),
+    _summary("reward first", "reward_first"),
+    _summary("reward last", "reward_last"),
+    _summary("lag mean", "lag_mean"),
+    _summary("lag max", "lag_max"),
+    _summary("ESS mean", "ess_mean"),
+    _summary("ESS least", "ess_min"),
+    Row("trajectories/s", lambda run: run.trajectories_per_second),
+    _summary("tokens/s", "tokens_per_second"),
+    Row("trainer waits", lambda run: run.waiting_share, percent),
+    Row("generators full", lambda run: run.places_in_use, percent),
+    _summary("updates", "weight_updates", "{:.0f}".format),
+)
+
+REACHED: tuple[tuple[str, Callable[[Step], float], Callable[[float], str]], ...] = (
+    ("time", lambda step: step.t, clock),
+    ("trajectories", lambda step: step.samples, compact),
+    ("tokens", lambda step: step.tokens, compact),
+)
+
+NOTE = (
+    "Time training and times to a reward count from the first generated token. "
+    f"A reward is reached when the mean of {SMOOTHING} steps is; a single step may have been above it."
+)
+SEVERAL = "Of runs that differ in their seed only: mean (lowest to highest)."
 
 
-def rows(runs: Sequence[Compared], rewards: Sequence[float]) -> list[list[str]]:
-    return [_row(run, rewards) for run in runs]
+def note(variants: Sequence[Variant]) -> str:
+    """What the table's reader must know."""
+    return f"{NOTE} {SEVERAL}" if any(len(variant.runs) > 1 for variant in variants) else NOTE
 
 
-def _row(run: Compared, rewards: Sequence[float]) -> list[str]:
-    def shown(key: str) -> str:
-        value = run.summary[key]
-        return "-" if value is None else compact(value)
-
-    reached = [first_reaching(run, reward) for reward in rewards]
-    return [
-        run.label,
-        run.job.spec.staleness.policy,
-        str(run.summary["steps"]),
-        clock(run.summary["seconds"]),
-        clock(run.summary["training_seconds"]),
-        *(shown(key) for key in ("reward_first", "reward_last", "lag_mean", "lag_max", "ess_mean", "tokens_per_second")),
-        str(run.summary["weight_updates"]),
-        *(cell for step in reached for cell in ((clock(step.t), compact(step.samples)) if step else ("not reached", "-"))),
+def table(variants: Sequence[Variant], rewards: Sequence[float]) -> tuple[list[str], list[list[str]]]:
+    """The head and the rows: a column per variant and a row per number, so that any number of numbers fits."""
+    body = [
+        ["policy", *(variant.policy for variant in variants)],
+        ["seeds", *(" ".join(str(run.job.spec.seed) for run in variant.runs) for variant in variants)],
+        *([row.name, *(cell(map(row.of, variant.runs), row.form) for variant in variants)] for row in ROWS),
     ]
+    for reward in rewards:
+        for name, of, form in REACHED:
+            body.append([f"{name} to {reward:g}", *(_reached(variant, reward, of, form) for variant in variants)])
+    return ["run", *(variant.label for variant in variants)], body
+
+
+def cell(values: Iterable[float | None], form: Callable[[float], str]) -> str:
+    """Example: 0.8 of one run is "0.8"; 0.7 and 0.9 of two are "0.8 (0.7 to 0.9)"; without any it is "-"."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    low, high = form(min(known)), form(max(known))
+    return low if low == high else f"{form(fmean(known))} ({low} to {high})"
+
+
+def _reached(variant: Variant, reward: float, of: Callable[[Step], float], form: Callable[[float], str]) -> str:
+    steps = [step for run in variant.runs if (step := run.first_reaching(reward)) is not None]
+    if not steps:
+        return _never(variant)
+    told = cell([of(step) for step in steps], form)
+    return told if len(steps) == len(variant.runs) else f"{told}, {len(steps)} of {len(variant.runs)} runs"
+
+
+def _never(variant: Variant) -> str:
+    best = [run.best_reward for run in variant.runs if run.best_reward is not None]
+    return f"not reached, best {compact(max(best))}" if best else f"fewer than {SMOOTHING} steps"

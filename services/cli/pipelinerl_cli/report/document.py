@@ -8,7 +8,7 @@ from importlib.resources import files
 def document(title: str, body: str) -> str:
     """A whole page with the style and the pointer script inside."""
     here = files("pipelinerl_cli.report")
-    style = here.joinpath("style.css").read_text(encoding="utf-8")
+    style = "".join(here.joinpath(name).read_text(encoding="utf-8") for name in ("chart.css", "style.css"))
     script = here.joinpath("pointer.js").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

@@ -20,9 +20,10 @@ class Line:
     xs: Sequence[float]
     ys: Sequence[float]
     colour: int = 0
-    style: Literal["line", "faint", "dashed", "area"] = "line"
+    style: Literal["line", "faint", "dashed", "area", "band"] = "line"
     floor: Sequence[float] | None = None
-    """Of an "area": where it stands on, value by value; None for zero. What is shown beside the pointer is its height."""
+    """Of an "area" or a "band": where it stands on, value by value; None for zero. An area tells its height beside the pointer;
+    a band is the range around a line, and tells nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +67,28 @@ FORMS: dict[str, Callable[[float], str]] = {"number": compact, "clock": clock, "
 
 def plot(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
     """One figure. Without a finite point in any line it says so instead of drawing."""
-    clean = [_finite(line) for line in lines]
-    shown = [line for line in clean if line.xs]
+    shown = drawable(lines)
     heading = f"<figcaption>{html.escape(title)}{_legend(shown)}</figcaption>"
     if not shown:
         return f'<figure class="plot">{heading}<p class="empty">no data</p></figure>'
-    x_range = _range(x, [value for line in shown for value in line.xs])
+    scale, parts = draw(x, y, shown)
+    return f'<figure class="plot">{heading}{drawing(title, scale, x, y, parts, shown)}</figure>'
+
+
+def drawable(lines: Sequence[Line]) -> list[Line]:
+    """The lines that have a finite point, with no more points than a picture shows."""
+    return [line for line in map(_finite, lines) if line.xs]
+
+
+def draw(x: Axis, y: Axis, lines: Sequence[Line]) -> "tuple[Scale, list[str]]":
+    """The scale and the parts of the picture of at least one drawable line."""
+    x_range = _range(x, [value for line in lines for value in line.xs])
     x_ticks = clock_ticks(*x_range) if x.kind == "clock" else ticks(*x_range)
-    y_ticks = ticks(*_range(y, [value for line in shown for value in line.ys]))
+    y_ticks = ticks(*_range(y, [value for line in lines for value in (*line.ys, *(line.floor or ()))]))
     scale = Scale(x_ticks[0], x_ticks[-1], y_ticks[0], y_ticks[-1])
     if x.low is not None:  # do not leave room on the right for a round number
-        scale = Scale(scale.x0, max(max(line.xs) for line in shown) or 1.0, scale.y0, scale.y1)
-    parts = [draw_grid(scale, x, y, x_ticks, y_ticks), *(draw_line(scale, line) for line in shown)]
-    return f'<figure class="plot">{heading}{drawing(title, scale, x, y, parts, shown)}</figure>'
+        scale = Scale(scale.x0, max(max(line.xs) for line in lines) or 1.0, scale.y0, scale.y1)
+    return scale, [draw_grid(scale, x, y, x_ticks, y_ticks), *(draw_line(scale, line) for line in lines)]
 
 
 def drawing(title: str, scale: "Scale", x: Axis, y: Axis, parts: Sequence[str], lines: Sequence[Line]) -> str:
@@ -99,8 +109,7 @@ def _spoken(title: str, y: Axis, lines: Sequence[Line]) -> str:
     told = [
         f"{line.label or y.label}: from {y.form(line.ys[0])} to {y.form(line.ys[-1])}, "
         f"between {y.form(min(line.ys))} and {y.form(max(line.ys))}."
-        for line in lines
-        if line.style != "faint"
+        for line in named(lines)
     ]
     return " ".join([f"{title}.", *told])
 
@@ -155,13 +164,15 @@ def thin(xs: Sequence[float], ys: Sequence[float], most: int = MAX_POINTS) -> tu
 
 
 def smooth(ys: Sequence[float], window: int) -> list[float]:
-    """Mean over the last `window` values, fewer at the beginning."""
-    means: list[float] = []
-    total = 0.0
-    for k, value in enumerate(ys):
-        total += value - (ys[k - window] if k >= window else 0.0)
-        means.append(total / min(k + 1, window))
-    return means
+    """Mean over the last `window` values, fewer at the beginning; of them those that are numbers, else not-a-number."""
+    sums, counts = [0.0], [0]
+    for value in ys:
+        is_number = math.isfinite(value)
+        sums.append(sums[-1] + (value if is_number else 0.0))
+        counts.append(counts[-1] + is_number)
+    starts = [max(0, k - window) for k in range(1, len(sums))]
+    differences = [(sums[k] - sums[start], counts[k] - counts[start]) for k, start in enumerate(starts, start=1)]
+    return [total / count if count else math.nan for total, count in differences]
 
 
 def _finite(line: Line) -> Line:
@@ -206,16 +217,21 @@ def draw_line(scale: Scale, line: Line) -> str:
     if line.floor is not None:
         floor = [f"{scale.x(a):.1f},{scale.y(b):.1f}" for a, b in zip(line.xs, line.floor, strict=True)]
         below = " ".join(reversed(floor))
-        return (
-            f'<polygon class="area c{line.colour}" points="{" ".join(points)} {below}"/>'
-            f'<polyline class="edge c{line.colour}" points="{" ".join(points)}" data-label="{title}" data-stacked/>'
-        )
+        polygon = f'<polygon class="{line.style} c{line.colour}" points="{" ".join(points)} {below}"/>'
+        if line.style == "band":
+            return polygon
+        return f'{polygon}<polyline class="edge c{line.colour}" points="{" ".join(points)}" data-label="{title}" data-stacked/>'
     return f'<polyline class="{line.style} c{line.colour}" points="{" ".join(points)}" data-label="{title}"/>'
 
 
+def named(lines: Sequence[Line]) -> list[Line]:
+    """Those that stand for something by themselves."""
+    return [line for line in lines if line.style not in ("faint", "band")]
+
+
 def _legend(lines: Sequence[Line]) -> str:
-    named = [line for line in lines if line.label and line.style != "faint"]
-    if len(named) < 2:
+    labelled = [line for line in named(lines) if line.label]
+    if len(labelled) < 2:
         return ""
-    items = (f'<span class="key {line.style} c{line.colour}">{html.escape(line.label)}</span>' for line in named)
+    items = (f'<span class="key {line.style} c{line.colour}">{html.escape(line.label)}</span>' for line in labelled)
     return f'<span class="legend">{"".join(items)}</span>'

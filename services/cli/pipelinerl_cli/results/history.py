@@ -99,6 +99,10 @@ class RunHistory:
         times = [points[max(0, first - 1)].t] if first is not None else []
         return min([*times, *(step.t for step in self.steps[:1])], default=0.0)
 
+    def at(self, time: float) -> float:
+        """Where clock time `time` lies in these series."""
+        return self.time.at(time) - self._start
+
     def since(self, start: float) -> "RunHistory":
         """The same series with time counted from `start` seconds of the run on, and without what came before."""
         later = copy(self)
@@ -117,7 +121,7 @@ class RunHistory:
         for record in self._by_role[role]:
             if name in record.values and math.isfinite(record.values[name]):
                 latest[record.instance] = record.values[name]
-                points.append(Point(self.time.at(record.time) - self._start, sum(latest.values())))
+                points.append(Point(self.at(record.time), sum(latest.values())))
         return [point for point in points if point.t >= 0]
 
     def total(self, role: str, name: str) -> float:

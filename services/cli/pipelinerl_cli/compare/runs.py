@@ -1,0 +1,107 @@
+"""Runs as they are compared. Their time begins with the first generated token, so that start-up counts for nobody.
+
+When that was is known to a second, the actor's period of telling: the token came up to a second after what is taken for it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from pipelinerl_cli.report.svg import smooth
+from pipelinerl_cli.results.history import RunHistory, Step
+from pipelinerl_cli.results.run_folder import load_run
+from pipelinerl_cli.results.summary import summarize
+from pipelinerl_common.settings import Job
+
+SMOOTHING = 5
+"""A reward counts as reached when the mean of this many steps has reached it."""
+ROUNDING = 1e-9
+"""Keeps a mean of 0.8 that was summed up from being 0.7999...."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    root: Path
+    label: str
+    job: Job
+    history: RunHistory
+    """Time from the first generated token on."""
+    summary: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The folder's."""
+        return self.root.resolve().name
+
+    @cached_property
+    def rewards(self) -> list[float]:
+        """Mean of the last few steps' rewards, per step."""
+        return smooth([step.get("reward_mean") for step in self.history.steps], SMOOTHING)
+
+    def first_reaching(self, reward: float) -> Step | None:
+        """The first step at which the smoothed reward is at least `reward`; the first steps are too few for a mean."""
+        for k, (step, value) in enumerate(zip(self.history.steps, self.rewards, strict=True)):
+            if value >= reward - ROUNDING and k + 1 >= SMOOTHING:
+                return step
+        return None
+
+    @property
+    def best_reward(self) -> float | None:
+        """The highest smoothed reward; None for a run of fewer steps than a mean takes."""
+        return max(self.rewards[SMOOTHING - 1 :], default=None)
+
+    @property
+    def trajectories_per_second(self) -> float | None:
+        """Trained, from the first token to the last step."""
+        last = self._last
+        return last.samples / last.t if last else None
+
+    @property
+    def trained_tokens_per_second(self) -> float | None:
+        """From the first token to the last step."""
+        last = self._last
+        return last.tokens / last.t if last else None
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """From the first token to the last step, over the steps."""
+        last = self._last
+        return last.t / len(self.history.steps) if last else None
+
+    @property
+    def waiting_share(self) -> float | None:
+        """Of the trainer's time, what it waits for batches."""
+        steps = [step for step in self.history.steps if step.get("step_seconds") > 0]
+        whole = sum(step.get("step_seconds") for step in steps)
+        return sum(step.values.get("wait_seconds", 0.0) for step in steps) / whole if whole else None
+
+    @property
+    def places_in_use(self) -> float | None:
+        """Of the sequences that the generators can decode at once, the share that they do."""
+        spec = self.job.spec.actors
+        places = spec.replicas * spec.generators_per_replica * spec.generator.max_running_requests
+        end = self.history.steps[-1].t if self.history.steps else 0.0
+        running = [point.value for point in self.history.gauge("actor", "requests_running") if point.t <= end]
+        return fmean(running) / places if running else None
+
+    @property
+    def _last(self) -> Step | None:
+        steps = self.history.steps
+        return steps[-1] if steps and steps[-1].t > 0 else None
+
+
+def load(roots: Sequence[Path]) -> list[Compared]:
+    """Raises SettingsError when one is not a run's folder."""
+    names = [root.resolve().name for root in roots]
+    return [load_one(root, name if names.count(name) == 1 else str(root)) for root, name in zip(roots, names, strict=True)]
+
+
+def load_one(root: Path, label: str) -> Compared:
+    """Raises SettingsError when `root` is not a run's folder."""
+    run = load_run(root)
+    history = run.history()
+    summary = summarize(history, status=run.status, job=run.job.name, seed=run.job.spec.seed)
+    return Compared(root, label, run.job, history.since(history.seconds_to_first_token), summary)

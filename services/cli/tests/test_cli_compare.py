@@ -1,0 +1,131 @@
+"""Runs side by side: what is timed, from when on, and which runs stand together. Numbers worked out by hand."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+from test_cli_report import JOB, make_run
+
+from pipelinerl_cli.__main__ import main
+from pipelinerl_cli.compare.runs import Compared, load
+from pipelinerl_cli.compare.seeds import Variant, curve_of, variants
+from pipelinerl_cli.compare.table import cell, table
+
+
+def with_seed(seed: int, steps: int = 1000) -> str:
+    return JOB.replace("seed: 11", f"seed: {seed}, algorithm: {{steps: {steps}}}")
+
+
+def row(compared: list[Variant], name: str, rewards: tuple[float, ...] = (0.5,)) -> list[str]:
+    return next(cells[1:] for cells in table(compared, rewards)[1] if cells[0] == name)
+
+
+def test_rewards_are_timed_from_the_first_token_and_every_run_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fast = make_run(tmp_path / "fast", [k / 20 for k in range(1, 21)], seconds_per_step=2)
+    slow = make_run(tmp_path / "slow", [k / 40 for k in range(1, 21)], seconds_per_step=2)
+    out = tmp_path / "compare.html"
+    assert main(["compare", str(fast), str(slow), "--output", str(out), "--reward", "0.4"]) == 0
+    said = capsys.readouterr().out
+    # fast: the mean of 5 steps is (k-2)/20, 0.4 at step 10, 10 + 20 s after the start, and the first token is seen after 11.5 s
+    assert re.search(r"^time to 0\.4 +18 s +34 s$", said, re.MULTILINE)
+    assert re.search(r"^trajectories to 0\.4 +40 +72$", said, re.MULTILINE)
+    assert re.search(r"^tokens to 0\.4 +500 +900$", said, re.MULTILINE)
+    assert re.search(r"^time training +38 s +38 s$", said, re.MULTILINE)
+    assert re.search(r"^trajectories/s +2\.08 +2\.08$", said, re.MULTILINE)  # 80 in 38.5 s
+    assert "count from the first generated token" in said
+    page = out.read_text()
+    assert re.findall(r"<figcaption>([^<]*)", page) == [
+        "Reward over time",
+        "Reward over trajectories",
+        "Reward over tokens",
+        "Largest lag per step (steps)",
+        "Effective sample size (1 is on-policy)",
+        "Tokens generated per second",
+    ]
+    assert page.count('data-label="fast"') == page.count('data-label="slow"') == 6
+
+
+def test_reward_that_was_never_reached_comes_with_the_best_mean(tmp_path: Path) -> None:
+    """The last step alone is above it, as a reader of the run's last line sees."""
+    (run,) = load([make_run(tmp_path / "run", [0.1] * 8 + [0.6])])
+    assert run.first_reaching(0.5) is None
+    assert row(variants([run]), "time to 0.5") == ["not reached, best 0.2"]
+
+
+def test_run_that_is_too_short_for_a_mean_says_so(tmp_path: Path) -> None:
+    (run,) = load([make_run(tmp_path / "run", [0.9] * 4)])
+    assert row(variants([run]), "time to 0.5") == ["fewer than 5 steps"]
+
+
+def test_single_lucky_steps_do_not_count_as_reaching(tmp_path: Path) -> None:
+    (run,) = load([make_run(tmp_path / "run", [0.9, 0.0, 0.0, 0.0, 0.0, 0.9, 0.0])])
+    assert run.first_reaching(0.5) is None
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.3, 0.7, 0.8])
+def test_reward_that_is_met_exactly_is_reached_whatever_its_sum_rounds_to(tmp_path: Path, reward: float) -> None:
+    (run,) = load([make_run(tmp_path / "run", [reward] * 12)])
+    step = run.first_reaching(reward)
+    assert step is not None
+    assert step.step == 5
+
+
+def test_step_without_a_reward_does_not_hide_those_after_it(tmp_path: Path) -> None:
+    (run,) = load([make_run(tmp_path / "run", [0.9, 0.9, math.nan, 0.9, 0.9, 0.9])])
+    step = run.first_reaching(0.8)
+    assert step is not None
+    assert step.step == 5
+
+
+def test_one_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(make_run(tmp_path / "run", [0.1]))]) == 2
+    assert "nothing to be compared with" in capsys.readouterr().err
+
+
+def seeds_of(tmp_path: Path, rewards: dict[int, float]) -> list[Compared]:
+    """Runs of 20 steps with a constant reward each, by seed."""
+    roots = [
+        make_run(tmp_path / f"seed-{seed}" / "sums", [reward] * 20, job=with_seed(seed)) for seed, reward in rewards.items()
+    ]
+    return load(roots)
+
+
+def test_runs_that_differ_in_their_seed_stand_together(tmp_path: Path) -> None:
+    (together,) = variants(seeds_of(tmp_path, {1: 0.6, 2: 0.8}))
+    assert together.label == "sums"
+    assert row([together], "seeds") == ["1 2"]
+    assert row([together], "reward last") == ["0.7 (0.6 to 0.8)"]
+    assert row([together], "trajectories to 0.7", (0.7,)) == ["20, 1 of 2 runs"]
+    band, line = together.lines(3, lambda run: ([step.t for step in run.history.steps], run.rewards))
+    assert (band.style, line.style) == ("band", "line")
+    assert band.floor is not None
+    assert (band.floor[0], line.ys[0], band.ys[0]) == pytest.approx((0.6, 0.7, 0.8))
+
+
+def test_runs_of_other_settings_or_of_the_same_seed_stand_apart(tmp_path: Path) -> None:
+    other = make_run(tmp_path / "other", [0.5] * 6, job=with_seed(2, steps=7))
+    same, again = (make_run(tmp_path / name, [0.5] * 6, job=with_seed(1)) for name in ("same", "again"))
+    assert [each.label for each in variants(load([other, same, again]))] == ["other", "same", "again"]
+
+
+def test_runs_of_one_name_are_told_apart_where_the_name_is_not_theirs_alone(tmp_path: Path) -> None:
+    roots = [make_run(tmp_path / f"{k}" / "sums", [0.5] * 6, job=with_seed(k % 2, steps=7 + k // 2)) for k in range(4)]
+    assert [each.label for each in variants(load(roots))] == [f"{roots[0]} and 1 more", f"{roots[2]} and 1 more"]
+
+
+def test_curve_over_runs_lies_where_all_of_them_are() -> None:
+    curve = curve_of([([0, 10], [0.0, 1.0]), ([2, 4, 6], [1.0, 0.5, 0.0])])
+    assert (curve.xs[0], curve.xs[-1]) == (2, 6)
+    assert (curve.mean[0], curve.low[0], curve.high[0]) == pytest.approx((0.6, 0.2, 1.0))
+    assert (curve.mean[-1], curve.low[-1], curve.high[-1]) == pytest.approx((0.3, 0.0, 0.6))
+    assert curve_of([([0, 1], [0.0, 0.0]), ([2, 3], [0.0, 0.0])]).xs == []
+    assert curve_of([([], []), ([2, 3], [0.0, 0.0])]).xs == []
+
+
+def test_cells_of_one_run_and_of_several() -> None:
+    assert cell([0.8], "{:.1f}".format) == cell([0.81, 0.79], "{:.1f}".format) == "0.8"
+    assert cell([0.7, None, 0.9], "{:.1f}".format) == "0.8 (0.7 to 0.9)"
+    assert cell([None], "{:.1f}".format) == "-"
