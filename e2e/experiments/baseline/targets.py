@@ -1,0 +1,63 @@
+"""What in-flight RL has to show against the best conventional RL, and whether it did."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from experiments.baseline.numbers import Ratio, RunNumbers
+
+LEAST_SPEED_UP, MOST_SAMPLES = 1.5, 1.1
+SMALL_G = 4
+"""The conventional runs whose ESS in-flight RL is measured by are those of up to so many steps a round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    name: str
+    wanted: str
+    measured: str
+    is_met: bool
+
+
+def shown(ratio: Ratio | None) -> str:
+    """Example: "1.62 (1.51 to 1.74, 5 seeds)"."""
+    if ratio is None:
+        return "no seed in which both come to the goal"
+    if ratio.num_pairs == 1:
+        return f"{ratio.value:.2f} (one seed)"
+    return f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f}, {ratio.num_pairs} seeds)"
+
+
+def speed_up(ratio: Ratio | None) -> Target:
+    """`ratio` of conventional to in-flight time."""
+    return Target(
+        "time to the goal, conventional / in-flight",
+        f"at least {LEAST_SPEED_UP:g}",
+        shown(ratio),
+        ratio is not None and ratio.value >= LEAST_SPEED_UP,
+    )
+
+
+def samples(ratio: Ratio | None) -> Target:
+    """`ratio` of in-flight to conventional trajectories. Fewer are no fault."""
+    return Target(
+        "trajectories to the goal, in-flight / conventional",
+        f"at most {MOST_SAMPLES:g}",
+        shown(ratio),
+        ratio is not None and ratio.value <= MOST_SAMPLES,
+    )
+
+
+def ess(in_flight: Sequence[RunNumbers], conventional: Sequence[tuple[int, RunNumbers]]) -> Target:
+    """`conventional`: runs with their G. The higher an ESS the closer to on-policy, so that it may not be below their least."""
+    mine = [run.ess_mean for run in in_flight if run.ess_mean is not None]
+    theirs = [run.ess_mean for g, run in conventional if g <= SMALL_G and run.ess_mean is not None]
+    name = "mean ESS in flight"
+    if not mine or not theirs:
+        return Target(name, f"that of conventional G up to {SMALL_G}", "no such runs", False)
+    return Target(
+        name,
+        f"at least {min(theirs):.4f}, the least of conventional G up to {SMALL_G} (to {max(theirs):.4f})",
+        f"{fmean(mine):.4f}",
+        fmean(mine) >= min(theirs),
+    )
