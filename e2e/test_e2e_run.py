@@ -93,6 +93,16 @@ def test_two_runs_on_one_machine_do_not_meet_and_one_folder_takes_one_run(new_ru
     assert two.summary["lag_max"] == 0
 
 
+def test_two_ranks_train_every_row_together(new_run: Callable[..., Run]) -> None:
+    shared = ("--set", "trainers.processesPerNode=2", "--set", "trainers.sequenceParallelSize=2")
+    run = new_run("shared", "--max-steps", "4", *shared).start()
+    assert run.wait(400) == 0, run.terminal[-4000:]
+    assert run.summary["steps"] == 4
+    assert run.summary["restarts"] == 0
+    assert run.summary["tokens_trained"] <= run.summary["tokens_generated"]
+    assert_nothing_trained_twice(run, 4)
+
+
 def test_memory_is_flat_over_two_thousand_groups(new_run: Callable[..., Run]) -> None:
     run = new_run("soak", "--max-steps", "132").start()
     run.wait_for_step(65)  # 32 groups a step

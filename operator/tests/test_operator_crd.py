@@ -260,6 +260,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "claim": {"model": {"uri": "hf://a/b", "cache": {"pvc": "models"}}},
     "folder": {"model": {"uri": "hf://a/b", "cache": {"emptyDir": {}}}},
     "nodes": {"trainers": {"replicas": 2, "checkpoint": {"pvc": "checkpoints"}}},
+    "shared rows": {"trainers": {"processesPerNode": 4, "sequenceParallelSize": 2}},
     "shared folder": {"trainers": {"replicas": 2, "checkpoint": {"uri": "file:///mnt/shared"}}},
     "env": {
         "env": [
@@ -299,6 +300,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no cache": ({"model": {"uri": "a", "cache": {}}}, "exactly one of pvc and emptyDir"),
     "two places": ({"trainers": {"checkpoint": {"pvc": "a", "uri": "file:///a"}}}, "pvc and uri exclude each other"),
     "nodes apart": ({"trainers": {"replicas": 2}}, "several trainer nodes write one checkpoint"),
+    "shared rows over nodes": (
+        {"trainers": {"processesPerNode": 2, "sequenceParallelSize": 4}},
+        "processesPerNode is no multiple of sequenceParallelSize",
+    ),
     "two values": (
         {"env": [{"name": "A", "value": "1", "valueFrom": {"fieldRef": {"fieldPath": "status.hostIP"}}}]},
         "value and valueFrom exclude each other",

@@ -126,6 +126,10 @@ RULES: dict[Path, tuple[Rule, ...]] = {
             "self.replicas == 1 || has(self.checkpoint.pvc) || has(self.checkpoint.uri)",
             "several trainer nodes write one checkpoint together: set checkpoint.pvc or checkpoint.uri",
         ),
+        Rule(
+            "self.processesPerNode % self.sequenceParallelSize == 0",
+            "processesPerNode is no multiple of sequenceParallelSize: change the one or the other",
+        ),
     ),
     ("spec", "trainers", "checkpoint"): (Rule("!has(self.pvc) || !has(self.uri)", "pvc and uri exclude each other"),),
     ("spec", "env", "[]"): (

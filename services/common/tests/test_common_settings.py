@@ -124,6 +124,10 @@ def test_a_wrong_field_is_named_with_value_and_remedy(spec: dict[str, Any], says
             ["task.sampling.maxTokens=4096", "model.maxModelLen=4096"],
         ),
         ({"trainers": {"microBatchTokens": 100}}, ["trainers.microBatchTokens=100", "model.maxModelLen=4096"]),
+        (
+            {"trainers": {"processesPerNode": 4, "sequenceParallelSize": 3}},
+            ["trainers.processesPerNode=4", "trainers.sequenceParallelSize=3"],
+        ),
         ({"task": {"path": "a:B", "groupSize": 1}}, ["algorithm.baseline=leave_one_out", "task.groupSize", "not 1"]),
         (
             {"algorithm": {"steps": 5, "optimizer": {"warmupSteps": 6}}},

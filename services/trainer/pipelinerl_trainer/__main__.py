@@ -61,9 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from pipelinerl_trainer.ranks import Place
         from pipelinerl_trainer.service import run_rank
 
+        sequence_size = job.spec.trainers.sequence_parallel_size
+        if flags.num_ranks % sequence_size:
+            raise SettingsError(
+                f"--num-ranks {flags.num_ranks} is no multiple of trainers.sequenceParallelSize={sequence_size}"
+            )
         local_rank = flags.rank % job.spec.trainers.processes_per_node
         prepare_environment(local_rank, flags.rank, flags.num_ranks)
-        place = Place(flags.rank, flags.num_ranks, local_rank, flags.master_address, flags.master_port)
+        place = Place(flags.rank, flags.num_ranks, local_rank, flags.master_address, flags.master_port, sequence_size)
         await run_rank(Run(job, wiring, place, flags.resume, flags.last_metrics), stop)
 
     return run_service(run, name=wiring.name, log_level=wiring.log_level)

@@ -96,7 +96,7 @@ def make_engine(run: Run, ranks: Ranks, checkpoint: Checkpoint | None) -> Engine
     """The model and its optimizer, as they were at the checkpoint or as they were prepared."""
     spec = run.job.spec
     folder = run.model_folder if checkpoint is None else checkpoint.folder / MODEL
-    policy = load_policy(folder, spec, ranks.device)
+    policy = load_policy(folder, spec, ranks.device, ranks.sequence)
     if checkpoint is not None:
         load_value_head(policy, checkpoint)
     engine = Engine(policy, ranks, spec.trainers.zero_stage, spec.algorithm.optimizer)

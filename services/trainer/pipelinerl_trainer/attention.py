@@ -1,6 +1,7 @@
 """Attention over packed rows. Two implementations of one rule: no token attends outside its own sequence.
 
-`packed`            torch's scaled dot-product attention on the row's sequences, batched by similar length: exact, any device.
+`packed`            torch's scaled dot-product attention on the row's sequences, batched by similar length: exact, any device,
+                    and also where several ranks share the row.
 `flash_attention_2` the varlen kernel, where the flash-attn package and a GPU are there.
 
 The model's forward hands keyword arguments on to its attention; those made by `attention_arguments` mark the boundaries.
@@ -15,6 +16,7 @@ from transformers import AttentionInterface
 from transformers.utils import is_flash_attn_2_available
 
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_trainer.sequence_parallel import ALONE, SequenceGroup
 
 PACKED = "packed"
 FLASH = "flash_attention_2"
@@ -23,15 +25,23 @@ _UNSUPPORTED = ("s_aux", "softcap")
 """Keyword arguments of attention variants that `packed` does not compute."""
 
 
-def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
+def choose_attention(device: torch.device, dtype: torch.dtype, sequence: SequenceGroup = ALONE) -> str:
     """The fastest implementation that this device and element type have."""
-    if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and is_flash_attn_2_available():
+    if (
+        sequence.size == 1
+        and device.type == "cuda"
+        and dtype in (torch.float16, torch.bfloat16)
+        and is_flash_attn_2_available()
+    ):
         return FLASH
     return PACKED
 
 
-def attention_arguments(sequence_lengths: tuple[int, ...], device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of the model's forward that mark the boundaries of a packed row's sequences."""
+def attention_arguments(
+    sequence_lengths: tuple[int, ...], device: torch.device, sequence: SequenceGroup = ALONE
+) -> dict[str, Any]:
+    """Keyword arguments of the model's forward that mark the boundaries of a packed row's sequences: of the whole row, also
+    where the model is given one rank's slice of it."""
     cumulative = torch.tensor((0, *sequence_lengths)).cumsum(0).to(device, torch.int32)
     longest = max(sequence_lengths)
     slots = length_buckets(sequence_lengths)
@@ -43,6 +53,7 @@ def attention_arguments(sequence_lengths: tuple[int, ...], device: torch.device)
         "max_length_k": longest,
         "packed_slots": tuple(slots_NS.to(device) for slots_NS in slots),
         "packed_order_L": order_L.argsort().to(device),
+        "packed_sequence": sequence,
     }
 
 
@@ -75,13 +86,28 @@ def packed_attention(
     attention_mask: Tensor | None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence: query [1, heads, L, D], key and value [1, kv_heads, L, D] to [1, L, heads, D].
+    """Causal attention within each sequence: query [1, heads, C, D], key and value [1, kv_heads, C, D] to [1, C, heads, D], for
+    the C slots of the row that this rank has.
 
-    Behind the end of a shorter sequence there are only later positions, which a causal query never sees, so no mask is needed.
     Raises SettingsError for a model whose attention cannot be computed this way.
     """
     del attention_mask
     _check_supported(module, arguments)
+    if not module.training:
+        arguments["dropout"] = 0.0
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return _attend(query[0], key[0], value[0], arguments)
+
+    sequence: SequenceGroup = arguments["packed_sequence"]
+    return sequence.attention(attend)(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """On the whole row: query [L, heads, D], key and value [L, kv_heads, D] to [1, L, heads, D].
+
+    Behind the end of a shorter sequence there are only later positions, which a causal query never sees, so no mask is needed.
+    """
     window: int | None = arguments.get("sliding_window")
     results = []
     for slots_NS in arguments["packed_slots"]:
@@ -92,12 +118,12 @@ def packed_attention(
             _gather(value, slots_NS),
             attn_mask=mask_SS,
             is_causal=mask_SS is None,
-            dropout_p=arguments.get("dropout", 0.0) if module.training else 0.0,
+            dropout_p=arguments.get("dropout", 0.0),
             scale=arguments.get("scaling"),
             enable_gqa=query.shape[1] != key.shape[1],
         )
         results.append(result.transpose(1, 2)[slots_NS >= 0])
-    return torch.cat(results)[arguments["packed_order_L"]].unsqueeze(0), None
+    return torch.cat(results)[arguments["packed_order_L"]].unsqueeze(0)
 
 
 def _check_supported(module: nn.Module, arguments: dict[str, Any]) -> None:
@@ -112,8 +138,8 @@ def _check_supported(module: nn.Module, arguments: dict[str, Any]) -> None:
 
 
 def _gather(states: Tensor, slots_NS: Tensor) -> Tensor:
-    """[1, heads, L, D] -> [N, heads, S, D]."""
-    return states[0].transpose(0, 1)[slots_NS.clamp(min=0)].transpose(1, 2)
+    """[L, heads, D] -> [N, heads, S, D]."""
+    return states[slots_NS.clamp(min=0)].transpose(1, 2)
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -29,7 +29,10 @@ class Pulled:
 
 
 class BatchesClient:
-    """Calls as rank `rank` of `num_ranks`. All raise Unavailable, Refused or PermanentError as `rpc.call` does."""
+    """Calls as data rank `rank` of `num_ranks`: ranks that share rows each pull the same ones.
+
+    All raise Unavailable, Refused or PermanentError as `rpc.call` does.
+    """
 
     def __init__(self, channel: rpc.Channel, rank: int, num_ranks: int) -> None:
         self._stub = batches_pb2_grpc.BatchesStub(channel)

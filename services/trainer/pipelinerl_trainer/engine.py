@@ -3,7 +3,8 @@
 What DeepSpeed does to a loss and how it is undone here:
 - it divides by `gradient_accumulation_steps`: that is 1, and the boundary is set by hand at the last micro-batch;
 - it averages gradients over ranks: the loss is multiplied by the number of ranks, so that the gradient is the sum over all
-  ranks and micro-batches. The caller's loss is already divided by the whole step's normaliser.
+  ranks and micro-batches. The caller's loss is already divided by the whole step's normaliser. Ranks that share a row each
+  have its whole loss and the gradient through their own slice, so the sum is right for them too. ZeRO partitions over all.
 - it skips a step whose gradient is not finite and clears it: `apply` reports that.
 """
 
@@ -73,6 +74,7 @@ class Engine:
         self.policy = policy.to(ranks.device)
         self.dtype: torch.dtype = next(policy.parameters()).dtype
         self._shapes = {name: tuple(parameter.shape) for name, parameter in policy.served_parameters()}
+        self._served_shapes = dict(pair for item in self._shapes.items() for pair in policy.tensors.shapes_of(*item))
         self._engine, self._optimizer = _initialize(self.policy, zero_stage, self.dtype, settings)
         if zero_stage == 3:
             self._register_head()
@@ -123,15 +125,16 @@ class Engine:
 
     @property
     def served_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Full shapes of what generators need, by name, in the order in which `served_weights` gives them."""
-        return self._shapes
+        """Full shapes of what generators need, by the checkpoint's names, in the order in which `served_weights` gives them."""
+        return self._served_shapes
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full weights by name, one after another; valid until the next one. Every rank must exhaust the iterator."""
+        """Full weights by the checkpoint's names, one after another; valid until the next one. Every rank must exhaust the
+        iterator."""
         for members in _by_size(self.policy.served_parameters(), self._shapes, self.dtype.itemsize):
             with self._gathered([parameter for _, parameter in members]):
                 for name, parameter in members:
-                    yield name, parameter.detach()
+                    yield from self.policy.tensors.of(name, parameter.detach())
 
     def value_head_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Like `served_weights`, of the value head, if there is one."""

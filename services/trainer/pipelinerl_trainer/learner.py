@@ -23,7 +23,7 @@ SKIPPED_STEPS = "skipped_steps_total"
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one rank trains in one step: the plan, equal on all ranks, and this rank's rows."""
+    """What one rank trains in one step: the plan, equal on all ranks, and this rank's rows, which it may share with others."""
 
     plan: StepPlan
     micro_batches: tuple[MicroBatch, ...]
@@ -108,7 +108,8 @@ class Learner:
         row_loss = self._objective(scores, columns)
         loss = row_loss.total / normalizer
         self._engine.accumulate(loss, is_last=is_last)
-        metrics.add_row(micro_batch, step, row_loss, float(loss.detach()))
+        if self._ranks.sequence.index == 0:  # the others that share the row have the same numbers
+            metrics.add_row(micro_batch, step, row_loss, float(loss.detach()))
 
     def _discard(self) -> None:
         """Ends the accumulation the way every ZeRO stage can: a gradient that is not finite is cleared and not applied."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -13,19 +13,32 @@ from transformers.utils.logging import disable_progress_bar
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import JobSpec, ModelSettings
 from pipelinerl_trainer import attention
+from pipelinerl_trainer.checkpoint_tensors import CheckpointTensors, check_tensors, stored_shapes
 from pipelinerl_trainer.packed import PackedRow
 from pipelinerl_trainer.scoring import LogitTransform, TokenHead, TokenScores
+from pipelinerl_trainer.sequence_parallel import ALONE, SequenceGroup
 
 
 class PolicyModel(nn.Module):
     """`forward(row)` gives log-probabilities, entropies and values of the row's trained tokens.
 
     The value of token t is read where token t is chosen, at the hidden state that predicts it, so that it is a baseline: it
-    knows the tokens before t and not t itself.
+    knows the tokens before t and not t itself. All ranks of `sequence` are given the same row and have the same result.
     """
 
-    def __init__(self, language_model: Any, *, with_value_head: bool, head_in_float32: bool = False) -> None:
+    def __init__(
+        self,
+        language_model: Any,
+        *,
+        with_value_head: bool,
+        head_in_float32: bool = False,
+        sequence: SequenceGroup = ALONE,
+        tensors: CheckpointTensors | None = None,
+    ) -> None:
         super().__init__()
+        self.tensors = tensors or CheckpointTensors(language_model)
+        """How the language model's parameters are stored, and sent."""
+        self._sequence = sequence
         self.language_model = language_model
         transform = LogitTransform.of(language_model.config)
         self.token_head = TokenHead(language_model.get_output_embeddings(), transform, in_float32=head_in_float32)
@@ -37,23 +50,25 @@ class PolicyModel(nn.Module):
             nn.init.zeros_(self.value_head.bias)
 
     def forward(self, row: PackedRow, entropy_gradient: bool = False) -> TokenScores:
-        hidden_LH: Tensor = self.language_model.get_decoder()(
-            input_ids=row.input_ids_L[None],
-            position_ids=row.position_ids_L[None],
+        mine = self._sequence.slice_of(row)
+        hidden_CH: Tensor = self.language_model.get_decoder()(
+            input_ids=mine.input_ids_C[None],
+            position_ids=mine.position_ids_C[None],
             use_cache=False,
-            **attention.attention_arguments(row.sequence_lengths, row.input_ids_L.device),
+            **attention.attention_arguments(mine.sequence_lengths, row.input_ids_L.device, self._sequence),
         ).last_hidden_state[0]
-        hidden_TH = hidden_LH[row.target_slots_T - 1]
-        logprobs_T, entropy_T = self.token_head(hidden_TH, row.targets_T, row.temperature, entropy_gradient)
-        values_T = None if self.value_head is None else self.value_head(hidden_TH)[:, 0].float()
-        return TokenScores(logprobs_T, entropy_T, values_T)
+        hidden_UH = hidden_CH[mine.predicting_slots_U]
+        targets_U = row.targets_T[mine.scored_U]
+        logprobs_U, entropy_U = self.token_head(hidden_UH, targets_U, row.temperature, entropy_gradient)
+        values_U = None if self.value_head is None else self.value_head(hidden_UH)[:, 0].float()
+        return self._sequence.whole(TokenScores(logprobs_U, entropy_U, values_U), mine.scored_U, len(row.target_slots_T))
 
     def served_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What generators need, by the checkpoint's names; a tied head is not listed beside the embedding."""
+        """What generators need, by the names in memory; a tied head is not listed beside the embedding."""
         yield from self.language_model.named_parameters()
 
 
-def load_policy(folder: Path, spec: JobSpec, device: torch.device) -> PolicyModel:
+def load_policy(folder: Path, spec: JobSpec, device: torch.device, sequence: SequenceGroup = ALONE) -> PolicyModel:
     """Reads a Hugging Face folder for the job's loss. Raises SettingsError when there is no model that this trainer can train.
 
     Dropout is off: generators have none, and the trained log-probabilities must be those of the same distribution.
@@ -68,20 +83,25 @@ def load_policy(folder: Path, spec: JobSpec, device: torch.device) -> PolicyMode
             folder,
             config=_without_dropout(AutoConfig.from_pretrained(folder, local_files_only=True)),
             dtype=dtype,
-            attn_implementation=attention.choose_attention(device, dtype),
+            attn_implementation=attention.choose_attention(device, dtype, sequence),
             local_files_only=True,
         )
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # RuntimeError: tensors that do not fit together
         raise SettingsError(f"model folder {folder}: cannot be loaded: {error}") from error
     language_model.config.use_cache = False
-    _check_names(folder, language_model)
+    stored = stored_shapes(folder)
+    tensors = CheckpointTensors(language_model, stored)
+    check_tensors(tensors, language_model, stored)
     _check_length(language_model.config, spec.model)
+    sequence.check_heads(language_model.config)
     if spec.trainers.activation_checkpointing:
         language_model.gradient_checkpointing_enable({"use_reentrant": False})
     return PolicyModel(
         language_model,
         with_value_head=spec.algorithm.baseline == "value",
         head_in_float32=spec.model.head_dtype == "float32",
+        sequence=sequence,
+        tensors=tensors,
     ).train()
 
 
@@ -96,20 +116,3 @@ def _check_length(config: Any, settings: ModelSettings) -> None:
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and settings.max_model_len > limit:
         raise SettingsError(f"model.maxModelLen={settings.max_model_len} is more than the model's {limit} positions")
-
-
-def _check_names(folder: Path, language_model: nn.Module) -> None:
-    """Weights are sent under the model's own names, and generators load them by the checkpoint's: they must be the same."""
-    known: set[str] = set()
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                known.update(tensors.keys())
-        except SafetensorError as error:
-            raise SettingsError(f"model folder {folder}: {file.name} is not a safetensors file: {error}") from error
-    unknown = sorted(name for name, _ in language_model.named_parameters() if name not in known)
-    if unknown and known:
-        raise SettingsError(
-            f"model.uri: {len(unknown)} weights are named otherwise in the checkpoint than in memory, such as {unknown[0]}; "
-            "models of this kind are not supported"
-        )

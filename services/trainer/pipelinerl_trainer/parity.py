@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from pipelinerl.v1 import batches_pb2
+from pipelinerl_common.codec import micro_batch_from_proto, micro_batch_to_proto
 from pipelinerl_common.errors import FatalError, SettingsError
 from pipelinerl_common.settings import JobSpec
-from pipelinerl_common.types import MicroBatch
+from pipelinerl_common.types import MicroBatch, VersionRun
 from pipelinerl_trainer.bridge import Bridge
 from pipelinerl_trainer.engine import Engine
 from pipelinerl_trainer.packed import pack_row
@@ -45,7 +47,7 @@ class Completion:
 
 
 class ParityCheck:
-    """Every rank calls `run`; rank 0 asks the generators, all ranks score."""
+    """Every rank calls `run`; rank 0 asks the generators, all ranks score the same row."""
 
     def __init__(self, spec: JobSpec, generators: Sequence[str], token: str | None, vocabulary: int) -> None:
         self._settings = spec.trainers.parity
@@ -63,8 +65,9 @@ class ParityCheck:
 
     def run(self, engine: Engine, ranks: Ranks, bridge: Bridge, version: int) -> float:
         """The mean absolute difference per token. Raises SettingsError beyond the bound, FatalError without answers."""
-        completions = self._collect(ranks, bridge, version)
-        row, columns = pack_row(_row(completions, self._temperature), ranks.device)
+        completed = _row(self._collect(ranks, bridge, version), self._temperature, version)
+        message = ranks.from_leader(micro_batch_to_proto(completed).SerializeToString())
+        row, columns = pack_row(micro_batch_from_proto(batches_pb2.MicroBatch.FromString(message)), ranks.device)
         logprobs_T = engine.score_only(row).logprobs_T
         differences_T = (logprobs_T - columns.old_logprobs_T).abs().double()
         sums = [
@@ -148,7 +151,7 @@ def _prompts(seed: int, count: int, vocabulary: int) -> list[tuple[int, ...]]:
     return [tuple(generator.randrange(vocabulary) for _ in range(PROMPT_TOKENS)) for _ in range(count)]
 
 
-def _row(completions: Sequence[Completion], temperature: float) -> MicroBatch:
+def _row(completions: Sequence[Completion], temperature: float, version: int) -> MicroBatch:
     """All completions packed into one row; a filler row without any."""
     num_slots = sum(len(each.prompt_ids) + len(each.token_ids) for each in completions)
     zeros_L = np.zeros(num_slots, np.float32)
@@ -166,7 +169,7 @@ def _row(completions: Sequence[Completion], temperature: float) -> MicroBatch:
         returns_L=None,
         rewards=(0.0,) * len(completions),
         sequence_weights=(1.0,) * len(completions),
-        version_runs=(),
+        version_runs=(VersionRun(version, sum(mask)),) if completions else (),
         temperature=temperature,
         group_numbers=(0,) * len(completions),
     )

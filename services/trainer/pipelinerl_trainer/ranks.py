@@ -1,7 +1,10 @@
 """The trainer's ranks: their process group, and how they agree.
 
 Gradients and weights travel through DeepSpeed. Control travels here, over gloo on the host whatever the device is: small
-messages of fixed size, never pickled objects.
+messages, never pickled objects.
+
+Ranks that follow one another share their rows with sequence parallelism. Example: 4 ranks, 2 to a row: ranks 0 and 1 are data
+rank 0, ranks 2 and 3 data rank 1.
 """
 
 import hashlib
@@ -12,12 +15,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from pipelinerl_common.errors import FatalError
+from pipelinerl_trainer.sequence_parallel import ALONE, SequenceGroup
 
 log = logging.getLogger(__name__)
 
@@ -46,15 +51,34 @@ class Place:
     local_rank: int = 0
     master_address: str = "127.0.0.1"
     master_port: int = 0
+    sequence_size: int = 1
+    """Ranks that share a row; `num_ranks` is a multiple of it."""
+
+    @property
+    def data_rank(self) -> int:
+        """Which rows this rank trains, from 0."""
+        return self.rank // self.sequence_size
+
+    @property
+    def num_data_ranks(self) -> int:
+        return self.num_ranks // self.sequence_size
 
 
 class Ranks:
     """Collectives over all ranks. Every rank calls every method in the same order; with one rank nothing communicates."""
 
-    def __init__(self, place: Place, device: torch.device, control: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        place: Place,
+        device: torch.device,
+        control: dist.ProcessGroup | None,
+        sequence: SequenceGroup = ALONE,
+    ) -> None:
         self.rank = place.rank
         self.num_ranks = place.num_ranks
         self.device = device
+        self.sequence = sequence
+        """The ranks that this one shares its rows with."""
         self._control = control
 
     @property
@@ -70,6 +94,17 @@ class Ranks:
         rows = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         dist.all_gather(rows, mine, group=self._control)
         return torch.stack(rows)
+
+    def from_leader(self, message: bytes) -> bytes:
+        """The leader's message, on every rank; what the others give is passed over."""
+        if self.num_ranks == 1:
+            return message
+        size = torch.tensor(len(message))
+        dist.broadcast(size, 0, group=self._control)
+        content = torch.from_numpy(np.frombuffer(message, np.uint8).copy()) if self.is_leader else None
+        content = torch.empty(int(size), dtype=torch.uint8) if content is None else content
+        dist.broadcast(content, 0, group=self._control)
+        return content.numpy().tobytes()
 
     def vote(self, vote: Vote, about: str = "") -> Vote:
         """One round: the highest vote of all ranks. READY is the outcome only if all are ready about the same thing;
@@ -109,16 +144,25 @@ def join_ranks(place: Place) -> Iterator[Ranks]:
             timeout=COLLECTIVE_TIMEOUT,
         )
         control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if place.num_ranks > 1 else None
+        sequence = _sequence_group(place)
     except RuntimeError as error:
         where = f"{place.master_address}:{place.master_port}"
         raise FatalError(f"rank {place.rank} of {place.num_ranks} could not join the others at {where}: {error}") from error
     clean = False
     try:
-        yield Ranks(place, device, control)
+        yield Ranks(place, device, control, sequence)
         clean = True
     finally:
         if clean or place.num_ranks == 1:
             _leave()  # after a failure it could wait for a rank that is gone; the process ends anyway
+
+
+def _sequence_group(place: Place) -> SequenceGroup:
+    """Every rank makes the groups of all, in the same order."""
+    if place.sequence_size == 1:
+        return ALONE
+    process_group, _ = dist.new_subgroups(place.sequence_size, timeout=COLLECTIVE_TIMEOUT)  # type: ignore[no-untyped-call]
+    return SequenceGroup(place.rank % place.sequence_size, place.sequence_size, process_group)
 
 
 def _leave() -> None:

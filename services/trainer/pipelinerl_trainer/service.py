@@ -38,7 +38,7 @@ async def run_rank(run: Run, stop: asyncio.Event) -> None:
     forwarding = asyncio.create_task(_forward(stop, bridge), name="stop")
     try:
         async with rpc.connect(run.wiring.preprocessor, token=run.wiring.token) as channel:
-            client = BatchesClient(channel, run.place.rank, run.place.num_ranks)
+            client = BatchesClient(channel, run.place.data_rank, run.place.num_data_ranks)
             if run.place.rank == 0:
                 await _run_leader(run, bridge, client)
             else:

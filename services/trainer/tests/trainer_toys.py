@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from pipelinerl_common.settings import AlgorithmSettings, Job, parse_job
 from pipelinerl_common.settings.presets import PRESETS
@@ -17,33 +17,34 @@ from pipelinerl_trainer.engine import Engine
 from pipelinerl_trainer.learner import Batch, BatchReplaced, Learner
 from pipelinerl_trainer.model import PolicyModel
 from pipelinerl_trainer.ranks import Ranks
+from pipelinerl_trainer.sequence_parallel import ALONE, SequenceGroup
 
 VOCABULARY = 23
 MAX_TOKENS = 16
 
 
-def tiny_model(seed: int = 0, *, tied: bool = True) -> Any:
-    """Qwen3 with 2 layers, grouped-query attention, float32; the same weights for the same seed."""
+def tiny_model(seed: int = 0, *, tied: bool = True, **options: Any) -> Any:
+    """Qwen3 with 2 layers, grouped-query attention, float32; the same weights for the same seed. `options` are its config's."""
     attention.register()
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        attn_implementation=attention.PACKED,
-        initializer_range=0.2,
-    )
-    return Qwen3ForCausalLM(config).float()
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": tied,
+        "attn_implementation": attention.PACKED,
+        "initializer_range": 0.2,
+    }
+    return Qwen3ForCausalLM(Qwen3Config(**shape | options)).float()
 
 
-def save_tiny_model(folder: Path, seed: int = 0, *, tied: bool = True) -> Path:
-    tiny_model(seed, tied=tied).save_pretrained(folder)
+def save_tiny_model(folder: Path, seed: int = 0, *, tied: bool = True, **options: Any) -> Path:
+    tiny_model(seed, tied=tied, **options).save_pretrained(folder)
     return folder
 
 
@@ -63,6 +64,34 @@ def job(**spec: Any) -> Job:
 
 def algorithm(**options: Any) -> AlgorithmSettings:
     return job(algorithm={"steps": 4, "groupsPerStep": 2, **options}).spec.algorithm
+
+
+NUM_EXPERTS = 4
+
+
+def tiny_mixture(kind: str, seed: int = 0) -> Any:
+    """A mixture of 4 experts, 2 of them for each token; `kind` is its transformers model type. Asks for a router loss."""
+    attention.register()
+    torch.manual_seed(seed)
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "num_experts_per_tok": 2,
+        "attn_implementation": attention.PACKED,
+        "initializer_range": 0.2,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 1.0,
+    }
+    if kind == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=NUM_EXPERTS)).float()
+    experts = {"num_experts": NUM_EXPERTS, "moe_intermediate_size": 24, "norm_topk_prob": True, "decoder_sparse_step": 1}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape | experts)).float()
 
 
 @dataclass(frozen=True)
@@ -180,14 +209,19 @@ def learner(engine: Engine, ranks: Ranks, settings: AlgorithmSettings) -> Learne
     return Learner(engine, ranks, settings, MAX_TOKENS)
 
 
-def tiny_policy(settings: AlgorithmSettings) -> PolicyModel:
-    """The tiny model with the head that the algorithm needs; a value head is not 0, so that its error reaches the model."""
-    policy = PolicyModel(tiny_model(), with_value_head=settings.baseline == "value")
+def tiny_policy(settings: AlgorithmSettings, sequence: SequenceGroup = ALONE) -> PolicyModel:
+    """The tiny model with the head that the algorithm needs."""
+    policy = PolicyModel(tiny_model(), with_value_head=settings.baseline == "value", sequence=sequence)
+    spread_value_head(policy)
+    return policy
+
+
+def spread_value_head(policy: PolicyModel) -> None:
+    """A value head that is not 0, so that its error reaches the model."""
     if policy.value_head is not None:
         with torch.no_grad():
             policy.value_head.weight.copy_(torch.linspace(-0.4, 0.5, policy.value_head.weight.numel())[None])
             policy.value_head.bias.fill_(0.2)
-    return policy
 
 
 ALGORITHMS: Mapping[str, dict[str, Any]] = {
@@ -204,9 +238,11 @@ ALGORITHMS: Mapping[str, dict[str, Any]] = {
 """Every family of algorithms, as settings."""
 
 
-def reference_gradient(settings: AlgorithmSettings, members: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
+def reference_gradient(
+    settings: AlgorithmSettings, members: Sequence[Trajectory], policy: PolicyModel | None = None
+) -> dict[str, torch.Tensor]:
     """The gradient of the step's loss by the plainest means: no packing, no DeepSpeed, one sequence at a time."""
-    policy = tiny_policy(settings)
+    policy = policy or tiny_policy(settings)
     policy.language_model.set_attn_implementation("eager")
     total = torch.zeros(())
     for member in members:

@@ -129,6 +129,8 @@ class TrainerSettings(Settings):
     """Ranks per node, one per GPU."""
     zero_stage: Literal[1, 2, 3] = 1
     """DeepSpeed ZeRO stage."""
+    sequence_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
+    """Ranks of a node that share each micro-batch (Ulysses); it must divide processesPerNode and the attention heads."""
     micro_batch_tokens: Annotated[int, Field(ge=8)] = 4096
     """Token slots of a packed micro-batch."""
     activation_checkpointing: bool = False
@@ -144,6 +146,16 @@ class TrainerSettings(Settings):
     pod_template: Annotated[PodTemplate | None, CLUSTER_ONLY] = None
     """metadata and spec of a pod, laid over the operator's own by name: resources, tolerations, volumes, sidecars.
     Container: trainer."""
+
+    @model_validator(mode="after")
+    def _rows_stay_in_a_node(self) -> Self:
+        processes, size = self.processes_per_node, self.sequence_parallel_size
+        if processes % size:
+            raise ValueError(
+                f"trainers.processesPerNode={processes} is no multiple of trainers.sequenceParallelSize={size}: ranks that "
+                "share a micro-batch are on one node; change the one or the other"
+            )
+        return self
 
 
 class StreamSettings(Settings):

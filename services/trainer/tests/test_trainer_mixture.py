@@ -1,0 +1,106 @@
+"""Mixtures of experts: fused in memory, one tensor per expert in the checkpoint and on the way to the generators."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import trainer_toys as toys
+from safetensors.torch import load_file, save_file
+from test_trainer_gradient import assert_same_gradient, full_gradient
+
+from pipelinerl_common.errors import SettingsError
+from pipelinerl_trainer.checkpoint_tensors import CheckpointTensors, check_tensors, stored_shapes
+from pipelinerl_trainer.engine import Engine
+from pipelinerl_trainer.export import export_policy
+from pipelinerl_trainer.model import PolicyModel, load_policy
+from pipelinerl_trainer.ranks import Place, join_ranks
+
+KINDS = {
+    "qwen3_moe": "model.layers.1.mlp.experts.3.up_proj.weight",
+    "mixtral": "model.layers.1.block_sparse_moe.experts.3.w3.weight",
+}
+EVERYTHING = toys.trajectories(7)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    toys.tiny_mixture(request.param).save_pretrained(tmp_path / "model")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_every_tensor_is_sent_as_the_checkpoint_has_it(kind: str, tmp_path: Path, stage: int) -> None:
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert KINDS[kind] in stored
+    with join_ranks(Place()) as ranks:
+        policy = load_policy(tmp_path / "model", toys.job().spec, ranks.device)
+        engine = Engine(policy, ranks, stage, toys.full_algorithm().optimizer)
+        sent = {name: weight.clone() for name, weight in engine.served_weights()}
+        assert list(engine.served_shapes.items()) == [(name, tuple(weight.shape)) for name, weight in sent.items()]
+    assert sent.keys() == stored.keys()
+    for name, weight in sent.items():
+        assert torch.equal(weight, stored[name]), name
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_gradient_is_the_plain_one_and_has_no_router_loss(kind: str, tmp_path: Path, stage: int) -> None:
+    """The model's configuration asks for a router loss; the plain computation has none."""
+    settings = toys.full_algorithm()
+    with join_ranks(Place()) as ranks:
+        policy = load_policy(tmp_path / "model", toys.job().spec, ranks.device)
+        assert policy.language_model.config.output_router_logits
+        engine = Engine(policy, ranks, stage, settings.optimizer)
+        toys.learner(engine, ranks, settings).accumulate((toys.batch_of([EVERYTHING[:4], [], EVERYTHING[4:]], EVERYTHING),))
+        found = full_gradient(engine)
+    plain = PolicyModel(toys.tiny_mixture(kind), with_value_head=False)
+    plain.language_model.config._experts_implementation = "eager"
+    expected = toys.reference_gradient(settings, EVERYTHING, plain)
+    experts = expected["language_model.model.layers.1.mlp.experts.down_proj"]
+    assert (experts.flatten(1).norm(dim=1) > 1e-3).all()  # every expert was needed
+    assert_same_gradient(found, expected)
+
+
+def test_a_trained_mixture_is_exported_and_loads_again(kind: str, tmp_path: Path) -> None:
+    settings = toys.full_algorithm()
+    with join_ranks(Place()) as ranks:
+        policy = load_policy(tmp_path / "model", toys.job().spec, ranks.device)
+        engine = Engine(policy, ranks, 2, settings.optimizer)
+        toys.learner(engine, ranks, settings).train_step(toys.batch_of([EVERYTHING], EVERYTHING))
+        (tmp_path / "trained").mkdir()
+        export_policy(engine, ranks, tmp_path / "model", tmp_path / "trained")
+        weights = {name: weight.detach().clone() for name, weight in policy.language_model.named_parameters()}
+    assert stored_shapes(tmp_path / "trained") == stored_shapes(tmp_path / "model")
+    again = load_policy(tmp_path / "trained", toys.job().spec, torch.device("cpu"))
+    before = load_policy(tmp_path / "model", toys.job().spec, torch.device("cpu"))
+    for name, weight in again.language_model.named_parameters():
+        assert torch.equal(weight, weights[name]), name
+        assert not torch.equal(weight, before.language_model.get_parameter(name)), name
+
+
+def test_a_checkpoint_without_one_of_the_experts_is_refused(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "model" / "model.safetensors"
+    stored = load_file(file)
+    del stored[KINDS[kind]]
+    save_file(stored, file, metadata={"format": "pt"})
+    with pytest.raises(SettingsError, match="cannot be loaded"):
+        load_policy(tmp_path / "model", toys.job().spec, torch.device("cpu"))
+
+
+def test_weights_that_generators_would_not_know_are_refused(kind: str, tmp_path: Path) -> None:
+    stored = stored_shapes(tmp_path / "model")
+    model = toys.tiny_mixture(kind)
+    check_tensors(CheckpointTensors(model, stored), model, stored)
+    for wrong in (stored | {KINDS[kind]: (16, 24)}, {name: shape for name, shape in stored.items() if name != KINDS[kind]}):
+        with pytest.raises(SettingsError, match=f"1 weights are named or shaped otherwise.*such as {KINDS[kind]}"):
+            check_tensors(CheckpointTensors(model, wrong), model, wrong)
+
+
+def test_experts_that_are_stored_fused_keep_their_names(tmp_path: Path) -> None:
+    model = toys.tiny_mixture("qwen3_moe")
+    model.config.save_pretrained(tmp_path)
+    save_file(
+        {name: weight.detach() for name, weight in model.named_parameters()}, tmp_path / "model.safetensors", {"format": "pt"}
+    )
+    policy = load_policy(tmp_path, toys.job().spec, torch.device("cpu"))
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    assert dict(policy.tensors.shapes_of(name, (4, 48, 16))) == {name: (4, 48, 16)}

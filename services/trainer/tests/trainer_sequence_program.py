@@ -1,0 +1,114 @@
+"""What each of two ranks runs that share every row; one launch covers all cases, so that the start is paid once.
+
+    python trainer_sequence_program.py RANK FOLDER PORT...
+
+Rank 0 leaves in FOLDER `gradient-<stage>-<packing>.safetensors`, `gradient-algorithm-<name>.safetensors` and `results.json`.
+Both ranks must come to the same results: each writes its own `results-<rank>.json`.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from pipelinerl_trainer.engine import Engine, prepare_environment
+
+RANK, FOLDER, PORTS = int(sys.argv[1]), Path(sys.argv[2]), [int(port) for port in sys.argv[3:]]
+NUM_RANKS = 2
+torch.set_num_threads(1)
+prepare_environment(RANK, RANK, NUM_RANKS)
+
+import trainer_sequence_cases as cases  # noqa: E402
+import trainer_toys as toys  # noqa: E402
+from deepspeed.utils import safe_get_full_grad  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+from pipelinerl.v1 import batches_pb2  # noqa: E402
+from pipelinerl_trainer.checkpoint import MODEL, Checkpointer, load_optimizer  # noqa: E402
+from pipelinerl_trainer.checkpoint_store import CheckpointStore  # noqa: E402
+from pipelinerl_trainer.model import load_policy  # noqa: E402
+from pipelinerl_trainer.ranks import Place, Ranks, join_ranks  # noqa: E402
+
+
+def place(port: int, *, shared: bool = True) -> Place:
+    return Place(RANK, NUM_RANKS, RANK, "127.0.0.1", port, NUM_RANKS if shared else 1)
+
+
+def save_gradient(engine: Engine, name: str) -> None:
+    found = {key: safe_get_full_grad(parameter) for key, parameter in engine.policy.named_parameters()}
+    engine.apply(learning_rate=0.0)
+    if RANK == 0:
+        save_file({key: value.clone() for key, value in found.items()}, FOLDER / f"gradient-{name}.safetensors")
+
+
+def gradients(ranks: Ranks, stage: int) -> None:
+    settings = toys.full_algorithm()
+    engine = Engine(toys.tiny_policy(settings, ranks.sequence), ranks, stage, settings.optimizer)
+    for name, rows in cases.PACKINGS.items():
+        toys.learner(engine, ranks, settings).accumulate((toys.batch_of(rows, cases.EVERYTHING),))
+        save_gradient(engine, f"{stage}-{name}")
+
+
+def algorithms(ranks: Ranks, *, with_value_head: bool) -> None:
+    """The gradient of each algorithm; one engine serves all that have the same heads."""
+    settings = {name: toys.full_algorithm(**options) for name, options in toys.ALGORITHMS.items()}
+    chosen = {name: each for name, each in settings.items() if (each.baseline == "value") is with_value_head}
+    first = next(iter(chosen.values()))
+    engine = Engine(toys.tiny_policy(first, ranks.sequence), ranks, 2, first.optimizer)
+    for name, each in chosen.items():
+        toys.learner(engine, ranks, each).accumulate((toys.batch_of(cases.PACKINGS["rows"], cases.EVERYTHING),))
+        save_gradient(engine, f"algorithm-{name}")
+
+
+def checkpoint_of(ranks: Ranks) -> dict[str, object]:
+    """Two steps, a checkpoint, two more."""
+    case = cases.CASES["value head"]
+    engine = case.engine(FOLDER, ranks)
+    learner = toys.learner(engine, ranks, case.settings)
+    for step in (0, 1):
+        learner.train_step(case.batch(step, ranks))
+    ledger = batches_pb2.LedgerSnapshot(schema_version=1, num_committed_steps=2, next_prompt_index=12)
+    store = CheckpointStore(FOLDER / "checkpoints", keep=2)
+    assert Checkpointer(store, engine, ranks, FOLDER / case.model).save(2, ledger if ranks.is_leader else None)
+    return cases.trained(engine, [learner.train_step(case.batch(step, ranks)) for step in (2, 3)])
+
+
+def resumed(ranks: Ranks) -> dict[str, object]:
+    """The last two steps again, shared rows or not: shards of the optimizer know of ranks alone."""
+    from pipelinerl_trainer.checkpoint import load_value_head
+
+    case = cases.CASES["value head"]
+    checkpoint = CheckpointStore(FOLDER / "checkpoints", keep=2).newest()
+    assert checkpoint is not None
+    policy = load_policy(checkpoint.folder / MODEL, case.spec, ranks.device, ranks.sequence)
+    load_value_head(policy, checkpoint)
+    engine = Engine(policy, ranks, case.stage, case.settings.optimizer)
+    load_optimizer(engine, ranks, checkpoint)
+    learner = toys.learner(engine, ranks, case.settings)
+    return cases.trained(engine, [learner.train_step(case.batch(step, ranks)) for step in (2, 3)])
+
+
+def main() -> None:
+    ports = iter(PORTS)
+    results: dict[str, object] = {}
+    for stage in (1, 2, 3):
+        with join_ranks(place(next(ports))) as ranks:
+            gradients(ranks, stage)
+    for with_value_head in (False, True):
+        with join_ranks(place(next(ports))) as ranks:
+            algorithms(ranks, with_value_head=with_value_head)
+    for name, case in cases.CASES.items():
+        for shared in (True, False):
+            with join_ranks(place(next(ports), shared=shared)) as ranks:
+                results[f"{name}-{'shared' if shared else 'apart'}"] = case.train(FOLDER, ranks)
+    with join_ranks(place(next(ports))) as ranks:
+        results["straight"] = checkpoint_of(ranks)
+        results["from leader"] = len(ranks.from_leader(bytes(RANK + 5))), len(ranks.from_leader(b"" if RANK == 0 else b"x"))
+    for shared in (True, False):
+        with join_ranks(place(next(ports), shared=shared)) as ranks:
+            results[f"resumed-{'shared' if shared else 'apart'}"] = resumed(ranks)
+    (FOLDER / f"results-{RANK}.json").write_text(json.dumps(results), encoding="utf-8")
+
+
+main()
