@@ -29,7 +29,7 @@ WAIT_SHARE = 0.6
 def make_up(plan: Plan, root: Path, seed: int, setting: Setting) -> None:
     """A run in place of a real one: the mean of five rewards is over 0.8 from step 11 on; with G = 8 they fall again."""
     root.mkdir(parents=True)
-    job = load_job(Path(plan.job), [f"seed={seed}", *setting.overrides[1:]])
+    job = load_job(Path(plan.job), [f"seed={seed}", *setting.overrides])
     (root / "job.yaml").write_text(job.model_dump_json(by_alias=True, exclude_none=True))
     (root / "summary.json").write_text('{"status": "finished"}')
     seconds = SECONDS[setting.num_steps] * setting.threads + seed % SEARCH_SEED / 10
@@ -213,7 +213,7 @@ def test_every_setting_comes_first_for_some_seed() -> None:
 
 
 def test_conventional_runs_differ_in_their_staleness_policy_alone() -> None:
-    (_, override) = Setting(4, 1).overrides
+    (override,) = Setting(4, 1).overrides
     spec = load_job(ARITHMETIC).spec.model_dump()
     conventional = load_job(ARITHMETIC, [override]).spec.model_dump()
     assert {name for name in spec if spec[name] != conventional[name]} == {"staleness"}

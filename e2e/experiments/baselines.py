@@ -58,6 +58,9 @@ def parse() -> argparse.Namespace:
     run.add_argument("--steps", type=at_least_one, default=60, metavar="N", help="optimizer steps of each run; default 60")
     run.add_argument("--goal", type=float, default=0.8, metavar="R", help="reward whose reaching is timed; default 0.8")
     run.add_argument("--cores", type=at_least_one, default=2, metavar="N", help="of the machine, for each run; default 2")
+    run.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="another value for a setting below spec, in all runs"
+    )
     job = ROOT / "e2e" / "jobs" / "arithmetic.yaml"
     run.add_argument(
         "--job", type=Path, default=job, metavar="FILE", help="the in-flight job; default e2e/jobs/arithmetic.yaml"
@@ -78,7 +81,7 @@ def run(flags: argparse.Namespace) -> None:
     if flags.cores > len(available):
         raise SettingsError(f"--cores {flags.cores}: this process may use {len(available)}; give no more")
     os.sched_setaffinity(0, available[: flags.cores])
-    plan = Plan(str(flags.job), flags.seeds, flags.conventional, flags.steps, flags.goal, flags.cores)
+    plan = Plan(str(flags.job), flags.seeds, flags.conventional, flags.steps, flags.goal, flags.cores, tuple(flags.set))
     Experiment(flags.output, plan, say).run()
 
 

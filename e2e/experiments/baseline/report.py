@@ -114,6 +114,7 @@ class Report:
         variants = [arm.variant for arm in self.arms]
         parts = [
             f"Goal: a reward of {plan.goal:g}. {plan.steps} steps, {len(self.in_flight.seeds)} seeds, {plan.cores} cores. "
+            f"The job is {self._job()}. "
             f"The conventional RL to compare with: {self.best.setting.name}.",
             markdown_table(
                 ("target", "wanted", "measured", ""),
@@ -132,6 +133,10 @@ class Report:
             markdown_table(*self._search()),
         ]
         return "\n\n".join(parts) + "\n"
+
+    def _job(self) -> str:
+        name = Path(self.plan.job).name
+        return f"{name} with {', '.join(self.plan.overrides)}" if self.plan.overrides else name
 
     def _why(self) -> str:
         """What bounds the speed-up, from what was measured."""

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from experiments.baseline.cores import measure
 from pipelinerl_cli.compare.runs import Compared, load_one
@@ -50,7 +51,7 @@ class Setting:
     def overrides(self) -> list[str]:
         if self.num_steps is None:
             return []
-        return ["--set", f"staleness={{policy: conventional, stepsPerGeneration: {self.num_steps}}}"]
+        return [f"staleness={{policy: conventional, stepsPerGeneration: {self.num_steps}}}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ class Plan:
     steps: int
     goal: float
     cores: int
+    overrides: tuple[str, ...] = ()
+    """Settings below spec that all runs have in place of the job file's, as path=value."""
 
     @property
     def threads(self) -> int:
@@ -88,8 +91,9 @@ class Plan:
     def read(cls, folder: Path) -> "Plan":
         """Raises SettingsError when `folder` holds no experiment."""
         try:
-            document = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-            return cls(**{**document, "conventional": tuple(document["conventional"])})
+            document: dict[str, Any] = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+            lists = {name: tuple(document[name]) for name in ("conventional", "overrides")}
+            return cls(**{**document, **lists})
         except FileNotFoundError as error:
             raise SettingsError(f"{folder}: no experiment in it: it has no plan.json; give the --output of a `run`") from error
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -138,7 +142,8 @@ def best_conventional(folder: Path, plan: Plan) -> Setting:
 def up(plan: Plan, root: Path, seed: int, setting: Setting) -> None:
     """One run of `pipelinerl up`, while what it takes of the cores is written down. Raises FatalError when it fails."""
     command = [sys.executable, "-m", "pipelinerl_cli", "up", plan.job, "--fresh", "--output", str(root)]
-    command += ["--max-steps", str(plan.steps), "--set", f"seed={seed}", *setting.overrides]
+    overrides = [f"seed={seed}", *plan.overrides, *setting.overrides]
+    command += ["--max-steps", str(plan.steps), *(word for override in overrides for word in ("--set", override))]
     environment = {**os.environ, "OMP_NUM_THREADS": str(setting.threads)}
     root.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + DEADLINE_S

@@ -10,7 +10,7 @@ from test_cli_report import JOB, make_run
 from pipelinerl_cli.__main__ import main
 from pipelinerl_cli.compare.runs import Compared, load
 from pipelinerl_cli.compare.seeds import Variant, curve_of, variants
-from pipelinerl_cli.compare.table import cell, table
+from pipelinerl_cli.compare.table import cell, note, table
 
 
 def with_seed(seed: int, steps: int = 1000) -> str:
@@ -78,6 +78,14 @@ def test_step_without_a_reward_does_not_hide_those_after_it(tmp_path: Path) -> N
     step = run.first_reaching(0.8)
     assert step is not None
     assert step.step == 5
+
+
+def test_rewards_of_selected_groups_are_told_apart(tmp_path: Path) -> None:
+    """A batch without groups of equal rewards never has a mean near 1."""
+    selecting = JOB.replace("seed: 11", "seed: 11, algorithm: {loss: dapo}")
+    roots = [make_run(tmp_path / "all", [0.5] * 6), make_run(tmp_path / "some", [0.5] * 6, job=selecting)]
+    assert "The rewards of some are of the groups that were trained" in note(variants(load(roots)))
+    assert "dropped" not in note(variants(load(roots[:1])))
 
 
 def test_one_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,11 +55,15 @@ NOTE = (
     f"A reward is reached when the mean of {SMOOTHING} steps is; a single step may have been above it."
 )
 SEVERAL = "Of runs that differ in their seed only: mean (lowest to highest)."
+SELECTED = "The rewards of {} are of the groups that were trained: those of equal rewards were dropped (dropZeroAdvantage)."
+"""Such a run's reward may never come near 1, however good the policy is."""
 
 
 def note(variants: Sequence[Variant]) -> str:
     """What the table's reader must know."""
-    return f"{NOTE} {SEVERAL}" if any(len(variant.runs) > 1 for variant in variants) else NOTE
+    selected = [variant.label for variant in variants if variant.runs[0].job.spec.algorithm.drop_zero_advantage]
+    several = any(len(variant.runs) > 1 for variant in variants)
+    return " ".join([NOTE, *([SEVERAL] if several else []), *([SELECTED.format(", ".join(selected))] if selected else [])])
 
 
 def table(variants: Sequence[Variant], rewards: Sequence[float]) -> tuple[list[str], list[list[str]]]:
