@@ -31,8 +31,9 @@ sampled; text is never turned into tokens a second time:
             turn = await rollout.chat([{"role": "user", "content": "Louder!"}])
             return await rollout.verify(turn)
 
-Instead of a class, `task.path` may name an `async def` function that takes a Rollout, and task.args as keywords, and returns a
-Verdict; it makes its own prompt from `rollout.prompt_index` and `rollout.seed`.
+Instead of a class, `task.path` may name a function that takes `seed` and task.args as keywords and returns a Task; or an
+`async def` function that takes a Rollout, and task.args as keywords, and returns a Verdict: it makes its own prompt from
+`rollout.prompt_index` and `rollout.seed`.
 
 What a task raises counts against that trajectory only and never ends the job: TemporaryError is tried again
 (`task.maxRetries` times), everything else gives the trajectory up. Metrics of a Verdict reach the dashboards averaged; one

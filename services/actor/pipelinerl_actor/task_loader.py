@@ -35,13 +35,15 @@ def load_task(name: TaskName) -> Task:
             missing = ", ".join(sorted(target.__abstractmethods__))
             raise SettingsError(f"spec.task.path={name.path!r}: the class lacks {missing}")
         return _construct(target, name)
+    if inspect.isfunction(target) and not inspect.iscoroutinefunction(target):
+        return _construct(target, name)
     if inspect.iscoroutinefunction(target):
         parameters = list(inspect.signature(target).parameters.values())
         if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
             raise SettingsError(f"spec.task.path={name.path!r}: the function must take a Rollout as its first argument")
         return FunctionTask(target, _check_args(target, parameters[1:], name))
     raise SettingsError(
-        f"spec.task.path={name.path!r} is neither a subclass of pipelinerl_actor.task.Task nor an 'async def' function, "
+        f"spec.task.path={name.path!r} is neither a subclass of pipelinerl_actor.task.Task nor a function, "
         f"but a {type(target).__name__}"
     )
 
@@ -66,19 +68,27 @@ def _import(path: str) -> Any:
     return getattr(module, attribute)
 
 
-def _construct(target: type[Task], name: TaskName) -> Task:
+def _construct(target: Callable[..., Any], name: TaskName) -> Task:
+    """What the class or function `target` makes."""
     parameters = list(inspect.signature(target).parameters.values())
-    args = _check_args(target.__init__, [each for each in parameters if each.name != "seed"], name)
+    hinted = target.__init__ if inspect.isclass(target) else target
+    args = _check_args(hinted, [each for each in parameters if each.name != "seed"], name)
     if any(each.name == "seed" for each in parameters):
         args["seed"] = name.seed
     try:
-        return target(**args)
+        made = target(**args)
     except SettingsError:
         raise
     except Exception as error:
         raise SettingsError(
             f"spec.task: {name.path} with args {dict(name.args)} failed to start with {type(error).__name__}: {error}"
         ) from error
+    if not isinstance(made, Task):
+        raise SettingsError(
+            f"spec.task.path={name.path!r}: the function returned a {type(made).__name__}; it must return a Task, or be an "
+            f"'async def' function that takes a Rollout"
+        )
+    return made
 
 
 def _check_args(function: Callable[..., Any], parameters: list[inspect.Parameter], name: TaskName) -> dict[str, Any]:

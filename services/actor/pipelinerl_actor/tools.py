@@ -19,7 +19,7 @@ from pipelinerl_actor.task import Message, Rollout, Task, Verdict
 from pipelinerl_common.errors import TemporaryError
 from pipelinerl_common.types import FinishReason
 
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _MAX_RESULT_CHARACTERS = 4000
 
 
@@ -46,7 +46,7 @@ class ToolTask(Task, ABC):
         num_calls = num_failed = 0
         for turns_left in range(self.max_turns - 1, -1, -1):
             turn = await rollout.chat(messages)
-            calls = _CALL.findall(turn.text)
+            calls = CALL.findall(turn.text)
             if not calls or turns_left == 0 or turn.finish_reason is FinishReason.LENGTH:
                 break
             outcomes = [await self._call(call) for call in calls]
@@ -80,7 +80,12 @@ class ToolTask(Task, ABC):
 
 def with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> Sequence[Message]:
     """`messages` with the tools told in the system message, which is made when there is none."""
-    listed = "\n".join(f"- {tool.name}: {tool.description}" for tool in tools)
+    return with_tools_told(messages, [f"{tool.name}: {tool.description}" for tool in tools])
+
+
+def with_tools_told(messages: Sequence[Message], descriptions: Sequence[str]) -> Sequence[Message]:
+    """As `with_tools`; each description begins with the tool's name."""
+    listed = "\n".join(f"- {each}" for each in descriptions)
     form = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
     told = f"You may call these tools by writing {form}, then wait for the result:\n{listed}"
     if messages and messages[0]["role"] == "system":

@@ -9,6 +9,7 @@ from pipelinerl_actor.task_loader import FunctionTask, load_task
 from pipelinerl_common.errors import SettingsError
 
 MODULE = """
+from tempfile import TemporaryDirectory
 from typing import Literal
 from pipelinerl_actor.task import Prompt, Task, Verdict
 
@@ -42,6 +43,9 @@ async def no_rollout(*, words: int):
 
 def plain(rollout):
     return Verdict(1.0)
+
+def made(*, seed: int, words: int):
+    return Good(seed=seed, words=words)
 """
 
 
@@ -67,6 +71,11 @@ def test_a_class_without_a_seed_is_not_given_one() -> None:
     assert load("loader_tasks:Open", x=1).anything == {"x": 1}  # type: ignore[attr-defined]
 
 
+def test_a_function_may_make_the_task() -> None:
+    task = load("loader_tasks:made", words=5)
+    assert (task.seed, task.words) == (7, 5)  # type: ignore[attr-defined]
+
+
 def test_an_async_function_is_a_task() -> None:
     assert isinstance(load("loader_tasks:function", words=2), FunctionTask)
 
@@ -78,7 +87,10 @@ def test_an_async_function_is_a_task() -> None:
         ("loader_needs:Task", {}, r"loader_needs imports 'no_such_package_anywhere', which is not installed"),
         ("loader_broken:Task", {}, r"importing loader_broken failed with RuntimeError: broken at import"),
         ("loader_tasks:Goood", {}, r"has no 'Goood'; did you mean Good\?"),
-        ("loader_tasks:plain", {}, r"neither a subclass of pipelinerl_actor.task.Task nor an 'async def' function"),
+        ("loader_tasks:TemporaryDirectory", {}, r"neither a subclass of pipelinerl_actor.task.Task nor a function"),
+        ("loader_tasks:plain", {}, r"needs the argument 'rollout'"),
+        ("loader_tasks:plain", {"rollout": 1}, r"the function returned a Verdict; it must return a Task"),
+        ("loader_tasks:made", {"words": "many"}, r"words: .*valid integer.*\(got 'many'\)"),
         ("loader_tasks:Abstract", {}, r"the class lacks prompt"),
         ("loader_tasks:no_rollout", {}, r"must take a Rollout as its first argument"),
         ("loader_tasks:Good", {"word": 1}, r"has no argument 'word'; it has words, mode, copy; did you mean 'words'\?"),

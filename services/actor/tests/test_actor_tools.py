@@ -3,42 +3,17 @@
 import asyncio
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from actor_script import Script
 
 from pipelinerl_actor.dataset import DataSettings
-from pipelinerl_actor.task import Message, Prompt, Turn, Verdict
+from pipelinerl_actor.task import Prompt, Turn, Verdict
 from pipelinerl_actor.tasks.maths_with_python import MathsWithPython
 from pipelinerl_actor.tools import Tool, ToolTask, with_tools
 from pipelinerl_common.errors import TemporaryError
 from pipelinerl_common.types import FinishReason
-
-
-class Script:
-    """A Rollout whose policy says `says` in turn."""
-
-    def __init__(self, task: ToolTask, says: Sequence[str], finish_reason: FinishReason = FinishReason.STOP) -> None:
-        self.prompt_index, self.sample_index, self.seed = 0, 0, 0
-        self.prompt = task.prompt(0)
-        self.turns: list[Turn] = []
-        self.heard: list[Message] = []
-        self._task = task
-        self._says = list(says)
-        self._finish_reason = finish_reason
-
-    async def chat(self, messages: Sequence[Message]) -> Turn:
-        self.heard += messages
-        self.turns.append(Turn(self._says[len(self.turns)], (), (), (), self._finish_reason))
-        return self.turns[-1]
-
-    async def complete(self, token_ids: Sequence[int]) -> Turn:
-        raise NotImplementedError
-
-    async def verify(self, turn: Turn) -> Verdict:
-        outcome = self._task.verify(self.prompt, turn)
-        return outcome if isinstance(outcome, Verdict) else await outcome
 
 
 async def add(a: float, b: float) -> str:

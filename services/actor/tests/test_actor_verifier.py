@@ -82,7 +82,7 @@ async def verifying(
 
 async def ask(verifier: Verifier, text: str, index: int = 3) -> Verdict:
     answer = Turn(text, (1, 2), (-0.5, -0.25), (VersionRun(9, 2),), FinishReason.STOP)
-    return await verifier.verify(index, Prompt.of("", index=index), answer)
+    return await verifier.verify(index, Prompt.of(f"prompt {index}", index=index), answer)
 
 
 async def test_a_plain_verify_runs_in_a_process_with_the_same_task_prompt_and_answer() -> None:
@@ -128,6 +128,12 @@ async def test_what_verify_raises_gives_the_trajectory_up(text: str) -> None:
         with pytest.raises(GivenUp) as raised:
             await ask(verifier, text)
         assert raised.value.reason == "verifier_error"
+
+
+async def test_a_prompt_that_is_another_one_in_the_process_is_not_judged() -> None:
+    async with verifying() as verifier:
+        with pytest.raises(GivenUp, match=r"prompt\(3\) is not the same in two processes"):
+            await verifier.verify(3, Prompt.of("something else", index=3), Turn("fine", (), (), (), FinishReason.STOP))
 
 
 async def test_a_temporary_error_is_tried_again(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class Verifier:
             try:
                 if self._in_loop:
                     return await self._verify_here(prompt, turn)
-                return await self._verify_in_process(prompt_index, turn)
+                return await self._verify_in_process(prompt_index, prompt, turn)
             except TemporaryError as error:
                 num_failures += 1
                 if num_failures > self._max_retries:
@@ -68,11 +68,12 @@ class Verifier:
         except Exception as error:
             raise GivenUp("verifier_error", f"{type(error).__name__}: {error}") from error
 
-    async def _verify_in_process(self, prompt_index: int, turn: Turn) -> Verdict:
+    async def _verify_in_process(self, prompt_index: int, prompt: Prompt, turn: Turn) -> Verdict:
+        question = {"prompt_index": prompt_index, "messages": prompt.messages, "turn": dataclasses.asdict(turn)}
         async with self._process() as process:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    answer = await process.ask({"prompt_index": prompt_index, "turn": dataclasses.asdict(turn)})
+                    answer = await process.ask(question)
             except TimeoutError as error:
                 raise GivenUp(
                     "verifier_timeout", f"verify took longer than {self._timeout_s:g} s, its process is ended"

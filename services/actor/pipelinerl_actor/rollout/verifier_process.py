@@ -1,7 +1,7 @@
 """A process that runs a task's plain `verify`: JSON lines in on stdin, JSON lines out on stdout, in order.
 
-First {"path", "args", "seed", "sys_path"}, answered with {}; then {"prompt_index", "turn"} each time, answered with
-{"reward", "metrics"}.
+First {"path", "args", "seed", "sys_path"}, answered with {}; then {"prompt_index", "messages", "turn"} each time, answered with
+{"reward", "metrics"}. `messages` are those that the policy saw: a prompt that is another one here would be judged wrongly.
 Either may be answered with {"error", "temporary"}. Ends with its stdin. What the task prints goes to stderr.
 """
 
@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from pipelinerl_actor.task import Task, TaskName, Turn
 from pipelinerl_actor.task_loader import load_task
-from pipelinerl_common.errors import PipelineRLError, TemporaryError
+from pipelinerl_common.errors import PipelineRLError, SettingsError, TemporaryError
 from pipelinerl_common.types import FinishReason, VersionRun
 
 
@@ -43,7 +43,13 @@ def _answer(answers: IO[str], answer: dict[str, Any]) -> None:
 
 def _verdict(task: Task, question: dict[str, Any]) -> dict[str, Any]:
     try:
-        verdict: Any = task.verify(task.prompt(question["prompt_index"]), _turn(question["turn"]))
+        prompt = task.prompt(question["prompt_index"])
+        if list(prompt.messages) != question["messages"]:
+            raise SettingsError(
+                f"prompt({question['prompt_index']}) is not the same in two processes; it must follow from the index, the args "
+                f"and the seed"
+            )
+        verdict: Any = task.verify(prompt, _turn(question["turn"]))
         if inspect.isawaitable(verdict):  # a plain function that returns a coroutine, for example a decorated one
             verdict = asyncio.run(_awaited(verdict))
         return {

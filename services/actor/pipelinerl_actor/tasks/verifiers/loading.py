@@ -1,0 +1,147 @@
+"""Makes an environment by its name, and refuses what cannot be played here."""
+
+import random
+import signal
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipelinerl_actor.tasks.verifiers.scoring import causes, rubrics_of, watch
+from pipelinerl_common.errors import SettingsError
+
+WHERE = "spec.task.args"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    environment: Any
+    """A MultiTurnEnv, or a group of them."""
+    rows: Sequence[Mapping[str, Any]]
+    """With prompt, example_id and task, and mostly with answer and info."""
+    is_single_turn: bool
+    """Whether one answer is all there is to every rollout, so that it can be judged by itself."""
+
+    def environment_of(self, row: Mapping[str, Any]) -> Any:
+        """The one that plays `row`: in a group each row names its own."""
+        import verifiers
+
+        environment = self.environment
+        while isinstance(environment, verifiers.EnvGroup):
+            environment = environment.get_env_for_task(row["task"])
+        return environment
+
+
+def load(name: str, arguments: dict[str, Any], split: str, seed: int) -> Loaded:
+    """Raises SettingsError. What the environment draws at random while it is made follows from `seed`."""
+    try:
+        import verifiers
+    except ModuleNotFoundError as error:
+        raise SettingsError(
+            f"{WHERE}.name={name!r} needs the package {error.name!r}: pip install 'pipelinerl[verifiers]'"
+        ) from error
+    with _signals_kept(), _seeded(f"verifiers {seed}"):
+        try:
+            environment = verifiers.load_environment(name, **arguments)
+            rows = environment.get_dataset() if split == "train" else environment.get_eval_dataset()
+        except Exception as error:
+            raise SettingsError(_reason(name, arguments, split, error)) from error
+    players = list(_players(environment))
+    for each in players:
+        _check(name, each)
+        for rubric in rubrics_of(each.rubric):
+            watch(rubric)
+    _check_rows(name, rows)
+    return Loaded(environment, rows, all(type(each) is verifiers.SingleTurnEnv for each in players))
+
+
+def _players(environment: Any) -> Iterator[Any]:
+    import verifiers
+
+    if isinstance(environment, verifiers.EnvGroup):
+        for each in environment.envs:
+            yield from _players(each)
+    else:
+        yield environment
+
+
+def _check(name: str, environment: Any) -> None:
+    import verifiers
+
+    kind = type(environment)
+    where = f"{WHERE}.name={name!r}: {kind.__name__}"
+    if not isinstance(environment, verifiers.MultiTurnEnv) or kind.rollout is not verifiers.MultiTurnEnv.rollout:
+        raise SettingsError(f"{where} has a rollout of its own; only those of SingleTurnEnv and MultiTurnEnv can be played")
+    if kind.get_model_response is not verifiers.Environment.get_model_response:
+        raise SettingsError(f"{where} asks for the policy's answers in its own way, so their tokens could not be kept")
+    if environment.message_type != "chat":
+        raise SettingsError(f"{where} has message_type={environment.message_type!r}; only 'chat' can be played")
+    for rubric in rubrics_of(environment.rubric):
+        grouped = rubric._get_group_reward_funcs()
+        if grouped:
+            raise SettingsError(
+                f"{where}: the reward function {grouped[0].__name__!r} compares the rollouts of a group; here each is judged "
+                f"by itself"
+            )
+
+
+def _check_rows(name: str, rows: Any) -> None:
+    if not len(rows):
+        raise SettingsError(f"{WHERE}.name={name!r}: its data set is empty")
+    prompt = rows[0]["prompt"]
+    if not isinstance(prompt, list):
+        raise SettingsError(f"{WHERE}.name={name!r}: a prompt is {prompt!r}, not a list of messages")
+
+
+def _reason(name: str, arguments: Mapping[str, Any], split: str, error: Exception) -> str:
+    """What is wrong, and the remedy. `verifiers` wraps the error that says so."""
+    import httpx
+    import openai
+
+    where, chain = f"{WHERE}.name={name!r}", list(causes(error))
+    module = name.replace("-", "_").split("/")[-1]
+    first = chain[-1]
+    for each in chain:
+        if isinstance(each, ModuleNotFoundError):
+            if each.name == module:
+                remedy = "install the environment's package, or put its folder on PYTHONPATH"
+                return f"{where}: there is no module {module!r}; {remedy}"
+            return f"{where}: {module} imports {each.name!r}, which is not installed"
+        if isinstance(each, openai.OpenAIError):
+            return (
+                f"{where}: a model judges in it, and there is no endpoint to ask: set OPENAI_API_KEY, and OPENAI_BASE_URL, of "
+                f"the rollout container, or name one in {WHERE}.arguments ({each})"
+            )
+        if isinstance(each, OSError | httpx.HTTPError):
+            return f"{where} needs what cannot be reached from here, the network or a file: {type(each).__name__}: {each}"
+    if str(first) == "dataset is not set":
+        return f"{where} has no data set for {WHERE}.split={split!r}; it may have one for the other of 'train' and 'eval'"
+    return f"{where} with {WHERE}.arguments={dict(arguments)}: {type(first).__name__}: {first}"
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """An environment takes SIGINT and SIGTERM for itself when it is made; they are this process's."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _seeded(seed: str) -> Iterator[None]:
+    """The process that verifies makes the environment anew and must come to the same rows."""
+    before, numpy_before = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(zlib.crc32(seed.encode()))
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(numpy_before)
