@@ -36,7 +36,7 @@ pytestmark = [
 STEPS_PER_PUBLISH = 8
 LAG_LIMIT = 2
 STALE = ("--set", f"staleness={{policy: conventional, stepsPerGeneration: {STEPS_PER_PUBLISH}}}")
-WITHOUT_DATA = {"pipelinerl_kl_ref": "the job has no reference model"}
+WITHOUT_DATA = {"pipelinerl_kl_ref": "the job has no reference model", "pipelinerl_autoscale_ratio": "nobody looks at it"}
 """Series that this run cannot have, and why."""
 
 

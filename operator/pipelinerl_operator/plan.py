@@ -116,6 +116,12 @@ def workload_names(job: Job) -> tuple[str, ...]:
     )
 
 
+def with_actors(job: Job, count: int) -> Job:
+    """The same job with another number of actors, within the spec's bounds."""
+    spec = job.spec.model_copy(update={"actors": job.spec.actors.model_copy(update={"replicas": count})})
+    return job.model_copy(update={"spec": spec})
+
+
 def generator_names(job: Job, actor: int) -> tuple[str, ...]:
     """Generators of one actor, the only ones it routes to."""
     return tuple(f"generator-{actor}-{index}" for index in range(job.spec.actors.generators_per_replica))

@@ -1,114 +1,14 @@
-"""Autoscale: the choice alone, on systems whose rates are known; then its part in the life of a job."""
+"""Autoscale in the life of a job."""
 
-import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
 from fake_api import Crash
-from hypothesis import given
-from hypothesis import strategies as st
-from operator_jobs import make_resource
+from scaling_systems import system
 from world import JOB, World, job
 
-from pipelinerl_common.settings import JobSpec
-from pipelinerl_operator.controller.autoscale import choose
-from pipelinerl_operator.controller.balance import Balance
-from pipelinerl_operator.controller.status import Phase
+from pipelinerl_operator.controller.status import Phase, TrainingStatus
 from pipelinerl_operator.kube.resources import JOBS
-
-
-def spec_of(least: int, most: int, start: int, gpus: int = 0, **settings: Any) -> JobSpec:
-    actors = {"minReplicas": least, "maxReplicas": most, "replicas": start, "gpusPerReplica": gpus}
-    return make_resource(actors=actors, autoscale={"enabled": True, **settings}).spec
-
-
-def system(num_actors: int, per_actor: float, r_train: float, begin: int = 0, steps: int = 10) -> Balance:
-    """Of a job whose actors make `per_actor` groups/s each and whose trainers take up to `r_train`."""
-    r_gen = num_actors * per_actor
-    return Balance(begin, begin + steps, num_actors, min(r_gen, r_train), r_gen, r_train)
-
-
-def test_nothing_is_chosen_before_the_period_is_over() -> None:
-    assert choose(spec_of(1, 8, 2), 2, system(2, 1.0, 9.0, steps=9)) is None
-
-
-def test_the_rule_adds_two_and_takes_five_and_changes_nothing_in_the_band() -> None:
-    spec = spec_of(1, 40, 20)
-    assert choose(spec, 20, system(20, 1.0, 100.0)) == 22
-    assert choose(spec, 20, system(20, 1.0, 5.0)) == 15
-    assert choose(spec, 20, system(20, 1.0, 18.6)) == 20
-
-
-def test_gpus_are_rounded_up_to_whole_actors() -> None:
-    """8 GPUs each: 2 GPUs more are one actor, 5 less are one."""
-    spec = spec_of(1, 40, 20, gpus=8)
-    assert choose(spec, 20, system(20, 1.0, 100.0)) == 21
-    assert choose(spec, 20, system(20, 1.0, 5.0)) == 19
-
-
-def test_a_stride_ends_at_the_balance() -> None:
-    """Trainers for 3 actors. Of 5, two go and not four; of 3, none is added: 4 would make 3/4, which is below 0.9."""
-    spec = spec_of(1, 8, 5)
-    assert choose(spec, 5, system(5, 1.0, 3.0)) == 3
-    assert choose(spec, 3, system(3, 1.0, 3.0)) == 3
-
-
-def test_while_both_sides_wait_nothing_is_taken_away() -> None:
-    """Generation could make 10 groups/s and the trainers take 4, but the staleness policy lets them have 2."""
-    assert choose(spec_of(1, 8, 4), 4, Balance(0, 10, 4, 2.0, 10.0, 4.0)) == 4
-
-
-def test_a_job_that_generates_nothing_is_left_alone() -> None:
-    assert choose(spec_of(1, 8, 2), 2, Balance(0, 10, 2, 0.0, 0.0, 0.0)) == 2
-
-
-@given(
-    bounds=st.lists(st.integers(1, 60), min_size=3, max_size=3).map(sorted),
-    gpus=st.sampled_from([0, 1, 8]),
-    rates=st.tuples(st.floats(0, 1e6), st.floats(0, 1e6), st.floats(0, 1e6)).map(sorted),
-    idle=st.booleans(),
-)
-def test_every_choice_is_within_the_bounds(bounds: list[int], gpus: int, rates: list[float], idle: bool) -> None:
-    least, before, most = bounds
-    balance = Balance(0, 10, before, rates[0], rates[1], math.inf if idle else max(rates[0], rates[2]))
-    chosen = choose(spec_of(least, most, before, gpus), before, balance)
-    assert chosen is not None
-    assert least <= chosen <= most
-
-
-@given(
-    bounds=st.lists(st.integers(1, 60), min_size=3, max_size=3).map(sorted),
-    gpus=st.sampled_from([0, 1, 8]),
-    per_actor=st.floats(0.1, 10),
-    r_train=st.floats(0.05, 600),
-    strides=st.tuples(st.integers(1, 64), st.integers(1, 64)),
-    band=st.tuples(st.floats(0.3, 0.99), st.floats(0.3, 1.0)).filter(lambda band: band[0] < band[1]),
-)
-def test_a_system_of_constant_rates_comes_to_rest_and_never_goes_down_after_it_went_up(
-    bounds: list[int],
-    gpus: int,
-    per_actor: float,
-    r_train: float,
-    strides: tuple[int, int],
-    band: tuple[float, float],
-) -> None:
-    least, count, most = bounds
-    settings = {"takeAwayGpus": strides[0], "addGpus": strides[1], "lowRatio": band[0], "highRatio": band[1]}
-    spec = spec_of(least, most, count, gpus, **settings)
-    counts = [count]
-    for _ in range(64):
-        chosen = choose(spec, counts[-1], system(counts[-1], per_actor, r_train))
-        assert chosen is not None
-        counts.append(chosen)
-    assert counts[-1] == counts[-2], "at most 59 actors to go"
-    changes = [b - a for a, b in pairwise(counts) if a != b]
-    rises = [change > 0 for change in changes]
-    assert rises == sorted(rises), "down to the balance first, then up to it, and never again down"
-
-
-# in the life of a job
-
 
 ACTORS = {"replicas": 2, "minReplicas": 1, "maxReplicas": 4}
 ON = {"enabled": True, "periodSteps": 10}
@@ -142,10 +42,10 @@ async def test_actors_are_added_and_taken_away_and_the_spec_stays_the_users() ->
     assert world.api.objects[JOBS, JOB]["spec"]["actors"]["replicas"] == 2
     assert trainers == {name: body["metadata"]["uid"] for name, body in world.pods().items() if "actor" not in name}
     assert [note.message for note in world.notes.notes if note.reason == "Autoscaled"] == [
-        "actors 2 -> 4: in steps 0 to 10 the trainers took 2 of the 2 groups per second that generation can make, a ratio of "
-        "1.000, above highRatio=0.95; without waiting they would take 100",
-        "actors 4 -> 2: in steps 20 to 30 the trainers took 2 of the 4 groups per second that generation can make, a ratio of "
-        "0.500, below lowRatio=0.9; without waiting they would take 2",
+        "actors 2 -> 4: trainers wait for samples (ratio 1.000, above highRatio=0.95); in steps 0 to 10 2 groups per second "
+        "were taken of the 2 that generation can make, without waiting it would be 100",
+        "actors 4 -> 2: generators wait for the trainers (ratio 0.500, below lowRatio=0.9); in steps 20 to 30 2 groups per "
+        "second were taken of the 4 that generation can make, without waiting it would be 2",
     ]
     assert world.status.autoscale is not None
     assert (world.status.autoscale.step, world.status.autoscale.ratio) == (30, 0.5)
@@ -231,6 +131,57 @@ async def test_nothing_is_chosen_after_the_end() -> None:
     assert world.status.autoscale is None
     assert "Autoscaled" not in world.notes.reasons
     assert world.violations == []
+
+
+def trained(world: World, step: int) -> None:
+    world.trainings[JOB] = TrainingStatus(step=step, policy_version=step)
+
+
+HYBRID = {"enabled": True, "schedule": "hybrid", "exploreSteps": 20}
+
+
+async def test_a_hybrid_job_has_every_actor_first_then_its_share_and_then_follows_the_ratio() -> None:
+    """Two trainer ranks and up to four actors: 0.3 of six places are two."""
+    world = await running(autoscale=HYBRID)
+    assert num_actors(world) == 4
+    trainers = {name: body["metadata"]["uid"] for name, body in world.pods().items() if "actor" not in name}
+    trained(world, 19)
+    await world.settle()
+    assert num_actors(world) == 4
+    trained(world, 20)
+    await world.settle()
+    assert (num_actors(world), world.status.actors.desired) == (2, 2)
+    assert await train(world, 20, per_actor=1.0, r_train=2.9) == 3
+    trained(world, 5)
+    await world.settle()
+    assert num_actors(world) == 3, "exploring does not come back"
+    assert trainers == {name: body["metadata"]["uid"] for name, body in world.pods().items() if "actor" not in name}
+    assert [note.message.partition(":")[0] for note in world.notes.notes if note.reason == "Autoscaled"] == [
+        "actors 4 -> 2",
+        "actors 2 -> 3",
+    ]
+
+
+async def test_a_new_leader_finds_a_hybrid_job_where_it_was() -> None:
+    world = await running(autoscale=HYBRID)
+    trained(world, 20)
+    await world.settle()
+    writes = world.num_writes()
+    world.restart_operator()
+    await world.settle()
+    assert (num_actors(world), world.num_writes()) == (2, writes)
+
+
+async def test_a_hybrid_schedule_that_is_switched_on_late_does_not_explore() -> None:
+    world = await running(autoscale={"enabled": False})
+    trained(world, 500)
+    await world.settle()
+    made = dict(world.made)
+    world.trainings.clear()
+    world.restart_operator()
+    world.change(autoscale=HYBRID)
+    await world.settle()
+    assert (num_actors(world), world.made) == (2, made)
 
 
 @pytest.mark.parametrize("num_writes", range(1, 5))

@@ -13,10 +13,11 @@ from pipelinerl_common.metrics import PREPROCESSOR, TRAINER, Metrics, serve_metr
 from pipelinerl_operator.controller import companions
 from pipelinerl_operator.controller.companions import Companion
 from pipelinerl_operator.controller.decision import Wanted
-from pipelinerl_operator.controller.status import AutoscaleStatus, JobStatus
+from pipelinerl_operator.controller.status import JobStatus, RoleStatus
 from pipelinerl_operator.kube import Key, Object
 from pipelinerl_operator.kube.resources import PODS
 from pipelinerl_operator.objects import JobResource, desired
+from pipelinerl_operator.scaling.choice import Choice
 
 HOSTS = {"sums-trainer-0": "127.0.0.2", "sums-preprocessor-0": "127.0.0.3"}
 
@@ -81,7 +82,7 @@ async def test_the_balance_grows_from_the_first_reading_on(running: Running) -> 
 async def test_a_look_at_it_begins_it_anew(running: Running) -> None:
     await running.step(3, 8)
     await running.step(13, 80)
-    status = JobStatus(autoscale=AutoscaleStatus(actors=2, start=2, step=13, ratio=1.0))
+    status = JobStatus(autoscale=Choice(actors=2, start=2, step=13, ratio=1.0))
     running.companion.update(status, 1)
     assert running.steps() is None
     await running.step(14, 8)
@@ -98,3 +99,15 @@ async def test_an_actor_that_is_gone_begins_it_anew(running: Running) -> None:
     assert running.steps() is None
     await running.step(15, 8)
     assert running.steps() == (14, 15)
+
+
+async def test_the_metrics_say_how_many_actors_there_are_and_why(running: Running) -> None:
+    actors = RoleStatus(desired=3, ready=2)
+    running.companion.update(JobStatus(actors=actors), 1)
+    text = running.companion.metrics().exposition().decode()
+    assert 'pipelinerl_actors_desired{job="sums",namespace="default",role="coordinator"} 3' in text
+    assert 'pipelinerl_actors_ready{job="sums",namespace="default",role="coordinator"} 2' in text
+    assert "pipelinerl_autoscale_ratio{" not in text
+    running.companion.update(JobStatus(actors=actors, autoscale=Choice(actors=3, start=2, step=10, ratio=0.975)), 1)
+    text = running.companion.metrics().exposition().decode()
+    assert 'pipelinerl_autoscale_ratio{job="sums",namespace="default",role="coordinator"} 0.975' in text

@@ -219,7 +219,8 @@ def test_generators_are_listed_for_the_coordinator_by_the_names_of_the_plan() ->
 
 
 def test_services_read_the_job_without_what_is_kubernetes_own(tmp_path: Path) -> None:
-    job = make_resource(actors={"replicas": 3, "minReplicas": 2}, suspend=True, staleness={"policy": "areal", "eta": 3})
+    scaling: dict[str, Any] = {"actors": {"replicas": 3, "minReplicas": 2, "maxReplicas": 4}, "autoscale": {"enabled": True}}
+    job = make_resource(**scaling, suspend=True, staleness={"policy": "areal", "eta": 3})
     (config,) = by_kind(job, "ConfigMap")
     (tmp_path / "job.yaml").write_text(config["data"]["job.yaml"])
     read = load_job(tmp_path / "job.yaml")
@@ -418,6 +419,7 @@ CHANGES: list[dict[str, Any]] = [
     {"actors": {"replicas": 2}},
     {"actors": {"replicas": 2, "minReplicas": 2}},
     {"actors": {"maxReplicas": 9}},
+    {"actors": {"maxReplicas": 9}, "autoscale": {"enabled": True}},
     {"actors": {"image": "mine:1"}},
     {"actors": {"startupTimeoutSeconds": 10}},
     {"actors": {"generatorsPerReplica": 2}},

@@ -9,17 +9,11 @@ from aiohttp.test_utils import TestServer
 
 from pipelinerl_common.metrics import PREPROCESSOR, TRAINER, Metrics, metrics_of
 from pipelinerl_common.metrics.catalog.ledger import DROP_REASONS, STAGES
-from pipelinerl_operator.controller import training
-from pipelinerl_operator.controller.balance import LATE, LOST, WAITING, Balance, Counts, balance_between
 from pipelinerl_operator.controller.status import StreamStatus, TrainingStatus
-from pipelinerl_operator.controller.training import (
-    READ,
-    Reading,
-    parse_metrics,
-    read_metrics,
-    stream_status,
-    training_status,
-)
+from pipelinerl_operator.controller.training import stream_status, training_status
+from pipelinerl_operator.scaling import reading
+from pipelinerl_operator.scaling.balance import LATE, LOST, WAITING, Balance, Counts, balance_between
+from pipelinerl_operator.scaling.reading import READ, Reading, parse_metrics, read_metrics
 
 
 def test_what_a_trainer_exports_is_read_back() -> None:
@@ -91,7 +85,7 @@ async def test_a_document_without_end_and_a_server_at_odds_are_passed_over(
         return web.Response(status=503)
 
     assert await _read(broken) is None
-    monkeypatch.setattr(training, "MAX_BYTES", 1000)
+    monkeypatch.setattr(reading, "MAX_BYTES", 1000)
     assert await _read(metrics) is None
 
 

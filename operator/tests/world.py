@@ -7,7 +7,6 @@ from typing import Any
 from fake_api import Call, Crash, FakeApi
 
 from pipelinerl_common.errors import PipelineRLError
-from pipelinerl_operator.controller.balance import Balance
 from pipelinerl_operator.controller.cluster import OWNED, Cluster, child_resources
 from pipelinerl_operator.controller.companions import NoCompanions
 from pipelinerl_operator.controller.decision import Note, Wanted
@@ -20,6 +19,7 @@ from pipelinerl_operator.kube.resources import JOBS, PODS, key_of
 from pipelinerl_operator.nats.streams import StreamAdmin
 from pipelinerl_operator.objects import Capabilities, OperatorContext
 from pipelinerl_operator.plan import Role
+from pipelinerl_operator.scaling.balance import Balance
 
 JOB = Key("default", "sums")
 CAPABILITIES = Capabilities(36, frozenset({"policy/v1", "scheduling.volcano.sh/v1beta1"}))

@@ -17,19 +17,17 @@ from pipelinerl_common.metrics import COORDINATOR, Metrics
 from pipelinerl_common.service import cancel_all
 from pipelinerl_common.settings import Job
 from pipelinerl_common.tracing import open_tracer
-from pipelinerl_operator.controller.balance import Balance, Counts, balance_between
 from pipelinerl_operator.controller.cluster import Cluster
 from pipelinerl_operator.controller.decision import Wanted
 from pipelinerl_operator.controller.status import (
     MAX_MEMBERS,
-    AutoscaleStatus,
     JobStatus,
     Phase,
     StreamStatus,
     TrainingStatus,
     WeightGroupStatus,
 )
-from pipelinerl_operator.controller.training import Reading, read_metrics, stream_status, training_status
+from pipelinerl_operator.controller.training import stream_status, training_status
 from pipelinerl_operator.controller.units import is_of_job
 from pipelinerl_operator.controller.views import JobView, PodView
 from pipelinerl_operator.coordinator import Coordinator, Group
@@ -39,6 +37,11 @@ from pipelinerl_operator.coordinator.server import weight_transfer
 from pipelinerl_operator.kube import Key
 from pipelinerl_operator.objects.ports import GRPC_PORT, METRICS_PORT, generator_port
 from pipelinerl_operator.plan import Role, generator_url
+from pipelinerl_operator.scaling.balance import Balance, Counts
+from pipelinerl_operator.scaling.choice import Choice
+from pipelinerl_operator.scaling.metrics import Scale, export_scale
+from pipelinerl_operator.scaling.period import Period
+from pipelinerl_operator.scaling.reading import Reading, read_metrics
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +67,9 @@ class Companion:
         self._addresses: Mapping[str, str] = {}
         self._restarts: Mapping[str, int] = {}
         self._before: Reading | None = None
-        self.balance: Balance | None = None
-        self._choice: AutoscaleStatus | None = None
-        self._period: tuple[Counts, Counts] | None = None
-        """The first and the newest reading since the last look at the balance."""
+        self._choice: Choice | None = None
+        self._period = Period()
+        self._scale = Scale()
         self._traced: Job | None = wanted.job.job if wanted.job.spec.telemetry.tracing is not None else None
         settings = wanted.job.spec.weight_transfer
         self.coordinator = Coordinator(settings, self._generators, self._trainer, token=token, epoch_floor=self._floor)
@@ -81,14 +83,19 @@ class Companion:
             "trainer": status.trainers.restarts,
         }
         self.coordinator.period_s = max(SETTLED_S if self.coordinator.group else 1.0, num_jobs / ROUNDS_PER_S)
+        self._scale = Scale(status.actors.desired, status.actors.ready, status.autoscale.ratio if status.autoscale else None)
         if status.autoscale != self._choice:
             self._choice = status.autoscale
-            self._period = None if self._period is None else (self._period[1], self._period[1])
-            self.balance = None
+            self._period.begin_anew()
         addresses = {**self._generators(), "trainer": self._trainer() or ""}
         if addresses != self._addresses:
             self._addresses = addresses
             self.coordinator.wake()
+
+    @property
+    def balance(self) -> Balance | None:
+        """Of generation and training since the last look at it."""
+        return self._period.balance
 
     def weight_group(self) -> WeightGroupStatus:
         """The epoch never goes back: between two groups it is that of the last."""
@@ -108,6 +115,7 @@ class Companion:
         """Made anew for each scrape: everything in it is read from elsewhere."""
         metrics = Metrics(COORDINATOR, self._key.name, self._key.namespace)
         export(self.coordinator, metrics)
+        export_scale(metrics, lambda: self._scale)
         for role, count in self._restarts.items():
             metrics.counter("restarts_total").read(partial(float, count), restarted=role)
         return metrics
@@ -142,13 +150,9 @@ class Companion:
         """The balance since the last look; anew whenever a process came or went."""
         actors = frozenset(pod.uid for pod in self._live(Role.ACTOR) if pod.is_ready)
         others = tuple(pod.uid for role in (Role.TRAINER, Role.PREPROCESSOR) for pod in self._live(role) if pod.index == 0)
-        counts = Counts.of(trainer, preprocessor, actors, others)
-        if counts is None:
-            self._period = self.balance = None
-            return
-        begin = self._period[0] if self._period is not None and counts.follows(self._period[1]) else counts
-        self._period = (begin, counts)
-        self.balance = balance_between(begin, counts)
+        self._period.take(
+            Counts.of(trainer, preprocessor, actors, others), self._choice.step if self._choice is not None else None
+        )
 
     async def _metrics_of(self, session: aiohttp.ClientSession, role: Role) -> Reading | None:
         pod = next((pod for pod in self._live(role) if pod.index == 0), None)

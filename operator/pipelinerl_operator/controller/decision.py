@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pipelinerl_operator.controller.balance import Balance
 from pipelinerl_operator.controller.status import JobStatus, StreamStatus, TrainingStatus, WeightGroupStatus
 from pipelinerl_operator.controller.views import JobView, OwnedView, PodView
 from pipelinerl_operator.kube import Object, Resource
 from pipelinerl_operator.objects import Desired, JobResource, PodSpec
+from pipelinerl_operator.scaling.balance import Balance
 
 
 @dataclass(frozen=True, slots=True)

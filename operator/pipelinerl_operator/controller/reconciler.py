@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pipelinerl_common.errors import SettingsError
-from pipelinerl_operator.controller.balance import Balance
 from pipelinerl_operator.controller.cluster import Cluster
 from pipelinerl_operator.controller.decide import decide
 from pipelinerl_operator.controller.decision import Child, Decision, Note, Observed, Wanted
@@ -38,6 +37,7 @@ from pipelinerl_operator.kube import Api, Key
 from pipelinerl_operator.kube.errors import NotFound
 from pipelinerl_operator.kube.resources import JOBS
 from pipelinerl_operator.objects import JobResource, OperatorContext, desired
+from pipelinerl_operator.scaling.balance import Balance
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pipelinerl_common.settings.base import Settings
+from pipelinerl_operator.scaling.choice import Choice
 
 MAX_FAILURES = 128
 """Failures remembered; older ones are forgotten first."""
@@ -133,19 +134,6 @@ class TrainingStatus(Settings):
     """Trajectories trained per second."""
 
 
-class AutoscaleStatus(Settings):
-    """What the operator has chosen, in place of spec.actors.replicas."""
-
-    actors: Count
-    """Actors that there should be. Remembered."""
-    start: Count
-    """The spec.actors.replicas that it began from; another one begins anew. Remembered."""
-    step: Count
-    """Optimizer step of the last look. Remembered."""
-    ratio: float
-    """The system's throughput over what generation alone would reach, at the last look."""
-
-
 class JobStatus(Settings):
     phase: Phase | None = None
     """One word for people."""
@@ -169,7 +157,7 @@ class JobStatus(Settings):
     """Pod of the preprocessor."""
     reference: RoleStatus | None = None
     """Pods of the reference model."""
-    autoscale: AutoscaleStatus | None = None
+    autoscale: Choice | None = None
     """What autoscale has chosen. Remembered."""
     actor_selector: Annotated[str, Field(max_length=512)] | None = None
     """Label selector of the actors, for autoscalers."""

@@ -10,16 +10,20 @@ from pipelinerl_operator.objects.labels import config_name, metadata
 from pipelinerl_operator.objects.ports import NATS_CA_KEY
 
 JOB_KEY = "job.yaml"
+SCALING = ("replicas", "minReplicas", "maxReplicas")
+"""Fields of `actors`."""
 
 
 def service_spec(spec: JobSpec) -> dict[str, Any]:
     """What the job says, as far as services read it.
 
-    Without what only Kubernetes reads; without the number of actors, which changes while services run; and without defaults: a
-    job's image may be of another release than the operator, which knows fields that the other does not.
+    Without what only Kubernetes reads; without what is said about the number of actors, which changes while services run; and
+    without defaults: a job's image may be of another release than the operator, which knows fields that the other does not.
     """
     view = service_view(spec)
-    view["actors"].pop("replicas")
+    view.pop("autoscale")
+    for field in SCALING:
+        view["actors"].pop(field, None)
     return JobSpec.model_validate(view).model_dump(mode="json", by_alias=True, exclude_defaults=True)
 
 

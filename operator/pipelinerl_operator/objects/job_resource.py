@@ -6,6 +6,7 @@ from typing import Any
 
 from pipelinerl_common.settings import API_VERSION, KIND, Job, JobSpec, parse_job
 from pipelinerl_operator.objects.admission import admit
+from pipelinerl_operator.plan import with_actors
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,7 @@ class JobResource:
 
     def with_actors(self, count: int) -> "JobResource":
         """The same with another number of actors, within the spec's bounds."""
-        spec = self.spec.model_copy(update={"actors": self.spec.actors.model_copy(update={"replicas": count})})
-        return replace(self, job=self.job.model_copy(update={"spec": spec}))
+        return replace(self, job=with_actors(self.job, count))
 
     def owner_reference(self) -> dict[str, Any]:
         """For `metadata.ownerReferences` of everything that goes with the job."""

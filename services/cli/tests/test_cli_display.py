@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from pipelinerl_cli.results.metrics_file import Record
-from pipelinerl_cli.up.display import LiveDisplay, PlainDisplay
+from pipelinerl_cli.up.display import LiveDisplay, PlainDisplay, step_line
 from pipelinerl_cli.up.machine import assign_gpus, environment, threads_per_process
-from pipelinerl_cli.up.panel import duration, number, sparkline
+from pipelinerl_cli.up.panel import duration, number, rows, sparkline
 from pipelinerl_cli.up.patience import Patience
 from pipelinerl_cli.up.ports import Ports, check_port_is_free
 from pipelinerl_cli.up.restarts import Done, GiveUp, Restart, RestartBudget, judge
@@ -61,6 +61,15 @@ def test_view_adds_instances_and_estimates_the_time_left() -> None:
     assert view.total("trainer", "weight_updates_total") == 9
     assert view.seconds_left == 970  # 97 steps at 10 s
     assert view.trend("trainer", "reward_mean") == (0.1, 0.2, 0.3)
+
+
+def test_actors_that_come_and_go_are_shown() -> None:
+    view = RunView(steps_total=100, is_elastic=True)
+    view.take(Record("up", "up", 1, -1, {"actors_desired": 2.0, "actors_ready": 1.0}))
+    view.take(trained(1, 10.0, 0.1))
+    assert "  actors 1 of 2" in step_line(view)
+    assert ("actors", "1 of 2 ready", "") in rows(view, 8)
+    assert not any(label == "actors" for label, _, _ in rows(view_after_steps(), 8))
 
 
 def test_plain_display_writes_one_line_per_step_and_per_phase() -> None:

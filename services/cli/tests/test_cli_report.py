@@ -13,7 +13,7 @@ from pipelinerl_cli.__main__ import main
 from pipelinerl_cli.report.heat import heat
 from pipelinerl_cli.report.standalone import standalone
 from pipelinerl_cli.report.svg import Axis, Line, clock, clock_ticks, compact, duration, plot, smooth, thin, ticks
-from pipelinerl_cli.report.throughput import rates
+from pipelinerl_cli.report.throughput import rates, throughput
 from pipelinerl_cli.results.history import Point, RunHistory
 from pipelinerl_cli.results.metrics_file import MetricsWriter, Record
 
@@ -112,6 +112,19 @@ def test_time_of_the_plots_begins_with_the_first_token(tmp_path: Path) -> None:
     assert [(step.step, step.t) for step in trained.steps] == [(1, 4.0)]
     assert trained.gauge("actor", "tokens_generated_total") == [Point(0, 0), Point(1, 5)]
     assert history.steps[0].t == 34
+
+
+def test_actors_that_came_or_went_are_drawn_over_the_steps(tmp_path: Path) -> None:
+    records = [Record("up", "up", 1000, -1, {"session_started": 1})]
+    records += [Record("trainer", "trainer-0", 1010 + 10 * step, step, {"reward_mean": 0.5}) for step in (1, 2, 3, 4)]
+    same = RunHistory([*records, Record("up", "up", 1001, -1, {"actors_desired": 2.0, "actors_ready": 2.0})])
+    assert "<figcaption>Actors" not in "".join(throughput(same))
+    sizes = [(1001, 2.0, 0.0), (1005, 2.0, 2.0), (1025, 1.0, 2.0), (1031, 1.0, 1.0)]
+    records += [Record("up", "up", time, -1, {"actors_desired": want, "actors_ready": ready}) for time, want, ready in sizes]
+    trained = RunHistory(sorted(records, key=lambda record: record.time)).since(15)
+    assert trained.at_steps("up", "actors_desired") == [(1, 2.0), (2, 1.0), (3, 1.0), (4, 1.0)]
+    assert trained.at_steps("up", "actors_ready") == [(1, 2.0), (2, 2.0), (3, 1.0), (4, 1.0)]
+    assert "ready: from 2 to 1, between 1 and 2." in "".join(throughput(trained))
 
 
 def test_a_step_by_its_lags_has_one_cell_per_lag_that_occurs(tmp_path: Path) -> None:

@@ -31,12 +31,18 @@ STAY = "import time; print('up', flush=True); time.sleep(600)"
 """Ends at SIGTERM by default action."""
 
 
+def workload(name: str) -> Workload:
+    return Workload(name, Role(name.partition("-")[0]), int(name.rpartition("-")[2]), (), "127.0.0.1:1")
+
+
 class Stage:
     """Programs by process name; a list is one program per start, the last one repeated."""
 
     def __init__(self, folder: Path, programs: dict[str, str | list[str]]) -> None:
         self.folder = folder
         self.programs = programs
+        self.later: tuple[str, ...] = ()
+        """Not started with the others."""
         self.starts: Counter[str] = Counter()
         self.started: list[str] = []
         self.restarted: list[str] = []
@@ -61,12 +67,8 @@ class Stage:
         return process
 
     def supervisor(self) -> Supervisor:
-        workloads = [
-            Workload(name, Role(name.partition("-")[0]), int(name.rpartition("-")[2]), (), "127.0.0.1:1")
-            for name in self.programs
-        ]
         return Supervisor(
-            workloads,
+            [workload(name) for name in self.programs if name not in self.later],
             self.launch,
             lambda: self.finished,
             on_restart=self.restarted.append,
@@ -192,6 +194,64 @@ async def test_stop_goes_role_by_role_and_kills_what_does_not_listen(tmp_path: P
         assert stage.processes["generator-0-0"].exit_status == -signal.SIGKILL
         assert stage.restarted == []
         assert supervisor.running == {}
+
+
+async def test_process_that_is_added_is_kept_running_like_the_others(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, {"trainer-0": STAY, "actor-1": STAY})
+    stage.later = ("actor-1",)
+    async with running(stage) as (supervisor, _):
+        await stage.until_up("trainer-0")
+        assert set(supervisor.running) == {"trainer-0"}
+        supervisor.add([workload("actor-1")])
+        await stage.until_up("actor-1")
+        os.kill(stage.processes["actor-1"].pid, signal.SIGKILL)
+        await stage.until(lambda: stage.starts["actor-1"] == 2)
+        assert stage.restarted == ["actor-1"]
+
+
+async def test_process_that_is_retired_ends_for_good_and_the_others_go_on(tmp_path: Path) -> None:
+    crash_at_the_end = NOTE_THE_END.format("actor").replace("sys.exit()", "sys.exit(1)")
+    stage = Stage(tmp_path, {"trainer-0": STAY, "actor-1": crash_at_the_end, "generator-1-0": STAY})
+    async with running(stage) as (supervisor, task):
+        await stage.until_up(*stage.programs)
+        await supervisor.retire("actor-1", 20)
+        assert (tmp_path / "order").read_text().split() == ["actor"]
+        assert set(supervisor.running) == {"trainer-0", "generator-1-0"}
+        assert stage.restarted == []
+        assert not task.done()
+        supervisor.add([workload("actor-1")])  # it may come back
+        await stage.until(lambda: stage.starts["actor-1"] == 2)
+        await supervisor.retire("actor-7", 20)  # was never there
+
+
+async def test_process_that_does_not_listen_is_killed_when_it_is_retired(tmp_path: Path) -> None:
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    stage = Stage(tmp_path, {"trainer-0": STAY, "actor-1": deaf})
+    async with running(stage) as (supervisor, _):
+        await stage.until_up(*stage.programs)
+        await supervisor.retire("actor-1", 0.2)
+        assert stage.processes["actor-1"].exit_status == -signal.SIGKILL
+        assert stage.restarted == []
+
+
+async def test_stop_while_a_process_drains_does_not_cut_it_short(tmp_path: Path) -> None:
+    drain = (
+        "import signal, sys, time\n"
+        "def end(*_):\n    print('asked', flush=True)\n    time.sleep(0.3)\n    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end); print('up', flush=True); time.sleep(600)"
+    )
+    stage = Stage(tmp_path, {"trainer-0": STAY, "actor-1": drain})
+    async with running(stage) as (supervisor, task):
+        await stage.until_up(*stage.programs)
+        retiring = asyncio.create_task(supervisor.retire("actor-1", 20))
+        await soon(lambda: "asked" in stage.processes["actor-1"].last_lines(5))
+        retiring.cancel()
+        await supervisor.stop({Role.TRAINER: 20, Role.ACTOR: 20})
+        assert await task is None
+        assert stage.processes["actor-1"].last_lines(5).count("asked") == 1
+        assert stage.processes["actor-1"].exit_status == 0
+        supervisor.add([workload("actor-1")])  # nothing is started any more
+        assert stage.starts["actor-1"] == 1
 
 
 async def test_kill_ends_everything_at_once(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class Up:
                     self.output,
                     *arguments,
                 ],
-                env={**os.environ, "PYTHONPATH": str(STAND_INS)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(STAND_INS), os.environ.get("PYTHONPATH", "")])},
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -79,6 +79,11 @@ class Up:
     def until_started_again(self, name: str) -> None:
         log = self.output / "logs" / f"{name}.log"
         self.until(f"{name} restarted", lambda: log.read_text().count("starts") == 2)
+
+    def starts(self, name: str) -> list[str]:
+        """When a process was started, over all sessions."""
+        log = self.output / "logs" / f"{name}.log"
+        return re.findall(r"^--- (\S+) \S+ starts$", log.read_text(), re.MULTILINE) if log.exists() else []
 
     def tell(self, name: str, what: str) -> None:
         (self.output / "do").mkdir(exist_ok=True)
@@ -266,3 +271,52 @@ def test_second_up_on_the_same_folder_is_refused_and_one_on_another_works(start:
         assert subprocess.run(command, stderr=out, timeout=DEADLINE_S, check=False).returncode == 2
     assert f"another `pipelinerl up` (process {first.process.pid}) is running in it" in second_output.read_text()
     assert first.process.poll() is None
+
+
+HYBRID = (
+    *("--set", "actors={replicas: 1, maxReplicas: 2, generator: {engine: transformers}}"),
+    *("--set", "autoscale={enabled: true, schedule: hybrid, exploreSteps: 10, periodSteps: 10}"),
+)
+
+
+def test_actor_goes_and_comes_again_while_nothing_else_is_touched(start: Callable[..., Up]) -> None:
+    up = start("--max-steps", "100000", *HYBRID)
+    up.until("the one that goes", lambda: "actors 2 -> 1: the 10 steps in which every actor generates are over" in up.text)
+    up.until("the one that comes", lambda: "actors 1 -> 2: trainers wait for samples (ratio 1.000" in up.text)
+    up.until("its start", lambda: len(up.starts("actor-1")) == 2 and len(up.starts("generator-1-0")) == 2)
+    up.until("that it is ready", lambda: "actors 2 of 2" in up.text.rpartition("actors 1 -> 2")[2])
+    targets = json.loads((up.output / "metrics-targets.json").read_text())
+    assert "actor-1" in {target["labels"]["instance"] for target in targets}
+    up.process.send_signal(signal.SIGINT)
+    assert up.wait() == 130, up.text
+    assert up.services() == []
+    assert up.summary()["restarts"] == 0
+    assert [len(up.starts(name)) for name in ("trainer-0", "actor-0", "generator-0-0", "preprocessor-0")] == [1, 1, 1, 1]
+    assert "actors 1 of 2" in up.text
+    assert "<figcaption>Actors" in (up.output / "report.html").read_text()
+
+
+def test_interrupted_in_the_middle_of_a_change_the_next_session_goes_on_with_the_choice(start: Callable[..., Up]) -> None:
+    up = start("--max-steps", "100000", *HYBRID)
+    up.until("the one that goes", lambda: "actors 2 -> 1" in up.text)
+    up.process.send_signal(signal.SIGINT)
+    assert up.wait() == 130, up.text
+    assert up.services() == []
+    chosen = json.loads((up.output / "autoscale.json").read_text())
+    assert (chosen["actors"], chosen["start"]) == (1, 1)
+    steps = up.summary()["steps"]
+    again = start("--max-steps", str(steps + 5), *HYBRID)
+    assert again.wait() == 0, again.text
+    assert len(again.starts("actor-1")) == 1, "only in the first session"
+
+
+def test_choice_that_cannot_be_read_is_said_with_the_remedy(start: Callable[..., Up], tmp_path: Path) -> None:
+    up = start("--max-steps", "2", *HYBRID)
+    assert up.wait() == 0
+    (tmp_path / "run" / "autoscale.json").write_text("{")
+    again = start("--max-steps", "4", *HYBRID)
+    assert again.wait() == 2
+    assert "autoscale.json: cannot be read" in again.text
+    off = start("--max-steps", "4")
+    assert off.wait() == 0, off.text
+    assert not (tmp_path / "run" / "autoscale.json").exists()

@@ -257,7 +257,6 @@ def test_what_only_kubernetes_reads_is_listed_where_it_is_set_and_hidden_from_se
     spec = parse_job(document(**cluster), "job.yaml").spec
     assert cluster_only_paths(spec) == [
         "model.cache",
-        "actors.minReplicas",
         "actors.podTemplate",
         "trainers.checkpoint.pvc",
         "suspend",

@@ -57,4 +57,4 @@ async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
             num_slots=generators.num_slots,
         )
         await run_until_first(loop.run(stop, spec.actors.drain_seconds), reports.run(), load.run(), metrics.run())
-        await metrics.publish()
+        await metrics.publish_last()

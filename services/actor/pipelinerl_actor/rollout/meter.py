@@ -70,8 +70,9 @@ class MetricsReport:
         self._instance = instance
         metrics = meter.metrics
         metrics.gauge("requests_running").read(lambda: float(num_running()))
-        metrics.gauge("requests_limit").set(float(num_slots))
         metrics.gauge("memory_bytes").read(memory_bytes)
+        self._limit = metrics.gauge("requests_limit")
+        self._limit.set(float(num_slots))
         self._rate = metrics.gauge("generation_tokens_per_second")
         self._events = metrics.counter("stream_events_total")
         self._last = (time.monotonic(), 0)
@@ -86,6 +87,15 @@ class MetricsReport:
         (then, tokens_then), now = self._last, time.monotonic()
         self._last = (now, self._meter.num_tokens)
         self._rate.set((self._meter.num_tokens - tokens_then) / max(now - then, 1e-9))
+        await self._send()
+
+    async def publish_last(self) -> None:
+        """Who adds up the actors takes what each said last: this one generates nothing any more."""
+        self._rate.set(0.0)
+        self._limit.set(0.0)
+        await self._send()
+
+    async def _send(self) -> None:
         for event, count in self._stream.counters.items():
             self._events.reach(count, event=event)
         await self._stream.publish_metrics(record_of(self._meter.metrics, self._instance))

@@ -14,7 +14,7 @@ from pipelinerl_cli.report.staleness import staleness
 from pipelinerl_cli.report.svg import clock, compact, duration
 from pipelinerl_cli.report.throughput import throughput
 from pipelinerl_cli.results.history import RunHistory, Step
-from pipelinerl_common.settings import Job
+from pipelinerl_common.settings import Job, JobSpec
 
 MOST_ROWS = 100
 """Of the table of steps."""
@@ -76,12 +76,20 @@ def _head(summary: Mapping[str, Any], job: Job) -> str:
         ("loss", spec.algorithm.loss),
         ("batch", f"{spec.algorithm.groups_per_step} x {spec.task.group_size}"),
         ("staleness policy", spec.staleness.policy),
-        ("generators", str(spec.actors.replicas * spec.actors.generators_per_replica)),
+        ("generators", _num_generators(spec)),
         ("seed", str(spec.seed)),
     )
     shown = "".join(f"<li><span>{html.escape(name)}</span> {html.escape(value)}</li>" for name, value in facts)
     title = f'<h1>{html.escape(job.name)} <span class="badge {status}">{status}</span></h1>'
     return f'<header>{title}<ul class="facts">{shown}</ul></header>'
+
+
+def _num_generators(spec: JobSpec) -> str:
+    """Example: "1 to 4" where actors come and go."""
+    actors = spec.actors
+    if not spec.autoscale.enabled or actors.max_replicas is None:
+        return str(actors.replicas * actors.generators_per_replica)
+    return f"{actors.min_replicas * actors.generators_per_replica} to {actors.max_replicas * actors.generators_per_replica}"
 
 
 def _shown(summary: Mapping[str, Any], key: str, form: Any = compact) -> str:

@@ -1,11 +1,13 @@
 """Plots of what is generated and trained in a second, and who waits for whom."""
 
 from itertools import accumulate
+from typing import Literal
 
 from pipelinerl_cli.report.learning import TIME, noisy
 from pipelinerl_cli.report.staleness import line
 from pipelinerl_cli.report.svg import MAX_POINTS, Axis, Line, plot, smooth
 from pipelinerl_cli.results.history import Point, RunHistory
+from pipelinerl_cli.results.metrics_file import SESSION_ROLE
 
 SMOOTHING = 5
 PHASES = (
@@ -14,6 +16,12 @@ PHASES = (
     ("publishing weights", "publish_seconds", 3),
 )
 """Label, the trainer's value, colour; what is left of the step comes on top."""
+
+SIZES: tuple[tuple[str, str, int, Literal["line", "dashed"]], ...] = (
+    ("desired", "actors_desired", 1, "dashed"),
+    ("ready", "actors_ready", 0, "line"),
+)
+"""Label, the session's value, colour, style."""
 
 
 def throughput(history: RunHistory) -> list[str]:
@@ -46,7 +54,20 @@ def throughput(history: RunHistory) -> list[str]:
                 *noisy("imbalance", history.of_steps("packing_imbalance"), 1, "dashed"),
             ],
         ),
+        *_scale(history),
     ]
+
+
+def _scale(history: RunHistory) -> list[str]:
+    """Where actors came or went."""
+    lines = [
+        Line(label, [step for step, _ in counted], [count for _, count in counted], colour, style)
+        for label, name, colour, style in SIZES
+        if (counted := history.at_steps(SESSION_ROLE, name))
+    ]
+    if all(len(set(line.ys)) == 1 for line in lines):
+        return []
+    return [plot("Actors", Axis("step"), Axis("actors", low=0), lines)]
 
 
 def rates(total: list[Point], window_s: float = 5.0) -> list[Point]:

@@ -124,6 +124,13 @@ class RunHistory:
                 points.append(Point(self.at(record.time), sum(latest.values())))
         return [point for point in points if point.t >= 0]
 
+    def at_steps(self, role: str, name: str) -> list[tuple[int, float]]:
+        """A value of a role with one process as it was at the end of each step; steps before it was told are left out."""
+        said = [(self.time.at(each.time), each.values[name]) for each in self._by_role[role] if name in each.values]
+        times = [t for t, _ in said]
+        found = [(step.step, bisect.bisect_right(times, step.t + self._start)) for step in self.steps]
+        return [(step, said[place - 1][1]) for step, place in found if place]
+
     def total(self, role: str, name: str) -> float:
         """What a counter counted over all instances, restarts of the process included."""
         return sum(counter_total(values) for values in self._counters(role, name).values())

@@ -39,6 +39,7 @@ def step_line(view: RunView) -> str:
         f"  ready {number(view.gauge('preprocessor', 'queue_groups{stage=ready}'), 0)}"
         f"  running {number(view.gauge('preprocessor', 'queue_groups{stage=running}'), 0)}"
         f"  updates {number(view.total('trainer', 'weight_updates_total'), 0)}"
+        + (f"  actors {view.actors}" if view.is_elastic else "")
         + (f"  restarts {view.restarts}" if view.restarts else "")
     )
 

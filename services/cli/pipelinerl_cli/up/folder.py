@@ -5,6 +5,7 @@ job.yaml        the effective job: the file with --set and --max-steps applied; 
 token           bearer token of this run (0600)
 lock            held while `pipelinerl up` runs
 logs/           one file per process        nats/   the stream's store
+autoscale.json  how many actors were chosen, with `autoscale`
 model/          the prepared model          checkpoints/, final/   the trainer's
 metrics.jsonl   summary.json   report.html   metrics-targets.json (for Prometheus)
 ```
@@ -59,6 +60,10 @@ class RunFolder:
     @property
     def metrics_targets_file(self) -> Path:
         return self.root / "metrics-targets.json"
+
+    @property
+    def choice_file(self) -> Path:
+        return self.root / "autoscale.json"
 
     @property
     def summary_file(self) -> Path:

@@ -3,6 +3,7 @@
 ```
  nats-server -> prepare the model -> coordinator, services (plan) -> ... -> stop in order -> summary, report
                                             ^ supervisor restarts what crashes
+                                            ^ autoscaler lets actors come and go, where the job says so
 ```
 """
 
@@ -11,17 +12,17 @@ import logging
 import os
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from pipelinerl_cli.results.history import SESSION_START
-from pipelinerl_cli.results.metrics_file import SESSION_ROLE, MetricsWriter, Record
+from pipelinerl_cli.results.metrics_file import MetricsWriter, Record
 from pipelinerl_cli.up import scraping
+from pipelinerl_cli.up.autoscaler import Autoscaler, ChoiceFile
 from pipelinerl_cli.up.display import Display
 from pipelinerl_cli.up.feed import Feed
+from pipelinerl_cli.up.fleet import ACTOR_GRACE_S, Fleet
 from pipelinerl_cli.up.folder import RunFolder, newest_checkpoint, write_whole
 from pipelinerl_cli.up.guard import Guard
 from pipelinerl_cli.up.interrupt import Interrupt
@@ -32,6 +33,7 @@ from pipelinerl_cli.up.ports import Ports
 from pipelinerl_cli.up.process import Process
 from pipelinerl_cli.up.restarts import EXIT_DONE, EXIT_SETTINGS
 from pipelinerl_cli.up.scraping import own_metrics, targets_file
+from pipelinerl_cli.up.session_records import SessionRecords
 from pipelinerl_cli.up.stream_server import StreamServer
 from pipelinerl_cli.up.supervisor import LAST_LINES, Failure, Supervisor
 from pipelinerl_cli.up.view import RunView
@@ -40,7 +42,8 @@ from pipelinerl_common.settings import Job
 from pipelinerl_common.tracing import open_tracer
 from pipelinerl_operator.coordinator import Coordinator, serve_coordinator
 from pipelinerl_operator.coordinator.metrics import export
-from pipelinerl_operator.plan import Endpoints, Role, Workload, generator_url, plan, workload_names
+from pipelinerl_operator.plan import Endpoints, Role, Workload, with_actors, workload_names
+from pipelinerl_operator.scaling.metrics import Scale
 
 log = logging.getLogger(__name__)
 
@@ -67,31 +70,35 @@ class LocalRun:
 
     def __init__(self, job: Job, folder: RunFolder, display: Display, interrupt: Interrupt) -> None:
         self._job = job
+        self._largest = _largest(job)
+        """With as many actors as there may ever be: they share the machine's threads, GPUs and ports."""
         self._folder = folder
         self._display = display
         self._interrupt = interrupt
-        self._view = RunView(steps_total=job.spec.algorithm.steps)
+        self._view = RunView(job.spec.algorithm.steps, is_elastic=job.spec.autoscale.enabled)
         self._describe: Callable[[], tuple[str, str]] = lambda: ("starting", "")
-        self._restarts: Counter[str] = Counter()
         self._guard = Guard()
         self._token = folder.make_token()
+        self._autoscaler = Autoscaler(job.spec, ChoiceFile(folder.choice_file), display.note)
+        self._scale: Callable[[], Scale] = lambda: self._autoscaler.scale(0)
+        self._list_targets: Callable[[], None] = lambda: None
         self._writer = MetricsWriter.open(folder.metrics_file, time.time())
+        self._records = SessionRecords(self._writer, self._view)
 
     async def run(self) -> Ending:
         """To the end of the run, a failure, or a signal. Nothing is left running."""
-        self._write_own(SESSION_ROLE, {SESSION_START: 1.0, **self._restart_values()})
+        self._records.begin()
         try:
             async with AsyncExitStack() as stack:
                 return await self._session(stack)
         finally:
-            self._write_own(SESSION_ROLE, self._restart_values())
-            self._writer.close()
+            self._records.end()
 
     async def _session(self, stack: AsyncExitStack) -> Ending:
         stack.enter_context(self._guard)
         ports = stack.enter_context(Ports())
         _background(stack, self._refresh())
-        server = StreamServer(self._folder.stream_store, ports.reserve(), self._token, self._count_restart)
+        server = StreamServer(self._folder.stream_store, ports.reserve(), self._token, self._records.count_restart)
         serving = _background(stack, server.run())
         self._describe = lambda: ("starting nats-server", "")
         if (ending := await self._until(server.ready.wait(), serving)) is not None:
@@ -101,15 +108,22 @@ class LocalRun:
         feed = Feed(self._job, server.url, self._token, self._writer, self._take)
         _background(stack, feed.run())
         endpoints = self._endpoints(ports, server.url)
-        metrics = await self._serve_metrics(stack, endpoints)
-        coordinator = await self._coordinate(stack, endpoints)
+        fleet = Fleet(self._largest, endpoints, self._autoscaler.num_actors)
+        metrics = await self._serve_metrics(stack, endpoints, fleet)
+        coordinator = await self._coordinate(stack, endpoints, fleet)
         export(coordinator, metrics)
         coordinator.tracer = await stack.enter_async_context(open_tracer(self._job, COORDINATOR, scraping.OWN))
         coordinating = _background(stack, coordinator.run())
-        supervisor = Supervisor(plan(self._job, endpoints), self._launch, self._is_finished, on_restart=self._count_restart)
+        supervisor = Supervisor(fleet.workloads(), self._launch, self._is_finished, on_restart=self._records.count_restart)
         stack.callback(supervisor.kill)
         supervising = _background(stack, supervisor.run())
-        ending = await self._until(supervising, serving, coordinating) or _ending_of(supervising)
+        self._scale = lambda: self._autoscaler.scale(len(fleet.ready(supervisor, coordinator)))
+        scaling: list[asyncio.Task[Any]] = []
+        if self._job.spec.autoscale.enabled:
+            scaling.append(_background(stack, self._autoscaler.run(fleet, endpoints, supervisor, coordinator)))
+        ending = await self._until(supervising, serving, coordinating, *scaling) or _ending_of(supervising)
+        for task in scaling:
+            task.cancel()
         await self._stop(supervisor, ending)
         await feed.settle(quiet_s=0.5, timeout_s=3.0)
         return ending
@@ -147,18 +161,17 @@ class LocalRun:
         )
         return Ending("failed", failure)
 
-    async def _coordinate(self, stack: AsyncExitStack, endpoints: Endpoints) -> Coordinator:
-        urls = {name: generator_url(endpoints.addresses[name]) for name in workload_names(self._job) if _is_generator(name)}
+    async def _coordinate(self, stack: AsyncExitStack, endpoints: Endpoints, fleet: Fleet) -> Coordinator:
         running = await stack.enter_async_context(
             serve_coordinator(
                 self._job.spec.weight_transfer,
-                lambda: urls,
+                fleet.generator_urls,
                 trainer_address=endpoints.addresses["trainer-0"],
                 listen=endpoints.coordinator,
                 token=self._token,
             )
         )
-        self._describe = lambda: describe_phase(self._job, running.coordinator, self._view)
+        self._describe = lambda: describe_phase(fleet.generator_urls(), running.coordinator, self._view)
         return running.coordinator
 
     async def _stop(self, supervisor: Supervisor, ending: Ending) -> None:
@@ -169,7 +182,7 @@ class LocalRun:
             supervisor.stop(
                 {
                     Role.TRAINER: self._job.spec.trainers.drain_seconds,
-                    Role.ACTOR: drain + STOP_GRACE_S,
+                    Role.ACTOR: drain + ACTOR_GRACE_S,
                     Role.GENERATOR: GENERATOR_GRACE_S,
                     Role.REFERENCE: GENERATOR_GRACE_S,
                     Role.PREPROCESSOR: STOP_GRACE_S,
@@ -183,16 +196,21 @@ class LocalRun:
             supervisor.kill()
         await stopping
 
-    async def _serve_metrics(self, stack: AsyncExitStack, endpoints: Endpoints) -> Metrics:
+    async def _serve_metrics(self, stack: AsyncExitStack, endpoints: Endpoints, fleet: Fleet) -> Metrics:
         """This process's, and the list of everybody's for Prometheus."""
-        metrics = own_metrics(self._job, self._restarts)
+        metrics = own_metrics(self._job, self._records.restarts, lambda: self._scale())
         addresses = endpoints.metrics_addresses
         await stack.enter_async_context(serve_metrics(addresses[scraping.OWN], metrics.exposition))
-        write_whole(self._folder.metrics_targets_file, targets_file(self._job, endpoints.addresses, addresses))
+
+        def list_targets() -> None:
+            write_whole(self._folder.metrics_targets_file, targets_file(fleet.job, endpoints.addresses, addresses))
+
+        list_targets()
+        self._list_targets = list_targets
         return metrics
 
     def _endpoints(self, ports: Ports, nats_url: str) -> Endpoints:
-        names = workload_names(self._job)
+        names = workload_names(self._largest)
         return Endpoints(
             job_file=self._folder.job_file,
             output=self._folder.root,
@@ -208,7 +226,7 @@ class LocalRun:
         return await self._start(workload.name, workload.argv)
 
     async def _start(self, name: str, argv: tuple[str, ...]) -> Process:
-        own = environment(self._job, name, os.environ, os.cpu_count() or 1)
+        own = environment(self._largest, name, os.environ, os.cpu_count() or 1)
         log_file = self._folder.log_file(name)
         return await Process.start(name, argv, log_file=log_file, environment=own, guard=self._guard)
 
@@ -219,31 +237,22 @@ class LocalRun:
         if self._view.take(record):
             self._display.stepped(self._view)
 
-    def _count_restart(self, name: str) -> None:
-        self._restarts[name] += 1
-        self._view.restarts = self._restarts.total()
-        self._write_own(SESSION_ROLE, self._restart_values())
-
-    def _restart_values(self) -> dict[str, float]:
-        by_process = {f"restarts_{name}_process_total": float(count) for name, count in self._restarts.items()}
-        return {"restarts_total": float(self._restarts.total()), **by_process}
-
-    def _write_own(self, role: str, values: dict[str, float]) -> None:
-        self._writer.write(Record(role, role, time.time(), -1, values))
-
     async def _refresh(self) -> None:
         """Keeps the display up to date until cancelled."""
         patience = Patience(self._job.spec.algorithm.groups_per_step)
         while True:
             self._view.phase, self._view.detail = self._describe()
+            if self._records.take_scale(self._scale()):
+                self._list_targets()
             self._display.update(self._view)
             if (explanation := patience.look(self._view, time.monotonic())) is not None:
                 self._display.note(explanation)
             await asyncio.sleep(TICK_S)
 
 
-def _is_generator(name: str) -> bool:
-    return name.startswith(f"{Role.GENERATOR.value}-")
+def _largest(job: Job) -> Job:
+    most = job.spec.actors.max_replicas
+    return with_actors(job, most) if job.spec.autoscale.enabled and most is not None else job
 
 
 def _ending_of(task: asyncio.Task[Any]) -> Ending:

@@ -72,6 +72,7 @@ def rows(view: RunView, sparks: int) -> Sequence[tuple[str, str, str]]:
             + (f", pause {pause * 1000:.0f} ms" if math.isfinite(pause) else ""),
             trend("pause_seconds"),
         ),
+        *([("actors", f"{view.actors} ready", "")] if view.is_elastic else []),
         ("restarts", str(view.restarts), ""),
     ]
 

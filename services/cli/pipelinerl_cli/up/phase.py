@@ -1,19 +1,18 @@
 """What the run is waiting for until its first step, in words."""
 
+from collections.abc import Collection
+
 from pipelinerl_cli.up.view import GENERATING, RunView
-from pipelinerl_common.settings import Job
 from pipelinerl_operator.coordinator import Coordinator
-from pipelinerl_operator.plan import workload_names
 
 STEADY = ("every ready generator is a member", "an update is running")
 
 
-def describe_phase(job: Job, coordinator: Coordinator, view: RunView) -> tuple[str, str]:
-    """The phase and a detail."""
+def describe_phase(generators: Collection[str], coordinator: Coordinator, view: RunView) -> tuple[str, str]:
+    """The phase and a detail. `generators` are those that should be in the group."""
     trouble = "" if coordinator.waiting_for in STEADY else coordinator.waiting_for
     if view.is_training:
         return "training", trouble
-    generators = [name for name in workload_names(job) if name.startswith("generator-")]
     absent = [name for name in generators if name in coordinator.absent]
     if absent:
         ready = len(generators) - len(absent)

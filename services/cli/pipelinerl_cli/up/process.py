@@ -31,6 +31,7 @@ class Process:
         self.log_file = log_file
         self._log_start = log_start
         self._process = process
+        self._is_asked = False
         self._group_ended = False
 
     @classmethod
@@ -70,8 +71,9 @@ class Process:
         return status
 
     def terminate(self) -> None:
-        """Asks the process, not its whole group, to end."""
-        if self.exit_status is None:
+        """Asks the process, not its whole group, to end. Once: a second signal would cut short what it does before."""
+        if self.exit_status is None and not self._is_asked:
+            self._is_asked = True
             self._process.terminate()
 
     def kill(self) -> None:

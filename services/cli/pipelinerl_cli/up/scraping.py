@@ -8,7 +8,7 @@ scrape_configs:
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from pipelinerl_common.metrics import COORDINATOR, Metrics
@@ -16,6 +16,7 @@ from pipelinerl_common.settings import Job
 from pipelinerl_common.telemetry import memory_bytes
 from pipelinerl_operator.objects.ports import SERVE_THEIR_OWN
 from pipelinerl_operator.plan import Role, role_of, workload_names
+from pipelinerl_operator.scaling.metrics import Scale, export_scale
 
 OWN = "up"
 """Name of this process among the targets."""
@@ -48,10 +49,11 @@ def targets_file(job: Job, addresses: Mapping[str, str], metrics_addresses: Mapp
     return json.dumps(targets, indent=1) + "\n"
 
 
-def own_metrics(job: Job, restarts: Counter[str]) -> Metrics:
+def own_metrics(job: Job, restarts: Counter[str], scale: Callable[[], Scale]) -> Metrics:
     """This process's. `restarts` counts by the name of what was started again."""
     metrics = Metrics(COORDINATOR, job.name)
     metrics.gauge("memory_bytes").read(memory_bytes)
+    export_scale(metrics, scale)
     counter = metrics.counter("restarts_total")
     for restarted in counter.metric.labels["restarted"]:
         counter.read(partial(_num_restarts, restarts, restarted), restarted=restarted)

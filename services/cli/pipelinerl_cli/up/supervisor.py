@@ -2,7 +2,8 @@
 
 ```
  unit = one process, or all trainer ranks
- start -> first exit -> judge -> Done     trainers: the run is finished
+ start -> first exit -> retired           it was asked to end
+                     -> judge -> Done     trainers: the run is finished
                               -> Restart  after a growing delay, while the unit's budget lasts
                               -> GiveUp   the run fails with the last lines of the log
 ```
@@ -44,6 +45,8 @@ class _Unit:
     role: Role
     workloads: tuple[Workload, ...]
     budget: RestartBudget = field(default_factory=RestartBudget)
+    is_retired: bool = False
+    """Its process is to end, and not to be started again."""
 
 
 class Supervisor:
@@ -64,7 +67,10 @@ class Supervisor:
         self._on_restart = on_restart
         self._launch = launch
         self._run_is_finished = run_is_finished
-        self._units = _units(workloads, budget)
+        self._budget = budget
+        self._first = tuple(workloads)
+        self._kept: dict[asyncio.Task[Failure | None], _Unit] = {}
+        self._ended: asyncio.Queue[asyncio.Task[Failure | None]] = asyncio.Queue()
         self._running: dict[str, Process] = {}
         self._stopping = False
 
@@ -72,25 +78,45 @@ class Supervisor:
     def running(self) -> dict[str, Process]:
         return {name: process for name, process in self._running.items() if process.exit_status is None}
 
-    def _is_stopping(self) -> bool:
-        return self._stopping
+    def _is_over(self, unit: _Unit) -> bool:
+        return self._stopping or unit.is_retired
 
     async def run(self) -> Failure | None:
         """Starts everything and keeps it running. None when the trainers have finished the run, or when `stop` was called."""
-        tasks = {asyncio.create_task(self._keep(unit), name=f"keep {unit.name}"): unit for unit in self._units}
-        pending = set(tasks)
+        self.add(self._first)
         try:
-            while pending:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    failure = task.result()
-                    if failure is not None or tasks[task].role is Role.TRAINER or self._stopping:
-                        return failure
+            while self._kept:
+                task = await self._ended.get()
+                unit = self._kept.pop(task)
+                failure = task.result()
+                if failure is not None or unit.role is Role.TRAINER or self._stopping:
+                    return failure
             return None
         finally:
-            for task in pending:
+            for task in self._kept:
                 task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
+            await asyncio.gather(*self._kept, return_exceptions=True)
+
+    def add(self, workloads: Iterable[Workload]) -> None:
+        """Starts these, too, and keeps them running; nothing once the run is being stopped."""
+        if self._stopping:
+            return
+        for unit in _units(workloads, self._budget):
+            task = asyncio.create_task(self._keep(unit), name=f"keep {unit.name}")
+            self._kept[task] = unit
+            task.add_done_callback(self._ended.put_nowait)
+
+    async def retire(self, name: str, grace_s: float) -> None:
+        """Ends one process for good: SIGTERM, and SIGKILL when it has not ended after `grace_s`. Returns when it has ended."""
+        kept = next((task for task, unit in self._kept.items() if unit.name == name), None)
+        if kept is None:
+            return
+        self._kept[kept].is_retired = True
+        process = self.running.get(name)
+        if process is not None:
+            status = await process.stop(grace_s)
+            log.info("%s was let go and ended with status %d", name, status)
+        await asyncio.wait({kept})
 
     async def stop(self, grace_s: dict[Role, float]) -> None:
         """SIGTERM role by role in the order given, each with its grace; nothing is restarted from here on."""
@@ -106,10 +132,10 @@ class Supervisor:
             process.kill()
 
     async def _keep(self, unit: _Unit) -> Failure | None:
-        while not self._is_stopping():
-            processes = [await self._start(workload) for workload in unit.workloads]
+        while not self._is_over(unit):
+            processes = [await self._start(workload, unit) for workload in unit.workloads]
             culprit, status = await _first_failure_or_all(processes)
-            if self._is_stopping():
+            if self._is_over(unit):
                 return None
             verdict = judge(unit.role, status, run_is_finished=self._run_is_finished)
             if isinstance(verdict, Done):
@@ -131,10 +157,10 @@ class Supervisor:
         await asyncio.sleep(delay)
         return None
 
-    async def _start(self, workload: Workload) -> Process:
+    async def _start(self, workload: Workload, unit: _Unit) -> Process:
         process = await self._launch(workload)
         self._running[workload.name] = process
-        if self._stopping:
+        if self._is_over(unit):
             process.terminate()
         return process
 

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipelinerl_cli.results.metrics_file import Record
+from pipelinerl_cli.results.metrics_file import SESSION_ROLE, Record
 from pipelinerl_common.metrics import is_counter
 
 SPARK_STEPS = 40
@@ -27,6 +27,8 @@ class RunView:
     """Fed with records, read by the displays."""
 
     steps_total: int
+    is_elastic: bool = False
+    """Whether actors come and go."""
     phase: str = "starting"
     detail: str = ""
     step: int = 0
@@ -70,6 +72,12 @@ class RunView:
     def total(self, role: str, name: str) -> float | None:
         """What a counter has counted over the role's instances and their restarts, in this session."""
         return self._totals.get((role, name))
+
+    @property
+    def actors(self) -> str:
+        """Ready and desired. Example: "1 of 2"."""
+        ready, desired = (self.gauge(SESSION_ROLE, name) or 0.0 for name in ("actors_ready", "actors_desired"))
+        return f"{ready:.0f} of {desired:.0f}"
 
     @property
     def counters(self) -> Mapping[tuple[str, str], float]:

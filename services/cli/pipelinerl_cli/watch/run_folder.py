@@ -31,7 +31,7 @@ class RunFolderSource:
         self._root = root
         self._job = job
         self._tail = Tail(root / "metrics.jsonl")
-        self._view = RunView(job.spec.algorithm.steps)
+        self._view = _new_view(job)
         self._newest = 0.0
         self._status = "running"
 
@@ -48,7 +48,7 @@ class RunFolderSource:
             raise SettingsError(f"{self._root}: metrics.jsonl cannot be read: {error}; was the run moved aside?") from error
         if replaced:
             self._job = load_run(self._root).job
-            self._view = RunView(self._job.spec.algorithm.steps)
+            self._view = _new_view(self._job)
         steps = [shown for line in lines if (shown := self._take(line))]
         self._status = "running" if held else self._result()
         return steps
@@ -92,6 +92,10 @@ class RunFolderSource:
         if self.has_ended() or not self._newest or silent < SILENT_S:
             return ""
         return f"no record for {duration(silent)}; see {self._root / 'logs'}"
+
+
+def _new_view(job: Job) -> RunView:
+    return RunView(job.spec.algorithm.steps, is_elastic=job.spec.autoscale.enabled)
 
 
 def is_held(lock: Path) -> bool:

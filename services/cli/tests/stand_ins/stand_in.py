@@ -1,5 +1,7 @@
 """Plays every service of a run, without a model: the trainer steps as soon as the coordinator has formed a group.
 
+By what they tell in their metrics the trainer takes everything that is generated, and waits for more most of the time.
+
 A file `<output>/do/<name>` tells the process of that name what to do once, and is removed then: "crash", "settings", "stop".
 """
 
@@ -16,6 +18,7 @@ from aiohttp import web
 
 from pipelinerl.v1 import metrics_pb2, policy_pb2, policy_pb2_grpc
 from pipelinerl_common import rpc
+from pipelinerl_common.metrics import PREPROCESSOR, TRAINER, Metrics, serve_metrics
 from pipelinerl_common.settings import Job, load_job
 from pipelinerl_common.stream import Login, connect
 
@@ -26,7 +29,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     for flag in ("--job", "--output", "--token-file"):
         parser.add_argument(flag, type=Path)
-    for flag in ("--name", "--listen", "--nats-url"):
+    for flag in ("--name", "--listen", "--nats-url", "--metrics-listen"):
         parser.add_argument(flag, default="")
     return parser.parse_known_args()[0]
 
@@ -55,6 +58,12 @@ class StandIn:
     async def serve(self) -> None:
         while await self.tick():
             pass
+
+    async def preprocess(self) -> None:
+        metrics = Metrics(PREPROCESSOR, self.job.name)
+        async with serve_metrics(self.flags.metrics_listen, metrics.exposition):
+            while await self.tick():
+                metrics.counter("groups_trained_total").inc()
 
     async def generate(self) -> None:
         program = "import time; time.sleep(600)"
@@ -90,7 +99,9 @@ class StandIn:
         service = rpc.RpcService(policy_pb2_grpc.add_PolicyServicer_to_server, policy, "pipelinerl.v1.Policy")
         stream_settings = self.job.spec.stream
         step = self.newest_checkpoint()
+        metrics = Metrics(TRAINER, self.job.name)
         async with (
+            serve_metrics(self.flags.metrics_listen, metrics.exposition),
             rpc.serve(self.flags.listen, [service], token=self.token),
             connect(
                 self.flags.nats_url, self.job.name, stream_settings, name="trainer-0", login=Login(token=self.token)
@@ -100,6 +111,8 @@ class StandIn:
                 if policy.epoch == 0:
                     continue
                 step += 1
+                metrics.gauge("policy_version").set(step)
+                metrics.counter("trainer_phase_seconds_total").inc(0.9 * TICK_S, phase="wait")
                 values = {"reward_mean": step / 100, "lag_mean": 1.0, "lag_max": 2.0, "ess": 0.9, "num_trained_tokens": 10.0}
                 await stream.publish_metrics(
                     metrics_pb2.MetricsRecord(
@@ -145,6 +158,8 @@ async def play(flags: argparse.Namespace) -> None:
         await stand_in.train()
     elif role == "generator":
         await stand_in.generate()
+    elif role == "preprocessor":
+        await stand_in.preprocess()
     elif role:
         await stand_in.serve()
     else:  # the model's preparation

@@ -1,9 +1,9 @@
 """The job file's schema. `load_job` reads it; each service is handed the smallest section that suffices."""
 
 from pipelinerl_common.settings.algorithm import AlgorithmSettings, KLSettings, OptimizerSettings, OverlongSettings
+from pipelinerl_common.settings.autoscale import AutoscaleSettings
 from pipelinerl_common.settings.job import API_VERSION, KIND, Job, JobSpec
 from pipelinerl_common.settings.kubernetes import (
-    AutoscaleSettings,
     EnvironmentVariable,
     FailurePolicySettings,
     FailureRule,

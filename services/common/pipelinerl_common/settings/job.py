@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from pipelinerl_common.settings.algorithm import AlgorithmSettings
+from pipelinerl_common.settings.autoscale import AutoscaleSettings
 from pipelinerl_common.settings.base import Settings
 from pipelinerl_common.settings.kubernetes import (
-    AutoscaleSettings,
     EnvironmentVariable,
     FailurePolicySettings,
     Image,
@@ -97,7 +97,7 @@ class JobSpec(Settings):
     """Which pods are deleted when the job ends: those that still run, all, or none."""
     restart: Annotated[RestartSettings, CLUSTER_ONLY] = RestartSettings()
     """Restarts by declaration."""
-    autoscale: Annotated[AutoscaleSettings, CLUSTER_ONLY] = AutoscaleSettings()
+    autoscale: AutoscaleSettings = AutoscaleSettings()
     """Adjusts how many actors generate while the job runs."""
 
     @model_validator(mode="after")

@@ -166,25 +166,3 @@ class FailurePolicySettings(Settings):
 class RestartSettings(Settings):
     id: Annotated[str, Field(max_length=64)] = ""
     """Any change restarts the job's pods, the trainers from the newest checkpoint. Also takes over changed templates."""
-
-
-class AutoscaleSettings(Settings):
-    enabled: bool = False
-    """Chooses the number of actors, from actors.replicas on, between minReplicas and maxReplicas by the ratio of the system's
-    throughput to what generation alone would reach. The trainers' number is fixed."""
-    period_steps: Annotated[int, Field(ge=1, le=100000)] = 10
-    """Optimizer steps between two looks. They count from when every actor is ready."""
-    low_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    """Below it the trainers hold the generators up, and actors are taken away."""
-    high_ratio: Annotated[float, Field(gt=0, le=1)] = 0.95
-    """Above it the generators hold the trainers up, and actors are added."""
-    take_away_gpus: Annotated[int, Field(ge=1, le=1024)] = 5
-    """Most GPUs (actors on a CPU), rounded up to whole actors, that stop generating at a low ratio."""
-    add_gpus: Annotated[int, Field(ge=1, le=1024)] = 2
-    """Most GPUs (actors on a CPU), rounded up to whole actors, that begin to generate at a high ratio."""
-
-    @model_validator(mode="after")
-    def _ratios_rise(self) -> Self:
-        if self.low_ratio >= self.high_ratio:
-            raise ValueError(f"autoscale.lowRatio={self.low_ratio} must be below autoscale.highRatio={self.high_ratio}")
-        return self

@@ -29,9 +29,9 @@ class GeneratorSettings(Settings):
 class ActorSettings(Settings):
     replicas: Annotated[int, Field(ge=1, le=8192)] = 1
     """Actors: each is a rollout loop with generators of its own."""
-    min_replicas: Annotated[Annotated[int, Field(ge=1, le=8192)], CLUSTER_ONLY] = 1
-    """Fewest actors, which are scheduled together with the trainers; those beyond come and go while training runs."""
-    max_replicas: Annotated[Annotated[int, Field(ge=1, le=8192)] | None, CLUSTER_ONLY] = None
+    min_replicas: Annotated[int, Field(ge=1, le=8192)] = 1
+    """Fewest actors, which Kubernetes schedules together with the trainers; those beyond come and go while training runs."""
+    max_replicas: Annotated[int, Field(ge=1, le=8192)] | None = None
     """Most actors that scaling may ask for."""
     generators_per_replica: Annotated[int, Field(ge=1, le=64)] = 1
     """Generators of one actor; requests go to the least loaded."""

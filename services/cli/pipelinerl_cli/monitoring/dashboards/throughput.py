@@ -60,6 +60,25 @@ _BALANCE = (
         ((per_second("pipelinerl_admission_closed_seconds_total"), "{{job}}"),),
         low=0,
     ),
+    Panel(
+        "Actors",
+        "Those that there should be, and those that are ready. With `autoscale` they come and go while the trainer steps.",
+        SHORT,
+        (
+            (newest("pipelinerl_actors_desired"), "{{job}} desired"),
+            (newest("pipelinerl_actors_ready"), "{{job}} ready"),
+        ),
+        low=0,
+    ),
+    Panel(
+        "Throughput over generation's",
+        "What the trainers take of what generation can make, when autoscale last looked. Near 1 the trainers wait for "
+        "samples; far below, generators wait for the trainers.",
+        PERCENT,
+        ((newest("pipelinerl_autoscale_ratio"), "{{job}}"),),
+        low=0,
+        high=1,
+    ),
 )
 
 _GENERATORS = (

@@ -13,6 +13,21 @@ PROCESSES: Final[tuple[Metric, ...]] = (
         "Processes of the job that were started again, by their role.",
         {"restarted": ("preprocessor", "actor", "generator", "reference", "trainer", "nats-server")},
     ),
+    gauge(
+        "actors_desired", "actors", (COORDINATOR,), "Actors that there should be: those of the spec, or what autoscale chose."
+    ),
+    gauge(
+        "actors_ready",
+        "actors",
+        (COORDINATOR,),
+        "Actors that run, in `pipelinerl up` with every generator in the weight-transfer group.",
+    ),
+    gauge(
+        "autoscale_ratio",
+        "ratio",
+        (COORDINATOR,),
+        "The system's throughput over what generation alone would reach, when autoscale last looked.",
+    ),
     counter(
         "sink_rows_total",
         "rows",

@@ -11,7 +11,7 @@ r_train  groups/s that the trainers take when they never wait: r over the share 
 import math
 from dataclasses import dataclass
 
-from pipelinerl_operator.controller.training import Reading
+from pipelinerl_operator.scaling.reading import Reading
 
 LATE = ("ring_buffer", "stale", "cancelled")
 """Reasons of drops by which the trainers did not get to a group in time."""
@@ -33,9 +33,9 @@ class Counts:
     step: int
     """Optimizer steps done."""
     actors: frozenset[str]
-    """UIDs of the pods that are ready."""
+    """Those that are ready, each start of one by an id of its own."""
     others: tuple[str, ...]
-    """UIDs of the pods that were read."""
+    """The processes that were read, likewise."""
     taken: float
     late: float
     waiting: float

@@ -1,0 +1,19 @@
+"""Jobs with `autoscale`, and systems whose rates are known."""
+
+from typing import Any
+
+from operator_jobs import make_resource
+
+from pipelinerl_common.settings import JobSpec
+from pipelinerl_operator.scaling.balance import Balance
+
+
+def spec_of(least: int, most: int, start: int, gpus: int = 0, **settings: Any) -> JobSpec:
+    actors = {"minReplicas": least, "maxReplicas": most, "replicas": start, "gpusPerReplica": gpus}
+    return make_resource(actors=actors, autoscale={"enabled": True, **settings}).spec
+
+
+def system(num_actors: int, per_actor: float, r_train: float, begin: int = 0, steps: int = 10) -> Balance:
+    """Of a job whose actors make `per_actor` groups/s each and whose trainers take up to `r_train`."""
+    r_gen = num_actors * per_actor
+    return Balance(begin, begin + steps, num_actors, min(r_gen, r_train), r_gen, r_train)

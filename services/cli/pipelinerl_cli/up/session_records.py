@@ -1,0 +1,50 @@
+"""What `pipelinerl up` says about itself in the run's records: that a session began, restarts, how many actors there are."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+
+from pipelinerl_cli.results.history import SESSION_START
+from pipelinerl_cli.results.metrics_file import SESSION_ROLE, MetricsWriter, Record
+from pipelinerl_cli.up.view import RunView
+from pipelinerl_operator.scaling.metrics import Scale
+
+
+class SessionRecords:
+    """Of one session: written to the run's file, and shown."""
+
+    def __init__(self, writer: MetricsWriter, view: RunView) -> None:
+        self.restarts: Counter[str] = Counter()
+        """By the name of what was started again."""
+        self._writer = writer
+        self._view = view
+        self._scale: Scale | None = None
+
+    def begin(self) -> None:
+        self._write({SESSION_START: 1.0, **self._restart_values()})
+
+    def end(self) -> None:
+        self._write(self._restart_values())
+        self._writer.close()
+
+    def count_restart(self, name: str) -> None:
+        self.restarts[name] += 1
+        self._view.restarts = self.restarts.total()
+        self._write(self._restart_values())
+
+    def take_scale(self, scale: Scale) -> bool:
+        """Whether it has changed."""
+        if scale == self._scale:
+            return False
+        self._scale = scale
+        self._write(scale.values())
+        return True
+
+    def _restart_values(self) -> dict[str, float]:
+        by_process = {f"restarts_{name}_process_total": float(count) for name, count in self.restarts.items()}
+        return {"restarts_total": float(self.restarts.total()), **by_process}
+
+    def _write(self, values: Mapping[str, float]) -> None:
+        record = Record(SESSION_ROLE, SESSION_ROLE, time.time(), -1, values)
+        self._writer.write(record)
+        self._view.take(record)
