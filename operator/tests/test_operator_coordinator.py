@@ -14,6 +14,7 @@ from pipelinerl_common import rpc
 from pipelinerl_common.errors import Refused, Unavailable
 from pipelinerl_common.settings import WeightTransferSettings
 from pipelinerl_operator.coordinator.coordinator import Coordinator
+from pipelinerl_operator.coordinator.generator import GeneratorClient
 from pipelinerl_operator.coordinator.server import weight_transfer
 
 TOKEN = "secret"
@@ -32,6 +33,8 @@ class FakeGenerator:
     version: int = -1
     on_update: str | int = "ok"
     on_join: str | int = "ok"
+    answers: asyncio.Event = field(default_factory=asyncio.Event)
+    """Probes wait for it; it is set at the start."""
     joins: list[dict[str, Any]] = field(default_factory=list)
     updates: list[dict[str, Any]] = field(default_factory=list)
     released: asyncio.Event = field(default_factory=asyncio.Event)
@@ -44,6 +47,7 @@ class FakeGenerator:
     url: str = ""
 
     async def start(self, port: int = 0) -> None:
+        self.answers.set()
         app = web.Application()
         app.router.add_get("/health", self._health)
         app.router.add_get("/weights", self._weights)
@@ -69,6 +73,7 @@ class FakeGenerator:
         await self.start(port)
 
     async def _health(self, request: web.Request) -> web.Response:
+        await self.answers.wait()
         return web.json_response({})
 
     async def _weights(self, request: web.Request) -> web.Response:
@@ -369,6 +374,23 @@ async def test_silent_member_is_expelled_at_the_deadline(monkeypatch: pytest.Mon
         assert response.published  # by a, the only one that remains
         assert "no answer" in response.members[1].error
         await harness.until_members("a")
+
+
+async def test_a_generator_that_stops_answering_is_silent_until_it_answers_or_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GeneratorClient.probe, "__defaults__", (0.2,))
+    async with running("a", "b") as harness:
+        await harness.until_members("a", "b")
+        assert harness.coordinator.silent == {}
+        harness.generators["b"].answers.clear()
+        await harness.until("b is silent", lambda: "b" in harness.coordinator.silent)
+        assert list(harness.coordinator.silent) == ["b"]
+        assert harness.coordinator.silent["b"] >= 3 * 0.2  # three probes without an answer
+        harness.generators["b"].answers.set()
+        await harness.until("b answers again", lambda: harness.coordinator.silent == {})
+        harness.generators["b"].answers.clear()
+        await harness.until("b is silent", lambda: "b" in harness.coordinator.silent)
+        await harness.generators["b"].stop()
+        await harness.until("b is gone", lambda: harness.coordinator.silent == {})
 
 
 async def test_group_is_not_formed_again_while_an_update_runs() -> None:

@@ -214,7 +214,7 @@ async def test_restarts_that_count_are_limited() -> None:
     failed = world.status.condition("Failed")
     assert failed is not None
     assert failed.reason == "RestartLimitExceeded"
-    assert "2 restarts within 3600 s are used up" in failed.message
+    assert "used up: 2 restarts within 3600 s" in failed.message
 
 
 async def test_old_restarts_are_forgotten() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from pipelinerl_common.words import counted
 from pipelinerl_operator.controller.conditions import Because
 from pipelinerl_operator.controller.decision import Draft, EventType, Wanted
 from pipelinerl_operator.controller.endings import fail
@@ -40,7 +41,7 @@ def take_failures(draft: Draft, wanted: Wanted) -> bool:
             return True
         recent = within_window(draft.status.recent_failures, policy, draft.seen.now)
         if verdict.counted and sum(each.counted for each in recent) >= policy.max_restarts:
-            window = f"{policy.max_restarts} restarts within {policy.window_seconds} s are used up"
+            window = f"used up: {counted(policy.max_restarts, 'restart')} within {policy.window_seconds} s"
             fail(draft, Because.RESTART_LIMIT, f"{failure}; {window}")
             return True
         record = FailureRecord(

@@ -102,6 +102,11 @@ class Coordinator:
         return self._observer.errors()
 
     @property
+    def silent(self) -> dict[str, float]:
+        """Generators that have stopped answering though nobody saw them end, with the seconds since their last answer."""
+        return self._observer.silent()
+
+    @property
     def num_expected(self) -> int:
         """Generators that should exist."""
         return len(self._observer.names)

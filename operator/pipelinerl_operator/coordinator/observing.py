@@ -17,6 +17,8 @@ class _Sight:
     client: GeneratorClient
     seen: SeenGenerator | None = None
     slow_probes: int = 0
+    answered_at: float | None = None
+    """Of a process that has answered and was not seen to end since."""
     error: str = "not asked yet"
 
 
@@ -41,6 +43,16 @@ class Observer:
     def errors(self) -> dict[str, str]:
         """Why generators do not answer, by name."""
         return {name: sight.error for name, sight in self._sights.items() if sight.seen is None}
+
+    def silent(self) -> dict[str, float]:
+        """Generators whose process seems alive, since it was not seen to end, but that have stopped answering: for how many
+        seconds, by name."""
+        now = asyncio.get_running_loop().time()
+        return {
+            name: now - sight.answered_at
+            for name, sight in self._sights.items()
+            if sight.answered_at is not None and sight.seen is None
+        }
 
     async def observe(self) -> Observation:
         """Takes as long as the slowest probe, which has a deadline."""
@@ -71,10 +83,12 @@ def _take(sight: _Sight, probe: ProbeResult, now: float) -> None:
     if probe.weights is None:
         sight.error = probe.error
         sight.slow_probes = sight.slow_probes + 1 if probe.is_slow else MAX_SLOW_PROBES
+        if not probe.is_slow:
+            sight.answered_at = None
         if sight.slow_probes >= MAX_SLOW_PROBES:
             sight.seen = None
         return
-    sight.slow_probes = 0
+    sight.slow_probes, sight.answered_at = 0, now
     weights = probe.weights
     sight.seen = SeenGenerator(
         name=sight.client.name,

@@ -4,6 +4,7 @@ import re
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import Job
+from pipelinerl_common.words import counted
 
 _SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
@@ -12,7 +13,7 @@ def admit(job: Job) -> None:
     """Raises SettingsError that lists every fault."""
     if faults := cluster_faults(job):
         lines = "\n".join(f"  {fault}" for fault in faults)
-        raise SettingsError(f"PipelineRLJob {job.name}: {len(faults)} fault(s) for a cluster\n{lines}")
+        raise SettingsError(f"PipelineRLJob {job.name}: {counted(len(faults), 'fault')} for a cluster\n{lines}")
 
 
 def cluster_faults(job: Job) -> list[str]:

@@ -10,7 +10,7 @@ PERIOD_S = 10
 _STARTUP_FAILURES = 60
 """Ten minutes: imports from a slow disk, and a long journal."""
 _LIVENESS_FAILURES = 18
-"""Three minutes without an answer."""
+"""Three minutes without an answer, as in `pipelinerl up`."""
 
 
 def generator_probes(port: int, startup_s: float) -> dict[str, Any]:

@@ -35,9 +35,9 @@ Instead of a class, `task.path` may name a function that takes `seed` and task.a
 `async def` function that takes a Rollout, and task.args as keywords, and returns a Verdict: it makes its own prompt from
 `rollout.prompt_index` and `rollout.seed`.
 
-What a task raises counts against that trajectory only and never ends the job: TemporaryError is tried again
-(`task.maxRetries` times), everything else gives the trajectory up. Metrics of a Verdict reach the dashboards averaged; one
-called "success" (0 or 1) is shown as the success rate.
+What a task raises counts against that trajectory only: TemporaryError is tried again (`task.maxRetries` times), everything else
+gives the trajectory up. It ends the job only where nothing has succeeded yet and 64 prompts have failed for the same reason.
+Metrics of a Verdict reach the dashboards averaged; one called "success" (0 or 1) is shown as the success rate.
 """
 
 from abc import ABC, abstractmethod

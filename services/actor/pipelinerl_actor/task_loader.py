@@ -1,6 +1,5 @@
 """Makes a task from its dotted path. Every mistake of the user becomes one message that names the path and the remedy."""
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Awaitable, Callable
@@ -10,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from pipelinerl_actor.task import Prompt, Rollout, Task, TaskName, Verdict
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.words import did_you_mean
 
 
 class FunctionTask(Task):
@@ -62,8 +62,7 @@ def _import(path: str) -> Any:
             f"spec.task.path={path!r}: importing {module_name} failed with {type(error).__name__}: {error}"
         ) from error
     if not hasattr(module, attribute):
-        close = difflib.get_close_matches(attribute, [key for key in vars(module) if not key.startswith("_")], n=3)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        hint = did_you_mean(attribute, [key for key in vars(module) if not key.startswith("_")], most=3)
         raise SettingsError(f"spec.task.path={path!r}: {module_name} has no {attribute!r}{hint}")
     return getattr(module, attribute)
 
@@ -98,10 +97,9 @@ def _check_args(function: Callable[..., Any], parameters: list[inspect.Parameter
     names = [each.name for each in keyword]
     unknown = [key for key in name.args if key not in names]
     if unknown and not is_open:
-        close = difflib.get_close_matches(unknown[0], names, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
         raise SettingsError(
-            f"spec.task.args: {name.path} has no argument {unknown[0]!r}; it has {', '.join(names) or 'none'}{hint}"
+            f"spec.task.args: {name.path} has no argument {unknown[0]!r}; it has {', '.join(names) or 'none'}"
+            f"{did_you_mean(unknown[0], names)}"
         )
     missing = [each.name for each in keyword if each.default is each.empty and each.name not in name.args]
     if missing:

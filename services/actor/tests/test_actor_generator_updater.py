@@ -114,7 +114,7 @@ async def test_only_newer_groups_are_joined(engine: FakeEngine, updater: WeightU
 
 
 async def test_a_group_that_cannot_be_joined_leaves_none(engine: FakeEngine, updater: WeightUpdater) -> None:
-    engine.failing["join"] = TransferTimeout("rank(s) 0 did not join in time")
+    engine.failing["join"] = TransferTimeout("rank 0 did not join in time")
     with pytest.raises(TransferTimeout):
         await updater.join(GroupSpec(8, "127.0.0.1", 1234, 1, 2, "gloo", 5.0))
     assert updater.epoch == 0

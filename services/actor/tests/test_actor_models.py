@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from pipelinerl_actor.models import arithmetic, tiny
 from pipelinerl_actor.models.arithmetic import Recipe, cached_model, fingerprint, success_share, train
+from pipelinerl_actor.models.chat import chat_token_ids
 from pipelinerl_actor.models.folder import check_model_folder
 from pipelinerl_actor.models.install import install_model
 from pipelinerl_actor.models.source import ModelSource
@@ -254,14 +255,75 @@ def test_prepare_can_find_a_wrong_task_before_anything_is_made(
     assert not (tmp_path / "run" / "model").exists()
 
 
-def _prepare(tmp_path: Path, uri: str, *more: str) -> int:
+PROMPTS = """
+from pipelinerl_actor.task import Prompt, Task, Verdict
+
+class Base(Task):
+    async def verify(self, prompt, answer):
+        return Verdict(1.0)
+
+class Long(Base):
+    def prompt(self, index):
+        return Prompt.of("7" * (100 + index))
+
+class OneShort(Long):
+    def prompt(self, index):
+        return Prompt.of("7") if index == 3 else super().prompt(index)
+
+class Broken(Base):
+    def prompt(self, index):
+        raise KeyError(f"no problem {index}")
+
+class OwnRollout(Long):
+    async def rollout(self, rollout):
+        return await rollout.verify(await rollout.chat([{"role": "user", "content": "7"}]))
+"""
+
+
+@pytest.fixture
+def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "prompt_tasks.py").write_text(PROMPTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("prompts")
+def test_a_task_whose_prompts_do_not_fit_the_context_is_refused_with_the_numbers(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _prepare(tmp_path, str(model_folder), "--check-task", task="prompt_tasks:Long") == 2
+    message = capsys.readouterr().err
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    around = len(chat_token_ids(tokenizer, [{"role": "user", "content": "7"}])) - 1
+    assert "model.maxModelLen=64 is too small for the prompts of spec.task.path='prompt_tasks:Long'" in message
+    assert f"with task.sampling.maxTokens=8: of the first 32 the shortest has {100 + around} tokens" in message
+    assert f"the longest {131 + around}. Set model.maxModelLen to at least {139 + around}" in message
+
+
+@pytest.mark.usefixtures("prompts")
+def test_a_task_of_which_no_prompt_can_be_made_is_refused(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _prepare(tmp_path, str(model_folder), "--check-task", task="prompt_tasks:Broken") == 2
+    assert "none of its first 32 prompts can be used: prompt(0) raises KeyError: 'no problem 0'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("prompts")
+def test_prompts_that_will_be_dropped_are_told_and_a_rollout_of_its_own_is_left_alone(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _prepare(tmp_path, str(model_folder), "--check-task", task="prompt_tasks:OneShort") == 0
+    assert "31 of the first 32 prompts leave no room for task.sampling.maxTokens=8" in capsys.readouterr().err
+    assert _prepare(tmp_path, str(model_folder), "--check-task", task="prompt_tasks:OwnRollout") == 0
+
+
+def _prepare(tmp_path: Path, uri: str, *more: str, task: str = "a:B") -> int:
     job = {
         "apiVersion": "pipelinerl.dev/v1alpha1",
         "kind": "PipelineRLJob",
         "metadata": {"name": "job"},
         "spec": {
             "model": {"uri": uri, "maxModelLen": 64},
-            "task": {"path": "a:B", "sampling": {"maxTokens": 8}},
+            "task": {"path": task, "sampling": {"maxTokens": 8}},
         },
     }
     (tmp_path / "job.yaml").write_text(json.dumps(job))

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import sys
@@ -20,6 +21,7 @@ from pipelinerl.v1 import admission_pb2 as pb
 from pipelinerl.v1 import sample_pb2
 from pipelinerl.v1.metrics_pb2 import MetricsRecord
 from pipelinerl_actor.rollout.actor import run_actor
+from pipelinerl_actor.rollout.beginning import Beginning
 from pipelinerl_common import stream
 from pipelinerl_common.errors import PermanentError, SettingsError
 from pipelinerl_common.service import Wiring
@@ -351,6 +353,42 @@ async def test_a_prompt_longer_than_the_context_fails_its_group_only(house: Hous
     failed = house.admission.outcomes(pb.GROUP_OUTCOME_FAILED)
     assert [event.reason for event in failed] == ["http_400"]
     assert "context of 64" in failed[0].detail
+
+
+async def test_an_actor_of_which_nothing_succeeds_ends_with_the_reason_as_wrong_settings(house: House) -> None:
+    house.generator.answer = house.generator.status(400, "prompt of 90 tokens and max_tokens=8 exceed the context of 64")
+    house.admission.to_grant = 1000
+    with pytest.raises(ExceptionGroup) as ended:
+        async with asyncio.timeout(60):
+            await run_actor(_wiring(house, {"path": "house_tasks:Together"}, {}), asyncio.Event())
+    unexpected = ended.value.split(SettingsError)[1]
+    assert unexpected is None
+    assert re.search(
+        r"64 prompts failed for the same reason: http_400: .*exceed the context of 64; model\.maxModelLen must hold",
+        str(ended.value.exceptions[0]),
+    )
+    assert len(house.failures()) < 200
+    await until(lambda: house.metrics and house.last_metric("rollout_errors_total{reason=http_400}") >= 4 * 64)
+
+
+def test_nothing_ends_where_something_succeeded_or_the_reason_changes_or_may_pass() -> None:
+    def fail(beginning: Beginning, reason: str, prompts: range) -> None:
+        for prompt in prompts:
+            beginning.failed(prompt, reason, "why")
+
+    beginning = Beginning()
+    fail(beginning, "http_400", range(63))
+    fail(beginning, "http_400", range(63))  # the same prompts once more
+    fail(beginning, "timeout", range(1000))
+    fail(beginning, "http_400", range(63))
+    beginning.serves(1)  # other actors' groups were trained
+    fail(beginning, "http_400", range(63))
+    beginning.serves(1)
+    with pytest.raises(SettingsError, match="64 prompts failed for the same reason: http_400: why; model"):
+        beginning.failed(63, "http_400", "why")
+    beginning.succeeded()
+    fail(beginning, "http_400", range(1000))
+    fail(Beginning(), "verifier_unavailable", range(1000))
 
 
 async def test_an_empty_completion_is_a_sample_like_any_other(house: House) -> None:

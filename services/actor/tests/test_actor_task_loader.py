@@ -86,7 +86,7 @@ def test_an_async_function_is_a_task() -> None:
         ("no.such:Task", {}, r"there is no module 'no'; install the package that holds it, or put its folder on PYTHONPATH"),
         ("loader_needs:Task", {}, r"loader_needs imports 'no_such_package_anywhere', which is not installed"),
         ("loader_broken:Task", {}, r"importing loader_broken failed with RuntimeError: broken at import"),
-        ("loader_tasks:Goood", {}, r"has no 'Goood'; did you mean Good\?"),
+        ("loader_tasks:Goood", {}, r"has no 'Goood'; did you mean 'Good'\?"),
         ("loader_tasks:TemporaryDirectory", {}, r"neither a subclass of pipelinerl_actor.task.Task nor a function"),
         ("loader_tasks:plain", {}, r"needs the argument 'rollout'"),
         ("loader_tasks:plain", {"rollout": 1}, r"the function returned a Verdict; it must return a Task"),

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from pipelinerl_cli.bench.telemetry import Load, Measured, report, tree_cpu_seconds
+from pipelinerl_cli.bench.scraping import Load
+from pipelinerl_cli.bench.telemetry import Measured, report, tree_cpu_seconds
 
 
 def test_overhead_is_the_median_of_the_pairs() -> None:
@@ -24,6 +25,22 @@ def test_overhead_is_the_median_of_the_pairs() -> None:
     assert made.values["noise"] == pytest.approx((100 - 1000 / 12) / 100)
     assert made.values["bytes_per_scrape"] == 100
     assert [row.met for row in made.rows[:2]] == [True, True]
+
+
+def test_only_scrapes_between_two_answers_of_a_process_count_as_failed() -> None:
+    load = Load()
+    for target in ("early", "early", "steady"):
+        load.unanswered(target)
+    load.answered("early", 100)
+    load.unanswered("early")
+    load.unanswered("early")
+    assert (load.failed_scrapes, load.absent_scrapes) == (0, 5)  # it may have ended
+    load.answered("early", 100)
+    load.unanswered("early")
+    assert (load.scrapes, load.bytes, load.failed_scrapes, load.absent_scrapes) == (2, 200, 2, 4)
+    load.end_run()
+    load.answered("early", 100)  # of the next run's process
+    assert (load.failed_scrapes, load.absent_scrapes) == (2, 4)
 
 
 def test_cpu_time_is_that_of_the_process_and_of_all_below_it() -> None:

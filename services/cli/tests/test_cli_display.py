@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from pipelinerl_cli.results.history import RunHistory
 from pipelinerl_cli.results.metrics_file import Record
+from pipelinerl_cli.results.summary import summarize
 from pipelinerl_cli.up.display import LiveDisplay, PlainDisplay, step_line
 from pipelinerl_cli.up.machine import assign_gpus, environment, threads_per_process
 from pipelinerl_cli.up.panel import duration, number, rows, sparkline
@@ -17,6 +19,7 @@ from pipelinerl_cli.up.patience import Patience
 from pipelinerl_cli.up.ports import Ports, check_port_is_free
 from pipelinerl_cli.up.restarts import Done, GiveUp, Restart, RestartBudget, judge
 from pipelinerl_cli.up.session import keep_log
+from pipelinerl_cli.up.silence import Silence
 from pipelinerl_cli.up.view import GENERATING, RunView
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import Job, parse_job
@@ -38,10 +41,15 @@ def trained(step: int, time: float, reward: float) -> Record:
     return Record("trainer", "trainer-0", time, step, {**values, "weight_updates_total": 7.0})
 
 
+def generated(actor: str, time: float, tokens: float) -> Record:
+    return Record("actor", actor, time, -1, {"tokens_generated_total": tokens, "requests_running": 8.0})
+
+
 def view_after_steps() -> RunView:
     view = RunView(steps_total=100)
-    view.take(Record("actor", "actor-0", 1, -1, {"generation_tokens_per_second": 1000.0}))
-    view.take(Record("actor", "actor-1", 1, -1, {"generation_tokens_per_second": 500.0}))
+    view.take(generated("actor-0", 0, 0.0))
+    view.take(generated("actor-0", 10, 10_000.0))
+    view.take(generated("actor-1", 10, 5_000.0))
     view.take(
         Record(
             "preprocessor", "preprocessor-0", 1, -1, {"queue_groups{stage=ready}": 12.0, "queue_groups{stage=running}": 20.0}
@@ -54,7 +62,7 @@ def view_after_steps() -> RunView:
 
 def test_view_adds_instances_and_estimates_the_time_left() -> None:
     view = view_after_steps()
-    assert view.gauge("actor", "generation_tokens_per_second") == 1500
+    assert view.gauge("actor", "requests_running") == 16
     assert view.gauge("actor", "nothing") is None
     assert view.total("trainer", "weight_updates_total") == 7
     view.take(Record("trainer", "trainer-0", 99, -1, {"weight_updates_total": 2.0}))  # a restarted trainer counts from 0
@@ -72,6 +80,49 @@ def test_actors_that_come_and_go_are_shown() -> None:
     assert not any(label == "actors" for label, _, _ in rows(view_after_steps(), 8))
 
 
+def two_sessions() -> list[Record]:
+    """Three steps, then a session that goes on after the second, with a restart, other pauses and an idle hour between."""
+
+    def trained_(step: int, time: float, updates: float, pause: float) -> Record:
+        values = {"reward_mean": 0.5, "weight_updates_total": updates, "pause_seconds": pause}
+        return Record("trainer", "trainer-0", time, step, values)
+
+    return [
+        Record("up", "up", 0, -1, {"session_started": 1.0, "restarts_total": 0.0}),
+        generated("actor-0", 10, 0),
+        *(trained_(step, 10.0 + step, step, 0.1) for step in (1, 2, 3)),
+        generated("actor-0", 20, 3000),
+        Record("up", "up", 20, -1, {"restarts_total": 1.0}),
+        Record("up", "up", 4000, -1, {"session_started": 1.0, "restarts_total": 0.0}),
+        generated("actor-0", 4005, 500),
+        *(trained_(step, 4010.0 + step, step - 2, 0.4) for step in (3, 4)),
+        generated("actor-0", 4020, 1000),
+        Record("up", "up", 4020, -1, {"restarts_total": 2.0}),
+    ]
+
+
+def test_what_is_shown_live_is_what_the_summary_says_over_a_resume_too() -> None:
+    view = RunView(steps_total=4)
+    for record in two_sessions():
+        view.take(record)
+    summary = summarize(RunHistory(two_sessions()), status="finished", job="sums", seed=0)
+    assert view.total("trainer", "weight_updates_total") == summary["weight_updates"] == 5
+    assert view.restarts == summary["restarts"] == 3
+    assert view.pause.mean == pytest.approx(summary["pause_seconds_mean"]) == pytest.approx(0.25)  # 0.1, 0.1, 0.4, 0.4
+    assert view.generation.tokens == summary["tokens_generated"] == 4000
+    assert view.generation.tokens_per_second == pytest.approx(4000 / 30)  # from 10 to 20 and from 4000 to 4020
+    assert summary["tokens_per_second"] == pytest.approx(4000 / 30, rel=1e-5)
+
+
+def test_a_new_session_has_no_pace_and_no_newest_numbers_of_the_old_one() -> None:
+    view = view_after_steps()
+    view.take(Record("up", "up", 4000, -1, {"session_started": 1.0}))
+    assert not view.is_training
+    assert view.seconds_per_step is None
+    assert view.gauge("preprocessor", "queue_groups{stage=ready}") is None
+    assert view.step == 3
+
+
 def test_plain_display_writes_one_line_per_step_and_per_phase() -> None:
     out = io.StringIO()
     display = PlainDisplay(out)
@@ -83,7 +134,7 @@ def test_plain_display_writes_one_line_per_step_and_per_phase() -> None:
     display.stepped(stepped)
     assert out.getvalue().splitlines() == [
         "loading",
-        "step 3/100  reward 0.300  lag 1.25 (max 3)  ESS 0.970  1,500 tokens/s  ready 12  running 20  updates 7",
+        "step 3/100  reward 0.300  lag 1.25 (max 3)  ESS 0.970  1,500 tokens/s mean  ready 12  running 20  updates 7",
     ]
 
 
@@ -130,6 +181,42 @@ def test_a_long_wait_is_explained_with_what_was_dropped_since_the_last_step() ->
     assert "dropped" not in str(patience.look(view, 310))
 
 
+def test_a_wait_names_who_has_fallen_silent() -> None:
+    view, patience = RunView(steps_total=9, phase=GENERATING), Patience(groups_per_step=1)
+    view.take(generated("actor-0", 10, 0))
+    view.take(Record("preprocessor", "preprocessor-0", 12, -1, {"queue_groups{stage=ready}": 1.0}))
+    assert patience.look(view, 0) is None
+    view.take(Record("preprocessor", "preprocessor-0", 70, -1, {"queue_groups{stage=ready}": 1.0}))
+    assert patience.look(view, 60) == (
+        "no step for 60 s: step 1 needs 1 group, 1 is ready, 0 run; actor-0 has told nothing for 60 s"
+    )
+
+
+def test_a_generators_silence_is_said_at_once_then_ever_more_seldom_and_ends_with_its_process() -> None:
+    said: list[str] = []
+    recorded: list[tuple[str, float]] = []
+    ended: list[str] = []
+    silence = Silence(said.append, lambda name, value: recorded.append((name, value)), ended.append)
+    silence.look({})
+    for seconds in (20.0, 30.0, 41.0, 60.0):
+        silence.look({"generator-0-0": seconds})
+    assert said == [
+        "generator-0-0 has not answered for 20 s; after 180 s it is ended and started again",
+        "generator-0-0 has not answered for 41 s; after 180 s it is ended and started again",
+    ]
+    silence.look({})
+    assert said[2:] == ["generator-0-0 answers again, or has ended"]
+    assert recorded == [("silent_generator-0-0_seconds", value) for value in (20.0, 41.0, 0.0)]
+    for seconds in (100.0, 179.0, 181.0, 182.0):
+        silence.look({"generator-0-0": seconds})
+    assert ended == ["generator-0-0"]
+    assert said[-1] == "generator-0-0 has not answered for 181 s: it is ended and started again"
+    silence.look({})
+    assert recorded[-1] == ("silent_generator-0-0_seconds", 0.0)
+    silence.look({"generator-0-0": 200.0})  # of the next process
+    assert ended == ["generator-0-0", "generator-0-0"]
+
+
 def test_waits_of_slow_steps_are_not_explained_early() -> None:
     view, patience = view_after_steps(), Patience(groups_per_step=32)
     for step in (4, 5):
@@ -153,7 +240,7 @@ def test_live_display_shows_what_is_waited_for_and_then_the_numbers() -> None:
 
     assert "waiting for generator-0-0" in shown(RunView(10, phase="loading", detail="waiting for generator-0-0"))
     view = view_after_steps()
-    view.restarts = 2
+    view.take(Record("up", "up", 31, -1, {"restarts_total": 2.0}))
     text = shown(view)
     for expected in (
         "step 3/100",
@@ -161,9 +248,9 @@ def test_live_display_shows_what_is_waited_for_and_then_the_numbers() -> None:
         "▁▅█",
         "1.25 mean, 3 max",
         "0.970",
-        "1,500",
+        "1,500 mean",
         "12 ready, 20 running",
-        "7, pause 40 ms",
+        "7, pause 0.040 s mean",
         "16:10 left",
     ):
         assert expected in text

@@ -1,6 +1,7 @@
 """Every rule of `pipelinerl doctor`: fires on a run or job with its fault, and on no other one."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from pipelinerl_cli.__main__ import main
 from pipelinerl_cli.doctor.finding import SEVERITIES, Severity
 from pipelinerl_cli.doctor.plan_facts import JobFacts
 from pipelinerl_cli.doctor.rules import JOB_RULES, RUN_RULES, Named, diagnose_job, diagnose_run
+from pipelinerl_cli.doctor.run_facts import RunFacts
+from pipelinerl_cli.results.metrics_file import Record
 from pipelinerl_common.settings import Job
 
 WAITS = {"wait_seconds": 4.0}
@@ -22,7 +25,20 @@ LARGE_PLACES = {"actors": {"generator": {"maxRunningRequests": 512}}}
 RUN_CASES: dict[str, tuple[Change, Severity, str]] = {
     "run_failed": (Change(status="failed"), Severity.CRITICAL, "failed after 40 steps"),
     "no_step_done": (Change(num_steps=0), Severity.CRITICAL, "no optimizer step was done in 400 s; 8160000 tokens"),
-    "steps_not_finite": (Change(late={"skipped_steps_total": 3.0}), Severity.CRITICAL, "3 steps were skipped"),
+    "nothing_succeeds": (
+        Change(
+            num_steps=0,
+            actor={"samples_generated_total": 0.0, "groups_failed_total": 20.0, "rollout_errors_total{reason=http_400}": 160.0},
+        ),
+        Severity.CRITICAL,
+        "no trajectory has succeeded, 640 attempts failed: http_400 640",
+    ),
+    "processes_silent": (
+        Change(status="running", up={"silent_generator-0-0_seconds": 36.0}),
+        Severity.CRITICAL,
+        "1 process runs but has not answered: generator-0-0 for 36 s",
+    ),
+    "steps_not_finite": (Change(late={"skipped_steps_total": 3.0}), Severity.CRITICAL, "3 steps skipped"),
     "processes_restarted": (
         Change(up={"restarts_total": 3.0, "restarts_actor-1_process_total": 2.0, "restarts_trainer-0_process_total": 1.0}),
         Severity.WARNING,
@@ -42,7 +58,7 @@ RUN_CASES: dict[str, tuple[Change, Severity, str]] = {
     "sequences_overlong": (
         Change(preprocessor={"sequences_overlong_total": 7.0}),
         Severity.WARNING,
-        "7 trajectories were longer",
+        "7 trajectories longer",
     ),
     "checkpoints_failed": (Change(late={"checkpoint_failures_total": 2.0}), Severity.WARNING, "2 checkpoints"),
     "memory_grows": (
@@ -89,7 +105,7 @@ RUN_CASES: dict[str, tuple[Change, Severity, str]] = {
         "128 finished groups wait on average, 2.0",
     ),
     "updates_slower_than_steps": (Change(late={"publish_seconds": 12.0}), Severity.WARNING, "takes 12.00 s, a step 10.00 s"),
-    "updates_pause_decoding": (Change(late={"pause_seconds": 1.0}), Severity.WARNING, "1.00 s in each step, 10 %"),
+    "updates_pause_decoding": (Change(step={"pause_seconds": 1.0}), Severity.WARNING, "1.000 s mean in each step, 10 %"),
     "actors_uneven": (
         Change(actor_0={"tokens_generated_total": 51_000.0 * 21}),
         Severity.WARNING,
@@ -196,6 +212,75 @@ def test_degrees() -> None:
     assert few.severity is Severity.ADVICE
     dropped = Change(preprocessor={"groups_dropped_total{reason=zero_advantage}": 5000.0})
     assert names(diagnose_run(run_facts(dropped))) == ["groups_without_gradient"]
+
+
+def starting(now: float, served_at: float | None = None) -> RunFacts:
+    """A run without a step that began at 0 and goes on; its generators have served since `served_at`."""
+    records = [Record("up", "up", 0.0, -1, {"session_started": 1.0})]
+    for time in (served_at, now):
+        version = -1.0 if served_at is None or time is None else 0.0
+        records.append(Record("preprocessor", "preprocessor-0", time or now, -1, {"served_version": version}))
+    return RunFacts(JobFacts(job()), "running", tuple(records), now=now)
+
+
+@pytest.mark.parametrize(
+    ("facts", "severity", "message"),
+    [
+        (starting(45), Severity.ADVICE, "the generators do not serve yet, for 45 s by now, which may take 3600 s"),
+        (starting(700), Severity.WARNING, "for 700 s by now"),
+        (starting(3700), Severity.CRITICAL, "which may take 3600 s (actors.startupTimeoutSeconds)"),
+        (
+            starting(150, 100),
+            Severity.ADVICE,
+            "first batch is generated and trained, for 50 s by now, which may take 720 s",
+        ),
+        (starting(900, 100), Severity.CRITICAL, "for 800 s by now"),
+    ],
+)
+def test_a_start_is_as_severe_as_it_is_late(facts: RunFacts, severity: Severity, message: str) -> None:
+    (named,) = diagnose_run(facts)
+    assert (named.rule, named.finding.severity) == ("no_step_done", severity)
+    assert message in named.finding.message
+
+
+def test_who_does_not_answer_is_told_and_not_what_follows_from_it() -> None:
+    change, *_ = RUN_CASES["environment_starves_generators"]
+    records = run_records(replace(change, up={"silent_generator-0-0_seconds": 30.0}))
+    found = diagnose_run(RunFacts(JobFacts(job(change.spec)), "running", tuple(records), now=410.0))
+    assert names(found) == ["processes_silent"]
+    assert "generator-0-0 for 40 s" in found[0].finding.message  # 30 s at 400, and 10 s since
+    later = RunFacts(
+        JobFacts(job(change.spec)), "running", (*records, Record("up", "up", 411, -1, {"silent_generator-0-0_seconds": 0.0}))
+    )
+    assert "processes_silent" not in names(diagnose_run(later))
+
+
+def test_an_actor_whose_records_have_ceased_while_others_go_on_is_silent() -> None:
+    records = [record for record in run_records(Change()) if record.instance != "actor-2" or record.time < 350]
+    (named,) = diagnose_run(RunFacts(JobFacts(job()), "running", tuple(records)))
+    assert named.rule == "processes_silent"
+    assert "actor-2 for 60 s" in named.finding.message  # from 340 to 400
+    assert "processes_silent" not in names(diagnose_run(RunFacts(JobFacts(job()), "finished", tuple(records))))
+
+
+def test_why_nothing_succeeds_is_told_with_the_words_of_the_actors_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change = replace(RUN_CASES["nothing_succeeds"][0], status="failed")
+    folder = write_run(tmp_path / "run", change, job())
+    (folder / "logs").mkdir()
+    line = "2026-11-30T09:00:00.000Z WARNING actor-0 trajectory given up: reason=http_400 HTTP 400: prompt of 90 tokens"
+    (folder / "logs" / "actor-0.log").write_text(f"{line}\nanother line\n")
+    failure = "actor-0 cannot run: wrong settings: 64 prompts failed"
+    (folder / "summary.json").write_text(json.dumps({"status": "failed", "failure": failure}))
+    assert main(["doctor", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert f"the run failed after 0 steps: {failure}  [run_failed]" in shown
+    assert "640 attempts failed: http_400 640 (HTTP 400: prompt of 90 tokens)  [nothing_succeeds]" in shown
+    assert "    -> model.maxModelLen: at least a prompt and task.sampling.maxTokens\n" in shown
+    assert "startupTimeoutSeconds" not in shown
+    assert main(["report", str(folder)]) == 0
+    assert json.loads((folder / "summary.json").read_text())["failure"] == failure
 
 
 def test_more_sequences_at_once_are_proposed_only_while_the_kv_cache_has_room() -> None:

@@ -1,13 +1,16 @@
 """`pipelinerl eval`: which weights a path means, what is refused, and one evaluation of a real model."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from pipelinerl_actor.models.source import ModelSource
 from pipelinerl_cli.__main__ import main
 from pipelinerl_cli.eval.weights import find_model
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.settings import load_job
 
 ARITHMETIC = str(Path(__file__).resolve().parents[3] / "e2e" / "jobs" / "arithmetic.yaml")
 
@@ -61,9 +64,28 @@ def test_flags_that_do_not_fit_are_named(
 
 
 @pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("task.args.digit=1", "has no argument 'digit'; it has digits"),
+        ("task.sampling.maxTokens=63", "model.maxModelLen=64 is too small for the prompts of spec.task.path="),
+    ],
+)
+def test_a_task_that_cannot_work_is_refused_before_a_generator_is_started(
+    override: str, complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelinerl_cli.eval.run.Process.start", None)
+    whole = ModelSource(Path.home() / ".cache" / "pipelinerl", offline=True).resolve(load_job(Path(ARITHMETIC)).spec.model)
+    assert main(["eval", str(whole), ARITHMETIC, "--set", override]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.e2e
 def test_a_generator_that_cannot_load_the_model_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = ModelSource(Path.home() / ".cache" / "pipelinerl", offline=True).resolve(load_job(Path(ARITHMETIC)).spec.model)
+    broken = shutil.copytree(whole, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors"))
     engine = ["--set", "actors.generator.engine=transformers"]
-    assert main(["eval", str(model(tmp_path / "m")), ARITHMETIC, "--prompts", "1", *engine]) == 1
+    assert main(["eval", str(broken), ARITHMETIC, "--prompts", "1", *engine]) == 1
     error = capsys.readouterr().err
     assert "ended before it served anything" in error
     assert "config.json" in error or "model" in error
@@ -71,9 +93,6 @@ def test_a_generator_that_cannot_load_the_model_says_why(tmp_path: Path, capsys:
 
 @pytest.mark.e2e
 def test_the_tiny_model_is_right_about_every_fifth_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from pipelinerl_actor.models.source import ModelSource
-    from pipelinerl_common.settings import load_job
-
     cache = Path.home() / ".cache" / "pipelinerl"
     folder = ModelSource(cache, offline=True).resolve(load_job(Path(ARITHMETIC)).spec.model)
     output = tmp_path / "result.json"

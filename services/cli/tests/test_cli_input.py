@@ -87,7 +87,7 @@ def test_missing_and_malformed_job_files_are_refused(job_file: Path, refused: Ca
     job_file.write_text("spec: [")
     assert "not valid YAML" in refused()
     job_file.unlink()
-    assert "cannot be read" in refused()
+    assert "job.yaml: there is no such file; give a job file (YAML)" in refused()
 
 
 def test_model_folder_without_a_model_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_missing_package_is_named_with_its_extra(refused: Callable[..., str], mo
     message = refused()
     assert "not installed: deepspeed; run pip install 'pipelinerl[trainer]'" in message
     assert "actors.generator.engine=vllm: vllm is not installed" in message
-    assert message.startswith("pipelinerl up: 2 thing(s) to put right first")
+    assert message.startswith("pipelinerl up: 2 things to put right first")
 
 
 def test_a_stream_that_does_not_fit_the_disk_is_named(refused: Callable[..., str]) -> None:
@@ -128,6 +128,7 @@ def test_folder_with_other_files_is_refused(refused: Callable[..., str], tmp_pat
 
 def test_output_that_is_a_file_is_refused(job_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
+    job_file.write_text(JOB.replace('"tasks:Sums", args: {limit: null}', '"pipelinerl_actor.tasks.arithmetic:Arithmetic"'))
     assert main(["up", str(job_file), "--output", str(tmp_path / "file")]) == 2
     assert "cannot be written to" in capsys.readouterr().err
 
@@ -155,6 +156,50 @@ def test_max_steps_must_be_a_positive_number(job_file: Path, steps: str, capsys:
 def test_folder_that_is_not_a_run_is_refused(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, str(tmp_path), str(tmp_path)] if command == "compare" else [command, str(tmp_path)]) == 2
     assert "not a run's folder: it has no job.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["watch DIR", "report DIR", "compare DIR DIR", "doctor DIR", "replay DIR", "eval DIR JOB", "simulate --from-run DIR"],
+)
+@pytest.mark.parametrize("given", ["my_first", "runs/my_first"])
+def test_a_run_folder_of_nearly_the_name_is_proposed(
+    command: str, given: str, job_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(job_file.parent)
+    Path("runs/my-first").mkdir(parents=True)
+    assert main([{"DIR": given, "JOB": str(job_file)}.get(word, word) for word in command.split()]) == 2
+    assert "did you mean runs/my-first?" in capsys.readouterr().err
+
+
+def test_a_tasks_name_in_place_of_a_job_file_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(tmp_path), "my_first:MyFirst"]) == 2
+    assert "my_first:MyFirst: this is the name of a task, but a job file (YAML) is needed here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (
+            "path: pipelinerl_actor.tasks.arithmetic:Arithmetic, args: {digit: 1}",
+            "has no argument 'digit'; it has digits; did",
+        ),
+        ("path: my_tasks:Sums, args: {limit: many}", "spec.task.args of my_tasks:Sums: limit: Input should be a valid integer"),
+        ("path: my_tasks:Nums", "my_tasks has no 'Nums'; did you mean 'Sums'?"),
+        ("path: leaves:Sums", "spec.task.path='leaves:Sums': the process that makes it ended with status 3: a last word"),
+    ],
+)
+def test_a_wrong_task_is_refused_before_a_folder_is_made(
+    task: str, message: str, job_file: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(job_file.parent)
+    job_file.write_text(JOB.replace('path: "tasks:Sums", args: {limit: null}', task))
+    Path("my_tasks.py").write_text(
+        "from pipelinerl_actor.task import Task\n"
+        "class Sums(Task):\n    def __init__(self, *, limit: int): ...\n    def prompt(self, index): ...\n"
+    )
+    Path("leaves.py").write_text("import os, sys\nprint('a last word', file=sys.stderr, flush=True)\nos._exit(3)\n")
+    assert message in refused("--set", "actors.generator.engine=transformers")
 
 
 def test_unknown_command_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl_cli.results.history import LAG_BUCKETS, ActiveTime, RunHistory, counter_total
+from pipelinerl_cli.results.active_time import ActiveTime
+from pipelinerl_cli.results.history import LAG_BUCKETS, RunHistory, counter_total
 from pipelinerl_cli.results.metrics_file import MetricsWriter, Record, parse_record, read_records
 from pipelinerl_cli.results.summary import summarize
 from pipelinerl_common.errors import SettingsError
@@ -78,8 +79,8 @@ def test_summary_of_a_small_run() -> None:
         "steps": 6,
         "seconds": 20,
         "training_seconds": 6,  # from the last record without a token, at 10, to the last step at 16
-        "reward_first": 0.3,  # mean of 0.1 .. 0.5
-        "reward_last": 0.4,  # mean of 0.2 .. 0.6
+        "reward_first": 0.2,  # mean of 0.1 .. 0.3
+        "reward_last": 0.5,  # mean of 0.4 .. 0.6
         "reward_max": 0.6,
         "success_last": None,
         "lag_max": 6,
@@ -108,6 +109,17 @@ def test_summary_of_a_run_without_a_step_is_valid_json_without_numbers() -> None
     assert summary["reward_last"] is None
     assert summary["waste"] is None
     json.dumps(summary, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "first", "last"), [(1, 0.1, None), (2, 0.1, 0.2), (3, 0.1, 0.3), (9, 0.25, 0.75), (12, 0.3, 1.0)]
+)
+def test_first_and_last_rewards_never_share_a_step(num_steps: int, first: float, last: float | None) -> None:
+    """Of 9 steps the means of 0.1 .. 0.4 and of 0.6 .. 0.9; of 12 those of five each."""
+    history = RunHistory([session(0), *(step(number, number) for number in range(1, num_steps + 1))])
+    summary = summarize(history, status="finished", job="sums", seed=0)
+    assert (summary["reward_first"], summary["reward_last"]) == (first, last)
+    assert not {each.step for each in history.first_steps} & {each.step for each in history.last_steps}
 
 
 def test_step_that_was_trained_again_after_a_crash_counts_once_with_its_last_values() -> None:

@@ -145,6 +145,28 @@ async def test_killed_process_is_restarted_alone(tmp_path: Path, name: str) -> N
         assert stage.processes["trainer-0"].exit_status is None
 
 
+async def test_process_that_hangs_is_ended_and_started_again(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, {"generator-0-0": STAY, "trainer-0": STAY})
+    async with running(stage) as (supervisor, _):
+        await stage.until_up("generator-0-0", "trainer-0")
+        os.kill(stage.processes["generator-0-0"].pid, signal.SIGSTOP)
+        supervisor.end("generator-0-0")
+        await stage.until(lambda: stage.starts["generator-0-0"] == 2)
+        assert stage.restarted == ["generator-0-0"]
+
+
+def test_the_cause_of_a_failure_is_the_last_error_of_its_log() -> None:
+    lines = [
+        "2026-11-29T20:00:00.123Z INFO actor-0 begins",
+        "2026-11-29T20:00:01.123Z ERROR actor-0 crashed error=SettingsError: model.maxModelLen=64 is too small",
+        "2026-11-29T20:00:02.123Z INFO actor-0 ends",
+    ]
+    failure = Failure("actor-0", "cannot run: wrong settings", lines)
+    assert failure.cause == "actor-0 cannot run: wrong settings: crashed error=SettingsError: model.maxModelLen=64 is too small"
+    assert Failure("nats", "ended with status 1", ["no room"]).cause == "nats ended with status 1: no room"
+    assert Failure("nats", "ended with status 1").cause == "nats ended with status 1"
+
+
 async def test_crashed_rank_takes_every_rank_with_it(tmp_path: Path) -> None:
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     stage = Stage(tmp_path, {"trainer-0": [deaf, STAY], "trainer-1": STAY, "actor-0": STAY})
@@ -167,7 +189,7 @@ async def test_crashes_without_end_fail_the_run_with_the_last_lines(tmp_path: Pa
     assert stage.starts["actor-0"] == 3
     assert stage.restarted == ["actor-0", "actor-0"]
     assert list(failure.last_lines) == ["one", "the reason"]
-    assert "crashed with status 1, 2 times restarted" in str(failure)
+    assert "crashed with status 1, restarted 2 times" in str(failure)
     assert not failure.bad_input
 
 

@@ -23,7 +23,7 @@ kind: PipelineRLJob
 metadata: {name: sums}
 spec:
   model: {uri: "tiny://arithmetic"}
-  task: {path: "tasks:Sums"}
+  task: {path: "pipelinerl_actor.tasks.arithmetic:Arithmetic"}
   algorithm: {steps: 6}
   actors: {generator: {engine: transformers}}
   weightTransfer: {backend: gloo}
@@ -129,8 +129,8 @@ def test_run_goes_from_start_to_end_and_leaves_its_results(start: Callable[..., 
     assert re.search(r"^step 6/6  reward 0\.060  lag 1\.00 \(max 2\)  ESS 0\.900", up.text, re.MULTILINE)
     summary = up.summary()
     assert (summary["status"], summary["steps"], summary["weight_updates"]) == ("finished", 6, 6)
-    assert summary["reward_first"] == pytest.approx(0.03)
-    assert summary["reward_last"] == pytest.approx(0.04)
+    assert summary["reward_first"] == pytest.approx(0.02)
+    assert summary["reward_last"] == pytest.approx(0.05)
     assert "<svg" in (up.output / "report.html").read_text()
     assert (up.output / "token").stat().st_mode & 0o777 == 0o600
     assert {path.name for path in (up.output / "logs").iterdir()} >= {"trainer-0.log", "actor-0.log", "up.log", "prepare.log"}
@@ -220,6 +220,7 @@ def test_service_with_wrong_settings_ends_the_run_with_its_message(start: Callab
     assert "the run failed: preprocessor-0 cannot run: wrong settings" in up.text
     assert "told to settings" in up.text
     assert up.summary()["status"] == "failed"
+    assert up.summary()["failure"] == "preprocessor-0 cannot run: wrong settings: told to settings"
     assert up.services() == []
 
 
@@ -230,6 +231,17 @@ def test_failed_preparation_ends_the_run_with_its_message(start: Callable[..., U
     up.tell("prepare", "crash")
     assert up.wait() == 1
     assert "prepare ended with status 1" in up.text
+
+
+def test_preparation_that_finds_the_input_wrong_leaves_nothing_behind(start: Callable[..., Up], tmp_path: Path) -> None:
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    up = start()
+    up.until("the folder", lambda: (up.output / "job.yaml").exists())
+    up.tell("prepare", "settings")
+    assert up.wait() == 2
+    assert f"nothing was started, and no {up.output} is left: prepare ended with status 2" in up.text
+    assert "told to settings" in up.text
+    assert not up.output.exists()
 
 
 def test_trainer_that_stops_early_is_started_again_until_the_last_step(start: Callable[..., Up]) -> None:

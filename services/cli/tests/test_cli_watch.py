@@ -91,12 +91,23 @@ def test_without_a_terminal_a_live_run_is_a_line_per_step_until_it_ends(tmp_path
         [sys.executable, "-m", "pipelinerl_cli", "watch", str(run), "--interval", "0.1"], stdout=subprocess.PIPE, text=True
     )
     assert watching.stdout is not None
+    assert watching.stdout.readline().startswith(f"sums  {run}  running  step 3/1000, started ")
     assert [watching.stdout.readline().split()[1] for _ in range(3)] == ["1/1000", "2/1000", "3/1000"]
     append(run, step(4, 1.0))
     assert watching.stdout.readline().startswith("step 4/1000  reward 1.000")
     (run / "summary.json").write_text('{"status": "finished"}')
     rest, _ = watching.communicate(timeout=60)
-    assert (rest, watching.returncode) == ("", 0)
+    assert (rest, watching.returncode) == (f"sums  {run}  finished  step 4/1000\n", 0)
+
+
+def test_without_a_terminal_a_run_that_starts_is_seen_at_once(tmp_path: Path, holder: int) -> None:
+    run = make_run(tmp_path / "run", [])
+    (run / "lock").write_text(f"{holder}\n")
+    watching = subprocess.Popen([sys.executable, "-m", "pipelinerl_cli", "watch", str(run)], stdout=subprocess.PIPE, text=True)
+    assert watching.stdout is not None
+    assert watching.stdout.readline().startswith(f"sums  {run}  running  step 0/1000, started ")
+    watching.kill()
+    watching.communicate(timeout=60)
 
 
 def test_a_killed_run_ends_without_a_result(tmp_path: Path) -> None:
@@ -228,6 +239,7 @@ def test_a_job_in_a_cluster_is_shown_from_its_status(cluster: type[ApiServer]) -
     job = ClusterJob.named("sums", namespace="lab", context="here")
     assert job.look() == ("Running  step 12/1000  reward 0.410  lag 1.50  ESS 0.930  samples/s 20.5",)
     assert job.look() == ()
+    assert job.headline() == "sums  Running  step 12/1000"
     shown = text_of(job.render(100))
     for expected in ("Running  step 12/1000", "0.410", "3/4 ready, 2 restarts, last: OOMKilled", "1/1 ready", "namespace lab"):
         assert expected in shown

@@ -81,8 +81,13 @@ def test_a_file_that_is_no_job_is_told_so(tmp_path: Path, content: str, says: st
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"nowhere\.yaml: cannot be read"):
+    with pytest.raises(SettingsError, match=r"nowhere\.yaml: there is no such file; give a job file \(YAML\)$"):
         load_job(tmp_path / "nowhere.yaml")
+    (tmp_path / "my-first.yaml").write_text("")
+    with pytest.raises(SettingsError, match=r"did you mean 'my-first\.yaml'\?"):
+        load_job(tmp_path / "my_first.yaml")
+    with pytest.raises(SettingsError, match=r"sums:Sums: this is the name of a task, but a job file .* is needed"):
+        load_job(Path("sums:Sums"))
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SettingsError, match=r"binary\.yaml: cannot be read"):
@@ -94,13 +99,15 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     [
         ({"algorithm": {"groupsPerStp": 4}}, "spec.algorithm.groupsPerStp: unknown field; did you mean 'groupsPerStep'?"),
         ({"algorithm": {"optimizer": {"learningrate": 1}}}, "unknown field; did you mean 'learningRate'?"),
+        ({"algorithm": {"optimizer": {"lern": 1}}}, "optimizer.lern: unknown field; did you mean 'learningRate'?"),
+        ({"algorithm": {"learningRate": 1}}, "unknown field; did you mean 'spec.algorithm.optimizer.learningRate'?"),
         ({"xyzzy": 1}, "spec.xyzzy: unknown field"),
         ({"reference": {"replica": 1}, "algorithm": {"kl": {"coefficient": 0.1}}}, "did you mean 'replicas'?"),
         ({"algorithm": {"steps": 0}}, "spec.algorithm.steps: Input should be greater than or equal to 1 (got 0)"),
         ({"algorithm": {"steps": "many"}}, "(got 'many')"),
         (
             {"algorithm": {"loss": "dpo"}},
-            "1 fault(s) in the job file\n  spec.algorithm.loss: Input should be 'reinforce', 'ppo', 'grpo'",
+            "1 fault in the job file\n  spec.algorithm.loss: Input should be 'reinforce', 'ppo', 'grpo'",
         ),
         ({"trainers": {"zeroStage": 4}}, "spec.trainers.zeroStage"),
         ({"task": {"path": "no colon"}}, "is not of the form 'package.module:Name'"),
@@ -143,7 +150,7 @@ def test_fields_that_contradict_each_other_are_both_shown(spec: dict[str, Any], 
 
 def test_all_faults_are_listed_at_once() -> None:
     message = fault(document(algorithm={"steps": 0, "loss": "dpo"}, trainers={"zeroStage": 4}))
-    assert message.startswith("job.yaml: 3 fault(s) in the job file\n")
+    assert message.startswith("job.yaml: 3 faults in the job file\n")
     assert len(message.splitlines()) == 4
 
 

@@ -1,6 +1,7 @@
 """What `pipelinerl plan` plans for: from flags, from a job file, or the paper's case study."""
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
@@ -22,6 +23,8 @@ class PlanInputs:
     gpus_per_node: int
     """Most trainer ranks of one node."""
     job: Job | None
+    assumed: Mapping[str, str]
+    """What nobody said, by flag. Example: {"--tau": "4.92"}."""
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -52,7 +55,21 @@ def read_inputs(args: argparse.Namespace) -> PlanInputs:
         _at_least(1, "--max-lag", args.max_lag)
     grid = Grid(_at_least(1, "--max-running", args.max_running), gpus_per_actor, args.max_lag)
     load = Workload(num_gpus, batch_size, lengths, _tau(args, utilization), utilization)
-    return PlanInputs(load, grid, group_size, _at_least(1, "--gpus-per-node", args.gpus_per_node), job)
+    gpus_per_node = _at_least(1, "--gpus-per-node", args.gpus_per_node)
+    return PlanInputs(load, grid, group_size, gpus_per_node, job, _assumed(args, default_lengths))
+
+
+def _assumed(args: argparse.Namespace, lengths: str) -> dict[str, str]:
+    in_job = args.job is not None
+    defaults = {
+        "--gpus": (str(CASE_GPUS), in_job or args.gpus is not None),
+        "--batch": (str(CASE_BATCH), in_job or args.batch is not None),
+        "--lengths": (lengths, args.lengths is not None),
+        "--tau": (f"{CASE_TAU}", args.tau is not None or args.train_tokens_per_second is not None),
+        "--utilization": ("an H100's", args.utilization is not None),
+        "--max-lag": ("any, for the greatest speed-up", args.max_lag is not None),
+    }
+    return {flag: value for flag, (value, is_given) in defaults.items() if not is_given}
 
 
 def _gpus(job: Job | None) -> int:

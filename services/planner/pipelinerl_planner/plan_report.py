@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from pipelinerl_common.words import counted
 from pipelinerl_planner.frontier import Point
 from pipelinerl_planner.line_chart import Axes, write_line_chart
 from pipelinerl_planner.plan_inputs import PlanInputs
@@ -41,6 +42,7 @@ def job_settings(inputs: PlanInputs, point: Point) -> dict[str, Any]:
 def plan_record(inputs: PlanInputs, points: Sequence[Point], point: Point, compared_lag: int) -> dict[str, Any]:
     """The `--json` document; throughputs in tokens per flash."""
     return {
+        "assumed": dict(inputs.assumed),
         "frontier": [_point_record(one) for one in points],
         "conventional": asdict(conventional(inputs.load, conventional_steps(compared_lag))),
         "chosen": _point_record(point),
@@ -57,16 +59,17 @@ def plan_text(inputs: PlanInputs, points: Sequence[Point], point: Point, compare
     in_seconds = f" ({fast.r * speed:,.0f} tokens/s)" if speed is not None else ""
     return "\n".join(
         [
-            f"{load.num_gpus} GPUs, {load.batch_size} sequences a step, lengths {load.lengths.name} "
+            f"{load.num_gpus} GPUs, {counted(load.batch_size, 'sequence')} a step, lengths {load.lengths.name} "
             f"(mean {load.lengths.mean:.0f}, longest {load.lengths.longest}), tau {load.tau:.3g} flashes a token",
             f"U(h): {load.utilization.source}",
+            *_assumptions(inputs),
             "",
             _table(points, point),
             "H: sequences at once on one generating GPU; I: GPUs that generate; r: the slower of r_gen and r_train",
             "flash: the time of one token's forward pass at a GPU's peak; throughputs r in tokens per flash",
             "g_max: largest lag in optimizer steps, and exactly; speed-up over conventional RL of the same largest lag",
             "",
-            f"conventional, lag {compared_lag} ({conventional_steps(compared_lag)} steps a round): "
+            f"conventional, lag {compared_lag} ({counted(conventional_steps(compared_lag), 'step')} a round): "
             f"r_gen {slow.r_gen:.2f}  r_train {slow.r_train:.2f}  r {slow.r:.2f}",
             f"in-flight, lag {point.max_lag}, H={point.batch_per_gpu}, I={point.num_generating} "
             f"({100 * point.num_generating / load.num_gpus:.0f} % of the GPUs): "
@@ -77,6 +80,15 @@ def plan_text(inputs: PlanInputs, points: Sequence[Point], point: Point, compare
             yaml.safe_dump({"spec": job_settings(inputs, point)}, sort_keys=False),
         ]
     )
+
+
+def _assumptions(inputs: PlanInputs) -> list[str]:
+    if not inputs.assumed:
+        return []
+    source = "the paper's case study" if inputs.job is None else "beside what the job says"
+    told = ", ".join(f"{flag} {value}" for flag, value in inputs.assumed.items())
+    own = "--job job.yaml for your job, and these flags" if inputs.job is None else "these flags"
+    return [f"assumed ({source}): {told}", f"for your own numbers give {own}; `pipelinerl calibrate` measures --utilization"]
 
 
 def write_plot(path: Path, load: Workload, points: Sequence[Point], point: Point) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl_common.settings import Job, load_job
+from pipelinerl_common.words import did_you_mean_folder
 from pipelinerl_staleness.policy import PolicySettings
 from pipelinerl_staleness.recording import START
 from pipelinerl_staleness.registry import parse_policy_settings
@@ -113,7 +114,8 @@ def read_recorded_run(folder: Path) -> RecordedRun:
     """Raises ValueError that names what the folder lacks and the remedy; SettingsError for its job file."""
     for name in (EVENTS, METRICS, JOB):
         if not (folder / name).is_file():
-            raise ValueError(f"{folder} has no {name}: give the --output folder of a `pipelinerl up`")
+            hint = "" if folder.is_dir() else did_you_mean_folder(folder)
+            raise ValueError(f"{folder} has no {name}: give the --output folder of a `pipelinerl up`{hint}")
     run: RecordedRun | None = None
     for event in _events(folder / EVENTS):
         if event[1] == START:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from pipelinerl_common.words import counted, did_you_mean_folder
 from pipelinerl_staleness.recording import Record, replay
 
 FILES = ("events.1.jsonl", "events.jsonl")
@@ -22,7 +23,8 @@ def run(args: argparse.Namespace) -> int:
     """0: every decision is the same; 1: one is not, its line is printed; 2: nothing can be read."""
     paths = [args.folder / name for name in FILES if (args.folder / name).is_file()]
     if not paths:
-        print(f"replay: {args.folder} has no {FILES[-1]}: give the output folder of a run", file=sys.stderr)  # noqa: T201
+        hint = "" if args.folder.is_dir() else did_you_mean_folder(args.folder)
+        print(f"replay: {args.folder} has no {FILES[-1]}: give the output folder of a run{hint}", file=sys.stderr)  # noqa: T201
         return EXIT_BAD_INPUT
     where = ""
 
@@ -40,9 +42,13 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"replay: {where}: not an event: {error}", file=sys.stderr)  # noqa: T201
         return EXIT_DIFFERENT
-    print(f"{outcome.num_events} events, {outcome.num_decisions} decisions")  # noqa: T201
+    agreed = (
+        f"{counted(outcome.num_events, 'event')} fed to a fresh policy, {counted(outcome.num_decisions, 'decision')} compared"
+    )
     if outcome.difference is None:
+        print(f"{agreed}: {'all agree' if outcome.num_decisions else 'none was recorded yet'}")  # noqa: T201
         return 0
+    print(f"{agreed}, which agree; the next one differs")  # noqa: T201
     print(f"{where}: {outcome.difference.what}")  # noqa: T201
     return EXIT_DIFFERENT
 

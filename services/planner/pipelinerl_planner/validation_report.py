@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 
+from pipelinerl_common.words import counted
 from pipelinerl_planner.validation import Validation
 
 
@@ -16,10 +17,9 @@ def validation_table(validation: Validation) -> str:
     table = [
         "  ".join(t.ljust(w) if i == 0 else t.rjust(w) for i, (t, w) in enumerate(zip(r, widths, strict=True))) for r in rows
     ]
-    head = (
-        f"{run.policy}: {run.num_steps} steps of {run.groups_per_step} groups; largest lag {outcome.max_staleness} (simulated)"
-    )
-    lost = [f"{run.num_lost} groups failed or were filtered; the simulation has none of these"] if run.num_lost else []
+    steps, groups = counted(run.num_steps, "step"), counted(run.groups_per_step, "group")
+    head = f"{run.policy}: {steps} of {groups}; largest lag {outcome.max_staleness} (simulated)"
+    lost = [f"{counted(run.num_lost, 'group')} failed or filtered; the simulation has none of these"] if run.num_lost else []
     return "\n".join(
         [
             head,

@@ -179,7 +179,14 @@ def test_trace_as_lengths(tmp_path: Path) -> None:
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     document = planned(capsys, "--max-lag", "133")
-    assert list(document) == ["frontier", "conventional", "chosen", "settings"]
+    assert list(document) == ["assumed", "frontier", "conventional", "chosen", "settings"]
+    assert document["assumed"] == {
+        "--gpus": "128",
+        "--batch": "128",
+        "--lengths": "uniform:1:2048",
+        "--tau": "4.92",
+        "--utilization": "an H100's",
+    }
     assert all(
         list(point) == ["H", "I", "g_max", "g_max_exact", "r_gen", "r_train", "r", "speedup"] for point in document["frontier"]
     )
@@ -199,6 +206,15 @@ def test_table_marks_the_choice_and_names_the_settings(capsys: pytest.CaptureFix
     assert spec["actors"]["generator"]["maxRunningRequests"] == 192
     assert spec["trainers"]["replicas"] * spec["trainers"]["processesPerNode"] == 84
     assert spec["staleness"] == {"policy": "areal", "eta": 132}
+
+
+def test_what_is_assumed_is_said_with_how_to_give_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command() == 0
+    shown = capsys.readouterr().out
+    assert "assumed (the paper's case study): --gpus 128, --batch 128, --lengths uniform:1:2048, --tau 4.92, " in shown
+    assert "--max-lag any, for the greatest speed-up\nfor your own numbers give --job job.yaml" in shown
+    command("--job", str(write_job(tmp_path / "job.yaml")), "--lengths", "uniform:1:100", "--tau", "5", "--max-lag", "4")
+    assert "assumed (beside what the job says): --utilization an H100's\n" in capsys.readouterr().out
 
 
 def test_job_gives_the_inputs_and_takes_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """The event log of a live run, and its replay."""
 
 import json
+import re
 from argparse import Namespace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from preprocessor_harness import Rig, rig
 from pipelinerl.v1 import admission_pb2 as pb
 from pipelinerl_planner.replay_command import run
 from pipelinerl_preprocessor.events import EventLog
+from pipelinerl_staleness.recording import NOTES
 
 
 def events_of(output: Path) -> list[list[object]]:
@@ -53,7 +55,11 @@ async def test_a_recorded_run_replays_to_the_same_decisions(
     assert methods.count("step_done") == 3
     assert {"admitted", "first_token", "last_token", "trajectory_finished", "published", "may_admit"} <= set(methods)
     assert run(Namespace(folder=preprocessor.output)) == status == 0
-    assert "decisions" in capsys.readouterr().out
+    told = re.fullmatch(
+        r"(?s).*\n(\d+) events fed to a fresh policy, (\d+) decisions compared: all agree\n", capsys.readouterr().out
+    )
+    assert told is not None
+    assert sum(map(int, told.groups())) == len([name for name in methods if name not in ("policy", *NOTES)])
 
 
 async def test_a_tampered_log_is_told_by_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +72,9 @@ async def test_a_tampered_log_is_told_by_its_line(tmp_path: Path, capsys: pytest
     lines[number] = json.dumps([seconds, method, arguments, [[*groups[:-1], "0-99"], dropped, reason]])
     path.write_text("\n".join(lines) + "\n")
     assert run(Namespace(folder=preprocessor.output)) == 1
-    assert f"events.jsonl:{number + 1}: take" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "compared, which agree; the next one differs" in shown
+    assert f"events.jsonl:{number + 1}: take" in shown
     lines[number] = "{"
     path.write_text("\n".join(lines) + "\n")
     assert run(Namespace(folder=preprocessor.output)) == 1

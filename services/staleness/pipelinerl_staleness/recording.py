@@ -83,10 +83,11 @@ class Difference:
 
 @dataclass(slots=True)
 class Replay:
-    """How far a replay came."""
+    """How far a replay came. What is counted went as it was recorded."""
 
     num_events: int = 0
     num_decisions: int = 0
+    """Compared, and the same."""
     difference: Difference | None = None
 
 
@@ -106,14 +107,14 @@ def replay(records: Iterable[Record]) -> Replay:
         except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
             outcome.difference = Difference(number, f"{method}{tuple(arguments)} cannot be replayed: {error!r}")
             return outcome
-        if method in EVENTS:
-            outcome.num_events += 1
-        else:
-            outcome.num_decisions += 1
         if answer != recorded_answer:
             what = f"{method}{tuple(arguments)} was answered {recorded_answer} then and {answer} now"
             outcome.difference = Difference(number, what)
             return outcome
+        if method in EVENTS:
+            outcome.num_events += 1
+        else:
+            outcome.num_decisions += 1
     return outcome
 
 

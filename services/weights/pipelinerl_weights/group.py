@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, PrefixStore, Store, Work
 
+from pipelinerl_common.words import nouns
 from pipelinerl_weights.abort import ABORTED, AbortFlag
 from pipelinerl_weights.checksum import from_int64, to_int64
 from pipelinerl_weights.errors import TransferAborted, TransferFailed, TransferTimeout
@@ -255,7 +256,8 @@ class TransferGroup:
             if time.monotonic() > deadline:
                 missing = [rank for rank in missing if not self._has(f"{key}/{rank}")]
                 what = "join" if key == "joined" else "get ready to receive"
-                self._fail(TransferTimeout(f"rank(s) {', '.join(map(str, missing))} did not {what} in time"))
+                told = f"{nouns(len(missing), 'rank')} {', '.join(map(str, missing))}"
+                self._fail(TransferTimeout(f"{told} did not {what} in time"))
             time.sleep(poll_s)
             poll_s = min(_STORE_POLL_S, 1.5 * poll_s)
 

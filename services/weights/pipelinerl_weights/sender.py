@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl_common.errors import PermanentError
+from pipelinerl_common.words import counted, nouns
 from pipelinerl_weights.checksum import bucket_checksum, fold_checksums
 from pipelinerl_weights.errors import TransferFailed
 from pipelinerl_weights.group import TransferGroup
@@ -60,7 +61,8 @@ class Snapshot:
                     raise PermanentError(f"{name} has shape {tuple(tensor.shape)}, the manifest says {tuple(target.shape)}")
                 target.copy_(tensor)
         if targets:
-            raise PermanentError(f"{len(targets)} tensor(s) of the manifest were not given: {', '.join(list(targets)[:5])}")
+            missing = counted(len(targets), "tensor")
+            raise PermanentError(f"{missing} of the manifest not given: {', '.join(list(targets)[:5])}")
         sums = [bucket_checksum(bucket) for bucket in buckets]
         return cls(manifest, buckets, fold_checksums(sums, [len(bucket) for bucket in buckets]))
 
@@ -88,7 +90,8 @@ def send_snapshot(
     checksums = group.gather_checksums(snapshot.checksum, _remaining(deadline), snapshot.buckets[0].device)
     wrong = [rank for rank, checksum in enumerate(checksums) if checksum != snapshot.checksum]
     if wrong:
-        error = TransferFailed(f"rank(s) {wrong} received other bytes than were sent (version {version})")
+        ranks = f"{nouns(len(wrong), 'rank')} {', '.join(map(str, wrong))}"
+        error = TransferFailed(f"{ranks} received other bytes than were sent (version {version})")
         group.abort(str(error))
         raise error
     return SendReport(sent, time.monotonic() - start, snapshot.checksum)

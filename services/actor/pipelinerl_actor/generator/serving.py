@@ -20,6 +20,7 @@ from pipelinerl_actor.generator.schema import (
     TokenLogprob,
     Usage,
 )
+from pipelinerl_actor.models.chat import chat_token_ids
 from pipelinerl_common.errors import PermanentError, TemporaryError, Unavailable
 
 Result = TypeVar("Result")
@@ -169,10 +170,9 @@ class Serving:
             return request.prompt_token_ids
         messages = [message.model_dump() for message in request.messages or ()]
         try:
-            encoded = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+            return chat_token_ids(self._tokenizer, messages)
         except Exception as error:  # the template is a program of the model's author, and may refuse messages in any way
             raise BadRequest(f"the model's chat template refuses the messages: {error}") from error
-        return list(map(int, encoded["input_ids"]))
 
     def _answer(self, request: CompletionRequest) -> list[int]:
         if request.answer_token_ids is None:

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder that gets the model, as <output>/model")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "pipelinerl", help="where made models are kept")
     parser.add_argument("--copy", action="store_true", help="copy instead of linking, for an output that other machines read")
-    parser.add_argument("--check-task", action="store_true", help="make the job's task first, to find its mistakes now")
+    parser.add_argument("--check-task", action="store_true", help="make the job's task first, and try some of its prompts")
     parser.add_argument("--offline", action="store_true", help="download nothing")
     parser.add_argument("--log-level", choices=LEVELS, default="info")
     flags = parser.parse_args(argv)
@@ -46,18 +46,20 @@ def prepare(flags: argparse.Namespace) -> Path:
 
     from pipelinerl_actor.models.install import install_model
     from pipelinerl_actor.models.source import ModelSource
+    from pipelinerl_actor.prepare.prompts import check_prompts
     from pipelinerl_actor.task import TaskName
     from pipelinerl_actor.task_loader import load_task
 
     transformers_logging.disable_progress_bar()
     job = load_job(flags.job)
-    if flags.check_task:
-        load_task(TaskName(job.spec.task.path, job.spec.task.args, job.spec.seed))
+    task = load_task(TaskName(job.spec.task.path, job.spec.task.args, job.spec.seed)) if flags.check_task else None
     started = time.monotonic()
     log.info(fields(model=job.spec.model.uri, preparing=flags.output / "model"))
     source = ModelSource(flags.cache, offline=flags.offline).resolve(job.spec.model)
     target = install_model(source, flags.output, copy=flags.copy)
     log.info(fields(model=target, source=source, seconds=time.monotonic() - started))
+    if task is not None:
+        check_prompts(task, job.spec.task, job.spec.model.max_model_len, target)
     return target
 
 

@@ -56,5 +56,7 @@ async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
             num_running=lambda: generators.num_running,
             num_slots=generators.num_slots,
         )
-        await run_until_first(loop.run(stop, spec.actors.drain_seconds), reports.run(), load.run(), metrics.run())
-        await metrics.publish_last()
+        try:
+            await run_until_first(loop.run(stop, spec.actors.drain_seconds), reports.run(), load.run(), metrics.run())
+        finally:
+            await metrics.publish_last()  # why it ended may be in the last second's

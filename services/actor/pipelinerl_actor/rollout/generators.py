@@ -20,6 +20,7 @@ from pipelinerl_actor.rollout.meter import Meter
 from pipelinerl_actor.rollout.partial import Stopped
 from pipelinerl_common.errors import TemporaryError
 from pipelinerl_common.tracing import span
+from pipelinerl_common.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class Generators:
                 self.meter.failed("generator_error")
                 num_failures += 1
                 if num_failures > self._max_retries:
-                    raise GivenUp("generator_error", f"{num_failures} tries, the last: {error}") from error
+                    raise GivenUp("generator_error", f"{counted(num_failures, 'try', 'tries')}, the last: {error}") from error
                 await asyncio.sleep(backoff_s(num_failures))
                 continue
             self.meter.sampled(completions.turns)

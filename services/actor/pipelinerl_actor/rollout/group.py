@@ -26,6 +26,7 @@ from pipelinerl_common.errors import PermanentError, TemporaryError
 from pipelinerl_common.service import cancel_all
 from pipelinerl_common.settings import TaskSettings
 from pipelinerl_common.types import GroupId, Sample, SampleGroup
+from pipelinerl_common.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +163,9 @@ class GroupRoller:
                     except TemporaryError as error:
                         num_failures += 1
                         if num_failures > self._settings.max_retries:
-                            raise GivenUp("task_unavailable", f"{num_failures} tries, the last: {error}") from error
+                            raise GivenUp(
+                                "task_unavailable", f"{counted(num_failures, 'try', 'tries')}, the last: {error}"
+                            ) from error
                         self._meter.failed("task_retry")
                     finally:
                         progress.num_tokens += trajectory.record.num_sampled

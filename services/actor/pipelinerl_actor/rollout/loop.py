@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from pipelinerl.v1 import admission_pb2 as pb
 from pipelinerl_actor.rollout.admission import LeaseDesk, Reports
+from pipelinerl_actor.rollout.beginning import Beginning
 from pipelinerl_actor.rollout.group import GroupFailed, GroupRoller, GroupStopped, Progress
 from pipelinerl_actor.rollout.meter import Meter
 from pipelinerl_common.errors import PermanentError, Unavailable
@@ -81,6 +82,7 @@ class RolloutLoop:
         self._running: dict[str, _Running] = {}
         self._changed = asyncio.Event()
         self._num_failed_in_a_row = 0
+        self._beginning = Beginning()
 
     async def run(self, stop: asyncio.Event, drain_s: float) -> None:
         """Consumes leases, produces groups, waits for the preprocessor; ends when `stop` is set.
@@ -122,6 +124,7 @@ class RolloutLoop:
         running = [lease_id for lease_id, running in self._running.items() if running.ending is None]
         self._changed.clear()
         response = await self._desk.exchange(wanted, running, _ASK_S)
+        self._beginning.serves(response.served_version)
         self._slots.limit = response.max_trajectories if response.HasField("max_trajectories") else None
         self._roller.limit(self._slots.limit)
         for lease_id in running if response.state == pb.RUN_STATE_DONE else response.cancelled_lease_ids:
@@ -171,6 +174,7 @@ class RolloutLoop:
             except Unavailable as error:
                 log.warning("group=%s waits to be published: %s", group.group_id, error)
         self._num_failed_in_a_row = 0
+        self._beginning.succeeded()
         self._meter.published(len(group.samples), asyncio.get_running_loop().time() - running.began)
 
     def _failed(self, running: _Running, reason: str, error: PermanentError) -> None:
@@ -179,6 +183,7 @@ class RolloutLoop:
             log.error("%d groups in a row failed, the last: reason=%s %s", _FAILED_IN_A_ROW, reason, error)
         self._meter.group_failed()
         self._report(running, pb.GROUP_OUTCOME_FAILED, reason=reason, detail=str(error)[:500])
+        self._beginning.failed(running.lease.prompt_index, reason, str(error))
 
     def _report(self, running: _Running, outcome: pb.GroupOutcome.ValueType, **fields: object) -> None:
         progress = running.progress

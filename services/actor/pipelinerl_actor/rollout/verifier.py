@@ -18,6 +18,7 @@ from typing import Any
 from pipelinerl_actor.rollout.failures import GivenUp, backoff_s
 from pipelinerl_actor.task import Prompt, Task, TaskName, Turn, Verdict
 from pipelinerl_common.errors import FatalError, TemporaryError
+from pipelinerl_common.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,9 @@ class Verifier:
             except TemporaryError as error:
                 num_failures += 1
                 if num_failures > self._max_retries:
-                    raise GivenUp("verifier_unavailable", f"{num_failures} tries, the last: {error}") from error
+                    raise GivenUp(
+                        "verifier_unavailable", f"{counted(num_failures, 'try', 'tries')}, the last: {error}"
+                    ) from error
             await asyncio.sleep(backoff_s(num_failures))
 
     async def _verify_here(self, prompt: Prompt, turn: Turn) -> Verdict:

@@ -10,21 +10,20 @@ tokens per second of CPU time over all processes of the run, which swings less.
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import yaml
 
 from pipelinerl_cli.bench import children
 from pipelinerl_cli.bench.report import Report, Row, at_most, progress
+from pipelinerl_cli.bench.scraping import Load, scraping
 from pipelinerl_cli.results.metrics_file import read_records
 from pipelinerl_common.errors import PipelineRLError, Unavailable
 from pipelinerl_common.tracing.collector import collecting
@@ -32,7 +31,6 @@ from pipelinerl_common.tracing.collector import collecting
 TARGET = 0.02
 WARM_UP_STEPS = 3
 QUICK_STEPS = 5
-SCRAPE_EVERY_S = 1.0
 SAMPLE_RATIO = 0.1
 RUN_TIMEOUT_S = 1800.0
 POLL_S = 0.05
@@ -53,16 +51,6 @@ class Measured:
     @property
     def tokens_per_cpu_second(self) -> float:
         return self.tokens / self.cpu_seconds
-
-
-@dataclass
-class Load:
-    """What telemetry did in the runs that had it."""
-
-    scrapes: int = 0
-    failed_scrapes: int = 0
-    bytes: int = 0
-    spans: int = 0
 
 
 def bench(args: argparse.Namespace) -> Report:
@@ -97,7 +85,7 @@ async def _run(job: dict[str, Any], output: Path, steps: int, load: Load | None)
         async with AsyncExitStack() as stack, asyncio.timeout(RUN_TIMEOUT_S):
             process = await stack.enter_async_context(children.running(argv, log))
             if load is not None:
-                await stack.enter_async_context(_scraping(output / "metrics-targets.json", load))
+                await stack.enter_async_context(scraping(output / "metrics-targets.json", load))
             began = await _at_step(process, output, WARM_UP_STEPS, log)
             ended = await _at_step(process, output, steps, log)
             await process.wait()
@@ -136,36 +124,6 @@ def _trained(path: Path) -> list[tuple[float, float]]:
     return [(record.time, record.values["num_trained_tokens"]) for record in records]
 
 
-@asynccontextmanager
-async def _scraping(targets_file: Path, load: Load) -> AsyncIterator[None]:
-    """Plays Prometheus: reads every target once a second, from when the list is there."""
-
-    async def scrape(session: aiohttp.ClientSession, target: str) -> None:
-        try:
-            async with session.get(f"http://{target}/metrics") as response:
-                load.bytes += len(await response.read())
-                load.scrapes += 1
-        except (aiohttp.ClientError, TimeoutError):
-            load.failed_scrapes += 1  # while a process starts or ends
-
-    async def loop() -> None:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5.0)) as session:
-            while True:
-                await asyncio.gather(*(scrape(session, target) for target in _targets(targets_file)))
-                await asyncio.sleep(SCRAPE_EVERY_S)
-
-    task = asyncio.create_task(loop())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-def _targets(file: Path) -> list[str]:
-    return [each["targets"][0] for each in json.loads(file.read_text())] if file.exists() else []
-
-
 def tree_cpu_seconds(root: int) -> float:
     """CPU time of a process and all below it, those that have ended included once they were waited for."""
     stats: dict[int, tuple[int, float]] = {}
@@ -201,6 +159,7 @@ def report(pairs: Sequence[tuple[Measured, Measured]], load: Load) -> Report:
         "noise": noise,
         "scrapes": load.scrapes,
         "failed_scrapes": load.failed_scrapes,
+        "absent_scrapes": load.absent_scrapes,
         "bytes_per_scrape": load.bytes / max(load.scrapes, 1),
         "spans": load.spans,
     }
@@ -212,6 +171,7 @@ def report(pairs: Sequence[tuple[Measured, Measured]], load: Load) -> Report:
         Row("trained tokens per second", f"{values['tokens_per_second_with']:,.0f}", f"{statistics.median(off):,.0f}"),
         Row("spread of the runs without telemetry", f"{noise:.3f}"),
         Row("scrapes, spans", f"{load.scrapes:,}, {load.spans:,}"),
+        Row("scrapes that a process failed to answer", f"{load.failed_scrapes:,}"),
     )
     return Report("telemetry", values, rows)
 

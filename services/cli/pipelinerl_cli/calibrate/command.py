@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.words import counted
 
 if TYPE_CHECKING:
     from pipelinerl_cli.calibrate.curve_file import Scale
@@ -73,7 +74,10 @@ async def _measure_all(
         endpoint = Endpoint(session, args.generator, completion, token)
         for concurrency in concurrencies:
             level = await measure(endpoint.complete, concurrency, args.seconds)
-            print(f"{concurrency} at once: {level.tokens_per_second:.1f} tokens/s ({level.num_requests} requests)", flush=True)
+            print(
+                f"{concurrency} at once: {level.tokens_per_second:.1f} tokens/s ({counted(level.num_requests, 'request')})",
+                flush=True,
+            )
             measured.append(level)
     return measured
 

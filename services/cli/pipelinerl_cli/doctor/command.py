@@ -21,17 +21,18 @@ def run(args: argparse.Namespace) -> int:
     from pipelinerl_cli.doctor.run_facts import load_facts
     from pipelinerl_common.errors import SettingsError
     from pipelinerl_common.settings import load_job
+    from pipelinerl_common.words import counted, did_you_mean_folder
 
     subject: Path = args.subject
     if not subject.exists():
-        raise SettingsError(f"{subject}: does not exist; give a run's folder or a job file")
+        raise SettingsError(f"{subject}: does not exist; give a run's folder or a job file{did_you_mean_folder(subject)}")
     findings = diagnose_run(load_facts(subject)) if subject.is_dir() else diagnose_job(JobFacts(load_job(subject)))
     if args.json:
         print(json.dumps({"subject": str(subject), "findings": [_record(named) for named in findings]}, indent=1))
         return 0
     for named in findings:
         print(_text(named))
-    print(f"{len(findings)} finding{'s' if len(findings) > 1 else ''}" if findings else "nothing found")
+    print(counted(len(findings), "finding") if findings else "nothing found")
     return 0
 
 

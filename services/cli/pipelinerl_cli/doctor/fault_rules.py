@@ -5,6 +5,8 @@ from itertools import groupby
 
 from pipelinerl_cli.doctor.finding import Finding, Severity
 from pipelinerl_cli.doctor.run_facts import RunFacts, mean
+from pipelinerl_cli.doctor.stall_rules import error_advice, told_errors
+from pipelinerl_common.words import counted
 
 MUCH_DROPPED = 0.05
 """Share of the groups."""
@@ -33,27 +35,12 @@ _DROP_ADVICE: Mapping[str, str] = {
 def run_failed(facts: RunFacts) -> Finding | None:
     if facts.status != "failed":
         return None
+    num_steps = len(facts.history.steps)
     return Finding(
         Severity.CRITICAL,
-        f"the run failed after {len(facts.history.steps)} steps; its logs say why",
-        ("logs/ in the run's folder: the last lines of what restarted most",),
-        {"steps": len(facts.history.steps), "restarts": facts.summary["restarts"]},
-    )
-
-
-def no_step_done(facts: RunFacts) -> Finding | None:
-    if facts.history.steps:
-        return None
-    generated = facts.total("actor", "tokens_generated_total")
-    where = "no tokens were generated" if not generated else f"{generated:.0f} tokens were generated"
-    return Finding(
-        Severity.CRITICAL,
-        f"no optimizer step was done in {facts.history.seconds:.0f} s; {where}",
-        (
-            "logs/ of the generators" if not generated else "logs/ of preprocessor and trainer",
-            "actors.startupTimeoutSeconds: long enough to load the model",
-        ),
-        {"seconds": facts.history.seconds, "tokens_generated": generated},
+        f"the run failed after {counted(num_steps, 'step')}: {facts.failure or 'its logs say why'}",
+        ("logs/ in the run's folder: the last lines of what failed",),
+        {"steps": num_steps, "restarts": facts.summary["restarts"]},
     )
 
 
@@ -64,7 +51,7 @@ def processes_restarted(facts: RunFacts) -> Finding | None:
     listed = ", ".join(f"{name} {count}" for name, count in sorted(by_process.items(), key=lambda each: -each[1]))
     return Finding(
         Severity.WARNING,
-        f"processes were restarted {facts.summary['restarts']} times: {listed or 'unknown which'}",
+        f"processes were restarted {counted(facts.summary['restarts'], 'time')}: {listed or 'unknown which'}",
         (
             "logs/ of these processes",
             "memory limits, actors.generator.kvCacheBytes and trainers.microBatchTokens: lower if killed",
@@ -80,7 +67,7 @@ def updates_failed(facts: RunFacts) -> Finding | None:
     share = failures / (failures + updates)
     return Finding(
         Severity.WARNING if share > MANY_FAILURES else Severity.ADVICE,
-        f"{failures} of {failures + updates} weight updates failed; old weights were served until the next",
+        f"{failures} of {counted(failures + updates, 'weight update')} failed; old weights were served until the next",
         ("weightTransfer.syncTimeoutSeconds: higher", "logs/ of the generators"),
         {"failures": failures, "updates": updates},
     )
@@ -106,11 +93,10 @@ def rollouts_fail(facts: RunFacts) -> Finding | None:
     total = sum(errors.values())
     if not total or total / max(samples, 1) <= MANY_ERRORS:
         return None
-    listed = ", ".join(f"{reason} {count}" for reason, count in sorted(errors.items(), key=lambda each: -each[1]))
     return Finding(
         Severity.WARNING,
-        f"{total} rollout errors for {samples:.0f} trajectories: {listed}",
-        ("task.timeoutSeconds and task.verifierTimeoutSeconds: higher if these are time-outs", "task.maxRetries: higher"),
+        f"{counted(total, 'rollout error')} for {counted(samples, 'trajectory', 'trajectories')}: {told_errors(facts)}",
+        error_advice(errors),
         {"errors": total, "samples": samples},
     )
 
@@ -121,7 +107,7 @@ def sequences_overlong(facts: RunFacts) -> Finding | None:
         return None
     return Finding(
         Severity.WARNING,
-        f"{count:.0f} trajectories were longer than the model or a micro-batch takes and were not trained",
+        f"{counted(count, 'trajectory', 'trajectories')} longer than the model or a micro-batch takes, not trained",
         ("model.maxModelLen and trainers.microBatchTokens: higher", "task.sampling.maxTokens: lower"),
         {"sequences_overlong": count},
     )
@@ -134,7 +120,8 @@ def steps_not_finite(facts: RunFacts) -> Finding | None:
         return None
     return Finding(
         Severity.CRITICAL,
-        f"{skipped:.0f} steps were skipped and {batches:.0f} micro-batches left out because loss or gradient was not finite",
+        f"{counted(skipped, 'step')} skipped and {counted(batches, 'micro-batch', 'micro-batches')} left out because loss or "
+        "gradient was not finite",
         ("algorithm.optimizer.learningRate: lower", "algorithm.truncation: lower", "model.dtype: bfloat16 rather than float16"),
         {"skipped_steps": skipped, "non_finite_micro_batches": batches},
     )
@@ -146,7 +133,7 @@ def checkpoints_failed(facts: RunFacts) -> Finding | None:
         return None
     return Finding(
         Severity.WARNING,
-        f"{failures:.0f} checkpoints could not be written: a crash would lose what came after the last good one",
+        f"{counted(failures, 'checkpoint')} could not be written: a crash would lose what came after the last good one",
         ("the output's file system: space and permissions", "trainers.checkpoint.keep: lower"),
         {"checkpoint_failures": failures},
     )

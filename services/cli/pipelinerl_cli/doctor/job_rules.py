@@ -2,6 +2,7 @@
 
 from pipelinerl_cli.doctor.finding import Finding, Severity
 from pipelinerl_cli.doctor.plan_facts import JobFacts
+from pipelinerl_common.words import counted
 
 LEAST_BATCH_PER_GPU = 192
 """Sequences that a generating GPU should decode at once (H); below it decoding waits for memory."""
@@ -16,8 +17,8 @@ def admission_below_places(facts: JobFacts) -> Finding | None:
         return None
     return Finding(
         Severity.WARNING,
-        f"the staleness policy lets {facts.max_admitted} sequences be outstanding, but the generators have "
-        f"{facts.num_places} places: some stay empty for ever",
+        f"the staleness policy lets {counted(facts.max_admitted, 'sequence')} be outstanding, but the generators have "
+        f"{counted(facts.num_places, 'place')}: some stay empty for ever",
         (
             "staleness.eta: higher" if _has_eta(facts) else "the staleness policy's limit: higher",
             "algorithm.groupsPerStep: higher",
@@ -35,7 +36,7 @@ def small_generator_batch(facts: JobFacts) -> Finding | None:
         return None
     return Finding(
         Severity.ADVICE,
-        f"a generating GPU decodes at most {per_gpu:.0f} sequences at once; throughput grows almost in proportion up to "
+        f"a generating GPU decodes at most {counted(per_gpu, 'sequence')} at once; throughput grows almost in proportion up to "
         f"about {LEAST_BATCH_PER_GPU}",
         ("actors.generator.maxRunningRequests: higher", "actors.replicas: fewer, for the same lag (pipelinerl plan)"),
         {"batch_per_gpu": per_gpu, "least": LEAST_BATCH_PER_GPU},
@@ -77,7 +78,8 @@ def no_checkpoints(facts: JobFacts) -> Finding | None:
         return None
     return Finding(
         Severity.ADVICE,
-        f"no checkpoint before the end: everySteps={checkpoint.every_steps} of {steps} steps; a crash loses all of them",
+        f"no checkpoint before the end: everySteps={checkpoint.every_steps} of {counted(steps, 'step')}; a crash loses "
+        "all of them",
         ("trainers.checkpoint.everySteps: between 1 and algorithm.steps",),
         {"every_steps": checkpoint.every_steps, "steps": steps},
     )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from pipelinerl_cli.doctor import fault_rules, job_rules, learning_rules, throughput_rules
+from pipelinerl_cli.doctor import fault_rules, job_rules, learning_rules, stall_rules, throughput_rules
 from pipelinerl_cli.doctor.finding import SEVERITIES, Finding
 from pipelinerl_cli.doctor.plan_facts import JobFacts
 from pipelinerl_cli.doctor.run_facts import RunFacts
@@ -24,7 +24,9 @@ RUN_RULES: Mapping[str, Callable[[RunFacts], Finding | None]] = {
     rule.__name__: rule
     for rule in (
         fault_rules.run_failed,
-        fault_rules.no_step_done,
+        stall_rules.processes_silent,
+        stall_rules.nothing_succeeds,
+        stall_rules.no_step_done,
         fault_rules.steps_not_finite,
         fault_rules.processes_restarted,
         fault_rules.updates_failed,
@@ -57,8 +59,27 @@ RUN_RULES: Mapping[str, Callable[[RunFacts], Finding | None]] = {
     )
 }
 
-_MEASURED_INSTEAD = {"small_generator_batch": "generators_run_small_batches"}
-"""A rule on the job that says nothing new where the rule on the run has fired."""
+_EXPLAINED_BY = {
+    "small_generator_batch": ("generators_run_small_batches",),
+    "no_step_done": ("processes_silent", "nothing_succeeds", "run_failed"),
+    "rollouts_fail": ("nothing_succeeds",),
+    "groups_dropped": ("nothing_succeeds",),
+    **dict.fromkeys(
+        (
+            "updates_failed",
+            "admission_starves_generators",
+            "environment_starves_generators",
+            "generation_is_slow",
+            "training_is_slow",
+            "queue_too_deep",
+            "actors_uneven",
+            "load_swings",
+            "generators_run_small_batches",
+        ),
+        ("processes_silent",),
+    ),
+}
+"""A rule that says nothing new, or the wrong thing, where one of these has fired."""
 
 
 class Named(NamedTuple):
@@ -75,8 +96,8 @@ def diagnose_run(facts: RunFacts) -> list[Named]:
     """Findings on the run and on its job, the most severe first; among equals faults, learning, time, the job."""
     of_run = [Named(name, finding) for name, rule in RUN_RULES.items() if (finding := rule(facts)) is not None]
     fired = {named.rule for named in of_run}
-    of_job = [named for named in diagnose_job(facts.job) if _MEASURED_INSTEAD.get(named.rule) not in fired]
-    return _ordered([*of_run, *of_job])
+    found = [*of_run, *diagnose_job(facts.job)]
+    return _ordered([named for named in found if not fired.intersection(_EXPLAINED_BY.get(named.rule, ()))])
 
 
 def _ordered(findings: list[Named]) -> list[Named]:

@@ -5,7 +5,8 @@ from statistics import fmean, pstdev
 
 from pipelinerl_cli.doctor.finding import Finding, Severity
 from pipelinerl_cli.doctor.job_rules import LEAST_BATCH_PER_GPU
-from pipelinerl_cli.doctor.run_facts import FEWEST_POINTS, RunFacts
+from pipelinerl_cli.doctor.run_facts import FEWEST_POINTS, RunFacts, mean
+from pipelinerl_common.words import counted
 
 STARVED_WAIT = 0.2
 """The trainer waits for more than this share of its time."""
@@ -34,7 +35,7 @@ def admission_starves_generators(facts: RunFacts) -> Finding | None:
     return Finding(
         Severity.WARNING,
         f"the trainer waits {_percent(facts.wait_share)} of its time while {_percent(1 - facts.fill)} of the generators' "
-        f"places are empty: the staleness policy lets only {facts.job.max_admitted} sequences be outstanding",
+        f"places are empty: the staleness policy lets only {counted(facts.job.max_admitted, 'sequence')} be outstanding",
         ("staleness.eta: higher", "algorithm.groupsPerStep: higher"),
         {"wait_share": facts.wait_share, "fill": facts.fill, "max_admitted": facts.job.max_admitted},
     )
@@ -137,8 +138,9 @@ def updates_slower_than_steps(facts: RunFacts) -> Finding | None:
 
 
 def updates_pause_decoding(facts: RunFacts) -> Finding | None:
-    share = facts.step_share("pause_seconds")
-    if not share > LONG_PAUSE:
+    pause = facts.summary["pause_seconds_mean"]
+    whole = mean(step.get("step_seconds") for step in facts.history.steps)
+    if pause is None or not (whole > 0 and pause / whole > LONG_PAUSE):
         return None
     transfer = facts.job.spec.weight_transfer
     remedies = (
@@ -149,9 +151,9 @@ def updates_pause_decoding(facts: RunFacts) -> Finding | None:
     )
     return Finding(
         Severity.WARNING,
-        f"decoding stands still for {facts.mean('pause_seconds'):.2f} s in each step, {_percent(share)} of its time",
+        f"decoding stands still for {pause:.3f} s mean in each step, {_percent(pause / whole)} of its time",
         tuple(remedy for remedy, applies in remedies if applies),
-        {"pause_seconds": facts.mean("pause_seconds"), "share": share},
+        {"pause_seconds_mean": pause, "share": pause / whole},
     )
 
 
@@ -163,7 +165,8 @@ def generators_run_small_batches(facts: RunFacts) -> Finding | None:
         return None
     return Finding(
         Severity.ADVICE,
-        f"a generating GPU decodes {running:.0f} sequences at once on average; below {LEAST_BATCH_PER_GPU} it waits for memory",
+        f"a generating GPU decodes {counted(running, 'sequence')} at once on average; below {LEAST_BATCH_PER_GPU} it waits "
+        "for memory",
         ("actors.replicas: fewer, with more sequences each (pipelinerl plan)", "staleness.eta: higher"),
         {"batch_per_gpu": running, "least": LEAST_BATCH_PER_GPU},
     )

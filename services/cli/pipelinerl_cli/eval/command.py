@@ -8,7 +8,7 @@ from pipelinerl_cli.arguments import at_least_one
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, help="a folder in Hugging Face format, a run's checkpoint, or a run's folder")
-    parser.add_argument("job", type=Path, metavar="TASK", help="a job file: its task, model and generator settings are used")
+    parser.add_argument("job", type=Path, metavar="JOB", help="a job file: its task, model and generator settings are used")
     parser.add_argument(
         "--prompts", type=at_least_one, default=200, metavar="N", help="prompts 0 to N-1 of the task (default 200)"
     )

@@ -13,7 +13,10 @@ from typing import Any
 
 from pipelinerl_actor.evaluation.evaluate import Evaluation
 from pipelinerl_actor.evaluation.session import evaluator, until_ready
+from pipelinerl_actor.prepare.prompts import check_prompts
 from pipelinerl_actor.rollout.assembly import Pool
+from pipelinerl_actor.task import TaskName
+from pipelinerl_actor.task_loader import load_task
 from pipelinerl_cli.eval.weights import find_model
 from pipelinerl_cli.up.folder import RunFolder
 from pipelinerl_cli.up.guard import Guard
@@ -22,6 +25,7 @@ from pipelinerl_cli.up.ports import Ports
 from pipelinerl_cli.up.process import Process
 from pipelinerl_common.errors import SettingsError, Unavailable
 from pipelinerl_common.settings import Job, TaskSettings, load_job
+from pipelinerl_common.words import counted
 
 GENERATOR = "generator-0-0"
 _STOP_S = 10.0
@@ -35,6 +39,8 @@ def evaluate(args: argparse.Namespace) -> int:
     model = find_model(args.checkpoint)
     task = _task(job, args)
     seed = job.spec.seed + 1 if args.seed is None else args.seed
+    made = load_task(TaskName(task.path, task.args, seed))  # before a generator is started, which takes long
+    check_prompts(made, task, job.spec.model.max_model_len, model)
     evaluation = asyncio.run(_evaluate(job, model, task, seed, args))
     document = _document(evaluation, args, model, seed)
     if args.output is not None:
@@ -125,10 +131,14 @@ def _write(path: Path, document: Mapping[str, Any]) -> None:
 def _table(document: Mapping[str, Any]) -> list[str]:
     rows = [(f"pass@{k}", document["pass_at"][k]) for k in document["pass_at"]]
     rows.append(("reward", document["reward"]))
-    lines = [f"{document['model']} on {document['num_prompts']} prompts, {document['num_samples']} answers each:"]
+    lines = [
+        f"{document['model']} on {counted(document['num_prompts'], 'prompt')}, "
+        f"{counted(document['num_samples'], 'answer')} each:"
+    ]
     lines += [f"  {name:<10} {each['mean']:.3f}   95 % interval {each['low']:.3f} to {each['high']:.3f}" for name, each in rows]
     lines.append(
         f"  {document['tokens_per_answer']:.1f} tokens per answer, {document['truncated_share']:.1%} cut off at the limit"
     )
-    lines += [f"  left out, since they failed: {count} prompt(s) {reason}" for reason, count in document["failures"].items()]
+    failures = document["failures"].items()
+    lines += [f"  left out, since they failed: {counted(count, 'prompt')} {reason}" for reason, count in failures]
     return lines

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from pipelinerl_cli.up.folder import newest_checkpoint
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.words import did_you_mean_folder
 
 
 def find_model(path: Path) -> Path:
@@ -17,5 +18,5 @@ def find_model(path: Path) -> Path:
             return folder
     raise SettingsError(
         f"{path}: no weights here; give a folder with config.json, a checkpoint like runs/JOB/checkpoints/step-40, or a run's "
-        "folder with final/ or a complete checkpoint"
+        f"folder with final/ or a complete checkpoint{'' if path.is_dir() else did_you_mean_folder(path)}"
     )

@@ -13,6 +13,6 @@ def run(args: argparse.Namespace) -> int:
     from pipelinerl_cli.results.run_folder import load_run
 
     earlier = load_run(args.run)
-    write_results(args.run, earlier.job, earlier.status)
+    write_results(args.run, earlier.job, earlier.status, earlier.failure)
     print(args.run / "report.html")
     return 0

@@ -104,12 +104,12 @@ def _digits(value: float) -> str:
 def _first_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         (
-            "reward, first 5 → last 5 steps",
+            "reward, first → last steps (up to 5)",
             f"{_shown(summary, 'reward_first', _digits)} → {_shown(summary, 'reward_last', _digits)}",
         ),
         ("steps", _shown(summary, "steps", str)),
         ("time training, of all", f"{_shown(summary, 'training_seconds', clock)} / {_shown(summary, 'seconds', clock)}"),
-        ("tokens generated per second", _shown(summary, "tokens_per_second")),
+        ("tokens generated per second, mean", _shown(summary, "tokens_per_second")),
         ("lag in steps, mean / max", f"{_shown(summary, 'lag_mean')} / {_shown(summary, 'lag_max')}"),
         ("ESS, mean / min", f"{_shown(summary, 'ess_mean', _digits)} / {_shown(summary, 'ess_min', _digits)}"),
     ]
@@ -118,8 +118,8 @@ def _first_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _more_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("in-flight updates", _shown(summary, "weight_updates", str)),
-        ("pause per update", _shown(summary, "pause_seconds_mean", duration)),
-        ("transfer per update", _shown(summary, "transfer_seconds_mean", duration)),
+        ("pause per update, mean", _shown(summary, "pause_seconds_mean", duration)),
+        ("transfer per update, mean", _shown(summary, "transfer_seconds_mean", duration)),
         ("tokens generated", _shown(summary, "tokens_generated")),
         ("tokens trained", _shown(summary, "tokens_trained")),
         ("never trained", _shown(summary, "waste", lambda value: f"{value:.1%}")),

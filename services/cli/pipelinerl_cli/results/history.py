@@ -7,13 +7,15 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
-from pipelinerl_cli.results.metrics_file import Record
+from pipelinerl_cli.results.active_time import ActiveTime
+from pipelinerl_cli.results.generation import Generation
+from pipelinerl_cli.results.metrics_file import Record, ends_step
 from pipelinerl_common.metrics.catalog.learning import MAX_LAG_BUCKET
 
 LAG_BUCKETS = tuple(f"lag_steps_bucket{{le={bound}}}" for bound in (*range(MAX_LAG_BUCKET + 1), "+Inf"))
 
-SESSION_START = "session_started"
-"""Name of the value that marks the first record of a session."""
+EDGE_STEPS = 5
+"""What a run began with, and came to, are means over at most this many steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,39 +44,6 @@ class Step:
         return self.values.get(name, math.nan)
 
 
-class ActiveTime:
-    """Maps clock time to seconds of the run: a run that was stopped for an hour and resumed is not an hour longer."""
-
-    def __init__(self, starts: Sequence[float], ends: Sequence[float]) -> None:
-        self._starts = list(starts)
-        lengths = [max(0.0, end - start) for start, end in zip(starts, ends, strict=True)]
-        self._offsets = [sum(lengths[:k]) for k in range(len(starts))]
-        self._lengths = lengths
-
-    @classmethod
-    def of(cls, records: Sequence[Record]) -> "ActiveTime":
-        starts: list[float] = []
-        ends: list[float] = []
-        for record in records:
-            if SESSION_START in record.values or not starts:
-                starts.append(record.time)
-                ends.append(record.time)
-            ends[-1] = max(ends[-1], record.time)
-        return cls(starts, ends)
-
-    def at(self, time: float) -> float:
-        """Seconds of the run at clock time `time`."""
-        session = bisect.bisect_right(self._starts, time) - 1
-        if session < 0:
-            return 0.0
-        into = time - self._starts[session]
-        return self._offsets[session] + (into if session == len(self._starts) - 1 else min(into, self._lengths[session]))
-
-    @property
-    def total(self) -> float:
-        return sum(self._lengths)
-
-
 class RunHistory:
     """Series of one run, over all its sessions."""
 
@@ -83,8 +52,10 @@ class RunHistory:
         self.time = ActiveTime.of(in_order)
         self.steps = _steps(in_order, self.time)
         self._start = 0.0
+        self.generation = Generation()
         self._by_role: dict[str, list[Record]] = defaultdict(list)
         for record in in_order:
+            self.generation.take(record)
             self._by_role[record.role].append(record)
 
     @property
@@ -93,11 +64,20 @@ class RunHistory:
 
     @property
     def seconds_to_first_token(self) -> float:
-        """What came before is start-up. 0 where no token was generated; the first step's time where nobody counted tokens."""
-        points = self.gauge("actor", "tokens_generated_total")
-        first = next((k for k, point in enumerate(points) if point.value > 0), None)
-        times = [points[max(0, first - 1)].t] if first is not None else []
-        return min([*times, *(step.t for step in self.steps[:1])], default=0.0)
+        return self.generation.seconds_to_first_token
+
+    @property
+    def first_steps(self) -> Sequence[Step]:
+        """At most `EDGE_STEPS`, and none of the last ones: of 7 steps 3. A single step is a first one."""
+        return self.steps[: self._num_edge]
+
+    @property
+    def last_steps(self) -> Sequence[Step]:
+        return self.steps[max(self._num_edge, len(self.steps) - self._num_edge) :]
+
+    @property
+    def _num_edge(self) -> int:
+        return min(EDGE_STEPS, max(1, len(self.steps) // 2))
 
     def at(self, time: float) -> float:
         """Where clock time `time` lies in these series."""
@@ -161,7 +141,7 @@ def _steps(records: Iterable[Record], time: ActiveTime) -> list[Step]:
     valid: list[tuple[Record, tuple[float, ...]]] = []
     previous: tuple[float, ...] = ()
     for record in records:
-        if record.role == "trainer" and record.step >= 0 and "reward_mean" in record.values:
+        if ends_step(record):
             while valid and valid[-1][0].step >= record.step:
                 valid.pop()
             counted = tuple(record.values[name] for name in LAG_BUCKETS if name in record.values)

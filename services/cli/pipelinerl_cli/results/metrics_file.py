@@ -38,6 +38,11 @@ class Record:
         )
 
 
+def ends_step(record: Record) -> bool:
+    """Whether it is what the trainer tells after an optimizer step."""
+    return record.role == "trainer" and record.step >= 0 and "reward_mean" in record.values
+
+
 def parse_record(line: str) -> Record:
     """Raises ValueError for anything but a record. A null value reads as not-a-number."""
     document: Any = json.loads(line)

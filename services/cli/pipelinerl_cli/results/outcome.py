@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipelinerl_common.words import counted
+
 
 def print_outcome(summary: Mapping[str, Any], root: Path, failure: str | None) -> None:
     if failure is not None:
@@ -17,13 +19,14 @@ def print_outcome(summary: Mapping[str, Any], root: Path, failure: str | None) -
 
 
 def _line(summary: Mapping[str, Any]) -> str:
-    restarts = f", {summary['restarts']} restarts" if summary["restarts"] else ""
+    restarts = f", {counted(summary['restarts'], 'restart')}" if summary["restarts"] else ""
+    updates = counted(summary["weight_updates"], "in-flight update")
     return (
-        f"{summary['steps']} steps in {shown(summary['seconds'], '.0f')} s: "
+        f"{counted(summary['steps'], 'step')} in {shown(summary['seconds'], '.0f')} s: "
         f"reward {shown(summary['reward_first'], '.3f')} -> {shown(summary['reward_last'], '.3f')}, "
-        f"{summary['weight_updates']} in-flight updates (pause {shown(summary['pause_seconds_mean'], '.3f')} s), "
+        f"{updates} (pause {shown(summary['pause_seconds_mean'], '.3f')} s mean), "
         f"lag {shown(summary['lag_mean'], '.2f')} mean {shown(summary['lag_max'], '.0f')} max, "
-        f"ESS {shown(summary['ess_mean'], '.3f')}, {shown(summary['tokens_per_second'], ',.0f')} tokens/s{restarts}"
+        f"ESS {shown(summary['ess_mean'], '.3f')}, {shown(summary['tokens_per_second'], ',.0f')} tokens/s mean{restarts}"
     )
 
 

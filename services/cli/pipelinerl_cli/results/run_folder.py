@@ -8,6 +8,7 @@ from pipelinerl_cli.results.history import RunHistory
 from pipelinerl_cli.results.metrics_file import read_records
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import Job, load_job
+from pipelinerl_common.words import did_you_mean_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,11 @@ class FinishedRun:
     root: Path
     job: Job
     status: str
-    """As in summary.json; "running" when there is none yet."""
+    """As in summary.json; "running" when there is none yet, or it is of an earlier session."""
+    failure: str
+    """Why it failed, in one line; empty where it did not, or nobody knows."""
+    is_live: bool
+    """A process of this machine runs it."""
 
     def history(self) -> RunHistory:
         """Raises SettingsError when metrics.jsonl cannot be read."""
@@ -24,17 +29,36 @@ class FinishedRun:
 
 def load_run(root: Path) -> FinishedRun:
     """Raises SettingsError when `root` is not a run's folder."""
+    if not root.is_dir():
+        raise SettingsError(
+            f"{root}: there is no such folder; give the --output folder of a `pipelinerl up`{did_you_mean_folder(root)}"
+        )
     for name in ("job.yaml", "metrics.jsonl"):
         if not (root / name).is_file():
             raise SettingsError(f"{root}: not a run's folder: it has no {name}; give the --output folder of a `pipelinerl up`")
-    return FinishedRun(root, load_job(root / "job.yaml"), _status(root / "summary.json"))
+    job, is_live = load_job(root / "job.yaml"), is_held(root / "lock")
+    status, failure = ("running", "") if is_live else _outcome(root / "summary.json")
+    return FinishedRun(root, job, status, failure, is_live)
 
 
-def _status(summary: Path) -> str:
+def _outcome(summary: Path) -> tuple[str, str]:
+    """Status and failure."""
     try:
-        status = json.loads(summary.read_text(encoding="utf-8"))["status"]
+        document = json.loads(summary.read_text(encoding="utf-8"))
+        return str(document["status"]), str(document.get("failure") or "")
     except FileNotFoundError:
-        return "running"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return "running", ""
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SettingsError(f"{summary}: not a summary of a run: {error!r}; remove it and try again") from error
-    return str(status)
+
+
+def is_held(lock: Path) -> bool:
+    """Whether the process that wrote its id into the run's lock file runs on this machine.
+
+    Looks without locking, which could refuse an `up` that starts at that moment.
+    """
+    try:
+        words = Path("/proc", lock.read_text(encoding="ascii").strip(), "cmdline").read_bytes()
+    except (OSError, ValueError):
+        return False
+    return b"pipelinerl" in words

@@ -9,9 +9,6 @@ from typing import Any
 from pipelinerl_cli.results.history import RunHistory
 from pipelinerl_cli.results.metrics_file import SESSION_ROLE
 
-EDGE_STEPS = 5
-"""`reward_first` and `reward_last` are means over this many steps."""
-
 
 def summarize(history: RunHistory, *, status: str, job: str, seed: int) -> dict[str, Any]:
     """The summary's keys. A number that the run has no data for is None.
@@ -20,22 +17,21 @@ def summarize(history: RunHistory, *, status: str, job: str, seed: int) -> dict[
     steps                optimizer steps done
     seconds              of the run, start-up included, time between sessions left out
     training_seconds     from the first token generated to the last step
-    reward_first, _last  means of the steps' mean rewards over the first and the last 5 steps
+    reward_first, _last  means of the steps' mean rewards over the first and the last steps: at most 5 of each, none in both
     lag_mean             per trained token, in steps; lag_max over the run
     ess_min, ess_mean    per step, 1 is on-policy
     weight_updates       versions that the generators took while running
-    pause_seconds_mean   decoding stood still, the slowest member's, per update; transfer_seconds_mean likewise
+    pause_seconds_mean   over the steps: decoding stood still for the update, on the slowest member
+    transfer_seconds_mean likewise
     tokens_generated     by all actors; tokens_trained those that had a loss in the steps that counted
     waste                share of the generated tokens that were never trained
-    tokens_per_second    generated, from the first token to the actors' last record
+    tokens_per_second    generated, mean from the first token to the actors' last record
     restarts             of processes, all sessions; by process in restarts_by_process
     dropped_groups       by reason
     """
     steps = history.steps
-    rewards = [step.get("reward_mean") for step in steps]
-    generated = history.total("actor", "tokens_generated_total")
+    generated = history.generation.tokens
     trained = sum(step.values.get("num_trained_tokens", 0.0) for step in steps)
-    generation_seconds = _generation_seconds(history)
     return {
         "job": job,
         "status": status,
@@ -43,10 +39,10 @@ def summarize(history: RunHistory, *, status: str, job: str, seed: int) -> dict[
         "steps": steps[-1].step if steps else 0,
         "seconds": _rounded(history.seconds),
         "training_seconds": _rounded(_training_seconds(history)),
-        "reward_first": _mean(rewards[:EDGE_STEPS]),
-        "reward_last": _mean(rewards[-EDGE_STEPS:]),
-        "reward_max": _max(rewards),
-        "success_last": _mean(step.get("success_mean") for step in steps[-EDGE_STEPS:]),
+        "reward_first": _mean(step.get("reward_mean") for step in history.first_steps),
+        "reward_last": _mean(step.get("reward_mean") for step in history.last_steps),
+        "reward_max": _max(step.get("reward_mean") for step in steps),
+        "success_last": _mean(step.get("success_mean") for step in history.last_steps),
         "lag_max": _max(step.get("lag_max") for step in steps),
         "lag_mean": _weighted_mean((step.get("lag_mean"), step.get("num_trained_tokens")) for step in steps),
         "ess_min": _min(step.get("ess") for step in steps),
@@ -59,7 +55,7 @@ def summarize(history: RunHistory, *, status: str, job: str, seed: int) -> dict[
         "tokens_generated": int(generated),
         "tokens_trained": int(trained),
         "waste": _rounded(max(0.0, 1 - trained / generated)) if generated else None,
-        "tokens_per_second": _rounded(generated / generation_seconds) if generation_seconds else None,
+        "tokens_per_second": _rounded(history.generation.tokens_per_second),
         "dropped_groups": _by_middle(history, "preprocessor", "groups_dropped_total{reason=", "}"),
         "rollout_errors": _by_middle(history, "actor", "rollout_errors_total{reason=", "}"),
         "restarts": int(history.total(SESSION_ROLE, "restarts_total")),
@@ -72,11 +68,6 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
     temporary = path.with_suffix(path.suffix + ".tmp")
     temporary.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     temporary.replace(path)
-
-
-def _generation_seconds(history: RunHistory) -> float:
-    points = history.since(history.seconds_to_first_token).gauge("actor", "tokens_generated_total")
-    return points[-1].t if points and points[-1].value > 0 else 0.0
 
 
 def _training_seconds(history: RunHistory) -> float:

@@ -5,12 +5,15 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipelinerl_actor.task import TaskName
 from pipelinerl_cli.up.folder import RunFolder
 from pipelinerl_cli.up.ports import check_port_is_free
+from pipelinerl_cli.up.task_trial import task_faults
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import Job
 from pipelinerl_common.stream.layout import Layout
 from pipelinerl_common.stream.server import find_binary
+from pipelinerl_common.words import counted
 
 MIN_FREE_BYTES = 512 << 20
 STORE_SHARE = 0.75
@@ -25,8 +28,11 @@ TRAINER_MODULES = ("deepspeed", "torch", "transformers")
 def check(job: Job, output: Path) -> None:
     """Raises SettingsError that lists everything that is missing or wrong."""
     faults = [*_packages(job), *_model(job), *_disk(job, output), *_stream(job, output), *_backend(job), *_port(job)]
+    faults = faults or task_faults(TaskName(job.spec.task.path, job.spec.task.args, job.spec.seed))
     if faults:
-        raise SettingsError("\n".join([f"{len(faults)} thing(s) to put right first:", *(f"  {fault}" for fault in faults)]))
+        raise SettingsError(
+            "\n".join([f"{counted(len(faults), 'thing')} to put right first:", *(f"  {fault}" for fault in faults)])
+        )
 
 
 def _packages(job: Job) -> list[str]:
@@ -73,7 +79,7 @@ def _disk(job: Job, output: Path) -> list[str]:
         return []
     return [
         f"--output {output}: {free / 1e9:.1f} GB free, about {needed / 1e9:.1f} GB needed for the model, "
-        f"{job.spec.trainers.checkpoint.keep} checkpoints and the next; free some or choose another --output"
+        f"{counted(job.spec.trainers.checkpoint.keep, 'checkpoint')} and the next; free some or choose another --output"
     ]
 
 

@@ -28,14 +28,14 @@ class Display(Protocol):
 
 
 def step_line(view: RunView) -> str:
-    """The newest step in one line, for logs."""
+    """The newest step in one line, for logs. What is called a mean is one over the run, as in its summary."""
     values = view.step_values
     return (
         f"step {view.step}/{view.steps_total}"
         f"  reward {number(values.get('reward_mean'), 3)}"
         f"  lag {number(values.get('lag_mean'))} (max {number(values.get('lag_max'), 0)})"
         f"  ESS {number(values.get('ess'), 3)}"
-        f"  {number(view.gauge('actor', 'generation_tokens_per_second'), 0)} tokens/s"
+        f"  {number(view.generation.tokens_per_second, 0)} tokens/s mean"
         f"  ready {number(view.gauge('preprocessor', 'queue_groups{stage=ready}'), 0)}"
         f"  running {number(view.gauge('preprocessor', 'queue_groups{stage=running}'), 0)}"
         f"  updates {number(view.total('trainer', 'weight_updates_total'), 0)}"

@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -124,6 +125,10 @@ class RunFolder:
         with os.fdopen(descriptor, "w") as file:
             file.write(token)
         return token
+
+    def discard(self) -> None:
+        """Removes a run that never began."""
+        shutil.rmtree(self.root, ignore_errors=True)
 
     def move_aside(self) -> Path | None:
         """Makes room for a fresh run; returns where the old one lies now, None when there was none."""

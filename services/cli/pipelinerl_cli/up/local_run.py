@@ -10,14 +10,13 @@
 import asyncio
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from pipelinerl_cli.results.metrics_file import MetricsWriter, Record
+from pipelinerl_cli.results.metrics_file import MetricsWriter, Record, read_records
 from pipelinerl_cli.up import scraping
 from pipelinerl_cli.up.autoscaler import Autoscaler, ChoiceFile
 from pipelinerl_cli.up.display import Display
@@ -30,10 +29,11 @@ from pipelinerl_cli.up.machine import environment
 from pipelinerl_cli.up.patience import Patience
 from pipelinerl_cli.up.phase import describe_phase
 from pipelinerl_cli.up.ports import Ports
-from pipelinerl_cli.up.process import Process
+from pipelinerl_cli.up.process import LOG_PREFIX, Process
 from pipelinerl_cli.up.restarts import EXIT_DONE, EXIT_SETTINGS
 from pipelinerl_cli.up.scraping import own_metrics, targets_file
 from pipelinerl_cli.up.session_records import SessionRecords
+from pipelinerl_cli.up.silence import Silence
 from pipelinerl_cli.up.stream_server import StreamServer
 from pipelinerl_cli.up.supervisor import LAST_LINES, Failure, Supervisor
 from pipelinerl_cli.up.view import RunView
@@ -52,8 +52,6 @@ STOP_GRACE_S = 15.0
 GENERATOR_GRACE_S = 5.0
 """Actors have ended by then: nothing of worth runs in a generator any more."""
 PREPARE = "prepare"
-LOG_PREFIX = re.compile(r"^\S+Z [A-Z]+ \S+ ")
-"""Time, level and process of a log line, which its reader on the display knows."""
 PREPARE_MODULE = "pipelinerl_actor.prepare"
 
 
@@ -63,6 +61,8 @@ class Ending:
 
     status: str
     failure: Failure | None = None
+    never_began: bool = False
+    """The preparation has found the input wrong: there is nothing to go on with."""
 
 
 class LocalRun:
@@ -83,6 +83,8 @@ class LocalRun:
         self._scale: Callable[[], Scale] = lambda: self._autoscaler.scale(0)
         self._list_targets: Callable[[], None] = lambda: None
         self._writer = MetricsWriter.open(folder.metrics_file, time.time())
+        for record in read_records(folder.metrics_file):  # of earlier sessions
+            self._view.take(record)
         self._records = SessionRecords(self._writer, self._view)
 
     async def run(self) -> Ending:
@@ -117,6 +119,7 @@ class LocalRun:
         supervisor = Supervisor(fleet.workloads(), self._launch, self._is_finished, on_restart=self._records.count_restart)
         stack.callback(supervisor.kill)
         supervising = _background(stack, supervisor.run())
+        _background(stack, Silence(self._display.note, self._records.take, supervisor.end).watch(lambda: coordinator.silent))
         self._scale = lambda: self._autoscaler.scale(len(fleet.ready(supervisor, coordinator)))
         scaling: list[asyncio.Task[Any]] = []
         if self._job.spec.autoscale.enabled:
@@ -156,10 +159,9 @@ class LocalRun:
         if ending is not None or process.exit_status == EXIT_DONE:
             return ending
         status = process.exit_status
-        failure = Failure(
-            PREPARE, f"ended with status {status}", process.last_lines(LAST_LINES), bad_input=status == EXIT_SETTINGS
-        )
-        return Ending("failed", failure)
+        is_bad = status == EXIT_SETTINGS
+        failure = Failure(PREPARE, f"ended with status {status}", process.last_lines(LAST_LINES), bad_input=is_bad)
+        return Ending("failed", failure, never_began=is_bad)
 
     async def _coordinate(self, stack: AsyncExitStack, endpoints: Endpoints, fleet: Fleet) -> Coordinator:
         running = await stack.enter_async_context(

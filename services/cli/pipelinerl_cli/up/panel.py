@@ -44,9 +44,12 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def rows(view: RunView, sparks: int) -> Sequence[tuple[str, str, str]]:
-    """Label, newest numbers, and how they went over the last steps in at most `sparks` characters."""
+    """Label, numbers, and how they went over the last steps in at most `sparks` characters.
+
+    Numbers are of the newest step, but tokens per second and pause are means over the run, as in its summary.
+    """
     values = view.step_values
-    pause = values.get("pause_seconds", math.nan)
+    pause = view.pause.mean
 
     def trend(name: str, role: str = "trainer", low: float | None = 0.0, high: float | None = None) -> str:
         return sparkline(view.trend(role, name), sparks, low=low, high=high)
@@ -57,7 +60,7 @@ def rows(view: RunView, sparks: int) -> Sequence[tuple[str, str, str]]:
         ("ESS", number(values.get("ess"), 3), trend("ess", low=0.8, high=1.0)),
         (
             "tokens/s",
-            number(view.gauge("actor", "generation_tokens_per_second"), 0),
+            f"{number(view.generation.tokens_per_second, 0)} mean",
             trend("generation_tokens_per_second", "actor"),
         ),
         (
@@ -69,7 +72,7 @@ def rows(view: RunView, sparks: int) -> Sequence[tuple[str, str, str]]:
         (
             "updates",
             number(view.total("trainer", "weight_updates_total"), 0)
-            + (f", pause {pause * 1000:.0f} ms" if math.isfinite(pause) else ""),
+            + (f", pause {pause:.3f} s mean" if math.isfinite(pause) else ""),
             trend("pause_seconds"),
         ),
         *([("actors", f"{view.actors} ready", "")] if view.is_elastic else []),

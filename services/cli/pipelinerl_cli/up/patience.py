@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from pipelinerl_cli.up.view import RunView
+from pipelinerl_common.words import counted, nouns
 
 FIRST_LOOK_S = 60.0
 """Waits shorter than this need no explanation."""
@@ -38,8 +39,8 @@ class Patience:
             view.gauge("preprocessor", name) or 0 for name in ("queue_groups{stage=ready}", "queue_groups{stage=running}")
         )
         parts = [
-            f"no step for {waited:.0f} s: step {view.step + 1} needs {self.groups_per_step} groups, "
-            f"{ready:.0f} are ready, {running:.0f} run"
+            f"no step for {waited:.0f} s: step {view.step + 1} needs {counted(self.groups_per_step, 'group')}, "
+            f"{ready:.0f} {nouns(ready, 'is', 'are')} ready, {running:.0f} {nouns(running, 'runs', 'run')}"
         ]
         dropped = self._counted(view, "preprocessor", "groups_dropped_total{reason=", "}")
         failed = self._counted(view, "actor", "rollout_errors_total{reason=", "}")
@@ -47,6 +48,7 @@ class Patience:
             parts.append(f"groups dropped meanwhile: {dropped}")
         if failed:
             parts.append(f"rollouts failed meanwhile: {failed}; see logs/actor-0.log")
+        parts += [f"{name} has told nothing for {seconds:.0f} s" for name, seconds in view.quiet.items()]
         if view.is_training and view.detail:
             parts.append(view.detail)
         return "; ".join(parts)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,8 @@ from pipelinerl_cli.up.guard import Guard
 
 TETHER = str(Path(__file__).with_name("tether.py"))
 TAIL_BYTES = 16384
+LOG_PREFIX = re.compile(r"^\S+Z [A-Z]+ \S+ ")
+"""Time, level and process of a log line, which its reader on the display knows."""
 
 
 def tethered(argv: Sequence[str]) -> tuple[str, ...]:

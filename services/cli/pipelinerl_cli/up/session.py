@@ -15,6 +15,7 @@ from pipelinerl_cli.up.folder import Resume, RunFolder, inspect
 from pipelinerl_cli.up.interrupt import Interrupt
 from pipelinerl_cli.up.local_run import Ending, LocalRun
 from pipelinerl_common.settings import Job, cluster_only_paths, load_job
+from pipelinerl_common.words import counted
 
 EXIT_FINISHED, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_SIGNAL = 0, 1, 2, 128
 
@@ -45,7 +46,12 @@ def up(job_file: Path, *, output: Path | None, max_steps: int | None, overrides:
             _say_resumed(folder, resume, job)
         folder.write_job(job)
         ending, interrupt = asyncio.run(_run(job, folder))
-        summary = write_results(folder.root, job, ending.status)
+        if ending.never_began and resume is None:
+            folder.discard()
+            print(f"nothing was started, and no {folder.root} is left: {ending.failure}")
+            return _exit_status(ending, interrupt)
+        cause = ending.failure.cause if ending.failure else ""
+        summary = write_results(folder.root, job, ending.status, cause)
     print_outcome(summary, folder.root, str(ending.failure) if ending.failure else None)
     return _exit_status(ending, interrupt)
 
@@ -70,7 +76,7 @@ def _exit_status(ending: Ending, interrupt: Interrupt) -> int:
 
 
 def _say_finished(folder: RunFolder, resume: Resume, job: Job) -> None:
-    print(f"{folder.root}: this run is finished ({resume.steps_done} of {job.spec.algorithm.steps} steps)")
+    print(f"{folder.root}: this run is finished ({resume.steps_done} of {counted(job.spec.algorithm.steps, 'step')})")
     print(f"report: {folder.report_file}")
     print("a larger --max-steps goes on with it, --fresh starts over")
 

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 
-from pipelinerl_cli.results.history import SESSION_START
+from pipelinerl_cli.results.active_time import SESSION_START
 from pipelinerl_cli.results.metrics_file import SESSION_ROLE, MetricsWriter, Record
 from pipelinerl_cli.up.view import RunView
 from pipelinerl_operator.scaling.metrics import Scale
@@ -29,8 +29,10 @@ class SessionRecords:
 
     def count_restart(self, name: str) -> None:
         self.restarts[name] += 1
-        self._view.restarts = self.restarts.total()
         self._write(self._restart_values())
+
+    def take(self, name: str, value: float) -> None:
+        self._write({name: value})
 
     def take_scale(self, scale: Scale) -> bool:
         """Whether it has changed."""

@@ -14,8 +14,9 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pipelinerl_cli.up.process import Process
+from pipelinerl_cli.up.process import LOG_PREFIX, Process
 from pipelinerl_cli.up.restarts import Done, GiveUp, Restart, RestartBudget, judge
+from pipelinerl_common.words import counted
 from pipelinerl_operator.plan import RestartScope, Role, Workload
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,12 @@ class Failure:
     last_lines: Sequence[str] = ()
     bad_input: bool = False
     """It is the user's input that is wrong."""
+
+    @property
+    def cause(self) -> str:
+        """In one line: the last error of the log says more than its last line."""
+        lines = [line for line in self.last_lines if " ERROR " in line] or self.last_lines
+        return ": ".join([f"{self.name} {self.reason}", *(LOG_PREFIX.sub("", line) for line in lines[-1:])])
 
     def __str__(self) -> str:
         return "\n".join([f"{self.name} {self.reason}", *(f"    {line}" for line in self.last_lines)])
@@ -125,6 +132,11 @@ class Supervisor:
             processes = [p for name, p in self.running.items() if Role(name.partition("-")[0]) is role]
             await asyncio.gather(*(process.stop(grace) for process in processes))
 
+    def end(self, name: str) -> None:
+        """Ends one process, which is then started again like one that has crashed."""
+        if name in self.running:
+            self._running[name].kill()
+
     def kill(self) -> None:
         """Ends everything at once."""
         self._stopping = True
@@ -150,7 +162,7 @@ class Supervisor:
             return Failure(culprit.name, f"cannot run: {verdict.reason}", culprit.last_lines(LAST_LINES), bad_input=True)
         delay = unit.budget.spend(asyncio.get_running_loop().time())
         if delay is None:
-            reason = f"{verdict.reason}, {unit.budget.most} times restarted within {unit.budget.window_s:g} s"
+            reason = f"{verdict.reason}, restarted {counted(unit.budget.most, 'time')} within {unit.budget.window_s:g} s"
             return Failure(culprit.name, reason, culprit.last_lines(LAST_LINES))
         self._on_restart(unit.name)
         log.warning("%s %s; %s starts again in %g s", culprit.name, verdict.reason, unit.name, delay)

@@ -5,7 +5,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipelinerl_cli.results.metrics_file import SESSION_ROLE, Record
+from pipelinerl_cli.results.active_time import SESSION_START
+from pipelinerl_cli.results.generation import Generation
+from pipelinerl_cli.results.metrics_file import SESSION_ROLE, Record, ends_step
+from pipelinerl_cli.results.step_mean import StepMean
 from pipelinerl_common.metrics import is_counter
 
 SPARK_STEPS = 40
@@ -18,13 +21,21 @@ TRENDS = (
     ("preprocessor", "queue_groups{stage=ready}"),
 )
 """What is remembered for the sparklines, as it was at the end of each of the last steps."""
+TELL_EVERY_SECOND = ("actor", "preprocessor")
+"""Roles whose processes write a record about once a second, whatever they do."""
+QUIET_S = 20.0
 GENERATING = "generating the first batch"
 """The phase before the first step."""
 
 
+def has_left(record: Record) -> bool:
+    """Whether it is the last one of an actor that was let go."""
+    return record.values.get("requests_limit") == 0.0
+
+
 @dataclass
 class RunView:
-    """Fed with records, read by the displays."""
+    """Fed with the records of a run from its beginning on, those of earlier sessions too; read by the displays."""
 
     steps_total: int
     is_elastic: bool = False
@@ -34,23 +45,35 @@ class RunView:
     step: int = 0
     step_values: Mapping[str, float] = field(default_factory=dict)
     step_times: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=20))
-    restarts: int = 0
+    generation: Generation = field(default_factory=Generation)
+    pause: StepMean = field(default_factory=lambda: StepMean("pause_seconds"))
     _trends: dict[tuple[str, str], deque[float]] = field(
         default_factory=lambda: {trend: deque(maxlen=SPARK_STEPS) for trend in TRENDS}
     )
     _gauges: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
+    _counted: dict[tuple[str, str, str], float] = field(default_factory=dict)
+    """Counters' newest values by role, instance and name."""
     _totals: dict[tuple[str, str], float] = field(default_factory=dict)
+    _heard: dict[str, float] = field(default_factory=dict)
+    """When each of those that tell about themselves every second did so last."""
 
     def take(self, record: Record) -> bool:
         """Whether the record finished a step."""
+        self.generation.take(record)
+        self.pause.take(record)
+        if SESSION_START in record.values:
+            self.step_times.clear()  # the time between two sessions says nothing of the pace
+            self._gauges.clear()
+            self._heard.clear()
+        if record.role in TELL_EVERY_SECOND:
+            self._heard[record.instance] = record.time
+        if has_left(record):
+            self._heard.pop(record.instance, None)
         for name, value in record.values.items():
-            values = self._gauges.setdefault((record.role, name), {})
-            previous = values.get(record.instance, 0.0)
-            values[record.instance] = value
-            if is_counter(name):
-                counted = value - previous if value >= previous else value  # its process began again at 0
-                self._totals[record.role, name] = self._totals.get((record.role, name), 0.0) + counted
-        if record.role != "trainer" or record.step < 0 or "reward_mean" not in record.values:
+            self._gauges.setdefault((record.role, name), {})[record.instance] = value
+            if is_counter(name) and math.isfinite(value):
+                self._count(record, name, value)
+        if not ends_step(record):
             return False
         self.step = record.step
         self.step_values = record.values
@@ -60,17 +83,29 @@ class RunView:
         self.step_times.append((record.time, record.step))
         return True
 
+    def _count(self, record: Record, name: str, value: float) -> None:
+        previous = self._counted.get((record.role, record.instance, name), 0.0)
+        self._counted[record.role, record.instance, name] = value
+        counted = value - previous if value >= previous else value  # its process began again at 0
+        self._totals[record.role, name] = self._totals.get((record.role, name), 0.0) + counted
+
     def gauge(self, role: str, name: str) -> float | None:
-        """Newest value, summed over the role's instances."""
+        """Newest value of this session, summed over the role's instances."""
         values = self._gauges.get((role, name))
         return sum(values.values()) if values else None
+
+    @property
+    def quiet(self) -> Mapping[str, float]:
+        """Actors and preprocessors that have told nothing for long while others did, with the seconds."""
+        newest = max(self._heard.values(), default=0.0)
+        return {name: newest - heard for name, heard in self._heard.items() if newest - heard > QUIET_S}
 
     def trend(self, role: str, name: str) -> Sequence[float]:
         """The value at the end of each of the last steps, one of `TRENDS`; not-a-number where there was none."""
         return tuple(self._trends[role, name])
 
     def total(self, role: str, name: str) -> float | None:
-        """What a counter has counted over the role's instances and their restarts, in this session."""
+        """What a counter has counted over the role's instances and their restarts, in all sessions."""
         return self._totals.get((role, name))
 
     @property
@@ -83,6 +118,11 @@ class RunView:
     def counters(self) -> Mapping[tuple[str, str], float]:
         """`total` of every counter, by role and name."""
         return self._totals
+
+    @property
+    def restarts(self) -> int:
+        """Of the run's processes."""
+        return int(self.total(SESSION_ROLE, "restarts_total") or 0)
 
     @property
     def is_training(self) -> bool:

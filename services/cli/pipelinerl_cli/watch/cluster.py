@@ -8,10 +8,12 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelinerl_cli.up.panel import LEAST_SPARKS, duration, framed, number, sparkline
 from pipelinerl_common.errors import SettingsError, Unavailable
+from pipelinerl_common.words import counted, did_you_mean_folder
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -47,6 +49,7 @@ class ClusterJob:
         if not NAME.fullmatch(name):
             raise SettingsError(
                 f"{name}: neither a folder nor the name of a job (lower-case letters, digits and '-', at most 40)"
+                f"{did_you_mean_folder(Path(name))}"
             )
         get = ["kubectl", "get", RESOURCE, name, "--output=json", f"--request-timeout={KUBECTL_S / 2:g}s"]
         get += [f"--namespace={namespace}"] if namespace else []
@@ -79,13 +82,17 @@ class ClusterJob:
         except FileNotFoundError as error:
             raise SettingsError(
                 f"{self._name}: is no folder here, and kubectl, which would ask a cluster, is not installed"
+                f"{did_you_mean_folder(Path(self._name))}"
             ) from error
         except subprocess.TimeoutExpired as error:
             raise Unavailable(f"kubectl has not answered within {KUBECTL_S:g} s") from error
         if answer.returncode != 0:
             reason = answer.stderr.strip().splitlines()[-1:] or ["no reason given"]
             if "NotFound" in reason[0]:
-                raise SettingsError(f"{self._name}: is no folder here and no job in the cluster: {reason[0]}; see --namespace")
+                raise SettingsError(
+                    f"{self._name}: is no folder here and no job in the cluster: {reason[0]}; see --namespace"
+                    f"{did_you_mean_folder(Path(self._name))}"
+                )
             raise Unavailable(f"kubectl: {reason[0]}")
         job: dict[str, Any] = json.loads(answer.stdout)
         return job
@@ -105,6 +112,9 @@ class ClusterJob:
     @property
     def _num_steps(self) -> str:
         return str(self._job.get("spec", {}).get("algorithm", {}).get("steps", "?"))
+
+    def headline(self) -> str:
+        return f"{self._name}  {self._phase}  step {self._training.get('step', '-')}/{self._num_steps}"
 
     def has_ended(self) -> bool:
         return self._phase in ENDED
@@ -141,9 +151,10 @@ def _role(state: Mapping[str, Any]) -> "Text":
 
     ready, desired, restarts = (int(state.get(key) or 0) for key in ("ready", "desired", "restarts"))
     failure = (state.get("lastFailure") or {}).get("reason")
-    text = (
-        f"{ready}/{desired} ready" + (f", {restarts} restarts" if restarts else "") + (f", last: {failure}" if failure else "")
-    )
+    parts = [f"{ready}/{desired} ready"]
+    parts += [counted(restarts, "restart")] if restarts else []
+    parts += [f"last: {failure}"] if failure else []
+    text = ", ".join(parts)
     return Text(text, style="" if ready >= desired else "yellow")
 
 

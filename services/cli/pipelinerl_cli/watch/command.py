@@ -19,6 +19,7 @@ def run(args: argparse.Namespace) -> int:
     from pipelinerl_cli.watch.cluster import ClusterJob
     from pipelinerl_cli.watch.loop import Source, watch
     from pipelinerl_cli.watch.run_folder import RunFolderSource
+    from pipelinerl_common.words import did_you_mean_folder
 
     if args.interval is not None and not 0.05 <= args.interval <= 3600:
         raise SettingsError(f"--interval {args.interval:g}: give 0.05 to 3600 seconds")
@@ -27,7 +28,9 @@ def run(args: argparse.Namespace) -> int:
     if folder.is_dir():
         source = RunFolderSource.open(folder)
     elif "/" in args.target:
-        raise SettingsError(f"{args.target}: no such folder; give the --output folder of a `pipelinerl up`")
+        raise SettingsError(
+            f"{args.target}: no such folder; give the --output folder of a `pipelinerl up`{did_you_mean_folder(folder)}"
+        )
     else:
         source = ClusterJob.named(args.target, namespace=args.namespace, context=args.context)
     return watch(source, once=args.once, interval_s=args.interval or source.interval_s)

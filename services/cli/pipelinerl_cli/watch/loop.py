@@ -1,6 +1,5 @@
 """Looks again and again, and draws what it sees, until what is watched has ended."""
 
-import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -18,6 +17,9 @@ class Source(Protocol):
     def look(self) -> Sequence[str]:
         """Reads what is there by now; returns a line per step done since the last look. Raises SettingsError."""
 
+    def headline(self) -> str:
+        """How it stands, in one line."""
+
     def has_ended(self) -> bool:
         """Nothing more will come."""
 
@@ -26,7 +28,10 @@ class Source(Protocol):
 
 
 def watch(source: Source, *, once: bool, interval_s: float) -> int:
-    """A live panel on a terminal, a line per step otherwise; with `once` the panel, once. Returns the exit status."""
+    """A live panel on a terminal; otherwise a line at once, one per step, and one at the end. With `once` the panel, once.
+
+    Returns the exit status.
+    """
     from rich.console import Console
     from rich.live import Live
 
@@ -42,12 +47,13 @@ def watch(source: Source, *, once: bool, interval_s: float) -> int:
                 source.look()
                 live.update(source.render(console.width), refresh=True)
     else:
+        print(source.headline(), flush=True)
         while True:
             for line in lines:
-                print(line)
-            sys.stdout.flush()
+                print(line, flush=True)
             if source.has_ended():
                 break
             time.sleep(interval_s)
             lines = source.look()
+        print(source.headline(), flush=True)
     return 0

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelinerl_cli.results.history import SESSION_START
-from pipelinerl_cli.results.metrics_file import SESSION_ROLE, parse_record
-from pipelinerl_cli.results.run_folder import load_run
+from pipelinerl_cli.results.metrics_file import parse_record
+from pipelinerl_cli.results.run_folder import is_held, load_run
 from pipelinerl_cli.up.display import step_line
 from pipelinerl_cli.up.panel import duration, render
 from pipelinerl_cli.up.view import RunView
@@ -67,11 +66,13 @@ class RunFolderSource:
         except (ValueError, KeyError, TypeError) as error:
             raise SettingsError(f"{self._root / 'metrics.jsonl'}: not a metrics record: {line[:80]!r}: {error}") from error
         self._newest = max(self._newest, record.time)
-        if SESSION_START in record.values:
-            self._view.step_times.clear()  # the time between two sessions says nothing of the pace
-        stepped = self._view.take(record)
-        self._view.restarts = int(self._view.total(SESSION_ROLE, "restarts_total") or 0)
-        return step_line(self._view) if stepped else None
+        return step_line(self._view) if self._view.take(record) else None
+
+    def headline(self) -> str:
+        view = self._view
+        began = view.generation.time.session_start
+        age = f", started {duration(max(0.0, time.time() - began))} ago" if began is not None and not self.has_ended() else ""
+        return f"{self._job.name}  {self._root}  {self._status}  step {view.step}/{view.steps_total}{age}"
 
     def has_ended(self) -> bool:
         return self._status != "running"
@@ -96,15 +97,3 @@ class RunFolderSource:
 
 def _new_view(job: Job) -> RunView:
     return RunView(job.spec.algorithm.steps, is_elastic=job.spec.autoscale.enabled)
-
-
-def is_held(lock: Path) -> bool:
-    """Whether the process that wrote its id into the run's lock file runs on this machine.
-
-    Looks without locking, which could refuse an `up` that starts at that moment.
-    """
-    try:
-        words = Path("/proc", lock.read_text(encoding="ascii").strip(), "cmdline").read_bytes()
-    except (OSError, ValueError):
-        return False
-    return b"pipelinerl" in words

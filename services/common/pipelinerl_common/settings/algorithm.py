@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
+from pydantic.alias_generators import to_camel
 
 from pipelinerl_common.settings import presets
 from pipelinerl_common.settings.base import Settings
@@ -123,66 +124,102 @@ class AlgorithmSettings(Settings):
         return self
 
 
+class _Rule(NamedTuple):
+    is_fault: Callable[[AlgorithmSettings], bool]
+    fields: tuple[str, ...]
+    """What the message calls {given}: of these, the ones that were set by hand, with their values."""
+    message: str
+    """{it} and {has} go with {given}; {surrogate} is the field of that name with its value, and whose preset it is."""
+
+
 def senseless(settings: AlgorithmSettings) -> list[str]:
     """Every fault of the composition, each with what to set instead."""
-    return [message.format(settings=settings) for is_fault, message in _RULES if is_fault(settings)]
+    return [_message(settings, rule) for rule in _RULES if rule.is_fault(settings)]
 
 
-_RULES: tuple[tuple[Callable[[AlgorithmSettings], bool], str], ...] = (
-    (
+def _message(settings: AlgorithmSettings, rule: _Rule) -> str:
+    given = [name for name in rule.fields if name in settings.model_fields_set] or list(rule.fields)
+    words = {name: _told(settings, name) for name in AlgorithmSettings.model_fields}
+    words["given"] = " and ".join(_named(settings, name) for name in given)
+    words["it"], words["has"] = ("it", "has") if len(given) == 1 else ("them", "have")
+    return rule.message.format(**words)
+
+
+def _told(settings: AlgorithmSettings, name: str) -> str:
+    """Example: "surrogate=score (loss=reinforce)" where that loss has set it."""
+    preset = "" if name in settings.model_fields_set else f" (loss={settings.loss})"
+    return f"{_named(settings, name)}{preset}"
+
+
+def _named(settings: AlgorithmSettings, name: str) -> str:
+    value = getattr(settings, name)
+    return f"{to_camel(name)}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+_CLIP_BOUNDS = ("clip_low", "clip_high")
+_RULES: tuple[_Rule, ...] = (
+    _Rule(
         lambda a: a.surrogate == "clip" and a.importance == "none",
-        "surrogate=clip takes its gradient from the ratio and importance=none has none: set importance=token"
-        " or surrogate=score",
+        (),
+        "{surrogate} takes its gradient from the ratio and {importance} has none: set importance=token or surrogate=score",
     ),
-    (
+    _Rule(
         lambda a: a.surrogate == "clip" and (a.clip_low == 0 or a.clip_high == 0),
-        "surrogate=clip needs both bounds, but clipLow={settings.clip_low} and clipHigh={settings.clip_high}: set both above 0",
+        _CLIP_BOUNDS,
+        "{surrogate} needs both bounds, but {given}: set {it} above 0",
     ),
-    (
+    _Rule(
         lambda a: a.surrogate == "clip" and (a.truncation > 0 or a.truncation_low > 0 or a.outside == "mask"),
-        "truncation={settings.truncation}, truncationLow={settings.truncation_low} and outside={settings.outside} have no "
-        "effect with surrogate=clip (loss={settings.loss}): remove them, or set surrogate=score",
+        ("truncation", "truncation_low", "outside"),
+        "{given} {has} no effect with {surrogate}: remove {it}, or set surrogate=score",
     ),
-    (
+    _Rule(
         lambda a: a.surrogate == "score" and (a.clip_low > 0 or a.clip_high > 0),
-        "clipLow={settings.clip_low} and clipHigh={settings.clip_high} have no effect with surrogate=score "
-        "(loss={settings.loss}): remove them, or set surrogate=clip; `score` is bounded by truncation and truncationLow",
+        _CLIP_BOUNDS,
+        "{given} {has} no effect with {surrogate}: remove {it}, or set surrogate=clip; `score` is bounded by truncation and "
+        "truncationLow",
     ),
-    (
+    _Rule(
         lambda a: a.importance == "none" and (a.truncation > 0 or a.truncation_low > 0),
-        "truncation={settings.truncation} and truncationLow={settings.truncation_low} bound a weight that importance=none does "
-        "not have: remove them, or set importance=token",
+        ("truncation", "truncation_low"),
+        "importance=none has no weight for {given} to bound: remove {it}, or set importance=token",
     ),
-    (
+    _Rule(
         lambda a: 0 < a.truncation <= a.truncation_low,
-        "truncationLow={settings.truncation_low} must be below truncation={settings.truncation}",
+        (),
+        "{truncation_low} must be below {truncation}",
     ),
-    (
+    _Rule(
         lambda a: a.surrogate == "score" and a.outside == "mask" and a.truncation == 0 and a.truncation_low == 0,
+        (),
         "outside=mask has no bound to mask beyond: set truncation or truncationLow",
     ),
-    (
+    _Rule(
         lambda a: a.divide_by_std and a.baseline in ("value", "none"),
-        "divideByStd=true (loss={settings.loss}) divides by the spread around the group's mean, but "
-        "baseline={settings.baseline}: set baseline=mean or baseline=leave_one_out, or divideByStd=false",
+        (),
+        "{divide_by_std} divides by the spread around the group's mean, but {baseline}: set baseline=mean or "
+        "baseline=leave_one_out, or divideByStd=false",
     ),
-    (
+    _Rule(
         lambda a: a.baseline != "value" and (a.gae_lambda != 1 or a.discount != 1),
-        "gaeLambda={settings.gae_lambda} and discount={settings.discount} need a value head, but baseline={settings.baseline}: "
-        "set baseline=value, or both to 1",
+        ("gae_lambda", "discount"),
+        "{given} {has} no effect without a value head, but {baseline}: set baseline=value, or remove {it}",
     ),
-    (
+    _Rule(
         lambda a: a.baseline == "value" and a.value_coefficient == 0,
-        "valueCoefficient=0 never trains the value head of baseline=value: set it above 0, or another baseline",
+        (),
+        "valueCoefficient=0 never trains the value head of {baseline}: set it above 0, or another baseline",
     ),
-    (
+    _Rule(
         lambda a: a.drop_zero_advantage and a.baseline in ("value", "none"),
-        "dropZeroAdvantage=true drops groups of equal rewards, which teach with baseline={settings.baseline} "
-        "(loss={settings.loss}): set dropZeroAdvantage=false, or baseline=mean",
+        (),
+        "{drop_zero_advantage} drops groups of equal rewards, which teach with {baseline}: set dropZeroAdvantage=false, or "
+        "baseline=mean",
     ),
-    (
+    _Rule(
         lambda a: a.gradient_mixing > 0 and (a.surrogate != "score" or a.importance == "none"),
-        "gradientMixing={settings.gradient_mixing} mixes importance weights with 1, but surrogate={settings.surrogate} and "
-        "importance={settings.importance}: set surrogate=score with a weight, or remove it",
+        (),
+        "{gradient_mixing} mixes importance weights with 1, but {surrogate} and {importance}: set surrogate=score with a "
+        "weight, or remove it",
     ),
 )

@@ -1,30 +1,36 @@
 """Reads a job file, applies `--set path=value`, and turns every mistake into one readable message."""
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.alias_generators import to_camel
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings.job import Job
+from pipelinerl_common.settings.model import DOTTED_PATH
+from pipelinerl_common.words import counted, did_you_mean
 
 _FREE_FORM = {"args", "engineArgs", "engine_args", "podTemplate", "pod_template"}
 """Mappings whose keys are another program's names, taken letter by letter."""
 _FOLLOWS_FROM_ANOTHER = "default_factory_not_called"
 """A default that depends on a field which is wrong itself."""
+_MOST_PLACES = 2
+"""A name that more sections than these have says nothing about which one was meant."""
 
 
 def load_job(path: Path, overrides: Iterable[str] = ()) -> Job:
     """Reads `path` (YAML or JSON). `overrides` are `dotted.path=value` below `spec`. Raises SettingsError."""
     try:
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise SettingsError(f"{path}: {_no_file(path)}") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: cannot be read: {error}") from error
+        raise SettingsError(f"{path}: cannot be read: {error}; give a job file (YAML)") from error
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -42,7 +48,14 @@ def parse_job(document: Mapping[str, Any], source: str) -> Job:
         return Job.model_validate(document)
     except ValidationError as error:
         lines = [f"  {_describe(detail)}" for detail in error.errors() if detail["type"] != _FOLLOWS_FROM_ANOTHER]
-        raise SettingsError("\n".join([f"{source}: {len(lines)} fault(s) in the job file", *lines])) from error
+        raise SettingsError("\n".join([f"{source}: {counted(len(lines), 'fault')} in the job file", *lines])) from error
+
+
+def _no_file(path: Path) -> str:
+    if DOTTED_PATH.match(str(path)):
+        return "this is the name of a task, but a job file (YAML) is needed here: one whose spec.task.path names the task"
+    names = [each.name for each in path.parent.iterdir() if each.is_file()] if path.parent.is_dir() else []
+    return f"there is no such file; give a job file (YAML){did_you_mean(path.name, names)}"
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
@@ -74,9 +87,7 @@ def _describe(detail: ErrorDetails) -> str:
     location = ".".join(str(part) for part in detail["loc"]) or "the file"
     value = detail["input"]
     if detail["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(str(detail["loc"][-1]), _field_names(detail["loc"][:-1]), n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        return f"{location}: unknown field{hint}"
+        return f"{location}: unknown field{_meant(detail['loc'])}"
     if detail["type"] == "missing":
         return f"{location}: missing"
     message = detail["msg"].removeprefix("Value error, ")
@@ -84,16 +95,40 @@ def _describe(detail: ErrorDetails) -> str:
     return f"{location}: {message}{shown}"
 
 
+def _meant(location: Sequence[int | str]) -> str:
+    """A hint for an unknown field: the same name in another section, or a near name in its own."""
+    name = str(location[-1])
+    places = [path for path in _paths(Job) if to_camel(path.rpartition(".")[2]) == to_camel(name)]
+    if 0 < len(places) <= _MOST_PLACES:
+        return f"; did you mean {' or '.join(map(repr, places))}?"
+    return did_you_mean(name, _field_names(location[:-1]))
+
+
+def _paths(model: type[BaseModel], above: str = "") -> Iterator[str]:
+    """All fields of a job file. Example: "spec.algorithm.optimizer.learningRate"."""
+    for name, field in model.model_fields.items():
+        path = f"{above}{field.alias or name}"
+        yield path
+        nested = _section(field)
+        if nested is not None:
+            yield from _paths(nested, f"{path}.")
+
+
 def _field_names(location: Sequence[int | str]) -> list[str]:
     """Names allowed in the mapping at `location` of a job document."""
     model: type[BaseModel] = Job
     for part in location:
         field = next((field for name, field in model.model_fields.items() if part in (name, field.alias)), None)
-        if field is None:
+        nested = None if field is None else _section(field)
+        if nested is None:
             return []
-        candidates = [field.annotation, *get_args(field.annotation)]
-        nested = [candidate for candidate in candidates if isinstance(candidate, type) and issubclass(candidate, BaseModel)]
-        if not nested:
-            return []
-        model = nested[0]
+        model = nested
     return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    """The model of a field that is a section, or may be left out as a whole."""
+    if get_origin(field.annotation) in (list, dict, tuple):
+        return None
+    candidates = [field.annotation, *get_args(field.annotation)]
+    return next((each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel)), None)

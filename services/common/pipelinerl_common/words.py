@@ -1,0 +1,65 @@
+"""Words for people: numbers with their nouns, and what a misspelt name may have meant."""
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+NEAR = 0.6
+"""Likeness (difflib's ratio) from which on a name is near another one."""
+NEAR_START = 0.75
+"""Likeness of a short word to the beginning of a name."""
+SHORTEST_START = 3
+
+
+def counted(number: float, noun: str, plural: str = "") -> str:
+    """Example: counted(1, "restart") is "1 restart", counted(2, "reply", "replies") is "2 replies"."""
+    return f"{number:.0f} {nouns(number, noun, plural)}"
+
+
+def nouns(number: float, noun: str, plural: str = "") -> str:
+    """The noun alone. Example: nouns(2, "rank") is "ranks"."""
+    return noun if round(number) == 1 else plural or noun + "s"
+
+
+def close_matches(word: str, candidates: Iterable[str], most: int = 1) -> list[str]:
+    """Of `candidates`, those that `word` may have meant, the nearest first: nearly the same, or beginning nearly like it.
+
+    Case, "-" and "_" do not count. Examples: "my_first" is near "my-first", and "lern" near "learningRate".
+    """
+    likeness = {candidate: _likeness(_plain(word), _plain(candidate)) for candidate in candidates}
+    near = [candidate for candidate, value in likeness.items() if value >= NEAR]
+    return sorted(near, key=lambda candidate: (-likeness[candidate], candidate))[:most]
+
+
+def did_you_mean(word: str, candidates: Iterable[str], most: int = 1) -> str:
+    """A hint to be put behind a message about an unknown `word`; empty when nothing is near it."""
+    close = close_matches(word, candidates, most)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def did_you_mean_folder(path: Path) -> str:
+    """A hint to be put behind a message about a folder that is not there: one beside it, or below runs/, of nearly its name."""
+    places = {str(place / each.name) for place in (path.parent, Path("runs")) for each in _folders(place)}
+    by_name = {name: Path(name).name for name in sorted(places)}
+    close = close_matches(path.name, by_name.values())
+    found = next((name for name, last in by_name.items() if last in close), None)
+    return f"; did you mean {found}?" if found else ""
+
+
+def _folders(place: Path) -> list[Path]:
+    try:
+        return [each for each in place.iterdir() if each.is_dir()]
+    except OSError:
+        return []
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("-", "").replace("_", "")
+
+
+def _likeness(word: str, name: str) -> float:
+    whole = difflib.SequenceMatcher(None, word, name).ratio()
+    if not SHORTEST_START <= len(word) < len(name):
+        return whole
+    start = difflib.SequenceMatcher(None, word, name[: len(word)]).ratio()
+    return max(whole, 0.9 * start) if start >= NEAR_START else whole
