@@ -175,15 +175,16 @@ def test_targets_say_what_was_measured_and_whether_it_is_enough() -> None:
     assert targets.samples(Ratio(0.5, 0.4, 0.6, 5)).is_met, "fewer samples are no fault"
     assert not targets.samples(Ratio(1.11, 1.0, 1.2, 5)).is_met
     assert targets.speed_up(None).measured == "no seed in which both come to the goal"
-    assert not targets.ess([], []).is_met
+    assert not targets.ess([], [], 4).is_met
 
 
 def test_ess_is_measured_by_small_g_alone(folder: Path) -> None:
     report = Report.of(folder)
     mine = report.in_flight.numbers
     theirs = [(arm.setting.num_steps or 0, run) for arm in report.searched for run in arm.numbers]
-    assert targets.ess(mine, theirs).wanted == "at least 0.9600, the least of conventional G up to 4 (to 1.0000)"
-    assert not targets.ess([replace(mine[0], ess_mean=0.95)], theirs).is_met
+    assert targets.ess(mine, theirs, 1).wanted == "at least 0.9600, the least of conventional G up to 4 (to 1.0000)"
+    assert targets.ess(mine, theirs, 8).wanted.startswith("at least 0.7000")
+    assert not targets.ess([replace(mine[0], ess_mean=0.95)], theirs, 4).is_met
 
 
 def test_core_use_between_two_moments_by_hand() -> None:

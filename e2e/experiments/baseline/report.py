@@ -88,7 +88,7 @@ class Report:
         return [
             targets.speed_up(self.ratio(theirs, mine, lambda run: run.seconds_to_goal)),
             targets.samples(self.ratio(mine, theirs, lambda run: run.trajectories_to_goal)),
-            targets.ess(mine.numbers, conventional),
+            targets.ess(mine.numbers, conventional, theirs.setting.num_steps or 0),
         ]
 
     def pictures(self) -> Iterator[tuple[str, str]]:
