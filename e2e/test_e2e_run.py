@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from safetensors.numpy import load_file
 
 from up_run import Run
 
@@ -45,6 +46,23 @@ def test_the_demo_learns_with_weights_swapped_in_flight(new_run: Callable[..., R
     assert summary["tokens_trained"] <= summary["tokens_generated"]
     assert (run.output / "report.html").stat().st_size > 10_000
     assert (run.output / "final" / "model.safetensors").exists()
+    assert_nothing_trained_twice(run, summary["steps"])
+    assert_ended_without_leftovers(run)
+
+
+def test_adapters_learn_and_nothing_else_is_sent(new_run: Callable[..., Run]) -> None:
+    run = new_run("adapters", job=Run.job.parent / "arithmetic-lora.yaml").start()
+    assert run.wait() == 0, run.terminal[-4000:]
+    summary = run.summary
+    assert summary["reward_first"] <= 0.3
+    assert summary["reward_last"] >= 0.7
+    assert summary["weight_updates"] >= 30
+    assert summary["restarts"] == 0
+    adapter = load_file(run.output / "final" / "adapter" / "adapter_model.safetensors")
+    sent = {values["update_bytes"] for values in run.steps if "update_bytes" in values}
+    assert sent == {sum(tensor.nbytes for tensor in adapter.values())}
+    whole = (run.output / "final" / "model.safetensors").stat().st_size
+    assert sent.pop() < whole / 4
     assert_nothing_trained_twice(run, summary["steps"])
     assert_ended_without_leftovers(run)
 

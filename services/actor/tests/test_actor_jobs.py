@@ -34,6 +34,11 @@ def test_the_conventional_job_differs_in_name_and_staleness_only() -> None:
     assert different == {"staleness"}
 
 
+def test_the_job_with_adapters_differs_in_the_model_and_the_learning_rate_only() -> None:
+    whole, adapted = _dump(load_job(JOBS / "arithmetic.yaml")), _dump(load_job(JOBS / "arithmetic-lora.yaml"))
+    assert {name for name in whole if whole[name] != adapted[name]} == {"model", "algorithm"}
+
+
 def _dump(job: Job) -> dict[str, object]:
     dumped: dict[str, object] = job.spec.model_dump()
     return dumped

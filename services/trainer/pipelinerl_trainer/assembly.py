@@ -10,7 +10,7 @@ from pipelinerl_common.service import Wiring
 from pipelinerl_common.settings import Job
 from pipelinerl_trainer.batches import BatchesClient
 from pipelinerl_trainer.bridge import Bridge
-from pipelinerl_trainer.checkpoint import MODEL, Checkpointer, ledger_of, load_optimizer, load_value_head
+from pipelinerl_trainer.checkpoint import MODEL, Checkpointer, ledger_of, load_adapter, load_optimizer, load_value_head
 from pipelinerl_trainer.checkpoint_store import Checkpoint, CheckpointStore
 from pipelinerl_trainer.engine import Engine
 from pipelinerl_trainer.export import export_final
@@ -95,10 +95,13 @@ def choose_checkpoint(run: Run, ranks: Ranks) -> Checkpoint | None:
 def make_engine(run: Run, ranks: Ranks, checkpoint: Checkpoint | None) -> Engine:
     """The model and its optimizer, as they were at the checkpoint or as they were prepared."""
     spec = run.job.spec
-    folder = run.model_folder if checkpoint is None else checkpoint.folder / MODEL
+    folder = run.model_folder
+    if checkpoint is not None and spec.model.adapter is None:  # an adapter goes on from what it was begun on
+        folder = checkpoint.folder / MODEL
     policy = load_policy(folder, spec, ranks.device, ranks.sequence)
     if checkpoint is not None:
         load_value_head(policy, checkpoint)
+        load_adapter(policy, checkpoint)
     engine = Engine(policy, ranks, spec.trainers.zero_stage, spec.algorithm.optimizer)
     if checkpoint is not None:
         load_optimizer(engine, ranks, checkpoint)
@@ -106,7 +109,7 @@ def make_engine(run: Run, ranks: Ranks, checkpoint: Checkpoint | None) -> Engine
 
 
 def manifest_of(engine: Engine, run: Run) -> Manifest:
-    """What is broadcast: every weight in the job's element type, in the engine's order."""
+    """What is broadcast: every weight, or the adapter's, in the job's element type and the engine's order."""
     spec = run.job.spec
     tensors = tuple(TensorSpec(name, spec.model.dtype, shape) for name, shape in engine.served_shapes.items())
     return Manifest(tensors, spec.weight_transfer.bucket_bytes)

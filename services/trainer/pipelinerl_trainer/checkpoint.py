@@ -1,6 +1,7 @@
 """What a checkpoint holds, and how all ranks write and read it together.
 
-model/                          the policy as a Hugging Face folder, which generators load too
+model/                          the policy as a Hugging Face folder, adapters merged
+adapter/                        with `model.adapter`, in PEFT's format: training goes on from it and the prepared model
 value_head.safetensors          with `baseline: value`
 optimizer/rank-0.safetensors    each rank's float32 master weights and moments
 rng/rank-0.json                 each rank's random number generators
@@ -19,7 +20,17 @@ from pipelinerl.v1 import batches_pb2
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_trainer.checkpoint_store import Checkpoint, CheckpointStore
 from pipelinerl_trainer.engine import Engine
-from pipelinerl_trainer.export import WriteFailed, export_policy, save_tensors, together, writing
+from pipelinerl_trainer.export import (
+    ADAPTER,
+    WriteFailed,
+    adapter_tensors,
+    export_policy,
+    load_adapter_tensors,
+    save_adapter,
+    save_tensors,
+    together,
+    writing,
+)
 from pipelinerl_trainer.model import PolicyModel
 from pipelinerl_trainer.randomness import load_randomness, save_randomness
 from pipelinerl_trainer.ranks import Ranks
@@ -65,9 +76,12 @@ class Checkpointer:
         """Collectives come first and are finished on every rank before anything can fail there."""
         folder, rank = self._store.partial(step), self._ranks.rank
         value_head = {name: weight.to("cpu", copy=True) for name, weight in self._engine.value_head_weights()}
+        adapter = adapter_tensors(self._engine)
         export_policy(self._engine, self._ranks, self._model_folder, folder / MODEL)
         if self._ranks.is_leader and value_head:
             save_tensors(folder / VALUE_HEAD, value_head)
+        if self._ranks.is_leader:
+            save_adapter(self._engine, adapter, folder / ADAPTER)
         tensors = {name: tensor.detach().cpu() for name, tensor in self._engine.optimizer_tensors().items()}
         save_tensors(folder / OPTIMIZER / f"rank-{rank}.safetensors", tensors)
         save_randomness(folder / RANDOMNESS / f"rank-{rank}.json")
@@ -84,7 +98,23 @@ def layout_of(engine: Engine, ranks: Ranks) -> dict[str, Any]:
         "zero_stage": engine.zero_stage,
         "dtype": str(engine.dtype).removeprefix("torch."),
         "value_head": engine.policy.value_head is not None,
+        "adapter": _adapter_of(engine.policy),
     }
+
+
+def _adapter_of(policy: PolicyModel) -> dict[str, Any] | None:
+    return None if policy.adapter is None else policy.adapter.facts()
+
+
+def load_adapter(policy: PolicyModel, checkpoint: Checkpoint) -> None:
+    """Before the engine is made, into the prepared model's policy. Raises SettingsError."""
+    if policy.adapter is None:
+        return
+    _refuse_other_settings(checkpoint, {"adapter": _adapter_of(policy)})
+    try:
+        policy.adapter.load(load_adapter_tensors(checkpoint.folder / ADAPTER))
+    except (OSError, SafetensorError, ValueError) as error:
+        raise SettingsError(f"{checkpoint.folder / ADAPTER}: cannot be read: {error}") from error
 
 
 def load_value_head(policy: PolicyModel, checkpoint: Checkpoint) -> None:
@@ -95,10 +125,19 @@ def load_value_head(policy: PolicyModel, checkpoint: Checkpoint) -> None:
 
 def load_optimizer(engine: Engine, ranks: Ranks, checkpoint: Checkpoint) -> None:
     """Into an engine whose weights are those of the checkpoint. Raises SettingsError when it was written by another layout."""
-    layout = layout_of(engine, ranks)
+    _refuse_other_settings(checkpoint, layout_of(engine, ranks))
+    path = checkpoint.folder / OPTIMIZER / f"rank-{ranks.rank}.safetensors"
+    try:
+        engine.load_optimizer_tensors(_load_tensors(path))
+        load_randomness(checkpoint.folder / RANDOMNESS / f"rank-{ranks.rank}.json")
+    except (OSError, ValueError, KeyError) as error:
+        raise SettingsError(f"{checkpoint.folder}: cannot be read: {error}") from error
+
+
+def _refuse_other_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
     different = [
         f"{key} {checkpoint.facts.get(key)!r} there, {value!r} now"
-        for key, value in layout.items()
+        for key, value in settings.items()
         if checkpoint.facts.get(key) != value
     ]
     if different:
@@ -106,12 +145,6 @@ def load_optimizer(engine: Engine, ranks: Ranks, checkpoint: Checkpoint) -> None
             f"{checkpoint.folder} was written with other settings: {'; '.join(different)}. "
             "Restore them, or start a new run from its model folder"
         )
-    path = checkpoint.folder / OPTIMIZER / f"rank-{ranks.rank}.safetensors"
-    try:
-        engine.load_optimizer_tensors(_load_tensors(path))
-        load_randomness(checkpoint.folder / RANDOMNESS / f"rank-{ranks.rank}.json")
-    except (OSError, ValueError, KeyError) as error:
-        raise SettingsError(f"{checkpoint.folder}: cannot be read: {error}") from error
 
 
 def ledger_of(checkpoint: Checkpoint) -> batches_pb2.LedgerSnapshot:

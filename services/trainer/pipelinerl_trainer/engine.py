@@ -73,8 +73,10 @@ class Engine:
         self.zero_stage = zero_stage
         self.policy = policy.to(ranks.device)
         self.dtype: torch.dtype = next(policy.parameters()).dtype
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in policy.served_parameters()}
-        self._served_shapes = dict(pair for item in self._shapes.items() for pair in policy.tensors.shapes_of(*item))
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in policy.model_parameters()}
+        self._model_shapes = dict(pair for item in self._shapes.items() for pair in policy.tensors.shapes_of(*item))
+        adapted = () if policy.adapter is None else policy.adapter.parameters()
+        self._adapter_shapes = {name: tuple(parameter.shape) for name, parameter in adapted}
         self._engine, self._optimizer = _initialize(self.policy, zero_stage, self.dtype, settings)
         if zero_stage == 3:
             self._register_head()
@@ -124,17 +126,36 @@ class Engine:
         return StepOutcome(bool(self._engine.was_step_applied()), float("inf") if norm is None else float(norm))
 
     @property
+    def model_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Full shapes of the model, by the checkpoint's names, in the order in which `model_weights` gives them."""
+        return self._model_shapes
+
+    def model_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full weights by the checkpoint's names, one after another, adapters merged into them; each valid until the next one.
+        Every rank must exhaust the iterator."""
+        adapter = self.policy.adapter
+        for members in _by_size(self.policy.model_parameters(), self._shapes, self.dtype.itemsize):
+            parts = [] if adapter is None else [part for name, _ in members for part in adapter.parts_of(name)]
+            with self._gathered([*(parameter for _, parameter in members), *parts]):
+                for name, parameter in members:
+                    weight = parameter.detach() if adapter is None else adapter.merged(name, parameter.detach())
+                    yield from self.policy.tensors.of(name, weight)
+
+    @property
     def served_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Full shapes of what generators need, by the checkpoint's names, in the order in which `served_weights` gives them."""
-        return self._served_shapes
+        """Like `model_shapes`, of what `served_weights` gives."""
+        return self._model_shapes if self.policy.adapter is None else self._adapter_shapes
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full weights by the checkpoint's names, one after another; valid until the next one. Every rank must exhaust the
-        iterator."""
-        for members in _by_size(self.policy.served_parameters(), self._shapes, self.dtype.itemsize):
+        """What generators need: `model_weights`, or the adapter alone, because they have the rest from the model folder."""
+        adapter = self.policy.adapter
+        if adapter is None:
+            yield from self.model_weights()
+            return
+        for members in _by_size(adapter.parameters(), self._adapter_shapes, self.dtype.itemsize):
             with self._gathered([parameter for _, parameter in members]):
                 for name, parameter in members:
-                    yield from self.policy.tensors.of(name, parameter.detach())
+                    yield name, parameter.detach()
 
     def value_head_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Like `served_weights`, of the value head, if there is one."""
@@ -193,7 +214,8 @@ class Engine:
 def _initialize(policy: PolicyModel, zero_stage: int, dtype: torch.dtype, settings: OptimizerSettings) -> tuple[Any, Any]:
     import deepspeed
 
-    optimizer = make_optimizer(policy.parameters(), settings)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer = make_optimizer(trained, settings)
     engine, zero_optimizer, _, _ = deepspeed.initialize(
         model=policy, optimizer=optimizer, config=deepspeed_config(zero_stage, dtype, settings), dist_init_required=False
     )

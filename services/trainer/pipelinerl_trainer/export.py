@@ -1,4 +1,7 @@
-"""The policy as a Hugging Face folder that transformers and vLLM load: safetensors, configuration, tokenizer."""
+"""The policy as a Hugging Face folder that transformers and vLLM load: safetensors, configuration, tokenizer.
+
+Adapters are merged into its weights. Alone they are a folder of their own in PEFT's format.
+"""
 
 import json
 import logging
@@ -11,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipelinerl_common.errors import FatalError
@@ -20,8 +23,13 @@ from pipelinerl_trainer.ranks import Ranks, Vote
 
 log = logging.getLogger(__name__)
 
+ADAPTER = "adapter"
+"""Folder of the adapter, in the exported model's or beside the checkpoint's."""
+
 SHARD_BYTES = 4 << 30
 """A file holds whole tensors up to this size, at least one; so much host memory is used at a time."""
+
+_ADAPTER_WEIGHTS, _ADAPTER_CONFIG, _PEFT_PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
@@ -36,7 +44,7 @@ def export_policy(engine: Engine, ranks: Ranks, source: Path, target: Path, shar
     Every rank must call it; rank 0 writes, and raises WriteFailed. The others then go on unharmed.
     """
     writer = _ShardWriter(target, _shards(engine, shard_bytes)) if ranks.is_leader else None
-    for name, weight in engine.served_weights():
+    for name, weight in engine.model_weights():
         if writer is not None:
             writer.add(name, weight)
     if writer is not None:
@@ -44,8 +52,33 @@ def export_policy(engine: Engine, ranks: Ranks, source: Path, target: Path, shar
         _copy_companions(source, target, str(engine.dtype).removeprefix("torch."))
 
 
+def adapter_tensors(engine: Engine) -> dict[str, Tensor]:
+    """Copies of the adapter on the host; none where there is no adapter. Every rank must call it."""
+    if engine.policy.adapter is None:
+        return {}
+    return {name: weight.to("cpu", copy=True) for name, weight in engine.served_weights()}
+
+
+def save_adapter(engine: Engine, tensors: Mapping[str, Tensor], target: Path) -> None:
+    """Writes `adapter_tensors` to the new folder `target` as `peft.PeftModel.from_pretrained` loads them, if there are any.
+
+    For rank 0. Raises WriteFailed.
+    """
+    if engine.policy.adapter is None:
+        return
+    with writing():
+        target.mkdir()
+    save_tensors(target / _ADAPTER_WEIGHTS, {f"{_PEFT_PREFIX}{name}": tensor for name, tensor in tensors.items()})
+    save_json(target / _ADAPTER_CONFIG, engine.policy.adapter.peft_config())
+
+
+def load_adapter_tensors(folder: Path) -> dict[str, Tensor]:
+    """What `save_adapter` wrote, by the names of the wire. Raises OSError or SafetensorError."""
+    return {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in load_file(folder / _ADAPTER_WEIGHTS).items()}
+
+
 def export_final(engine: Engine, ranks: Ranks, source: Path, target: Path) -> None:
-    """`export_policy` to `target`, which appears as a whole or not at all, in place of an older one.
+    """The policy to `target`, which appears as a whole or not at all, in place of an older one; its adapter to a folder in it.
 
     Raises FatalError on every rank when it cannot be written.
     """
@@ -56,7 +89,7 @@ def export_final(engine: Engine, ranks: Ranks, source: Path, target: Path) -> No
         partial.mkdir(parents=True)
 
     def finish() -> None:
-        sync([*partial.iterdir(), partial])
+        sync([*partial.rglob("*"), partial])
         shutil.rmtree(target, ignore_errors=True)
         os.replace(partial, target)
 
@@ -65,7 +98,13 @@ def export_final(engine: Engine, ranks: Ranks, source: Path, target: Path) -> No
             if ranks.is_leader:
                 action()
 
-    for action in (lambda: by_leader(begin), lambda: export_policy(engine, ranks, source, partial), lambda: by_leader(finish)):
+    def write() -> None:
+        adapter = adapter_tensors(engine)  # before anything can fail: other ranks take part
+        export_policy(engine, ranks, source, partial)
+        if ranks.is_leader:
+            save_adapter(engine, adapter, partial / ADAPTER)
+
+    for action in (lambda: by_leader(begin), write, lambda: by_leader(finish)):
         if not together(ranks, action, f"the export to {target}"):
             raise FatalError(f"the trained model could not be written to {target}; with --resume it is tried again")
 
@@ -85,7 +124,7 @@ def _shards(engine: Engine, shard_bytes: int) -> dict[str, list[str]]:
     """Tensor names by file name, in the order in which the engine gives them."""
     groups: list[list[str]] = [[]]
     size = 0
-    for name, shape in engine.served_shapes.items():
+    for name, shape in engine.model_shapes.items():
         num_bytes = engine.dtype.itemsize * torch.Size(shape).numel()
         if groups[-1] and size + num_bytes > shard_bytes:
             groups.append([])

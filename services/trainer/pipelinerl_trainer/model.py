@@ -1,6 +1,6 @@
 """The policy: a causal language model that scores packed rows, with an optional value head."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ from transformers.utils.logging import disable_progress_bar
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import JobSpec, ModelSettings
 from pipelinerl_trainer import attention
+from pipelinerl_trainer.adapter import Adapter
 from pipelinerl_trainer.checkpoint_tensors import CheckpointTensors, check_tensors, stored_shapes
 from pipelinerl_trainer.packed import PackedRow
 from pipelinerl_trainer.scoring import LogitTransform, TokenHead, TokenScores
 from pipelinerl_trainer.sequence_parallel import ALONE, SequenceGroup
+from pipelinerl_weights.adapter import WEIGHT, layer_of
 
 
 class PolicyModel(nn.Module):
@@ -34,12 +36,14 @@ class PolicyModel(nn.Module):
         head_in_float32: bool = False,
         sequence: SequenceGroup = ALONE,
         tensors: CheckpointTensors | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         super().__init__()
         self.tensors = tensors or CheckpointTensors(language_model)
         """How the language model's parameters are stored, and sent."""
         self._sequence = sequence
         self.language_model = language_model
+        self.adapter = adapter
         transform = LogitTransform.of(language_model.config)
         self.token_head = TokenHead(language_model.get_output_embeddings(), transform, in_float32=head_in_float32)
         self.value_head: nn.Linear | None = None
@@ -63,9 +67,11 @@ class PolicyModel(nn.Module):
         values_U = None if self.value_head is None else self.value_head(hidden_UH)[:, 0].float()
         return self._sequence.whole(TokenScores(logprobs_U, entropy_U, values_U), mine.scored_U, len(row.target_slots_T))
 
-    def served_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What generators need, by the names in memory; a tied head is not listed beside the embedding."""
-        yield from self.language_model.named_parameters()
+    def model_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The language model's own, by the names in memory; a tied head is not listed beside the embedding."""
+        for name, parameter in self.language_model.named_parameters():
+            if layer_of(name) is None:
+                yield name, parameter
 
 
 def load_policy(folder: Path, spec: JobSpec, device: torch.device, sequence: SequenceGroup = ALONE) -> PolicyModel:
@@ -94,6 +100,10 @@ def load_policy(folder: Path, spec: JobSpec, device: torch.device, sequence: Seq
     check_tensors(tensors, language_model, stored)
     _check_length(language_model.config, spec.model)
     sequence.check_heads(language_model.config)
+    adapter = None
+    if spec.model.adapter is not None:
+        adapter = Adapter.attach(language_model, spec.model.adapter, spec.seed, spec.model.uri.removeprefix("hf://"))
+        _check_layers(adapter, stored)
     if spec.trainers.activation_checkpointing:
         language_model.gradient_checkpointing_enable({"use_reentrant": False})
     return PolicyModel(
@@ -102,6 +112,7 @@ def load_policy(folder: Path, spec: JobSpec, device: torch.device, sequence: Seq
         head_in_float32=spec.model.head_dtype == "float32",
         sequence=sequence,
         tensors=tensors,
+        adapter=adapter,
     ).train()
 
 
@@ -116,3 +127,12 @@ def _check_length(config: Any, settings: ModelSettings) -> None:
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and settings.max_model_len > limit:
         raise SettingsError(f"model.maxModelLen={settings.max_model_len} is more than the model's {limit} positions")
+
+
+def _check_layers(adapter: Adapter, stored: Mapping[str, tuple[int, ...]]) -> None:
+    """Generators find the weight that an adapter belongs to by its name."""
+    elsewhere = [layer for layer in adapter.layers if stored and f"{layer}{WEIGHT}" not in stored]
+    if elsewhere:
+        raise SettingsError(
+            f"model.adapter: the checkpoint has the weight of {elsewhere[0]} under another name; choose others in targetModules"
+        )

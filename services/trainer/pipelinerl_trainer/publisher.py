@@ -46,7 +46,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class PublisherStatus:
-    """What the metrics say about publication; seconds are those of the newest successful update."""
+    """What the metrics say about publication; seconds and bytes are those of the newest successful update."""
 
     served_version: int = -1
     num_updates: int = 0
@@ -57,16 +57,19 @@ class PublisherStatus:
     """The longest over the members."""
     transfer_s: float = 0.0
     apply_s: float = 0.0
+    update_bytes: int = 0
+    """Of the manifest's tensors, which every generator was sent."""
 
     def values(self) -> dict[str, float]:
-        """Gauges by name; times only once there was an update."""
-        seconds = {
+        """Gauges by name; times and bytes only once there was an update."""
+        newest = {
             "publish_seconds": self.publish_s,
             "pause_seconds": self.pause_s,
             "transfer_seconds": self.transfer_s,
             "apply_seconds": self.apply_s,
+            "update_bytes": float(self.update_bytes),
         }
-        return {"served_version": float(self.served_version), **(seconds if self.num_updates else {})}
+        return {"served_version": float(self.served_version), **(newest if self.num_updates else {})}
 
 
 class Publisher:
@@ -233,6 +236,7 @@ class Publisher:
                 pause_s=max((member.pause_s for member in members), default=0.0),
                 transfer_s=max((member.transfer_s for member in members), default=0.0),
                 apply_s=max((member.apply_s for member in members), default=0.0),
+                update_bytes=offer.snapshot.manifest.num_bytes,
             )
         )
         self._mark_wake.set()
@@ -241,6 +245,7 @@ class Publisher:
             fields(
                 published_version=offer.version,
                 generators=len(members),
+                bytes=self.status.update_bytes,
                 seconds=seconds,
                 pause_seconds=self.status.pause_s,
                 running=sum(member.num_running for member in members),

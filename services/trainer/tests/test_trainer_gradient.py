@@ -108,7 +108,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     folder = tmp_path_factory.mktemp("ranks")
     toys.save_tiny_model(folder / "model")
     with ExitStack() as stack:
-        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(11)]
+        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(15)]
         ports = [str(probe.getsockname()[1]) for probe in probes]
     program = str(Path(__file__).with_name("trainer_rank_program.py"))
     logs = [(folder / f"rank-{rank}.log").open("wb") for rank in (0, 1)]
@@ -171,6 +171,33 @@ def test_ranks_agree_on_the_highest_vote_and_on_the_same_batch_only(two_ranks: t
     _, results = two_ranks
     assert results["replaced"] == {"raised": True, "unchanged": True}
     assert results["votes"] == ["READY", "WAIT", "WAIT", "STOP"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_ranks_train_the_adapter_that_one_trains(two_ranks: tuple[Path, dict[str, Any]], stage: int) -> None:
+    folder, _ = two_ranks
+    settings = toys.full_algorithm()
+    with join_ranks(Place()) as ranks:
+        policy = load_policy(folder / "model", toys.ADAPTED.spec, ranks.device)
+        engine = Engine(policy, ranks, 1, settings.optimizer)
+        learner = toys.learner(engine, ranks, settings)
+        before = {name: weight.clone() for name, weight in engine.served_weights()}
+        for step in range(4):
+            everything = toys.trajectories(6, seed=10 + step)
+            learner.train_step(toys.batch_of([everything[:3], everything[3:]], everything, step))
+        expected = {name: weight.clone() for name, weight in engine.served_weights()}
+    found = load_file(folder / f"adapter-{stage}.safetensors")
+    assert set(found) == set(expected)
+    assert min(float((weight - before[name]).abs().max()) for name, weight in expected.items()) > 1e-3
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, atol=TOLERANCE, rtol=0, msg=name)
+
+
+def test_two_ranks_resume_an_adapter_bit_by_bit(two_ranks: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = two_ranks
+    straight, resumed = (load_file(folder / f"adapter-{name}3.safetensors") for name in ("", "resumed-"))
+    assert all(torch.equal(weight, straight[name]) for name, weight in resumed.items())
+    assert set(straight) == set(resumed)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

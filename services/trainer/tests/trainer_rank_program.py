@@ -2,8 +2,9 @@
 
     python trainer_rank_program.py RANK NUM_RANKS FOLDER PORT...
 
-Ports: three per stage, and two for the algorithms without and with a value head. Rank 0 leaves in FOLDER
-`gradient-<stage>-<packing>.safetensors`, `gradient-algorithm-<name>.safetensors` and `results.json`.
+Ports: three per stage, two for the algorithms without and with a value head, four for adapters. Rank 0 leaves in FOLDER
+`gradient-<stage>-<packing>.safetensors`, `gradient-algorithm-<name>.safetensors`, `adapter-<stage>.safetensors` and
+`results.json`.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from safetensors.torch import save_file  # noqa: E402
 
 from pipelinerl.v1 import batches_pb2  # noqa: E402
 from pipelinerl_trainer.batches import Pulled  # noqa: E402
-from pipelinerl_trainer.checkpoint import MODEL, Checkpointer, load_optimizer  # noqa: E402
+from pipelinerl_trainer.checkpoint import MODEL, Checkpointer, load_adapter, load_optimizer  # noqa: E402
 from pipelinerl_trainer.checkpoint_store import CheckpointStore  # noqa: E402
 from pipelinerl_trainer.learner import Batch, BatchReplaced, Learner  # noqa: E402
 from pipelinerl_trainer.model import PolicyModel, load_policy  # noqa: E402
@@ -163,6 +164,29 @@ def resume(ranks: Ranks, stage: int) -> dict[str, object]:
     return {"second": second_half(toys.learner(engine, ranks, SETTINGS)), "weights": weights(engine)}
 
 
+def adapters(ranks: Ranks, stage: int, *, resumes: bool = False) -> None:
+    """Four steps of adapters with a checkpoint after two, or the last two of them from that."""
+    folder = CheckpointStore(FOLDER / f"adapter-checkpoints-{stage}", keep=2)
+    checkpoint = folder.newest()
+    assert (checkpoint is not None) is resumes
+    policy = load_policy(FOLDER / "model", toys.ADAPTED.spec, ranks.device)
+    if checkpoint is not None:
+        load_adapter(policy, checkpoint)
+    engine = Engine(policy, ranks, stage, SETTINGS.optimizer)
+    learner = toys.learner(engine, ranks, SETTINGS)
+    if checkpoint is not None:
+        load_optimizer(engine, ranks, checkpoint)
+    else:
+        for step in (0, 1):
+            learner.train_step(batch(step))
+        ledger = batches_pb2.LedgerSnapshot(schema_version=1, num_committed_steps=2)
+        assert Checkpointer(folder, engine, ranks, FOLDER / "model").save(2, ledger if ranks.is_leader else None)
+    second_half(learner)
+    served = {name: weight.clone() for name, weight in engine.served_weights()}
+    if RANK == 0:
+        save_file(served, FOLDER / f"adapter-{'resumed-' * resumes}{stage}.safetensors")
+
+
 def votes(ranks: Ranks) -> list[str]:
     """Agreement: same batch, different batches, one rank waits, one is asked to stop."""
     return [
@@ -193,6 +217,9 @@ def main() -> None:
     for with_value_head, port in ((False, PORTS[9]), (True, PORTS[10])):
         with join_ranks(place(port)) as ranks:
             algorithms(ranks, with_value_head=with_value_head)
+    for stage, resumes, port in ((1, False, PORTS[11]), (2, False, PORTS[12]), (3, False, PORTS[13]), (3, True, PORTS[14])):
+        with join_ranks(place(port)) as ranks:
+            adapters(ranks, stage, resumes=resumes)
     if RANK == 0:
         (FOLDER / "results.json").write_text(json.dumps(results), encoding="utf-8")
 

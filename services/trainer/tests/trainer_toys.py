@@ -62,6 +62,9 @@ def job(**spec: Any) -> Job:
     return parse_job({**document, "spec": {**base, **merged}}, source="test")
 
 
+ADAPTED = job(model={"adapter": {"rank": 4, "alpha": 6}})
+
+
 def algorithm(**options: Any) -> AlgorithmSettings:
     return job(algorithm={"steps": 4, "groupsPerStep": 2, **options}).spec.algorithm
 

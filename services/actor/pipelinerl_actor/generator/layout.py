@@ -5,15 +5,24 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pipelinerl_common.errors import PermanentError, SettingsError
+from pipelinerl_weights.adapter import WEIGHT, a_name, b_name, layer_of
 from pipelinerl_weights.manifest import ITEM_BYTES, Manifest
 
 _MAX_HEADER_BYTES = 100_000_000
 _NOT_WEIGHTS = ("rotary_emb.inv_freq",)
 _FLOATING = tuple(name for name in ITEM_BYTES if name.startswith(("float", "bfloat")))
 _LISTED = 5
+
+
+class Expected(Protocol):
+    """What an update may bring."""
+
+    def check(self, manifest: Manifest) -> None:
+        """Raises ManifestMismatch."""
+        ...
 
 
 class ManifestMismatch(PermanentError):
@@ -54,10 +63,44 @@ class Layout:
             if name in self.shapes and tensor.shape != self.shapes[name]
         ]
         faults += [f"shapes: {_some(wrong)}"] if wrong else []
-        integers = [f"{name} is {tensor.dtype}" for name, tensor in given.items() if tensor.dtype not in _FLOATING]
-        faults += [f"types: {_some(integers)}"] if integers else []
-        if faults:
-            raise ManifestMismatch(f"the manifest does not fit the model; {'; '.join(faults)}")
+        _refuse(faults + _wrong_types(manifest), "the model")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLayout:
+    """The same for a job with `model.adapter`: A [rank, in] and B [out, rank] of any of the model's layers [out, in]."""
+
+    model: Layout
+    rank: int
+
+    def check(self, manifest: Manifest) -> None:
+        """Raises ManifestMismatch that lists what is no adapter, lacks its other half, or is of another shape or type."""
+        given = {tensor.name: tensor.shape for tensor in manifest.tensors}
+        layers = {name: layer_of(name) for name in given}
+        unknown = [name for name, layer in layers.items() if len(self.model.shapes.get(f"{layer}{WEIGHT}", ())) != 2]
+        shapes: dict[str, tuple[int, ...]] = {}
+        for layer in {layer for name, layer in layers.items() if layer is not None and name not in unknown}:
+            num_out, num_in = self.model.shapes[f"{layer}{WEIGHT}"]
+            shapes |= {a_name(layer): (self.rank, num_in), b_name(layer): (num_out, self.rank)}
+        wrong = [
+            f"{name} is {list(given[name])}, not {list(shape)}"
+            for name, shape in shapes.items()
+            if name in given and given[name] != shape
+        ]
+        faults = [f"unknown: {_some(unknown)}"] if unknown else []
+        faults += [f"missing: {_some(names)}" for names in [shapes.keys() - given.keys()] if names]
+        faults += [f"shapes: {_some(wrong)}"] if wrong else []
+        _refuse(faults + _wrong_types(manifest), f"an adapter of rank {self.rank} for the model")
+
+
+def _wrong_types(manifest: Manifest) -> list[str]:
+    integers = [f"{tensor.name} is {tensor.dtype}" for tensor in manifest.tensors if tensor.dtype not in _FLOATING]
+    return [f"types: {_some(integers)}"] if integers else []
+
+
+def _refuse(faults: list[str], what: str) -> None:
+    if faults:
+        raise ManifestMismatch(f"the manifest does not fit {what}; {'; '.join(faults)}")
 
 
 def _read_header(file: Path) -> dict[str, tuple[int, ...]]:

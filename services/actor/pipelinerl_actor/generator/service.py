@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from pipelinerl_actor.generator.app import Generator, create_app
 from pipelinerl_actor.generator.engine import Engine
 from pipelinerl_actor.generator.environment import prepare_environment
-from pipelinerl_actor.generator.layout import Layout, read_config
+from pipelinerl_actor.generator.layout import AdapterLayout, Expected, Layout, read_config
 from pipelinerl_actor.generator.metrics import GeneratorMetrics
 from pipelinerl_actor.generator.serving import Limits, Serving
 from pipelinerl_actor.generator.updater import NOTHING_RECEIVED, WeightUpdater
@@ -68,6 +68,7 @@ def make_engine(
 
     spec = job.spec
     on_cpu = not torch.cuda.is_available()
+    adapter_scale = None if spec.model.adapter is None else spec.model.adapter.scale
     if settings.engine == "transformers":
         from pipelinerl_actor.generator.transformers_engine import TransformersEngine, TransformersOptions
 
@@ -79,6 +80,7 @@ def make_engine(
                 max_running_requests=settings.max_running_requests,
                 initial_version=initial_version,
                 can_stage=can_stage,
+                adapter_scale=adapter_scale,
                 device="cpu" if on_cpu else "cuda",
             )
         )
@@ -97,6 +99,7 @@ def make_engine(
             generator=settings,
             initial_version=initial_version,
             can_stage=can_stage,
+            adapter_scale=adapter_scale,
             on_cpu=on_cpu,
             engine_metrics=spec.telemetry.engine_metrics,
         )
@@ -155,9 +158,10 @@ def assemble(
     metrics = GeneratorMetrics(job.name, role)
     metrics.watch(engine.load)
     limits = Limits(job.spec.model.max_model_len, settings.max_running_requests, vocabulary)
-    updater = WeightUpdater(
-        engine, Layout.of_folder(model), metrics, initial_version=version, running=lambda: serving.num_running
-    )
+    layout: Expected = Layout.of_folder(model)
+    if isinstance(layout, Layout) and job.spec.model.adapter is not None:
+        layout = AdapterLayout(layout, job.spec.model.adapter.rank)
+    updater = WeightUpdater(engine, layout, metrics, initial_version=version, running=lambda: serving.num_running)
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     serving = Serving(engine, tokenizer, limits, metrics, lambda: updater.version, model=job.name)
     return Generator(engine, serving, updater, metrics, token, job.spec.actors.drain_seconds)

@@ -18,6 +18,7 @@ from pipelinerl_actor.generator.background import TransferClock
 from pipelinerl_actor.generator.decode_loop import DecodeLoop, Job
 from pipelinerl_actor.generator.engine import Completion, GroupSpec, KVCache, Received, Sampling, Transfer
 from pipelinerl_actor.generator.load import Load
+from pipelinerl_actor.generator.merged import MergedWeights
 from pipelinerl_actor.generator.transformers_model import TransformersModel
 from pipelinerl_common.errors import FatalError
 from pipelinerl_weights.group import TransferGroup
@@ -34,6 +35,8 @@ class TransformersOptions:
     max_running_requests: int
     initial_version: int
     can_stage: bool
+    adapter_scale: float | None = None
+    """For updates that bring adapters: alpha over rank."""
     device: str = "cpu"
 
 
@@ -44,6 +47,8 @@ class TransformersEngine:
         self._options = options
         self._model = TransformersModel(options.model, options.dtype, options.head_dtype, options.device)
         self._parameters: dict[str, Tensor] = dict(self._model.model.named_parameters(remove_duplicate=False))
+        scale = options.adapter_scale
+        self._merged = None if scale is None else MergedWeights(options.model, scale)
         self._staged: dict[str, Tensor] = {}
         self._backup: dict[str, Tensor] = {}
         self._group: TransferGroup | None = None
@@ -137,18 +142,25 @@ class TransformersEngine:
         if self._group is None:
             raise RuntimeError("this worker is in no group")
         clock = TransferClock()
+        adapter: dict[str, Tensor] = {}
 
         def load(bucket: Bucket, buffer: Tensor) -> None:
             clock.bucket_arrived()
             with clock.loading():
                 for name, tensor in tensors_of(bucket, buffer):
-                    if name in self._parameters:
+                    if self._merged is not None:
+                        adapter[name] = tensor
+                    elif name in self._parameters:
                         take(name, tensor)
 
         clock.ready()
         checksum = receive(
             self._group, transfer.manifest, transfer.version, transfer.timeout_s, load, device=self._options.device
         )
+        if self._merged is not None:
+            with clock.loading():
+                for name, tensor in self._merged.of(adapter):
+                    take(name, tensor)
         return Received(checksum, **clock.seconds())
 
     @torch.no_grad()

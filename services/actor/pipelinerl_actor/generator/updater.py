@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from pipelinerl_actor.generator.engine import Engine, GroupSpec, KVCache, Received, Transfer
-from pipelinerl_actor.generator.layout import Layout, ManifestMismatch
+from pipelinerl_actor.generator.layout import Expected, ManifestMismatch
 from pipelinerl_actor.generator.metrics import GeneratorMetrics
 from pipelinerl_common.errors import FatalError, Refused
 from pipelinerl_common.telemetry import fields
@@ -57,7 +57,7 @@ class WeightUpdater:
     """Owns the generator's weights: their version, their group, and the one update that may run at a time."""
 
     def __init__(
-        self, engine: Engine, layout: Layout, metrics: GeneratorMetrics, *, initial_version: int, running: Callable[[], int]
+        self, engine: Engine, layout: Expected, metrics: GeneratorMetrics, *, initial_version: int, running: Callable[[], int]
     ) -> None:
         self._engine = engine
         self._layout = layout

@@ -6,7 +6,7 @@ latent attention); and, on a CPU, `cpu_linear`, a function that holds a packed c
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from pipelinerl_actor.generator.merged import MergedWeights, without_effect
 from pipelinerl_common.errors import FatalError
 
 _DERIVED = ("cpu_linear", "W_UK_T", "W_UV")
@@ -38,12 +39,49 @@ class Reload:
         model: Any = self._model
         model.load_weights(tensors)
 
+    def complete(self) -> None:
+        """Everything has been loaded."""
+
     @torch.no_grad()
     def end(self) -> None:
-        """Completes what is left; layers that got nothing keep their weights."""
+        """Completes what is left, also after a failure; layers that got nothing keep their weights."""
         finalize_layerwise_reload(self._model, self._vllm_config.model_config)
         for module in _tied_and_packed(self._model):
             module.quant_method.process_weights_after_loading(module)
+
+
+class AdapterReload:
+    """Like Reload, for an update that brings an adapter: nothing is loaded before the whole of it is there."""
+
+    def __init__(self, reload: Reload, merged: MergedWeights) -> None:
+        self._reload = reload
+        self._merged = merged
+        self._has_loaded = False
+        self.adapter: dict[str, Tensor] = {}
+
+    def begin(self) -> None: ...
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """The tensors' memory must stay as it is."""
+        self.adapter.update(tensors)
+
+    def complete(self) -> None:
+        self._has_loaded = True
+        self._load(self.adapter)
+
+    def end(self) -> None: ...
+
+    def undo(self, served: Mapping[str, Tensor]) -> None:
+        """Back to the adapter that was served before, or to none at all."""
+        if self._has_loaded:
+            self._load(served or without_effect(self.adapter))
+
+    def _load(self, adapter: Mapping[str, Tensor]) -> None:
+        self._reload.begin()
+        try:
+            self._reload.load(self._merged.of(adapter))
+        finally:
+            self._reload.end()
 
 
 class StagingModel:

@@ -12,6 +12,9 @@ from pipelinerl_common.settings import GeneratorSettings
 STAGING = "pipelinerl_staging"
 """Key of vLLM's `additional_config`: whether to set memory aside for a second copy of the weights."""
 
+ADAPTER_SCALE = "pipelinerl_adapter_scale"
+"""Another: what an adapter's product is multiplied by; None where updates bring whole weights."""
+
 _WORKER = "pipelinerl_actor.generator.vllm_worker.GeneratorWorker"
 _FIXED = {
     "additional_config",
@@ -37,6 +40,8 @@ class VllmOptions:
     initial_version: int
     can_stage: bool
     on_cpu: bool
+    adapter_scale: float | None = None
+    """For updates that bring adapters: alpha over rank."""
     engine_metrics: bool = True
     """Whether vLLM keeps its own Prometheus metrics."""
 
@@ -56,7 +61,7 @@ def engine_args(options: VllmOptions) -> AsyncEngineArgs:
         "logprobs_mode": "processed_logprobs",
         "enforce_eager": options.on_cpu,
         "worker_cls": _WORKER,
-        "additional_config": {STAGING: options.can_stage},
+        "additional_config": {STAGING: options.can_stage, ADAPTER_SCALE: options.adapter_scale},
         "disable_log_stats": True,
         "seed": 0,
         "generation_config": "vllm",

@@ -7,6 +7,7 @@ own work: what takes long runs on a thread that reports its end, see background.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 from vllm.platforms import current_platform
 
 from pipelinerl_actor.generator.background import BackgroundWork, Ticket, TransferClock
-from pipelinerl_actor.generator.vllm_copies import Backup, Reload, StagingModel
-from pipelinerl_actor.generator.vllm_options import STAGING
+from pipelinerl_actor.generator.merged import MergedWeights
+from pipelinerl_actor.generator.vllm_copies import AdapterReload, Backup, Reload, StagingModel
+from pipelinerl_actor.generator.vllm_options import ADAPTER_SCALE, STAGING
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Bucket, Manifest
 from pipelinerl_weights.receiver import receive, tensors_of
@@ -34,11 +36,25 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
         self._work = BackgroundWork(self.rank)
         self._group: TransferGroup | None = None
         self._backup: Backup | None = None
+        self._merged = self._merged_weights()
+        self._update: AdapterReload | None = None
+        self._served: dict[str, Tensor] = {}
+        """The adapter that decodes; empty for none."""
+        self._before: dict[str, Tensor] = {}
+        """The one to roll back to: with the frozen weights, which are there, it stands for a copy of the weights."""
         self._staging: StagingModel | None = None
         if self.vllm_config.additional_config.get(STAGING):
             # Now, so that the KV cache is sized with the memory that is left.
             self._staging = StagingModel(self.model_runner.get_model(), self.vllm_config)
         install_score_temperature(self.model_runner)
+
+    def _merged_weights(self) -> MergedWeights | None:
+        """For a job whose updates bring adapters."""
+        scale = self.vllm_config.additional_config.get(ADAPTER_SCALE)
+        if scale is None:
+            return None
+        fused = getattr(self.model_runner.get_model(), "packed_modules_mapping", None)
+        return MergedWeights(Path(self.vllm_config.model_config.model), scale, fused)
 
     def weights_join(self, ticket: Sequence[Any], group: dict[str, Any]) -> None:
         rank = group.pop("rank_offset") + self.rank
@@ -51,12 +67,12 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
 
     def weights_stage(self, ticket: Sequence[Any], version: int, manifest: str, timeout_s: float) -> None:
         assert self._staging is not None
-        reload = self._staging.reload
+        reload = self._reload(self._staging.reload)
         self._work.start(Ticket(*ticket), lambda: self._receive(reload, version, manifest, timeout_s))
 
     def weights_receive_in_place(self, ticket: Sequence[Any], version: int, manifest: str, timeout_s: float) -> None:
-        reload = Reload(self.model_runner.get_model(), self.vllm_config)
-        self._work.start(Ticket(*ticket), lambda: self._receive(reload, version, manifest, timeout_s))
+        reload = self._reload(Reload(self.model_runner.get_model(), self.vllm_config))
+        self._work.start(Ticket(*ticket), lambda: self._receive_in_place(reload, version, manifest, timeout_s))
 
     def weights_back_up(self, ticket: Sequence[Any]) -> None:
         self._work.start(Ticket(*ticket), self._back_up)
@@ -64,10 +80,15 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
     def weights_apply(self) -> None:
         assert self._staging is not None
         self._staging.swap_in()
+        if self._update is not None:
+            self._served = self._update.adapter
 
     def weights_roll_back(self) -> None:
-        assert self._backup is not None
-        self._backup.restore()
+        if self._update is not None:
+            self._served = self._before
+            self._update.undo(self._before)
+        elif self._backup is not None:
+            self._backup.restore()
 
     # On the thread
 
@@ -78,11 +99,25 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
         return {"rank": rank}
 
     def _back_up(self) -> dict[str, Any]:
-        self._backup = None
-        self._backup = Backup(self.model_runner.get_model())
+        self._before = self._served
+        if self._merged is None:
+            self._backup = None
+            self._backup = Backup(self.model_runner.get_model())
         return {}
 
-    def _receive(self, reload: Reload, version: int, manifest: str, timeout_s: float) -> dict[str, Any]:
+    def _reload(self, reload: Reload) -> Reload | AdapterReload:
+        self._update = None if self._merged is None else AdapterReload(reload, self._merged)
+        return self._update or reload
+
+    def _receive_in_place(
+        self, reload: Reload | AdapterReload, version: int, manifest: str, timeout_s: float
+    ) -> dict[str, Any]:
+        result = self._receive(reload, version, manifest, timeout_s)
+        if self._update is not None:
+            self._served = self._update.adapter
+        return result
+
+    def _receive(self, reload: Reload | AdapterReload, version: int, manifest: str, timeout_s: float) -> dict[str, Any]:
         assert self._group is not None
         clock = TransferClock()
 
@@ -96,6 +131,8 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
             clock.ready()
             try:
                 checksum = receive(self._group, Manifest.from_json(manifest), version, timeout_s, load, device=self.device)
+                with clock.loading():
+                    reload.complete()
             finally:
                 # Also after a failure: it puts the model back into its normal form, whatever was loaded.
                 with clock.loading():

@@ -14,7 +14,7 @@ from pipelinerl_common.settings.kubernetes import (
     SchedulingSettings,
 )
 from pipelinerl_common.settings.load import load_job, parse_job
-from pipelinerl_common.settings.model import ModelSettings, SamplingSettings, TaskSettings
+from pipelinerl_common.settings.model import AdapterSettings, ModelSettings, SamplingSettings, TaskSettings
 from pipelinerl_common.settings.roles import (
     ActorSettings,
     CheckpointSettings,
@@ -40,6 +40,7 @@ __all__ = [
     "API_VERSION",
     "KIND",
     "ActorSettings",
+    "AdapterSettings",
     "AlgorithmSettings",
     "AutoscaleSettings",
     "CheckpointSettings",

@@ -12,6 +12,34 @@ from pipelinerl_common.settings.scope import CLUSTER_ONLY
 DOTTED_PATH = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 
+class AdapterSettings(Settings):
+    """Low-rank adapters (LoRA): weights stay as they are, and what is trained is a product of two thin matrices beside each."""
+
+    rank: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Rows of A and columns of B (r): a target's update is B times A."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The update is multiplied by alpha over rank."""
+    target_modules: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(min_length=1, max_length=256)] | None
+    ) = None
+    """Linear layers that have an adapter, by their names or the ends of them, such as `q_proj` or `layers.0.mlp.up_proj`.
+    Unset: all of the decoder. The head has none."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_dropout(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "dropout" in data:
+            raise ValueError(
+                "dropout is not offered: generators sample without it, and the trained log-probabilities must be those of the "
+                "same distribution; leave it out"
+            )
+        return data
+
+
 class ModelSettings(Settings):
     uri: Annotated[str, Field(min_length=1, max_length=512)]
     """Where the model comes from: a local folder in Hugging Face format, `hf://organisation/name`, or `tiny://arithmetic`
@@ -25,6 +53,9 @@ class ModelSettings(Settings):
     weights, or float32, which brings the log-probabilities of a bfloat16 model's generator and trainer closer together."""
     max_model_len: Annotated[int, Field(ge=8)] = 4096
     """Longest trajectory in tokens, prompt included."""
+    adapter: AdapterSettings | None = None
+    """Trains low-rank adapters (LoRA) in the place of the weights, which stay frozen; only adapters are sent to generators.
+    They take about ten times the learning rate. `{}` takes the defaults."""
     cache: Annotated[ModelCacheSettings | None, CLUSTER_ONLY] = None
     """Where pods keep the models that they download or make; unset gives each pod a folder of its own."""
 

@@ -31,6 +31,9 @@ WEIGHTS: Final[tuple[Metric, ...]] = (
     gauge("pause_seconds", "seconds", (TRAINER,), "Newest update: time without decoding, of the slowest generator."),
     gauge("transfer_seconds", "seconds", (TRAINER,), "Newest update: time of the broadcast, of the slowest generator."),
     gauge("apply_seconds", "seconds", (TRAINER,), "Newest update: time to load and put in place, of the slowest generator."),
+    gauge(
+        "update_bytes", "bytes", (TRAINER,), "Newest update: bytes that each generator was sent; with an adapter, its alone."
+    ),
     gauge("weight_version", "steps", _ENGINES, "Policy version of this generator's weights; -1 before the first update."),
     gauge("weight_epoch", "epochs", _ENGINES, "Epoch of the weight-transfer group that this generator is in; 0 for none."),
     counter("weight_updates_applied_total", "updates", _ENGINES, "Updates that this generator took.", _MODES),
