@@ -75,3 +75,13 @@ def test_vllm_is_told_and_takes_the_head_s_element_type(tmp_path: Path) -> None:
     for overrides, says in (({"head_dtype": "float32"}, r"use model\.headDtype"), ("x", "must be a mapping")):
         with pytest.raises(SettingsError, match=says):
             engine_args(options(tmp_path, "float32", hf_overrides=overrides))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", ["pipeline_parallel_size", "data_parallel_size"])
+def test_a_split_that_updates_would_not_reach_is_refused(tmp_path: Path, name: str) -> None:
+    from pipelinerl_actor.generator.vllm_options import engine_args
+
+    assert getattr(engine_args(options(tmp_path, "model", **{name: 1})), name) == 1
+    with pytest.raises(SettingsError, match=rf"engineArgs: {name}=2 is not supported.*tensorParallelSize"):
+        engine_args(options(tmp_path, "model", **{name: 2}))

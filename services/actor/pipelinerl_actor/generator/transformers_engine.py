@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipelinerl_actor.generator.background import TransferClock
 from pipelinerl_actor.generator.decode_loop import DecodeLoop, Job
 from pipelinerl_actor.generator.engine import Completion, GroupSpec, KVCache, Received, Sampling, Transfer
+from pipelinerl_actor.generator.layout import Layout
 from pipelinerl_actor.generator.load import Load
 from pipelinerl_actor.generator.merged import MergedWeights
 from pipelinerl_actor.generator.transformers_model import TransformersModel
-from pipelinerl_common.errors import FatalError
+from pipelinerl_common.errors import FatalError, SettingsError
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Bucket
 from pipelinerl_weights.receiver import receive, tensors_of
@@ -49,6 +50,8 @@ class TransformersEngine:
         self._parameters: dict[str, Tensor] = dict(self._model.model.named_parameters(remove_duplicate=False))
         scale = options.adapter_scale
         self._merged = None if scale is None else MergedWeights(options.model, scale)
+        if self._merged is None:
+            _check_names(self._model.model, options.model)
         self._staged: dict[str, Tensor] = {}
         self._backup: dict[str, Tensor] = {}
         self._group: TransferGroup | None = None
@@ -174,3 +177,14 @@ class TransformersEngine:
 
     def _copies(self) -> dict[str, Tensor]:
         return {name: parameter.detach().to("cpu", copy=True) for name, parameter in self._parameters.items()}
+
+
+def _check_names(model: nn.Module, folder: Path) -> None:
+    """An update reaches a weight by its name in the checkpoint. Raises SettingsError when one has another name in memory."""
+    stored = Layout.of_folder(folder).shapes
+    unknown = sorted(name for name, _ in model.named_parameters() if name not in stored)
+    if unknown:
+        raise SettingsError(
+            f"generator.engine=transformers: {len(unknown)} weights have another name in the checkpoint than in memory, such "
+            f"as {unknown[0]}, so that no update would reach them, as the experts of a mixture: use engine vllm"
+        )

@@ -7,6 +7,7 @@ latent attention); and, on a CPU, `cpu_linear`, a function that holds a packed c
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class Reload:
     def __init__(self, model: nn.Module, vllm_config: VllmConfig) -> None:
         self._model = model
         self._vllm_config = vllm_config
+        _pack_experts_always(model)
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -181,6 +183,20 @@ def _tied_and_packed(model: nn.Module) -> Iterator[Any]:
         weight = module._parameters.get("weight")
         if weight is not None and owners.setdefault(id(weight), module) is not module and hasattr(module, "cpu_linear"):
             yield module
+
+
+def _pack_experts_always(model: nn.Module) -> None:
+    """On a CPU the kernels of a mixture's experts read packed weights, and vLLM 0.32 packs them at the first load only: after a
+    reload they would be read in the wrong order. Idempotent."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None and next(module.parameters()).device.type == "cpu":
+            method._setup_kernel = partial(_set_up_packed, method)
+
+
+def _set_up_packed(method: Any, layer: nn.Module, w13: Tensor, w2: Tensor) -> None:
+    type(method)._setup_kernel(method, layer, w13, w2)
+    method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def _own_tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -25,6 +25,8 @@ _FIXED = {
     "tensor_parallel_size",
     "worker_cls",
 }
+_WHOLE = ("data_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
+"""Ways to split an engine in which updates of the weights are not known to reach every worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,12 @@ def engine_args(options: VllmOptions) -> AsyncEngineArgs:
     fixed = sorted(set(generator.engine_args) & _FIXED)
     if fixed:
         raise SettingsError(f"generator.engineArgs: {', '.join(fixed)} cannot be set here; use the generator's own fields")
+    split = [name for name in _WHOLE if generator.engine_args.get(name, 1) != 1]
+    if split:
+        raise SettingsError(
+            f"generator.engineArgs: {split[0]}={generator.engine_args[split[0]]} is not supported: weight updates reach the "
+            "workers of tensorParallelSize; set that, or more generators"
+        )
     return AsyncEngineArgs(**{**arguments, **generator.engine_args, "hf_overrides": _overrides(options)})
 
 
