@@ -55,6 +55,7 @@ class FakeGenerator:
         self.most_sequences = 0
         self.num_sequences = 0
         self.num_cancelled = 0
+        self.is_ready = True
         self.stopped: dict[str, asyncio.Event] = {}
         """By request id: set once /v1/cancel has named it."""
         self.script: deque[Answer] = deque()
@@ -122,11 +123,16 @@ class FakeGenerator:
         del request
         return web.json_response({"num_running": self.num_sequences, "kv_usage": 0.25, "kv_tokens": 64, "steps_total": 3})
 
+    async def tell_ready(self, request: web.Request) -> web.StreamResponse:
+        del request
+        return web.Response(status=200 if self.is_ready else 503)
+
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator["FakeGenerator"]:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self.handle)
         app.router.add_get("/load", self.tell_load)
+        app.router.add_get("/ready", self.tell_ready)
         app.router.add_post("/v1/cancel", self.cancel)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()

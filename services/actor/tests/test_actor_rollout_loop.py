@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -615,13 +615,47 @@ async def test_a_run_that_is_done_and_goes_on_finds_its_actor_there(house: House
         assert not actor.done()
 
 
-async def test_a_generator_that_is_away_is_waited_for(house: House) -> None:
-    port = _free_port()
+@pytest.mark.parametrize("is_there", [False, True], ids=["nobody listens", "without weights yet"])
+async def test_nothing_is_leased_before_a_generator_serves(house: House, is_there: bool) -> None:
+    """Groups that wait for a model to load would be missing in the batches of the others."""
+    fake, port = FakeGenerator(), _free_port()
+    fake.is_ready = False
     house.admission.to_grant = 1
-    async with acting(house, "Together", generators=[f"http://127.0.0.1:{port}"]) as (actor, _):
-        await alive(actor, lambda: house.metrics and house.last_metric("rollout_errors_total{reason=generator_away}") >= 2)
-        async with FakeGenerator().serving(port):
+    async with AsyncExitStack() as stack:
+        if is_there:
+            await stack.enter_async_context(fake.serving(port))
+        async with acting(house, "Together", generators=[f"http://127.0.0.1:{port}"]) as (actor, _):
+            await alive(actor, lambda: len(house.metrics) >= 2)
+            assert house.admission.requests == []
+            fake.is_ready = True
+            if not is_there:
+                await stack.enter_async_context(fake.serving(port))
             await alive(actor, lambda: house.groups)
+    assert not house.failures()
+
+
+async def test_an_actor_whose_generator_serves_nothing_ends_when_it_is_asked_to(house: House) -> None:
+    wiring = _wiring(house, {"path": "house_tasks:Together"}, {}, [f"http://127.0.0.1:{_free_port()}"])
+    stop = asyncio.Event()
+    stop.set()
+    async with asyncio.timeout(20):
+        await run_actor(wiring, stop)
+    assert house.admission.num_granted == 0
+
+
+async def test_a_generator_that_is_away_is_waited_for_and_gets_no_more_groups(house: House) -> None:
+    house.generator.answer = house.generator.status(503, Retry_After="0.05")
+    house.admission.to_grant = 1
+    async with acting(house, "Together") as (actor, _):
+        await alive(actor, lambda: house.metrics and house.last_metric("rollout_errors_total{reason=generator_away}") >= 2)
+        house.generator.is_ready = False
+        await alive(actor, lambda: house.admission.requests[-1].max_groups == 0)
+        house.admission.to_grant = 5
+        await alive(actor, lambda: len(house.metrics) >= 4)
+        assert house.admission.num_granted == 1
+        house.generator.is_ready = True
+        house.generator.answer = house.generator.say
+        await alive(actor, lambda: len(house.groups) == 6)
 
 
 async def test_requests_go_to_the_generator_that_is_well_and_least_loaded(house: House) -> None:
@@ -648,7 +682,8 @@ async def test_metrics_tell_tokens_samples_and_groups(house: House) -> None:
     assert (record.values["completion_tokens_count"], record.values["completion_tokens_sum"]) == (12, 24)
     assert record.values["group_seconds_count"] == 3
     assert record.values["verification_seconds_count"] == 12
-    assert record.values["requests_limit"] == 8
+    assert house.metrics[0].values["requests_limit"] == 8
+    assert (record.values["requests_limit"], record.values["generation_tokens_per_second"]) == (0, 0), "it has ended"
 
 
 async def test_a_finished_group_survives_a_crash_of_the_stream_server(house: House) -> None:

@@ -46,7 +46,7 @@ async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
             )
         )
         reports = Reports(channel, wiring.name)
-        slots = Slots(generators.num_slots, spec.task.group_size)
+        slots = Slots(lambda: generators.num_serving_slots, spec.task.group_size)
         loop = RolloutLoop(LeaseDesk(channel, wiring.name), reports, rollouts.roller, samples, meter, slots, tracer)
         load = LoadWatch(rollouts.clients, generators, reports)
         metrics = MetricsReport(
@@ -56,7 +56,9 @@ async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
             num_running=lambda: generators.num_running,
             num_slots=generators.num_slots,
         )
+        await generators.look()
+        leasing = loop.run(stop, spec.actors.drain_seconds)
         try:
-            await run_until_first(loop.run(stop, spec.actors.drain_seconds), reports.run(), load.run(), metrics.run())
+            await run_until_first(leasing, generators.watch(), reports.run(), load.run(), metrics.run())
         finally:
             await metrics.publish_last()  # why it ended may be in the last second's

@@ -24,6 +24,7 @@ _FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _MAX_ERROR_CHARACTERS = 500
 _DEFAULT_RETRY_AFTER_S = 0.5
 _CANCEL_AGAIN_S = 0.25
+_READY_S = 2.0
 
 
 class GeneratorAway(Unavailable):
@@ -124,6 +125,14 @@ class GeneratorClient:
             raise GeneratorAway(f"{self.url}: {error}", _DEFAULT_RETRY_AFTER_S) from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ConnectionLost(f"{self.url}: {type(error).__name__}: {error}") from error
+
+    async def serves(self) -> bool:
+        """Whether it has the job's weights and takes requests; an engine that does not tell does."""
+        try:
+            async with asyncio.timeout(_READY_S), self._session.get(f"{self.url}/ready", headers=self._headers) as response:
+                return response.status != 503
+        except (aiohttp.ClientError, TimeoutError):
+            return False
 
     async def load(self) -> GeneratorLoad:
         """How full it is. Raises TemporaryError when it does not say."""

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 _MAX_AWAY_BACKOFF_S = 2.0
 _LOST_BACKOFF_S = 0.2
+_LOOK_PERIOD_S = 0.5
 _LOOK_AGAIN_S = 1.0
 """Longest sleep of a request that waits for a generator; it is woken earlier by whatever changes."""
 
@@ -40,6 +41,8 @@ class _Generator:
     changed_at: float = 0.0
     num_answered: int = 0
     failures_in_a_row: int = 0
+    serves: bool = False
+    """Has been found to, and was not away since."""
     rest_until: float = 0.0
     """Until then it is left alone; after a failure it gets one request at a time until one succeeds."""
 
@@ -74,6 +77,23 @@ class Generators:
     def num_slots(self) -> int:
         """Sequences that run at once when all generators are busy."""
         return self.max_running * len(self._generators)
+
+    @property
+    def num_serving_slots(self) -> int:
+        """Of those that serve: more would be leased only to wait, and hold up whoever waits for those groups."""
+        return self.max_running * sum(generator.serves for generator in self._generators)
+
+    async def look(self) -> None:
+        """Asks those that are not known to serve."""
+        asked = [generator for generator in self._generators if not generator.serves]
+        for generator, serves in zip(asked, await asyncio.gather(*(each.client.serves() for each in asked)), strict=True):
+            generator.serves = serves
+
+    async def watch(self) -> None:
+        """Looks for ever. Consumes the generators' answers, produces slots, waits for answers and its period."""
+        while True:
+            await self.look()
+            await asyncio.sleep(_LOOK_PERIOD_S)
 
     @property
     def most_at_once(self) -> int:
@@ -114,6 +134,7 @@ class Generators:
         try:
             completions = await generator.client.complete(request)
         except GeneratorAway as error:
+            generator.serves = False
             self._let_rest(generator, error.retry_after_s, error)
             raise
         except ConnectionLost as error:
@@ -122,6 +143,7 @@ class Generators:
         if generator.failures_in_a_row:
             log.info("generator=%s works again", generator.client.url)
         generator.failures_in_a_row = 0
+        generator.serves = True
         return completions
 
     @asynccontextmanager

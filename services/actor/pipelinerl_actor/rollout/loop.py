@@ -11,6 +11,7 @@ The loop keeps the generators' slots filled, and somewhat more, so that a finish
 import asyncio
 import logging
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -60,7 +61,7 @@ class _Running:
 
 
 class RolloutLoop:
-    """`num_slots` sequences run at once on the generators; `group_size` of them make a group."""
+    """As many sequences as there are `slots` run at once on the generators; `group_size` of them make a group."""
 
     def __init__(
         self,
@@ -100,6 +101,9 @@ class RolloutLoop:
     async def _lease_and_start(self, stop: asyncio.Event, tasks: asyncio.TaskGroup) -> None:
         was_done = False
         while not stop.is_set():
+            if not self._running and not self._slots.num_serving():
+                await _stopped(stop, _RENEW_S)  # to others this actor is not there: groups and shares are theirs
+                continue
             wanted = self._slots.groups_wanted([running.progress for running in self._running.values()])
             response = await self._exchange(wanted)
             is_done = response.state == pb.RUN_STATE_DONE
@@ -247,7 +251,8 @@ async def _stopped(stop: asyncio.Event, timeout_s: float) -> None:
 class Slots:
     """How many groups fill the generators, or what the staleness policy lets run on them."""
 
-    num_slots: int
+    num_serving: Callable[[], int]
+    """Sequences that the generators decode at once which serve at this moment."""
     group_size: int
     limit: int | None = None
     """Most trajectories to decode at once; None without a limit."""
@@ -257,7 +262,7 @@ class Slots:
 
         Example: 64 slots, groups of 8, running ones with 60 trajectories unsampled: 80 - 60 make room for 3 groups.
         """
-        num_slots = self.num_slots if self.limit is None else min(self.num_slots, self.limit)
+        num_slots = self.num_serving() if self.limit is None else min(self.num_serving(), self.limit)
         target = math.ceil(num_slots * (1 + _AHEAD))
         unsampled = sum(progress.num_unsampled for progress in running)
         room = math.ceil((target - unsampled) / self.group_size)
