@@ -104,8 +104,8 @@ class Report:
             "targets": [asdict(target) for target in self.targets()],
             "ratios": {arm.setting.name: {name: asdict(ratio) for name, ratio in self._ratios(arm)} for arm in self.arms[1:]},
             "overlap": asdict(self.overlap) | {"speed_up": self.overlap.speed_up},
-            "runs": [asdict(run) for arm in self.arms for run in arm.numbers],
-            "search": [asdict(run) for arm in self.searched for run in arm.numbers],
+            "runs": [_document(run) for arm in self.arms for run in arm.numbers],
+            "search": [_document(run) for arm in self.searched for run in arm.numbers],
         }
         return json.dumps(document, indent=1, allow_nan=False) + "\n"
 
@@ -214,6 +214,10 @@ def _arm(folder: Path, plan: Plan, setting: Setting, seeds: Sequence[int]) -> Ar
     if not runs:
         return None
     return Arm(setting, Variant(setting.name, tuple(runs)), tuple(numbers_of(run, setting.name, plan.goal) for run in runs))
+
+
+def _document(run: RunNumbers) -> dict[str, object]:
+    return asdict(run) | {"generation_s": run.generation_s, "core_seconds": run.core_seconds}
 
 
 def _cores_of(role: str) -> Callable[[RunNumbers], float | None]:

@@ -183,6 +183,7 @@ class Experiment:
     def run(self) -> None:
         """Raises SettingsError, and FatalError when a run fails."""
         self._plan.write(self._folder)
+        self._say(f"at most {self._num_runs} runs, one after another; stopped with Ctrl-C, the same command goes on")
         for setting in self._plan.searched:
             self._run(SEARCH_SEED, setting)
         best = best_conventional(self._folder, self._plan)
