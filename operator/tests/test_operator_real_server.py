@@ -3,8 +3,8 @@ containers, and the test says what becomes of them."""
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import pytest
@@ -12,6 +12,7 @@ from world import CONTEXT, job
 
 from pipelinerl_cli.bench.api_server import ApiServer, api_server, missing_binary
 from pipelinerl_cli.bench.hollow_pods import HollowPods, ended, say
+from pipelinerl_common.errors import TemporaryError
 from pipelinerl_operator.controller.cluster import Cluster, child_resources
 from pipelinerl_operator.controller.companions import NoCompanions
 from pipelinerl_operator.controller.controller import Controller
@@ -75,16 +76,23 @@ class Running:
     api: HttpApi
     """The administrator's."""
     telemetry: Telemetry
+    tasks: Sequence[asyncio.Task[None]]
+    """The controller and the pods' kubelet, which never end."""
 
     async def until(self, name: str, holds: Callable[[JobStatus], bool]) -> JobStatus:
         status = JobStatus()
         try:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(240):
                 while not holds(status):
                     await asyncio.sleep(0.2)
-                    status = JobStatus.read((await self.api.get(JOBS, "default", name)).get("status"))
+                    for task in self.tasks:
+                        if task.done():
+                            await task
+                    with suppress(TemporaryError):  # a busy server asks to come back later
+                        status = JobStatus.read((await self.api.get(JOBS, "default", name)).get("status"))
         except TimeoutError:
-            pytest.fail(f"{name} never came to it: {status}")
+            pods = [(pod["metadata"]["name"], pod["status"].get("phase"), pod["metadata"]) for pod in await self.list(PODS)]
+            pytest.fail(f"{name} never came to it: {status}\npods: {pods}")
         return status
 
     async def list(self, resource: Resource) -> list[Object]:
@@ -103,7 +111,7 @@ async def operating(server: ApiServer) -> AsyncIterator[Running]:
         controller = Controller(api, cluster, queue, around, telemetry)
         tasks = [asyncio.create_task(controller.run()), asyncio.create_task(HollowPods(administrator).run())]
         try:
-            yield Running(administrator, telemetry)
+            yield Running(administrator, telemetry, tasks)
         finally:
             for task in tasks:
                 task.cancel()

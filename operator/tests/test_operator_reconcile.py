@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from fake_api import Fault
 from world import JOB, World, job
 
 from pipelinerl_operator.controller.status import Phase, TrainingStatus
@@ -171,6 +172,43 @@ async def test_a_trainer_whose_pod_vanished_unseen_restarts_all_trainers() -> No
     world.api.remove(PODS, Key("default", "sums-trainer-1"), 0)
     await world.settle()
     assert world.attempts()["sums-trainer-0"] == world.attempts()["sums-trainer-1"] == 1
+
+
+async def test_an_actor_that_vanished_at_once_is_counted_and_started_again_alone() -> None:
+    world = await running(failurePolicy={"maxRestarts": 0, "backoff": {"initialSeconds": 0}})
+    world.api.remove(PODS, Key("default", "sums-actor-1"), 0)
+    await world.settle()
+    assert world.is_in(Phase.RUNNING)
+    assert world.attempts() == {name: int(name == "sums-actor-1") for name in ALL_PODS}
+    assert (world.status.restarts, world.status.actors.restarts) == (1, 1)
+    assert world.status.actors.last_failure is not None
+    assert (world.status.actors.last_failure.reason, world.status.actors.last_failure.message) == ("Deleted", "the pod is gone")
+
+
+async def test_an_actor_that_vanished_is_counted_though_the_status_could_not_be_written_at_once() -> None:
+    world = await running()
+    world.api.remove(PODS, Key("default", "sums-actor-1"), 0)
+    world.api.fault = lambda call: Fault(Conflict("no")) if call.verb == "status" else None
+    world.sync()
+    await world.look()
+    assert world.status.restarts == 0
+    world.api.fault = lambda call: None
+    await world.settle()
+    assert world.status.restarts == 1
+
+
+async def test_pods_that_the_operator_removes_are_no_failures() -> None:
+    world = await running()
+    world.change(actors={"replicas": 1, "minReplicas": 1})
+    await world.settle()
+    world.change(actors={"replicas": 2, "minReplicas": 1})
+    await world.settle()
+    world.change(suspend=True)
+    await world.settle()
+    world.change(suspend=False)
+    await world.settle()
+    assert world.is_in(Phase.RUNNING)
+    assert (world.status.restarts, set(world.attempts().values())) == (0, {0})
 
 
 async def test_a_preempted_pod_is_seen_though_status_said_running() -> None:
@@ -350,6 +388,36 @@ async def test_an_invalid_edit_leaves_what_runs_alone() -> None:
     assert world.status.holds("Degraded")
 
 
+async def test_fields_of_a_newer_crd_are_left_out_and_named() -> None:
+    world = await running()
+    world.api.edit(JOBS, JOB, lambda body: body["spec"].update(colour="red"), spec=True)
+    world.api.edit(JOBS, JOB, lambda body: body["spec"]["trainers"].update(hats=2), spec=True)
+    world.restart_operator()  # an older one, after a rollback of the chart
+    await world.settle()
+    assert world.is_in(Phase.RUNNING)
+    assert set(world.attempts().values()) == {0}
+    assert world.companions.tokens[JOB] is not None  # coordinated
+    condition = world.status.condition("Understood")
+    assert condition is not None
+    assert (condition.status, condition.reason) == ("False", "UnknownFields")
+    assert condition.message.endswith("CRD: spec.trainers.hats, spec.colour")
+    assert world.notes.reasons.count("UnknownFields") == 1
+    world.api.edit(JOBS, JOB, lambda body: body["spec"].pop("colour"), spec=True)
+    world.api.edit(JOBS, JOB, lambda body: body["spec"]["trainers"].pop("hats"), spec=True)
+    await world.settle()
+    assert world.status.holds("Understood")
+
+
+async def test_a_condition_of_a_newer_operator_is_passed_on() -> None:
+    world = await running()
+    newer = {"type": "Newer", "status": "True", "reason": "Because", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    world.api.edit(JOBS, JOB, lambda body: body["status"]["conditions"].append(newer))
+    world.end("sums-actor-0", "rollout", 1)
+    await world.settle()
+    assert world.is_in(Phase.RUNNING)
+    assert world.status.holds("Newer")
+
+
 async def test_a_template_that_the_server_refuses_creates_nothing_and_is_explained() -> None:
     """Status empty when the first child fails to create."""
     world = World()
@@ -489,8 +557,6 @@ async def test_a_gang_is_given_up_with_its_pods() -> None:
 
 @pytest.mark.parametrize("error", [Conflict("409 on status"), ApiUnavailable("500")])
 async def test_a_status_that_cannot_be_written_is_written_later_and_nothing_is_done_before(error: Exception) -> None:
-    from fake_api import Fault
-
     world = await running()
     world.end("sums-trainer-1", "trainer", 1)
     world.sync()

@@ -58,3 +58,11 @@ def test_what_a_list_does_not_hold_is_gone_until_the_watch_tells_of_it() -> None
     assert uids(store) == []
     store.put(pod("a", 10))
     assert uids(store) == ["a"]
+
+
+def test_what_was_made_after_a_list_was_read_stays() -> None:
+    store, _ = make_store()
+    store.put(pod("a", 10))
+    store.put(pod("b", 12, "sums-actor-1"))
+    store.keep_only([], "team", "11")
+    assert uids(store) == ["b"]

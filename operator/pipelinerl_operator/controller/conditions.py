@@ -8,6 +8,8 @@ from pipelinerl_operator.controller.status import MAX_MESSAGE_CHARACTERS, Condit
 
 class Type(StrEnum):
     SUSPENDED = "Suspended"
+    UNDERSTOOD = "Understood"
+    """Only of a job whose spec has had fields that the operator does not know."""
     PROVISIONED = "Provisioned"
     WEIGHT_GROUP_READY = "WeightGroupReady"
     RUNNING = "Running"
@@ -23,6 +25,8 @@ class Because(StrEnum):
     SUSPENDED = "Suspended"
     RESUMED = "Resumed"
     INVALID_SPEC = "InvalidSpec"
+    UNKNOWN_FIELDS = "UnknownFields"
+    ALL_KNOWN = "AllFieldsKnown"
     POD_REFUSED = "PodRefused"
     NAME_TAKEN = "NameTaken"
     STREAM_UNAVAILABLE = "StreamUnavailable"
@@ -63,5 +67,5 @@ def say(draft: Draft, type_: Type, holds: bool, because: Because, message: str =
         observed_generation=draft.seen.job.generation,
     )
     others = [condition for condition in status.conditions if condition.type != type_]
-    order = list(Type)
-    draft.set(conditions=sorted([*others, new], key=lambda condition: order.index(Type(condition.type))))
+    order = {each.value: place for place, each in enumerate(Type)}
+    draft.set(conditions=sorted([*others, new], key=lambda condition: order.get(condition.type, len(order))))

@@ -19,7 +19,7 @@ from pipelinerl_operator.controller.describing import describe
 from pipelinerl_operator.controller.endings import clean_up, end_of_training, fail_by_deadline, succeed
 from pipelinerl_operator.controller.provisioning import provision
 from pipelinerl_operator.controller.restarts import take_failures, take_restart_id
-from pipelinerl_operator.controller.status import JobStatus, Phase, write_time
+from pipelinerl_operator.controller.status import MAX_MESSAGE_CHARACTERS, JobStatus, Phase, write_time
 from pipelinerl_operator.controller.suspension import is_suspended
 from pipelinerl_operator.controller.units import is_of_job
 
@@ -42,6 +42,7 @@ def decide(seen: Observed) -> Decision:
     if seen.wanted is None or draft.seen.wanted is None:
         _refuse(draft)
     elif not _ends(draft, draft.seen.wanted):
+        _tell_unknown_fields(draft, draft.seen.wanted)
         take_restart_id(draft, draft.seen.wanted, is_beginning=is_beginning)
         wanted = autoscale(draft, seen.wanted)
         provision(draft, wanted)
@@ -54,6 +55,18 @@ def _ends(draft: Draft, wanted: Wanted) -> bool:
         succeed(draft, message)
         return True
     return fail_by_deadline(draft) or take_failures(draft, wanted)
+
+
+def _tell_unknown_fields(draft: Draft, wanted: Wanted) -> None:
+    """The CRD lets only fields of its own through: one that is unknown here is newer than this operator."""
+    unknown, before = wanted.job.unknown_fields, draft.status.condition(Type.UNDERSTOOD)
+    if unknown:
+        message = f"left out, since this operator is older than the CRD: {', '.join(unknown)}"
+        if before is None or before.message != message[:MAX_MESSAGE_CHARACTERS]:
+            draft.note(EventType.WARNING, Because.UNKNOWN_FIELDS.value, message)
+        say(draft, Type.UNDERSTOOD, False, Because.UNKNOWN_FIELDS, message)
+    elif before is not None:
+        say(draft, Type.UNDERSTOOD, True, Because.ALL_KNOWN)
 
 
 def _refuse(draft: Draft) -> None:

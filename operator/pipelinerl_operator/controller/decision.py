@@ -1,5 +1,6 @@
 """What the operator sees of one job, and what it decides to do about it. Plain data: no clock, no API."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -40,6 +41,8 @@ class Observed:
     """What is wrong with the spec, for people."""
     pods: tuple[PodView, ...] = ()
     """Of the job's name; some may belong to a predecessor."""
+    gone: Mapping[str, int] = field(default_factory=dict)
+    """Attempts by name of pods that were there at the last look and that somebody else has removed since."""
     children: tuple[Child, ...] = ()
     has_secret: bool = False
     """Whether it has its Secret, and its place on the stream's server as this generation asks for."""

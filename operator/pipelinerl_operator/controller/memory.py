@@ -1,5 +1,6 @@
 """What the operator keeps in mind of a job between two looks, and can do without: a new leader begins with nothing."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pipelinerl_operator.controller.views import JobView
@@ -35,6 +36,8 @@ class Memory:
     namespace_going_at: float | None = None
     applied: dict[tuple[Resource, str], tuple[str, str]] = field(default_factory=dict)
     """UID and content version of each child as the operator applied it last, or found it when it began."""
+    pods: Mapping[str, int] = field(default_factory=dict)
+    """Attempts by name of the pods that were there at the last look, without those that were then to be deleted."""
     noticed_at: float | None = None
     """When it was first noticed that the status in the API server is out of date."""
     training_written_at: float = float("-inf")

@@ -19,7 +19,7 @@ from typing import Protocol
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_operator.controller.cluster import Cluster
 from pipelinerl_operator.controller.decide import decide
-from pipelinerl_operator.controller.decision import Child, Decision, Note, Observed, Wanted
+from pipelinerl_operator.controller.decision import Child, Decision, Delete, Note, Observed, Wanted
 from pipelinerl_operator.controller.executor import Executor, RefusedByServer
 from pipelinerl_operator.controller.memory import REFUSAL_S, Memory
 from pipelinerl_operator.controller.status import (
@@ -32,6 +32,7 @@ from pipelinerl_operator.controller.status import (
     own_fields,
 )
 from pipelinerl_operator.controller.streams import Streams
+from pipelinerl_operator.controller.units import is_of_job
 from pipelinerl_operator.controller.views import JobView
 from pipelinerl_operator.kube import Api, Key
 from pipelinerl_operator.kube.errors import NotFound
@@ -109,6 +110,7 @@ class Reconciler:
             self._around.companions.forget(key)
             return None
         delay_s = await self._remember(job, decision, memory)
+        memory.pods = _there(seen, decision)
         token = memory.token
         self._around.companions.follow(job, seen.wanted, decision.status, token)
         if delay_s is None:
@@ -149,12 +151,15 @@ class Reconciler:
         wanted, fault = self._wanted(job)
         now = self._around.monotonic()
         training, stream = self._around.companions.training(job.key)
+        pods = self._cluster.pods.of_job(job.key)
+        names = {pod.key.name for pod in pods}
         return Observed(
             now=self._around.clock(),
             job=job,
             wanted=wanted,
             fault=fault,
-            pods=self._cluster.pods.of_job(job.key),
+            pods=pods,
+            gone={name: attempt for name, attempt in memory.pods.items() if name not in names},
             children=self._children(job, memory),
             has_secret=memory.is_ensured(job.generation, now),
             stream_fault=memory.stream_fault,
@@ -216,6 +221,13 @@ class Reconciler:
         memory.written = (written["metadata"]["resourceVersion"], fingerprint)
         self._cluster.jobs.put(written)
         return None
+
+
+def _there(seen: Observed, decision: Decision) -> dict[str, int]:
+    """The job's pods whose absence at the next look is somebody else's doing."""
+    going = {action.uid for action in decision.actions if isinstance(action, Delete)}
+    own = [pod for pod in seen.pods if is_of_job(pod, seen.job.uid)]
+    return {pod.key.name: pod.attempt for pod in own if not pod.is_deleted and pod.uid not in going}
 
 
 def _leisure_left(changed: Iterable[str], memory: Memory, now: float) -> float:

@@ -77,7 +77,8 @@ def _failures(draft: Draft, wanted: Wanted) -> Iterable[tuple[str, Failure]]:
         pod = pods.get(spec.name)
         unit, attempt = unit_of(spec.role, spec.index), expected_attempt(draft.status, spec)
         if pod is None:
-            if spec.role is Role.TRAINER and draft.status.complete_trainers == attempt:
+            was_complete = spec.role is Role.TRAINER and draft.status.complete_trainers == attempt
+            if was_complete or seen.gone.get(spec.name) == attempt:
                 yield unit, Failure(spec.name, spec.role, "", Reason.DELETED, message="the pod is gone")
             continue
         if pod.attempt < attempt:

@@ -43,7 +43,7 @@ FINISHED = frozenset({Phase.SUCCEEDED, Phase.FAILED})
 
 class Condition(Settings):
     type: str
-    """One of Suspended, Provisioned, WeightGroupReady, Running, Degraded, Succeeded, Failed."""
+    """One of Suspended, Understood, Provisioned, WeightGroupReady, Running, Degraded, Succeeded, Failed."""
     status: Literal["True", "False", "Unknown"]
     """Whether it holds."""
     reason: Annotated[str, Field(max_length=64)]

@@ -76,7 +76,7 @@ class Informer(Generic[V]):
                 keys.append(key_of(body))
                 self.store.put(body)
             await asyncio.sleep(0)  # a page of 500 objects is work: let the others have their turn
-        self.store.keep_only(keys, self.selection.namespace)
+        self.store.keep_only(keys, self.selection.namespace, version)
         self._since = version
         self.synced.set()
 

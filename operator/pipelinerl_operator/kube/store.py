@@ -75,11 +75,16 @@ class Store(Generic[V]):
             self._drop(key)
             self._changed(self._job_of(old))
 
-    def keep_only(self, keys: Iterable[Key], within: str | None) -> None:
-        """After a new list of namespace `within` (None: all): what it did not hold is gone."""
+    def keep_only(self, keys: Iterable[Key], within: str | None, version: str = "") -> None:
+        """After a new list of namespace `within` (None: all): what it did not hold is gone.
+
+        Not so what was made after `version`, that of the list: the answer to its creation is here already.
+        """
         kept = frozenset(keys)
-        for key in [key for key in self._by_key if key not in kept and within in (None, key.namespace)]:
-            self.remove(key)
+        for key, view in list(self._by_key.items()):
+            is_later = version.isdigit() and view.resource_version.isdigit() and int(view.resource_version) > int(version)
+            if key not in kept and within in (None, key.namespace) and not is_later:
+                self.remove(key)
 
     def _drop(self, key: Key) -> None:
         old = self._by_key.pop(key, None)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipelinerl_common.settings import API_VERSION, KIND, Job, JobSpec, parse_job
+from pipelinerl_common.settings import API_VERSION, KIND, Job, JobSpec, parse_newer_job
 from pipelinerl_operator.objects.admission import admit
 from pipelinerl_operator.plan import with_actors
 
@@ -21,6 +21,8 @@ class JobResource:
     deletion_timestamp: str | None
     """RFC 3339, once somebody has deleted it."""
     raw: Mapping[str, Any]
+    unknown_fields: tuple[str, ...] = ()
+    """Paths of what the API server's CRD knows and this operator does not: it is older than the CRD. They are left out."""
 
     @property
     def name(self) -> str:
@@ -47,7 +49,7 @@ class JobResource:
             "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
             "spec": raw.get("spec", {}),
         }
-        job = parse_job(document, source=f"PipelineRLJob {metadata['name']}")
+        job, unknown = parse_newer_job(document, source=f"PipelineRLJob {metadata['name']}")
         admit(job)
         return cls(
             job=job,
@@ -56,6 +58,7 @@ class JobResource:
             generation=metadata.get("generation", 0),
             deletion_timestamp=metadata.get("deletionTimestamp"),
             raw=raw,
+            unknown_fields=unknown,
         )
 
     def with_actors(self, count: int) -> "JobResource":

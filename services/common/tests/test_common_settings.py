@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel
 
 from pipelinerl_common.errors import SettingsError
-from pipelinerl_common.settings import Job, cluster_only_paths, load_job, parse_job, service_view
+from pipelinerl_common.settings import Job, cluster_only_paths, load_job, parse_job, parse_newer_job, service_view
 from pipelinerl_staleness.areal import ArealSettings
 from pipelinerl_staleness.conventional import ConventionalSettings
 
@@ -78,6 +78,21 @@ def test_a_file_that_is_no_job_is_told_so(tmp_path: Path, content: str, says: st
     with pytest.raises(SettingsError, match=says) as caught:
         load_job(path)
     assert str(path) in str(caught.value)
+
+
+def test_fields_of_a_newer_version_are_left_out_and_named() -> None:
+    tomorrow = document(colour={"of": "hats"}, trainers={"hats": 2, "replicas": 3}, algorithm={"kl": {"shape": "round"}})
+    job, unknown = parse_newer_job(tomorrow, "it")
+    assert job == parse_job(document(trainers={"replicas": 3}), "it")
+    assert sorted(unknown) == ["spec.algorithm.kl.shape", "spec.colour", "spec.trainers.hats"]
+    assert tomorrow["spec"]["colour"] == {"of": "hats"}
+    assert parse_newer_job(document(), "it")[1] == ()
+
+
+def test_other_faults_of_a_newer_version_are_told_as_ever() -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse_newer_job(document(colour="red", algorithm={"loss": "dpo"}), "it")
+    assert "1 fault in the job file\n  spec.algorithm.loss: Input should be" in str(caught.value)
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pipelinerl_common.errors import PipelineRLError
 from pipelinerl_operator.kube import Api, Change, Key, Object, Selection
-from pipelinerl_operator.kube.errors import Conflict, Gone, NotFound
+from pipelinerl_operator.kube.errors import Gone, NotFound
 from pipelinerl_operator.kube.resources import PODS, key_of
 
 RETRY_S = 0.2
@@ -93,9 +93,9 @@ class HollowPods:
                     await say(self._api, key, running(pod))
                     self.started += 1
                     return
-                except (NotFound, Conflict):
+                except NotFound:
                     return
-                except PipelineRLError:
+                except PipelineRLError:  # Conflict among them: of a pod that has gone or changed meanwhile
                     pass
             await asyncio.sleep(RETRY_S)
 

@@ -13,7 +13,7 @@ from pipelinerl_common.settings.kubernetes import (
     RestartSettings,
     SchedulingSettings,
 )
-from pipelinerl_common.settings.load import load_job, parse_job
+from pipelinerl_common.settings.load import load_job, parse_job, parse_newer_job
 from pipelinerl_common.settings.model import AdapterSettings, ModelSettings, SamplingSettings, TaskSettings
 from pipelinerl_common.settings.roles import (
     ActorSettings,
@@ -76,5 +76,6 @@ __all__ = [
     "cluster_only_paths",
     "load_job",
     "parse_job",
+    "parse_newer_job",
     "service_view",
 ]

@@ -1,5 +1,6 @@
 """Reads a job file, applies `--set path=value`, and turns every mistake into one readable message."""
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -56,6 +57,33 @@ def _no_file(path: Path) -> str:
         return "this is the name of a task, but a job file (YAML) is needed here: one whose spec.task.path names the task"
     names = [each.name for each in path.parent.iterdir() if each.is_file()] if path.parent.is_dir() else []
     return f"there is no such file; give a job file (YAML){did_you_mean(path.name, names)}"
+
+
+def parse_newer_job(document: Mapping[str, Any], source: str) -> tuple[Job, tuple[str, ...]]:
+    """As `parse_job`, for a document that a newer version may have accepted: fields that are unknown here are left out.
+
+    With the paths of those, for example "spec.trainers.colour".
+    """
+    try:
+        return Job.model_validate(document), ()
+    except ValidationError as error:
+        unknown = [detail["loc"] for detail in error.errors() if detail["type"] == "extra_forbidden"]
+    known = copy.deepcopy(dict(document))
+    for location in unknown:
+        _leave_out(known, location)
+    return parse_job(known, source), tuple(".".join(map(str, location)) for location in unknown)
+
+
+def _leave_out(document: dict[str, Any], location: Sequence[int | str]) -> None:
+    """What is not there stays for `parse_job` to complain about."""
+    node: Any = document
+    for part in location[:-1]:
+        known = part in node if isinstance(node, dict) else isinstance(node, list) and isinstance(part, int)
+        if not known:
+            return
+        node = node[part]
+    if isinstance(node, dict):
+        node.pop(location[-1], None)
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
