@@ -98,6 +98,7 @@ def generator(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(600)
 async def test_every_expert_gets_every_update(generator: tuple[GeneratorProcess, int], tmp_path: Path) -> None:
     """Also while sequences run: one that is under way goes on with the new experts."""
     process, num_workers = generator

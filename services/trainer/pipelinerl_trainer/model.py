@@ -99,7 +99,7 @@ def load_policy(folder: Path, spec: JobSpec, device: torch.device, sequence: Seq
     tensors = CheckpointTensors(language_model, stored)
     check_tensors(tensors, language_model, stored)
     _check_length(language_model.config, spec.model)
-    sequence.check_heads(language_model.config)
+    sequence.check_model(language_model.config)
     adapter = None
     if spec.model.adapter is not None:
         adapter = Adapter.attach(language_model, spec.model.adapter, spec.seed, spec.model.uri.removeprefix("hf://"))

@@ -34,6 +34,10 @@ AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """query [1, tokens, heads, D], key and value [1, tokens, kv_heads, D] to [1, tokens, heads, D]."""
 
 
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+"""Kinds of layers, in transformers' words, in which attention alone looks at other tokens."""
+
+
 class RowSlice(NamedTuple):
     """This rank's part of a row.
 
@@ -111,9 +115,17 @@ class SequenceGroup:
 
         return on_slices
 
-    def check_heads(self, config: Any) -> None:
-        """Raises SettingsError for a model whose heads cannot be shared out."""
+    def check_model(self, config: Any) -> None:
+        """Raises SettingsError for a model whose heads cannot be shared out, or with layers that are not attention."""
+        if self.size == 1:
+            return
         text = config.get_text_config()
+        unknown = sorted(set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES)
+        if unknown:
+            raise SettingsError(
+                f"trainers.sequenceParallelSize={self.size}: in the model's layers of {unknown[0]} tokens would not see those "
+                "of other ranks: set it to 1"
+            )
         heads = int(text.num_attention_heads)
         kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
         if heads % self.size:

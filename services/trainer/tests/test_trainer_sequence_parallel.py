@@ -14,6 +14,7 @@ import trainer_sequence_cases as cases
 import trainer_toys as toys
 from safetensors.torch import load_file
 from test_trainer_gradient import assert_same_gradient
+from transformers import MambaConfig, Qwen3Config
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_trainer.model import load_policy
@@ -145,6 +146,13 @@ def test_a_model_whose_heads_cannot_be_shared_out_is_refused(tmp_path: Path, siz
     toys.save_tiny_model(tmp_path)
     with pytest.raises(SettingsError, match=says):
         load_policy(tmp_path, toys.job().spec, CPU, SequenceGroup(0, size))
+
+
+def test_a_model_with_layers_that_are_not_attention_is_refused() -> None:
+    for config in (Qwen3Config(layer_types=["linear_attention"], num_hidden_layers=1), MambaConfig()):
+        SequenceGroup().check_model(config)
+        with pytest.raises(SettingsError, match="=2: in the model's layers of linear_attention tokens would not see"):
+            SequenceGroup(0, 2).check_model(config)
 
 
 def test_key_value_heads_that_can_neither_be_shared_nor_repeated_are_refused(tmp_path: Path) -> None:

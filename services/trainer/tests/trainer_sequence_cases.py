@@ -81,6 +81,7 @@ CASES: Mapping[str, Case] = {
     "whole sequences": Case({"loss": "gspo"}, {"zeroStage": 3}),
     "one key-value head": Case(model="one-key-value-head"),
     "sliding windows": Case(model="sliding-windows"),
+    "adapters": Case({"loss": "gspo"}, {"zeroStage": 2}, {"adapter": {"rank": 4, "alpha": 6}}),
     "mixture of experts": Case({"loss": "gspo"}, {"activationCheckpointing": True}, model="mixture"),
     "activation checkpointing": Case({"baseline": "value"}, {"zeroStage": 3, "activationCheckpointing": True}),
     "chunks": Case(chunk_tokens=3, trainers={"activationCheckpointing": True}),
