@@ -6,6 +6,7 @@ generator-<actor>-<i>             decodes for actor-<actor>       actors.replica
 reference-<i>                     frozen reference model          reference.replicas
 actor-<i>                         rollout loop                    actors.replicas
 trainer-<rank>                    optimizer                       trainers.replicas x trainers.processesPerNode
+evaluator-0                       measures checkpoints            one, with spec.evaluation
 ```
 NATS and the coordinator belong to the runtime that carries the plan out.
 """
@@ -24,6 +25,7 @@ class Role(StrEnum):
     REFERENCE = "reference"
     ACTOR = "actor"
     TRAINER = "trainer"
+    EVALUATOR = "evaluator"
 
 
 class RestartScope(StrEnum):
@@ -41,6 +43,7 @@ RESTART_SCOPES: Mapping[Role, RestartScope] = {
     Role.REFERENCE: RestartScope.ALONE,
     Role.ACTOR: RestartScope.ALONE,
     Role.TRAINER: RestartScope.ROLE,
+    Role.EVALUATOR: RestartScope.ALONE,
 }
 
 MODULES: Mapping[Role, str] = {
@@ -49,6 +52,7 @@ MODULES: Mapping[Role, str] = {
     Role.REFERENCE: "pipelinerl_actor.generator",
     Role.ACTOR: "pipelinerl_actor.rollout",
     Role.TRAINER: "pipelinerl_trainer",
+    Role.EVALUATOR: "pipelinerl_actor.evaluation",
 }
 
 
@@ -113,6 +117,7 @@ def workload_names(job: Job) -> tuple[str, ...]:
         *reference_names(job),
         *(f"trainer-{rank}" for rank in range(num_trainer_ranks(job))),
         *(f"actor-{index}" for index in actors),
+        *evaluator_names(job),
     )
 
 
@@ -131,6 +136,10 @@ def reference_names(job: Job) -> tuple[str, ...]:
     return tuple(f"reference-{index}" for index in range(job.spec.reference.replicas if job.spec.reference else 0))
 
 
+def evaluator_names(job: Job) -> tuple[str, ...]:
+    return ("evaluator-0",) if job.spec.evaluation else ()
+
+
 def num_trainer_ranks(job: Job) -> int:
     return job.spec.trainers.replicas * job.spec.trainers.processes_per_node
 
@@ -141,13 +150,17 @@ def generator_url(address: str) -> str:
 
 def num_gpus(job: Job, name: str) -> int:
     """GPUs of one process. Example: 8 GPUs and 8 generators per actor: 1 for each generator, 0 for the rollout loop."""
-    actors, reference = job.spec.actors, job.spec.reference
+    actors, reference, evaluation = job.spec.actors, job.spec.reference, job.spec.evaluation
     match role_of(name):
         case Role.GENERATOR if actors.gpus_per_replica:
             return max(1, actors.gpus_per_replica // actors.generators_per_replica)
         case Role.REFERENCE if reference is not None:
             by_default = reference.generator.tensor_parallel_size if actors.gpus_per_replica else 0
             return by_default if reference.gpus_per_replica is None else reference.gpus_per_replica
+        case Role.EVALUATOR if evaluation is not None:
+            engine = evaluation.generator or actors.generator
+            by_default = engine.tensor_parallel_size if actors.gpus_per_replica else 0
+            return by_default if evaluation.gpus_per_replica is None else evaluation.gpus_per_replica
         case Role.TRAINER if actors.gpus_per_replica:
             return 1
         case _:

@@ -248,6 +248,7 @@ def refusals(new: dict[str, Any], old: dict[str, Any] | None = None) -> list[str
     return messages
 
 
+EVALUATION = {"everySteps": 100, "sets": [{"name": "held-out", "path": "a:B"}]}
 GPUS = {"actors": {"gpusPerReplica": 1}, "weightTransfer": {}}
 
 GOOD: dict[str, dict[str, Any]] = {
@@ -270,6 +271,7 @@ GOOD: dict[str, dict[str, Any]] = {
         ]
     },
     "autoscale": {"autoscale": {"enabled": True}, "actors": {"maxReplicas": 4}},
+    "evaluation": {"evaluation": EVALUATION, "trainers": {"checkpoint": {"pvc": "checkpoints", "everySteps": 10}}},
     "rdma": {"network": {"rdma": {"resourceName": "rdma/hca", "ipcLock": True}}},
 }
 
@@ -321,6 +323,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "exactly one of secretKeyRef",
     ),
     "reserved variable": ({"env": [{"name": "PRL_JOB", "value": "x"}]}, "begin with PRL_"),
+    "evaluation without a claim": ({"evaluation": EVALUATION}, "evaluation reads checkpoints from another pod"),
+    "evaluation between checkpoints": (
+        {"evaluation": EVALUATION, "trainers": {"checkpoint": {"pvc": "a", "everySteps": 7}}},
+        "must be a multiple of trainers.checkpoint.everySteps",
+    ),
+    "evaluation without checkpoints": (
+        {"evaluation": EVALUATION, "trainers": {"checkpoint": {"pvc": "a", "everySteps": 0}}},
+        "must be a multiple of trainers.checkpoint.everySteps",
+    ),
     "ratios": ({"autoscale": {"lowRatio": 0.95, "highRatio": 0.9}}, "lowRatio must be below highRatio"),
 }
 
@@ -364,6 +375,7 @@ IMMUTABLE: dict[str, dict[str, Any]] = {
     "image": {"image": "mine:2"},
     "env": {"env": [{"name": "A", "value": "1"}]},
     "reference": {"reference": {}, "algorithm": {"kl": {"coefficient": 0.1}}},
+    "evaluation": {"evaluation": EVALUATION, "trainers": {"checkpoint": {"pvc": "a"}}},
     "trainers": {"trainers": {"zeroStage": 2}},
     "actors": {"actors": {"generatorsPerReplica": 2}},
     "actors' image": {"actors": {"image": "mine:2"}},

@@ -92,7 +92,13 @@ SECTIONS = st.fixed_dictionaries(
             [{}, {"gang": {"backend": "volcano"}}, {"gang": {"backend": "coscheduling"}}, {"topologyKey": "rack"}]
         ),
     },
-    optional={"reference": st.fixed_dictionaries({"replicas": st.integers(1, 2)})},
+    optional={
+        "reference": st.fixed_dictionaries({"replicas": st.integers(1, 2)}),
+        "evaluation": st.fixed_dictionaries(
+            {"everySteps": st.just(100), "sets": st.just([{"name": "held-out", "path": "a:B"}])},
+            optional={"gpusPerReplica": st.sampled_from([0, 2])},
+        ),
+    },
 )
 QUICK = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -162,7 +168,7 @@ def test_every_pod_passes_the_restricted_level_and_can_write_where_it_must(secti
             written = [mount["mountPath"] for mount in one["volumeMounts"] if not mount.get("readOnly")]
             folders = [*values(one["args"], "--output"), *values(one["args"], "--cache"), "/tmp"]
             folders += [variable["value"] for variable in one["env"] if variable["name"] in ("HOME", "HF_HOME")]
-            mounted = sections["trainers"]["checkpoint"].get("uri") and each.role is Role.TRAINER
+            mounted = sections["trainers"]["checkpoint"].get("uri") and each.role in (Role.TRAINER, Role.EVALUATOR)
             for folder in folders:
                 is_users = mounted and folder == "/mnt"
                 assert is_users or any(Path(folder).is_relative_to(path) for path in written), folder
@@ -407,6 +413,10 @@ def test_pods_with_gpus_tolerate_their_taint() -> None:
 
 # The hash
 
+EVALUATION: dict[str, Any] = {
+    "evaluation": {"everySteps": 100, "sets": [{"name": "held-out", "path": "a:B"}]},
+    "trainers": {"checkpoint": {"pvc": "claim"}},
+}
 CHANGES: list[dict[str, Any]] = [
     {"seed": 1},
     {"algorithm": {"steps": 7}},
@@ -447,6 +457,9 @@ CHANGES: list[dict[str, Any]] = [
     KL,
     {**KL, "reference": {"startupTimeoutSeconds": 5}},
     {**KL, "reference": {"image": "mine:1"}},
+    EVALUATION,
+    {"evaluation": {**EVALUATION["evaluation"], "image": "mine:1"}, "trainers": EVALUATION["trainers"]},
+    {"evaluation": {**EVALUATION["evaluation"], "everySteps": 200}, "trainers": EVALUATION["trainers"]},
 ]
 
 

@@ -18,13 +18,13 @@ from pipelinerl_operator.kube import Key, Object, Selection
 from pipelinerl_operator.kube.resources import JOBS, PODS, key_of
 from pipelinerl_operator.nats.streams import StreamAdmin
 from pipelinerl_operator.objects import Capabilities, OperatorContext
-from pipelinerl_operator.plan import Role
+from pipelinerl_operator.objects.labels import POD_ROLES
 from pipelinerl_operator.scaling.balance import Balance
 
 JOB = Key("default", "sums")
 CAPABILITIES = Capabilities(36, frozenset({"policy/v1", "scheduling.volcano.sh/v1beta1"}))
 CONTEXT = OperatorContext(
-    images={role: f"{role}:1" for role in (Role.ACTOR, Role.TRAINER, Role.PREPROCESSOR, Role.REFERENCE)},
+    images={role: f"{role}:1" for role in POD_ROLES},
     coordinator="operator:50052",
     nats_url="nats://nats:4222",
     capabilities=CAPABILITIES,

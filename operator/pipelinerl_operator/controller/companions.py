@@ -81,6 +81,7 @@ class Companion:
             "preprocessor": status.preprocessor.restarts,
             "reference": status.reference.restarts if status.reference else 0,
             "trainer": status.trainers.restarts,
+            "evaluator": status.evaluator.restarts if status.evaluator else 0,
         }
         self.coordinator.period_s = max(SETTLED_S if self.coordinator.group else 1.0, num_jobs / ROUNDS_PER_S)
         self._scale = Scale(status.actors.desired, status.actors.ready, status.autoscale.ratio if status.autoscale else None)

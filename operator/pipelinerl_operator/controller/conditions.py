@@ -14,6 +14,7 @@ class Type(StrEnum):
     WEIGHT_GROUP_READY = "WeightGroupReady"
     RUNNING = "Running"
     DEGRADED = "Degraded"
+    EVALUATING = "Evaluating"
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
 

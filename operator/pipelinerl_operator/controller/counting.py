@@ -9,6 +9,9 @@ from pipelinerl_operator.controller.views import PodView
 from pipelinerl_operator.objects import PodSpec
 from pipelinerl_operator.plan import Role
 
+OPTIONAL = (Role.REFERENCE, Role.EVALUATOR)
+"""Roles that a job may do without."""
+
 
 def count_pods(draft: Draft) -> None:
     """Counts what exists; what should exist, and which templates are old, only where the spec is known."""
@@ -19,7 +22,7 @@ def count_pods(draft: Draft) -> None:
         old: RoleStatus | None = getattr(draft.status, field)
         pods = [pod for pod in own if pod.role == role]
         wanted = None if specs is None else [spec for spec in specs if spec.role is role]
-        if role is Role.REFERENCE and old is None and not pods and not wanted:
+        if role in OPTIONAL and old is None and not pods and not wanted:
             continue
         draft.set(**{field: _counted(old or RoleStatus(), pods, wanted)})
 

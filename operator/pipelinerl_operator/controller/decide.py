@@ -5,7 +5,8 @@
  finished                          -> clean up, in the end delete the job
  suspended                         -> pods away, then Suspended
  invalid spec                      -> say so, create nothing
- trainer rank 0 ended well         -> Succeeded (remembered now, cleaned up next time)
+ trainer rank 0 ended well         -> the last step's evaluation, where there is one; then
+                                      Succeeded (remembered now, cleaned up next time)
  past a deadline, out of restarts  -> Failed (likewise)
  otherwise                         -> remember failures, choose how many actors, create, replace and remove, describe
 ```
@@ -17,6 +18,7 @@ from pipelinerl_operator.controller.counting import count_pods
 from pipelinerl_operator.controller.decision import Decision, Draft, EventType, Observed, Wanted
 from pipelinerl_operator.controller.describing import describe
 from pipelinerl_operator.controller.endings import clean_up, end_of_training, fail_by_deadline, succeed
+from pipelinerl_operator.controller.last_evaluation import waits_for_evaluation
 from pipelinerl_operator.controller.provisioning import provision
 from pipelinerl_operator.controller.restarts import take_failures, take_restart_id
 from pipelinerl_operator.controller.status import MAX_MESSAGE_CHARACTERS, JobStatus, Phase, write_time
@@ -52,7 +54,8 @@ def decide(seen: Observed) -> Decision:
 
 def _ends(draft: Draft, wanted: Wanted) -> bool:
     if (message := end_of_training(draft, wanted)) is not None:
-        succeed(draft, message)
+        if not waits_for_evaluation(draft, wanted):
+            succeed(draft, message)
         return True
     return fail_by_deadline(draft) or take_failures(draft, wanted)
 

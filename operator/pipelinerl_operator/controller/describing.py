@@ -20,6 +20,8 @@ def describe(draft: Draft, wanted: Wanted) -> None:
     _describe_weight_group(draft)
     _describe_running(draft, wanted)
     _describe_degradation(draft, wanted)
+    if draft.status.holds(Type.EVALUATING):  # a trainer that was done is gone, and trains again from its last checkpoint
+        say(draft, Type.EVALUATING, False, Because.RESTARTING)
     if draft.seen.stream is not None:
         draft.set(stream=draft.seen.stream)
     if draft.seen.training is not None:

@@ -7,20 +7,29 @@ from pipelinerl_operator.controller.removal import drop_gang, remove_pods
 from pipelinerl_operator.controller.status import Phase, read_time, write_time
 from pipelinerl_operator.controller.training import last_training_status
 from pipelinerl_operator.controller.units import expected_attempt, is_of_job
+from pipelinerl_operator.controller.views import Termination
 from pipelinerl_operator.kube.resources import JOBS
 from pipelinerl_operator.plan import Role
 
 
 def end_of_training(draft: Draft, wanted: Wanted) -> str | None:
     """What trainer rank 0, which is in the first trainer pod, left as its message when it ended with status 0; else None."""
-    first = next(spec for spec in wanted.desired.pods if spec.role is Role.TRAINER and spec.index == 0)
+    end = end_of_first(draft, wanted, Role.TRAINER)
+    return None if end is None else end.message
+
+
+def end_of_first(draft: Draft, wanted: Wanted, role: Role) -> Termination | None:
+    """How the role's first pod has ended, when it has with status 0. The time is 0 where nobody told it."""
+    first = next((spec for spec in wanted.desired.pods if spec.role is role and spec.index == 0), None)
+    if first is None:
+        return None
     for pod in draft.seen.pods:
         if pod.key.name == first.name and is_of_job(pod, draft.seen.job.uid):
             ended = {each.container: each for each in pod.terminations}
             main = ended.get(first.main_containers[0])
             well = pod.phase == "Succeeded" or (main is not None and main.exit_code == 0)
             if well and pod.attempt >= expected_attempt(draft.status, first):
-                return main.message if main is not None else ""
+                return main or Termination(first.main_containers[0], 0, "", "", 0.0)
     return None
 
 
@@ -78,6 +87,6 @@ def clean_up(draft: Draft) -> None:
 def _end(draft: Draft, phase: Phase, type_: Type, because: Because, message: str) -> None:
     draft.set(phase=phase, completion_time=write_time(draft.seen.now))
     say(draft, type_, True, because, message)
-    for other in (Type.RUNNING, Type.DEGRADED):
+    for other in (Type.RUNNING, Type.DEGRADED, Type.EVALUATING):
         if draft.status.holds(other):
             say(draft, other, False, Because.FINISHED)

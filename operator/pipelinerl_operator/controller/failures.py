@@ -12,6 +12,8 @@ from pipelinerl_operator.plan import Role
 
 EXIT_SETTINGS = 2
 """Our services end with it when their input is wrong: starting them again would end the same way."""
+ENDING_ROLES = (Role.TRAINER, Role.EVALUATOR)
+"""Whose work is done at some time."""
 ENDED_GRACE_S = 60.0
 """A process that ended by itself with status 0 may be ahead of the trainer's end, which is then still to be seen."""
 
@@ -89,7 +91,7 @@ class Verdict:
 
 
 def failure_of(pod: PodView, main: Sequence[str], now: float) -> Failure | None:
-    """What went wrong with a pod that should be running, or None. A trainer that is done is no failure.
+    """What went wrong with a pod that should be running, or None. A trainer or evaluator that is done is no failure.
 
     `main` are the names of the operator's own containers: a pod never restarts one, so it has failed when one has, even though
     Kubernetes calls it running. Sidecars of users may come and go while it runs.
@@ -108,7 +110,7 @@ def failure_of(pod: PodView, main: Sequence[str], now: float) -> Failure | None:
     if pod.phase == "Failed":
         return Failure.of(pod, Reason.ERROR, message=pod.message or pod.reason)
     ended = _first(each for each in pod.terminations if each.container in main)
-    if ended is None or pod.role == Role.TRAINER or now - ended.finished_at < ENDED_GRACE_S:
+    if ended is None or pod.role in ENDING_ROLES or now - ended.finished_at < ENDED_GRACE_S:
         return None
     return Failure.of(pod, Reason.ENDED, 0, f"{ended.container} ended by itself")
 
@@ -125,15 +127,19 @@ def image_pull_of(pod: PodView) -> Failure | None:
 
 
 def judge(failure: Failure, policy: FailurePolicySettings) -> Verdict:
-    """The first rule that matches decides, then the defaults."""
+    """The first rule that matches decides, then the defaults.
+
+    Training does not depend on the evaluator: only a rule that names it makes one of its failures count.
+    """
+    is_evaluators = failure.role == Role.EVALUATOR
     for rule in policy.rules:
-        fits_role = rule.role in (None, failure.role)
+        fits_role = rule.role == failure.role or (rule.role is None and not is_evaluators)
         fits_code = not rule.exit_codes or failure.exit_code in rule.exit_codes
         fits_reason = not rule.reasons or failure.reason.value in rule.reasons
         if fits_role and fits_code and fits_reason:
             return Verdict(fails=rule.action == "FailJob", counted=rule.action == "Restart", by_rule=True)
     wrong_settings = failure.reason is Reason.ERROR and failure.exit_code == EXIT_SETTINGS
-    return Verdict(fails=wrong_settings, counted=failure.reason in COUNTED)
+    return Verdict(fails=wrong_settings and not is_evaluators, counted=failure.reason in COUNTED and not is_evaluators)
 
 
 def pull_verdict(failure: Failure, policy: FailurePolicySettings) -> Verdict:

@@ -39,6 +39,7 @@ def _with_template(wanted: Wanted) -> tuple[PodSpec, ...]:
         Role.TRAINER: spec.trainers.pod_template,
         Role.PREPROCESSOR: spec.preprocessor.pod_template,
         Role.REFERENCE: spec.reference.pod_template if spec.reference else None,
+        Role.EVALUATOR: spec.evaluation.pod_template if spec.evaluation else None,
     }
     return tuple(pod for pod in wanted.desired.pods if pod.index == 0 and templates[pod.role])
 

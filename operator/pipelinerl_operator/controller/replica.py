@@ -108,6 +108,7 @@ def operator_context(arguments: argparse.Namespace, capabilities: Capabilities, 
         images={
             Role.ACTOR: arguments.actor_image,
             Role.REFERENCE: arguments.actor_image,
+            Role.EVALUATOR: arguments.actor_image,
             Role.TRAINER: arguments.trainer_image,
             Role.PREPROCESSOR: arguments.preprocessor_image,
         },

@@ -9,6 +9,7 @@ from pipelinerl_operator.controller.endings import fail
 from pipelinerl_operator.controller.failures import (
     COUNTED,
     ENDED_GRACE_S,
+    ENDING_ROLES,
     Failure,
     Reason,
     failure_of,
@@ -87,7 +88,7 @@ def _failures(draft: Draft, wanted: Wanted) -> Iterable[tuple[str, Failure]]:
             yield unit, failure
         elif (pull := image_pull_of(pod)) is not None and pull_verdict(pull, policy).fails:
             yield unit, pull
-        elif is_ending(pod, spec.main_containers) and spec.role is not Role.TRAINER:
+        elif is_ending(pod, spec.main_containers) and spec.role not in ENDING_ROLES:
             draft.look_again(ENDED_GRACE_S)
 
 

@@ -32,6 +32,8 @@ class Phase(StrEnum):
     """It has run, and something that it needs is being started again."""
     INVALID = "Invalid"
     """The spec or a pod template is refused; nothing is created until it is changed."""
+    EVALUATING = "Evaluating"
+    """Training is finished; the last step is being evaluated."""
     SUSPENDING = "Suspending"
     SUSPENDED = "Suspended"
     SUCCEEDED = "Succeeded"
@@ -43,7 +45,7 @@ FINISHED = frozenset({Phase.SUCCEEDED, Phase.FAILED})
 
 class Condition(Settings):
     type: str
-    """One of Suspended, Understood, Provisioned, WeightGroupReady, Running, Degraded, Succeeded, Failed."""
+    """One of Suspended, Understood, Provisioned, WeightGroupReady, Running, Degraded, Evaluating, Succeeded, Failed."""
     status: Literal["True", "False", "Unknown"]
     """Whether it holds."""
     reason: Annotated[str, Field(max_length=64)]
@@ -157,6 +159,8 @@ class JobStatus(Settings):
     """Pod of the preprocessor."""
     reference: RoleStatus | None = None
     """Pods of the reference model."""
+    evaluator: RoleStatus | None = None
+    """Pod of the evaluator."""
     autoscale: Choice | None = None
     """What autoscale has chosen. Remembered."""
     actor_selector: Annotated[str, Field(max_length=512)] | None = None

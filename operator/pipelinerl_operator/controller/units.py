@@ -10,6 +10,7 @@ STATUS_FIELDS = {
     Role.TRAINER: "trainers",
     Role.PREPROCESSOR: "preprocessor",
     Role.REFERENCE: "reference",
+    Role.EVALUATOR: "evaluator",
 }
 
 

@@ -54,8 +54,8 @@ RULES: dict[Path, tuple[Rule, ...]] = {
             + _MUTABLE,
         ),
         Rule(
-            _unless_restarted(_kept_optional("reference", "image") + " && " + _kept("imagePullSecrets", "env")),
-            f"reference, image, imagePullSecrets and env cannot be changed while the job runs{_MUTABLE}",
+            _unless_restarted(_kept_optional("reference", "evaluation", "image") + " && " + _kept("imagePullSecrets", "env")),
+            f"reference, evaluation, image, imagePullSecrets and env cannot be changed while the job runs{_MUTABLE}",
         ),
         Rule(
             _unless_restarted(
@@ -95,6 +95,15 @@ RULES: dict[Path, tuple[Rule, ...]] = {
         Rule(
             "self.weightTransfer.backend != 'nccl' || self.actors.gpusPerReplica > 0",
             "weightTransfer.backend=nccl needs GPUs: set the backend to gloo, or actors.gpusPerReplica",
+        ),
+        Rule(
+            "!has(self.evaluation) || has(self.trainers.checkpoint.pvc) || has(self.trainers.checkpoint.uri)",
+            "evaluation reads checkpoints from another pod: set trainers.checkpoint.pvc or trainers.checkpoint.uri",
+        ),
+        Rule(
+            "!has(self.evaluation) || (self.trainers.checkpoint.everySteps > 0 && "
+            "self.evaluation.everySteps % self.trainers.checkpoint.everySteps == 0)",
+            "evaluation.everySteps must be a multiple of trainers.checkpoint.everySteps, which must be above 0",
         ),
         Rule(
             "!self.autoscale.enabled || has(self.actors.maxReplicas)",

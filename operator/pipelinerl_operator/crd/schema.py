@@ -2,6 +2,8 @@
 
 Differences to JSON Schema: nothing is referred to, nothing may be null (a field is left out instead), unknown fields are pruned
 rather than forbidden, and what is free-form says so. Bounds are needed because a rule's cost is estimated by the largest value.
+Where a section comes a second time, as that of the generators does, its fields say where they are described; in the status,
+which people do not write, they say nothing.
 """
 
 from collections.abc import Mapping
@@ -27,12 +29,17 @@ class _Conversion:
     def __init__(self, definitions: Mapping[str, Schema], with_defaults: bool) -> None:
         self._definitions = definitions
         self._with_defaults = with_defaults
+        self._first: dict[str, str] = {}
+        """Path at which each section came first, by the name of its model."""
 
-    def schema(self, source: Schema, path: str) -> Schema:
+    def schema(self, source: Schema, path: str, described_at: str = "") -> Schema:
+        """`described_at`: path of the field that is the same and came first, where there is one."""
         source = self._resolved(source, path)
         kind = source.get("type")
         converted: Schema = {}
-        if description := source.get("description"):
+        if described_at:
+            converted |= {"description": f"As {described_at}."} if self._with_defaults else {}
+        elif description := source.get("description"):
             converted["description"] = " ".join(description.split())
         if kind is None and "const" not in source and "enum" not in source:
             if source.keys() - {"title", "description", "default"}:
@@ -83,7 +90,11 @@ class _Conversion:
         others = source.get("additionalProperties", False)
         parts: Schema = {}
         if properties := source.get("properties"):
-            parts["properties"] = {name: self.schema(each, f"{path}.{name}") for name, each in properties.items()}
+            first = self._first.setdefault(source["title"], path)
+            same = "" if first == path else f"{first.partition('.')[2]}."
+            parts["properties"] = {
+                name: self.schema(each, f"{path}.{name}", f"{same}{name}" if same else "") for name, each in properties.items()
+            }
         if source.get("required"):
             parts["required"] = sorted(source["required"])
         if others is True or (isinstance(others, dict) and not self._resolved(others, path).get("type")):

@@ -19,7 +19,7 @@ RULES_END = "{{- end }}"
 """Older servers know no rules, and clients refuse what the server does not know."""
 
 
-FLOW_CHARACTERS = 800
+FLOW_CHARACTERS = 1600
 """Mappings up to this size stand on one line, which saves a third of the file in indentation."""
 
 

@@ -32,4 +32,9 @@ def cluster_faults(job: Job) -> list[str]:
             f"spec.trainers.replicas={spec.trainers.replicas} nodes write one checkpoint together: set "
             "spec.trainers.checkpoint.pvc to a claim that all can mount, or checkpoint.uri to a folder that all share"
         )
+    if spec.evaluation is not None and checkpoint.pvc is None and checkpoint.uri is None:
+        faults.append(
+            "spec.evaluation reads checkpoints from another pod: set spec.trainers.checkpoint.pvc to a claim that both can "
+            "mount, or checkpoint.uri to a folder that they share"
+        )
     return faults

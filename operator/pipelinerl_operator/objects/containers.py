@@ -55,6 +55,7 @@ class ContainerMaker:
             Role.TRAINER: self._trainer,
             Role.PREPROCESSOR: self._preprocessor,
             Role.REFERENCE: self._reference,
+            Role.EVALUATOR: self._evaluator,
         }[self._role]()
         init = () if self._role is Role.PREPROCESSOR else (self._prepare(),)
         return Containers(init, main, sum(num_gpus(self._job.job, name) for name in self.names))
@@ -93,9 +94,16 @@ class ContainerMaker:
         )
         return (container | (grpc_readiness(self._context.capabilities) if self._index == 0 else {}),)
 
+    def _evaluator(self) -> tuple[dict[str, Any], ...]:
+        """With a generator as its child, while it evaluates."""
+        workload = self._workloads[0]
+        argv = (*workload.argv, "--last-result", TERMINATION_LOG)
+        gpus = num_gpus(self._job.job, workload.name)
+        return (self._container("evaluator", argv, {"metrics": METRICS_PORT}, num_gpus=gpus),)
+
     def _prepare(self) -> dict[str, Any]:
         flags = ("--job", str(JOB_FILE), "--output", str(self._output), "--cache", str(CACHE / "pipelinerl"))
-        check = ("--check-task",) if self._role is Role.ACTOR else ()
+        check = {Role.ACTOR: ("--check-task",), Role.EVALUATOR: ("--check-sets",)}.get(self._role, ())
         return self._container("prepare", ("python", "-m", PREPARE_MODULE, *flags, *check), {})
 
     def _container(self, name: str, argv: tuple[str, ...], ports: dict[str, int], *, num_gpus: int = 0) -> dict[str, Any]:
@@ -143,5 +151,6 @@ def own_image(spec: JobSpec, role: Role) -> str | None:
         Role.TRAINER: spec.trainers.image,
         Role.PREPROCESSOR: spec.preprocessor.image,
         Role.REFERENCE: spec.reference.image if spec.reference else None,
+        Role.EVALUATOR: spec.evaluation.image if spec.evaluation else None,
     }[role]
     return own or spec.image

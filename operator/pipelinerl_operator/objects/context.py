@@ -51,7 +51,7 @@ class OperatorContext:
     """Given to the operator by its chart, and found out about the cluster at its start."""
 
     images: Mapping[Role, str]
-    """Image of each pod role without one in the job: ACTOR, TRAINER, PREPROCESSOR, REFERENCE."""
+    """Image of each pod role without one in the job: ACTOR, TRAINER, PREPROCESSOR, REFERENCE, EVALUATOR."""
     coordinator: str
     """`host:port` of the weight-transfer coordinator as pods reach it."""
     nats_url: str

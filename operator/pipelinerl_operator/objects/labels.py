@@ -12,7 +12,7 @@ JOB, ROLE, INDEX, ATTEMPT = (f"{PREFIX}{word}" for word in ("job", "role", "inde
 TEMPLATE_HASH = f"{PREFIX}template-hash"
 """Annotation of a pod: what it was made from."""
 
-POD_ROLES = (Role.PREPROCESSOR, Role.REFERENCE, Role.TRAINER, Role.ACTOR)
+POD_ROLES = (Role.PREPROCESSOR, Role.REFERENCE, Role.TRAINER, Role.ACTOR, Role.EVALUATOR)
 
 
 def pod_name(job: str, role: Role, index: int) -> str:

@@ -114,7 +114,13 @@ class PodSpec:
         }
 
 
-_SECTIONS = {Role.ACTOR: "actors", Role.TRAINER: "trainers", Role.PREPROCESSOR: "preprocessor", Role.REFERENCE: "reference"}
+_SECTIONS = {
+    Role.ACTOR: "actors",
+    Role.TRAINER: "trainers",
+    Role.PREPROCESSOR: "preprocessor",
+    Role.REFERENCE: "reference",
+    Role.EVALUATOR: "evaluation",
+}
 
 
 def _drain_s(spec: JobSpec, role: Role) -> float:
@@ -129,6 +135,7 @@ def pods(job: JobResource, context: OperatorContext) -> tuple[PodSpec, ...]:
         Role.REFERENCE: spec.reference.replicas if spec.reference else 0,
         Role.TRAINER: spec.trainers.replicas,
         Role.ACTOR: spec.actors.replicas,
+        Role.EVALUATOR: 1 if spec.evaluation else 0,
     }
     services = service_spec(spec)
     kinds = {(role, in_gang(job, role, index)) for role, count in counts.items() for index in range(count)}

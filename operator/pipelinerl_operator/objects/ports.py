@@ -24,6 +24,11 @@ JOB_FILE = Path("/etc/pipelinerl/job/job.yaml")
 SECRET_FOLDER = Path("/etc/pipelinerl/secret")
 
 
+_LISTEN_HOSTS = {Role.TRAINER: "$(PRL_POD_IP)", Role.EVALUATOR: LOOPBACK}
+"""Generators are told the trainer's address when a group forms: the pod's own, which no stale DNS answer can miss.
+The evaluator's generator serves nobody else."""
+
+
 def generator_port(index: int) -> int:
     """Generators of one actor share its pod's address."""
     return GENERATOR_PORT + index
@@ -48,7 +53,7 @@ def port(workload: str) -> int:
     role, index = role_of(workload), int(workload.rpartition("-")[2])
     if role is Role.GENERATOR:
         return generator_port(index)
-    return GENERATOR_PORT if role is Role.REFERENCE else GRPC_PORT
+    return GENERATOR_PORT if role in (Role.REFERENCE, Role.EVALUATOR) else GRPC_PORT
 
 
 def endpoints(job: JobResource, context: OperatorContext, names: tuple[str, ...], output: Path) -> Endpoints:
@@ -69,6 +74,5 @@ def endpoints(job: JobResource, context: OperatorContext, names: tuple[str, ...]
         nats_credentials=SECRET_FOLDER / NATS_KEY if context.has_nats_credentials else None,
         metrics_addresses={name: f"{EVERY_INTERFACE}:{METRICS_PORT}" for name in names if role_of(name) not in SERVE_THEIR_OWN},
         log_level=context.log_level,
-        # Generators are told the trainer's address when a group forms: the pod's own, which no stale DNS answer can miss.
-        listen_hosts={role: "$(PRL_POD_IP)" if role is Role.TRAINER else EVERY_INTERFACE for role in Role},
+        listen_hosts={role: EVERY_INTERFACE for role in Role} | _LISTEN_HOSTS,
     )

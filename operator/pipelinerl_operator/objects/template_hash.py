@@ -15,7 +15,7 @@ from pipelinerl_common.settings import JobSpec
 from pipelinerl_operator.objects.containers import own_image, workloads_of_pod
 from pipelinerl_operator.objects.gang import scheduler_name
 from pipelinerl_operator.objects.job_resource import JobResource
-from pipelinerl_operator.objects.volumes import cache_source, shared_memory
+from pipelinerl_operator.objects.volumes import CHECKPOINT_ROLES, cache_source, shared_memory
 from pipelinerl_operator.plan import Role, generator_names, num_gpus
 
 
@@ -38,7 +38,7 @@ def template_hash(job: JobResource, role: Role, services: Mapping[str, Any], *, 
         "template": pod_template(spec, role),
         "cache": cache_source(spec, role),
         "memory": shared_memory(spec, role),
-        "checkpoint": _set(spec.trainers.checkpoint, "pvc", "uri") if role is Role.TRAINER else {},
+        "checkpoint": _set(spec.trainers.checkpoint, "pvc", "uri") if role in CHECKPOINT_ROLES else {},
         "reference": _set(spec.reference, "startup_timeout_seconds") if role is Role.REFERENCE and spec.reference else {},
     }
     text = json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -56,6 +56,7 @@ def pod_template(spec: JobSpec, role: Role) -> dict[str, Any] | None:
         Role.TRAINER: spec.trainers,
         Role.PREPROCESSOR: spec.preprocessor,
         Role.REFERENCE: spec.reference,
+        Role.EVALUATOR: spec.evaluation,
     }
     section = sections[role]
     return section.pod_template if section is not None else None

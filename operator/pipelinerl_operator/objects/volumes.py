@@ -16,6 +16,7 @@ OUTPUT = Path("/output")
 CHECKPOINTS = Path("/checkpoints")
 FIXED_FOLDER = "/etc/pipelinerl"
 FIXED_VOLUMES = ("job", "secret", "output")
+CHECKPOINT_ROLES = (Role.TRAINER, Role.EVALUATOR)
 DISABLED_SIZES = ("0", "0Gi", "0Mi")
 
 
@@ -36,9 +37,9 @@ class Mount:
 
 
 def output_folder(job: JobResource, role: Role) -> Path:
-    """Where a role's services write. Trainers: the claim, so that checkpoints outlive the pod."""
+    """Where a role's services write. Trainers and who reads their checkpoints: the claim, which outlives the pod."""
     checkpoint = job.spec.trainers.checkpoint
-    if role is not Role.TRAINER:
+    if role not in CHECKPOINT_ROLES:
         return OUTPUT
     if checkpoint.pvc is not None:
         return CHECKPOINTS / job.name
@@ -54,7 +55,7 @@ def mounts(job: JobResource, role: Role) -> tuple[Mount, ...]:
         Mount("output", OUTPUT, {"emptyDir": {}}),
         Mount("cache", CACHE, cache_source(spec, role)),
     ]
-    if role is Role.TRAINER and spec.trainers.checkpoint.pvc is not None:
+    if role in CHECKPOINT_ROLES and spec.trainers.checkpoint.pvc is not None:
         claim = {"persistentVolumeClaim": {"claimName": spec.trainers.checkpoint.pvc}}
         own.append(Mount("checkpoints", CHECKPOINTS, claim))
     if (memory := shared_memory(spec, role)) is not None:

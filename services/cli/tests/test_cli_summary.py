@@ -100,6 +100,9 @@ def test_summary_of_a_small_run() -> None:
         "rollout_errors": {},
         "restarts": 1,
         "restarts_by_process": {"actor-0": 1},
+        "evaluation": {},
+        "evaluations_failed": 0,
+        "evaluations_skipped": {},
     }
 
 

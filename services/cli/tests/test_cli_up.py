@@ -332,3 +332,59 @@ def test_choice_that_cannot_be_read_is_said_with_the_remedy(start: Callable[...,
     off = start("--max-steps", "4")
     assert off.wait() == 0, off.text
     assert not (tmp_path / "run" / "autoscale.json").exists()
+
+
+EVALUATED = (
+    "--set",
+    "trainers.checkpoint.everySteps=2",
+    "--set",
+    "evaluation={everySteps: 2, sets: [{name: held-out, path: 'tasks:Sums'}]}",
+)
+
+
+def test_the_last_evaluation_is_waited_for_and_nothing_else_runs_meanwhile(start: Callable[..., Up]) -> None:
+    up = start(*EVALUATED)
+    up.until("the wait", lambda: "training is finished; evaluating step 6, 1:00:03 at most" in up.text)
+    up.until("the end of training's processes", lambda: len(up.services()) == 2)  # the evaluator and the stream's server
+    (up.output / "evaluate").touch()
+    assert up.wait() == 0, up.text
+    assert "step 6 evaluated: held-out pass@1 0.750 (0.500 to 1.000)" in up.text
+    assert "held-out: pass@1 0.750 (0.500 to 1.000) at step 6" in up.text.splitlines()
+    assert up.summary()["evaluation"]["held-out"]["step"] == 6
+    assert up.services() == []
+    again = start(*EVALUATED)
+    assert again.wait() == 0
+    assert "this run is finished (6 of 6 steps)" in again.text
+
+
+def test_a_last_evaluation_that_was_not_waited_for_is_done_by_the_next_up(start: Callable[..., Up]) -> None:
+    up = start(*EVALUATED)
+    up.until("the wait", lambda: "training is finished" in up.text)
+    up.process.send_signal(signal.SIGINT)
+    assert up.wait() == 0, up.text
+    assert "step 6 is not evaluated; the same command does it" in up.text
+    assert up.summary()["status"] == "finished"
+    assert up.services() == []
+    (up.output / "evaluate").touch()
+    again = start(*EVALUATED)
+    assert again.wait() == 0, again.text
+    assert "step 6 evaluated" in again.text
+    assert again.summary()["steps"] == 6
+
+
+def test_an_evaluator_that_cannot_run_does_not_fail_the_run(start: Callable[..., Up]) -> None:
+    up = start("--max-steps", "40", *EVALUATED)
+    up.until_step(2)
+    up.tell("evaluator-0", "settings")
+    assert up.wait() == 0, up.text
+    assert "nothing is evaluated any more, the run goes on: evaluator-0 cannot run: wrong settings" in up.text
+    assert (up.summary()["status"], up.summary()["steps"]) == ("finished", 40)
+
+
+def test_an_evaluator_that_takes_too_long_is_left_behind(start: Callable[..., Up]) -> None:
+    hurried = EVALUATED[3].replace("everySteps: 2,", "everySteps: 2, timeoutSeconds: 0.01,")
+    up = start(*EVALUATED[:2], "--set", hurried)
+    assert up.wait() == 0, up.text
+    assert "step 6 is not evaluated after 3.02 s; see logs/evaluator-0.log" in up.text
+    assert up.summary()["status"] == "finished"
+    assert up.services() == []

@@ -33,19 +33,22 @@ from pipelinerl_weights.manifest import ITEM_BYTES
 
 log = logging.getLogger(__name__)
 
-_INITIAL_VERSION = 0
 _STOP_HTTP_S = 5
 _MAX_HOST_KV_BYTES = 4 << 30
 
 
-async def serve_generator(wiring: Wiring, model: Path, stop: asyncio.Event, *, serve_initial: bool) -> None:
-    """Serves until `stop` is set. Raises SettingsError for a folder, an address or settings that cannot be used."""
+async def serve_generator(wiring: Wiring, model: Path, stop: asyncio.Event, *, version: int | None) -> None:
+    """Serves until `stop` is set; the folder's weights as `version`, or with None nothing before the first update.
+
+    Raises SettingsError for a folder, an address or settings that cannot be used.
+    """
     job, token = load_job(wiring.job_file), wiring.token
     settings = generator_settings(job, wiring.name)
-    version = _INITIAL_VERSION if serve_initial else NOTHING_RECEIVED
+    version = NOTHING_RECEIVED if version is None else version
     with _bind(wiring.listen) as listening:
         role = REFERENCE if _is_reference(wiring.name) else GENERATOR
-        can_stage = job.spec.weight_transfer.mode == "staged" and not _is_reference(wiring.name)
+        takes_updates = not _is_reference(wiring.name) and not _is_evaluators(wiring.name)
+        can_stage = job.spec.weight_transfer.mode == "staged" and takes_updates
         engine = make_engine(job, settings, model, initial_version=version, can_stage=can_stage, log_level=wiring.log_level)
         generator = assemble(job, settings, model, engine, version=version, token=token, role=role)
         async with open_tracer(job, role, wiring.name) as generator.tracer, engine.running():
@@ -126,8 +129,14 @@ def _is_reference(name: str) -> bool:
     return name.startswith("reference")
 
 
+def _is_evaluators(name: str) -> bool:
+    return name.startswith("evaluator")
+
+
 def generator_settings(job: Job, name: str) -> GeneratorSettings:
-    """A reference generator has its own section of the job."""
+    """Those of the reference and the evaluator have sections of the job of their own."""
+    if _is_evaluators(name) and job.spec.evaluation is not None:
+        return job.spec.evaluation.generator or job.spec.actors.generator
     if not _is_reference(name):
         return job.spec.actors.generator
     if job.spec.reference is None:

@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "pipelinerl", help="where made models are kept")
     parser.add_argument("--copy", action="store_true", help="copy instead of linking, for an output that other machines read")
     parser.add_argument("--check-task", action="store_true", help="make the job's task first, and try some of its prompts")
+    parser.add_argument("--check-sets", action="store_true", help="make the tasks of the job's evaluation sets, likewise")
     parser.add_argument("--offline", action="store_true", help="download nothing")
     parser.add_argument("--log-level", choices=LEVELS, default="info")
     flags = parser.parse_args(argv)
@@ -53,6 +54,10 @@ def prepare(flags: argparse.Namespace) -> Path:
     transformers_logging.disable_progress_bar()
     job = load_job(flags.job)
     task = load_task(TaskName(job.spec.task.path, job.spec.task.args, job.spec.seed)) if flags.check_task else None
+    if flags.check_sets:
+        from pipelinerl_actor.evaluation.sets import check_sets
+
+        check_sets(job)
     started = time.monotonic()
     log.info(fields(model=job.spec.model.uri, preparing=flags.output / "model"))
     source = ModelSource(flags.cache, offline=flags.offline).resolve(job.spec.model)

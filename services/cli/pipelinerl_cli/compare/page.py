@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 from pipelinerl_cli.compare.runs import SMOOTHING, Compared
 from pipelinerl_cli.compare.seeds import Series, Variant
+from pipelinerl_cli.compare.table import evaluated
 from pipelinerl_cli.report.document import document, grid, section, table
+from pipelinerl_cli.report.evaluation import STEPS, band
 from pipelinerl_cli.report.learning import SAMPLES, TIME
 from pipelinerl_cli.report.svg import Axis, Line, plot
 from pipelinerl_cli.report.throughput import rates
@@ -63,12 +65,36 @@ BEHAVIOUR = (
 )
 
 
+EVALUATION = "Of checkpoints on prompts that are not trained. Bands of single runs: 95 % intervals over prompts."
+
+
+def _evaluation(variants: Sequence[Variant], name: str, k: int) -> str:
+    """One set's pass@k of every variant that has it."""
+
+    def series(run: Compared) -> Series:
+        found = [each for each in run.history.evaluations.get(name, ()) if k in each.pass_at]
+        return [float(each.step) for each in found], [each.pass_at[k].mean for each in found]
+
+    lines: list[Line] = []
+    for number, variant in enumerate(variants):
+        colour = number % NUM_COLOURS
+        if len(variant.runs) > 1:
+            lines += variant.lines(colour, series)
+        else:
+            lines += band(
+                variant.label, variant.runs[0].history.evaluations.get(name, []), lambda each: each.pass_at.get(k), colour
+            )
+    behind_first = sorted(lines, key=lambda line: line.style != "band")
+    return plot(f"{name}: pass@{k}", STEPS, Axis("share of the prompts", low=0, high=1), behind_first)
+
+
 def compare_page(variants: Sequence[Variant], head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> str:
     """The whole page; `head`, `rows` and `note` are the table."""
     learning, behaviour = (
         grid([plot(picture.title, picture.x, picture.y, picture.lines(variants)) for picture in pictures])
         for pictures in (LEARNING, BEHAVIOUR)
     )
+    evaluations = [_evaluation(variants, name, k) for name, k in evaluated(variants)]
     several = any(len(variant.runs) > 1 for variant in variants)
     curves = f"Rewards are means of {SMOOTHING} steps." + (
         " Lines: means over seeds; around them the lowest to the highest." * several
@@ -80,6 +106,7 @@ def compare_page(variants: Sequence[Variant], head: Sequence[str], rows: Sequenc
                 "<header><h1>Runs compared</h1></header>",
                 section("Numbers", note, table(head, rows)),
                 section("Learning", curves, learning),
+                *([section("Evaluation", EVALUATION, grid(evaluations))] if evaluations else []),
                 section("Behaviour", "", behaviour),
             ]
         ),

@@ -87,6 +87,11 @@ class Compared:
         running = [point.value for point in self.history.gauge("actor", "requests_running") if point.t <= end]
         return fmean(running) / places if running else None
 
+    def pass_at(self, name: str, k: int) -> float | None:
+        """The newest pass@k on the evaluation set `name`."""
+        found = [each.pass_at[k] for each in self.history.evaluations.get(name, ()) if k in each.pass_at]
+        return found[-1].mean if found else None
+
     @property
     def _last(self) -> Step | None:
         steps = self.history.steps

@@ -59,6 +59,18 @@ SELECTED = "The rewards of {} are of the groups that were trained: those of equa
 """Such a run's reward may never come near 1, however good the policy is."""
 
 
+def evaluated(variants: Sequence[Variant]) -> list[tuple[str, int]]:
+    """Every (set, k) that one of the runs was evaluated on."""
+    runs = [run for variant in variants for run in variant.runs]
+    return sorted(
+        {(name, k) for run in runs for name, found in run.history.evaluations.items() for each in found for k in each.pass_at}
+    )
+
+
+def _evaluation(name: str, k: int) -> Row:
+    return Row(f"{name} pass@{k}", lambda run: run.pass_at(name, k), "{:.3f}".format)
+
+
 def note(variants: Sequence[Variant]) -> str:
     """What the table's reader must know."""
     selected = [variant.label for variant in variants if variant.runs[0].job.spec.algorithm.drop_zero_advantage]
@@ -68,10 +80,11 @@ def note(variants: Sequence[Variant]) -> str:
 
 def table(variants: Sequence[Variant], rewards: Sequence[float]) -> tuple[list[str], list[list[str]]]:
     """The head and the rows: a column per variant and a row per number, so that any number of numbers fits."""
+    rows = [*ROWS, *(_evaluation(name, k) for name, k in evaluated(variants))]
     body = [
         ["policy", *(variant.policy for variant in variants)],
         ["seeds", *(" ".join(str(run.job.spec.seed) for run in variant.runs) for variant in variants)],
-        *([row.name, *(cell(map(row.of, variant.runs), row.form) for variant in variants)] for row in ROWS),
+        *([row.name, *(cell(map(row.of, variant.runs), row.form) for variant in variants)] for row in rows),
     ]
     for reward in rewards:
         for name, of, form in REACHED:

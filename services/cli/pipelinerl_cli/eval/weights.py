@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from pipelinerl_cli.up.folder import newest_checkpoint
+from pipelinerl_common.checkpoints import MODEL, checkpoint_folder
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.words import did_you_mean_folder
 
@@ -12,7 +13,7 @@ def find_model(path: Path) -> Path:
 
     Of a run, `final/` comes before the newest complete checkpoint. Raises SettingsError that says what was looked for.
     """
-    newest = path / "checkpoints" / f"step-{newest_checkpoint(path)}" / "model"
+    newest = checkpoint_folder(path, newest_checkpoint(path)) / MODEL
     for folder in (path, path / "model" if (path / "manifest.json").is_file() else path, path / "final", newest):
         if (folder / "config.json").is_file():
             return folder

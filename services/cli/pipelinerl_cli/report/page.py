@@ -8,6 +8,7 @@ import yaml
 
 from pipelinerl_cli.doctor.rules import Named
 from pipelinerl_cli.report.document import document, folded, grid, hero, section, table, tiles
+from pipelinerl_cli.report.evaluation import evaluation
 from pipelinerl_cli.report.findings import findings
 from pipelinerl_cli.report.learning import SMOOTHING, learning, over_time
 from pipelinerl_cli.report.staleness import staleness
@@ -39,6 +40,10 @@ STALENESS = (
     "The effective sample size is the share of the batch that is left when importance weights have made up for it."
 )
 FINDINGS = "What pipelinerl doctor makes of the run, and what to turn, the most promising first."
+EVALUATION = (
+    "Checkpoints on prompts that are not trained, each at one version of the weights. pass@k: the chance that one of k answers "
+    "passes. Bands: 95 % intervals over prompts."
+)
 THROUGHPUT = "Who waits for whom: a trainer that waits long for samples wants more generators, a deep queue wants fewer."
 
 
@@ -51,6 +56,7 @@ def report_page(history: RunHistory, summary: Mapping[str, Any], job: Job, found
         hero(over_time(trained), tiles(_first_numbers(summary))),
         tiles(_more_numbers(summary), small=True),
         section("Learning", LEARNING, grid(learning(trained))),
+        *([section("Evaluation", EVALUATION, grid(evaluation(history)))] if history.evaluations else []),
         section("Staleness", STALENESS, grid(staleness(trained))),
         section("Throughput", THROUGHPUT, grid(throughput(trained))),
     ]
@@ -103,6 +109,7 @@ def _digits(value: float) -> str:
 
 def _first_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
+        *_evaluated(summary),
         (
             "reward, first → last steps (up to 5)",
             f"{_shown(summary, 'reward_first', _digits)} → {_shown(summary, 'reward_last', _digits)}",
@@ -113,6 +120,20 @@ def _first_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("lag in steps, mean / max", f"{_shown(summary, 'lag_mean')} / {_shown(summary, 'lag_max')}"),
         ("ESS, mean / min", f"{_shown(summary, 'ess_mean', _digits)} / {_shown(summary, 'ess_min', _digits)}"),
     ]
+
+
+def _evaluated(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """One for each set, with the first of its pass@k."""
+    numbers = []
+    for name, each in summary["evaluation"].items():
+        k, now = next(iter(each["pass_at"].items()))
+        before = each["first"]["pass_at"].get(k, {}).get("mean")
+        if now["mean"] is None:
+            continue
+        shown = f"{_digits(now['mean'])} ({_digits(now['low'])} to {_digits(now['high'])})"
+        began = "" if before is None or each["first"]["step"] == each["step"] else f"{_digits(before)} → "
+        numbers.append((f"{name}, pass@{k} at step {each['step']}", began + shown))
+    return numbers
 
 
 def _more_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -130,6 +151,9 @@ def _more_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _incidents(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     counts = [(f"dropped groups: {reason}", str(count)) for reason, count in summary["dropped_groups"].items()]
     counts += [(f"rollout errors: {reason}", str(count)) for reason, count in summary["rollout_errors"].items()]
+    counts += [(f"evaluations skipped: {reason}", str(count)) for reason, count in summary["evaluations_skipped"].items()]
+    if summary["evaluations_failed"]:
+        counts.append(("evaluations failed", str(summary["evaluations_failed"])))
     return counts + [(f"restarts: {name}", str(count)) for name, count in summary["restarts_by_process"].items()]
 
 

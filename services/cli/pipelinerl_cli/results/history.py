@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 
 from pipelinerl_cli.results.active_time import ActiveTime
+from pipelinerl_cli.results.evaluations import evaluations
 from pipelinerl_cli.results.generation import Generation
 from pipelinerl_cli.results.metrics_file import Record, ends_step
 from pipelinerl_common.metrics.catalog.learning import MAX_LAG_BUCKET
@@ -51,6 +52,7 @@ class RunHistory:
         in_order = list(records)
         self.time = ActiveTime.of(in_order)
         self.steps = _steps(in_order, self.time)
+        self.evaluations = evaluations(in_order)
         self._start = 0.0
         self.generation = Generation()
         self._by_role: dict[str, list[Record]] = defaultdict(list)

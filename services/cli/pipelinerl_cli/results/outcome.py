@@ -13,6 +13,8 @@ def print_outcome(summary: Mapping[str, Any], root: Path, failure: str | None) -
         print(f"logs: {root / 'logs'}")
     if summary["steps"]:
         print(_line(summary))
+        for line in evaluation_lines(summary):
+            print(line)
     if summary["status"] == "interrupted":
         print("stopped; the same command goes on with the run")
     print(f"report: {root / 'report.html'}")
@@ -28,6 +30,21 @@ def _line(summary: Mapping[str, Any]) -> str:
         f"lag {shown(summary['lag_mean'], '.2f')} mean {shown(summary['lag_max'], '.0f')} max, "
         f"ESS {shown(summary['ess_mean'], '.3f')}, {shown(summary['tokens_per_second'], ',.0f')} tokens/s mean{restarts}"
     )
+
+
+def evaluation_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Example: "held-out: pass@1 0.210 -> 0.812 (0.766 to 0.853) at step 60"."""
+    lines = []
+    for name, each in summary.get("evaluation", {}).items():
+        parts = []
+        for k, now in each["pass_at"].items():
+            before = each["first"]["pass_at"].get(k, {}).get("mean")
+            began = f"{shown(before, '.3f')} -> " if each["first"]["step"] != each["step"] else ""
+            parts.append(
+                f"pass@{k} {began}{shown(now['mean'], '.3f')} ({shown(now['low'], '.3f')} to {shown(now['high'], '.3f')})"
+            )
+        lines.append(f"{name}: {', '.join(parts)} at step {each['step']}")
+    return lines
 
 
 def shown(value: float | None, form: str) -> str:

@@ -2,12 +2,14 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipelinerl_cli.results.evaluations import Evaluated, Interval
 from pipelinerl_cli.results.history import RunHistory
 from pipelinerl_cli.results.metrics_file import SESSION_ROLE
+from pipelinerl_common.metrics import EVALUATOR
 
 
 def summarize(history: RunHistory, *, status: str, job: str, seed: int) -> dict[str, Any]:
@@ -28,6 +30,8 @@ def summarize(history: RunHistory, *, status: str, job: str, seed: int) -> dict[
     tokens_per_second    generated, mean from the first token to the actors' last record
     restarts             of processes, all sessions; by process in restarts_by_process
     dropped_groups       by reason
+    evaluation           by set: step, pass_at and reward as {mean, low, high} of the newest evaluation, first of the oldest;
+                         evaluations_skipped by reason
     """
     steps = history.steps
     generated = history.generation.tokens
@@ -60,7 +64,32 @@ def summarize(history: RunHistory, *, status: str, job: str, seed: int) -> dict[
         "rollout_errors": _by_middle(history, "actor", "rollout_errors_total{reason=", "}"),
         "restarts": int(history.total(SESSION_ROLE, "restarts_total")),
         "restarts_by_process": _by_middle(history, SESSION_ROLE, "restarts_", "_process_total"),
+        "evaluation": {name: _evaluation(each) for name, each in history.evaluations.items()},
+        "evaluations_failed": int(history.total(EVALUATOR, "evaluations_total{outcome=failed}")),
+        "evaluations_skipped": _by_middle(history, EVALUATOR, "evaluations_skipped_total{reason=", "}"),
     }
+
+
+def _evaluation(of_set: Sequence[Evaluated]) -> dict[str, Any]:
+    """`of_set` in order of steps, with at least one."""
+    first, last = of_set[0], of_set[-1]
+    return {
+        "step": last.step,
+        "pass_at": {str(k): _edges(interval) for k, interval in last.pass_at.items()},
+        "reward": _edges(last.reward),
+        "tokens_mean": _rounded(last.tokens_mean),
+        "truncated_ratio": _rounded(last.truncated_ratio),
+        "prompts": last.num_prompts,
+        "first": {
+            "step": first.step,
+            "pass_at": {str(k): _edges(interval) for k, interval in first.pass_at.items()},
+            "reward": _edges(first.reward),
+        },
+    }
+
+
+def _edges(interval: Interval) -> dict[str, float | None]:
+    return {"mean": _rounded(interval.mean), "low": _rounded(interval.low), "high": _rounded(interval.high)}
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:

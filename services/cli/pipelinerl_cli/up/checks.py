@@ -37,7 +37,8 @@ def check(job: Job, output: Path) -> None:
 
 def _packages(job: Job) -> list[str]:
     faults = _missing(ACTOR_MODULES, "actor") + _missing(TRAINER_MODULES, "trainer")
-    settings = [job.spec.actors.generator, *([job.spec.reference.generator] if job.spec.reference else [])]
+    others = [section.generator for section in (job.spec.reference, job.spec.evaluation) if section is not None]
+    settings = [each for each in (job.spec.actors.generator, *others) if each is not None]
     if any(each.engine == "vllm" for each in settings) and importlib.util.find_spec("vllm") is None:
         faults.append(
             "actors.generator.engine=vllm: vllm is not installed; install the extra 'vllm' (on a CPU run e2e/environment) "

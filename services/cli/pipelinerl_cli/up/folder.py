@@ -7,12 +7,12 @@ lock            held while `pipelinerl up` runs
 logs/           one file per process        nats/   the stream's store
 autoscale.json  how many actors were chosen, with `autoscale`
 model/          the prepared model          checkpoints/, final/   the trainer's
+evaluations/    one file per evaluated step
 metrics.jsonl   summary.json   report.html   metrics-targets.json (for Prometheus)
 ```
 """
 
 import fcntl
-import json
 import os
 import secrets
 import shutil
@@ -25,6 +25,7 @@ from typing import Any
 
 import yaml
 
+from pipelinerl_common.checkpoints import complete_checkpoints
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import Job, load_job
 
@@ -180,22 +181,8 @@ def inspect(folder: RunFolder, job: Job) -> Resume | None:
 
 
 def newest_checkpoint(root: Path) -> int:
-    """Optimizer steps of the newest complete checkpoint, 0 without one."""
-    steps = [0]
-    for manifest in (root / "checkpoints").glob("step-*/manifest.json"):
-        number = manifest.parent.name.removeprefix("step-")
-        if number.isdigit() and _is_complete(manifest):
-            steps.append(int(number))
-    return max(steps)
-
-
-def _is_complete(manifest: Path) -> bool:
-    """Whether every file that the checkpoint lists is there in its size; the trainer passes over what is torn as well."""
-    try:
-        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-        return all((manifest.parent / name).stat().st_size == size for name, size in files.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+    """Optimizer steps of the newest complete checkpoint, 0 without one. The trainer passes over what is torn as well."""
+    return max(complete_checkpoints(root), default=0)
 
 
 def changed_settings(earlier: Job, now: Job) -> list[str]:

@@ -11,21 +11,24 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Any
 
+from pipelinerl_cli.results.evaluations import evaluation_line
 from pipelinerl_cli.results.metrics_file import MetricsWriter, Record, read_records
 from pipelinerl_cli.up import scraping
 from pipelinerl_cli.up.autoscaler import Autoscaler, ChoiceFile
 from pipelinerl_cli.up.display import Display
+from pipelinerl_cli.up.ending import Ending, ending_of, in_background
+from pipelinerl_cli.up.evaluating import longest_wait_s, progress
 from pipelinerl_cli.up.feed import Feed
 from pipelinerl_cli.up.fleet import ACTOR_GRACE_S, Fleet
 from pipelinerl_cli.up.folder import RunFolder, newest_checkpoint, write_whole
 from pipelinerl_cli.up.guard import Guard
 from pipelinerl_cli.up.interrupt import Interrupt
 from pipelinerl_cli.up.machine import environment
+from pipelinerl_cli.up.panel import duration
 from pipelinerl_cli.up.patience import Patience
 from pipelinerl_cli.up.phase import describe_phase
 from pipelinerl_cli.up.ports import Ports
@@ -38,7 +41,7 @@ from pipelinerl_cli.up.stream_server import StreamServer
 from pipelinerl_cli.up.supervisor import LAST_LINES, Failure, Supervisor
 from pipelinerl_cli.up.view import RunView
 from pipelinerl_common.metrics import COORDINATOR, Metrics, serve_metrics
-from pipelinerl_common.settings import Job
+from pipelinerl_common.settings import EvaluationSettings, Job
 from pipelinerl_common.tracing import open_tracer
 from pipelinerl_operator.coordinator import Coordinator, serve_coordinator
 from pipelinerl_operator.coordinator.metrics import export
@@ -51,18 +54,10 @@ TICK_S = 0.25
 STOP_GRACE_S = 15.0
 GENERATOR_GRACE_S = 5.0
 """Actors have ended by then: nothing of worth runs in a generator any more."""
+EVALUATOR_GRACE_S = 25.0
+"""Its own generator gets 15 s of it."""
 PREPARE = "prepare"
 PREPARE_MODULE = "pipelinerl_actor.prepare"
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """`status` as in summary.json: finished, interrupted or failed."""
-
-    status: str
-    failure: Failure | None = None
-    never_began: bool = False
-    """The preparation has found the input wrong: there is nothing to go on with."""
 
 
 class LocalRun:
@@ -99,37 +94,69 @@ class LocalRun:
     async def _session(self, stack: AsyncExitStack) -> Ending:
         stack.enter_context(self._guard)
         ports = stack.enter_context(Ports())
-        _background(stack, self._refresh())
+        in_background(stack, self._refresh())
         server = StreamServer(self._folder.stream_store, ports.reserve(), self._token, self._records.count_restart)
-        serving = _background(stack, server.run())
+        serving = in_background(stack, server.run())
         self._describe = lambda: ("starting nats-server", "")
         if (ending := await self._until(server.ready.wait(), serving)) is not None:
             return ending
         if (ending := await self._prepare(serving)) is not None:
             return ending
         feed = Feed(self._job, server.url, self._token, self._writer, self._take)
-        _background(stack, feed.run())
+        in_background(stack, feed.run())
         endpoints = self._endpoints(ports, server.url)
         fleet = Fleet(self._largest, endpoints, self._autoscaler.num_actors)
         metrics = await self._serve_metrics(stack, endpoints, fleet)
         coordinator = await self._coordinate(stack, endpoints, fleet)
         export(coordinator, metrics)
         coordinator.tracer = await stack.enter_async_context(open_tracer(self._job, COORDINATOR, scraping.OWN))
-        coordinating = _background(stack, coordinator.run())
-        supervisor = Supervisor(fleet.workloads(), self._launch, self._is_finished, on_restart=self._records.count_restart)
-        stack.callback(supervisor.kill)
-        supervising = _background(stack, supervisor.run())
-        _background(stack, Silence(self._display.note, self._records.take, supervisor.end).watch(lambda: coordinator.silent))
+        coordinating = in_background(stack, coordinator.run())
+        workloads = fleet.workloads()
+        supervisor = self._supervise(stack, [each for each in workloads if each.role is not Role.EVALUATOR])
+        beside = self._supervise(stack, [each for each in workloads if each.role is Role.EVALUATOR])
+        evaluating = in_background(stack, self._evaluate(beside))
+        supervising = in_background(stack, supervisor.run())
+        silence = Silence(self._display.note, self._records.take, supervisor.end)
+        listening = in_background(stack, silence.watch(lambda: coordinator.silent))
         self._scale = lambda: self._autoscaler.scale(len(fleet.ready(supervisor, coordinator)))
         scaling: list[asyncio.Task[Any]] = []
         if self._job.spec.autoscale.enabled:
-            scaling.append(_background(stack, self._autoscaler.run(fleet, endpoints, supervisor, coordinator)))
-        ending = await self._until(supervising, serving, coordinating, *scaling) or _ending_of(supervising)
-        for task in scaling:
+            scaling.append(in_background(stack, self._autoscaler.run(fleet, endpoints, supervisor, coordinator)))
+        ending = await self._until(supervising, serving, coordinating, *scaling) or ending_of(supervising)
+        for task in (listening, *scaling):
             task.cancel()
-        await self._stop(supervisor, ending)
+        if ending.status == "finished" and self._job.spec.evaluation is not None:
+            await self._stop(ending, supervisor)
+            await self._wait_for_evaluation(self._job.spec.evaluation, evaluating, serving)
+        await self._stop(ending, supervisor, beside)
         await feed.settle(quiet_s=0.5, timeout_s=3.0)
         return ending
+
+    def _supervise(self, stack: AsyncExitStack, workloads: Sequence[Workload]) -> Supervisor:
+        supervisor = Supervisor(workloads, self._launch, self._is_finished, on_restart=self._records.count_restart)
+        stack.callback(supervisor.kill)
+        return supervisor
+
+    async def _evaluate(self, supervisor: Supervisor) -> None:
+        """Keeps the evaluator running until it is done. What becomes of it never fails the run."""
+        if (failure := await supervisor.run()) is not None:
+            log.warning("nothing is evaluated any more, the run goes on: %s", failure)
+
+    async def _wait_for_evaluation(
+        self, settings: EvaluationSettings, evaluating: asyncio.Task[None], serving: asyncio.Task[Failure]
+    ) -> None:
+        """After the last step: until it is evaluated, within reason. Without a result the run is finished all the same."""
+        step, limit_s = self._job.spec.algorithm.steps, longest_wait_s(settings)
+        sets = [each.name for each in settings.sets]
+        self._describe = lambda: (f"evaluating step {step}", progress(self._view, sets))
+        if not evaluating.done():
+            self._display.note(f"training is finished; evaluating step {step}, {duration(limit_s)} at most")
+        try:
+            async with asyncio.timeout(limit_s):
+                if await self._until(evaluating, serving) is not None:
+                    log.warning("step %d is not evaluated; the same command does it", step)
+        except TimeoutError:
+            log.warning("step %d is not evaluated after %g s; see logs/evaluator-0.log", step, limit_s)
 
     async def _until(self, goal: Coroutine[Any, Any, Any] | asyncio.Task[Any], *keepers: asyncio.Task[Any]) -> Ending | None:
         """None when `goal` is reached; an ending when a signal comes, or one of `keepers` ends before."""
@@ -145,12 +172,12 @@ class LocalRun:
             return Ending("interrupted")
         if task in done:
             return None
-        return _ending_of(next(keeper for keeper in keepers if keeper in done))
+        return ending_of(next(keeper for keeper in keepers if keeper in done))
 
     async def _prepare(self, serving: asyncio.Task[Failure]) -> Ending | None:
         """Prepares the model and tries the task; None when both succeeded."""
         argv = ("python", "-m", PREPARE_MODULE, "--job", str(self._folder.job_file))
-        process = await self._start(PREPARE, (*argv, "--output", str(self._folder.root), "--check-task"))
+        process = await self._start(PREPARE, (*argv, "--output", str(self._folder.root), "--check-task", "--check-sets"))
         self._describe = lambda: ("preparing the model", LOG_PREFIX.sub("", " ".join(process.last_lines(1))))
         try:
             ending = await self._until(process.wait(), serving)
@@ -176,26 +203,33 @@ class LocalRun:
         self._describe = lambda: describe_phase(fleet.generator_urls(), running.coordinator, self._view)
         return running.coordinator
 
-    async def _stop(self, supervisor: Supervisor, ending: Ending) -> None:
+    async def _stop(self, ending: Ending, *supervisors: Supervisor) -> None:
         """Role by role, trainers first since they save a checkpoint. A second signal ends everything at once."""
-        self._describe = lambda: ("stopping", ", ".join(supervisor.running) or "reading the last metrics")
+
+        def describe() -> tuple[str, str]:
+            return "stopping", ", ".join(name for each in supervisors for name in each.running) or "reading the last metrics"
+
+        self._describe = describe
         drain = 0.0 if ending.status == "finished" else self._job.spec.actors.drain_seconds
-        stopping = asyncio.create_task(
-            supervisor.stop(
-                {
-                    Role.TRAINER: self._job.spec.trainers.drain_seconds,
-                    Role.ACTOR: drain + ACTOR_GRACE_S,
-                    Role.GENERATOR: GENERATOR_GRACE_S,
-                    Role.REFERENCE: GENERATOR_GRACE_S,
-                    Role.PREPROCESSOR: STOP_GRACE_S,
-                }
-            )
-        )
+        grace_s = {
+            Role.TRAINER: self._job.spec.trainers.drain_seconds,
+            Role.ACTOR: drain + ACTOR_GRACE_S,
+            Role.GENERATOR: GENERATOR_GRACE_S,
+            Role.REFERENCE: GENERATOR_GRACE_S,
+            Role.PREPROCESSOR: STOP_GRACE_S,
+            Role.EVALUATOR: EVALUATOR_GRACE_S,
+        }
+
+        async def stop() -> None:
+            await asyncio.gather(*(each.stop(grace_s) for each in supervisors))
+
+        stopping = asyncio.create_task(stop())
         at_once = asyncio.create_task(self._interrupt.at_once.wait())
         await asyncio.wait({stopping, at_once}, return_when=asyncio.FIRST_COMPLETED)
         at_once.cancel()
         if not stopping.done():
-            supervisor.kill()
+            for each in supervisors:
+                each.kill()
         await stopping
 
     async def _serve_metrics(self, stack: AsyncExitStack, endpoints: Endpoints, fleet: Fleet) -> Metrics:
@@ -238,6 +272,8 @@ class LocalRun:
     def _take(self, record: Record) -> None:
         if self._view.take(record):
             self._display.stepped(self._view)
+        if (line := evaluation_line(record)) is not None:
+            self._display.note(line)
 
     async def _refresh(self) -> None:
         """Keeps the display up to date until cancelled."""
@@ -247,7 +283,8 @@ class LocalRun:
             if self._records.take_scale(self._scale()):
                 self._list_targets()
             self._display.update(self._view)
-            if (explanation := patience.look(self._view, time.monotonic())) is not None:
+            is_training = self._view.step < self._view.steps_total
+            if is_training and (explanation := patience.look(self._view, time.monotonic())) is not None:
                 self._display.note(explanation)
             await asyncio.sleep(TICK_S)
 
@@ -255,25 +292,3 @@ class LocalRun:
 def _largest(job: Job) -> Job:
     most = job.spec.actors.max_replicas
     return with_actors(job, most) if job.spec.autoscale.enabled and most is not None else job
-
-
-def _ending_of(task: asyncio.Task[Any]) -> Ending:
-    """A task that keeps something running ends with a Failure; the supervisor's with None when the run is finished."""
-    try:
-        failure = task.result()
-    except Exception as error:  # a bug in one part must still end the run in order
-        log.exception("%s crashed", task.get_name())
-        failure = Failure(task.get_name(), f"crashed: {type(error).__name__}: {error}")
-    return Ending("finished") if failure is None else Ending("failed", failure)
-
-
-def _background(stack: AsyncExitStack, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """A task that is cancelled, and waited for, when the stack unwinds."""
-    task = asyncio.create_task(work, name=getattr(work, "__qualname__", None))
-
-    async def end() -> None:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    stack.push_async_callback(end)
-    return task

@@ -5,15 +5,17 @@ from collections.abc import Mapping
 from pipelinerl_common.settings import Job
 from pipelinerl_operator.plan import num_gpus, workload_names
 
+_COMPUTING = ("generator-", "reference-", "trainer-", "evaluator-")
+
 
 def threads_per_process(job: Job, cores: int) -> int:
-    """Compute threads of each generator, reference and trainer rank, so that together they have about the cores."""
-    computing = [name for name in workload_names(job) if name.startswith(("generator-", "reference-", "trainer-"))]
+    """Compute threads of each generator, reference, trainer rank and evaluator, so that together they have about the cores."""
+    computing = [name for name in workload_names(job) if name.startswith(_COMPUTING)]
     return max(1, cores // len(computing))
 
 
 def assign_gpus(job: Job, visible: str | None) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES by process: generators, then references, then trainer ranks, each with GPUs of its own.
+    """CUDA_VISIBLE_DEVICES by process: generators, references, trainer ranks, the evaluator, each with GPUs of its own.
 
     `visible` is the variable's value for this process, None when unset. A job without GPUs sees none. Example: actors with 2
     GPUs and 2 generators each, one actor, one rank: {"generator-0-0": "0", "generator-0-1": "1", "trainer-0": "2"}.

@@ -76,8 +76,24 @@ def rows(view: RunView, sparks: int) -> Sequence[tuple[str, str, str]]:
             trend("pause_seconds"),
         ),
         *([("actors", f"{view.actors} ready", "")] if view.is_elastic else []),
+        *_evaluations(view, sparks),
         ("restarts", str(view.restarts), ""),
     ]
+
+
+def _evaluations(view: RunView, sparks: int) -> Sequence[tuple[str, str, str]]:
+    """A row for each set, with the first of its pass@k."""
+    if not view.evaluations:
+        return []
+    rows = []
+    for each in view.evaluations[-1]:
+        k, newest = next(iter(each.pass_at.items()))
+        earlier = [
+            one.pass_at[k].mean for found in view.evaluations for one in found if one.name == each.name and k in one.pass_at
+        ]
+        numbers = f"pass@{k} {newest.mean:.3f} at step {each.step}"
+        rows.append((each.name, numbers, sparkline(earlier, sparks, low=0.0, high=1.0)))
+    return rows
 
 
 def render(view: RunView, *, name: str, place: str, state: str, width: int) -> "RenderableType":

@@ -27,11 +27,11 @@ class GiveUp:
 
 
 def judge(role: Role, status: int, *, run_is_finished: Callable[[], bool]) -> Restart | Done | GiveUp:
-    """`status` is the exit status, negative for a signal. Only trainers may end by themselves, their work done."""
+    """`status` is the exit status, negative for a signal. Trainers and the evaluator may end by themselves, their work done."""
     if status == EXIT_SETTINGS:
         return GiveUp("wrong settings")
     if status == EXIT_DONE:
-        if role is Role.TRAINER:
+        if role in (Role.TRAINER, Role.EVALUATOR):
             return Done() if run_is_finished() else Restart("ended before the last step")
         return Restart("ended by itself")
     return Restart(f"was killed by signal {-status}" if status < 0 else f"crashed with status {status}")

@@ -11,9 +11,11 @@ from pipelinerl_cli.results.finish import write_results
 from pipelinerl_cli.results.outcome import print_outcome
 from pipelinerl_cli.up.checks import check
 from pipelinerl_cli.up.display import Display, LiveDisplay, PlainDisplay
+from pipelinerl_cli.up.ending import Ending
+from pipelinerl_cli.up.evaluating import is_evaluated
 from pipelinerl_cli.up.folder import Resume, RunFolder, inspect
 from pipelinerl_cli.up.interrupt import Interrupt
-from pipelinerl_cli.up.local_run import Ending, LocalRun
+from pipelinerl_cli.up.local_run import LocalRun
 from pipelinerl_common.settings import Job, cluster_only_paths, load_job
 from pipelinerl_common.words import counted
 
@@ -34,7 +36,7 @@ def up(job_file: Path, *, output: Path | None, max_steps: int | None, overrides:
         if fresh and (old := folder.move_aside()) is not None:
             print(f"the old run lies in {old}")
         resume = inspect(folder, job)
-        if resume is not None and resume.steps_done >= job.spec.algorithm.steps:
+        if resume is not None and resume.steps_done >= job.spec.algorithm.steps and is_evaluated(job, folder.root):
             _say_finished(folder, resume, job)
             return EXIT_FINISHED
         check(job, folder.root)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipelinerl_cli.results.active_time import SESSION_START
+from pipelinerl_cli.results.evaluations import Evaluated, evaluated, is_evaluation
 from pipelinerl_cli.results.generation import Generation
 from pipelinerl_cli.results.metrics_file import SESSION_ROLE, Record, ends_step
 from pipelinerl_cli.results.step_mean import StepMean
@@ -47,6 +48,8 @@ class RunView:
     step_times: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=20))
     generation: Generation = field(default_factory=Generation)
     pause: StepMean = field(default_factory=lambda: StepMean("pause_seconds"))
+    evaluations: deque[list[Evaluated]] = field(default_factory=lambda: deque(maxlen=SPARK_STEPS))
+    """The newest ones, each with its sets."""
     _trends: dict[tuple[str, str], deque[float]] = field(
         default_factory=lambda: {trend: deque(maxlen=SPARK_STEPS) for trend in TRENDS}
     )
@@ -73,6 +76,8 @@ class RunView:
             self._gauges.setdefault((record.role, name), {})[record.instance] = value
             if is_counter(name) and math.isfinite(value):
                 self._count(record, name, value)
+        if is_evaluation(record) and (found := evaluated(record)):
+            self.evaluations.append(found)
         if not ends_step(record):
             return False
         self.step = record.step

@@ -24,10 +24,12 @@ NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
 KUBECTL_S = 20.0
 KEPT_LOOKS = 60
 TEXT_COLUMNS = 44
-ROLES = ("actors", "preprocessor", "trainers", "reference")
+ROLES = ("actors", "preprocessor", "trainers", "reference", "evaluator")
 TRAINING = (("reward", "reward", 3), ("lag", "lag", 2), ("ESS", "ess", 3), ("samples/s", "samplesPerSecond", 1))
 """Label, field of status.training, digits."""
 ENDED = ("Succeeded", "Failed")
+_MOMENTS = ("Succeeded", "Evaluating")
+"""Conditions that are no cause for concern while they do not hold."""
 
 
 class ClusterJob:
@@ -164,7 +166,7 @@ def _complaints(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for condition in conditions:
         kind, holds = str(condition.get("type")), condition.get("status")
-        if (holds == "True") is (kind in bad) and holds in ("True", "False") and kind != "Succeeded":
+        if (holds == "True") is (kind in bad) and holds in ("True", "False") and kind not in _MOMENTS:
             lines.append(f"{kind}={holds} {condition.get('reason', '')}: {condition.get('message', '')}")
     return lines
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipelinerl_cli.results.evaluations import evaluation_line
 from pipelinerl_cli.results.metrics_file import parse_record
 from pipelinerl_cli.results.run_folder import is_held, load_run
 from pipelinerl_cli.up.display import step_line
@@ -60,13 +61,13 @@ class RunFolderSource:
         return "running" if time.time() - self._newest < SILENT_S else "ended without a result"
 
     def _take(self, line: str) -> str | None:
-        """The line of a step, when the record ends one."""
+        """The line of a step or of an evaluation, when the record ends one."""
         try:
             record = parse_record(line)
         except (ValueError, KeyError, TypeError) as error:
             raise SettingsError(f"{self._root / 'metrics.jsonl'}: not a metrics record: {line[:80]!r}: {error}") from error
         self._newest = max(self._newest, record.time)
-        return step_line(self._view) if self._view.take(record) else None
+        return step_line(self._view) if self._view.take(record) else evaluation_line(record)
 
     def headline(self) -> str:
         view = self._view

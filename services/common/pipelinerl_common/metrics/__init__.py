@@ -4,6 +4,7 @@ from pipelinerl_common.metrics.catalog import CATALOG, TABLES, metrics_of
 from pipelinerl_common.metrics.metric import (
     ACTOR,
     COORDINATOR,
+    EVALUATOR,
     GENERATOR,
     JOB_ROLES,
     OPERATOR,
@@ -24,6 +25,7 @@ __all__ = [
     "CATALOG",
     "CONTENT_TYPE",
     "COORDINATOR",
+    "EVALUATOR",
     "GENERATOR",
     "JOB_ROLES",
     "OPERATOR",

@@ -12,12 +12,13 @@ GENERATOR: Final = "generator"
 REFERENCE: Final = "reference"
 PREPROCESSOR: Final = "preprocessor"
 TRAINER: Final = "trainer"
+EVALUATOR: Final = "evaluator"
 COORDINATOR: Final = "coordinator"
 """The weight-transfer coordinator, and what keeps the job's processes running: `pipelinerl up`, or the operator."""
 OPERATOR: Final = "operator"
 """The operator itself, over all jobs."""
 
-ROLES: Final = (PREPROCESSOR, ACTOR, GENERATOR, REFERENCE, TRAINER, COORDINATOR, OPERATOR)
+ROLES: Final = (PREPROCESSOR, ACTOR, GENERATOR, REFERENCE, TRAINER, EVALUATOR, COORDINATOR, OPERATOR)
 JOB_ROLES: Final = ROLES[:-1]
 """Roles that belong to one job."""
 

@@ -2,6 +2,7 @@
 
 from pipelinerl_common.settings.algorithm import AlgorithmSettings, KLSettings, OptimizerSettings, OverlongSettings
 from pipelinerl_common.settings.autoscale import AutoscaleSettings
+from pipelinerl_common.settings.evaluation import EvaluationSetSettings, EvaluationSettings
 from pipelinerl_common.settings.job import API_VERSION, KIND, Job, JobSpec
 from pipelinerl_common.settings.kubernetes import (
     EnvironmentVariable,
@@ -45,6 +46,8 @@ __all__ = [
     "AutoscaleSettings",
     "CheckpointSettings",
     "EnvironmentVariable",
+    "EvaluationSetSettings",
+    "EvaluationSettings",
     "FailurePolicySettings",
     "FailureRule",
     "GangSettings",

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from pipelinerl_common.settings.algorithm import AlgorithmSettings
 from pipelinerl_common.settings.autoscale import AutoscaleSettings
 from pipelinerl_common.settings.base import Settings
+from pipelinerl_common.settings.evaluation import EvaluationSettings
 from pipelinerl_common.settings.kubernetes import (
     EnvironmentVariable,
     FailurePolicySettings,
@@ -63,6 +64,8 @@ class JobSpec(Settings):
     """Who keeps the ledger of groups and packs batches."""
     trainers: TrainerSettings = TrainerSettings()
     """Who trains, with DeepSpeed."""
+    evaluation: EvaluationSettings | None = None
+    """Who measures checkpoints on prompts that are not trained, while training goes on."""
     stream: StreamSettings = StreamSettings()
     """The sample stream between actors and the preprocessor (NATS JetStream)."""
     weight_transfer: WeightTransferSettings = WeightTransferSettings()
@@ -123,6 +126,25 @@ class JobSpec(Settings):
         baseline = self.algorithm.baseline
         if baseline in ("leave_one_out", "mean") and self.task.group_size < 2:
             raise ValueError(f"algorithm.baseline={baseline} needs task.groupSize of at least 2, not {self.task.group_size}")
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_fits(self) -> "JobSpec":
+        if self.evaluation is None:
+            return self
+        every, saved = self.evaluation.every_steps, self.trainers.checkpoint.every_steps
+        if saved == 0 or every % saved:
+            raise ValueError(
+                f"evaluation.everySteps={every} must be a multiple of trainers.checkpoint.everySteps={saved}, which must be "
+                "above 0: checkpoints are what is evaluated"
+            )
+        max_len = self.model.max_model_len
+        for each in self.evaluation.sets:
+            if each.sampling is not None and each.sampling.max_tokens >= max_len:
+                raise ValueError(
+                    f"sampling.maxTokens={each.sampling.max_tokens} of the evaluation set {each.name!r} leaves no room for a "
+                    f"prompt in model.maxModelLen={max_len}"
+                )
         return self
 
     @model_validator(mode="after")

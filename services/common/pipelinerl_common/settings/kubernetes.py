@@ -137,7 +137,7 @@ class BackoffSettings(Settings):
 class FailureRule(Settings):
     action: Literal["FailJob", "Restart", "RestartUncounted"]
     """`FailJob` ends the job, `Restart` restarts and counts, `RestartUncounted` restarts without counting."""
-    role: Literal["actor", "preprocessor", "trainer", "reference"] | None = None
+    role: Literal["actor", "preprocessor", "trainer", "reference", "evaluator"] | None = None
     """Only failures of this role; unset means every role."""
     exit_codes: Annotated[list[Annotated[int, Field(ge=1, le=255)]], Field(max_length=32)] = []
     """Only these exit codes; none means any."""

@@ -12,6 +12,18 @@ from pipelinerl_common.settings.scope import CLUSTER_ONLY
 DOTTED_PATH = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 
+def dotted(value: str) -> str:
+    """`value`, the path of a task. Raises ValueError."""
+    if not DOTTED_PATH.match(value):
+        raise ValueError(f"{value!r} is not of the form 'package.module:Name'")
+    return value
+
+
+def without_null_args(data: Any) -> Any:
+    """A section with `args:` and nothing behind it has no arguments."""
+    return {**data, "args": {}} if isinstance(data, dict) and data.get("args", {}) is None else data
+
+
 class AdapterSettings(Settings):
     """Low-rank adapters (LoRA): weights stay as they are, and what is trained is a product of two thin matrices beside each."""
 
@@ -94,13 +106,9 @@ class TaskSettings(Settings):
     @field_validator("path")
     @classmethod
     def _dotted(cls, value: str) -> str:
-        if not DOTTED_PATH.match(value):
-            raise ValueError(f"{value!r} is not of the form 'package.module:Name'")
-        return value
+        return dotted(value)
 
     @model_validator(mode="before")
     @classmethod
     def _no_null_args(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("args", {}) is None:
-            return {**data, "args": {}}
-        return data
+        return without_null_args(data)

@@ -18,11 +18,17 @@ from pipelinerl_cli.monitoring.dashboards.panel import (
 )
 
 
+def _of_sets(series: str, labels: str = "") -> str:
+    """By job and set."""
+    return f"max by (namespace, job, set{', ' + labels if labels else ''}) ({series}{{@}})"
+
+
 def overview() -> Dashboard:
     return rows(
         page("overview", "overview", "Is it learning, is it healthy? The first page to look at, for all jobs or for some."),
         ("Now", (*_NOW,)),
         ("Is it learning?", _LEARNING),
+        ("Is it good on prompts that are not trained?", _EVALUATION),
         ("Is it healthy?", _HEALTHY),
     )
 
@@ -97,6 +103,44 @@ _LEARNING = (
         Limit(0.1, 0.3),
         low=0,
         high=1,
+    ),
+)
+
+_EVALUATION = (
+    Panel(
+        "Evaluation: pass@k",
+        "Chance that one of k answers passes, of the newest evaluated checkpoint, with its 95 % interval over prompts.",
+        PERCENT,
+        (
+            (_of_sets("pipelinerl_evaluation_pass_ratio", "k"), "{{job}} {{set}} pass@{{k}}"),
+            (_of_sets("pipelinerl_evaluation_pass_ratio_low", "k"), "{{job}} {{set}} pass@{{k}} at least"),
+            (_of_sets("pipelinerl_evaluation_pass_ratio_high", "k"), "{{job}} {{set}} pass@{{k}} at most"),
+        ),
+        low=0,
+        high=1,
+    ),
+    Panel(
+        "Evaluation: reward",
+        "Mean reward of the newest evaluated checkpoint by set, with its 95 % interval.",
+        SHORT,
+        (
+            (_of_sets("pipelinerl_evaluation_reward_mean"), "{{job}} {{set}}"),
+            (_of_sets("pipelinerl_evaluation_reward_low"), "{{job}} {{set}} at least"),
+            (_of_sets("pipelinerl_evaluation_reward_high"), "{{job}} {{set}} at most"),
+        ),
+    ),
+    Panel(
+        "Evaluated step",
+        "Step of the newest result against the steps done. Far behind: an evaluation takes longer than everySteps steps, and "
+        "steps between are skipped.",
+        SHORT,
+        (
+            (newest("pipelinerl_policy_version"), "{{job}} trained"),
+            (newest("pipelinerl_evaluated_step"), "{{job}} evaluated"),
+            ("sum by (namespace, job) (pipelinerl_evaluations_skipped_total{@})", "{{job}} skipped"),
+            ('sum by (namespace, job) (pipelinerl_evaluations_total{@,outcome="failed"})', "{{job}} failed"),
+        ),
+        low=0,
     ),
 )
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
+from pipelinerl_common.metrics.catalog.evaluation import EVALUATION
 from pipelinerl_common.metrics.catalog.generation import GENERATION
 from pipelinerl_common.metrics.catalog.learning import LEARNING
 from pipelinerl_common.metrics.catalog.ledger import LEDGER
@@ -16,6 +17,7 @@ TABLES: Final[Mapping[str, tuple[Metric, ...]]] = {
     "Queues, staleness and drops": LEDGER,
     "Generation": GENERATION,
     "Weight updates": WEIGHTS,
+    "Evaluation": EVALUATION,
     "Processes": PROCESSES,
     "Operator": OPERATOR_METRICS,
 }

@@ -11,7 +11,7 @@ PROCESSES: Final[tuple[Metric, ...]] = (
         "processes",
         (COORDINATOR,),
         "Processes of the job that were started again, by their role.",
-        {"restarted": ("preprocessor", "actor", "generator", "reference", "trainer", "nats-server")},
+        {"restarted": ("preprocessor", "actor", "generator", "reference", "trainer", "evaluator", "nats-server")},
     ),
     gauge(
         "actors_desired", "actors", (COORDINATOR,), "Actors that there should be: those of the spec, or what autoscale chose."

@@ -1,0 +1,29 @@
+"""`python -m pipelinerl_actor.evaluation`: evaluates a run's checkpoints on the job's evaluation sets, as they come."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipelinerl_common.service import parse_wiring, run_service
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    own.add_argument("--last-result", type=Path, help="file that gets the last step's result in words")
+    flags, rest = own.parse_known_args(argv)
+    if {"-h", "--help"} & set(rest):
+        sys.stdout.write(f"of the evaluator alone:\n{own.format_help()}\n")
+    wiring = parse_wiring("evaluator", rest)
+
+    async def run(stop: asyncio.Event) -> None:
+        from pipelinerl_actor.evaluation.assembly import run_evaluator
+
+        await run_evaluator(wiring, stop, flags.last_result)
+
+    return run_service(run, name=wiring.name, log_level=wiring.log_level)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

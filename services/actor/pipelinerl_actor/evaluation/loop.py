@@ -1,0 +1,134 @@
+"""The loop of the evaluator.
+
+ checkpoints --choose--> pin --a generator on these weights--> every set --> record, evaluations/step-N.json
+      ^                                                                              |
+      +------------------------------- look again -----------------------------------+
+
+The file is written last: an evaluator that dies before begins the step again, and one that dies after does not.
+"""
+
+import asyncio
+import logging
+import time
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
+
+from pipelinerl_actor.evaluation.due import START, Choice, choose, is_over
+from pipelinerl_actor.evaluation.evaluate import Evaluation
+from pipelinerl_actor.evaluation.generating import generator
+from pipelinerl_actor.evaluation.pin import Removed, pinned
+from pipelinerl_actor.evaluation.report import EvaluationReport
+from pipelinerl_actor.evaluation.results import Result, evaluated_steps, results_folder, write_result
+from pipelinerl_actor.evaluation.session import evaluator
+from pipelinerl_actor.evaluation.sets import seed_of, task_of
+from pipelinerl_actor.rollout.assembly import Pool
+from pipelinerl_common.checkpoints import MODEL, complete_checkpoints
+from pipelinerl_common.errors import FatalError, PipelineRLError, Unavailable
+from pipelinerl_common.service import Wiring, run_until_first
+from pipelinerl_common.settings import EvaluationSetSettings, EvaluationSettings, JobSpec
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 2.0
+
+
+class EvaluationLoop:
+    """One run's. `wiring.output` is the run's folder."""
+
+    def __init__(self, spec: JobSpec, settings: EvaluationSettings, wiring: Wiring, report: EvaluationReport) -> None:
+        self._spec = spec
+        self._settings = settings
+        self._wiring = wiring
+        self._report = report
+        self._root = wiring.output
+        self._told: list[int] = []
+        """Steps whose result could not be written down."""
+
+    async def run(self) -> Result | None:
+        """Until the last step is evaluated, well or not. Its result, None when an earlier evaluator had it."""
+        last_step = self._spec.algorithm.steps
+        result: Result | None = None
+        while True:
+            evaluated = [*await asyncio.to_thread(evaluated_steps, self._root), *self._told]
+            if is_over(last_step, evaluated):
+                return result
+            there = await asyncio.to_thread(complete_checkpoints, self._root, max(evaluated, default=START))
+            choice = choose(self._settings, last_step, there, evaluated)
+            if choice is None:
+                await asyncio.sleep(LOOK_S)
+                continue
+            result = await self._evaluate(choice) or result
+
+    async def _evaluate(self, choice: Choice) -> Result | None:
+        """None when the checkpoint was removed before it could be pinned."""
+        began = time.monotonic()
+        self._report.begin(choice.step)
+        log.info("step=%d evaluation begins", choice.step)
+        with ExitStack() as stack:
+            stack.callback(self._report.stopped)
+            try:
+                model = await asyncio.to_thread(stack.enter_context, self._weights(choice.step))
+            except Removed as error:
+                log.warning("step=%d skipped, reason=removed: %s", choice.step, error)
+                self._report.skipped(1, "removed")
+                return None
+            sets, failed = await self._measure(model, choice.step)
+        if choice.overtaken:
+            skipped = ", ".join(map(str, choice.overtaken))
+            log.warning("step=%d evaluated; skipped, reason=overtaken: %s", choice.step, skipped)
+            self._report.skipped(len(choice.overtaken), "overtaken")
+        result = Result(choice.step, sets, failed, time.monotonic() - began, choice.overtaken)
+        log.log(logging.WARNING if failed else logging.INFO, "evaluated %s", result)
+        await self._report.done(result)
+        await self._write(result)
+        return result
+
+    def _weights(self, step: int) -> AbstractContextManager[Path]:
+        """The initial model is removed by nobody."""
+        return nullcontext(self._root / MODEL) if step == START else pinned(self._root, step, results_folder(self._root))
+
+    async def _write(self, result: Result) -> None:
+        try:
+            await asyncio.to_thread(write_result, self._root, result)
+        except OSError as error:
+            log.error("alert=write_failed the result of step %d: %s", result.step, error)
+            self._told.append(result.step)
+
+    async def _measure(self, model: Path, step: int) -> tuple[dict[str, Evaluation], dict[str, str]]:
+        """By set: what was found, and why the others have nothing."""
+        sets: dict[str, Evaluation] = {}
+        failed: dict[str, str] = {}
+        limit_s = self._settings.timeout_seconds
+        why = ""
+        try:
+            async with asyncio.timeout(limit_s), generator(self._wiring, model, step, limit_s) as own:
+                measuring = self._measure_sets(self._pool(own.url, model), step, sets, failed)
+                await run_until_first(measuring, own.ended())
+        except TimeoutError:
+            why = f"not done within evaluation.timeoutSeconds={limit_s:g}"
+        except Unavailable as error:
+            why = str(error)
+        rest = [each.name for each in self._settings.sets if each.name not in sets and each.name not in failed]
+        return sets, failed | dict.fromkeys(rest, why)
+
+    def _pool(self, url: str, model: Path) -> Pool:
+        engine = self._settings.generator or self._spec.actors.generator
+        return Pool([url], model, engine.max_running_requests, self._wiring.token)
+
+    async def _measure_sets(self, pool: Pool, step: int, sets: dict[str, Evaluation], failed: dict[str, str]) -> None:
+        for each in self._settings.sets:
+            try:
+                sets[each.name] = await self._measure_set(each, pool, step)
+            except PipelineRLError as error:  # one set's fault must not cost the others' results
+                failed[each.name] = f"{type(error).__name__}: {error}"
+
+    async def _measure_set(self, each: EvaluationSetSettings, pool: Pool, step: int) -> Evaluation:
+        """Raises FatalError when it has no result, or one of other weights."""
+        seed = seed_of(self._spec)
+        counting = partial(self._report.prompt_done, each.name)
+        async with evaluator(task_of(self._spec, each), seed, pool, counting) as evaluating:
+            evaluation = await evaluating.run(range(each.num_prompts), sorted(each.pass_at), seed)
+        if evaluation.policy_version != step:
+            raise FatalError(f"the answers come from version {evaluation.policy_version}, not from {step}")
+        return evaluation

@@ -1,0 +1,35 @@
+"""A run's checkpoints from the side of those who only read: which are complete, and what is in them.
+
+checkpoints/step-40/            complete when its manifest.json is there and every file that it lists has its size
+checkpoints/.step-60.partial/   being written; never read
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+MODEL = "model"
+"""Folder in a checkpoint with the policy in Hugging Face format."""
+
+
+def checkpoint_folder(root: Path, step: int) -> Path:
+    """Of the run in `root`, after `step` optimizer steps."""
+    return root / "checkpoints" / f"step-{step}"
+
+
+def complete_checkpoints(root: Path, above: int = 0) -> list[int]:
+    """Optimizer steps of the complete checkpoints of the run in `root` that are more than `above`, ascending."""
+    names = [manifest.parent.name.removeprefix("step-") for manifest in (root / "checkpoints").glob(f"step-*/{MANIFEST}")]
+    steps = sorted(int(name) for name in names if name.isdecimal() and int(name) > above)
+    return [step for step in steps if files_of(checkpoint_folder(root, step)) is not None]
+
+
+def files_of(checkpoint: Path) -> Mapping[str, int] | None:
+    """Size in bytes of every file of a checkpoint by its path in it; None when one is missing or torn."""
+    try:
+        files: dict[str, int] = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
+        is_whole = all((checkpoint / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return files if is_whole else None
