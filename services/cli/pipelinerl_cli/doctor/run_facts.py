@@ -167,8 +167,9 @@ class RunFacts:
 
     @property
     def fill(self) -> float:
-        """Requests running over the generators' places."""
-        return self.gauge_mean("actor", "requests_running") / self.job.num_places
+        """Requests running over the generators' places, of as many actors as there were."""
+        places = self.gauge_mean("actor", "requests_limit")
+        return self.gauge_mean("actor", "requests_running") / (places if places > 0 else self.job.num_places)
 
 
 def mean(values: Iterable[float]) -> float:
