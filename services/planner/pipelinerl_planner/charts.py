@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from math import ceil
+from math import ceil, floor, log10
 from pathlib import Path
 
 _WIDTH, _HEIGHT = 300, 230
@@ -123,8 +123,6 @@ def _definitions() -> str:
 
 
 def round_up(value: float) -> float:
-    """The next number of the form 1, 2, 2.5, 4, 5 or 8 times a power of ten."""
-    power = 1.0
-    while power * 10 < value:
-        power *= 10
+    """The next number of the form 1, 2, 2.5, 4, 5 or 8 times a power of ten; 1 for nothing."""
+    power = 10.0 ** floor(log10(value)) if value > 0 else 1.0
     return next((power * factor for factor in (1, 2, 2.5, 4, 5, 8, 10) if power * factor >= value), value)

@@ -15,6 +15,7 @@ from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import parse_job
 from pipelinerl_planner.frontier import Grid, chosen, frontier
 from pipelinerl_planner.length_distribution import empirical, lognormal, parse_lengths, uniform
+from pipelinerl_planner.line_chart import Axes, line_chart
 from pipelinerl_planner.plan_command import add_arguments, run
 from pipelinerl_planner.throughput import (
     Throughput,
@@ -245,6 +246,15 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     heights = [float(pair.split(",")[1]) for pair in lines[0].attrib["points"].split()]
     assert heights == sorted(heights, reverse=True)
     assert svg in (tmp_path / "plan.html").read_text()
+
+
+def test_lines_have_bands_and_small_numbers_fill_the_chart() -> None:
+    line, band = [(0.0, 0.0), (4.0, 0.011)], [(0.0, 0.0, 0.0), (4.0, -0.01, 0.019)]
+    root = ElementTree.fromstring(line_chart(Axes("t", "x", "y"), {"a": line}, bands={"a": band}))
+    (polygon,) = root.findall("{http://www.w3.org/2000/svg}polygon")
+    heights = [float(pair.split(",")[1]) for pair in polygon.attrib["points"].split()]
+    assert heights == [352.0, 55.6, 352.0, 352.0]  # of 352 to 40 for 0 to 0.02; what is below 0 ends there
+    assert root.find("{http://www.w3.org/2000/svg}circle") is None
 
 
 def test_measured_curve_and_speeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,6 +91,19 @@ class DecodeLoop:
 
         self._commands.put(command)
 
+    async def advance(self, num_rounds: int) -> None:
+        """Paused: runs so many rounds and stands still again. What was submitted before takes part."""
+
+        def command() -> None:
+            self._paused = False
+            for _ in range(num_rounds):
+                self._admit()
+                self._round()
+            self._paused = True
+            self.clock.interrupted()
+
+        await self.call(command)
+
     def drop_caches(self) -> None:
         for job in self._running:
             job.sequence.cache = None

@@ -20,7 +20,7 @@ from pipelinerl_actor.generator.engine import Completion, GroupSpec, KVCache, Re
 from pipelinerl_actor.generator.layout import Layout
 from pipelinerl_actor.generator.load import Load
 from pipelinerl_actor.generator.merged import MergedWeights
-from pipelinerl_actor.generator.transformers_model import TransformersModel
+from pipelinerl_actor.generator.transformers_model import Observer, TransformersModel
 from pipelinerl_common.errors import FatalError, SettingsError
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Bucket
@@ -44,9 +44,10 @@ class TransformersOptions:
 class TransformersEngine:
     """See Engine. One worker."""
 
-    def __init__(self, options: TransformersOptions) -> None:
+    def __init__(self, options: TransformersOptions, observe: Observer | None = None) -> None:
+        """`observe` is called on the decoding thread, before every token."""
         self._options = options
-        self._model = TransformersModel(options.model, options.dtype, options.head_dtype, options.device)
+        self._model = TransformersModel(options.model, options.dtype, options.head_dtype, options.device, observe)
         self._parameters: dict[str, Tensor] = dict(self._model.model.named_parameters(remove_duplicate=False))
         scale = options.adapter_scale
         self._merged = None if scale is None else MergedWeights(options.model, scale)
@@ -90,6 +91,10 @@ class TransformersEngine:
         job = Job(self._model.start(list(prompt_token_ids), sampling), Future(), stop)
         self._loop.submit(job)
         return await asyncio.wrap_future(job.done)
+
+    async def advance(self, num_tokens: int) -> None:
+        """Paused: samples so many tokens of every sequence and stands still again, so that updates fall on chosen tokens."""
+        await self._loop.advance(num_tokens)
 
     async def score(self, token_ids: Sequence[int], start: int, temperature: float) -> list[float]:
         return await self._loop.compute(lambda: self._model.score(list(token_ids), start, temperature))

@@ -1,5 +1,6 @@
 """A Hugging Face model decoded one token at a time: caches, sampling, stopping. No threads, no weights transfer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,15 +40,20 @@ class Sequence:
         return Completion(self.text, tuple(self.token_ids), tuple(self.logprobs), tuple(runs), self.finish_reason or "length")
 
 
+Observer = Callable[[Sequence, Tensor], None]
+"""Is shown a sequence and, before its next token is drawn, the log-probabilities [V] that it is drawn from."""
+
+
 class TransformersModel:
     """`model` and what is needed to decode with it."""
 
-    def __init__(self, folder: Path, dtype: str, head_dtype: str, device: str = "cpu") -> None:
+    def __init__(self, folder: Path, dtype: str, head_dtype: str, device: str = "cpu", observe: Observer | None = None) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
         if head_dtype == "float32":
             self._compute_logits_in_float32()
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._device = device
+        self._observe = observe
         ends = self.model.generation_config.eos_token_id
         self._ends = frozenset([ends] if isinstance(ends, int) else ends or [])
 
@@ -78,6 +84,8 @@ class TransformersModel:
         inputs = torch.tensor([fresh], device=self._device)
         output = self.model(input_ids=inputs, past_key_values=sequence.cache, use_cache=True, logits_to_keep=1)
         logprobs_V = sampled_distribution(output.logits[0, -1].float(), sequence.sampling)
+        if self._observe is not None:
+            self._observe(sequence, logprobs_V)
         if sequence.sampling.temperature < _GREEDY_BELOW:
             token = int(logprobs_V.argmax())
         else:

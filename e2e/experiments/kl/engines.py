@@ -1,0 +1,271 @@
+"""The project's engines, with weights that are replaced while they decode, after chosen tokens.
+
+Checkpoints travel as in a job: packed into a snapshot, broadcast over a weight-transfer group, received and staged by the
+engine while it decodes, swapped in during a pause. Verbs and their order are those of the generator's updater.py.
+
+Shape suffixes: N sequences, P tokens of a prompt, T sampled tokens, S both, V vocabulary.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from experiments.kl import divergence
+from experiments.kl.course import PERIOD, Course, Weights, sampling_model
+from pipelinerl_actor.generator.engine import Completion, Engine, GroupSpec, KVCache, Sampling, Transfer
+from pipelinerl_actor.generator.service import make_engine
+from pipelinerl_actor.generator.transformers_engine import TransformersEngine, TransformersOptions
+from pipelinerl_actor.generator.transformers_model import Sequence as Decoded
+from pipelinerl_common.settings import GeneratorSettings
+from pipelinerl_weights.group import Rendezvous, TransferGroup
+from pipelinerl_weights.manifest import Manifest, TensorSpec
+from pipelinerl_weights.sender import Snapshot, send_snapshot
+
+BUCKET_BYTES = 1 << 20
+TRANSFER_S = 120.0
+SAMPLING_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """After which tokens the behaviour's weights change: every num_tokens / max_lag, the first time after twice as many.
+
+    Example: 64 tokens and a largest lag of 8 change after tokens 16, 24, 32, 40, 48 and 56.
+    """
+
+    num_tokens: int
+    max_lag: int
+
+    def __post_init__(self) -> None:
+        if self.max_lag < 3 or self.num_tokens % self.max_lag:
+            raise ValueError(
+                f"num_tokens={self.num_tokens} must be a multiple of max_lag={self.max_lag}, and that at least 3: "
+                "weights change after every num_tokens / max_lag tokens"
+            )
+
+    @property
+    def interval(self) -> int:
+        return self.num_tokens // self.max_lag
+
+    @property
+    def swaps(self) -> range:
+        return range(2 * self.interval, self.num_tokens, self.interval)
+
+    def end(self, lag: int) -> int:
+        """Tokens that a sequence has when its weights are `lag` steps newer than its first token's and about to change."""
+        return min(self.num_tokens, (lag + 2) * self.interval)
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What was sampled, and from what."""
+
+    ids_NS: Tensor
+    logprobs_NT: Tensor
+    """Of the sampled tokens."""
+    versions_NT: Tensor
+    distributions_NTV: Tensor | None
+    """Log-probabilities of all tokens, where the engine shows them."""
+
+    def swaps(self) -> list[float]:
+        """After how many tokens the weights changed, one number per change, mean over sequences."""
+        versions = range(int(self.versions_NT.min()), int(self.versions_NT.max()))
+        return [float((self.versions_NT <= version).sum(1).double().mean()) for version in versions]
+
+
+class Studied(ABC):
+    """An engine and the checkpoints that it can be given."""
+
+    def __init__(self, engine: Engine, course: Course) -> None:
+        self._engine = engine
+        self._course = course
+        self._manifest = _manifest(course.weights[0])
+        self._group: TransferGroup | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """The engine runs and is in a group with this process as the sender."""
+        async with self._engine.running():
+            world_size = 1 + self._engine.num_workers
+            rendezvous = Rendezvous.open("127.0.0.1", 0, world_size, TRANSFER_S)
+            spec = GroupSpec(1, "127.0.0.1", rendezvous.port, 1, world_size, "gloo", TRANSFER_S)
+            joining = asyncio.create_task(self._engine.join(spec))
+            self._group = await asyncio.to_thread(
+                TransferGroup.join, "127.0.0.1", rendezvous.port, rank=0, world_size=world_size, backend="gloo", epoch=1,
+                timeout_s=TRANSFER_S, store=rendezvous,
+            )  # fmt: skip
+            await joining
+            try:
+                yield
+            finally:
+                self._group.close()
+
+    async def sample(self, prompts_NP: Tensor, num_tokens: int, start: int, swaps: Sequence[int], kv_cache: KVCache) -> Samples:
+        """Sequences that checkpoint `start` begins; after each number of tokens in `swaps` the next checkpoint goes on."""
+        samplings = [Sampling(num_tokens, seed=seed, ignore_eos=True) for seed in range(len(prompts_NP))]
+        await self._serve(start)
+        async with asyncio.timeout(SAMPLING_S), asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._engine.generate(prompt, sampling))
+                for prompt, sampling in zip(prompts_NP.tolist(), samplings, strict=True)
+            ]
+            await self._begin(group, prompts_NP[0].tolist(), swaps)
+            for version, num_sampled in enumerate(swaps, start + 1):
+                await self._stage(version)
+                await self._reach(num_sampled)
+                await self._apply(version, kv_cache)
+                await self._go_on()
+            await self._finish()
+        return self._samples(prompts_NP, [task.result() for task in tasks])
+
+    @abstractmethod
+    async def compare_with(self, version: int) -> None:
+        """Makes checkpoint `version` the target of `divergence`."""
+
+    @abstractmethod
+    async def divergence(self, samples: Samples) -> Tensor:
+        """[N, T] float64: KL(behaviour || target) of every token, exact or an estimate."""
+
+    # How it is driven
+
+    @abstractmethod
+    async def _begin(self, group: asyncio.TaskGroup, prompt: list[int], swaps: Sequence[int]) -> None:
+        """Sequences have just been handed in."""
+
+    @abstractmethod
+    async def _reach(self, num_sampled: int) -> None:
+        """Returns when every sequence has that many tokens."""
+
+    @abstractmethod
+    async def _go_on(self) -> None:
+        """After a swap."""
+
+    @abstractmethod
+    async def _finish(self) -> None:
+        """After the last swap."""
+
+    # Updates
+
+    async def _serve(self, version: int) -> None:
+        await self._stage(version)
+        await self._apply(version, KVCache.RECOMPUTE)
+        await self._go_on()
+
+    async def _stage(self, version: int) -> None:
+        assert self._group is not None
+        snapshot = Snapshot.pack(self._manifest, self._course.weights[version].items())
+        receiving = asyncio.create_task(self._engine.stage(Transfer(version, self._manifest, TRANSFER_S)))
+        await asyncio.to_thread(send_snapshot, self._group, snapshot, version, TRANSFER_S)
+        await receiving
+
+    async def _apply(self, version: int, kv_cache: KVCache) -> None:
+        await self._engine.pause(kv_cache)
+        await self._engine.apply()
+        await self._engine.set_version(version)
+
+    def _samples(self, prompts_NP: Tensor, completions: list[Completion]) -> Samples:
+        ids_NT = torch.tensor([completion.token_ids for completion in completions])
+        runs = [completion.version_runs for completion in completions]
+        versions = [[run.policy_version for run in each for _ in range(run.num_tokens)] for each in runs]
+        logprobs_NT = torch.tensor([completion.logprobs for completion in completions])
+        return Samples(torch.cat([prompts_NP, ids_NT], 1), logprobs_NT, torch.tensor(versions), None)
+
+
+class StudiedTransformers(Studied):
+    """Exact: sequences stand still at the chosen tokens, and whole distributions are seen."""
+
+    def __init__(self, course: Course, max_running: int) -> None:
+        self._seen: dict[int | None, list[Tensor]] = {}
+        options = TransformersOptions(course.folder, "float32", "model", max_running, initial_version=0, can_stage=True)
+        self._transformers = TransformersEngine(options, self._see)
+        self._target = sampling_model(course.folder)
+        self._num_sampled = 0
+        super().__init__(self._transformers, course)
+
+    async def compare_with(self, version: int) -> None:
+        self._target.load_state_dict(self._course.weights[version])
+
+    async def divergence(self, samples: Samples) -> Tensor:
+        assert samples.distributions_NTV is not None
+        return divergence.exact(samples.distributions_NTV, await asyncio.to_thread(self.target, samples.ids_NS))
+
+    @torch.inference_mode()
+    def target(self, ids_NS: Tensor) -> Tensor:
+        """[N, T, V] log-probabilities under the target, its KV its own."""
+        logits_NTV: Tensor = self._target(input_ids=ids_NS, use_cache=False).logits[:, PERIOD - 1 : -1]
+        return logits_NTV.log_softmax(-1)
+
+    def _see(self, sequence: Decoded, logprobs_V: Tensor) -> None:
+        self._seen.setdefault(sequence.sampling.seed, []).append(logprobs_V)
+
+    def _samples(self, prompts_NP: Tensor, completions: list[Completion]) -> Samples:
+        plain = super()._samples(prompts_NP, completions)
+        distributions_NTV = torch.stack([torch.stack(self._seen[seed]) for seed in range(len(prompts_NP))])
+        return Samples(plain.ids_NS, plain.logprobs_NT, plain.versions_NT, distributions_NTV)
+
+    async def _begin(self, group: asyncio.TaskGroup, prompt: list[int], swaps: Sequence[int]) -> None:
+        await asyncio.sleep(0)  # every sequence is handed to the decoding thread, which stands still since the first update
+        self._seen, self._num_sampled = {}, 0
+
+    async def _reach(self, num_sampled: int) -> None:
+        await self._transformers.advance(num_sampled - self._num_sampled)
+        self._num_sampled = num_sampled
+
+    async def _go_on(self) -> None:
+        """It stays paused until the next advance."""
+
+    async def _finish(self) -> None:
+        await self._engine.resume()
+
+
+class StudiedVllm(Studied):
+    """vLLM goes on while an update is prepared, so it stops some tokens late; its version runs tell after which.
+
+    Of each sampled token it gives one log-probability, and of the target's it computes that same one.
+    """
+
+    def __init__(self, course: Course, max_running: int) -> None:
+        # All KV is recomputed in one step: a sequence whose prefill is cut ends vLLM on a CPU when it has a seed.
+        arguments = {"max_num_batched_tokens": max_running * course.job.spec.model.max_model_len}
+        settings = GeneratorSettings.model_validate(
+            {"engine": "vllm", "maxRunningRequests": max_running, "engineArgs": arguments}
+        )
+        engine = make_engine(course.job, settings, course.folder, initial_version=0, can_stage=True, log_level="warning")
+        self._companions: dict[int, asyncio.Task[Completion]] = {}
+        super().__init__(engine, course)
+
+    async def compare_with(self, version: int) -> None:
+        await self._serve(version)
+
+    async def divergence(self, samples: Samples) -> Tensor:
+        async with asyncio.timeout(SAMPLING_S):
+            scores = await asyncio.gather(*(self._engine.score(ids, PERIOD, 1.0) for ids in samples.ids_NS.tolist()))
+        return divergence.k3(samples.logprobs_NT, torch.tensor(scores))
+
+    async def _begin(self, group: asyncio.TaskGroup, prompt: list[int], swaps: Sequence[int]) -> None:
+        """Companions, decoded in step with the sequences, that end where the weights are to change."""
+        self._companions = {
+            num: group.create_task(self._engine.generate(prompt, Sampling(num, seed=0, ignore_eos=True))) for num in swaps
+        }
+
+    async def _reach(self, num_sampled: int) -> None:
+        await self._companions[num_sampled]
+
+    async def _go_on(self) -> None:
+        await self._engine.resume()
+
+    async def _finish(self) -> None:
+        """It runs."""
+
+
+ENGINES = {"transformers": StudiedTransformers, "vllm": StudiedVllm}
+
+
+def _manifest(weights: Weights) -> Manifest:
+    specs = (TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in weights.items())
+    return Manifest(tuple(specs), BUCKET_BYTES)
