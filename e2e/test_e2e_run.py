@@ -51,12 +51,12 @@ def test_the_demo_learns_with_weights_swapped_in_flight(new_run: Callable[..., R
 
 
 def test_adapters_learn_and_nothing_else_is_sent(new_run: Callable[..., Run]) -> None:
-    run = new_run("adapters", job=Run.job.parent / "arithmetic-lora.yaml").start()
+    run = new_run("adapters", "--max-steps", "40", job=Run.job.parent / "arithmetic-lora.yaml").start()
     assert run.wait() == 0, run.terminal[-4000:]
     summary = run.summary
     assert summary["reward_first"] <= 0.3
     assert summary["reward_last"] >= 0.7
-    assert summary["weight_updates"] >= 30
+    assert summary["weight_updates"] >= 20
     assert summary["restarts"] == 0
     adapter = load_file(run.output / "final" / "adapter" / "adapter_model.safetensors")
     sent = {values["update_bytes"] for values in run.steps if "update_bytes" in values}

@@ -51,7 +51,8 @@ def test_every_example_is_a_job(example: dict[str, Any]) -> None:
 def test_there_are_examples_and_the_tests_that_are_named_exist() -> None:
     assert len(EXAMPLES) >= 8
     root = Path(__file__).parents[3]
-    folders = [Path(__file__).parent, root / "services" / "preprocessor" / "tests", root / "e2e"]
+    services = [root / "services" / name / "tests" for name in ("actor", "preprocessor")]
+    folders = [Path(__file__).parent, *services, root / "e2e"]
     named = re.findall(r"`(?:[\w/]+/)?(test_\w+\.py)`", DOCUMENT)
     assert len(named) >= 8
     for name in named:
