@@ -84,7 +84,6 @@ CASES: Mapping[str, Case] = {
     "adapters": Case({"loss": "gspo"}, {"zeroStage": 2}, {"adapter": {"rank": 4, "alpha": 6}}),
     "mixture of experts": Case({"loss": "gspo"}, {"activationCheckpointing": True}, model="mixture"),
     "activation checkpointing": Case({"baseline": "value"}, {"zeroStage": 3, "activationCheckpointing": True}),
-    "adapters": Case({}, {"zeroStage": 3, "activationCheckpointing": True}, {"adapter": {"rank": 4, "alpha": 6}}),
     "chunks": Case(chunk_tokens=3, trainers={"activationCheckpointing": True}),
     "bfloat16, head in float32": Case(model_options={"dtype": "bfloat16", "headDtype": "float32"}, tolerance=2e-2),
 }
