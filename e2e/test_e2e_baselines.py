@@ -83,6 +83,15 @@ def test_search_takes_the_fastest_that_does_not_collapse_and_every_seed_runs_all
     ]
 
 
+def test_all_cores_for_each_process_are_taken_where_they_are_faster(tmp_path: Path) -> None:
+    def carry_out(plan: Plan, root: Path, seed: int, setting: Setting) -> None:
+        make_up(plan, root, seed, replace(setting, num_steps=None, threads=1) if setting.threads == 2 else setting)
+
+    Experiment(tmp_path, PLAN, lambda text: None, carry_out).run()
+    assert best_conventional(tmp_path, PLAN) == Setting(4, threads=2)
+    assert place(tmp_path, 1, Setting(1, threads=2)).is_dir(), "the strictly on-policy runs take the same"
+
+
 def test_finished_runs_are_kept_and_unfinished_ones_made_again(folder: Path) -> None:
     broken = place(folder, 2, PLAN.in_flight)
     (broken / "summary.json").unlink()
@@ -126,7 +135,8 @@ def test_report_tells_targets_ratios_and_what_bounds_them(folder: Path) -> None:
     assert "| time to the goal, conventional / in-flight | at least 1.5 | 1.87 (1.83 to 1.91, 2 seeds) | met |" in text
     assert "| trajectories to the goal, in-flight / conventional | at most 1.1 | 1.00 (1.00 to 1.00, 2 seeds) | met |" in text
     assert "| cores in use, generator | 1.00 | 1.00 | 1.00 |" in text
-    assert "| conventional-8 | 16.5 | 44 | 0.100 | 0.7000 | no |" in text
+    assert "| conventional-8 | 16.5 | 44 | 0.100 | 0.7000 | no | 12.0 |" in text
+    assert "| conventional-4-threads-2 | - | - | 0.650 | 0.9600 | - | 32.0 |" in text, "a trial of 8 steps, of 4 s each"
     assert "Disturbed" not in text, "0.05 cores of others are not worth a word"
 
 

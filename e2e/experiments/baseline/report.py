@@ -61,7 +61,7 @@ class Report:
         if missing:
             raise SettingsError(f"{folder}: the search has not finished ({', '.join(missing)}); go on with `run` first")
         best = best_conventional(folder, plan)
-        wide = [Setting(setting.num_steps, plan.cores) for setting in plan.searched]
+        wide = map(plan.widened, plan.searched)
         searched = [arm for s in dict.fromkeys([*plan.searched, *wide]) if (arm := _arm(folder, plan, s, [SEARCH_SEED]))]
         seeds = range(1, plan.seeds + 1)
         arms = [arm for setting in plan.reported(best) if (arm := _arm(folder, plan, setting, seeds))]
@@ -75,6 +75,11 @@ class Report:
         return self.arms[0]
 
     @property
+    def _whole(self) -> list[Arm]:
+        """Of the search, what was not a mere trial of threads."""
+        return [arm for arm in self.searched if arm.setting in self.plan.searched]
+
+    @property
     def overlap(self) -> Overlap:
         return overlap(self.best.numbers, self.in_flight.numbers, self.plan.cores)
 
@@ -84,7 +89,7 @@ class Report:
 
     def targets(self) -> list[Target]:
         mine, theirs = self.in_flight, self.best
-        conventional = [(arm.setting.num_steps or 0, run) for arm in (*self.searched, *self.arms[1:]) for run in arm.numbers]
+        conventional = [(arm.setting.num_steps or 0, run) for arm in (*self._whole, *self.arms[1:]) for run in arm.numbers]
         return [
             targets.speed_up(self.ratio(theirs, mine, lambda run: run.seconds_to_goal)),
             targets.samples(self.ratio(mine, theirs, lambda run: run.trajectories_to_goal)),
@@ -113,7 +118,7 @@ class Report:
         plan = self.plan
         variants = [arm.variant for arm in self.arms]
         parts = [
-            f"Goal: a reward of {plan.goal:g}. {plan.steps} steps, {len(self.in_flight.seeds)} seeds, {plan.cores} cores. "
+            f"Goal: a reward of {plan.goal:g}. {plan.steps} steps, seeds {_listed(self.in_flight.seeds)}, {plan.cores} cores. "
             f"The job is {self._job()}. "
             f"The conventional RL to compare with: {self.best.setting.name}.",
             markdown_table(
@@ -192,18 +197,30 @@ class Report:
         worst = max(noisy, key=lambda run: run.cores_of_others)
         return [
             f"**Disturbed:** in {len(noisy)} of {sum(len(arm.numbers) for arm in self.arms)} runs something else used "
-            f"more than {NOISY_CORES:g} cores, up to {worst.cores_of_others:.2f} ({worst.setting}, seed {worst.seed})."
+            f"more than {NOISY_CORES:g} cores, up to {worst.cores_of_others:.2f} ({worst.setting}, seed {worst.seed}). "
+            "Times are not to be trusted then: of cores that are short in-flight RL's two busy processes get more than "
+            "conventional RL's one."
         ]
 
     def _search(self) -> tuple[Sequence[str], list[list[str]]]:
-        head = ("setting", "time to goal (s)", "trajectories to goal", "reward at the end", "ESS mean", "stable")
+        steps = self.plan.trial_steps(self.best.setting)
+        head = (
+            "setting",
+            "time to goal (s)",
+            "trajectories to goal",
+            "reward at the end",
+            "ESS mean",
+            "stable",
+            f"{steps} steps (s)",
+        )
         rows = []
         for arm in self.searched:
             (run,), (number,) = arm.variant.runs, arm.numbers
             reached = [number.seconds_to_goal], [number.trajectories_to_goal], [number.reward_last], [number.ess_mean]
             forms = ("{:.1f}".format, "{:.0f}".format, "{:.3f}".format, "{:.4f}".format)
             cells = [cell(values, form) for values, form in zip(reached, forms, strict=True)]
-            rows.append([arm.setting.name, *cells, "yes" if is_stable(run, self.plan.goal) else "no"])
+            stable = "-" if arm not in self._whole else "yes" if is_stable(run, self.plan.goal) else "no"
+            rows.append([arm.setting.name, *cells, stable, f"{run.history.steps[min(steps, number.steps) - 1].t:.1f}"])
         return head, rows
 
 
@@ -214,6 +231,10 @@ def _arm(folder: Path, plan: Plan, setting: Setting, seeds: Sequence[int]) -> Ar
     if not runs:
         return None
     return Arm(setting, Variant(setting.name, tuple(runs)), tuple(numbers_of(run, setting.name, plan.goal) for run in runs))
+
+
+def _listed(numbers: set[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
 
 
 def _document(run: RunNumbers) -> dict[str, object]:

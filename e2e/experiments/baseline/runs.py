@@ -27,6 +27,7 @@ SEARCH, SEARCH_SEED = "search", 1000
 """Not among the seeds that are reported."""
 COLLAPSE = 0.1
 """A run whose last smoothed reward is so far below its best has collapsed."""
+LEAST_TRIAL_STEPS = 8
 PERIOD_S = 1.0
 DEADLINE_S = 1200.0
 """Of one run."""
@@ -83,6 +84,14 @@ class Plan:
     def most_runs(self) -> int:
         return len(self.searched) + 1 + 3 * self.seeds
 
+    def widened(self, setting: Setting) -> Setting:
+        """Both processes compute with all cores: one of them at a time does, in conventional RL."""
+        return replace(setting, threads=self.cores)
+
+    def trial_steps(self, setting: Setting) -> int:
+        """Steps that tell how fast a setting is: it learns no differently with other threads."""
+        return min(self.steps, max(LEAST_TRIAL_STEPS, 2 * (setting.num_steps or 1)))
+
     def reported(self, best: Setting) -> list[Setting]:
         """In flight, the best conventional setting, and the strictly on-policy one."""
         return list(dict.fromkeys([self.in_flight, best, replace(best, num_steps=1)]))
@@ -122,12 +131,10 @@ def is_stable(run: Compared, goal: float) -> bool:
 
 
 def best_conventional(folder: Path, plan: Plan) -> Setting:
-    """The setting of the search that comes to the goal first, of those that are stable. Raises SettingsError without one."""
-    wide = [
-        Setting(g, plan.cores) for g in plan.conventional if is_finished(place(folder, SEARCH_SEED, Setting(g, plan.cores)))
-    ]
+    """The setting of the search that comes to the goal first, of those that are stable; and with all cores for each process, if
+    that was tried and is faster. Raises SettingsError without one."""
     reached: dict[Setting, float] = {}
-    for setting in dict.fromkeys([*plan.searched, *wide]):
+    for setting in plan.searched:
         run = load_one(place(folder, SEARCH_SEED, setting), setting.name)
         if (step := run.first_reaching(plan.goal)) is not None and is_stable(run, plan.goal):
             reached[setting] = step.t
@@ -136,7 +143,17 @@ def best_conventional(folder: Path, plan: Plan) -> Setting:
             f"--conventional {','.join(map(str, plan.conventional))}: none comes to a reward of {plan.goal:g} in "
             f"{plan.steps} steps and stays there; give more --steps or smaller numbers"
         )
-    return min(reached, key=lambda setting: reached[setting])
+    best = min(reached, key=lambda setting: reached[setting])
+    wide = plan.widened(best)
+    if not is_finished(place(folder, SEARCH_SEED, wide)):
+        return best
+    return min((best, wide), key=lambda setting: trial_seconds(folder, plan, setting))
+
+
+def trial_seconds(folder: Path, plan: Plan, setting: Setting) -> float:
+    """Of the first steps of a run of the search, as many as are made to try threads."""
+    steps = load_one(place(folder, SEARCH_SEED, setting), setting.name).history.steps
+    return steps[min(plan.trial_steps(setting), len(steps)) - 1].t
 
 
 def up(plan: Plan, root: Path, seed: int, setting: Setting) -> None:
@@ -187,8 +204,9 @@ class Experiment:
         for setting in self._plan.searched:
             self._run(SEARCH_SEED, setting)
         best = best_conventional(self._folder, self._plan)
-        if best.threads != self._plan.cores:
-            self._run(SEARCH_SEED, replace(best, threads=self._plan.cores))
+        wide = self._plan.widened(best)
+        if wide != best:
+            self._run(SEARCH_SEED, wide, self._plan.trial_steps(best))
             best = best_conventional(self._folder, self._plan)
         reported = self._plan.reported(best)
         self._num_runs = self._num_done + len(reported) * self._plan.seeds
@@ -197,7 +215,7 @@ class Experiment:
             for setting in rotated(reported, seed):
                 self._run(seed, setting)
 
-    def _run(self, seed: int, setting: Setting) -> None:
+    def _run(self, seed: int, setting: Setting, num_steps: int | None = None) -> None:
         root = place(self._folder, seed, setting)
         self._num_done += 1
         where = f"[{self._num_done}/{self._num_runs}] {root.relative_to(self._folder)}"
@@ -205,7 +223,8 @@ class Experiment:
             self._say(f"{where}: is there already")
             return
         began = time.monotonic()
-        self._carry_out(self._plan, root, seed, setting)
+        plan = replace(self._plan, steps=num_steps or self._plan.steps)
+        self._carry_out(plan, root, seed, setting)
         self._seconds.append(time.monotonic() - began)
         left = (self._num_runs - self._num_done) * sum(self._seconds) / len(self._seconds)
         self._say(f"{where}: {_told(load_one(root, setting.name), self._plan.goal)}; about {left / 60:.0f} min left")
