@@ -1,5 +1,6 @@
 """`model.headDtype: float32`: logits of a bfloat16 model are computed in float32, and its weights stay as they are."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,13 @@ def test_a_split_that_updates_would_not_reach_is_refused(tmp_path: Path, name: s
     assert getattr(engine_args(options(tmp_path, "model", **{name: 1})), name) == 1
     with pytest.raises(SettingsError, match=rf"engineArgs: {name}=2 is not supported.*tensorParallelSize"):
         engine_args(options(tmp_path, "model", **{name: 2}))
+
+
+@pytest.mark.vllm
+def test_expert_parallelism_is_refused_on_a_cpu_only(tmp_path: Path) -> None:
+    from pipelinerl_actor.generator.vllm_options import engine_args
+
+    on_cpu = options(tmp_path, "model", enable_expert_parallel=True)
+    with pytest.raises(SettingsError, match="enable_expert_parallel=true crashes on a CPU"):
+        engine_args(on_cpu)
+    assert engine_args(dataclasses.replace(on_cpu, on_cpu=False)).enable_expert_parallel

@@ -83,6 +83,11 @@ def engine_args(options: VllmOptions) -> AsyncEngineArgs:
             f"generator.engineArgs: {split[0]}={generator.engine_args[split[0]]} is not supported: weight updates reach the "
             "workers of tensorParallelSize; set that, or more generators"
         )
+    if options.on_cpu and generator.engine_args.get("enable_expert_parallel"):
+        raise SettingsError(
+            "generator.engineArgs: enable_expert_parallel=true crashes on a CPU, where vLLM's kernel takes every worker "
+            "to have all experts: leave it out"
+        )
     return AsyncEngineArgs(**{**arguments, **generator.engine_args, "hf_overrides": _overrides(options)})
 
 
