@@ -53,6 +53,7 @@ class Beginning:
             return
         self._prompts.add(prompt_index)
         if len(self._prompts) >= MOST_PROMPTS:
+            self._is_over = True  # those that fail beside it say nothing else
             raise SettingsError(
                 f"nothing has succeeded, and {MOST_PROMPTS} prompts failed for the same reason: {reason}: {message}; {remedy}"
             )
