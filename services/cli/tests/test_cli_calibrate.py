@@ -208,7 +208,7 @@ async def test_one_failing_request_ends_the_level() -> None:
         (["--timeout", "inf"], "--timeout inf must be a number above 0"),
         (["--peak-flops", "1e15"], "--peak-flops needs --parameters too"),
         (["--token-file", "missing"], "--token-file missing: cannot be read"),
-        (["--job", "missing.yaml"], "missing.yaml: cannot be read"),
+        (["--job", "missing.yaml"], "missing.yaml: there is no such file"),
     ],
 )
 def test_what_makes_no_sense_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

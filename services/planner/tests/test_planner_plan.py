@@ -290,7 +290,7 @@ def test_measured_curve_and_speeds(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--plot", "chart.png"], "--plot chart.png: must end in .svg or .html"),
         (["--plot", "/nowhere/chart.svg"], "--plot /nowhere/chart.svg: cannot be written"),
         (["--utilization", "missing.json"], "--utilization missing.json: cannot be read"),
-        (["--job", "missing.yaml"], "missing.yaml: cannot be read"),
+        (["--job", "missing.yaml"], "missing.yaml: there is no such file"),
     ],
 )
 def test_what_makes_no_sense_is_named(arguments: list[str], message: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.words import counted
 
 Shape = tuple[int, ...]
 
@@ -65,6 +66,6 @@ def check_tensors(tensors: CheckpointTensors, language_model: Any, stored: Mappi
     ]
     if wrong:
         raise SettingsError(
-            f"model.uri: {len(wrong)} weights are named or shaped otherwise in the checkpoint than in memory, such as "
+            f"model.uri: {counted(len(wrong), 'weight')} named or shaped otherwise in the checkpoint than in memory, such as "
             f"{min(wrong)}; models of this kind are not supported"
         )

@@ -91,7 +91,7 @@ def test_weights_that_generators_would_not_know_are_refused(kind: str, tmp_path:
     model = toys.tiny_mixture(kind)
     check_tensors(CheckpointTensors(model, stored), model, stored)
     for wrong in (stored | {KINDS[kind]: (16, 24)}, {name: shape for name, shape in stored.items() if name != KINDS[kind]}):
-        with pytest.raises(SettingsError, match=f"1 weights are named or shaped otherwise.*such as {KINDS[kind]}"):
+        with pytest.raises(SettingsError, match=f"1 weight named or shaped otherwise.*such as {KINDS[kind]}"):
             check_tensors(CheckpointTensors(model, wrong), model, wrong)
 
 

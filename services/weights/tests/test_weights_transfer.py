@@ -178,7 +178,7 @@ def test_a_stopped_receiver_ends_at_the_deadline_and_frees_the_others(peers: lis
 def test_a_receiver_that_is_not_ready_is_named(peers: list[Peer]) -> None:
     with form(peers, epoch=1) as group:
         peers[0].start("receive", MANIFEST, 1, TIMEOUT_S)
-        with pytest.raises(TransferTimeout, match=r"rank\(s\) 2 did not get ready"):
+        with pytest.raises(TransferTimeout, match=r"rank 2 did not get ready"):
             send_snapshot(group, Snapshot.pack(MANIFEST, tensors(1).items()), 1, timeout_s=0.5)
         with prompt():
             assert peers[0].result()[:2] == ("failed", "TransferAborted")
@@ -208,7 +208,7 @@ def test_a_receiver_that_cannot_take_a_bucket_fails_everyone(peers: list[Peer]) 
 def test_a_rank_that_never_joins_is_named_and_the_others_go_on(peers: list[Peer]) -> None:
     rendezvous = Rendezvous.open("127.0.0.1", 0, 3, TIMEOUT_S)
     peers[0].start("join", rendezvous.port, 1, 3, 1, TIMEOUT_S)
-    with pytest.raises(TransferTimeout, match=r"rank\(s\) 2 did not join"):
+    with pytest.raises(TransferTimeout, match=r"rank 2 did not join"):
         TransferGroup.join(
             "127.0.0.1", rendezvous.port, rank=0, world_size=3, backend="gloo", epoch=1, timeout_s=1.0, store=rendezvous
         )
