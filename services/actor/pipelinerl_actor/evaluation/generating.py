@@ -14,7 +14,8 @@ from pipelinerl_common.service import Wiring
 
 log = logging.getLogger(__name__)
 
-_STOP_S = 15.0
+_STOP_S = 30.0
+"""An engine takes its time to end, and one that is killed may leave workers behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +23,18 @@ class OwnGenerator:
     url: str
     process: asyncio.subprocess.Process
 
+    async def until_ready(self, timeout_s: float) -> None:
+        """Returns when it serves. Raises Unavailable when it ends before, or does not serve within `timeout_s`."""
+        await until_ready(self.url, timeout_s, lambda: self.process.returncode is None)
+
     async def ended(self) -> None:
         """Waits for its end, which is always too early. Raises Unavailable."""
         raise Unavailable(f"the generator ended with status {await self.process.wait()} while it was needed")
 
 
 @asynccontextmanager
-async def generator(wiring: Wiring, model: Path, step: int, timeout_s: float) -> AsyncIterator[OwnGenerator]:
-    """Serves `model` as version `step`, on the evaluator's own address. What it logs is in the evaluator's log.
-
-    Raises Unavailable when it ends, or does not serve within `timeout_s`.
-    """
+async def generator(wiring: Wiring, model: Path, step: int) -> AsyncIterator[OwnGenerator]:
+    """Started to serve `model` as version `step`, on the evaluator's own address. What it logs is in the evaluator's log."""
     token = ("--token-file", str(wiring.token_file)) if wiring.token_file else ()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "pipelinerl_actor.generator"),
@@ -42,9 +44,7 @@ async def generator(wiring: Wiring, model: Path, step: int, timeout_s: float) ->
         stdin=asyncio.subprocess.DEVNULL,
     )
     try:
-        own = OwnGenerator(f"http://{wiring.listen}", process)
-        await until_ready(own.url, timeout_s, lambda: process.returncode is None)
-        yield own
+        yield OwnGenerator(f"http://{wiring.listen}", process)
     finally:
         await _stop(process)
 
@@ -58,5 +58,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
             await process.wait()
     except TimeoutError:
         log.warning("the generator has not ended %g s after it was told to, and is killed", _STOP_S)
-        process.kill()
-        await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()

@@ -101,14 +101,16 @@ class EvaluationLoop:
         failed: dict[str, str] = {}
         limit_s = self._settings.timeout_seconds
         why = ""
-        try:
-            async with asyncio.timeout(limit_s), generator(self._wiring, model, step, limit_s) as own:
-                measuring = self._measure_sets(self._pool(own.url, model), step, sets, failed)
-                await run_until_first(measuring, own.ended())
-        except TimeoutError:
-            why = f"not done within evaluation.timeoutSeconds={limit_s:g}"
-        except Unavailable as error:
-            why = str(error)
+        async with generator(self._wiring, model, step) as own:
+            try:
+                async with asyncio.timeout(limit_s):
+                    await own.until_ready(limit_s)
+                    measuring = self._measure_sets(self._pool(own.url, model), step, sets, failed)
+                    await run_until_first(measuring, own.ended())
+            except TimeoutError:
+                why = f"not done within evaluation.timeoutSeconds={limit_s:g}"
+            except Unavailable as error:
+                why = str(error)
         rest = [each.name for each in self._settings.sets if each.name not in sets and each.name not in failed]
         return sets, failed | dict.fromkeys(rest, why)
 

@@ -54,8 +54,8 @@ TICK_S = 0.25
 STOP_GRACE_S = 15.0
 GENERATOR_GRACE_S = 5.0
 """Actors have ended by then: nothing of worth runs in a generator any more."""
-EVALUATOR_GRACE_S = 25.0
-"""Its own generator gets 15 s of it."""
+EVALUATOR_GRACE_S = 35.0
+"""Its own generator gets 30 s of it."""
 PREPARE = "prepare"
 PREPARE_MODULE = "pipelinerl_actor.prepare"
 
