@@ -11,7 +11,7 @@ from experiments.kl import divergence
 from experiments.kl.command import Flags, study_all
 from experiments.kl.course import PERIOD, Course, Recipe, make_prompts, train
 from experiments.kl.divergence import Estimate, equivalent_lag
-from experiments.kl.engines import Schedule, StudiedTransformers
+from experiments.kl.engines import Schedule, StudiedTransformers, StudiedVllm
 from experiments.kl.plots import write_plots
 from experiments.kl.study import CONVENTIONAL, KEPT, RECOMPUTED, Result
 from pipelinerl_actor.generator.engine import KVCache
@@ -108,6 +108,29 @@ async def test_old_kv_is_old_and_recomputed_kv_is_that_of_the_new_weights(course
             divergences[kv_cache] = (await studied.divergence(samples))[:, 8:]
     assert divergences[KVCache.RECOMPUTE].abs().max() < 1e-10
     assert divergences[KVCache.KEEP].min() > 1e-8
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")  # of vLLM's imports
+async def test_vllm_is_studied_too_and_tells_when_its_weights_changed(tmp_path: Path) -> None:
+    """As above, by the sampled tokens. It goes on while it is told to stop, so the change is never early."""
+    recipe = Recipe(480, num_steps=1, groups=1, group_size=2, learning_rate=1e-2, base_steps=1, base_tokens=8)
+    *_, course = train(recipe, tmp_path)
+    studied = StudiedVllm(course, max_running=4)
+    prompts_NP = make_prompts(2, torch.Generator().manual_seed(5))
+    divergences = {}
+    async with studied.running():
+        for kv_cache in KVCache:
+            samples = await studied.sample(prompts_NP, 480, 0, (8,), kv_cache)
+            assert set(samples.versions_NT.flatten().tolist()) == {0, 1}
+            assert samples.swaps()[0] >= 8
+            for version in (0, 1):
+                await studied.compare_with(version)
+                divergences[kv_cache, version] = (await studied.divergence(samples))[samples.versions_NT == version]
+    assert divergences[KVCache.KEEP, 0].max() < 1e-8
+    assert divergences[KVCache.RECOMPUTE, 0].max() < 1e-8
+    assert divergences[KVCache.RECOMPUTE, 1].max() < 1e-8
+    assert divergences[KVCache.KEEP, 1].mean() > 1e-6
 
 
 async def test_the_estimate_from_sampled_tokens_agrees_with_the_exact_divergence(course: Course) -> None:

@@ -108,18 +108,22 @@ class Studied(ABC):
     async def sample(self, prompts_NP: Tensor, num_tokens: int, start: int, swaps: Sequence[int], kv_cache: KVCache) -> Samples:
         """Sequences that checkpoint `start` begins; after each number of tokens in `swaps` the next checkpoint goes on."""
         samplings = [Sampling(num_tokens, seed=seed, ignore_eos=True) for seed in range(len(prompts_NP))]
+        versions = dict(enumerate(swaps, start + 1))
         await self._serve(start)
+        if versions:
+            await self._stage(start + 1)
         async with asyncio.timeout(SAMPLING_S), asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self._engine.generate(prompt, sampling))
                 for prompt, sampling in zip(prompts_NP.tolist(), samplings, strict=True)
             ]
             await self._begin(group, prompts_NP[0].tolist(), swaps)
-            for version, num_sampled in enumerate(swaps, start + 1):
-                await self._stage(version)
+            for version, num_sampled in versions.items():
                 await self._reach(num_sampled)
                 await self._apply(version, kv_cache)
                 await self._go_on()
+                if version + 1 in versions:
+                    await self._stage(version + 1)
             await self._finish()
         return self._samples(prompts_NP, [task.result() for task in tasks])
 
