@@ -362,3 +362,33 @@ async def test_generators_get_the_whole_model_by_its_checkpoint_names(
     assert set(sent) == set(load_file(tmp_path / "model" / "model.safetensors"))
     assert ("lm_head.weight" in sent) is not tied
     assert all(torch.equal(sent[name], saved[name]) for name in saved)
+
+
+async def test_a_run_with_adapters_sends_only_them_and_goes_on_from_its_checkpoint(tmp_path: Path, nats: NatsServer) -> None:
+    spec: dict[str, Any] = {"model": {"adapter": {"rank": 4, "targetModules": ["q_proj"]}}, "algorithm": {"steps": 4}}
+    base = toys.save_tiny_model(tmp_path / "model") / "model.safetensors"
+    before = base.read_bytes()
+    preprocessor = Preprocessor(num_steps=9, hold_at=2)
+    async with serving(preprocessor, Coordinator()) as peers:
+        async with running(tmp_path, nats, peers, **spec) as trainer:
+            await until(lambda: preprocessor.num_held > 0 and preprocessor.published[-1:] == [2], "version 2")
+            trainer.stop.set()
+            await trainer.end()
+        second = peers.coordinator.weights
+        preprocessor.hold_at = None
+        async with running(tmp_path, nats, peers, resume=True, **spec) as trainer:
+            await trainer.end()
+        sent, manifest = peers.coordinator.weights, peers.coordinator.manifest
+    assert preprocessor.trained == [0, 1, 2, 3]
+    saved = load_file(tmp_path / "checkpoints" / "step-2" / "adapter" / "adapter_model.safetensors")
+    assert {f"base_model.model.{name}" for name in second} == set(saved)
+    assert all(torch.equal(saved[f"base_model.model.{name}"], tensor) for name, tensor in second.items())
+    assert set(sent) == {f"model.layers.{layer}.self_attn.q_proj.lora_{half}.weight" for layer in (0, 1) for half in "AB"}
+    assert manifest is not None
+    assert manifest.num_bytes == sum(tensor.nbytes for tensor in sent.values()) == 2 * 4 * (4 * 16 + 32 * 4)
+    assert (await records_of(nats, 4))[-1].values["update_bytes"] == manifest.num_bytes
+    assert base.read_bytes() == before
+    final, frozen = load_file(tmp_path / "final" / "model.safetensors"), load_file(base)
+    changed = {name for name, weight in final.items() if not torch.equal(weight, frozen[name])}
+    assert changed == {f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)}
+    assert (tmp_path / "final" / "adapter" / "adapter_config.json").is_file()
