@@ -1,6 +1,7 @@
 """Watches over real HTTP: a server that has nothing to tell is well, one that is gone is not."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from aiohttp import web
 
 from pipelinerl_operator.controller.views import PodView
 from pipelinerl_operator.kube import Connection, Informer, Key, Selection, Store, open_api
+from pipelinerl_operator.kube.errors import ApiUnavailable
 from pipelinerl_operator.kube.resources import PODS
 
 DEADLINE_S = 30.0
@@ -81,6 +83,41 @@ async def test_a_kind_that_does_not_change_is_watched_on_from_where_it_was_and_c
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+
+
+@pytest.fixture
+async def telling() -> AsyncIterator[web.AppRunner]:
+    """A server whose watches tell of one pod after another, the second larger than any buffer, in odd pieces."""
+    pods = [{"metadata": {"name": name, "resourceVersion": "8", "annotations": {"a": "x" * size}}} for name, size in PODS_TOLD]
+    lines = b"".join(json.dumps({"type": "ADDED", "object": pod}).encode() + b"\n" for pod in pods)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for begin in range(0, len(lines), 70_001):
+            await response.write(lines[begin : begin + 70_001])
+        return response
+
+    app = web.Application()
+    app.router.add_get("/api/v1/pods", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield runner
+    await runner.cleanup()
+
+
+PODS_TOLD = (("a", 10), ("b", 1_500_000), ("c", 0), ("d", 100_000))
+
+
+async def test_events_of_any_size_arrive_whole(telling: web.AppRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = Connection(f"http://127.0.0.1:{telling.addresses[0][1]}", "team", lambda: None, lambda: False)
+    async with open_api(connection) as api:
+        told = [event.body["metadata"] async for event in api.watch(Selection(PODS), "7")]
+        assert [(each["name"], len(each["annotations"]["a"])) for each in told] == list(PODS_TOLD)
+        monkeypatch.setattr("pipelinerl_operator.kube.client.MAX_EVENT_BYTES", 1 << 20)
+        with pytest.raises(ApiUnavailable, match="an event of more than 1048576 bytes"):
+            [event async for event in api.watch(Selection(PODS), "7")]
 
 
 async def test_watches_however_many_leave_room_for_calls(

@@ -22,7 +22,8 @@ SILENCE_S = 75.0
 silent for longer is ended and begun again, which shows whether the server is still there."""
 WATCH_S = (240, 300)
 """A watch is ended by the server after a random time in between, so that watches do not begin again together."""
-PAGE_ITEMS = 500
+PAGE_ITEMS = 100
+"""A pod takes 10 kB in the answer, and five times that once it is read."""
 MAX_CALLS = 8
 """At once, beside the watches, which last and must leave room for the others; more wait for their turn. A TLS connection
 costs at least 300 kB."""
@@ -87,9 +88,8 @@ class HttpApi:
         timeout = aiohttp.ClientTimeout(total=WATCH_S[1] + SILENCE_S, sock_connect=CONNECT_S, sock_read=SILENCE_S)
         async with self._request("watch", "GET", path, query=query, headers=headers, timeout=timeout) as response:
             try:
-                async for line in response.content:
-                    if line.strip():
-                        yield _event(line)
+                async for line in _lines(response.content):
+                    yield _event(line)
             except aiohttp.SocketTimeoutError:
                 return
             except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -191,13 +191,30 @@ async def open_api(connection: Connection, observe: Observe = lambda verb, code,
     for_watches = aiohttp.TCPConnector(limit=0, keepalive_timeout=15)
     async with (
         aiohttp.ClientSession(connector=for_calls) as calls,
-        aiohttp.ClientSession(connector=for_watches, read_bufsize=MAX_EVENT_BYTES) as watches,
+        aiohttp.ClientSession(connector=for_watches) as watches,
     ):
         yield HttpApi(calls, watches, connection, observe)
 
 
 def _labels(selection: Selection) -> dict[str, str]:
     return {"labelSelector": selection.labels} if selection.labels else {}
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Read in small pieces: a buffer that holds the largest event would be filled up by every watch that is behind.
+
+    Raises ValueError for a line over MAX_EVENT_BYTES.
+    """
+    rest = b""
+    async for piece in content.iter_any():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.strip():
+                yield line
+        if len(rest) > MAX_EVENT_BYTES:
+            raise ValueError(f"an event of more than {MAX_EVENT_BYTES} bytes")
+    if rest.strip():
+        yield rest
 
 
 def _event(line: bytes) -> WatchEvent:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from sys import intern
 from typing import Any, NamedTuple
 
 Object = dict[str, Any]
@@ -78,7 +79,7 @@ def resource_of(body: Mapping[str, Any]) -> Resource:
 
 def key_of(body: Mapping[str, Any]) -> Key:
     metadata = body["metadata"]
-    return Key(metadata.get("namespace", ""), metadata["name"])
+    return Key(intern(metadata.get("namespace", "")), metadata["name"])
 
 
 def controller_uid(body: Mapping[str, Any]) -> str:

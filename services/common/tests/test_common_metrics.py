@@ -135,6 +135,17 @@ def test_the_metrics_of_many_jobs_are_made_one_after_the_other_and_none_is_kept(
     assert text.count(b"\npipelinerl_policy_version{") == 5
 
 
+def test_the_metrics_of_very_many_jobs_are_as_complete_as_those_of_few() -> None:
+    jobs = [Metrics("trainer", f"job-{number}") for number in range(100)]
+    for metrics in jobs[:2] + jobs[70:]:
+        metrics.gauge("policy_version").set(7)
+    text = exposition_of(jobs).decode()
+    assert text.count("# TYPE pipelinerl_policy_version gauge") == 1
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    samples = families["pipelinerl_policy_version"].samples
+    assert [sample.labels["job"] for sample in samples] == [f"job-{number}" for number in (0, 1, *range(70, 100))]
+
+
 def test_a_gauge_without_a_value_is_missing() -> None:
     metrics = Metrics("trainer", "sums")
     norm = metrics.gauge("grad_norm")

@@ -207,11 +207,27 @@ class Metrics(Collector):
 def exposition_of(processes: Iterable[Metrics]) -> bytes:
     """The metrics of several jobs that live in one process, each family once.
 
-    Takes one after the other and keeps none: an operator makes a thousand of them for each scrape.
+    Takes one after the other and keeps none, and of samples only some at a time: an operator makes a thousand of them for each
+    scrape.
     """
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Several(processes))
-    return generate_latest(registry)
+    families: dict[bytes, bytearray] = {}
+    each, num_taken = iter(processes), _AT_ONCE
+    while num_taken == _AT_ONCE:
+        several = _Several(itertools.islice(each, _AT_ONCE))
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(several)
+        text, num_taken = generate_latest(registry), several.num_taken
+        for family in text.split(_HELP)[1:]:
+            name = family.partition(b" ")[0]
+            if name in families:
+                families[name] += family.split(b"\n", 2)[2]  # without its HELP and TYPE
+            else:
+                families[name] = bytearray(_HELP + family)
+    return b"".join(families.values())
+
+
+_AT_ONCE = 32
+_HELP = b"# HELP "
 
 
 class _Several(Collector):
@@ -219,10 +235,12 @@ class _Several(Collector):
 
     def __init__(self, processes: Iterable[Metrics]) -> None:
         self._processes = processes
+        self.num_taken = 0
 
     def collect(self) -> Iterator[Family]:
         families: dict[str, Family] = {}
         for metrics in self._processes:
+            self.num_taken += 1
             for family in metrics.collect():
                 families.setdefault(family.name, family)
                 if families[family.name] is not family:
