@@ -128,6 +128,16 @@ async def test_the_seed_decides(client: Client, trainer: Trainer, initial: dict[
     assert other["token_ids"] == ids[1]
 
 
+async def test_long_seeded_prompts_may_come_all_at_once(
+    client: Client, trainer: Trainer, initial: dict[str, torch.Tensor]
+) -> None:
+    await trainer.update(initial)
+    prompts = [[20 + first, *[40 + position % 40 for position in range(899)]] for first in range(6)]
+    at_once = await asyncio.gather(*(client.choice(prompt, 4, seed=7) for prompt in prompts))
+    alone = [await client.choice(prompt, 4, seed=7) for prompt in prompts]
+    assert [choice["token_ids"] for choice in at_once] == [choice["token_ids"] for choice in alone]
+
+
 async def test_stop_strings_and_the_end_token_end_a_completion(
     client: Client, trainer: Trainer, reference: Reference, initial: dict[str, torch.Tensor]
 ) -> None:

@@ -27,6 +27,8 @@ _FIXED = {
 }
 _WHOLE = ("data_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
 """Ways to split an engine in which updates of the weights are not known to reach every worker."""
+_CPU_STEP_TOKENS = 2048
+"""Tokens of one engine step, at least; a prompt is never split over two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,10 @@ def engine_args(options: VllmOptions) -> AsyncEngineArgs:
         "generation_config": "vllm",
         "trust_remote_code": False,
     }
+    if options.on_cpu:
+        # A prompt read in parts rewinds its request's seeded generator, which torch cannot do on a CPU: the engine would die.
+        step_tokens = max(_CPU_STEP_TOKENS, options.max_model_len + 1)
+        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": step_tokens}
     unknown = sorted(set(generator.engine_args) - set(AsyncEngineArgs.__dataclass_fields__))
     if unknown:
         raise SettingsError(
