@@ -234,7 +234,7 @@ class StudiedVllm(Studied):
     """
 
     def __init__(self, course: Course, max_running: int) -> None:
-        # All KV is recomputed in one step: a sequence whose prefill is cut ends vLLM on a CPU when it has a seed.
+        # All KV is recomputed in one step, so that no sequence decodes ahead of the others after an update.
         arguments = {"max_num_batched_tokens": max_running * course.job.spec.model.max_model_len}
         settings = GeneratorSettings.model_validate(
             {"engine": "vllm", "maxRunningRequests": max_running, "engineArgs": arguments}
