@@ -1,6 +1,7 @@
 """The chart's alerts and dashboards as they come out of Helm."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -49,7 +50,7 @@ def test_dashboards_are_config_maps_for_the_sidecar() -> None:
         ((name, text),) = each["data"].items()
         assert name.endswith(".json")
         assert json.loads(text)["links"][0]["url"] == "https://docs.example/0.1/staleness-metrics.md"
-        assert "@" not in text
+        assert not re.search(r"@\w+@", text)
 
 
 def test_without_an_address_of_the_docs_no_dashboard_links_to_them() -> None:
