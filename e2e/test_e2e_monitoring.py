@@ -36,6 +36,8 @@ pytestmark = [
 STEPS_PER_PUBLISH = 8
 LAG_LIMIT = 2
 STALE = ("--set", f"staleness={{policy: conventional, stepsPerGeneration: {STEPS_PER_PUBLISH}}}")
+HELD_OUT = "{name: held-out, path: 'pipelinerl_actor.tasks.arithmetic:Arithmetic', args: {digits: 1}, numPrompts: 8, samplesPerPrompt: 2}"
+EVALUATED = ("--set", f"evaluation={{everySteps: 10, generator: {{engine: transformers}}, sets: [{HELD_OUT}]}}")
 WITHOUT_DATA = {"pipelinerl_kl_ref": "the job has no reference model", "pipelinerl_autoscale_ratio": "nobody looks at it"}
 """Series that this run cannot have, and why."""
 
@@ -92,7 +94,7 @@ def operator_metrics() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
     root = tmp_path_factory.mktemp("monitored")
-    run = Run(root / "run", ("--max-steps", str(3 * STEPS_PER_PUBLISH), *STALE))
+    run = Run(root / "run", ("--max-steps", str(3 * STEPS_PER_PUBLISH), *STALE, *EVALUATED))
     values: dict[str, float | str] = {**thresholds(), "lagSteps": LAG_LIMIT, "runbooksUrl": "https://docs.example/runbooks.md"}
     rules = yaml.safe_load(with_thresholds(yaml.safe_dump(prometheus_rules()), values))
     (lag,) = (rule for group in rules["groups"] for rule in group["rules"] if rule["alert"] == "PipelineRLLagHigh")
@@ -178,4 +180,4 @@ def test_every_scraped_series_is_in_the_list_of_metrics(monitored: Monitored) ->
     ours = {name for name in names if name.startswith("pipelinerl_")}
     assert {name for name in ours if name not in known and name.rpartition("_")[0] not in known} == set()
     roles = monitored.prometheus.get("label/role/values")
-    assert {"actor", "coordinator", "generator", "preprocessor", "trainer"} <= set(roles)
+    assert {"actor", "coordinator", "evaluator", "generator", "preprocessor", "trainer"} <= set(roles)
