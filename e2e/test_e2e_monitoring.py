@@ -36,7 +36,8 @@ pytestmark = [
 STEPS_PER_PUBLISH = 8
 LAG_LIMIT = 2
 STALE = ("--set", f"staleness={{policy: conventional, stepsPerGeneration: {STEPS_PER_PUBLISH}}}")
-HELD_OUT = "{name: held-out, path: 'pipelinerl_actor.tasks.arithmetic:Arithmetic', args: {digits: 1}, numPrompts: 8, samplesPerPrompt: 2}"
+TASK = "pipelinerl_actor.tasks.arithmetic:Arithmetic"
+HELD_OUT = f"{{name: held-out, path: '{TASK}', args: {{digits: 1}}, numPrompts: 8, samplesPerPrompt: 2}}"
 EVALUATED = ("--set", f"evaluation={{everySteps: 10, generator: {{engine: transformers}}, sets: [{HELD_OUT}]}}")
 WITHOUT_DATA = {"pipelinerl_kl_ref": "the job has no reference model", "pipelinerl_autoscale_ratio": "nobody looks at it"}
 """Series that this run cannot have, and why."""
