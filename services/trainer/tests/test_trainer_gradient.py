@@ -1,10 +1,6 @@
 """The gradient is that of the plainest computation, whatever the packing, the ranks, the accumulation and the ZeRO stage."""
 
 import json
-import socket
-import subprocess
-import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +9,7 @@ import torch
 import trainer_toys as toys
 from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import load_file
+from trainer_two_ranks import free_ports, run_two_ranks
 
 from pipelinerl_common.settings import AlgorithmSettings
 from pipelinerl_trainer.engine import Engine
@@ -107,24 +104,7 @@ def test_parts_are_scaled_right_with_half_precision_weights() -> None:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     toys.save_tiny_model(folder / "model")
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(15)]
-        ports = [str(probe.getsockname()[1]) for probe in probes]
-    program = str(Path(__file__).with_name("trainer_rank_program.py"))
-    logs = [(folder / f"rank-{rank}.log").open("wb") for rank in (0, 1)]
-    processes = [
-        subprocess.Popen([sys.executable, program, str(rank), "2", str(folder), *ports], stdout=log, stderr=log)
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        statuses = [process.wait(PROGRAM_S) for process in processes]
-    finally:
-        for process, log in zip(processes, logs, strict=True):
-            process.kill()
-            process.wait()
-            log.close()
-    for rank, status in enumerate(statuses):
-        assert status == 0, (folder / f"rank-{rank}.log").read_text(errors="replace")[-3000:]
+    run_two_ranks(folder, "trainer_rank_program.py", ["2", str(folder), *free_ports(15)], PROGRAM_S)
     return folder, json.loads((folder / "results.json").read_text(encoding="utf-8"))
 
 

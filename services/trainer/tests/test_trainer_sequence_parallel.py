@@ -1,10 +1,6 @@
 """Ranks that share rows train exactly what one rank trains: gradients, losses, norms, weights."""
 
 import json
-import socket
-import subprocess
-import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +10,7 @@ import trainer_sequence_cases as cases
 import trainer_toys as toys
 from safetensors.torch import load_file
 from test_trainer_gradient import assert_same_gradient
+from trainer_two_ranks import free_ports, run_two_ranks
 from transformers import MambaConfig, Qwen3Config
 
 from pipelinerl_common.errors import SettingsError
@@ -32,24 +29,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
     """The program's folder and rank 0's results, which rank 1 has too."""
     folder = tmp_path_factory.mktemp("sequence")
     cases.save_models(folder)
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(NUM_PORTS)]
-        ports = [str(probe.getsockname()[1]) for probe in probes]
-    program = str(Path(__file__).with_name("trainer_sequence_program.py"))
-    logs = [(folder / f"rank-{rank}.log").open("wb") for rank in (0, 1)]
-    processes = [
-        subprocess.Popen([sys.executable, program, str(rank), str(folder), *ports], stdout=log, stderr=log)
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        statuses = [process.wait(PROGRAM_S) for process in processes]
-    finally:
-        for process, log in zip(processes, logs, strict=True):
-            process.kill()
-            process.wait()
-            log.close()
-    for rank, status in enumerate(statuses):
-        assert status == 0, (folder / f"rank-{rank}.log").read_text(errors="replace")[-3000:]
+    run_two_ranks(folder, "trainer_sequence_program.py", [str(folder), *free_ports(NUM_PORTS)], PROGRAM_S)
     first, second = (json.loads((folder / f"results-{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1))
     assert first == second
     return folder, first
