@@ -31,6 +31,7 @@ NOT_IN_THIS_RUN = {
     "kv_cache_usage_ratio": "the transformers engine has no blocks",
     "engine_kv_usage_ratio": "nor has any other",
     "value_error": "there is no value head",
+    "autoscale_ratio": "nothing scales",
 }
 """Catalogued, declared, and without a value here."""
 
