@@ -1,12 +1,12 @@
 """`spec.evaluation`: named sets of prompts, on which checkpoints are measured while training goes on."""
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from pipelinerl_common.settings.base import Settings
 from pipelinerl_common.settings.kubernetes import Image, PodTemplate
-from pipelinerl_common.settings.model import SamplingSettings, dotted, without_null_args
+from pipelinerl_common.settings.model import SamplingSettings, TaskArgs, TaskPath
 from pipelinerl_common.settings.roles import GeneratorSettings
 from pipelinerl_common.settings.scope import CLUSTER_ONLY
 
@@ -14,9 +14,9 @@ from pipelinerl_common.settings.scope import CLUSTER_ONLY
 class EvaluationSetSettings(Settings):
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=40)]
     """What its numbers are called."""
-    path: str
+    path: TaskPath
     """Class of a task, as task.path."""
-    args: dict[str, JsonValue] = {}
+    args: TaskArgs = {}
     """Its keyword arguments."""
     num_prompts: Annotated[int, Field(ge=1, le=100000)] = 200
     """Prompts 0 to N-1 of the task."""
@@ -26,16 +26,6 @@ class EvaluationSetSettings(Settings):
     """Which pass@k are told."""
     sampling: SamplingSettings | None = None
     """Unset takes task.sampling."""
-
-    @field_validator("path")
-    @classmethod
-    def _dotted(cls, value: str) -> str:
-        return dotted(value)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_null_args(cls, data: Any) -> Any:
-        return without_null_args(data)
 
     @model_validator(mode="after")
     def _enough_samples(self) -> Self:

@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
 from pipelinerl_common.settings.base import Settings
 from pipelinerl_common.settings.kubernetes import ModelCacheSettings
@@ -12,16 +12,17 @@ from pipelinerl_common.settings.scope import CLUSTER_ONLY
 DOTTED_PATH = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 
-def dotted(value: str) -> str:
-    """`value`, the path of a task. Raises ValueError."""
+def _dotted(value: str) -> str:
     if not DOTTED_PATH.match(value):
         raise ValueError(f"{value!r} is not of the form 'package.module:Name'")
     return value
 
 
-def without_null_args(data: Any) -> Any:
-    """A section with `args:` and nothing behind it has no arguments."""
-    return {**data, "args": {}} if isinstance(data, dict) and data.get("args", {}) is None else data
+TaskPath = Annotated[str, AfterValidator(_dotted)]
+"""A task's class as `package.module:Name`."""
+
+TaskArgs = Annotated[dict[str, JsonValue], BeforeValidator(lambda value: {} if value is None else value)]
+"""Keyword arguments of a task's class; `args:` with nothing behind it means none."""
 
 
 class AdapterSettings(Settings):
@@ -86,9 +87,9 @@ class SamplingSettings(Settings):
 
 
 class TaskSettings(Settings):
-    path: str
+    path: TaskPath
     """The task's class as `package.module:Name`. See `pipelinerl_actor.task` for the interface."""
-    args: dict[str, JsonValue] = {}
+    args: TaskArgs = {}
     """Keyword arguments of the task's class."""
     group_size: Annotated[int, Field(ge=1, le=4096)] = 8
     """Trajectories per prompt (G)."""
@@ -102,13 +103,3 @@ class TaskSettings(Settings):
     """How often a trajectory is tried again after a temporary error."""
     min_group_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of a group's trajectories that must succeed for the group to be published."""
-
-    @field_validator("path")
-    @classmethod
-    def _dotted(cls, value: str) -> str:
-        return dotted(value)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_null_args(cls, data: Any) -> Any:
-        return without_null_args(data)
