@@ -87,7 +87,8 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
         if self._update is not None:
             self._served = self._before
             self._update.undo(self._before)
-        elif self._backup is not None:
+        else:
+            assert self._backup is not None, "nothing was backed up, so the weights stay as they are: half of each version"
             self._backup.restore()
 
     # On the thread
