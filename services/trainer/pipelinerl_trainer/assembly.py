@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.service import Wiring
-from pipelinerl_common.settings import Job
+from pipelinerl_common.settings import Job, JobSpec
 from pipelinerl_trainer.batches import BatchesClient
 from pipelinerl_trainer.bridge import Bridge
 from pipelinerl_trainer.checkpoint import MODEL, Checkpointer, ledger_of, load_adapter, load_optimizer, load_value_head
@@ -65,7 +65,7 @@ def train(run: Run, bridge: Bridge, client: BatchesClient, desk: Desk | None) ->
     with join_ranks(run.place) as ranks:
         seed_everything(run.job.spec.seed)
         checkpoint = choose_checkpoint(run, ranks)
-        engine = make_engine(run, ranks, checkpoint)
+        engine = make_engine(run.job.spec, run.model_folder, ranks, checkpoint)
         loop = make_loop(run, ranks, engine, bridge, client, desk, checkpoint)
         if desk is not None:
             bridge.call(desk.servicer.open, manifest_of(engine, run), lambda: loop.step)
@@ -92,10 +92,9 @@ def choose_checkpoint(run: Run, ranks: Ranks) -> Checkpoint | None:
     return chosen
 
 
-def make_engine(run: Run, ranks: Ranks, checkpoint: Checkpoint | None) -> Engine:
-    """The model and its optimizer, as they were at the checkpoint or as they were prepared."""
-    spec = run.job.spec
-    folder = run.model_folder
+def make_engine(spec: JobSpec, prepared: Path, ranks: Ranks, checkpoint: Checkpoint | None) -> Engine:
+    """The model and its optimizer, as they were at the checkpoint, or without one as the model folder `prepared` has them."""
+    folder = prepared
     if checkpoint is not None and spec.model.adapter is None:  # an adapter goes on from what it was begun on
         folder = checkpoint.folder / MODEL
     policy = load_policy(folder, spec, ranks.device, ranks.sequence)

@@ -18,7 +18,6 @@ Shape suffixes: L token slots of the row, C those of this rank, T trained tokens
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +65,11 @@ class SequenceGroup:
     process_group: dist.ProcessGroup | None = None
 
     def slice_of(self, row: PackedRow) -> RowSlice:
+        """This rank's part of `row`; the whole of it for a rank alone."""
+        if self.size == 1:
+            everything_U = torch.arange(len(row.target_slots_T), device=row.target_slots_T.device)
+            predicting_slots_U = row.target_slots_T - 1
+            return RowSlice(row.input_ids_L, row.position_ids_L, row.sequence_lengths, everything_U, predicting_slots_U)
         filling = -len(row.input_ids_L) % self.size
         num_slots = (len(row.input_ids_L) + filling) // self.size
         first = self.index * num_slots
@@ -110,7 +114,7 @@ class SequenceGroup:
         def on_slices(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             repeats = self.size // key.shape[2] if key.shape[2] % self.size else 1
             key, value = (states.repeat_interleave(repeats, dim=2) for states in (key, value)) if repeats > 1 else (key, value)
-            output: Tensor = partial(swapped, batch_dim_idx=0)(query, key, value)
+            output: Tensor = swapped(query, key, value, batch_dim_idx=0)
             return output
 
         return on_slices

@@ -1,9 +1,8 @@
 """Low-rank adapters: only they are trained and served, and what is exported is the model with them."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,88 +12,44 @@ import trainer_toys as toys
 from deepspeed.utils import safe_get_full_grad
 from peft import PeftModel
 from safetensors.torch import load_file
+from trainer_setup import Setup, newest, setup
 from transformers import AutoModelForCausalLM
 
-from pipelinerl.v1 import batches_pb2
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import AdapterSettings
 from pipelinerl_trainer.adapter import AdaptedLinear, Adapter
-from pipelinerl_trainer.checkpoint import Checkpointer, load_adapter, load_optimizer, load_value_head
-from pipelinerl_trainer.checkpoint_store import Checkpoint, CheckpointStore
+from pipelinerl_trainer.checkpoint_store import Checkpoint
 from pipelinerl_trainer.engine import Engine
 from pipelinerl_trainer.export import export_final
-from pipelinerl_trainer.learner import Learner
 from pipelinerl_trainer.model import load_policy
 from pipelinerl_trainer.packed import pack_row
-from pipelinerl_trainer.ranks import Place, Ranks, join_ranks
+from pipelinerl_trainer.ranks import Place, join_ranks
 
 EVERYTHING = toys.trajectories(7)
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TOLERANCE = 1e-5
 
 
-@dataclass
-class Setup:
-    """One rank with an engine on the tiny model in `folder`, adapters on it."""
-
-    folder: Path
-    ranks: Ranks
-    engine: Engine
-    learner: Learner
-
-    def train(self, steps: range) -> list[float]:
-        batches = [toys.trajectories(4, seed=50 + step) for step in steps]
-        return [
-            self.learner.train_step(toys.batch_of([members[:3], members[3:]], members, step))["loss"]
-            for step, members in zip(steps, batches, strict=True)
-        ]
-
-    def save(self, step: int) -> bool:
-        ledger = batches_pb2.LedgerSnapshot(schema_version=1, num_committed_steps=step)
-        store = CheckpointStore(self.folder / "checkpoints", keep=2)
-        return Checkpointer(store, self.engine, self.ranks, self.folder / "model").save(step, ledger)
-
-    def served(self) -> dict[str, torch.Tensor]:
-        return {name: weight.clone() for name, weight in self.engine.served_weights()}
-
-    def frozen(self) -> dict[str, torch.Tensor]:
-        """The language model's own weights; whole ones below ZeRO 3 only."""
-        return {name: weight.detach().clone() for name, weight in self.engine.policy.model_parameters()}
-
-
 @contextmanager
-def engine(
+def adapted(
     folder: Path,
     stage: int = 1,
-    dtype: str = "float32",
     checkpoint: Checkpoint | None = None,
-    adapter: dict[str, Any] | None = None,
-    trainers: dict[str, Any] | None = None,
-    **options: Any,
+    *,
+    dtype: str = "float32",
+    adapter: Mapping[str, Any] = toys.ADAPTER,
+    **algorithm: Any,
 ) -> Iterator[Setup]:
-    if not (folder / "model").exists():
-        toys.save_tiny_model(folder / "model")
-    spec = toys.job(
-        model={"dtype": dtype, "adapter": adapter or {"rank": 4, "alpha": 6}},
-        algorithm={"steps": 4, "groupsPerStep": 2, "optimizer": {"learningRate": 1e-2}, **options},
-        trainers=trainers or {},
-    ).spec
-    with join_ranks(Place()) as ranks:
-        torch.manual_seed(0)
-        policy = load_policy(folder / "model", spec, ranks.device)
-        if checkpoint is not None:
-            load_value_head(policy, checkpoint)
-            load_adapter(policy, checkpoint)
-        made = Engine(policy, ranks, stage, spec.algorithm.optimizer)
-        if checkpoint is not None:
-            load_optimizer(made, ranks, checkpoint)
-        yield Setup(folder, ranks, made, toys.learner(made, ranks, spec.algorithm))
+    """One rank with adapters on the tiny model."""
+    model = {"dtype": dtype, "adapter": adapter}
+    algorithm = {"optimizer": {"learningRate": 1e-2}, **algorithm}
+    with setup(folder, stage, checkpoint, model=model, algorithm=algorithm) as made:
+        yield made
 
 
-def newest(folder: Path) -> Checkpoint:
-    found = CheckpointStore(folder / "checkpoints", keep=2).newest()
-    assert found is not None
-    return found
+def frozen_weights(run: Setup) -> dict[str, torch.Tensor]:
+    """The language model's own weights; whole ones below ZeRO 3 only."""
+    return {name: weight.detach().clone() for name, weight in run.engine.policy.model_parameters()}
 
 
 # The layer
@@ -183,7 +138,7 @@ def expected_gradient() -> dict[str, torch.Tensor]:
     """By the chain rule from the gradient of the merged weight W: dA = s B^T dW, dB = s dW A^T."""
     settings = toys.full_algorithm()
     policy = toys.tiny_policy(settings)
-    adapter = Adapter.attach(policy.language_model, AdapterSettings(rank=4, alpha=6), seed=0)
+    adapter = Adapter.attach(policy.language_model, AdapterSettings(**toys.ADAPTER), seed=0)
     set_b(adapter)
     parts = {name: parameter.detach().clone() for name, parameter in adapter.parameters()}
     dense = toys.tiny_policy(settings)
@@ -203,9 +158,7 @@ def expected_gradient() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "activation checkpointing"])
 def test_only_adapters_have_gradients_and_theirs_are_the_chain_rule_s(tmp_path: Path, stage: int, checkpointing: bool) -> None:
-    spec = toys.job(
-        model={"adapter": {"rank": 4, "alpha": 6}}, trainers={"activationCheckpointing": checkpointing, "microBatchTokens": 64}
-    ).spec
+    spec = toys.job(model={"adapter": toys.ADAPTER}, trainers={"activationCheckpointing": checkpointing}).spec
     settings = toys.full_algorithm()
     toys.save_tiny_model(tmp_path)
     with join_ranks(Place()) as ranks:
@@ -229,10 +182,10 @@ def test_only_adapters_have_gradients_and_theirs_are_the_chain_rule_s(tmp_path: 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_frozen_weights_keep_every_bit_and_only_adapters_are_optimized(tmp_path: Path, stage: int, dtype: str) -> None:
-    with engine(tmp_path, stage, dtype) as run:
-        frozen, served = run.frozen(), run.served()
+    with adapted(tmp_path, stage, dtype=dtype) as run:
+        frozen, served = frozen_weights(run), run.served()
         run.train(range(20))
-        assert all(torch.equal(weight, frozen[name]) for name, weight in run.frozen().items())
+        assert all(torch.equal(weight, frozen[name]) for name, weight in frozen_weights(run).items())
         moved = run.served()
         assert all(not torch.equal(weight, served[name]) for name, weight in moved.items())
         assert all(weight.dtype == getattr(torch, dtype) for weight in (*moved.values(), *frozen.values()))
@@ -244,7 +197,7 @@ def test_frozen_weights_keep_every_bit_and_only_adapters_are_optimized(tmp_path:
 def test_with_zero_3_the_frozen_weights_stay_and_the_adapter_is_that_of_zero_1(tmp_path: Path) -> None:
     found = {}
     for stage in (1, 3):
-        with engine(tmp_path, stage) as run:
+        with adapted(tmp_path, stage) as run:
             run.train(range(3))
             found[stage] = (run.served(), {name: weight.clone() for name, weight in run.engine.model_weights()})
     for one, three in zip(found[1], found[3], strict=True):
@@ -252,26 +205,26 @@ def test_with_zero_3_the_frozen_weights_stay_and_the_adapter_is_that_of_zero_1(t
         for name, weight in one.items():
             torch.testing.assert_close(three[name], weight, atol=TOLERANCE, rtol=TOLERANCE, msg=name)
     original = load_file(tmp_path / "model" / "model.safetensors")
-    adapted = {f"model.layers.{layer}.{kind}.weight" for layer in (0, 1) for kind in ("mlp.up_proj", "self_attn.q_proj")}
+    changed = {f"model.layers.{layer}.{kind}.weight" for layer in (0, 1) for kind in ("mlp.up_proj", "self_attn.q_proj")}
     merged = found[3][1]
-    assert {name for name in adapted if torch.equal(merged[name], original[name])} == set()
+    assert {name for name in changed if torch.equal(merged[name], original[name])} == set()
     assert torch.equal(merged["model.embed_tokens.weight"], original["model.embed_tokens.weight"])
 
 
 def test_a_value_head_is_trained_beside_the_adapter(tmp_path: Path) -> None:
-    with engine(tmp_path, baseline="value") as run:
+    with adapted(tmp_path, baseline="value") as run:
         assert run.engine.policy.value_head is not None
         run.train(range(2))
         assert float(run.engine.policy.value_head.weight.detach().abs().max()) > 0
         assert not any("value_head" in name for name in run.served())
         assert run.save(2)
         second = run.train(range(2, 4))
-    with engine(tmp_path, checkpoint=newest(tmp_path), baseline="value") as run:
+    with adapted(tmp_path, checkpoint=newest(tmp_path), baseline="value") as run:
         assert run.train(range(2, 4)) == second
 
 
 def test_what_is_served_is_the_adapter_alone(tmp_path: Path) -> None:
-    with engine(tmp_path, adapter={"rank": 2, "targetModules": ["q_proj", "v_proj"]}) as run:
+    with adapted(tmp_path, adapter={"rank": 2, "targetModules": ["q_proj", "v_proj"]}) as run:
         assert {name: tuple(weight.shape) for name, weight in run.served().items()} == run.engine.served_shapes
         assert run.engine.served_shapes["model.layers.1.self_attn.q_proj.lora_A.weight"] == (2, 16)
         assert run.engine.served_shapes["model.layers.1.self_attn.q_proj.lora_B.weight"] == (32, 2)
@@ -285,11 +238,11 @@ def test_what_is_served_is_the_adapter_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("stage", "dtype"), [(1, "float32"), (2, "float32"), (3, "float32"), (1, "bfloat16"), (3, "bfloat16")])
 def test_a_resumed_run_goes_on_bit_by_bit(tmp_path: Path, stage: int, dtype: str) -> None:
-    with engine(tmp_path, stage, dtype) as run:
+    with adapted(tmp_path, stage, dtype=dtype) as run:
         run.train(range(2))
         assert run.save(2)
         straight, served = run.train(range(2, 4)), run.served()
-    with engine(tmp_path, stage, dtype, newest(tmp_path)) as run:
+    with adapted(tmp_path, stage, newest(tmp_path), dtype=dtype) as run:
         assert run.train(range(2, 4)) == straight
         for name, weight in run.served().items():
             assert torch.equal(weight, served[name]), name
@@ -304,10 +257,10 @@ def test_a_resumed_run_goes_on_bit_by_bit(tmp_path: Path, stage: int, dtype: str
     ],
 )
 def test_a_checkpoint_of_another_adapter_is_refused(tmp_path: Path, changed: dict[str, Any], says: str) -> None:
-    with engine(tmp_path) as run:
+    with adapted(tmp_path) as run:
         run.train(range(1))
         assert run.save(1)
-    with pytest.raises(SettingsError, match=says), engine(tmp_path, checkpoint=newest(tmp_path), **changed):
+    with pytest.raises(SettingsError, match=says), adapted(tmp_path, checkpoint=newest(tmp_path), **changed):
         pass
 
 
@@ -317,7 +270,7 @@ def test_the_export_is_the_merged_model_and_peft_loads_the_adapter(
     tmp_path: Path, dtype: str, targets: list[str] | None
 ) -> None:
     adapter = {"rank": 4, "alpha": 6, **({"targetModules": targets} if targets else {})}
-    with engine(tmp_path, dtype=dtype, adapter=adapter) as run:
+    with adapted(tmp_path, dtype=dtype, adapter=adapter) as run:
         run.train(range(3))
         assert run.save(3)
         export_final(run.engine, run.ranks, tmp_path / "model", tmp_path / "final")

@@ -4,7 +4,6 @@ import random
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,75 +11,13 @@ import numpy as np
 import pytest
 import torch
 import trainer_toys as toys
+from trainer_setup import ledger, newest, setup
 from transformers import AutoModelForCausalLM
 
-from pipelinerl.v1 import batches_pb2
 from pipelinerl_common.errors import FatalError, SettingsError
-from pipelinerl_trainer.checkpoint import MODEL, Checkpointer, ledger_of, load_optimizer, load_value_head
-from pipelinerl_trainer.checkpoint_store import Checkpoint, CheckpointStore
-from pipelinerl_trainer.engine import Engine
+from pipelinerl_trainer.checkpoint import ledger_of
 from pipelinerl_trainer.export import export_final, export_policy
-from pipelinerl_trainer.learner import Learner
 from pipelinerl_trainer.model import load_policy
-from pipelinerl_trainer.ranks import Place, Ranks, join_ranks
-
-
-@dataclass
-class Setup:
-    """One rank with an engine on the tiny model in `folder`."""
-
-    folder: Path
-    ranks: Ranks
-    engine: Engine
-    learner: Learner
-
-    @property
-    def store(self) -> CheckpointStore:
-        return CheckpointStore(self.folder / "checkpoints", keep=2)
-
-    def train(self, steps: range) -> list[float]:
-        batches = [toys.trajectories(4, seed=50 + step) for step in steps]
-        return [
-            self.learner.train_step(toys.batch_of([members[:3], members[3:]], members, step))["loss"]
-            for step, members in zip(steps, batches, strict=True)
-        ]
-
-    def save(self, step: int) -> bool:
-        return Checkpointer(self.store, self.engine, self.ranks, self.folder / "model").save(step, ledger(step))
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {name: weight.clone() for name, weight in self.engine.served_weights()}
-
-
-def ledger(step: int) -> batches_pb2.LedgerSnapshot:
-    return batches_pb2.LedgerSnapshot(
-        schema_version=1, num_committed_steps=step, next_prompt_index=2**40 + step, open_prompt_indices=[3, 5], incarnation=2
-    )
-
-
-@contextmanager
-def engine(
-    folder: Path, stage: int = 1, dtype: str = "float32", checkpoint: Checkpoint | None = None, **options: Any
-) -> Iterator[Setup]:
-    if not (folder / "model").exists():
-        toys.save_tiny_model(folder / "model")
-    spec = toys.job(model={"dtype": dtype}, algorithm={"steps": 4, "groupsPerStep": 2, **options}).spec
-    source = folder / "model" if checkpoint is None else checkpoint.folder / MODEL
-    with join_ranks(Place()) as ranks:
-        torch.manual_seed(0)
-        policy = load_policy(source, spec, ranks.device)
-        if checkpoint is not None:
-            load_value_head(policy, checkpoint)
-        made = Engine(policy, ranks, stage, spec.algorithm.optimizer)
-        if checkpoint is not None:
-            load_optimizer(made, ranks, checkpoint)
-        yield Setup(folder, ranks, made, toys.learner(made, ranks, spec.algorithm))
-
-
-def newest(folder: Path) -> Checkpoint:
-    found = CheckpointStore(folder / "checkpoints", keep=2).newest()
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize(
@@ -95,13 +32,14 @@ def newest(folder: Path) -> Checkpoint:
     ],
 )
 def test_a_resumed_run_goes_on_bit_by_bit(tmp_path: Path, stage: int, dtype: str, options: dict[str, Any]) -> None:
-    with engine(tmp_path, stage, dtype, **options) as run:
+    spec: dict[str, Any] = {"model": {"dtype": dtype}, "algorithm": options}
+    with setup(tmp_path, stage, **spec) as run:
         run.train(range(2))
         assert run.save(2)
-        straight, weights = run.train(range(2, 4)), run.weights()
-    with engine(tmp_path, stage, dtype, newest(tmp_path), **options) as run:
+        straight, weights = run.train(range(2, 4)), run.served()
+    with setup(tmp_path, stage, newest(tmp_path), **spec) as run:
         assert run.train(range(2, 4)) == straight
-        for name, weight in run.weights().items():
+        for name, weight in run.served().items():
             assert torch.equal(weight, weights[name]), name
     assert ledger_of(newest(tmp_path)) == ledger(2)
 
@@ -109,7 +47,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(tmp_path: Path, stage: int, dtype: str
 def test_the_same_data_gives_the_same_losses_bit_by_bit(tmp_path: Path) -> None:
     losses = []
     for _ in range(2):
-        with engine(tmp_path) as run:
+        with setup(tmp_path) as run:
             losses.append(run.train(range(3)))
     assert losses[0] == losses[1]
 
@@ -118,11 +56,11 @@ def test_random_number_generators_go_on_where_they_were(tmp_path: Path) -> None:
     def draw() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 
-    with engine(tmp_path) as run:
+    with setup(tmp_path) as run:
         draw()
         assert run.save(1)
         expected = draw()
-    with engine(tmp_path, checkpoint=newest(tmp_path)):
+    with setup(tmp_path, checkpoint=newest(tmp_path)):
         assert draw() == expected
 
 
@@ -141,10 +79,10 @@ def full_disk(limit_bytes: int) -> Iterator[None]:
 def test_a_full_disk_costs_a_checkpoint_and_neither_the_run_nor_the_older_one(
     tmp_path: Path, limit_bytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with engine(tmp_path) as run:
+    with setup(tmp_path) as run:
         run.train(range(1))
         assert run.save(1)
-        checkpointer = Checkpointer(run.store, run.engine, run.ranks, tmp_path / "model")
+        checkpointer = run.checkpointer
         run.train(range(1, 2))
         with full_disk(limit_bytes):
             assert not checkpointer.save(2, ledger(2))
@@ -158,18 +96,18 @@ def test_a_full_disk_costs_a_checkpoint_and_neither_the_run_nor_the_older_one(
 
 
 def test_without_the_ledger_of_this_step_there_is_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with engine(tmp_path) as run:
-        checkpointer = Checkpointer(run.store, run.engine, run.ranks, tmp_path / "model")
+    with setup(tmp_path) as run:
+        checkpointer = run.checkpointer
         assert not checkpointer.save(2, None)
         assert not checkpointer.save(2, ledger(1))
     assert "one of step 1" in caplog.text
 
 
 def test_a_checkpoint_of_another_layout_is_refused_with_both_values(tmp_path: Path) -> None:
-    with engine(tmp_path) as run:
+    with setup(tmp_path) as run:
         run.train(range(1))
         assert run.save(1)
-    with pytest.raises(SettingsError, match="zero_stage 1 there, 2 now"), engine(tmp_path, 2, checkpoint=newest(tmp_path)):
+    with pytest.raises(SettingsError, match="zero_stage 1 there, 2 now"), setup(tmp_path, 2, checkpoint=newest(tmp_path)):
         pass
 
 
@@ -177,10 +115,10 @@ def test_a_checkpoint_of_another_layout_is_refused_with_both_values(tmp_path: Pa
 def test_the_export_is_a_folder_that_transformers_loads(tmp_path: Path, tied: bool) -> None:
     toys.save_tiny_model(tmp_path / "model", tied=tied)
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    with engine(tmp_path, dtype="bfloat16") as run:
+    with setup(tmp_path, model={"dtype": "bfloat16"}) as run:
         run.train(range(2))
         export_final(run.engine, run.ranks, tmp_path / "model", tmp_path / "final")
-        weights = run.weights()
+        weights = run.served()
     assert ("lm_head.weight" in weights) is not tied
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     assert loaded.dtype == torch.bfloat16
@@ -192,10 +130,10 @@ def test_the_export_is_a_folder_that_transformers_loads(tmp_path: Path, tied: bo
 
 
 def test_a_large_model_is_split_into_files_with_an_index(tmp_path: Path) -> None:
-    with engine(tmp_path) as run:
+    with setup(tmp_path) as run:
         (tmp_path / "sharded").mkdir()
         export_policy(run.engine, run.ranks, tmp_path / "model", tmp_path / "sharded", shard_bytes=6000)
-        weights = run.weights()
+        weights = run.served()
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
     state = AutoModelForCausalLM.from_pretrained(tmp_path / "sharded").state_dict()
     for name, weight in weights.items():
@@ -203,7 +141,7 @@ def test_a_large_model_is_split_into_files_with_an_index(tmp_path: Path) -> None
 
 
 def test_an_export_that_cannot_be_written_says_so_and_leaves_the_older_one(tmp_path: Path) -> None:
-    with engine(tmp_path) as run:
+    with setup(tmp_path) as run:
         export_final(run.engine, run.ranks, tmp_path / "model", tmp_path / "final")
         before = (tmp_path / "final" / "model.safetensors").read_bytes()
         run.train(range(1))

@@ -9,6 +9,7 @@ import torch
 import trainer_toys as toys
 from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import load_file
+from trainer_setup import Setup
 from trainer_two_ranks import free_ports, run_two_ranks
 
 from pipelinerl_common.settings import AlgorithmSettings
@@ -156,16 +157,14 @@ def test_ranks_agree_on_the_highest_vote_and_on_the_same_batch_only(two_ranks: t
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_ranks_train_the_adapter_that_one_trains(two_ranks: tuple[Path, dict[str, Any]], stage: int) -> None:
     folder, _ = two_ranks
-    settings = toys.full_algorithm()
+    spec = toys.full_spec(model={"adapter": toys.ADAPTER})
     with join_ranks(Place()) as ranks:
-        policy = load_policy(folder / "model", toys.ADAPTED.spec, ranks.device)
-        engine = Engine(policy, ranks, 1, settings.optimizer)
-        learner = toys.learner(engine, ranks, settings)
-        before = {name: weight.clone() for name, weight in engine.served_weights()}
+        made = Setup.of(spec, folder, ranks)
+        before = made.served()
         for step in range(4):
             everything = toys.trajectories(6, seed=10 + step)
-            learner.train_step(toys.batch_of([everything[:3], everything[3:]], everything, step))
-        expected = {name: weight.clone() for name, weight in engine.served_weights()}
+            made.learner.train_step(toys.batch_of([everything[:3], everything[3:]], everything, step))
+        expected = made.served()
     found = load_file(folder / f"adapter-{stage}.safetensors")
     assert set(found) == set(expected)
     assert min(float((weight - before[name]).abs().max()) for name, weight in expected.items()) > 1e-3
@@ -182,16 +181,14 @@ def test_two_ranks_resume_an_adapter_bit_by_bit(two_ranks: tuple[Path, dict[str,
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_activation_checkpointing_changes_nothing(tmp_path: Path, stage: int) -> None:
-    spec = toys.job(trainers={"activationCheckpointing": True}).spec
-    settings = toys.full_algorithm()
-    toys.save_tiny_model(tmp_path)
+    spec = toys.full_spec(trainers={"activationCheckpointing": True, "zeroStage": stage})
+    toys.save_tiny_model(tmp_path / "model")
     with join_ranks(Place()) as ranks:
-        policy = load_policy(tmp_path, spec, ranks.device)
-        assert policy.language_model.is_gradient_checkpointing
-        engine = Engine(policy, ranks, stage, settings.optimizer)
-        toys.learner(engine, ranks, settings).accumulate((toys.batch_of([EVERYTHING[:4], EVERYTHING[4:]], EVERYTHING),))
-        found = full_gradient(engine)
-    assert_same_gradient(found, toys.reference_gradient(settings, EVERYTHING))
+        made = Setup.of(spec, tmp_path, ranks)
+        assert made.engine.policy.language_model.is_gradient_checkpointing
+        made.learner.accumulate((toys.batch_of([EVERYTHING[:4], EVERYTHING[4:]], EVERYTHING),))
+        found = full_gradient(made.engine)
+    assert_same_gradient(found, toys.reference_gradient(spec.algorithm, EVERYTHING))
 
 
 def test_dropout_of_the_checkpoint_is_off(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ import torch
 import trainer_toys as toys
 from safetensors.torch import load_file, save_file
 from test_trainer_gradient import assert_same_gradient, full_gradient
+from trainer_setup import Setup, setup
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_trainer.checkpoint_tensors import CheckpointTensors, check_tensors, stored_shapes
-from pipelinerl_trainer.engine import Engine
 from pipelinerl_trainer.export import export_policy
 from pipelinerl_trainer.model import PolicyModel, load_policy
 from pipelinerl_trainer.ranks import Place, join_ranks
@@ -32,11 +32,9 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def test_every_tensor_is_sent_as_the_checkpoint_has_it(kind: str, tmp_path: Path, stage: int) -> None:
     stored = load_file(tmp_path / "model" / "model.safetensors")
     assert KINDS[kind] in stored
-    with join_ranks(Place()) as ranks:
-        policy = load_policy(tmp_path / "model", toys.job().spec, ranks.device)
-        engine = Engine(policy, ranks, stage, toys.full_algorithm().optimizer)
-        sent = {name: weight.clone() for name, weight in engine.served_weights()}
-        assert list(engine.served_shapes.items()) == [(name, tuple(weight.shape)) for name, weight in sent.items()]
+    with setup(tmp_path, stage) as run:
+        sent = run.served()
+        assert list(run.engine.served_shapes.items()) == [(name, tuple(weight.shape)) for name, weight in sent.items()]
     assert sent.keys() == stored.keys()
     for name, weight in sent.items():
         assert torch.equal(weight, stored[name]), name
@@ -45,29 +43,26 @@ def test_every_tensor_is_sent_as_the_checkpoint_has_it(kind: str, tmp_path: Path
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_gradient_is_the_plain_one_and_has_no_router_loss(kind: str, tmp_path: Path, stage: int) -> None:
     """The model's configuration asks for a router loss; the plain computation has none."""
-    settings = toys.full_algorithm()
+    spec = toys.full_spec(trainers={"zeroStage": stage})
     with join_ranks(Place()) as ranks:
-        policy = load_policy(tmp_path / "model", toys.job().spec, ranks.device)
-        assert policy.language_model.config.output_router_logits
-        engine = Engine(policy, ranks, stage, settings.optimizer)
-        toys.learner(engine, ranks, settings).accumulate((toys.batch_of([EVERYTHING[:4], [], EVERYTHING[4:]], EVERYTHING),))
-        found = full_gradient(engine)
+        made = Setup.of(spec, tmp_path, ranks)
+        assert made.engine.policy.language_model.config.output_router_logits
+        made.learner.accumulate((toys.batch_of([EVERYTHING[:4], [], EVERYTHING[4:]], EVERYTHING),))
+        found = full_gradient(made.engine)
     plain = PolicyModel(toys.tiny_mixture(kind), with_value_head=False)
     plain.language_model.config._experts_implementation = "eager"
-    expected = toys.reference_gradient(settings, EVERYTHING, plain)
+    expected = toys.reference_gradient(spec.algorithm, EVERYTHING, plain)
     experts = expected["language_model.model.layers.1.mlp.experts.down_proj"]
     assert (experts.flatten(1).norm(dim=1) > 1e-3).all()  # every expert was needed
     assert_same_gradient(found, expected)
 
 
 def test_a_trained_mixture_is_exported_and_loads_again(kind: str, tmp_path: Path) -> None:
-    settings = toys.full_algorithm()
-    with join_ranks(Place()) as ranks:
-        policy = load_policy(tmp_path / "model", toys.job().spec, ranks.device)
-        engine = Engine(policy, ranks, 2, settings.optimizer)
-        toys.learner(engine, ranks, settings).train_step(toys.batch_of([EVERYTHING], EVERYTHING))
+    with setup(tmp_path, stage=2) as run:
+        run.train(range(1))
         (tmp_path / "trained").mkdir()
-        export_policy(engine, ranks, tmp_path / "model", tmp_path / "trained")
+        export_policy(run.engine, run.ranks, tmp_path / "model", tmp_path / "trained")
+        policy = run.engine.policy
         weights = {name: weight.detach().clone() for name, weight in policy.language_model.named_parameters()}
     assert stored_shapes(tmp_path / "trained") == stored_shapes(tmp_path / "model")
     again = load_policy(tmp_path / "trained", toys.job().spec, torch.device("cpu"))

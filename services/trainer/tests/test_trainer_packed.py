@@ -9,7 +9,7 @@ import pytest
 import torch
 import trainer_toys as toys
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from pipelinerl_common.errors import MalformedMessage, SettingsError
 from pipelinerl_trainer import attention
@@ -49,22 +49,7 @@ def test_a_sequence_does_not_see_its_neighbours() -> None:
 
 
 def test_sliding_windows_are_kept() -> None:
-    config = Qwen3Config(
-        vocab_size=toys.VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        use_sliding_window=True,
-        sliding_window=4,
-        max_window_layers=0,
-        initializer_range=0.2,
-        attn_implementation=attention.PACKED,
-    )
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config).float()
+    model = toys.tiny_model(**toys.SLIDING_WINDOWS)
     sequences = toys.trajectories(5)
     row, _ = pack_row(toys.pack(sequences), CPU)
     packed = PolicyModel(model, with_value_head=False)(row).logprobs_T

@@ -26,17 +26,13 @@ prepare_environment(RANK, RANK, NUM_RANKS)
 import trainer_toys as toys  # noqa: E402
 from deepspeed.utils import safe_get_full_grad  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
+from trainer_setup import Setup, newest  # noqa: E402
 
-from pipelinerl.v1 import batches_pb2  # noqa: E402
 from pipelinerl_trainer.batches import Pulled  # noqa: E402
-from pipelinerl_trainer.checkpoint import MODEL, Checkpointer, load_adapter, load_optimizer  # noqa: E402
-from pipelinerl_trainer.checkpoint_store import CheckpointStore  # noqa: E402
 from pipelinerl_trainer.learner import Batch, BatchReplaced, Learner  # noqa: E402
-from pipelinerl_trainer.model import PolicyModel, load_policy  # noqa: E402
 from pipelinerl_trainer.ranks import Place, Ranks, Vote, join_ranks  # noqa: E402
 from pipelinerl_trainer.source import BatchSource  # noqa: E402
 
-SETTINGS = toys.full_algorithm()
 EVERYTHING = toys.trajectories(7)
 # Rows by rank. The second packing gives rank 1 a filler row and other neighbours.
 PACKINGS = {
@@ -138,12 +134,19 @@ def poisoned(learner: Learner, engine: Engine) -> dict[str, object]:
     return {"unchanged": weights(engine) == before, "skipped": values["skipped_steps_total"], "has_norm": "grad_norm" in values}
 
 
-def train_and_save(ranks: Ranks, engine: Engine, stage: int) -> dict[str, object]:
-    learner = toys.learner(engine, ranks, SETTINGS)
+def setup(ranks: Ranks, stage: int, *, resumes: bool = False, **spec: Any) -> Setup:
+    """With a folder for the checkpoints of each stage, with adapters and without."""
+    folder = FOLDER / f"{'adapter' if spec else 'whole'}-{stage}"
+    full = toys.full_spec(trainers={"zeroStage": stage}, **spec)
+    return Setup.of(full, folder, ranks, newest(folder) if resumes else None, prepared=FOLDER / "model")
+
+
+def train_and_save(ranks: Ranks, stage: int) -> dict[str, object]:
+    made = setup(ranks, stage)
+    learner, engine = made.learner, made.engine
     skipped = poisoned(learner, engine)
     first = [learner.train_step(batch(step)) for step in (0, 1)]
-    ledger = batches_pb2.LedgerSnapshot(schema_version=1, num_committed_steps=2, next_prompt_index=12)
-    saved = Checkpointer(store(stage), engine, ranks, FOLDER / "model").save(2, ledger if ranks.is_leader else None)
+    saved = made.save(2)
     return {"skipped": skipped, "saved": saved, "first": first, "second": second_half(learner), "weights": weights(engine)}
 
 
@@ -151,38 +154,20 @@ def second_half(learner: Learner) -> list[dict[str, float]]:
     return [learner.train_step(batch(step)) for step in (2, 3)]
 
 
-def store(stage: int) -> CheckpointStore:
-    return CheckpointStore(FOLDER / f"checkpoints-{stage}", keep=2)
-
-
 def resume(ranks: Ranks, stage: int) -> dict[str, object]:
-    checkpoint = store(stage).newest()
-    assert checkpoint is not None
-    policy = load_policy(checkpoint.folder / MODEL, toys.job().spec, ranks.device)
-    engine = Engine(policy, ranks, stage, SETTINGS.optimizer)
-    load_optimizer(engine, ranks, checkpoint)
-    return {"second": second_half(toys.learner(engine, ranks, SETTINGS)), "weights": weights(engine)}
+    made = setup(ranks, stage, resumes=True)
+    return {"second": second_half(made.learner), "weights": weights(made.engine)}
 
 
 def adapters(ranks: Ranks, stage: int, *, resumes: bool = False) -> None:
     """Four steps of adapters with a checkpoint after two, or the last two of them from that."""
-    folder = CheckpointStore(FOLDER / f"adapter-checkpoints-{stage}", keep=2)
-    checkpoint = folder.newest()
-    assert (checkpoint is not None) is resumes
-    policy = load_policy(FOLDER / "model", toys.ADAPTED.spec, ranks.device)
-    if checkpoint is not None:
-        load_adapter(policy, checkpoint)
-    engine = Engine(policy, ranks, stage, SETTINGS.optimizer)
-    learner = toys.learner(engine, ranks, SETTINGS)
-    if checkpoint is not None:
-        load_optimizer(engine, ranks, checkpoint)
-    else:
+    made = setup(ranks, stage, resumes=resumes, model={"adapter": toys.ADAPTER})
+    if not resumes:
         for step in (0, 1):
-            learner.train_step(batch(step))
-        ledger = batches_pb2.LedgerSnapshot(schema_version=1, num_committed_steps=2)
-        assert Checkpointer(folder, engine, ranks, FOLDER / "model").save(2, ledger if ranks.is_leader else None)
-    second_half(learner)
-    served = {name: weight.clone() for name, weight in engine.served_weights()}
+            made.learner.train_step(batch(step))
+        assert made.save(2)
+    second_half(made.learner)
+    served = made.served()
     if RANK == 0:
         save_file(served, FOLDER / f"adapter-{'resumed-' * resumes}{stage}.safetensors")
 
@@ -197,21 +182,16 @@ def votes(ranks: Ranks) -> list[str]:
     ]
 
 
-def fresh_engine(ranks: Ranks, stage: int) -> Engine:
-    return Engine(PolicyModel(toys.tiny_model(), with_value_head=False), ranks, stage, SETTINGS.optimizer)
-
-
 def main() -> None:
     results: dict[str, object] = {}
     for stage, ports in zip((1, 2, 3), (PORTS[:3], PORTS[3:6], PORTS[6:9]), strict=True):
         with join_ranks(place(ports[0])) as ranks:
-            engine = fresh_engine(ranks, stage)
-            learner = toys.learner(engine, ranks, SETTINGS)
-            gradients(engine, learner, stage)
-            results["replaced"] = streamed(ranks, engine, learner, stage)
+            made = setup(ranks, stage)
+            gradients(made.engine, made.learner, stage)
+            results["replaced"] = streamed(ranks, made.engine, made.learner, stage)
             results["votes"] = votes(ranks)
         with join_ranks(place(ports[1])) as ranks:
-            results[f"straight-{stage}"] = train_and_save(ranks, fresh_engine(ranks, stage), stage)
+            results[f"straight-{stage}"] = train_and_save(ranks, stage)
         with join_ranks(place(ports[2])) as ranks:
             results[f"resumed-{stage}"] = resume(ranks, stage)
     for with_value_head, port in ((False, PORTS[9]), (True, PORTS[10])):

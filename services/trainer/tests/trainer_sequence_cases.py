@@ -8,9 +8,9 @@ from typing import Any
 
 import trainer_toys as toys
 
-from pipelinerl_common.settings import AlgorithmSettings, JobSpec
+from pipelinerl_common.settings import JobSpec
 from pipelinerl_trainer.engine import Engine
-from pipelinerl_trainer.learner import Batch
+from pipelinerl_trainer.learner import Batch, Learner
 from pipelinerl_trainer.model import load_policy
 from pipelinerl_trainer.ranks import Ranks
 
@@ -36,24 +36,15 @@ class Case:
     model: str = "model"
 
     @cached_property
-    def settings(self) -> AlgorithmSettings:
-        return toys.full_algorithm(optimizer={"learningRate": 1e-3}, **self.options)
-
-    @property
-    def stage(self) -> int:
-        return int(self.trainers.get("zeroStage", 1))
-
-    @property
     def spec(self) -> JobSpec:
-        algorithm = {"baseline": self.settings.baseline, "divideByStd": False}
-        return toys.job(algorithm=algorithm, trainers=self.trainers, model=self.model_options).spec
+        return toys.full_spec(self.options, trainers={"zeroStage": 1, **self.trainers}, model=self.model_options)
 
     def engine(self, folder: Path, ranks: Ranks) -> Engine:
         policy = load_policy(folder / self.model, self.spec, ranks.device, ranks.sequence)
         toys.spread_value_head(policy)
         if self.chunk_tokens is not None:
             policy.token_head._chunk_bytes = 4 * toys.VOCABULARY * self.chunk_tokens
-        return Engine(policy, ranks, self.stage, self.settings.optimizer)
+        return Engine(policy, ranks, self.spec.trainers.zero_stage, self.spec.algorithm.optimizer)
 
     def batch(self, step: int, ranks: Ranks) -> Batch:
         """Rows of different lengths; with rows of their own, two ranks get one each."""
@@ -64,8 +55,10 @@ class Case:
 
     def train(self, folder: Path, ranks: Ranks) -> dict[str, Any]:
         engine = self.engine(folder, ranks)
-        learner = toys.learner(engine, ranks, self.settings)
-        return trained(engine, [learner.train_step(self.batch(step, ranks)) for step in range(NUM_STEPS)])
+        return self.go_on(engine, toys.learner(engine, ranks, self.spec.algorithm), ranks, range(NUM_STEPS))
+
+    def go_on(self, engine: Engine, learner: Learner, ranks: Ranks, steps: range) -> dict[str, Any]:
+        return trained(engine, [learner.train_step(self.batch(step, ranks)) for step in steps])
 
 
 def trained(engine: Engine, values: list[dict[str, float]]) -> dict[str, Any]:
@@ -81,7 +74,7 @@ CASES: Mapping[str, Case] = {
     "whole sequences": Case({"loss": "gspo"}, {"zeroStage": 3}),
     "one key-value head": Case(model="one-key-value-head"),
     "sliding windows": Case(model="sliding-windows"),
-    "adapters": Case({"loss": "gspo"}, {"zeroStage": 2}, {"adapter": {"rank": 4, "alpha": 6}}),
+    "adapters": Case({"loss": "gspo"}, {"zeroStage": 2}, {"adapter": toys.ADAPTER}),
     "mixture of experts": Case({"loss": "gspo"}, {"activationCheckpointing": True}, model="mixture"),
     "activation checkpointing": Case({"baseline": "value"}, {"zeroStage": 3, "activationCheckpointing": True}),
     "chunks": Case(chunk_tokens=3, trainers={"activationCheckpointing": True}),
@@ -92,6 +85,5 @@ CASES: Mapping[str, Case] = {
 def save_models(folder: Path) -> None:
     toys.save_tiny_model(folder / "model")
     toys.save_tiny_model(folder / "one-key-value-head", num_key_value_heads=1)
-    windows: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
-    toys.save_tiny_model(folder / "sliding-windows", **windows)
+    toys.save_tiny_model(folder / "sliding-windows", **toys.SLIDING_WINDOWS)
     toys.tiny_mixture("qwen3_moe").save_pretrained(folder / "mixture")

@@ -23,11 +23,8 @@ import trainer_sequence_cases as cases  # noqa: E402
 import trainer_toys as toys  # noqa: E402
 from deepspeed.utils import safe_get_full_grad  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
+from trainer_setup import Setup, newest  # noqa: E402
 
-from pipelinerl.v1 import batches_pb2  # noqa: E402
-from pipelinerl_trainer.checkpoint import MODEL, Checkpointer, load_optimizer  # noqa: E402
-from pipelinerl_trainer.checkpoint_store import CheckpointStore  # noqa: E402
-from pipelinerl_trainer.model import load_policy  # noqa: E402
 from pipelinerl_trainer.ranks import Place, Ranks, join_ranks  # noqa: E402
 
 
@@ -65,28 +62,17 @@ def checkpoint_of(ranks: Ranks) -> dict[str, object]:
     """Two steps, a checkpoint, two more."""
     case = cases.CASES["value head"]
     engine = case.engine(FOLDER, ranks)
-    learner = toys.learner(engine, ranks, case.settings)
-    for step in (0, 1):
-        learner.train_step(case.batch(step, ranks))
-    ledger = batches_pb2.LedgerSnapshot(schema_version=1, num_committed_steps=2, next_prompt_index=12)
-    store = CheckpointStore(FOLDER / "checkpoints", keep=2)
-    assert Checkpointer(store, engine, ranks, FOLDER / case.model).save(2, ledger if ranks.is_leader else None)
-    return cases.trained(engine, [learner.train_step(case.batch(step, ranks)) for step in (2, 3)])
+    made = Setup(FOLDER, FOLDER / case.model, ranks, engine, toys.learner(engine, ranks, case.spec.algorithm))
+    case.go_on(engine, made.learner, ranks, range(2))
+    assert made.save(2)
+    return case.go_on(engine, made.learner, ranks, range(2, 4))
 
 
 def resumed(ranks: Ranks) -> dict[str, object]:
     """The last two steps again, shared rows or not: shards of the optimizer know of ranks alone."""
-    from pipelinerl_trainer.checkpoint import load_value_head
-
     case = cases.CASES["value head"]
-    checkpoint = CheckpointStore(FOLDER / "checkpoints", keep=2).newest()
-    assert checkpoint is not None
-    policy = load_policy(checkpoint.folder / MODEL, case.spec, ranks.device, ranks.sequence)
-    load_value_head(policy, checkpoint)
-    engine = Engine(policy, ranks, case.stage, case.settings.optimizer)
-    load_optimizer(engine, ranks, checkpoint)
-    learner = toys.learner(engine, ranks, case.settings)
-    return cases.trained(engine, [learner.train_step(case.batch(step, ranks)) for step in (2, 3)])
+    made = Setup.of(case.spec, FOLDER, ranks, newest(FOLDER))
+    return case.go_on(made.engine, made.learner, ranks, range(2, 4))
 
 
 def main() -> None:

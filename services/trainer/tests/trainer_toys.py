@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from pipelinerl_common.settings import AlgorithmSettings, Job, parse_job
+from pipelinerl_common.settings import AlgorithmSettings, Job, JobSpec, parse_job
 from pipelinerl_common.settings.presets import PRESETS
 from pipelinerl_common.types import GroupId, MicroBatch, StepPlan, VersionRun
 from pipelinerl_trainer import attention
@@ -21,26 +21,33 @@ from pipelinerl_trainer.sequence_parallel import ALONE, SequenceGroup
 
 VOCABULARY = 23
 MAX_TOKENS = 16
+NUM_EXPERTS = 4
+
+SHAPE: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "attn_implementation": attention.PACKED,
+    "initializer_range": 0.2,
+}
+"""Of every tiny model, in transformers' words."""
+
+SLIDING_WINDOWS: Mapping[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+
+ADAPTER: Mapping[str, Any] = {"rank": 4, "alpha": 6}
+"""model.adapter of a job; B A is multiplied by 1.5."""
 
 
 def tiny_model(seed: int = 0, *, tied: bool = True, **options: Any) -> Any:
     """Qwen3 with 2 layers, grouped-query attention, float32; the same weights for the same seed. `options` are its config's."""
     attention.register()
     torch.manual_seed(seed)
-    shape: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": tied,
-        "attn_implementation": attention.PACKED,
-        "initializer_range": 0.2,
-    }
-    return Qwen3ForCausalLM(Qwen3Config(**shape | options)).float()
+    return Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "tie_word_embeddings": tied, **options})).float()
 
 
 def save_tiny_model(folder: Path, seed: int = 0, *, tied: bool = True, **options: Any) -> Path:
@@ -62,39 +69,19 @@ def job(**spec: Any) -> Job:
     return parse_job({**document, "spec": {**base, **merged}}, source="test")
 
 
-ADAPTED = job(model={"adapter": {"rank": 4, "alpha": 6}})
-
-
 def algorithm(**options: Any) -> AlgorithmSettings:
-    return job(algorithm={"steps": 4, "groupsPerStep": 2, **options}).spec.algorithm
-
-
-NUM_EXPERTS = 4
+    return job(algorithm=options).spec.algorithm
 
 
 def tiny_mixture(kind: str, seed: int = 0) -> Any:
     """A mixture of 4 experts, 2 of them for each token; `kind` is its transformers model type. Asks for a router loss."""
     attention.register()
     torch.manual_seed(seed)
-    shape: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 128,
-        "num_experts_per_tok": 2,
-        "attn_implementation": attention.PACKED,
-        "initializer_range": 0.2,
-        "output_router_logits": True,
-        "router_aux_loss_coef": 1.0,
-    }
+    router = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 1.0}
     if kind == "mixtral":
-        return MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=NUM_EXPERTS)).float()
+        return MixtralForCausalLM(MixtralConfig(**SHAPE, **router, num_local_experts=NUM_EXPERTS)).float()
     experts = {"num_experts": NUM_EXPERTS, "moe_intermediate_size": 24, "norm_topk_prob": True, "decoder_sparse_step": 1}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape | experts)).float()
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **router, **experts)).float()
 
 
 @dataclass(frozen=True)
@@ -310,7 +297,11 @@ def _plain_advantages(settings: AlgorithmSettings, returns: list[float], values:
     )
 
 
-def full_algorithm(**options: Any) -> AlgorithmSettings:
-    """Every term of the loss at once."""
+def full_spec(algorithm: Mapping[str, Any] | None = None, **spec: Any) -> JobSpec:
+    """A job with every term of the loss at once."""
     terms = {"entropyCoefficient": 0.01, "kl": {"coefficient": 0.1}}
-    return job(algorithm={"steps": 4, "groupsPerStep": 2, **terms, **options}, reference={}).spec.algorithm
+    return job(algorithm={**terms, **(algorithm or {})}, reference={}, **spec).spec
+
+
+def full_algorithm(**options: Any) -> AlgorithmSettings:
+    return full_spec(options).algorithm
