@@ -239,7 +239,7 @@ class StudiedVllm(Studied):
         settings = GeneratorSettings.model_validate(
             {"engine": "vllm", "maxRunningRequests": max_running, "engineArgs": arguments}
         )
-        engine = make_engine(course.job, settings, course.folder, initial_version=0, can_stage=True, log_level="warning")
+        engine = make_engine(course.job, settings, course.folder, initial_version=0, takes_updates=True, log_level="warning")
         self._companions: dict[int, asyncio.Task[Completion]] = {}
         super().__init__(engine, course)
 

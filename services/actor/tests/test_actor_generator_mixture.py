@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from actor_generator_harness import Client, GeneratorProcess, Trainer, Weights, running, write_job
+from actor_generator_harness import Client, GeneratorProcess, Trainer, Weights, manifest_of, running, write_job
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -130,4 +130,23 @@ def test_the_transformers_engine_refuses_a_mixture_whose_experts_it_could_not_up
     make_mixture("qwen3_moe", tmp_path / "model")
     job = load_job(write_job(tmp_path, engine="transformers"))
     with pytest.raises(SettingsError, match=r"such as model\.layers\.0\.mlp\.experts\.down_proj.*use engine vllm"):
-        make_engine(job, GeneratorSettings(engine="transformers"), tmp_path / "model", initial_version=0, can_stage=True)
+        make_engine(job, GeneratorSettings(engine="transformers"), tmp_path / "model", initial_version=0, takes_updates=True)
+
+
+async def test_an_evaluator_s_generator_serves_a_mixture_in_transformers_and_takes_no_update(tmp_path: Path) -> None:
+    mixture = Mixture(make_mixture("qwen3_moe", tmp_path / "model"))
+    job = write_job(tmp_path, engine="transformers")
+    process = GeneratorProcess(tmp_path, job, "--serve-initial", "--initial-version", "40", "--name", "evaluator-generator")
+    try:
+        client = Client(process.url)
+        choice = await client.choice(PROMPT, 64)
+        assert choice["weight_versions"] == [[40, 64]]
+        assert difference(choice["token_logprobs"], mixture.logprobs(mixture.weights, choice["token_ids"], tmp_path)) <= CLOSE
+        group = {"epoch": 1, "master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+        status, answer = await client.call("POST", "/init_process_group", {**group, "backend": "gloo", "timeout_s": 5})
+        assert status == 409
+        assert "keeps the weights that it began with" in answer["error"]["message"]
+        post = {"epoch": 1, "version": 41, "manifest": manifest_of(mixture.weights).to_dict(), "timeout_s": 5}
+        assert (await client.call("POST", "/request_weight_update", post))[0] == 409
+    finally:
+        process.kill()

@@ -9,12 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from actor_generator_harness import Client, GeneratorProcess, write_job
 
 from pipelinerl_actor.generator.environment import prepare_environment
 from pipelinerl_actor.generator.layout import Layout, ManifestMismatch
+from pipelinerl_actor.generator.merged import MergedWeights
+from pipelinerl_actor.generator.service import duty_of, make_engine
 from pipelinerl_actor.models.tiny import make_tiny_model
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.settings import parse_job
 from pipelinerl_weights.manifest import Manifest, TensorSpec
 
 
@@ -88,6 +92,30 @@ async def test_without_weights_of_the_job_it_lives_but_does_not_serve(folder: Pa
         assert process.stop() == 0
     finally:
         process.kill()
+
+
+@pytest.mark.parametrize(("name", "takes_updates"), [("generator-0-0", True), ("reference-0", False), ("evaluator-x", False)])
+def test_only_the_actors_generators_are_prepared_for_updates(
+    folder: Path, tmp_path: Path, name: str, takes_updates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They keep the frozen weights that adapters are merged into open, and have room for a second copy."""
+    from pipelinerl_actor.generator import transformers_engine
+
+    opened: list[Path] = []
+
+    def opening(folder: Path, scale: float) -> MergedWeights:
+        opened.append(folder)
+        return MergedWeights(folder, scale)
+
+    monkeypatch.setattr(transformers_engine, "MergedWeights", opening)
+    document = yaml.safe_load(write_job(tmp_path, engine="transformers").read_text())
+    document["spec"]["model"]["adapter"] = {"rank": 4, "alpha": 8}
+    document["spec"]["reference"] = {"generator": {"engine": "transformers"}}
+    job = parse_job(document, "job.yaml")
+    duty = duty_of(job, name)
+    engine = make_engine(job, duty.settings, folder / "model", initial_version=0, takes_updates=duty.takes_updates)
+    assert engine.can_stage == takes_updates
+    assert opened == ([folder / "model"] if takes_updates else [])
 
 
 def test_the_layout_comes_from_the_checkpoint(folder: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +44,22 @@ async def serve_generator(wiring: Wiring, model: Path, stop: asyncio.Event, *, v
     Raises SettingsError for a folder, an address or settings that cannot be used.
     """
     job, token = load_job(wiring.job_file), wiring.token
-    settings = generator_settings(job, wiring.name)
+    duty = duty_of(job, wiring.name)
     version = NOTHING_RECEIVED if version is None else version
     with _bind(wiring.listen) as listening:
-        role = REFERENCE if _is_reference(wiring.name) else GENERATOR
-        takes_updates = not _is_reference(wiring.name) and not _is_evaluators(wiring.name)
-        can_stage = job.spec.weight_transfer.mode == "staged" and takes_updates
-        engine = make_engine(job, settings, model, initial_version=version, can_stage=can_stage, log_level=wiring.log_level)
-        generator = assemble(job, settings, model, engine, version=version, token=token, role=role)
-        async with open_tracer(job, role, wiring.name) as generator.tracer, engine.running():
+        engine = make_engine(
+            job,
+            duty.settings,
+            model,
+            initial_version=version,
+            takes_updates=duty.takes_updates,
+            log_level=wiring.log_level,
+        )
+        generator = assemble(job, duty, model, engine, version=version, token=token)
+        async with open_tracer(job, duty.role, wiring.name) as generator.tracer, engine.running():
             listening.listen()  # not before: a connection would then wait for the engine instead of being refused
             host, port = listening.getsockname()[:2]
-            log.info("listening=http://%s:%d engine=%s version=%d", host, port, settings.engine, version)
+            log.info("listening=http://%s:%d engine=%s version=%d", host, port, duty.settings.engine, version)
             async with (
                 serve_http(create_app(generator), listening),
                 serve_metrics(wiring.metrics_listen, generator.metrics.exposition),
@@ -63,15 +68,19 @@ async def serve_generator(wiring: Wiring, model: Path, stop: asyncio.Event, *, v
 
 
 def make_engine(
-    job: Job, settings: GeneratorSettings, model: Path, *, initial_version: int, can_stage: bool, log_level: str = "info"
+    job: Job, settings: GeneratorSettings, model: Path, *, initial_version: int, takes_updates: bool, log_level: str = "info"
 ) -> Engine:
-    """The engine that `settings` names, not yet running. Raises SettingsError for a folder that does not hold a model."""
+    """The engine that `settings` names, not yet running. One that `takes_updates` is prepared for those that the job sends.
+
+    Raises SettingsError for a folder that does not hold a model, or one whose weights no update would reach.
+    """
     read_config(model)  # first: an engine would take a folder that is not there for a name on the hub
     import torch  # here, so that what is wrong with the settings is said at once
 
     spec = job.spec
     on_cpu = not torch.cuda.is_available()
-    adapter_scale = None if spec.model.adapter is None else spec.model.adapter.scale
+    can_stage = takes_updates and spec.weight_transfer.mode == "staged"
+    adapter_scale = spec.model.adapter.scale if takes_updates and spec.model.adapter is not None else None
     if settings.engine == "transformers":
         from pipelinerl_actor.generator.transformers_engine import TransformersEngine, TransformersOptions
 
@@ -82,6 +91,7 @@ def make_engine(
                 head_dtype=spec.model.head_dtype,
                 max_running_requests=settings.max_running_requests,
                 initial_version=initial_version,
+                takes_updates=takes_updates,
                 can_stage=can_stage,
                 adapter_scale=adapter_scale,
                 device="cpu" if on_cpu else "cuda",
@@ -125,35 +135,30 @@ def host_kv_bytes(job: Job, settings: GeneratorSettings, model: Path) -> int:
     return int(min(_MAX_HOST_KV_BYTES, max(64 << 20, needed + needed // 4)))
 
 
-def _is_reference(name: str) -> bool:
-    return name.startswith("reference")
+@dataclass(frozen=True, slots=True)
+class Duty:
+    """What a generator is there for. The reference's and the evaluator's serve the weights that they begin with."""
+
+    settings: GeneratorSettings
+    takes_updates: bool = True
+    role: str = GENERATOR
+    """Of its metrics."""
 
 
-def _is_evaluators(name: str) -> bool:
-    return name.startswith("evaluator")
+def duty_of(job: Job, name: str) -> Duty:
+    """By the generator's name. Raises SettingsError for a reference in a job without one."""
+    spec = job.spec
+    if name.startswith("reference"):
+        if spec.reference is None:
+            raise SettingsError(f"--name {name}: the job has no spec.reference")
+        return Duty(spec.reference.generator, takes_updates=False, role=REFERENCE)
+    if name.startswith("evaluator"):
+        own = spec.evaluation.generator if spec.evaluation is not None else None
+        return Duty(own or spec.actors.generator, takes_updates=False)
+    return Duty(spec.actors.generator)
 
 
-def generator_settings(job: Job, name: str) -> GeneratorSettings:
-    """Those of the reference and the evaluator have sections of the job of their own."""
-    if _is_evaluators(name) and job.spec.evaluation is not None:
-        return job.spec.evaluation.generator or job.spec.actors.generator
-    if not _is_reference(name):
-        return job.spec.actors.generator
-    if job.spec.reference is None:
-        raise SettingsError(f"--name {name}: the job has no spec.reference")
-    return job.spec.reference.generator
-
-
-def assemble(
-    job: Job,
-    settings: GeneratorSettings,
-    model: Path,
-    engine: Engine,
-    *,
-    version: int,
-    token: str | None,
-    role: str = GENERATOR,
-) -> Generator:
+def assemble(job: Job, duty: Duty, model: Path, engine: Engine, *, version: int, token: str | None) -> Generator:
     """The parts around an engine. Raises SettingsError for a folder that does not hold a model."""
     from transformers import AutoTokenizer
 
@@ -164,13 +169,19 @@ def assemble(
     longest = job.spec.model.max_model_len
     if isinstance(positions, int) and longest > positions and not _scales_positions(config):
         raise SettingsError(f"model.maxModelLen={longest} is more than the model's {positions} positions; lower it")
-    metrics = GeneratorMetrics(job.name, role)
+    metrics = GeneratorMetrics(job.name, duty.role)
     metrics.watch(engine.load)
-    limits = Limits(job.spec.model.max_model_len, settings.max_running_requests, vocabulary)
-    layout: Expected = Layout.of_folder(model)
-    if isinstance(layout, Layout) and job.spec.model.adapter is not None:
-        layout = AdapterLayout(layout, job.spec.model.adapter.rank)
-    updater = WeightUpdater(engine, layout, metrics, initial_version=version, running=lambda: serving.num_running)
+    limits = Limits(job.spec.model.max_model_len, duty.settings.max_running_requests, vocabulary)
+    layout = Layout.of_folder(model)
+    adapter = job.spec.model.adapter
+    expected: Expected = layout if adapter is None else AdapterLayout(layout, adapter.rank)
+    updater = WeightUpdater(
+        engine,
+        expected if duty.takes_updates else None,
+        metrics,
+        initial_version=version,
+        running=lambda: serving.num_running,
+    )
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     serving = Serving(engine, tokenizer, limits, metrics, lambda: updater.version, model=job.name)
     return Generator(engine, serving, updater, metrics, token, job.spec.actors.drain_seconds)

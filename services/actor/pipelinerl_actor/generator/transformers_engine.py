@@ -36,6 +36,7 @@ class TransformersOptions:
     max_running_requests: int
     initial_version: int
     can_stage: bool
+    takes_updates: bool = True
     adapter_scale: float | None = None
     """For updates that bring adapters: alpha over rank."""
     device: str = "cpu"
@@ -51,7 +52,7 @@ class TransformersEngine:
         self._parameters: dict[str, Tensor] = dict(self._model.model.named_parameters(remove_duplicate=False))
         scale = options.adapter_scale
         self._merged = None if scale is None else MergedWeights(options.model, scale)
-        if self._merged is None:
+        if options.takes_updates and self._merged is None:
             _check_names(self._model.model, options.model)
         self._staged: dict[str, Tensor] = {}
         self._backup: dict[str, Tensor] = {}

@@ -57,8 +57,15 @@ class WeightUpdater:
     """Owns the generator's weights: their version, their group, and the one update that may run at a time."""
 
     def __init__(
-        self, engine: Engine, layout: Expected, metrics: GeneratorMetrics, *, initial_version: int, running: Callable[[], int]
+        self,
+        engine: Engine,
+        layout: Expected | None,
+        metrics: GeneratorMetrics,
+        *,
+        initial_version: int,
+        running: Callable[[], int],
     ) -> None:
+        """`layout`: what updates bring; None for a generator that takes none, which joins no group."""
         self._engine = engine
         self._layout = layout
         self._metrics = metrics
@@ -74,8 +81,10 @@ class WeightUpdater:
     async def join(self, group: GroupSpec) -> list[int]:
         """Joins the group of a newer epoch; an update that still runs in the old one fails.
 
-        Raises Refused for an epoch that is not newer; TransferTimeout, TransferAborted or TransferFailed when it does not form.
+        Raises Refused for an epoch that is not newer, or where no updates are taken; TransferTimeout, TransferAborted or
+        TransferFailed when it does not form.
         """
+        self._expected()
         if group.epoch <= self.epoch:
             raise Refused(f"epoch {group.epoch} is not newer than {self.epoch}, in which this generator is a member")
         await self._engine.leave()
@@ -116,14 +125,20 @@ class WeightUpdater:
         return report
 
     def _check(self, update: Update) -> None:
+        expected = self._expected()
         if self._lock.locked():
             raise Refused("an update is running")
         if update.mode == "staged" and not self._engine.can_stage:
             raise ManifestMismatch(
                 "mode=staged needs memory for a second copy, but this generator was started with mode=inplace"
             )
-        self._layout.check(update.transfer.manifest)
+        expected.check(update.transfer.manifest)
         self._check_order(update)
+
+    def _expected(self) -> Expected:
+        if self._layout is None:
+            raise Refused("this generator keeps the weights that it began with: it is the reference's or an evaluator's")
+        return self._layout
 
     def _check_order(self, update: Update) -> None:
         if update.epoch != self.epoch:
