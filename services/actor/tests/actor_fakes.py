@@ -56,6 +56,8 @@ class FakeGenerator:
         self.num_sequences = 0
         self.num_cancelled = 0
         self.is_ready = True
+        self.num_looks = 0
+        """Times that somebody asked whether it is ready."""
         self.stopped: dict[str, asyncio.Event] = {}
         """By request id: set once /v1/cancel has named it."""
         self.script: deque[Answer] = deque()
@@ -125,6 +127,7 @@ class FakeGenerator:
 
     async def tell_ready(self, request: web.Request) -> web.StreamResponse:
         del request
+        self.num_looks += 1
         return web.Response(status=200 if self.is_ready else 503)
 
     @asynccontextmanager

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import yaml
 from actor_fakes import FakeAdmission, FakeGenerator, choice, completion, until
@@ -20,11 +21,16 @@ from aiohttp import web
 from pipelinerl.v1 import admission_pb2 as pb
 from pipelinerl.v1 import sample_pb2
 from pipelinerl.v1.metrics_pb2 import MetricsRecord
+from pipelinerl_actor.rollout import generator_client
 from pipelinerl_actor.rollout.actor import run_actor
 from pipelinerl_actor.rollout.beginning import Beginning
+from pipelinerl_actor.rollout.generator_client import GeneratorClient
+from pipelinerl_actor.rollout.generators import Generators
+from pipelinerl_actor.rollout.meter import Meter
 from pipelinerl_common import stream
 from pipelinerl_common.errors import PermanentError, SettingsError
-from pipelinerl_common.service import Wiring
+from pipelinerl_common.metrics import ACTOR, Metrics
+from pipelinerl_common.service import Wiring, cancel_all
 from pipelinerl_common.settings import StreamSettings
 from pipelinerl_common.types import FinishReason, SampleGroup, VersionRun
 
@@ -656,6 +662,25 @@ async def test_a_generator_that_is_away_is_waited_for_and_gets_no_more_groups(ho
         house.generator.is_ready = True
         house.generator.answer = house.generator.say
         await alive(actor, lambda: len(house.groups) == 6)
+
+
+async def test_a_generator_that_hangs_does_not_hold_back_the_news_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator_client, "_READY_S", 600.0)
+    fake = FakeGenerator()
+    fake.is_ready = False
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hanging = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        async with fake.serving(), aiohttp.ClientSession() as session:
+            clients = [GeneratorClient(url, session, None) for url in (hanging, fake.url)]
+            generators = Generators(clients, max_running=8, max_retries=0, meter=Meter(Metrics(ACTOR, JOB)))
+            watching = asyncio.create_task(generators.watch())
+            try:
+                await until(lambda: fake.num_looks >= 2)
+                assert generators.num_serving_slots == 0
+                fake.is_ready = True
+                await until(lambda: generators.num_serving_slots == 8)
+            finally:
+                await cancel_all([watching])
 
 
 async def test_requests_go_to_the_generator_that_is_well_and_least_loaded(house: House) -> None:

@@ -84,16 +84,21 @@ class Generators:
         return self.max_running * sum(generator.serves for generator in self._generators)
 
     async def look(self) -> None:
-        """Asks those that are not known to serve."""
-        asked = [generator for generator in self._generators if not generator.serves]
-        for generator, serves in zip(asked, await asyncio.gather(*(each.client.serves() for each in asked)), strict=True):
-            generator.serves = serves
+        """Asks those that are not known to serve. What one answers counts at once, however long another takes."""
+        await asyncio.gather(*(self._look_at(generator) for generator in self._generators if not generator.serves))
+
+    async def _look_at(self, generator: _Generator) -> None:
+        generator.serves = await generator.client.serves()
 
     async def watch(self) -> None:
-        """Looks for ever. Consumes the generators' answers, produces slots, waits for answers and its period."""
+        """Looks for ever, at each by itself. Consumes the answers, produces slots, waits for answers and its period."""
+        await asyncio.gather(*map(self._watch_one, self._generators))
+
+    async def _watch_one(self, generator: _Generator) -> None:
         while True:
-            await self.look()
             await asyncio.sleep(_LOOK_PERIOD_S)
+            if not generator.serves:
+                await self._look_at(generator)
 
     @property
     def most_at_once(self) -> int:
