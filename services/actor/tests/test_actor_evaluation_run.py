@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from pipelinerl.v1.metrics_pb2 import MetricsRecord
 from pipelinerl_actor.evaluation.due import Choice, choose, is_over
 from pipelinerl_actor.evaluation.estimates import Estimate
 from pipelinerl_actor.evaluation.evaluate import Evaluation
@@ -201,6 +202,31 @@ def test_a_set_that_cannot_be_made_is_named() -> None:
     job = parse_job(document(sets=[{"name": "wrong", "path": ARITHMETIC, "args": {"digit": 1}}]), "job.yaml")
     with pytest.raises(SettingsError, match=r"evaluation set 'wrong': .* has no argument 'digit'; it has digits"):
         check_sets(job)
+
+
+async def test_a_result_is_told_once_whatever_else_is_dropped_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = parse_job(document(), "job.yaml")
+    assert job.spec.evaluation is not None
+    async with (
+        stream.NatsServer.start(tmp_path / "nats") as server,
+        stream.connect(server.url, job.name, job.spec.stream, name="evaluator-0") as connection,
+        connection.metrics() as records,
+    ):
+        send = connection.publish_metrics
+
+        async def send_while_another_is_dropped(record: MetricsRecord) -> bool:
+            sent = await send(record)
+            connection.counters["metrics_dropped"] += 1
+            return sent
+
+        monkeypatch.setattr(connection, "publish_metrics", send_while_another_is_dropped)
+        report = EvaluationReport(job, job.spec.evaluation, "evaluator-0", connection)
+        for step in (40, 60):
+            await report.done(Result(step))
+        async with asyncio.timeout(30):
+            assert [(await anext(records)).step for _ in range(2)] == [40, 60]
 
 
 # Whole evaluations, with real generators and a real stream

@@ -135,7 +135,7 @@ async def test_metrics_are_dropped_and_counted_while_the_server_is_away(tmp_path
         await kill(server)
         await until(lambda: not stream.is_connected)
         for _ in range(3):
-            await stream.publish_metrics(metrics_pb2.MetricsRecord(step=1))
+            assert not await stream.publish_metrics(metrics_pb2.MetricsRecord(step=1))
         assert stream.counters["metrics_dropped"] == 3
 
 

@@ -100,6 +100,4 @@ class EvaluationReport:
 
     async def _publish(self, step: int) -> bool:
         """Whether the record was sent."""
-        num_dropped = self._stream.counters["metrics_dropped"]
-        await self._stream.publish_metrics(record_of(self.metrics, self._instance, step))
-        return bool(self._stream.counters["metrics_dropped"] == num_dropped)
+        return await self._stream.publish_metrics(record_of(self.metrics, self._instance, step))

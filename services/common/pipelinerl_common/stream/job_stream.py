@@ -165,8 +165,8 @@ class Stream:
         """The job's journal; it has one writer."""
         return Journal(self._connection, self._layout)
 
-    async def publish_metrics(self, record: metrics_pb2.MetricsRecord) -> None:
-        """Best effort: never raises, never waits for the server; counts what it drops as metrics_dropped."""
+    async def publish_metrics(self, record: metrics_pb2.MetricsRecord) -> bool:
+        """Best effort: never raises, never waits for the server. Whether it was sent; what is not counts as metrics_dropped."""
         try:
             if not self._connection.is_ready:
                 raise Unavailable("no connection")
@@ -174,6 +174,8 @@ class Stream:
         except (Unavailable, nats.errors.Error, *RETRYABLE) as error:
             self.counters["metrics_dropped"] += 1
             log.debug("metrics dropped: %r", error)
+            return False
+        return True
 
     @asynccontextmanager
     async def metrics(self) -> AsyncIterator[AsyncIterator[metrics_pb2.MetricsRecord]]:
