@@ -137,6 +137,15 @@ def test_run_goes_from_start_to_end_and_leaves_its_results(start: Callable[..., 
     assert up.services() == []
 
 
+def test_results_that_cannot_be_written_are_said_with_the_remedy(start: Callable[..., Up]) -> None:
+    up = start()
+    up.until("its folder", (up.output / "logs").is_dir)
+    (up.output / "report.html").mkdir()
+    assert up.wait() == 1
+    assert "the run has finished\nsummary and report cannot be written: [Errno 21] Is a directory" in up.text
+    assert up.text.endswith(f"pipelinerl report {up.output}\n")
+
+
 def test_finished_run_says_so_and_goes_on_with_more_steps(start: Callable[..., Up]) -> None:
     assert start().wait() == 0
     again = start()

@@ -11,8 +11,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from pipelinerl_cli.results.finish import write_results
     from pipelinerl_cli.results.run_folder import load_run
+    from pipelinerl_common.errors import SettingsError
 
     earlier = load_run(args.run)
-    write_results(args.run, earlier.job, earlier.status, earlier.failure)
+    try:
+        write_results(args.run, earlier.job, earlier.status, earlier.failure)
+    except OSError as error:
+        raise SettingsError(
+            f"{args.run}: summary and report cannot be written: {error}; make room or the folder writable"
+        ) from error
     print(args.run / "report.html")
     return 0

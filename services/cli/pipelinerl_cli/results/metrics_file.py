@@ -1,11 +1,15 @@
 """metrics.jsonl: one metrics record per line, in the order of arrival."""
 
+import errno
 import json
 import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.lines import cut_torn_line
@@ -81,18 +85,19 @@ class MetricsWriter:
     """When the run began, seconds since the epoch."""
     _newest: dict[str, float] = field(default_factory=dict)
     _newest_kept: dict[str, float] = field(default_factory=dict)
-    _file: TextIO | None = None
+    _file: FileIO | None = None
 
     @classmethod
-    def open(cls, path: Path, now: float) -> "MetricsWriter":
-        """Goes on with an existing file. Raises SettingsError when it is not ours."""
+    def open(cls, path: Path, now: float, take: Callable[[Record], object] = lambda record: None) -> "MetricsWriter":
+        """Goes on with an existing file, whose records `take` is given. Raises SettingsError when it is not ours."""
         writer = cls(path, started_at=now)
         if path.exists():
             cut_torn_line(path)
             for record in read_records(path):
                 writer.started_at = min(writer.started_at, record.time)
                 writer._newest[record.instance] = max(record.time, writer._newest.get(record.instance, 0.0))
-        writer._file = path.open("a", encoding="utf-8")
+                take(record)
+        writer._file = path.open("ab", buffering=0)
         return writer
 
     def write(self, record: Record) -> bool:
@@ -100,8 +105,8 @@ class MetricsWriter:
         if record.time <= self._newest.get(record.instance, 0.0):
             return False
         if self._file is not None and self._is_due(record):
-            self._file.write(record.to_json() + "\n")
-            self._file.flush()
+            _append(self._file, f"{record.to_json()}\n".encode())
+            self._newest_kept[record.instance] = record.time
         self._newest[record.instance] = record.time
         return True
 
@@ -114,7 +119,16 @@ class MetricsWriter:
         if record.step >= 0 or record.role == SESSION_ROLE:
             return True
         interval = (record.time - self.started_at) * THINNING_S_PER_S
-        if record.time - self._newest_kept.get(record.instance, 0.0) < interval:
-            return False
-        self._newest_kept[record.instance] = record.time
-        return True
+        return record.time - self._newest_kept.get(record.instance, 0.0) >= interval
+
+
+def _append(file: FileIO, line: bytes) -> None:
+    """Whole or not at all: of a line that does not fit, what a full disk took is cut off again. Raises OSError."""
+    end = file.seek(0, os.SEEK_END)
+    try:
+        if file.write(line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        with suppress(OSError):  # a device has no end to be cut
+            file.truncate(end)
+        raise

@@ -9,6 +9,7 @@ Neither touches the trainers, but that their group is formed again.
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from pipelinerl_cli.up.supervisor import Supervisor
 from pipelinerl_common.settings import Job
@@ -25,12 +26,16 @@ LOOK_S = 0.1
 
 
 class Fleet:
-    """`job` has as many actors as there may ever be, and `endpoints` an address for everything of theirs; there are `count`."""
+    """`job` has as many actors as there may ever be, and `endpoints` an address for everything of theirs; there are `count`.
 
-    def __init__(self, job: Job, endpoints: Endpoints, count: int) -> None:
+    `changed` is called whenever one has come or gone.
+    """
+
+    def __init__(self, job: Job, endpoints: Endpoints, count: int, changed: Callable[[], None]) -> None:
         self._job = job
         self._endpoints = endpoints
         self._actors = set(range(count))
+        self._changed = changed
         self._members: frozenset[str] = frozenset()
 
     @property
@@ -73,6 +78,7 @@ class Fleet:
             self._actors.add(actor)
             names = (*generator_names(self._job, actor), _name(actor))
             supervisor.add(plan_workload(self._job, self._endpoints, name) for name in names)
+            self._changed()
         coordinator.wake()
         await asyncio.gather(*(self._let_go(actor, supervisor, coordinator) for actor in go))
 
@@ -80,6 +86,7 @@ class Fleet:
         generators = generator_names(self._job, actor)
         await supervisor.retire(_name(actor), self._job.spec.actors.drain_seconds + ACTOR_GRACE_S)
         self._actors.discard(actor)
+        self._changed()
         coordinator.wake()
         await self._until_out(generators, coordinator)
         await asyncio.gather(*(supervisor.retire(name, LEAVING_GRACE_S) for name in generators))

@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from pipelinerl_cli.results.evaluations import evaluation_line
-from pipelinerl_cli.results.metrics_file import MetricsWriter, Record, read_records
+from pipelinerl_cli.results.metrics_file import MetricsWriter, Record
 from pipelinerl_cli.up import scraping
 from pipelinerl_cli.up.autoscaler import Autoscaler, ChoiceFile
 from pipelinerl_cli.up.display import Display
@@ -76,10 +76,7 @@ class LocalRun:
         self._token = folder.make_token()
         self._autoscaler = Autoscaler(job.spec, ChoiceFile(folder.choice_file), display.note)
         self._scale: Callable[[], Scale] = lambda: self._autoscaler.scale(0)
-        self._list_targets: Callable[[], None] = lambda: None
-        self._writer = MetricsWriter.open(folder.metrics_file, time.time())
-        for record in read_records(folder.metrics_file):  # of earlier sessions
-            self._view.take(record)
+        self._writer = MetricsWriter.open(folder.metrics_file, time.time(), self._view.take)
         self._records = SessionRecords(self._writer, self._view)
 
     async def run(self) -> Ending:
@@ -105,8 +102,9 @@ class LocalRun:
         feed = Feed(self._job, server.url, self._token, self._writer, self._take)
         in_background(stack, feed.run())
         endpoints = self._endpoints(ports, server.url)
-        fleet = Fleet(self._largest, endpoints, self._autoscaler.num_actors)
-        metrics = await self._serve_metrics(stack, endpoints, fleet)
+        fleet = Fleet(self._largest, endpoints, self._autoscaler.num_actors, lambda: self._list_targets(fleet, endpoints))
+        self._list_targets(fleet, endpoints)
+        metrics = await self._serve_metrics(stack, endpoints.metrics_addresses[scraping.OWN])
         coordinator = await self._coordinate(stack, endpoints, fleet)
         export(coordinator, metrics)
         coordinator.tracer = await stack.enter_async_context(open_tracer(self._job, COORDINATOR, scraping.OWN))
@@ -232,18 +230,19 @@ class LocalRun:
                 each.kill()
         await stopping
 
-    async def _serve_metrics(self, stack: AsyncExitStack, endpoints: Endpoints, fleet: Fleet) -> Metrics:
-        """This process's, and the list of everybody's for Prometheus."""
+    async def _serve_metrics(self, stack: AsyncExitStack, listen: str) -> Metrics:
+        """This process's."""
         metrics = own_metrics(self._job, self._records.restarts, lambda: self._scale())
-        addresses = endpoints.metrics_addresses
-        await stack.enter_async_context(serve_metrics(addresses[scraping.OWN], metrics.exposition))
-
-        def list_targets() -> None:
-            write_whole(self._folder.metrics_targets_file, targets_file(fleet.job, endpoints.addresses, addresses))
-
-        list_targets()
-        self._list_targets = list_targets
+        await stack.enter_async_context(serve_metrics(listen, metrics.exposition))
         return metrics
+
+    def _list_targets(self, fleet: Fleet, endpoints: Endpoints) -> None:
+        """Everybody's metrics for Prometheus."""
+        try:
+            text = targets_file(fleet.job, endpoints.addresses, endpoints.metrics_addresses)
+            write_whole(self._folder.metrics_targets_file, text)
+        except OSError as error:  # a full disk must not end the run
+            log.warning("Prometheus' list of targets is not up to date: %s", error)
 
     def _endpoints(self, ports: Ports, nats_url: str) -> Endpoints:
         names = workload_names(self._largest)
@@ -280,8 +279,7 @@ class LocalRun:
         patience = Patience(self._job.spec.algorithm.groups_per_step)
         while True:
             self._view.phase, self._view.detail = self._describe()
-            if self._records.take_scale(self._scale()):
-                self._list_targets()
+            self._records.take_scale(self._scale())
             self._display.update(self._view)
             is_training = self._view.step < self._view.steps_total
             if is_training and (explanation := patience.look(self._view, time.monotonic())) is not None:

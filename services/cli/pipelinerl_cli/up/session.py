@@ -53,7 +53,11 @@ def up(job_file: Path, *, output: Path | None, max_steps: int | None, overrides:
             print(f"nothing was started, and no {folder.root} is left: {ending.failure}")
             return _exit_status(ending, interrupt)
         cause = ending.failure.cause if ending.failure else ""
-        summary = write_results(folder.root, job, ending.status, cause)
+        try:
+            summary = write_results(folder.root, job, ending.status, cause)
+        except OSError as error:
+            _say_unwritten(folder, ending, error)
+            return _exit_status(ending, interrupt) or EXIT_FAILED
     print_outcome(summary, folder.root, str(ending.failure) if ending.failure else None)
     return _exit_status(ending, interrupt)
 
@@ -87,6 +91,11 @@ def _say_resumed(folder: RunFolder, resume: Resume, job: Job) -> None:
     print(f"going on with the run in {folder.root} after step {resume.steps_done} of {job.spec.algorithm.steps}")
     for change in resume.changed:
         print(f"  changed: {change}")
+
+
+def _say_unwritten(folder: RunFolder, ending: Ending, error: OSError) -> None:
+    print(f"the run has {ending.status}{f': {ending.failure}' if ending.failure else ''}")
+    print(f"summary and report cannot be written: {error}; once that is put right: pipelinerl report {folder.root}")
 
 
 class _ToDisplay(logging.Handler):

@@ -1,0 +1,78 @@
+"""Actors that come and go: Prometheus' list of targets follows who is there."""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+from test_cli_supervisor import DEADLINE_S
+
+from pipelinerl_cli.up import scraping
+from pipelinerl_cli.up.fleet import Fleet
+from pipelinerl_cli.up.process import Process
+from pipelinerl_cli.up.supervisor import Supervisor
+from pipelinerl_common.settings import Job, parse_job
+from pipelinerl_operator.coordinator import Coordinator
+from pipelinerl_operator.plan import Endpoints, Workload, workload_names
+
+
+def two_actors() -> Job:
+    document = {
+        "apiVersion": "pipelinerl.dev/v1alpha1",
+        "kind": "PipelineRLJob",
+        "metadata": {"name": "sums"},
+        "spec": {
+            "model": {"uri": "tiny://arithmetic"},
+            "task": {"path": "tasks:Sums"},
+            "actors": {"replicas": 2, "drainSeconds": 0},
+        },
+    }
+    return parse_job(document, source="test")
+
+
+async def test_targets_follow_an_actor_that_goes_before_it_was_ready_and_comes_again(tmp_path: Path) -> None:
+    job = two_actors()
+    names = workload_names(job)
+    endpoints = Endpoints(
+        job_file=tmp_path / "job.yaml",
+        output=tmp_path,
+        nats_url="nats://127.0.0.1:1",
+        coordinator="127.0.0.1:2",
+        addresses={name: f"127.0.0.1:{10 + k}" for k, name in enumerate(names)},
+        trainer_master="127.0.0.1:3",
+        metrics_addresses={name: f"127.0.0.1:{50 + k}" for k, name in enumerate((scraping.OWN, *names))},
+    )
+    lists: list[set[str]] = []
+
+    def list_targets() -> None:
+        targets = json.loads(scraping.targets_file(fleet.job, endpoints.addresses, endpoints.metrics_addresses))
+        lists.append({target["labels"]["instance"] for target in targets})
+
+    processes: list[Process] = []
+
+    async def launch(workload: Workload) -> Process:
+        log_file = tmp_path / f"{workload.name}.log"
+        process = await Process.start(workload.name, ("sleep", "600"), log_file=log_file, environment=dict(os.environ))
+        processes.append(process)
+        return process
+
+    fleet = Fleet(job, endpoints, 2, list_targets)
+    coordinator = Coordinator(job.spec.weight_transfer, fleet.generator_urls, lambda: None, token=None)
+    supervisor = Supervisor(fleet.workloads(), launch, lambda: False, on_restart=lambda name: None)
+    task = asyncio.create_task(supervisor.run())
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            assert fleet.ready(supervisor, coordinator) == frozenset(), "nobody has joined a group"
+            await fleet.resize(1, supervisor, coordinator)
+            everybody = {scraping.OWN, *names}
+            assert lists == [everybody - {"actor-1", "generator-1-0"}]
+            await fleet.resize(2, supervisor, coordinator)
+            assert lists[1:] == [everybody]
+            await fleet.resize(2, supervisor, coordinator)
+            assert len(lists) == 2, "nobody came or went"
+    finally:
+        supervisor.kill()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.gather(*(process.wait() for process in processes))
+        await coordinator.close()
