@@ -110,6 +110,7 @@ def test_only_the_actors_generators_are_prepared_for_updates(
     monkeypatch.setattr(transformers_engine, "MergedWeights", opening)
     document = yaml.safe_load(write_job(tmp_path, engine="transformers").read_text())
     document["spec"]["model"]["adapter"] = {"rank": 4, "alpha": 8}
+    document["spec"]["algorithm"] = {"kl": {"coefficient": 0.1}}
     document["spec"]["reference"] = {"generator": {"engine": "transformers"}}
     job = parse_job(document, "job.yaml")
     duty = duty_of(job, name)
