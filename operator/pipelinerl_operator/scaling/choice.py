@@ -109,7 +109,7 @@ def _rule(spec: JobSpec) -> ShareRuleSettings:
     settings, actors, gpus = spec.autoscale, spec.actors, _gpus_per_actor(spec)
     num_training = spec.trainers.replicas * spec.trainers.processes_per_node
     return ShareRuleSettings(
-        num_gpus=(actors.max_replicas or actors.replicas) * gpus + num_training,
+        num_gpus=spec.most_actors * gpus + num_training,
         least=actors.min_replicas * gpus,
         least_training=num_training,
         period_steps=settings.period_steps,

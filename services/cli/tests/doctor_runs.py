@@ -80,6 +80,7 @@ class Change:
     """By how much requests_running of each actor goes up and down."""
     preempted: float = 0.0
     """Trajectories a step."""
+    evaluator: Mapping[str, float] = field(default_factory=dict)
     up: Mapping[str, float] = field(default_factory=dict)
     num_steps: int = NUM_STEPS
     step_s: float = STEP_S
@@ -87,7 +88,7 @@ class Change:
 
 
 def run_facts(change: Change) -> RunFacts:
-    return RunFacts.of(job(change.spec), change.status, run_records(change))
+    return RunFacts(job(change.spec), change.status, tuple(run_records(change)))
 
 
 def run_records(change: Change) -> list[Record]:
@@ -99,6 +100,8 @@ def run_records(change: Change) -> list[Record]:
             records.append(_trainer(change, step, time))
         records.append(Record("preprocessor", "preprocessor-0", time, step, _preprocessor(change, step)))
         records.extend(_actors(change, step, time))
+        if change.evaluator:
+            records.append(Record("evaluator", "evaluator-0", time, -1, change.evaluator))
     records.append(Record("up", "up", NUM_STEPS * change.step_s, -1, {"restarts_total": 0.0, **change.up}))
     return records
 

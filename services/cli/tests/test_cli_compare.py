@@ -11,6 +11,7 @@ from pipelinerl_cli.__main__ import main
 from pipelinerl_cli.compare.runs import Compared, load
 from pipelinerl_cli.compare.seeds import Variant, curve_of, variants
 from pipelinerl_cli.compare.table import cell, note, table
+from pipelinerl_cli.results.metrics_file import Record
 
 
 def with_seed(seed: int, steps: int = 1000) -> str:
@@ -86,6 +87,22 @@ def test_rewards_of_selected_groups_are_told_apart(tmp_path: Path) -> None:
     roots = [make_run(tmp_path / "all", [0.5] * 6), make_run(tmp_path / "some", [0.5] * 6, job=selecting)]
     assert "The rewards of some are of the groups that were trained" in note(variants(load(roots)))
     assert "dropped" not in note(variants(load(roots[:1])))
+
+
+def test_places_of_a_run_that_scales_by_itself_are_those_of_the_actors_that_there_were(tmp_path: Path) -> None:
+    """One actor with all its 64 places in use from 1 to 5 s, two with 64 of 128 from then to the last step after 9 s."""
+    scaling = JOB.replace("seed: 11", "seed: 11, actors: {maxReplicas: 8}, autoscale: {enabled: true}")
+    root = make_run(tmp_path / "run", [0.5] * 9, job=scaling)
+    first = 1010.5  # the first token's time
+    told = [(first, "actor-0", 64.0, 64.0), (first + 4, "actor-0", 32.0, 64.0), (first + 4, "actor-1", 32.0, 64.0)]
+    with (root / "metrics.jsonl").open("a") as file:
+        for time, actor, running, limit in told:
+            file.write(
+                Record("actor", actor, time, -1, {"requests_running": running, "requests_limit": limit}).to_json() + "\n"
+            )
+    (run,) = load([root])
+    end = run.history.steps[-1].t
+    assert run.places_in_use == pytest.approx(64 * end / (64 * 4 + 128 * (end - 4)))
 
 
 def test_one_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

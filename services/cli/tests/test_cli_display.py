@@ -19,7 +19,7 @@ from pipelinerl_cli.up.patience import Patience
 from pipelinerl_cli.up.ports import Ports, check_port_is_free
 from pipelinerl_cli.up.restarts import Done, GiveUp, Restart, RestartBudget, judge
 from pipelinerl_cli.up.session import keep_log
-from pipelinerl_cli.up.silence import Silence
+from pipelinerl_cli.up.silence import RECORD, Silence, silent_name
 from pipelinerl_cli.up.view import GENERATING, RunView
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import Job, parse_job
@@ -215,6 +215,12 @@ def test_a_generators_silence_is_said_at_once_then_ever_more_seldom_and_ends_wit
     assert recorded[-1] == ("silent_generator-0-0_seconds", 0.0)
     silence.look({"generator-0-0": 200.0})  # of the next process
     assert ended == ["generator-0-0", "generator-0-0"]
+
+
+@pytest.mark.parametrize("name", ["generator-0-0", "actor-1"])
+def test_a_record_of_a_silence_is_read_as_it_was_written(name: str) -> None:
+    assert silent_name(RECORD.format(name=name)) == name
+    assert silent_name("step_seconds") is None
 
 
 def test_waits_of_slow_steps_are_not_explained_early() -> None:

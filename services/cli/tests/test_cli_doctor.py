@@ -13,13 +13,19 @@ from pipelinerl_cli.__main__ import main
 from pipelinerl_cli.doctor.finding import SEVERITIES, Severity
 from pipelinerl_cli.doctor.plan_facts import JobFacts
 from pipelinerl_cli.doctor.rules import JOB_RULES, RUN_RULES, Named, diagnose_job, diagnose_run
-from pipelinerl_cli.doctor.run_facts import RunFacts
+from pipelinerl_cli.doctor.run_facts import RunFacts, given_up_messages
 from pipelinerl_cli.results.metrics_file import Record
 from pipelinerl_common.settings import Job
 
 WAITS = {"wait_seconds": 4.0}
 NEVER_WAITS = {"wait_seconds": 0.2}
 IDLE = {"requests_running": 100.0}
+EVALUATED: dict[str, Any] = {
+    "trainers": {"checkpoint": {"everySteps": 20}},
+    "evaluation": {"everySteps": 20, "timeoutSeconds": 100, "sets": [{"name": "held-out", "path": "a.b:C"}]},
+}
+EVALUATIONS = {"evaluations_total{outcome=failed}": 2.0, "evaluations_total{outcome=done}": 3.0}
+SCALES = {"actors": {"replicas": 1, "minReplicas": 1, "maxReplicas": 4}, "autoscale": {"enabled": True}}
 LARGE_PLACES = {"actors": {"generator": {"maxRunningRequests": 512}}}
 
 RUN_CASES: dict[str, tuple[Change, Severity, str]] = {
@@ -61,6 +67,11 @@ RUN_CASES: dict[str, tuple[Change, Severity, str]] = {
         "7 trajectories longer",
     ),
     "checkpoints_failed": (Change(late={"checkpoint_failures_total": 2.0}), Severity.WARNING, "2 checkpoints"),
+    "evaluations_fail": (
+        Change(spec=EVALUATED, status="running", evaluator={**EVALUATIONS, "evaluation_running_step": -1.0}),
+        Severity.WARNING,
+        "evaluation: 2 of 5 evaluations failed",
+    ),
     "memory_grows": (
         Change(step_s=20.0, step={"step_seconds": 20.0, "wait_seconds": 3.0}, late={"memory_bytes": 16e9}),
         Severity.WARNING,
@@ -220,7 +231,7 @@ def starting(now: float, served_at: float | None = None) -> RunFacts:
     for time in (served_at, now):
         version = -1.0 if served_at is None or time is None else 0.0
         records.append(Record("preprocessor", "preprocessor-0", time or now, -1, {"served_version": version}))
-    return RunFacts(JobFacts(job()), "running", tuple(records), now=now)
+    return RunFacts(job(), "running", tuple(records), now=now)
 
 
 @pytest.mark.parametrize(
@@ -246,21 +257,73 @@ def test_a_start_is_as_severe_as_it_is_late(facts: RunFacts, severity: Severity,
 def test_who_does_not_answer_is_told_and_not_what_follows_from_it() -> None:
     change, *_ = RUN_CASES["environment_starves_generators"]
     records = run_records(replace(change, up={"silent_generator-0-0_seconds": 30.0}))
-    found = diagnose_run(RunFacts(JobFacts(job(change.spec)), "running", tuple(records), now=410.0))
+    found = diagnose_run(RunFacts(job(change.spec), "running", tuple(records), now=410.0))
     assert names(found) == ["processes_silent"]
     assert "generator-0-0 for 40 s" in found[0].finding.message  # 30 s at 400, and 10 s since
     later = RunFacts(
-        JobFacts(job(change.spec)), "running", (*records, Record("up", "up", 411, -1, {"silent_generator-0-0_seconds": 0.0}))
+        job(change.spec), "running", (*records, Record("up", "up", 411, -1, {"silent_generator-0-0_seconds": 0.0}))
     )
     assert "processes_silent" not in names(diagnose_run(later))
 
 
 def test_an_actor_whose_records_have_ceased_while_others_go_on_is_silent() -> None:
     records = [record for record in run_records(Change()) if record.instance != "actor-2" or record.time < 350]
-    (named,) = diagnose_run(RunFacts(JobFacts(job()), "running", tuple(records)))
+    (named,) = diagnose_run(RunFacts(job(), "running", tuple(records)))
     assert named.rule == "processes_silent"
     assert "actor-2 for 60 s" in named.finding.message  # from 340 to 400
-    assert "processes_silent" not in names(diagnose_run(RunFacts(JobFacts(job()), "finished", tuple(records))))
+    assert "processes_silent" not in names(diagnose_run(RunFacts(job(), "finished", tuple(records))))
+
+
+def test_an_evaluation_that_does_not_end_is_told_with_its_step_and_one_that_may_still_is_not() -> None:
+    evaluating = Change(spec=EVALUATED, status="interrupted", evaluator={"evaluation_running_step": 20.0})
+    (named,) = diagnose_run(run_facts(evaluating))  # from 10 to 400
+    assert (named.rule, named.finding.message) == ("evaluations_fail", "evaluation: that of step 20 has not ended after 390 s")
+    assert "evaluation.timeoutSeconds: higher than 100 where one takes longer" in named.finding.turn
+    patient = {**EVALUATED, "evaluation": {**EVALUATED["evaluation"], "timeoutSeconds": 380}}
+    assert diagnose_run(run_facts(replace(evaluating, spec=patient))) == []
+
+
+def test_a_last_step_without_evaluation_is_told_with_what_makes_up_for_it() -> None:
+    change = Change(spec=EVALUATED, evaluator={"evaluation_running_step": -1.0, "evaluations_total{outcome=done}": 1.0})
+    (named,) = diagnose_run(run_facts(change))
+    assert named.finding.message == "evaluation: step 40, the last one, was not evaluated"
+    assert named.finding.turn[-1] == "the same `pipelinerl up` again: it evaluates the last step"
+    records = (*run_records(change), Record("evaluator", "evaluator-0", 401, 40, {"evaluated_step": 40.0}))
+    assert diagnose_run(RunFacts(job(change.spec), "finished", records)) == []
+
+
+def test_of_a_run_that_scales_by_itself_the_actors_that_there_were_count() -> None:
+    """One at first and two in the settled half, of at most four: 512 places, and not the file's 256 nor 1024."""
+
+    def with_actors(first: float, then: float) -> list[Record]:
+        sizes = [Record("up", "up", time, -1, {"actors_ready": count}) for time, count in ((1.0, first), (195.0, then))]
+        records = [record for record in run_records(Change()) if record.instance not in ("actor-2", "actor-3")]
+        return sorted([*records, *sizes], key=lambda record: record.time)
+
+    facts = RunFacts(job(SCALES), "finished", tuple(with_actors(1, 2)))
+    assert (facts.job.num_actors, facts.job.num_places, facts.job.num_generating) == (2, 512, 2)
+    assert facts.fill == pytest.approx(460 / 512, rel=1e-3)
+    assert names(diagnose_run(facts)) == []
+
+
+def test_of_a_job_that_scales_by_itself_as_many_actors_as_there_may_be_count() -> None:
+    facts = JobFacts(job(SCALES))
+    assert (facts.num_places, facts.num_generating) == (1024, 4)
+    assert diagnose_job(facts) == []
+    (named,) = diagnose_job(JobFacts(job({**SCALES, "staleness": {"eta": 0}})))
+    assert "512 sequences be outstanding, but the generators have 1024 places" in named.finding.message
+
+
+def test_of_a_long_log_the_newest_lines_are_told_and_of_several_logs_the_newest(tmp_path: Path) -> None:
+    def line(second: int, words: str) -> str:
+        return f"2026-11-30T09:00:{second:02d}.000Z WARNING actor-0 trajectory given up: reason=http_400 {words}\n"
+
+    (tmp_path / "actor-0.log").write_text("".join(line(second, f"number {second}") for second in range(60)))
+    (tmp_path / "actor-1.log").write_text(line(30, "of another actor"))
+    assert given_up_messages(tmp_path) == {"http_400": "number 59"}
+    assert given_up_messages(tmp_path, most_bytes=100) == {"http_400": "number 59"}
+    (tmp_path / "actor-1.log").write_text(line(59, "before") + "2026-11-30T09:01:00.000Z INFO actor-1 goes on\n" * 10)
+    assert given_up_messages(tmp_path, most_bytes=100) == {"http_400": "number 59"}
 
 
 def test_why_nothing_succeeds_is_told_with_the_words_of_the_actors_log(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl_cli.results.active_time import ActiveTime
-from pipelinerl_cli.results.history import LAG_BUCKETS, RunHistory, counter_total
+from pipelinerl_cli.results.counters import counter_total
+from pipelinerl_cli.results.history import LAG_BUCKETS, Point, RunHistory, mean_over_time
 from pipelinerl_cli.results.metrics_file import MetricsWriter, Record, parse_record, read_records
 from pipelinerl_cli.results.summary import summarize
 from pipelinerl_common.errors import SettingsError
@@ -35,7 +35,7 @@ def test_counter_total_goes_on_over_restarts_of_its_process(values: list[float],
 
 
 def test_time_between_sessions_does_not_count() -> None:
-    time = ActiveTime.of([session(100), step(1, 110), step(2, 130), session(1000), step(3, 1005)])
+    time = RunHistory([session(100), step(1, 110), step(2, 130), session(1000), step(3, 1005)]).time
     assert time.total == 35
     assert [time.at(t) for t in (100, 110, 130, 500, 1000, 1005)] == [0, 10, 30, 30, 30, 35]
 
@@ -150,6 +150,14 @@ def test_values_that_are_not_numbers_are_left_out_of_means() -> None:
 def test_gauge_adds_what_each_instance_said_last() -> None:
     history = RunHistory([session(0), actor(1, 10), actor(2, 5, "actor-1"), actor(3, 20)])
     assert [(point.t, point.value) for point in history.gauge("actor", "tokens_generated_total")] == [(1, 10), (2, 15), (3, 25)]
+
+
+def test_mean_of_a_gauge_counts_how_long_each_value_held() -> None:
+    points = [Point(0, 4.0), Point(2, 1.0), Point(4, 99.0)]
+    assert mean_over_time(points, 0, 3) == pytest.approx(3)  # (2 * 4 + 1 * 1) / 3
+    assert mean_over_time(points, 1, 3) == pytest.approx(2.5)  # (1 * 4 + 1 * 1) / 2
+    assert mean_over_time(points[1:2], 0, 2) == 1
+    assert math.isnan(mean_over_time(points[2:], 0, 3))
 
 
 def test_records_survive_the_file_and_null_stands_for_not_a_number(tmp_path: Path) -> None:

@@ -43,6 +43,10 @@ def step(number: int, reward: float, age_s: float = 0.0) -> Record:
     return Record("trainer", "trainer-0", time.time() - age_s, number, {"reward_mean": reward, "lag_mean": 1.0, "ess": 0.9})
 
 
+def told(instance: str, age_s: float) -> Record:
+    return Record(instance.partition("-")[0], instance, time.time() - age_s, -1, {"memory_bytes": 1.0})
+
+
 @pytest.fixture
 def holder() -> Iterator[int]:
     """Process id of something that looks like the `pipelinerl up` of a run."""
@@ -68,6 +72,7 @@ def test_steps_of_a_live_run_are_seen_once_each_as_they_are_written(tmp_path: Pa
     (run / "lock").write_text(f"{holder}\n")
     (run / "summary.json").write_text('{"status": "interrupted"}')  # of an earlier session
     source = RunFolderSource.open(run)
+    append(run, told("actor-0", 0), told("preprocessor-0", 0))
     assert len(source.look()) == 1
     append(run, step(2, 0.5), step(3, 0.75))
     with (run / "metrics.jsonl").open("a") as file:
@@ -129,6 +134,27 @@ def test_a_run_that_has_fallen_silent_says_so(tmp_path: Path, holder: int) -> No
     append(run, step(2, 0.5))
     source.look()
     assert "no record" not in text_of(source.render(100))
+
+
+def test_without_a_terminal_who_falls_silent_is_a_line_and_who_is_heard_of_again_too(tmp_path: Path, holder: int) -> None:
+    run = make_run(tmp_path / "run", [])
+    (run / "metrics.jsonl").write_text("")
+    (run / "lock").write_text(f"{holder}\n")
+    append(run, Record("up", "up", time.time() - 60, -1, {"session_started": 1.0}))
+    append(run, *(told("actor-1", age) for age in (40, 30)), *(told("actor-0", age) for age in (40, 30, 20)))
+    append(run, step(1, 0.5, age_s=15), Record("up", "up", time.time() - 10, -1, {"silent_generator-0-0_seconds": 20.0}))
+    command = [sys.executable, "-m", "pipelinerl_cli", "watch", str(run), "--interval", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        assert watching.stdout.readline().startswith(f"sums  {run}  running  step 1/1000, started ")
+        assert watching.stdout.readline().startswith("step 1/1000")
+        assert watching.stdout.readline().startswith("generator-0-0 has not answered for ")
+        append(run, told("actor-0", 1))
+        assert watching.stdout.readline().startswith("actor-1 has told nothing for ")
+        append(run, told("actor-1", 0), Record("up", "up", time.time(), -1, {"silent_generator-0-0_seconds": 0.0}))
+        heard = {watching.stdout.readline() for _ in range(2)}
+        assert heard == {f"{name} is heard of again, or has ended\n" for name in ("actor-1", "generator-0-0")}
+        watching.kill()
 
 
 def test_what_cannot_be_watched_is_refused_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

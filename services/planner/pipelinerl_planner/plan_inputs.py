@@ -78,7 +78,7 @@ def _gpus(job: Job | None) -> int:
     actors, trainers = job.spec.actors, job.spec.trainers
     if actors.gpus_per_replica == 0:
         raise SettingsError("actors.gpusPerReplica=0: the job uses no GPU; say how many to plan for with --gpus")
-    return actors.replicas * actors.gpus_per_replica + trainers.replicas * trainers.processes_per_node
+    return job.spec.most_actors * actors.gpus_per_replica + trainers.replicas * trainers.processes_per_node
 
 
 def _batch(args: argparse.Namespace, job: Job | None) -> tuple[int, int]:

@@ -236,6 +236,16 @@ def test_job_gives_the_inputs_and_takes_the_settings(tmp_path: Path, capsys: pyt
     assert parsed.actors.generator.max_running_requests == 2 * point["H"]
 
 
+def test_job_that_scales_by_itself_has_the_gpus_of_as_many_actors_as_there_may_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec: Any = JOB["spec"]
+    scaling = {"actors": {**spec["actors"], "replicas": 2, "maxReplicas": 8}, "autoscale": {"enabled": True}}
+    path = write_job(tmp_path / "job.yaml", **scaling)
+    by_flags = planned(capsys, "--gpus", "64", "--batch", "1024", "--max-lag", "8")  # 8 actors of 4, 4 nodes of 8
+    assert planned(capsys, "--job", str(path), "--max-lag", "8")["conventional"] == by_flags["conventional"]
+
+
 def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("plan.svg", "plan.html"):
         assert command("--plot", str(tmp_path / name)) == 0

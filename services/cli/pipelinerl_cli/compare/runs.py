@@ -3,13 +3,14 @@
 When that was is known to a second, the actor's period of telling: the token came up to a second after what is taken for it.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
+from pipelinerl_cli.doctor.plan_facts import JobFacts
 from pipelinerl_cli.report.svg import smooth
 from pipelinerl_cli.results.history import RunHistory, Step
 from pipelinerl_cli.results.run_folder import load_run
@@ -60,18 +61,6 @@ class Compared:
         return last.samples / last.t if last else None
 
     @property
-    def trained_tokens_per_second(self) -> float | None:
-        """From the first token to the last step."""
-        last = self._last
-        return last.tokens / last.t if last else None
-
-    @property
-    def seconds_per_step(self) -> float | None:
-        """From the first token to the last step, over the steps."""
-        last = self._last
-        return last.t / len(self.history.steps) if last else None
-
-    @property
     def waiting_share(self) -> float | None:
         """Of the trainer's time, what it waits for batches."""
         steps = [step for step in self.history.steps if step.get("step_seconds") > 0]
@@ -80,12 +69,9 @@ class Compared:
 
     @property
     def places_in_use(self) -> float | None:
-        """Of the sequences that the generators can decode at once, the share that they do."""
-        spec = self.job.spec.actors
-        places = spec.replicas * spec.generators_per_replica * spec.generator.max_running_requests
-        end = self.history.steps[-1].t if self.history.steps else 0.0
-        running = [point.value for point in self.history.gauge("actor", "requests_running") if point.t <= end]
-        return fmean(running) / places if running else None
+        """Of the sequences that the generators can decode at once, the share that they do, up to the last step."""
+        share = self.history.places_in_use(0.0, self._last.t if self._last else 0.0, JobFacts(self.job).num_places)
+        return share if math.isfinite(share) else None
 
     def pass_at(self, name: str, k: int) -> float | None:
         """The newest pass@k on the evaluation set `name`."""

@@ -6,6 +6,8 @@ from itertools import groupby
 from pipelinerl_cli.doctor.finding import Finding, Severity
 from pipelinerl_cli.doctor.run_facts import RunFacts, mean
 from pipelinerl_cli.doctor.stall_rules import error_advice, told_errors
+from pipelinerl_cli.results.evaluations import is_evaluation
+from pipelinerl_common.metrics import EVALUATOR
 from pipelinerl_common.words import counted
 
 MUCH_DROPPED = 0.05
@@ -16,6 +18,8 @@ MANY_FAILURES = 0.05
 """Share of the weight updates."""
 GROWTH = 1.5
 """Memory of a process in the run's last quarter over that in its second quarter."""
+LATE_S = 60.0
+"""An evaluator ends its evaluation itself at evaluation.timeoutSeconds; one that is later than this hangs."""
 _LONG_RUN_S = 600.0
 _OTHER_RULES_DROPS = {"zero_advantage"}
 _DROP_ADVICE: Mapping[str, str] = {
@@ -137,6 +141,29 @@ def checkpoints_failed(facts: RunFacts) -> Finding | None:
         ("the output's file system: space and permissions", "trainers.checkpoint.keep: lower"),
         {"checkpoint_failures": failures},
     )
+
+
+def evaluations_fail(facts: RunFacts) -> Finding | None:
+    """Of a job that asks for evaluations: they fail, one does not end, or the last step has none."""
+    settings, steps = facts.job.spec.evaluation, facts.history.steps
+    if settings is None:
+        return None
+    failed, done = facts.summary["evaluations_failed"], facts.total(EVALUATOR, "evaluations_total{outcome=done}")
+    told, turn = [], ["logs/evaluator-0.log: why there is no result"]
+    if failed:
+        told.append(f"{failed} of {counted(failed + done, 'evaluation')} failed")
+    numbers = {"failed": float(failed), "done": done}
+    if facts.evaluating is not None and facts.evaluating[1] > settings.timeout_seconds + LATE_S:
+        step, numbers["seconds"] = facts.evaluating
+        told.append(f"that of step {step} has not ended after {numbers['seconds']:.0f} s")
+    if told:
+        turn.append(f"evaluation.timeoutSeconds: higher than {settings.timeout_seconds:g} where one takes longer")
+        turn.append("evaluation.sets: a smaller numPrompts")
+    ended = {record.step for record in facts.records if is_evaluation(record)}
+    if facts.status == "finished" and steps and steps[-1].step not in ended:
+        told.append(f"step {steps[-1].step}, the last one, was not evaluated")
+        turn.append("the same `pipelinerl up` again: it evaluates the last step")
+    return Finding(Severity.WARNING, f"evaluation: {'; '.join(told)}", tuple(turn), numbers) if told else None
 
 
 def memory_grows(facts: RunFacts) -> Finding | None:

@@ -44,7 +44,8 @@ def small_generator_batch(facts: JobFacts) -> Finding | None:
 
 
 def unusual_share(facts: JobFacts) -> Finding | None:
-    if facts.num_generating == 0:
+    """Not of a job that scales by itself: it finds its own share."""
+    if facts.num_generating == 0 or facts.spec.autoscale.enabled:
         return None
     num_gpus = facts.num_generating + facts.num_training
     share = facts.num_generating / num_gpus

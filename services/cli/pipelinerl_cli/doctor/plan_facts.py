@@ -11,6 +11,8 @@ from pipelinerl_staleness.registry import make_policy
 @dataclass(frozen=True, slots=True)
 class JobFacts:
     job: Job
+    actors_in_use: float | None = None
+    """On average, of a run that scales by itself."""
 
     @property
     def spec(self) -> JobSpec:
@@ -22,15 +24,20 @@ class JobFacts:
         return make_policy(self.spec.staleness.parse(), self.spec.algorithm.groups_per_step)
 
     @property
+    def num_actors(self) -> float:
+        """Of a run that scales by itself as many as there were, of such a job as many as there may be."""
+        return self.spec.most_actors if self.actors_in_use is None else self.actors_in_use
+
+    @property
     def num_places(self) -> int:
         """Sequences that all generators can decode at once."""
         actors = self.spec.actors
-        return actors.replicas * actors.generators_per_replica * actors.generator.max_running_requests
+        return round(self.num_actors * actors.generators_per_replica * actors.generator.max_running_requests)
 
     @property
-    def num_generating(self) -> int:
+    def num_generating(self) -> float:
         """GPUs that generate; 0 on CPUs."""
-        return self.spec.actors.replicas * self.spec.actors.gpus_per_replica
+        return self.num_actors * self.spec.actors.gpus_per_replica
 
     @property
     def num_training(self) -> int:

@@ -34,6 +34,7 @@ RUN_RULES: Mapping[str, Callable[[RunFacts], Finding | None]] = {
         fault_rules.rollouts_fail,
         fault_rules.sequences_overlong,
         fault_rules.checkpoints_failed,
+        fault_rules.evaluations_fail,
         fault_rules.memory_grows,
         learning_rules.reward_flat,
         learning_rules.ess_low,

@@ -1,50 +1,61 @@
 """What a run's metrics say, where it has settled: the later half of its steps."""
 
 import math
+import os
 import re
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from pipelinerl_cli.doctor.plan_facts import JobFacts
-from pipelinerl_cli.results.history import Point, RunHistory, Step, counter_total
-from pipelinerl_cli.results.metrics_file import THINNING_S_PER_S, Record, read_records
+from pipelinerl_cli.results.counters import counter_total
+from pipelinerl_cli.results.history import RunHistory, Step, mean_over_time
+from pipelinerl_cli.results.metrics_file import SESSION_ROLE, Record, read_records
 from pipelinerl_cli.results.run_folder import load_run
 from pipelinerl_cli.results.summary import summarize
-from pipelinerl_cli.up.view import QUIET_S, TELL_EVERY_SECOND, has_left
+from pipelinerl_cli.up.silence import silent_name
+from pipelinerl_cli.up.view import TELL_EVERY_SECOND, has_left, quiet_in_file_s
+from pipelinerl_common.metrics import EVALUATOR
 from pipelinerl_common.settings import Job
 
-SILENT, SECONDS = "silent_", "_seconds"
-"""Around a process's name: the name of the value by which `pipelinerl up` tells of its silence."""
-GIVEN_UP = re.compile(r"trajectory given up: reason=(?P<reason>\S+) (?P<message>.*)")
-MOST_LINES = 200_000
-"""Of a log that are read."""
+GIVEN_UP = re.compile(r"(?P<time>\S*) .*trajectory given up: reason=(?P<reason>\S+) (?P<message>.*)")
+MOST_BYTES = 32 << 20
+"""Of a log's end that are read."""
 FEWEST_POINTS = 5
 """Of a gauge, for a mean that says something."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    job: JobFacts
+    job_file: Job
     status: str
     """As in summary.json; "running" without one."""
     records: tuple[Record, ...]
     failure: str = ""
     """Why the run failed, in one line."""
-    messages: Mapping[str, str] = field(default_factory=dict)
-    """What the actors' logs say of trajectories that were given up, by the reason that rollout errors are counted by."""
+    logs: Path | None = None
+    """Folder of the processes' logs."""
     now: float | None = None
     """Seconds since the epoch, of a run that a process of this machine runs at the moment."""
 
-    @classmethod
-    def of(cls, job: Job, status: str, records: Iterable[Record]) -> "RunFacts":
-        return cls(JobFacts(job), status, tuple(records))
+    @cached_property
+    def job(self) -> JobFacts:
+        """With the actors that there were, where the run scales by itself."""
+        if not self.job_file.spec.autoscale.enabled or not self.settled:
+            return JobFacts(self.job_file)
+        first = self.settled[0].step
+        in_use = mean(count for step, count in self.history.at_steps(SESSION_ROLE, "actors_ready") if step >= first)
+        return JobFacts(self.job_file, in_use if in_use > 0 else None)
+
+    @cached_property
+    def messages(self) -> Mapping[str, str]:
+        """What the actors' logs say of trajectories that were given up, by the reason that rollout errors are counted by."""
+        return {} if self.logs is None else given_up_messages(self.logs)
 
     @cached_property
     def history(self) -> RunHistory:
@@ -52,23 +63,22 @@ class RunFacts:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        return summarize(self.history, status=self.status, job=self.job.job.name, seed=self.job.spec.seed)
+        return summarize(self.history, status=self.status, job=self.job_file.name, seed=self.job_file.spec.seed)
 
     @property
     def session_seconds(self) -> float:
         """Since the newest session's begin: up to now, or up to the last record of a run that does not run here."""
-        begin = self.history.time.session_start
-        return 0.0 if begin is None else max(0.0, self._end - begin)
+        return 0.0 if self.history.time.session_start is None else max(0.0, self._end - self._begin)
 
     @property
     def serving_seconds(self) -> float | None:
         """Since when the generators serve the job's weights, in the newest session; None as long as they do not."""
-        begin = self.history.time.session_start or 0.0
+        begin = self._begin
         served = (each.time for each in self.records if each.time >= begin and each.values.get("served_version", -1.0) >= 0)
         first = min(served, default=None)
         return None if first is None else max(0.0, self._end - first)
 
-    @property
+    @cached_property
     def silent(self) -> dict[str, float]:
         """Processes that neither end nor answer, with the seconds of their silence.
 
@@ -76,7 +86,7 @@ class RunFacts:
         """
         if self.status == "finished":
             return {}
-        begin = self.history.time.session_start or 0.0
+        begin = self._begin
         told: dict[str, float] = {}
         heard: dict[str, float] = {}
         for record in self.records:
@@ -87,14 +97,30 @@ class RunFacts:
             if has_left(record):
                 heard.pop(record.instance, None)
             for name, value in record.values.items():
-                if name.startswith(SILENT) and value > 0:
-                    told[name.removeprefix(SILENT).removesuffix(SECONDS)] = value + self._end - record.time
-                elif name.startswith(SILENT):
-                    told.pop(name.removeprefix(SILENT).removesuffix(SECONDS), None)
-        usual = QUIET_S + 3 * THINNING_S_PER_S * self.history.seconds
+                if (silent := silent_name(name)) is None:
+                    continue
+                told.pop(silent, None)
+                if value > 0:
+                    told[silent] = value + self._end - record.time
+        usual = quiet_in_file_s(self.history.seconds)
         return told | {name: self._end - last for name, last in heard.items() if self._end - last > usual}
 
     @property
+    def evaluating(self) -> tuple[int, float] | None:
+        """The step whose evaluation has begun in the newest session and not ended, and for how many seconds; None without."""
+        step, since = -1, 0.0
+        for record in self.records:
+            running = record.values.get("evaluation_running_step", math.nan)
+            if record.role == EVALUATOR and record.time >= self._begin and math.isfinite(running) and running != step:
+                step, since = int(running), record.time
+        return None if step < 0 else (step, self._end - since)
+
+    @property
+    def _begin(self) -> float:
+        """Of the newest session; 0 without one."""
+        return self.history.time.session_start or 0.0
+
+    @cached_property
     def _end(self) -> float:
         return self.now if self.now is not None else max((record.time for record in self.records), default=0.0)
 
@@ -102,6 +128,11 @@ class RunFacts:
     def settled(self) -> list[Step]:
         steps = self.history.steps
         return steps[len(steps) // 2 :]
+
+    @property
+    def _window(self) -> tuple[float, float]:
+        """From the first to the last settled step; without any it holds nothing."""
+        return (self.settled[0].t, self.settled[-1].t) if self.settled else (math.inf, -math.inf)
 
     def mean(self, name: str) -> float:
         """Of the trainer's value over the settled steps; not-a-number without any."""
@@ -122,25 +153,21 @@ class RunFacts:
 
     def gauge(self, role: str, name: str) -> list[float]:
         """A gauge's values during the settled steps, summed over the role's instances."""
-        if not self.settled:
-            return []
-        start, end = self.settled[0].t, self.settled[-1].t
-        points: list[Point] = self.history.gauge(role, name)
-        return [point.value for point in points if start <= point.t <= end]
+        start, end = self._window
+        return [point.value for point in self.history.gauge(role, name) if start <= point.t <= end]
 
     def gauge_mean(self, role: str, name: str) -> float:
         """Mean of a gauge during the settled steps; not-a-number when it was seldom told."""
-        values = self.gauge(role, name)
-        return mean(values) if len(values) >= FEWEST_POINTS else math.nan
+        if len(self.gauge(role, name)) < FEWEST_POINTS:
+            return math.nan
+        return mean_over_time(self.history.gauge(role, name), *self._window)
 
     def total(self, role: str, name: str) -> float:
         return self.history.total(role, name)
 
     def by_instance(self, role: str, name: str) -> dict[str, float]:
         """What a counter counted during the settled steps, by instance."""
-        if not self.settled:
-            return {}
-        start, end = self.settled[0].t, self.settled[-1].t
+        start, end = self._window
         values: dict[str, list[float]] = {}
         for record in self.records:
             if record.role == role and name in record.values and start <= self.history.time.at(record.time) <= end:
@@ -167,9 +194,10 @@ class RunFacts:
 
     @property
     def fill(self) -> float:
-        """Requests running over the generators' places, of as many actors as there were."""
-        places = self.gauge_mean("actor", "requests_limit")
-        return self.gauge_mean("actor", "requests_running") / (places if places > 0 else self.job.num_places)
+        """Requests running over the generators' places, of as many actors as there were; not-a-number when seldom told."""
+        if len(self.gauge("actor", "requests_running")) < FEWEST_POINTS:
+            return math.nan
+        return self.history.places_in_use(*self._window, self.job.num_places)
 
 
 def mean(values: Iterable[float]) -> float:
@@ -181,22 +209,24 @@ def mean(values: Iterable[float]) -> float:
 def load_facts(root: Path) -> RunFacts:
     """Raises SettingsError when `root` is not a run's folder."""
     run = load_run(root)
-    return RunFacts(
-        JobFacts(run.job),
-        run.status,
-        tuple(read_records(root / "metrics.jsonl")),
-        failure=run.failure,
-        messages=given_up_messages(root),
-        now=time.time() if run.is_live else None,
-    )
+    now = time.time() if run.is_live else None
+    return facts_of(root, run.job, run.status, failure=run.failure, now=now)
 
 
-def given_up_messages(root: Path) -> dict[str, str]:
-    """The newest by reason, from the actors' logs."""
-    messages: dict[str, str] = {}
-    for log in sorted((root / "logs").glob("actor-*.log")):
-        with suppress(OSError), log.open(encoding="utf-8", errors="replace") as lines:
-            for line in islice(lines, MOST_LINES):
-                if found := GIVEN_UP.search(line):
-                    messages[found["reason"]] = found["message"]
-    return messages
+def facts_of(root: Path, job: Job, status: str, *, failure: str, now: float | None = None) -> RunFacts:
+    """Of the run in `root`. Raises SettingsError when metrics.jsonl cannot be read."""
+    records = tuple(read_records(root / "metrics.jsonl"))
+    return RunFacts(job, status, records, failure=failure, logs=root / "logs", now=now)
+
+
+def given_up_messages(logs: Path, most_bytes: int = MOST_BYTES) -> dict[str, str]:
+    """The newest by reason, from the last `most_bytes` of each actor's log."""
+    newest: dict[str, tuple[str, str]] = {}
+    for log in sorted(logs.glob("actor-*.log")):
+        with suppress(OSError), log.open("rb") as lines:
+            lines.seek(max(0, lines.seek(0, os.SEEK_END) - most_bytes))
+            for line in lines:
+                if found := GIVEN_UP.match(line.decode(errors="replace")):
+                    said = found["time"], found["message"]
+                    newest[found["reason"]] = max(newest.get(found["reason"], said), said, key=lambda each: each[0])
+    return {reason: message for reason, (_, message) in newest.items()}

@@ -93,9 +93,8 @@ def _head(summary: Mapping[str, Any], job: Job) -> str:
 def _num_generators(spec: JobSpec) -> str:
     """Example: "1 to 4" where actors come and go."""
     actors = spec.actors
-    if not spec.autoscale.enabled or actors.max_replicas is None:
-        return str(actors.replicas * actors.generators_per_replica)
-    return f"{actors.min_replicas * actors.generators_per_replica} to {actors.max_replicas * actors.generators_per_replica}"
+    most = str(spec.most_actors * actors.generators_per_replica)
+    return f"{actors.min_replicas * actors.generators_per_replica} to {most}" if spec.autoscale.enabled else most
 
 
 def _shown(summary: Mapping[str, Any], key: str, form: Any = compact) -> str:

@@ -1,7 +1,6 @@
 """Time of a run over its sessions."""
 
 import bisect
-from collections.abc import Iterable
 
 from pipelinerl_cli.results.metrics_file import Record
 
@@ -20,13 +19,6 @@ class ActiveTime:
         self._ends: list[float] = []
         self._offsets: list[float] = []
         """Seconds of the run at each session's start."""
-
-    @classmethod
-    def of(cls, records: Iterable[Record]) -> "ActiveTime":
-        time = cls()
-        for record in records:
-            time.take(record)
-        return time
 
     def take(self, record: Record) -> None:
         if SESSION_START in record.values or not self._starts:

@@ -3,6 +3,7 @@
 import math
 
 from pipelinerl_cli.results.active_time import ActiveTime
+from pipelinerl_cli.results.counters import increase
 from pipelinerl_cli.results.metrics_file import Record, ends_step
 
 TOKENS = "tokens_generated_total"
@@ -30,7 +31,7 @@ class Generation:
             return
         before = self._newest if self._counted else t
         previous = self._counted.get(record.instance, 0.0)
-        self.tokens += total - previous if total >= previous else total  # less than before: its process began again at 0
+        self.tokens += increase(previous, total)
         self._counted[record.instance] = total
         self._newest = t
         if self.tokens > 0 and self._first_token is None:

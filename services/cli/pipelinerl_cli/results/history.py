@@ -8,9 +8,11 @@ from copy import copy
 from dataclasses import dataclass, replace
 
 from pipelinerl_cli.results.active_time import ActiveTime
+from pipelinerl_cli.results.counters import counter_total
 from pipelinerl_cli.results.evaluations import evaluations
 from pipelinerl_cli.results.generation import Generation
 from pipelinerl_cli.results.metrics_file import Record, ends_step
+from pipelinerl_common.metrics import EVALUATOR
 from pipelinerl_common.metrics.catalog.learning import MAX_LAG_BUCKET
 
 LAG_BUCKETS = tuple(f"lag_steps_bucket{{le={bound}}}" for bound in (*range(MAX_LAG_BUCKET + 1), "+Inf"))
@@ -49,16 +51,18 @@ class RunHistory:
     """Series of one run, over all its sessions."""
 
     def __init__(self, records: Iterable[Record]) -> None:
-        in_order = list(records)
-        self.time = ActiveTime.of(in_order)
-        self.steps = _steps(in_order, self.time)
-        self.evaluations = evaluations(in_order)
-        self._start = 0.0
         self.generation = Generation()
         self._by_role: dict[str, list[Record]] = defaultdict(list)
-        for record in in_order:
+        for record in records:
             self.generation.take(record)
             self._by_role[record.role].append(record)
+        self.steps = _steps(self._by_role["trainer"], self.time)
+        self.evaluations = evaluations(self._by_role[EVALUATOR])
+        self._start = 0.0
+
+    @property
+    def time(self) -> ActiveTime:
+        return self.generation.time
 
     @property
     def seconds(self) -> float:
@@ -106,6 +110,16 @@ class RunHistory:
                 points.append(Point(self.at(record.time), sum(latest.values())))
         return [point for point in points if point.t >= 0]
 
+    def places_in_use(self, start: float, until: float, places: float) -> float:
+        """Of the sequences that the generators that there were can decode at once, the share that they did.
+
+        `places` counts where the run does not tell how many there were. Not-a-number where it does not tell how many ran.
+        """
+        running, limit = (
+            mean_over_time(self.gauge("actor", name), start, until) for name in ("requests_running", "requests_limit")
+        )
+        return running / (limit if limit > 0 else places)
+
     def at_steps(self, role: str, name: str) -> list[tuple[int, float]]:
         """A value of a role with one process as it was at the end of each step; steps before it was told are left out."""
         said = [(self.time.at(each.time), each.values[name]) for each in self._by_role[role] if name in each.values]
@@ -128,14 +142,19 @@ class RunHistory:
         return values
 
 
-def counter_total(values: Sequence[float]) -> float:
-    """The sum of a counter's increases; a fall means that its process began again at 0. Example: [3, 5, 1, 4] is 5 + 4 = 9."""
-    total = 0.0
-    previous = 0.0
-    for value in values:
-        total += value - previous if value >= previous else value
-        previous = value
-    return total
+def mean_over_time(points: Sequence[Point], start: float, until: float) -> float:
+    """Of a value that holds until it is told again, from `start` to `until`. Not-a-number where it was not told by then.
+
+    Example: 4 at 0 s and 1 at 2 s, from 0 to 3 s: (2 * 4 + 1 * 1) / 3 = 3.
+    """
+    said = [point for point in points if point.t <= until]
+    if not said:
+        return math.nan
+    ends = [*(point.t for point in said[1:]), until]
+    held = [max(0.0, end - max(start, point.t)) for point, end in zip(said, ends, strict=True)]
+    if sum(held) <= 0:
+        return said[-1].value
+    return sum(point.value * seconds for point, seconds in zip(said, held, strict=True)) / sum(held)
 
 
 def _steps(records: Iterable[Record], time: ActiveTime) -> list[Step]:

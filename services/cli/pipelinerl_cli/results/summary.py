@@ -1,9 +1,7 @@
 """summary.json: what a run came to, in numbers."""
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pipelinerl_cli.results.evaluations import Evaluated, Interval
@@ -90,13 +88,6 @@ def _evaluation(of_set: Sequence[Evaluated]) -> dict[str, Any]:
 
 def _edges(interval: Interval) -> dict[str, float | None]:
     return {"mean": _rounded(interval.mean), "low": _rounded(interval.low), "high": _rounded(interval.high)}
-
-
-def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Writes whole or not at all."""
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
 
 
 def _training_seconds(history: RunHistory) -> float:

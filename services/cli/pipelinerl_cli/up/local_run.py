@@ -65,7 +65,7 @@ class LocalRun:
 
     def __init__(self, job: Job, folder: RunFolder, display: Display, interrupt: Interrupt) -> None:
         self._job = job
-        self._largest = _largest(job)
+        self._largest = with_actors(job, job.spec.most_actors)
         """With as many actors as there may ever be: they share the machine's threads, GPUs and ports."""
         self._folder = folder
         self._display = display
@@ -285,8 +285,3 @@ class LocalRun:
             if is_training and (explanation := patience.look(self._view, time.monotonic())) is not None:
                 self._display.note(explanation)
             await asyncio.sleep(TICK_S)
-
-
-def _largest(job: Job) -> Job:
-    most = job.spec.actors.max_replicas
-    return with_actors(job, most) if job.spec.autoscale.enabled and most is not None else job

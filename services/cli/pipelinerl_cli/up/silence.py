@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -10,6 +11,13 @@ LIMIT_S = 180.0
 LOOK_S = 1.0
 RECORD = "silent_{name}_seconds"
 """Name of the value in the records of `pipelinerl up`; 0 once the generator answers again or was ended."""
+_RECORDED = re.compile(RECORD.format(name="(.+)"))
+
+
+def silent_name(value_name: str) -> str | None:
+    """Whose silence a value is, None of another value. Example: "silent_generator-0-0_seconds" is generator-0-0's."""
+    found = _RECORDED.fullmatch(value_name)
+    return found[1] if found else None
 
 
 @dataclass

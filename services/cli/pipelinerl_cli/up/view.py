@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipelinerl_cli.results.active_time import SESSION_START
+from pipelinerl_cli.results.counters import increase
 from pipelinerl_cli.results.evaluations import Evaluated, evaluated, is_evaluation
 from pipelinerl_cli.results.generation import Generation
-from pipelinerl_cli.results.metrics_file import SESSION_ROLE, Record, ends_step
+from pipelinerl_cli.results.metrics_file import SESSION_ROLE, THINNING_S_PER_S, Record, ends_step
 from pipelinerl_cli.results.step_mean import StepMean
+from pipelinerl_cli.up.silence import silent_name
 from pipelinerl_common.metrics import is_counter
 
 SPARK_STEPS = 40
@@ -25,8 +27,14 @@ TRENDS = (
 TELL_EVERY_SECOND = ("actor", "preprocessor")
 """Roles whose processes write a record about once a second, whatever they do."""
 QUIET_S = 20.0
+"""So long they are not silent by chance."""
 GENERATING = "generating the first batch"
 """The phase before the first step."""
+
+
+def quiet_in_file_s(run_seconds: float) -> float:
+    """`QUIET_S` where records come from the run's file, which keeps fewer of them as the run grows old."""
+    return QUIET_S + 3 * THINNING_S_PER_S * run_seconds
 
 
 def has_left(record: Record) -> bool:
@@ -57,6 +65,8 @@ class RunView:
     _counted: dict[tuple[str, str, str], float] = field(default_factory=dict)
     """Counters' newest values by role, instance and name."""
     _totals: dict[tuple[str, str], float] = field(default_factory=dict)
+    silent: dict[str, float] = field(default_factory=dict)
+    """Generators that do not answer though they run, with the time since when, seconds since the epoch."""
     _heard: dict[str, float] = field(default_factory=dict)
     """When each of those that tell about themselves every second did so last."""
 
@@ -68,14 +78,13 @@ class RunView:
             self.step_times.clear()  # the time between two sessions says nothing of the pace
             self._gauges.clear()
             self._heard.clear()
+            self.silent.clear()
         if record.role in TELL_EVERY_SECOND:
             self._heard[record.instance] = record.time
         if has_left(record):
             self._heard.pop(record.instance, None)
         for name, value in record.values.items():
-            self._gauges.setdefault((record.role, name), {})[record.instance] = value
-            if is_counter(name) and math.isfinite(value):
-                self._count(record, name, value)
+            self._take_value(record, name, value)
         if is_evaluation(record) and (found := evaluated(record)):
             self.evaluations.append(found)
         if not ends_step(record):
@@ -88,11 +97,19 @@ class RunView:
         self.step_times.append((record.time, record.step))
         return True
 
+    def _take_value(self, record: Record, name: str, value: float) -> None:
+        self._gauges.setdefault((record.role, name), {})[record.instance] = value
+        if is_counter(name) and math.isfinite(value):
+            self._count(record, name, value)
+        if (silent := silent_name(name)) is not None:
+            self.silent.pop(silent, None)
+            if value > 0:
+                self.silent[silent] = record.time - value
+
     def _count(self, record: Record, name: str, value: float) -> None:
         previous = self._counted.get((record.role, record.instance, name), 0.0)
         self._counted[record.role, record.instance, name] = value
-        counted = value - previous if value >= previous else value  # its process began again at 0
-        self._totals[record.role, name] = self._totals.get((record.role, name), 0.0) + counted
+        self._totals[record.role, name] = self._totals.get((record.role, name), 0.0) + increase(previous, value)
 
     def gauge(self, role: str, name: str) -> float | None:
         """Newest value of this session, summed over the role's instances."""

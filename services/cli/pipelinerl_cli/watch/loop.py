@@ -15,7 +15,10 @@ class Source(Protocol):
     """Seconds between looks where the user does not say."""
 
     def look(self) -> Sequence[str]:
-        """Reads what is there by now; returns a line per step done since the last look. Raises SettingsError."""
+        """Reads what is there by now; returns a line for each step done and each change since the last look.
+
+        Raises SettingsError.
+        """
 
     def headline(self) -> str:
         """How it stands, in one line."""
@@ -28,7 +31,7 @@ class Source(Protocol):
 
 
 def watch(source: Source, *, once: bool, interval_s: float) -> int:
-    """A live panel on a terminal; otherwise a line at once, one per step, and one at the end. With `once` the panel, once.
+    """A live panel on a terminal; otherwise a line at once, one per step or change, and one at the end. With `once` the panel.
 
     Returns the exit status.
     """

@@ -10,7 +10,7 @@ from pipelinerl_cli.results.metrics_file import parse_record
 from pipelinerl_cli.results.run_folder import is_held, load_run
 from pipelinerl_cli.up.display import step_line
 from pipelinerl_cli.up.panel import duration, render
-from pipelinerl_cli.up.view import RunView
+from pipelinerl_cli.up.view import RunView, quiet_in_file_s
 from pipelinerl_cli.watch.tail import Tail
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import Job
@@ -34,6 +34,7 @@ class RunFolderSource:
         self._view = _new_view(job)
         self._newest = 0.0
         self._status = "running"
+        self._silent: set[str] = set()
 
     @classmethod
     def open(cls, root: Path) -> "RunFolderSource":
@@ -51,7 +52,7 @@ class RunFolderSource:
             self._view = _new_view(self._job)
         steps = [shown for line in lines if (shown := self._take(line))]
         self._status = "running" if held else self._result()
-        return steps
+        return [*steps, *self._news()]
 
     def _result(self) -> str:
         """Of a run that no process of this machine holds: it may be another machine's, or another container's."""
@@ -80,7 +81,7 @@ class RunFolderSource:
 
     def render(self, width: int) -> "RenderableType":
         self._view.phase = "training" if self._view.is_training else "no step yet"
-        self._view.detail = self._silence()
+        self._view.detail = "; ".join(self._silences().values())
         return render(
             self._view,
             name=self._job.name,
@@ -89,11 +90,26 @@ class RunFolderSource:
             width=width,
         )
 
-    def _silence(self) -> str:
-        silent = time.time() - self._newest
-        if self.has_ended() or not self._newest or silent < SILENT_S:
-            return ""
-        return f"no record for {duration(silent)}; see {self._root / 'logs'}"
+    def _news(self) -> list[str]:
+        """A line for each that has fallen silent since the last look, and for each that is silent no more."""
+        now = self._silences()
+        news = [line for name, line in now.items() if name not in self._silent]
+        if not self.has_ended():
+            news += [f"{name} is heard of again, or has ended" for name in self._silent if name not in now]
+        self._silent = set(now)
+        return news
+
+    def _silences(self) -> dict[str, str]:
+        """Who is silent in a run that goes on, and in which way."""
+        if self.has_ended() or not self._newest:
+            return {}
+        now, view = time.time(), self._view
+        if now - self._newest >= SILENT_S:
+            return {"the run": f"no record for {duration(now - self._newest)}; see {self._root / 'logs'}"}
+        quiet = quiet_in_file_s(view.generation.time.total)
+        lines = {name: f"{name} has not answered for {now - since:.0f} s" for name, since in view.silent.items()}
+        lines |= {name: f"{name} has told nothing for {s:.0f} s" for name, s in view.quiet.items() if s > quiet}
+        return lines
 
 
 def _new_view(job: Job) -> RunView:

@@ -103,6 +103,12 @@ class JobSpec(Settings):
     autoscale: AutoscaleSettings = AutoscaleSettings()
     """Adjusts how many actors generate while the job runs."""
 
+    @property
+    def most_actors(self) -> int:
+        """That there may ever be: more than actors.replicas where the job scales by itself."""
+        most = self.actors.max_replicas if self.autoscale.enabled else None
+        return self.actors.replicas if most is None else most
+
     @model_validator(mode="after")
     def _sections_agree(self) -> "JobSpec":
         kl = self.algorithm.kl.coefficient
