@@ -13,7 +13,7 @@ import pytest
 from experiments.baseline import targets
 from experiments.baseline.cores import CoreUse, between, measure
 from experiments.baseline.numbers import Overlap, Ratio, paired_ratio
-from experiments.baseline.report import Report, markdown_table
+from experiments.baseline.report import Report
 from experiments.baseline.runs import SEARCH_SEED, Experiment, Plan, Setting, best_conventional, place, rotated
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import load_job
@@ -229,7 +229,3 @@ def test_conventional_runs_differ_in_their_staleness_policy_alone() -> None:
     conventional = load_job(ARITHMETIC, [override]).spec.model_dump()
     assert {name for name in spec if spec[name] != conventional[name]} == {"staleness"}
     assert conventional["staleness"] == {"policy": "conventional", "stepsPerGeneration": 4}
-
-
-def test_markdown_table() -> None:
-    assert markdown_table(("a", "b"), [("1", "2")]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipelinerl_cli.bench.process_tree import tree
+
 ROOT = Path(__file__).parents[1]
 ARITHMETIC = ROOT / "e2e" / "jobs" / "arithmetic.yaml"
 DEADLINE_S = 280.0
@@ -103,11 +105,7 @@ class Run:
 
     def memory_bytes(self, name: str) -> int:
         """Resident memory of one service's processes and their children."""
-        parents = {pid: parent for pid, parent in map(_parent, Path("/proc").iterdir()) if pid}
-        family = set(self.pids(name))
-        while children := {pid for pid, parent in parents.items() if parent in family} - family:
-            family |= children
-        return sum(map(_resident_bytes, family))
+        return sum(map(_resident_bytes, {each.pid for root in self.pids(name) for each in tree(root)}))
 
     def kill(self, name: str) -> None:
         """kill -9 of one service's processes."""
@@ -128,14 +126,6 @@ class Run:
                 if str(self.output) in line:
                     lines.append(line)
         return lines
-
-
-def _parent(folder: Path) -> tuple[int, int]:
-    """A process of /proc and its parent; zeros for what is not one, or has ended."""
-    try:
-        return int(folder.name), int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError):
-        return 0, 0
 
 
 def _resident_bytes(pid: int) -> int:

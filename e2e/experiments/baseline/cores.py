@@ -1,16 +1,15 @@
 """What each process of a run takes of the machine's cores, from /proc."""
 
 import json
-import os
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pipelinerl_cli.bench.process_tree import TICKS_PER_SECOND, tree
+
 PROC = Path("/proc")
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-PARENT, OWN_TIMES, IDLE = 1, slice(11, 15), (3, 4)
-"""Places in /proc/N/stat behind the name: parent; user and system time, of the process and of its ended children. In the first
-line of /proc/stat: idle, and waiting for a disk."""
+IDLE = (3, 4)
+"""Places in the first line of /proc/stat: idle, and waiting for a disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +28,11 @@ class CoreUse:
 
 def measure(root: int, now: float) -> CoreUse:
     """Of the process `root` and all that came from it."""
-    stats = {pid: stat for pid, stat in map(_stat, PROC.iterdir()) if pid}
-    children = defaultdict(list)
-    for pid, stat in stats.items():
-        children[int(stat[PARENT])].append(pid)
     by_role: dict[str, float] = defaultdict(float)
-    waiting = [(root, "up")]
-    while waiting:
-        pid, parent_role = waiting.pop()
-        if pid in stats:
-            role = _role(pid) or parent_role
-            by_role[role] += sum(map(int, stats[pid][OWN_TIMES])) / TICKS_PER_S
-            waiting += [(child, role) for child in children[pid]]
+    roles: dict[int, str] = {}
+    for each in tree(root):
+        role = roles[each.pid] = _role(each.pid) or roles.get(each.parent, "up")
+        by_role[role] += each.cpu_seconds
     return CoreUse(now, dict(by_role), _machine())
 
 
@@ -68,16 +60,6 @@ def between(uses: list[CoreUse]) -> Cores | None:
     return Cores(roles, max(0.0, (last.machine - first.machine) / seconds - sum(roles.values())))
 
 
-def _stat(folder: Path) -> tuple[int, list[str]]:
-    """A process and the fields behind its name; 0 for what is not one, or has ended."""
-    if not folder.name.isdigit():
-        return 0, []
-    try:
-        return int(folder.name), (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return 0, []
-
-
 def _role(pid: int) -> str | None:
     """Example: "generator" of a process that was started with --name generator-0-0; None for one without a name."""
     try:
@@ -91,4 +73,4 @@ def _role(pid: int) -> str | None:
 
 def _machine() -> float:
     times = list(map(int, (PROC / "stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]))
-    return (sum(times) - sum(times[place] for place in IDLE)) / TICKS_PER_S
+    return (sum(times) - sum(times[place] for place in IDLE)) / TICKS_PER_SECOND

@@ -23,6 +23,7 @@ from pipelinerl_cli.compare.seeds import Variant
 from pipelinerl_cli.compare.table import cell, note, table
 from pipelinerl_cli.report.standalone import standalone
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.words import markdown_table
 
 NOISY_CORES = 0.1
 """More than so many cores in use by others is told as a disturbance."""
@@ -100,7 +101,7 @@ class Report:
         """Names and texts of SVG files."""
         variants = [arm.variant for arm in self.arms]
         for picture in (*LEARNING, *BEHAVIOUR):
-            yield picture.name, standalone(picture.title, picture.x, picture.y, picture.lines(variants))
+            yield picture.name, standalone(*picture.of(variants))
 
     def json(self) -> str:
         document = {
@@ -243,8 +244,3 @@ def _document(run: RunNumbers) -> dict[str, object]:
 
 def _cores_of(role: str) -> Callable[[RunNumbers], float | None]:
     return lambda run: run.cores_by_role.get(role)
-
-
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(each)} |" for each in lines)

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
+from pipelinerl_cli.bench.process_tree import tree
 from pipelinerl_cli.bench.scraping import Load
-from pipelinerl_cli.bench.telemetry import Measured, report, tree_cpu_seconds
+from pipelinerl_cli.bench.telemetry import Measured, report
 
 
 def test_overhead_is_the_median_of_the_pairs() -> None:
@@ -43,6 +44,10 @@ def test_only_scrapes_between_two_answers_of_a_process_count_as_failed() -> None
     assert (load.failed_scrapes, load.absent_scrapes) == (2, 4)
 
 
+def tree_cpu_seconds(root: int) -> float:
+    return sum(each.cpu_seconds for each in tree(root))
+
+
 def test_cpu_time_is_that_of_the_process_and_of_all_below_it() -> None:
     burn = "import time; t = time.process_time()\nwhile time.process_time() - t < 0.5: pass"
     program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}]); print('done', flush=True); input()"
@@ -51,6 +56,7 @@ def test_cpu_time_is_that_of_the_process_and_of_all_below_it() -> None:
         parent.stdout.readline()
         assert tree_cpu_seconds(parent.pid) >= 0.5
         assert tree_cpu_seconds(os.getpid()) >= tree_cpu_seconds(parent.pid)
+        assert next(each.parent for each in tree(parent.pid)) == os.getpid()
         parent.communicate(b"\n", timeout=60)
     began = time.process_time()
     assert tree_cpu_seconds(os.getpid()) >= began * 0.5

@@ -96,11 +96,12 @@ def test_the_tiny_model_is_right_about_every_fifth_time(tmp_path: Path, capsys: 
     cache = Path.home() / ".cache" / "pipelinerl"
     folder = ModelSource(cache, offline=True).resolve(load_job(Path(ARITHMETIC)).spec.model)
     output = tmp_path / "result.json"
-    flags = ["--prompts", "60", "--samples", "8", "--k", "1,8", "--set", "actors.generator.engine=transformers"]
+    # Sampling has no seed: pass@8 is 0.81, over 240 prompts with a standard deviation of 0.025, so 0.7 is 4 of them away.
+    flags = ["--prompts", "240", "--samples", "8", "--k", "1,8", "--set", "actors.generator.engine=transformers"]
     assert main(["eval", str(folder), ARITHMETIC, *flags, "--json", "--output", str(output)]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document == json.loads(output.read_text())
-    assert (document["num_prompts"], document["num_samples"], document["failures"]) == (60, 8, {})
+    assert (document["num_prompts"], document["num_samples"], document["failures"]) == (240, 8, {})
     first, eighth = document["pass_at"]["1"], document["pass_at"]["8"]
     assert 0.1 < first["low"] < first["mean"] < first["high"] < 0.4
     assert eighth["mean"] > 0.7

@@ -4,6 +4,7 @@ import html
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,6 +12,7 @@ import pytest
 
 from pipelinerl_cli.__main__ import main
 from pipelinerl_cli.report.heat import heat
+from pipelinerl_cli.report.learning import reward_axis
 from pipelinerl_cli.report.standalone import standalone
 from pipelinerl_cli.report.svg import Axis, Line, clock, clock_ticks, compact, duration, plot, smooth, thin, ticks
 from pipelinerl_cli.report.throughput import rates, throughput
@@ -112,6 +114,15 @@ def test_time_of_the_plots_begins_with_the_first_token(tmp_path: Path) -> None:
     assert [(step.step, step.t) for step in trained.steps] == [(1, 4.0)]
     assert trained.gauge("actor", "tokens_generated_total") == [Point(0, 0), Point(1, 5)]
     assert history.steps[0].t == 34
+
+
+def test_no_line_is_below_a_band_and_rewards_from_0_to_1_have_that_axis() -> None:
+    band = Line("a", [0, 1], [0.9, 1.0], 1, "band", [0.2, 0.4])
+    drawn = plot("reward", Axis("step"), reward_axis([band]), [Line("b", [0, 1], [0.3, 0.5]), band])
+    assert drawn.index("<polygon") < drawn.index("<polyline")
+    assert (reward_axis([band]).low, reward_axis([band]).high) == (0, 1)
+    below = replace(band, floor=[-0.1, 0.4])
+    assert (reward_axis([below]).low, reward_axis([below]).high) == (None, None)
 
 
 def test_actors_that_came_or_went_are_drawn_over_the_steps(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Words for people: numbers with their nouns, and what a misspelt name may have meant."""
+"""Words for people: numbers with their nouns, what a misspelt name may have meant, tables in Markdown."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 NEAR = 0.6
@@ -39,11 +39,22 @@ def did_you_mean(word: str, candidates: Iterable[str], most: int = 1) -> str:
 
 def did_you_mean_folder(path: Path) -> str:
     """A hint to be put behind a message about a folder that is not there: one beside it, or below runs/, of nearly its name."""
+    if path.is_dir():
+        return ""
     places = {str(place / each.name) for place in (path.parent, Path("runs")) for each in _folders(place)}
     by_name = {name: Path(name).name for name in sorted(places)}
     close = close_matches(path.name, by_name.values())
     found = next((name for name, last in by_name.items() if last in close), None)
     return f"; did you mean {found}?" if found else ""
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Lines without an end. Example: "| a | b |", "|---|---|", "| 1 | 2 |"."""
+    return "\n".join([_cells(head), f"|{'---|' * len(head)}", *map(_cells, rows)])
+
+
+def _cells(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _folders(place: Path) -> list[Path]:

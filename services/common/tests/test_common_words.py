@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl_common.words import close_matches, counted, did_you_mean, did_you_mean_folder
+from pipelinerl_common.words import close_matches, counted, did_you_mean, did_you_mean_folder, markdown_table
 
 
 def test_a_noun_goes_with_its_number() -> None:
@@ -39,3 +39,8 @@ def test_a_folder_of_nearly_the_name_is_found_beside_it_and_below_runs(tmp_path:
     assert did_you_mean_folder(Path("runs/my_first")) == "; did you mean runs/my-first?"
     assert did_you_mean_folder(Path("my_first")) == "; did you mean runs/my-first?"
     assert did_you_mean_folder(Path("other/place")) == ""
+    assert did_you_mean_folder(Path("runs/my-first")) == "", "it is there"
+
+
+def test_a_table_in_markdown() -> None:
+    assert markdown_table(("a", "b"), [("1", "2")]) == "| a | b |\n|---|---|\n| 1 | 2 |"

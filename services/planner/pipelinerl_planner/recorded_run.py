@@ -114,7 +114,7 @@ def read_recorded_run(folder: Path) -> RecordedRun:
     """Raises ValueError that names what the folder lacks and the remedy; SettingsError for its job file."""
     for name in (EVENTS, METRICS, JOB):
         if not (folder / name).is_file():
-            hint = "" if folder.is_dir() else did_you_mean_folder(folder)
+            hint = did_you_mean_folder(folder)
             raise ValueError(f"{folder} has no {name}: give the --output folder of a `pipelinerl up`{hint}")
     run: RecordedRun | None = None
     for event in _events(folder / EVENTS):

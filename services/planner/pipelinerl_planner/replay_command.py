@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     """0: every decision is the same; 1: one is not, its line is printed; 2: nothing can be read."""
     paths = [args.folder / name for name in FILES if (args.folder / name).is_file()]
     if not paths:
-        hint = "" if args.folder.is_dir() else did_you_mean_folder(args.folder)
+        hint = did_you_mean_folder(args.folder)
         print(f"replay: {args.folder} has no {FILES[-1]}: give the output folder of a run{hint}", file=sys.stderr)  # noqa: T201
         return EXIT_BAD_INPUT
     where = ""

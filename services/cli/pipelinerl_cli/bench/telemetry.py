@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from pipelinerl_cli.bench import children
+from pipelinerl_cli.bench.process_tree import tree
 from pipelinerl_cli.bench.report import Report, Row, at_most, progress
 from pipelinerl_cli.bench.scraping import Load, scraping
 from pipelinerl_cli.results.metrics_file import read_records
@@ -107,7 +108,11 @@ async def _at_step(process: asyncio.subprocess.Process, output: Path, step: int,
     while True:
         trained = _trained(output / "metrics.jsonl")
         if len(trained) >= step:
-            return Measured(sum(tokens for _, tokens in trained[:step]), trained[step - 1][0], tree_cpu_seconds(process.pid))
+            return Measured(
+                sum(tokens for _, tokens in trained[:step]),
+                trained[step - 1][0],
+                sum(each.cpu_seconds for each in tree(process.pid)),
+            )
         if process.returncode is not None:
             raise Unavailable(f"the run ended with status {process.returncode} before step {step}: {children.log_tail(log)}")
         await asyncio.sleep(POLL_S)
@@ -122,22 +127,6 @@ def _trained(path: Path) -> list[tuple[float, float]]:
     except PipelineRLError:  # a line is being written
         return []
     return [(record.time, record.values["num_trained_tokens"]) for record in records]
-
-
-def tree_cpu_seconds(root: int) -> float:
-    """CPU time of a process and all below it, those that have ended included once they were waited for."""
-    stats: dict[int, tuple[int, float]] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            stats[int(folder.name)] = (int(fields[1]), sum(map(float, fields[11:15])) / children.TICKS_PER_SECOND)
-    family = {root}
-    while more := {pid for pid, (parent, _) in stats.items() if parent in family} - family:
-        family |= more
-    return sum(stats[pid][1] for pid in family if pid in stats)
 
 
 def report(pairs: Sequence[tuple[Measured, Measured]], load: Load) -> Report:

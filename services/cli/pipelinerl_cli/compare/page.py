@@ -9,12 +9,10 @@ from pipelinerl_cli.compare.seeds import Series, Variant
 from pipelinerl_cli.compare.table import evaluated
 from pipelinerl_cli.report.document import document, grid, section, table
 from pipelinerl_cli.report.evaluation import STEPS, band
-from pipelinerl_cli.report.learning import SAMPLES, TIME
-from pipelinerl_cli.report.svg import Axis, Line, plot
+from pipelinerl_cli.report.learning import SAMPLES, TIME, reward_axis
+from pipelinerl_cli.report.svg import NUM_COLOURS, Axis, Line, plot
 from pipelinerl_cli.report.throughput import rates
 from pipelinerl_cli.results.history import Step
-
-NUM_COLOURS = 6
 
 
 class Picture(NamedTuple):
@@ -24,13 +22,14 @@ class Picture(NamedTuple):
     """For a file."""
     title: str
     x: Axis
-    y: Axis
+    y: Axis | None
+    """None for a reward's."""
     series: Callable[[Compared], Series]
 
-    def lines(self, variants: Sequence[Variant]) -> list[Line]:
-        """Ranges first, so that no line is below one."""
-        drawn = [line for k, variant in enumerate(variants) for line in variant.lines(k % NUM_COLOURS, self.series)]
-        return sorted(drawn, key=lambda line: line.style != "band")
+    def of(self, variants: Sequence[Variant]) -> tuple[str, Axis, Axis, list[Line]]:
+        """As `plot` and `standalone` draw it."""
+        lines = [line for k, variant in enumerate(variants) for line in variant.lines(k % NUM_COLOURS, self.series)]
+        return self.title, self.x, reward_axis(lines) if self.y is None else self.y, lines
 
 
 def _rewards(at: Callable[[Step], float]) -> Callable[[Compared], Series]:
@@ -50,17 +49,16 @@ def _generated(run: Compared) -> Series:
     return [point.t for point in points], [point.value for point in points]
 
 
-REWARD, STEP = Axis("reward"), Axis("step", low=0)
 LEARNING = (
-    Picture("reward-over-time", "Reward over time", TIME, REWARD, _rewards(lambda step: step.t)),
-    Picture("reward-over-trajectories", "Reward over trajectories", SAMPLES, REWARD, _rewards(lambda step: step.samples)),
+    Picture("reward-over-time", "Reward over time", TIME, None, _rewards(lambda step: step.t)),
+    Picture("reward-over-trajectories", "Reward over trajectories", SAMPLES, None, _rewards(lambda step: step.samples)),
     Picture(
-        "reward-over-tokens", "Reward over tokens", Axis("tokens trained", low=0), REWARD, _rewards(lambda step: step.tokens)
+        "reward-over-tokens", "Reward over tokens", Axis("tokens trained", low=0), None, _rewards(lambda step: step.tokens)
     ),
 )
 BEHAVIOUR = (
-    Picture("lag", "Largest lag per step (steps)", STEP, Axis("lag", low=0), _of_steps("lag_max")),
-    Picture("ess", "Effective sample size (1 is on-policy)", STEP, Axis("ESS", low=0.8, high=1), _of_steps("ess")),
+    Picture("lag", "Largest lag per step (steps)", STEPS, Axis("lag", low=0), _of_steps("lag_max")),
+    Picture("ess", "Effective sample size (1 is on-policy)", STEPS, Axis("ESS", low=0.8, high=1), _of_steps("ess")),
     Picture("tokens-per-second", "Tokens generated per second", TIME, Axis("tokens/s", low=0), _generated),
 )
 
@@ -84,16 +82,12 @@ def _evaluation(variants: Sequence[Variant], name: str, k: int) -> str:
             lines += band(
                 variant.label, variant.runs[0].history.evaluations.get(name, []), lambda each: each.pass_at.get(k), colour
             )
-    behind_first = sorted(lines, key=lambda line: line.style != "band")
-    return plot(f"{name}: pass@{k}", STEPS, Axis("share of the prompts", low=0, high=1), behind_first)
+    return plot(f"{name}: pass@{k}", STEPS, Axis("share of the prompts", low=0, high=1), lines)
 
 
 def compare_page(variants: Sequence[Variant], head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> str:
     """The whole page; `head`, `rows` and `note` are the table."""
-    learning, behaviour = (
-        grid([plot(picture.title, picture.x, picture.y, picture.lines(variants)) for picture in pictures])
-        for pictures in (LEARNING, BEHAVIOUR)
-    )
+    learning, behaviour = (grid([plot(*picture.of(variants)) for picture in pictures]) for pictures in (LEARNING, BEHAVIOUR))
     evaluations = [_evaluation(variants, name, k) for name, k in evaluated(variants)]
     several = any(len(variant.runs) > 1 for variant in variants)
     curves = f"Rewards are means of {SMOOTHING} steps." + (

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from pipelinerl_cli.up.folder import newest_checkpoint
-from pipelinerl_common.checkpoints import MODEL, checkpoint_folder
+from pipelinerl_common.checkpoints import MANIFEST, MODEL, checkpoint_folder
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.words import did_you_mean_folder
 
@@ -14,10 +14,10 @@ def find_model(path: Path) -> Path:
     Of a run, `final/` comes before the newest complete checkpoint. Raises SettingsError that says what was looked for.
     """
     newest = checkpoint_folder(path, newest_checkpoint(path)) / MODEL
-    for folder in (path, path / "model" if (path / "manifest.json").is_file() else path, path / "final", newest):
+    for folder in (path, path / MODEL if (path / MANIFEST).is_file() else path, path / "final", newest):
         if (folder / "config.json").is_file():
             return folder
     raise SettingsError(
         f"{path}: no weights here; give a folder with config.json, a checkpoint like runs/JOB/checkpoints/step-40, or a run's "
-        f"folder with final/ or a complete checkpoint{'' if path.is_dir() else did_you_mean_folder(path)}"
+        f"folder with final/ or a complete checkpoint{did_you_mean_folder(path)}"
     )

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
-from pipelinerl_cli.report.svg import Axis, Line, plot
+from pipelinerl_cli.report.learning import reward_axis
+from pipelinerl_cli.report.svg import NUM_COLOURS, Axis, Line, plot
 from pipelinerl_cli.results.evaluations import Evaluated, Interval
 from pipelinerl_cli.results.history import RunHistory
 
 STEPS = Axis("step", low=0)
-NUM_COLOURS = 6
 
 
 def evaluation(history: RunHistory) -> list[str]:
@@ -17,9 +17,7 @@ def evaluation(history: RunHistory) -> list[str]:
         lines = [line for number, k in enumerate(ks) for line in band(f"pass@{k}", points, _pass_at(k), number % NUM_COLOURS)]
         plots.append(plot(f"{name}: pass@k", STEPS, Axis("share of the prompts", low=0, high=1), lines))
         reward = band("reward", points, lambda point: point.reward, 2)
-        values = [value for line in reward for value in line.ys]
-        unit = bool(values) and min(values) >= 0 and max(values) <= 1
-        plots.append(plot(f"{name}: reward", STEPS, Axis("reward", low=0 if unit else None, high=1 if unit else None), reward))
+        plots.append(plot(f"{name}: reward", STEPS, reward_axis(reward), reward))
         tokens = Line("tokens", [point.step for point in points], [point.tokens_mean for point in points], 4)
         plots.append(plot(f"{name}: tokens per answer", STEPS, Axis("tokens", low=0), [tokens]))
     return plots

@@ -1,5 +1,6 @@
 """Plots of what the policy learns."""
 
+import math
 from collections.abc import Sequence
 
 from pipelinerl_cli.report.svg import Axis, Line, plot, smooth
@@ -23,24 +24,24 @@ def window(num_steps: int) -> int:
     return max(SMOOTHING, round(num_steps * SMOOTHING_SHARE))
 
 
-def reward_axis(points: Sequence[Point]) -> Axis:
+def reward_axis(lines: Sequence[Line]) -> Axis:
     """From 0 to 1 where all values lie between."""
-    values = [point.value for point in points]
+    values = [value for line in lines for value in (*line.ys, *(line.floor or ())) if math.isfinite(value)]
     unit = bool(values) and min(values) >= 0 and max(values) <= 1
     return Axis("reward", low=0.0 if unit else None, high=1.0 if unit else None)
 
 
 def over_time(history: RunHistory) -> str:
-    reward = history.of_steps("reward_mean")
-    return plot("Reward over time", TIME, reward_axis(reward), noisy("reward", reward, 0))
+    reward = noisy("reward", history.of_steps("reward_mean"), 0)
+    return plot("Reward over time", TIME, reward_axis(reward), reward)
 
 
 def learning(history: RunHistory) -> list[str]:
     reward = history.of_steps("reward_mean")
     trained = {step.t: step.samples for step in history.steps}
-    by_samples = [Point(trained[point.t], point.value) for point in reward]
+    by_samples = noisy("reward", [Point(trained[point.t], point.value) for point in reward], 0)
     return [
-        plot("Reward over trajectories", SAMPLES, reward_axis(reward), noisy("reward", by_samples, 0)),
+        plot("Reward over trajectories", SAMPLES, reward_axis(by_samples), by_samples),
         plot("Loss", TIME, Axis("loss"), noisy("loss", history.of_steps("loss"), 5)),
         plot("Entropy (nats per token)", TIME, Axis("entropy", low=0), noisy("entropy", history.of_steps("entropy"), 2)),
         plot(

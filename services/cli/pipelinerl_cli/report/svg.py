@@ -9,12 +9,13 @@ from typing import Literal
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 36
 MAX_POINTS = 600
+NUM_COLOURS = 6
 CLOCK_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A series. `colour` is the number of a page colour, 0 to 5."""
+    """A series. `colour` is the number of a page colour, 0 to NUM_COLOURS - 1."""
 
     label: str
     xs: Sequence[float]
@@ -76,8 +77,8 @@ def plot(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
 
 
 def drawable(lines: Sequence[Line]) -> list[Line]:
-    """The lines that have a finite point, with no more points than a picture shows."""
-    return [line for line in map(_finite, lines) if line.xs]
+    """The lines that have a finite point, with no more points than a picture shows. Bands first: no line is below one."""
+    return sorted((line for line in map(_finite, lines) if line.xs), key=lambda line: line.style != "band")
 
 
 def draw(x: Axis, y: Axis, lines: Sequence[Line]) -> "tuple[Scale, list[str]]":

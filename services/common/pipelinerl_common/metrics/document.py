@@ -4,6 +4,7 @@ import sys
 
 from pipelinerl_common.metrics.catalog import TABLES
 from pipelinerl_common.metrics.metric import Kind, Metric
+from pipelinerl_common.words import markdown_table
 
 _HEAD = """# Metrics
 
@@ -34,13 +35,11 @@ def document() -> str:
 
 
 def _section(title: str, table: tuple[Metric, ...]) -> str:
-    lines = [f"## {title}", "", "| series | type | unit | role | labels | what |", "|---|---|---|---|---|---|"]
-    return "\n".join([*lines, *map(_row, table), ""])
+    return f"## {title}\n\n{markdown_table(('series', 'type', 'unit', 'role', 'labels', 'what'), map(_row, table))}\n"
 
 
-def _row(metric: Metric) -> str:
-    cells = (f"`{metric.series}`", metric.kind, metric.unit, ", ".join(metric.roles), _labels(metric), _what(metric))
-    return f"| {' | '.join(cells)} |"
+def _row(metric: Metric) -> tuple[str, ...]:
+    return f"`{metric.series}`", metric.kind, metric.unit, ", ".join(metric.roles), _labels(metric), _what(metric)
 
 
 def _labels(metric: Metric) -> str:
