@@ -8,7 +8,6 @@ and exported by those names.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -17,10 +16,11 @@ from torch.nn.functional import linear
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import AdapterSettings
+from pipelinerl_common.words import close_matches
 from pipelinerl_weights.adapter import WEIGHT, a_name, b_name
 from pipelinerl_weights.merging import merge
 
-_NAMED = 12
+_NAMED, _NEAR = 12, 3
 """Names in an error."""
 
 
@@ -160,7 +160,7 @@ def _matches(name: str, target: str) -> bool:
 
 def _near(target: str, linears: Mapping[str, nn.Linear]) -> str:
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
-    near = get_close_matches(target, leaves) or get_close_matches(target, list(linears))
+    near = close_matches(target, leaves, most=_NEAR) or close_matches(target, linears, most=_NEAR)
     if near:
         return f"near it are {', '.join(near)}"
     return f"there are {', '.join(leaves[:_NAMED])}" + (" and more" if len(leaves) > _NAMED else "")

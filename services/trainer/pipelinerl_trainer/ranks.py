@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -101,10 +100,10 @@ class Ranks:
             return message
         size = torch.tensor(len(message))
         dist.broadcast(size, 0, group=self._control)
-        content = torch.from_numpy(np.frombuffer(message, np.uint8).copy()) if self.is_leader else None
-        content = torch.empty(int(size), dtype=torch.uint8) if content is None else content
-        dist.broadcast(content, 0, group=self._control)
-        return content.numpy().tobytes()
+        content = bytearray(message if self.is_leader else int(size))
+        if content:
+            dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), 0, group=self._control)
+        return bytes(content)
 
     def vote(self, vote: Vote, about: str = "") -> Vote:
         """One round: the highest vote of all ranks. READY is the outcome only if all are ready about the same thing;

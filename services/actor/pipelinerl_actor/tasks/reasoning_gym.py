@@ -1,11 +1,11 @@
 """Any data set of reasoning-gym by its name: endless generated problems, each with the data set's own scoring."""
 
-import difflib
 import random
 from typing import Any
 
 from pipelinerl_actor.task import Message, Prompt, Task, Turn, Verdict
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.words import close_matches
 
 DEFAULT_SYSTEM = (
     "Think step by step, then give the final answer between <answer> and </answer>. "
@@ -29,7 +29,7 @@ class ReasoningGym(Task):
         from reasoning_gym.factory import DATASETS
 
         if dataset not in DATASETS:
-            close = difflib.get_close_matches(dataset, DATASETS, n=5, cutoff=0.4)
+            close = close_matches(dataset, DATASETS, most=5)
             hint = f"did you mean {', '.join(close)}?" if close else f"it has {', '.join(sorted(DATASETS))}"
             raise SettingsError(f"spec.task.args.dataset={dataset!r}: reasoning-gym has no such data set; {hint}")
         if size < 1:
