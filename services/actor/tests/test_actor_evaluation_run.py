@@ -77,12 +77,12 @@ def test_the_newest_due_step_is_chosen_and_what_it_overtook_is_told(
     there: list[int], evaluated: list[int], choice: Choice | None
 ) -> None:
     last_step = 75 if 75 in there else 100
-    assert choose(settings(), last_step, there, evaluated) == choice
+    assert choose(settings(), last_step, there[::-1], evaluated) == choice
 
 
 def test_without_a_start_the_first_checkpoint_is_the_first_evaluation() -> None:
     assert choose(settings(atStart=False), 100, [], []) is None
-    assert choose(settings(atStart=False), 100, [10, 20], []) == Choice(20)
+    assert choose(settings(atStart=False), 100, [20, 10], []) == Choice(20)
 
 
 def test_nothing_is_due_after_the_last_step() -> None:

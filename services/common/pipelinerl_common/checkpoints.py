@@ -5,12 +5,12 @@ checkpoints/.step-60.partial/   being written; never read
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 MANIFEST = "manifest.json"
 MODEL = "model"
-"""Folder in a checkpoint with the policy in Hugging Face format."""
+"""Folder with the policy in Hugging Face format: in a checkpoint, and in the run itself the one that it began with."""
 
 
 def checkpoint_folder(root: Path, step: int) -> Path:
@@ -18,11 +18,14 @@ def checkpoint_folder(root: Path, step: int) -> Path:
     return root / "checkpoints" / f"step-{step}"
 
 
-def complete_checkpoints(root: Path, above: int = 0) -> list[int]:
-    """Optimizer steps of the complete checkpoints of the run in `root` that are more than `above`, ascending."""
+def complete_checkpoints(root: Path, above: int = 0) -> Iterator[int]:
+    """Optimizer steps of the complete checkpoints of the run in `root` that are more than `above`, the newest first.
+
+    None is read before it is asked for.
+    """
     names = [manifest.parent.name.removeprefix("step-") for manifest in (root / "checkpoints").glob(f"step-*/{MANIFEST}")]
-    steps = sorted(int(name) for name in names if name.isdecimal() and int(name) > above)
-    return [step for step in steps if files_of(checkpoint_folder(root, step)) is not None]
+    steps = sorted((int(name) for name in names if name.isdecimal() and int(name) > above), reverse=True)
+    return (step for step in steps if files_of(checkpoint_folder(root, step)) is not None)
 
 
 def files_of(checkpoint: Path) -> Mapping[str, int] | None:

@@ -92,7 +92,7 @@ def checkpoint(root: Path, step: int, **files: str) -> Path:
 
 
 def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
-    assert complete_checkpoints(tmp_path) == []
+    assert list(complete_checkpoints(tmp_path)) == []
     for step in (100, 20, 3):
         checkpoint(tmp_path, step, weights="abc")
     torn, missing, odd = (checkpoint(tmp_path, step, weights="abc") for step in (110, 120, 130))
@@ -101,7 +101,16 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     (odd / "manifest.json").write_text("[]")
     (tmp_path / "checkpoints" / ".step-140.partial").mkdir()
     (tmp_path / "checkpoints" / "step-last").mkdir()
-    assert complete_checkpoints(tmp_path) == [3, 20, 100]
-    assert complete_checkpoints(tmp_path, above=20) == [100]
+    assert list(complete_checkpoints(tmp_path)) == [100, 20, 3]
+    assert list(complete_checkpoints(tmp_path, above=20)) == [100]
     assert files_of(tmp_path / "checkpoints" / "step-20") == {"weights": 3}
     assert files_of(torn) is None
+
+
+def test_a_checkpoint_is_read_only_when_those_above_it_will_not_do(tmp_path: Path) -> None:
+    for step in (3, 20, 100):
+        checkpoint(tmp_path, step, weights="abc")
+    found = complete_checkpoints(tmp_path)
+    assert next(found) == 100
+    (tmp_path / "checkpoints" / "step-20" / "weights").unlink()
+    assert list(found) == [3]

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from pipelinerl_common.checkpoints import MODEL
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.service import Wiring
 from pipelinerl_common.settings import Job, JobSpec
 from pipelinerl_trainer.batches import BatchesClient
 from pipelinerl_trainer.bridge import Bridge
-from pipelinerl_trainer.checkpoint import MODEL, Checkpointer, ledger_of, load_adapter, load_optimizer, load_value_head
+from pipelinerl_trainer.checkpoint import Checkpointer, ledger_of, load_adapter, load_optimizer, load_value_head
 from pipelinerl_trainer.checkpoint_store import Checkpoint, CheckpointStore
 from pipelinerl_trainer.engine import Engine
 from pipelinerl_trainer.export import export_final
@@ -43,7 +44,7 @@ class Run:
     @property
     def model_folder(self) -> Path:
         """The prepared model."""
-        return self.wiring.output / "model"
+        return self.wiring.output / MODEL
 
     @property
     def final_folder(self) -> Path:

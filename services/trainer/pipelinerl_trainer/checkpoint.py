@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from pipelinerl.v1 import batches_pb2
+from pipelinerl_common.checkpoints import MODEL
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_trainer.checkpoint_store import Checkpoint, CheckpointStore
 from pipelinerl_trainer.engine import Engine
@@ -37,7 +38,7 @@ from pipelinerl_trainer.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
-MODEL, VALUE_HEAD, OPTIMIZER, RANDOMNESS = "model", "value_head.safetensors", "optimizer", "rng"
+VALUE_HEAD, OPTIMIZER, RANDOMNESS = "value_head.safetensors", "optimizer", "rng"
 
 
 class Checkpointer:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipelinerl_common.checkpoints import MANIFEST
 from pipelinerl_trainer.export import save_json, sync, writing
 
 log = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl_trainer.checkpoint_store import MANIFEST, CheckpointStore
+from pipelinerl_common.checkpoints import MANIFEST
+from pipelinerl_trainer.checkpoint_store import CheckpointStore
 
 
 def write(store: CheckpointStore, step: int, content: str = "weights") -> None:

@@ -22,14 +22,16 @@ class Choice:
 
 
 def choose(settings: EvaluationSettings, last_step: int, there: Iterable[int], evaluated: Collection[int]) -> Choice | None:
-    """The newest due step of the checkpoints that are `there`, None without one. `last_step` is the run's."""
+    """The newest due step of the checkpoints that are `there`, which come newest first; None without one.
+
+    `last_step` is the run's.
+    """
     if settings.at_start and START not in evaluated:
         return Choice(START)
     newest = max(evaluated, default=START)
-    due = [step for step in there if step > newest and is_due(settings, last_step, step)]
-    if not due:
+    chosen = next((step for step in there if step > newest and is_due(settings, last_step, step)), None)
+    if chosen is None:
         return None
-    chosen = max(due)
     first = newest - newest % settings.every_steps + settings.every_steps
     return Choice(chosen, tuple(range(first, chosen, settings.every_steps)))
 

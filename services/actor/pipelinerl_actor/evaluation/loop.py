@@ -53,12 +53,15 @@ class EvaluationLoop:
             evaluated = [*await asyncio.to_thread(evaluated_steps, self._root), *self._told]
             if is_over(last_step, evaluated):
                 return result
-            there = await asyncio.to_thread(complete_checkpoints, self._root, max(evaluated, default=START))
-            choice = choose(self._settings, last_step, there, evaluated)
+            choice = await asyncio.to_thread(self._choose, evaluated)
             if choice is None:
                 await asyncio.sleep(LOOK_S)
                 continue
             result = await self._evaluate(choice) or result
+
+    def _choose(self, evaluated: list[int]) -> Choice | None:
+        there = complete_checkpoints(self._root, max(evaluated, default=START))
+        return choose(self._settings, self._spec.algorithm.steps, there, evaluated)
 
     async def _evaluate(self, choice: Choice) -> Result | None:
         """None when the checkpoint was removed before it could be pinned."""

@@ -1,11 +1,12 @@
 """`evaluations/step-40.json`: what one evaluation found. A step that has such a file is not evaluated again."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pipelinerl_common.files import write_whole
 
 if TYPE_CHECKING:
     from pipelinerl_actor.evaluation.evaluate import Evaluation
@@ -66,9 +67,4 @@ def write_result(root: Path, result: Result) -> None:
     """Whole or not at all, and durable. Raises OSError."""
     target = result_file(root, result.step)
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(result.document(), indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(target)
+    write_whole(target, json.dumps(result.document(), indent=2) + "\n")

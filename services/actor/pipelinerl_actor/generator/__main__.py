@@ -5,6 +5,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+from pipelinerl_common.checkpoints import MODEL
 from pipelinerl_common.service import parse_wiring, run_service
 
 
@@ -18,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     if {"-h", "--help"} & set(rest):
         sys.stdout.write(f"of the generator alone:\n{own.format_help()}\n")
     wiring = parse_wiring("generator", rest)
-    model: Path = flags.model or wiring.output / "model"
+    model: Path = flags.model or wiring.output / MODEL
 
     async def serve(stop: asyncio.Event) -> None:
         from pipelinerl_actor.generator.service import serve_generator  # torch and vLLM: not for --help

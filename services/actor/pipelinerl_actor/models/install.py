@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from pipelinerl_common.checkpoints import MODEL
 from pipelinerl_common.errors import SettingsError
 
 
@@ -13,7 +14,7 @@ def install_model(source: Path, output: Path, *, copy: bool) -> Path:
 
     Idempotent. A real folder that is already there is only replaced when it was copied from elsewhere by an earlier call.
     """
-    target = output / "model"
+    target = output / MODEL
     is_linked = target.is_symlink() and target.resolve() == source.resolve()
     is_source = not target.is_symlink() and target.exists() and target.samefile(source)
     if is_source or (is_linked and not copy):
@@ -30,7 +31,7 @@ def _link(source: Path, target: Path) -> None:
     if target.is_dir() and not target.is_symlink():
         _remove_copy(target)
     with tempfile.TemporaryDirectory(prefix=".model-", dir=target.parent) as scratch:
-        link = Path(scratch) / "model"
+        link = Path(scratch) / MODEL
         link.symlink_to(source, target_is_directory=True)
         os.replace(link, target)
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipelinerl_common.checkpoints import MODEL
 from pipelinerl_common.errors import PipelineRLError, SettingsError
 from pipelinerl_common.service import EXIT_CRASHED, EXIT_DONE, EXIT_SETTINGS
 from pipelinerl_common.settings import load_job
@@ -59,7 +60,7 @@ def prepare(flags: argparse.Namespace) -> Path:
 
         check_sets(job)
     started = time.monotonic()
-    log.info(fields(model=job.spec.model.uri, preparing=flags.output / "model"))
+    log.info(fields(model=job.spec.model.uri, preparing=flags.output / MODEL))
     source = ModelSource(flags.cache, offline=flags.offline).resolve(job.spec.model)
     target = install_model(source, flags.output, copy=flags.copy)
     log.info(fields(model=target, source=source, seconds=time.monotonic() - started))

@@ -11,6 +11,7 @@ from pipelinerl_actor.rollout.meter import Meter, MetricsReport
 from pipelinerl_actor.task import TaskName
 from pipelinerl_actor.task_loader import load_task
 from pipelinerl_common import rpc, stream
+from pipelinerl_common.checkpoints import MODEL
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.metrics import ACTOR, Metrics, serve_metrics
 from pipelinerl_common.service import Wiring, run_until_first
@@ -31,7 +32,7 @@ async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(serve_metrics(wiring.metrics_listen, meter.metrics.exposition))
         tracer = await stack.enter_async_context(open_tracer(job, ACTOR, wiring.name))
-        pool = Pool(wiring.generators, wiring.output / "model", spec.actors.generator.max_running_requests, token)
+        pool = Pool(wiring.generators, wiring.output / MODEL, spec.actors.generator.max_running_requests, token)
         rollouts = await stack.enter_async_context(open_rollouts(job.name, task, spec.task, spec.seed, pool, meter))
         generators = rollouts.generators
         channel = await stack.enter_async_context(rpc.connect(wiring.preprocessor, token=token))

@@ -7,7 +7,7 @@ from typing import Any
 from pipelinerl_cli.doctor.rules import diagnose_run
 from pipelinerl_cli.doctor.run_facts import facts_of
 from pipelinerl_cli.report.page import report_page
-from pipelinerl_cli.up.folder import write_whole
+from pipelinerl_common.files import write_whole
 from pipelinerl_common.settings import Job
 
 

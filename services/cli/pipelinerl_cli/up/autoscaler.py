@@ -14,9 +14,9 @@ import aiohttp
 from pydantic import ValidationError
 
 from pipelinerl_cli.up.fleet import Fleet
-from pipelinerl_cli.up.folder import write_whole
 from pipelinerl_cli.up.supervisor import Supervisor
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.files import write_whole
 from pipelinerl_common.settings import JobSpec
 from pipelinerl_operator.coordinator import Coordinator
 from pipelinerl_operator.plan import Endpoints

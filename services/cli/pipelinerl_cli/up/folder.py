@@ -27,6 +27,7 @@ import yaml
 
 from pipelinerl_common.checkpoints import complete_checkpoints
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.files import write_whole
 from pipelinerl_common.settings import Job, load_job
 
 MAY_CHANGE = ("algorithm.steps",)
@@ -182,7 +183,7 @@ def inspect(folder: RunFolder, job: Job) -> Resume | None:
 
 def newest_checkpoint(root: Path) -> int:
     """Optimizer steps of the newest complete checkpoint, 0 without one. The trainer passes over what is torn as well."""
-    return max(complete_checkpoints(root), default=0)
+    return next(complete_checkpoints(root), 0)
 
 
 def changed_settings(earlier: Job, now: Job) -> list[str]:
@@ -200,10 +201,3 @@ def _flat(node: Any, path: str = "") -> dict[str, Any]:
     if isinstance(node, dict) and node:
         return {key: value for name, child in node.items() for key, value in _flat(child, f"{path}{name}.").items()}
     return {path.rstrip("."): node}
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes whole or not at all, so that a reader never sees half a file."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

@@ -24,7 +24,7 @@ from pipelinerl_cli.up.ending import Ending, ending_of, in_background
 from pipelinerl_cli.up.evaluating import longest_wait_s, progress
 from pipelinerl_cli.up.feed import Feed
 from pipelinerl_cli.up.fleet import ACTOR_GRACE_S, Fleet
-from pipelinerl_cli.up.folder import RunFolder, newest_checkpoint, write_whole
+from pipelinerl_cli.up.folder import RunFolder, newest_checkpoint
 from pipelinerl_cli.up.guard import Guard
 from pipelinerl_cli.up.interrupt import Interrupt
 from pipelinerl_cli.up.machine import environment
@@ -40,6 +40,7 @@ from pipelinerl_cli.up.silence import Silence
 from pipelinerl_cli.up.stream_server import StreamServer
 from pipelinerl_cli.up.supervisor import LAST_LINES, Failure, Supervisor
 from pipelinerl_cli.up.view import RunView
+from pipelinerl_common.files import write_whole
 from pipelinerl_common.metrics import COORDINATOR, Metrics, serve_metrics
 from pipelinerl_common.settings import EvaluationSettings, Job
 from pipelinerl_common.tracing import open_tracer
