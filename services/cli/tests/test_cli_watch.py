@@ -263,7 +263,9 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Ap
 @needs_kubectl
 def test_a_job_in_a_cluster_is_shown_from_its_status(cluster: type[ApiServer]) -> None:
     job = ClusterJob.named("sums", namespace="lab", context="here")
-    assert job.look() == ("Running  step 12/1000  reward 0.410  lag 1.50  ESS 0.930  samples/s 20.5",)
+    line, trouble = job.look()
+    assert line == "Running  step 12/1000  reward 0.410  lag 1.50  ESS 0.930  samples/s 20.5"
+    assert trouble.startswith("Degraded=True ActorsMissing: 3 of 4 actors are ready")
     assert job.look() == ()
     assert job.headline() == "sums  Running  step 12/1000"
     shown = text_of(job.render(100))
@@ -290,7 +292,9 @@ def test_a_cluster_that_stops_answering_leaves_the_last_numbers_and_says_so(clus
     (Path(os.environ["KUBECONFIG"])).write_text(
         Path(os.environ["KUBECONFIG"]).read_text().replace("http://127.0.0.1", "http://127.0.0.2")
     )
-    assert job.look() == ()
+    (trouble,) = job.look()
+    assert trouble.startswith("kubectl")
     shown = text_of(job.render(100))
     assert "0.410" in shown
     assert "kubectl: " in shown
+    assert job.look() == (), "it is said once"

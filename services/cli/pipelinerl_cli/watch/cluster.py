@@ -59,7 +59,11 @@ class ClusterJob:
         return cls(name, get)
 
     def look(self) -> Sequence[str]:
-        """A line when the step has changed. Raises Unavailable only where nothing was seen yet; later failures are shown."""
+        """A line when the step has changed, and for each trouble that is new.
+
+        Raises Unavailable only where nothing was seen yet; later failures are shown.
+        """
+        before = self._troubles
         try:
             self._job = self._ask()
             self._trouble = ""
@@ -67,7 +71,15 @@ class ClusterJob:
             if not self._job:
                 raise
             self._trouble = str(error)
-            return ()
+        return (*self._step_line(), *(line for line in self._troubles if line not in before))
+
+    @property
+    def _troubles(self) -> Sequence[str]:
+        """That nobody answers, and the conditions that ask for attention."""
+        return [*([self._trouble] if self._trouble else []), *_complaints(self._status.get("conditions") or ())]
+
+    def _step_line(self) -> Sequence[str]:
+        """Empty when the step has not changed."""
         training = self._training
         step = int(training.get("step", -1))
         if step == self._step:
@@ -137,8 +149,7 @@ class ClusterJob:
             if isinstance(state := self._status.get(role), dict):
                 table.add_row(Text(role, style="dim"), _role(state))
         head = Text.assemble((self._phase, "bold"), f"  step {self._training.get('step', '-')}/{self._num_steps}")
-        troubles = [Text(self._trouble, style="red")] if self._trouble else []
-        troubles += [Text(line, style="yellow") for line in _complaints(self._status.get("conditions") or ())]
+        troubles = [Text(line, style="red" if line == self._trouble else "yellow") for line in self._troubles]
         return framed(
             Group(head, table, *troubles),
             name=self._name,
