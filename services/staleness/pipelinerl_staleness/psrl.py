@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 
 from pipelinerl_staleness.checks import check_whole
 from pipelinerl_staleness.groups import GroupPolicy
@@ -21,7 +22,11 @@ class Psrl(GroupPolicy):
     """Buffer b has B slots and becomes the batch of step b. A group admitted at version w reserves a slot in the latest
     buffer of [w, w + eta] that has a free one. When it finishes it gives that up and occupies the earliest free slot it may
     use, after one swap: the first reservation of an earlier buffer that may also live in the given-up slot moves there.
-    Buffer k is trained when all its slots are occupied. Strict, because no slot is later than stamp + eta."""
+    Buffer k is trained when all its slots are occupied. Strict, because no slot is later than stamp + eta.
+
+    A restored ledger may not know the newest version yet, and its groups then outnumber the slots: the earliest buffer behind
+    the window takes what was admitted under that version.
+    """
 
     settings_type = PsrlSettings
     settings: PsrlSettings
@@ -104,7 +109,8 @@ class Psrl(GroupPolicy):
     def _reserve(self, group: str, stamp: int) -> None:
         buffer = self._latest_free(stamp)
         if buffer is None:
-            raise ValueError(f"no slot is left for group {group!r} of version {stamp}")
+            behind = count(max(self._step(), stamp + self.settings.eta + 1))
+            buffer = next(b for b in behind if self._has_free(b))
         self._enter(group, buffer)
 
     def _enter(self, group: str, buffer: int) -> None:

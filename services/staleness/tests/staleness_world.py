@@ -162,14 +162,15 @@ class World:
         assert set(self.policy.outstanding()) == known
         assert len(self.policy.outstanding()) == len(known) <= self.policy.max_outstanding() + self.num_returned
 
-    def restart(self) -> None:
-        """The controller dies: the batch in training comes back, a new policy is filled from the ledger."""
+    def restart(self, behind: int = 0) -> None:
+        """The controller dies: the batch in training comes back, a new policy is filled from the ledger, which knows the served
+        version, or one that was served `behind` versions before and hears of the newest once it is filled."""
         self.num_returned = len(self.in_training)
         self.ready = {**self.in_training, **self.ready}
         self.in_training = {}
         self.training = False
         self.policy = self._new_policy()
-        self.policy.recover(self.step, self.served)
+        self.policy.recover(self.step, max(0, self.served - behind))
         everything = {**self.running, **self.ready}
         for name in sorted(everything, key=self.dispatched.index):
             self.policy.admitted(name)
@@ -179,6 +180,8 @@ class World:
         for name, group in self.ready.items():
             self.policy.last_token(name, group.last_token)
             self.policy.finished(name)
+        if behind:
+            self.publish(again=True)
         self.check_books()
 
     def run_steps(self, number: int, patience: int = 60) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pipelinerl_staleness.areal import ArealSettings
 from pipelinerl_staleness.conventional import ConventionalSettings
 from pipelinerl_staleness.policy import Policy, PolicySettings
+from pipelinerl_staleness.psrl import PsrlSettings
 from pipelinerl_staleness.registry import make_policy
 
 Event = tuple[str, int]
@@ -279,3 +280,16 @@ def test_areal_with_a_concurrency_limit_counts_running_only() -> None:
     assert not policy.may_admit()
     policy.finished("a")
     assert policy.may_admit()
+
+
+def test_psrl_restores_more_groups_than_the_version_that_is_known_has_slots_for() -> None:
+    policy = make_policy(PsrlSettings(eta=1), 1)
+    policy.recover(1, 0)
+    for group, version in (("a", 0), ("b", 1)):
+        policy.admitted(group)
+        policy.started(group, version)
+    assert not policy.may_admit()
+    policy.published(1)
+    for group in "ba":
+        policy.finished(group)
+    assert [policy.take(step).groups for step in (1, 2)] == [("a",), ("b",)]
