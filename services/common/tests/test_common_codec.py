@@ -285,23 +285,29 @@ def test_a_repeated_part_replaces_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "reason", "num_left"),
     [
-        (lambda part: replace(part, num_samples=4), "parts"),
-        (lambda part: replace(part, num_parts=3), "parts"),
-        (lambda part: replace(part, header=replace(part.header, temperature=1.0)), "parts"),
-        (lambda part: replace(part, header=replace(part.header, job="other")), "parts"),
-        (lambda part: replace(part, header=replace(part.header, samples=(make_sample(0),))), "sample_index"),
-        (lambda part: replace(part, header=replace(part.header, samples=(make_sample(2), make_sample(3)))), "num_samples"),
+        (lambda part: replace(part, num_samples=4), "parts", 1),
+        (lambda part: replace(part, num_parts=3), "parts", 1),
+        (lambda part: replace(part, header=replace(part.header, temperature=1.0)), "parts", 1),
+        (lambda part: replace(part, header=replace(part.header, job="other")), "parts", 1),
+        (lambda part: replace(part, header=replace(part.header, samples=(make_sample(0),))), "sample_index", 0),
+        (lambda part: replace(part, header=replace(part.header, samples=(make_sample(2), make_sample(3)))), "num_samples", 0),
     ],
 )
-def test_parts_that_contradict_each_other_are_malformed(change: Callable[[GroupPart], GroupPart], reason: str) -> None:
+def test_parts_that_contradict_each_other_are_malformed(
+    change: Callable[[GroupPart], GroupPart], reason: str, num_left: int
+) -> None:
+    """Where all parts are there the earlier ones are evicted, since nothing can complete them any more."""
     first, second = parts_of(make_group(num_samples=3), (2, 1))
-    joiner = GroupJoiner()
+    evicted: list[tuple[PartKey, list[GroupPart]]] = []
+    joiner = GroupJoiner(on_evict=lambda key, parts: evicted.append((key, parts)))
     assert joiner.add(first) is None
     with pytest.raises(MalformedMessage) as caught:
         joiner.add(change(second))
     assert caught.value.reason == reason
+    assert len(joiner) == num_left
+    assert evicted == ([] if num_left else [(PartKey("0-0", 1), [first])])
 
 
 def test_the_joiner_is_bounded_and_counts_what_it_evicts() -> None:

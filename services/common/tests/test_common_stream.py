@@ -211,6 +211,25 @@ async def test_parts_whose_group_was_granted_again_are_set_aside(server: NatsSer
     assert headers["Detail"] == "1 of 2 parts of attempt 1 came"
 
 
+async def test_parts_that_make_no_group_are_all_set_aside(server: NatsServer, stream: Stream) -> None:
+    group = make_group(0, num_samples=3, segment_lengths=(300, 400))
+    one_sample = len(encode_group(replace(group, samples=group.samples[:1]), 1 << 20)[0].payload)
+    first, second = encode_group(group, 2 * one_sample + 16)
+    twice = sample_pb2.SampleGroup.FromString(second.payload)
+    twice.samples[0].index = 0
+    async with stream.samples(max_pending=4) as groups:
+        for payload in (first.payload, twice.SerializeToString()):
+            await publish_raw(server, payload)
+        await stream.publish_group(make_group(1))
+        (received,) = await take(groups, 1)
+        assert received.group.group_id == "0-1"
+        await received.ack()
+    assert await stream.num_waiting() == 0
+    letters = await dead_letters(server, 2)
+    assert [headers["Reason"] for headers, _ in letters] == ["sample_index", "incomplete"]
+    assert letters[0][1] == twice.SerializeToString()
+
+
 async def test_a_reader_can_set_a_group_aside(server: NatsServer, stream: Stream) -> None:
     await stream.publish_group(make_group(0))
     async with stream.samples(max_pending=4) as groups:

@@ -176,6 +176,9 @@ async def test_a_server_that_lost_its_disk_gets_its_streams_again(tmp_path: Path
                 await old.ack()  # of a message that is no more: must not remove the new one of the same number
                 assert await stream.num_waiting() == 1
                 await received.ack()
+                async with asyncio.timeout(DEADLINE_S):
+                    while await stream.num_waiting():
+                        await asyncio.sleep(0.01)
         assert stream.counters["lost"] == 1
 
 

@@ -42,7 +42,8 @@ class GroupJoiner:
     def add(self, part: GroupPart) -> SampleGroup | None:
         """The whole group when this was its last missing part. A part that is already there replaces itself.
 
-        Raises MalformedMessage when the part contradicts those before it; the incomplete group stays as it was.
+        Raises MalformedMessage when the part contradicts those before it; the incomplete group stays as it was. So it does when
+        all parts are there and make no group, but then those before it are evicted.
         """
         if part.num_parts == 1:
             return whole(part.header, part.header.samples)
@@ -52,18 +53,28 @@ class GroupJoiner:
         parts = self._waiting.setdefault(key, {})
         if parts:
             _check_agreement(part, next(iter(parts.values())))
-        if part.part not in parts:
-            self._num_tokens += _num_tokens(part)
+        replaced = parts.pop(part.part, None)
+        self._num_tokens -= 0 if replaced is None else _num_tokens(replaced)
+        if len(parts) + 1 == part.num_parts:
+            return self._joined(key, part)
         parts[part.part] = part
-        if len(parts) < part.num_parts:
-            self._make_room(key)
-            return None
+        self._num_tokens += _num_tokens(part)
+        self._make_room(key)
+        return None
+
+    def _joined(self, key: PartKey, last: GroupPart) -> SampleGroup:
+        parts = {**self._waiting[key], last.part: last}
+        samples = [sample for number in range(last.num_parts) for sample in parts[number].header.samples]
+        total = last.num_samples
+        try:
+            if len(samples) != total:
+                raise MalformedMessage(f"group {key.group_id}: {len(samples)} samples, num_samples={total}", "num_samples")
+            group = whole(last.header, samples)
+        except MalformedMessage:
+            self._evict(key)
+            raise
         self.discard(key)
-        samples = [sample for number in range(part.num_parts) for sample in parts[number].header.samples]
-        total = part.num_samples
-        if len(samples) != total:
-            raise MalformedMessage(f"group {key.group_id}: {len(samples)} samples, num_samples={total}", "num_samples")
-        return whole(part.header, samples)
+        return group
 
     def discard(self, key: PartKey) -> list[GroupPart]:
         """Forgets an incomplete group, if it is there, and returns its parts."""

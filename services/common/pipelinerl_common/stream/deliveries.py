@@ -88,12 +88,12 @@ class Deliveries:
 
     async def ack(self, delivery: Delivery) -> None:
         """The message is used: it is to leave the stream."""
-        if self._held.pop(delivery.sequence, None) is delivery:
+        if self._let_go(delivery):
             await self._ack(delivery)
 
     async def put_back(self, delivery: Delivery) -> None:
         """The message is to be delivered again, some seconds from now."""
-        if self._held.pop(delivery.sequence, None) is delivery:
+        if self._let_go(delivery):
             await self._send(delivery.reply, b'-NAK {"delay": %d}' % _PUT_BACK_NS, "")
 
     async def wait_confirmed(self, timeout_s: float) -> None:
@@ -105,6 +105,13 @@ class Deliveries:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_ASK_AGAIN_S):
                         await self._all_confirmed.wait()
+
+    def _let_go(self, delivery: Delivery) -> bool:
+        """Whether the message was held. One that was lost is not, though a newer message may have its number."""
+        if self._held.get(delivery.sequence) is not delivery:
+            return False
+        del self._held[delivery.sequence]
+        return True
 
     async def _ack(self, delivery: Delivery) -> None:
         self._unconfirmed[delivery.sequence] = delivery

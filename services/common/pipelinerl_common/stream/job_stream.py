@@ -143,8 +143,9 @@ class Stream:
         await received.ack()
 
     async def _set_aside(self, payload: bytes, reason: str, detail: str) -> None:
+        detail = detail[:_DETAIL_CHARACTERS]
         log.warning("set aside: reason=%s %s", reason, detail)
-        headers = {"Reason": reason, "Detail": detail[:_DETAIL_CHARACTERS].encode("ascii", "replace").decode()}
+        headers = {"Reason": reason, "Detail": detail.encode("ascii", "replace").decode()}
         if len(payload) > self.max_payload_bytes:
             headers["Truncated-From"] = str(len(payload))
             payload = payload[: self.max_payload_bytes]
