@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from pipelinerl.v1 import metrics_pb2
 from pipelinerl_common.errors import Unavailable
 from pipelinerl_common.settings import StreamSettings
 from pipelinerl_common.stream import NatsServer, ReceivedGroup, Stream, connect
+from pipelinerl_common.stream.acks import MAX_WAITING_BYTES
+from pipelinerl_common.types import GroupId
 
 DEADLINE_S = 60.0
 
@@ -38,6 +41,11 @@ async def kill(server: NatsServer) -> None:
     os.kill(server.pid, signal.SIGKILL)
     async with asyncio.timeout(DEADLINE_S):
         await server.wait()
+
+
+async def freeze(server: NatsServer) -> None:
+    os.kill(server.pid, signal.SIGSTOP)
+    await until(lambda: Path(f"/proc/{server.pid}/stat").read_text().split()[2] == "T")
 
 
 async def test_nothing_is_lost_when_the_server_is_killed_again_and_again_while_groups_flow(tmp_path: Path) -> None:
@@ -206,8 +214,7 @@ async def test_a_server_that_cannot_write_is_unavailable_and_loses_nothing(tmp_p
 
 async def test_a_frozen_server_only_delays(tmp_path: Path) -> None:
     async with NatsServer.start(tmp_path / "nats") as server, open_stream(server) as stream:
-        os.kill(server.pid, signal.SIGSTOP)
-        await until(lambda: Path(f"/proc/{server.pid}/stat").read_text().split()[2] == "T")
+        await freeze(server)
         try:
             publishing = asyncio.ensure_future(stream.publish_group(make_group(0), timeout_s=DEADLINE_S))
             await until(lambda: stream.counters["retries"] >= 1)
@@ -215,6 +222,25 @@ async def test_a_frozen_server_only_delays(tmp_path: Path) -> None:
             os.kill(server.pid, signal.SIGCONT)
         await publishing
         assert await stream.num_waiting() == 1
+
+
+async def test_a_frozen_server_holds_nobody_beyond_the_deadline_and_no_memory_beyond_the_bound(tmp_path: Path) -> None:
+    large = make_group(0, num_samples=8, segment_lengths=(1000, 120_000))  # 7.7 MB
+    async with NatsServer.start(tmp_path / "nats") as server, open_stream(server) as stream:
+        await freeze(server)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                publishing = [
+                    stream.publish_group(replace(large, group_id=GroupId(f"0-{number}")), timeout_s=2) for number in range(20)
+                ]
+                outcomes = await asyncio.gather(*publishing, return_exceptions=True)
+                await stream.publish_metrics(metrics_pb2.MetricsRecord())
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        assert all(isinstance(outcome, Unavailable) for outcome in outcomes)
+        assert "outbound buffer limit exceeded" in str(outcomes[-1])
+        assert stream._connection.client.pending_data_size < MAX_WAITING_BYTES + (8 << 20)
+        await stream.publish_group(make_group(100), timeout_s=DEADLINE_S)
 
 
 async def test_a_client_that_gave_up_is_replaced(tmp_path: Path) -> None:

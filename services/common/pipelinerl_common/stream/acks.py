@@ -3,11 +3,21 @@
 import asyncio
 import json
 from itertools import count
+from typing import Final
 
 import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+
+MAX_WAITING_BYTES: Final = 64 << 20
+"""Of what was published and has not gone out, since the server does not read: nothing more is published beyond it."""
+
+
+def check_room(client: Client) -> None:
+    """Raises OutboundBufferLimitError where the client would otherwise keep more and more, or wait without a deadline."""
+    if client.pending_data_size > MAX_WAITING_BYTES:
+        raise nats.errors.OutboundBufferLimitError
 
 
 class AckedPublisher:
@@ -29,6 +39,7 @@ class AckedPublisher:
     async def publish(self, subject: str, payload: bytes, headers: dict[str, str] | None, timeout_s: float) -> None:
         """Returns when the server has stored the message. Raises the NATS client's errors, TimeoutError among them."""
         assert self._client is not None, "attach comes first"
+        check_room(self._client)
         number = next(self._numbers)
         loop = asyncio.get_running_loop()
         acknowledged = self._waiting[number] = loop.create_future()

@@ -21,7 +21,7 @@ from nats.js import JetStreamContext
 
 from pipelinerl_common.errors import PermanentError, SettingsError, Unavailable
 from pipelinerl_common.service import cancel_all, check_cancelled, num_cancellations
-from pipelinerl_common.stream.acks import AckedPublisher
+from pipelinerl_common.stream.acks import MAX_WAITING_BYTES, AckedPublisher
 from pipelinerl_common.stream.login import Login
 
 log = logging.getLogger(__name__)
@@ -249,7 +249,8 @@ class Connection:
                 reconnect_time_wait=0.2,
                 connect_timeout=5,
                 ping_interval=20,
-                pending_size=64 << 20,
+                pending_size=2 * MAX_WAITING_BYTES,  # never reached: beyond it publishing waits for the server
+                flush_timeout=ATTEMPT_S,
                 **self._login.options(),
             )
         )

@@ -18,6 +18,7 @@ from pipelinerl_common import tracing
 from pipelinerl_common.codec import EncodedPart, encode_group
 from pipelinerl_common.errors import Unavailable
 from pipelinerl_common.settings import StreamSettings
+from pipelinerl_common.stream.acks import check_room
 from pipelinerl_common.stream.connection import RETRYABLE, Connection
 from pipelinerl_common.stream.journal import Journal
 from pipelinerl_common.stream.layout import HEADER_RESERVE_BYTES, Layout
@@ -171,6 +172,7 @@ class Stream:
         try:
             if not self._connection.is_ready:
                 raise Unavailable("no connection")
+            check_room(self._connection.client)
             await self._connection.client.publish(self._layout.subject("metrics"), record.SerializeToString())
         except (Unavailable, nats.errors.Error, *RETRYABLE) as error:
             self.counters["metrics_dropped"] += 1
