@@ -255,6 +255,33 @@ async def test_sinks_that_cannot_start_are_tried_a_few_times_and_left(
     assert "sinks could not be started" in caplog.messages[-1]
 
 
+async def test_what_a_library_prints_between_the_counts_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "python"
+    script.write_text("""#!/bin/sh
+echo 'wandb: a new version is there'
+echo '["no", "counts"]'
+echo '{"wandb": {"written": 2}}'
+echo
+echo '{"wandb": {"written": 5, "failed": 1}}'
+cat > /dev/null
+""")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    wiring = parse_wiring("trainer", [f"--job={tmp_path / 'job.yaml'}", f"--output={tmp_path}"])
+    metrics = Metrics(TRAINER, "sums")
+    keeper = SinkKeeper(SinkSettings(tensorboard=TensorBoardSettings()), wiring, metrics)
+    keeping = asyncio.ensure_future(keeper.run())
+    async with asyncio.timeout(120):
+        while metrics.values().get("sink_rows_total{sink=wandb,outcome=failed}") != 1:
+            assert not keeping.done()
+            await asyncio.sleep(0.01)
+    assert metrics.values()["sink_rows_total{sink=wandb,outcome=written}"] == 5
+    await keeper.finish()
+    assert not keeping.done()
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+
 async def test_without_a_sink_no_process_is_started(tmp_path: Path) -> None:
     wiring = parse_wiring("trainer", [f"--job={tmp_path / 'missing.yaml'}", f"--output={tmp_path}"])
     metrics = Metrics(TRAINER, "sums")

@@ -32,8 +32,8 @@ class SinkKeeper:
         for start in range(MOST_STARTS if self._wanted else 0):
             try:
                 status = await self._keep()
-            except OSError as error:
-                log.warning("sinks could not be started: %s", error)
+            except (OSError, ValueError) as error:  # no process, or a line without an end
+                log.warning("sinks could not be started or heard: %s", error)
                 break
             if self._finishing:
                 break
@@ -63,15 +63,15 @@ class SinkKeeper:
         try:
             assert process.stdout is not None
             async for line in process.stdout:
-                counts = {(sink, what): count for sink, each in json.loads(line).items() for what, count in each.items()}
+                counts = _counts(line)
                 for (sink, outcome), count in counts.items():
                     self._rows.inc(count - told.get((sink, outcome), 0), sink=sink, outcome=outcome)
-                told = counts
+                told.update(counts)
             return await process.wait()
-        except asyncio.CancelledError:
-            with suppress(ProcessLookupError):
-                process.kill()
-            raise
+        finally:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    process.kill()
 
     def _command(self) -> list[str]:
         wiring = self._wiring
@@ -83,3 +83,12 @@ class SinkKeeper:
             "nats-ca-file": wiring.nats_ca_file,
         }
         return command + [f"--{flag}={file}" for flag, file in files.items() if file is not None]
+
+
+def _counts(line: bytes) -> dict[tuple[str, str], int]:
+    """Rows by sink and outcome; none for what a sink's library prints between them."""
+    try:
+        return {(sink, what): int(count) for sink, each in json.loads(line).items() for what, count in each.items()}
+    except (ValueError, AttributeError, TypeError):
+        log.info("sinks: %s", line.decode(errors="replace").rstrip())
+        return {}
