@@ -2,9 +2,8 @@
 
 from typing import Any
 
-import yaml
-
 from pipelinerl_common.settings import API_VERSION, KIND, JobSpec, service_view
+from pipelinerl_common.settings.text import write_yaml
 from pipelinerl_operator.objects.job_resource import JobResource
 from pipelinerl_operator.objects.labels import config_name, metadata
 from pipelinerl_operator.objects.ports import NATS_CA_KEY
@@ -39,7 +38,7 @@ def config_map(job: JobResource, nats_ca: str | None = None) -> dict[str, Any]:
         "kind": "ConfigMap",
         "metadata": metadata(job, config_name(job.name)),
         "data": {
-            JOB_KEY: yaml.safe_dump(document, sort_keys=False, allow_unicode=True),
+            JOB_KEY: write_yaml(document),
             **({NATS_CA_KEY: nats_ca} if nats_ca else {}),
         },
     }

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import Job, cluster_only_paths, load_job, parse_job, parse_newer_job, service_view
+from pipelinerl_common.settings.text import read_yaml, write_yaml
 from pipelinerl_staleness.areal import ArealSettings
 from pipelinerl_staleness.conventional import ConventionalSettings
 
@@ -80,6 +83,57 @@ def test_a_file_that_is_no_job_is_told_so(tmp_path: Path, content: str, says: st
     assert str(path) in str(caught.value)
 
 
+ARGUMENTS = """{lr: 1e-6, big: 1E3, half: .5, whole: 10, octal: 010, hex: 0x10, many: 1_000, time: 12:30, day: 2026-11-30,
+  no_number: 1e, version: 1.2.3, quoted: '1e-6', inherited: {<<: &base {a: 1}, b: 2}, again: {<<: *base, a: 3}, off: off}"""
+READ = {
+    "lr": 1e-6,
+    "big": 1000.0,
+    "half": 0.5,
+    "whole": 10,
+    "octal": 8,
+    "hex": 16,
+    "many": 1000,
+    "time": "12:30",
+    "day": "2026-11-30",
+    "no_number": "1e",
+    "version": "1.2.3",
+    "quoted": "1e-6",
+    "inherited": {"a": 1, "b": 2},
+    "again": {"a": 3},
+    False: False,
+}
+
+
+def test_yaml_means_what_it_means_to_kubernetes() -> None:
+    assert read_yaml(ARGUMENTS) == READ
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists, max_leaves=5))
+def test_what_is_written_is_read_back(value: Any) -> None:
+    assert read_yaml(write_yaml({"key": value})) == {"key": value}
+
+
+@pytest.mark.parametrize("text", ["1e-6", "1E3", "12:30", "2026-11-30", "010", "no", ".5", "1.0", "~", "1_000", "0x1f", ".inf"])
+def test_a_text_that_looks_like_something_else_stays_text(text: str) -> None:
+    assert read_yaml(write_yaml([text])) == yaml.safe_load(write_yaml([text])) == [text]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("spec:\n  seed: 1\n  task: {}\n  seed: 2\n", "'seed' is there twice, in lines 2 and 4: put both together"),
+        ("spec: {seed: 1, seed: 1}", "'seed' is there twice, in lines 1 and 1"),
+        ("a: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
+        ("a: " + "9" * 5000, "not valid YAML: Exceeds the limit"),
+        ("a: " + "b" * (1 << 20), "has more than 1 MiB"),
+    ],
+)
+def test_a_file_that_hides_something_or_takes_too_much_is_refused(tmp_path: Path, content: str, says: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_job(write(tmp_path, content))
+    assert says in str(caught.value)
+
+
 def test_fields_of_a_newer_version_are_left_out_and_named() -> None:
     tomorrow = document(colour={"of": "hats"}, trainers={"hats": 2, "replicas": 3}, algorithm={"kl": {"shape": "round"}})
     job, unknown = parse_newer_job(tomorrow, "it")
@@ -130,6 +184,17 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
         ({"staleness": {"policy": "areal", "etta": 1}}, "policy 'areal' has no parameter 'etta': it has eta, max_concurrent"),
         ({"staleness": {"policy": "areel"}}, "unknown staleness policy 'areel': choose one of areal, conventional"),
         ({"staleness": {"eta": -1}}, "eta=-1 must be a whole number of at least 0"),
+        ({"staleness": {"policy": "trl", "queueGroups": 3, "queue_groups": 9}}, "queueGroups=3 and queue_groups=9 are one"),
+        (
+            {"algorithm": {"optimizer": {"learningRate": float("inf")}}},
+            "learningRate: Input should be a finite number (got inf)",
+        ),
+        ({"algorithm": {"optimizer": {"learningRate": True}}}, "learningRate: must be a number, not a boolean"),
+        (
+            {"seed": False},
+            "spec.seed: must be a number, not a boolean, as which YAML also reads yes, no, on and off (got False)",
+        ),
+        ({"preprocessor": {"ringBufferGroups": True}}, "ringBufferGroups: must be a number, not a boolean"),
     ],
 )
 def test_a_wrong_field_is_named_with_value_and_remedy(spec: dict[str, Any], says: str) -> None:

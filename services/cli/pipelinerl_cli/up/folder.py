@@ -23,12 +23,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pipelinerl_common.checkpoints import complete_checkpoints
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.files import write_whole
 from pipelinerl_common.settings import Job, load_job
+from pipelinerl_common.settings.text import write_yaml
 
 MAY_CHANGE = ("algorithm.steps",)
 """Settings that may differ when a run is resumed, without being mentioned."""
@@ -117,7 +116,7 @@ class RunFolder:
 
     def write_job(self, job: Job) -> None:
         document = job.model_dump(mode="json", by_alias=True, exclude_none=True)
-        write_whole(self.job_file, yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
+        write_whole(self.job_file, write_yaml(document))
 
     def make_token(self) -> str:
         """A new token for this session, readable by the owner only."""

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.alias_generators import to_camel
 from pydantic.fields import FieldInfo
@@ -14,12 +13,15 @@ from pydantic_core import ErrorDetails
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings.job import Job
 from pipelinerl_common.settings.model import DOTTED_PATH
+from pipelinerl_common.settings.text import read_yaml
 from pipelinerl_common.words import counted, did_you_mean
 
 _FREE_FORM = {"args", "engineArgs", "engine_args", "podTemplate", "pod_template"}
 """Mappings whose keys are another program's names, taken letter by letter."""
 _FOLLOWS_FROM_ANOTHER = "default_factory_not_called"
 """A default that depends on a field which is wrong itself."""
+_MOST_BYTES = 1 << 20
+"""Kubernetes takes no larger object."""
 _MOST_PLACES = 2
 """A name that more sections than these have says nothing about which one was meant."""
 
@@ -27,14 +29,18 @@ _MOST_PLACES = 2
 def load_job(path: Path, overrides: Iterable[str] = ()) -> Job:
     """Reads `path` (YAML or JSON). `overrides` are `dotted.path=value` below `spec`. Raises SettingsError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        text = content.decode() if len(content) <= _MOST_BYTES else ""
     except FileNotFoundError as error:
         raise SettingsError(f"{path}: {_no_file(path)}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: cannot be read: {error}; give a job file (YAML)") from error
+    if len(content) > _MOST_BYTES:
+        raise SettingsError(f"{path}: has more than {_MOST_BYTES >> 20} MiB; give a job file (YAML)")
     try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        document = read_yaml(text)
+    except ValueError as error:
         raise SettingsError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(document, dict):
         raise SettingsError(f"{path}: a job file is a mapping with apiVersion, kind, metadata and spec")
@@ -92,13 +98,13 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     if not separator or not all(keys):
         raise SettingsError(f"--set {override}: expected path=value, for example staleness.eta=2")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        value = read_yaml(text)
+    except ValueError as error:
         raise SettingsError(f"--set {override}: the value is not valid YAML: {error}") from error
     node = document.setdefault("spec", {})
     for depth, key in enumerate(keys):
         if not isinstance(node, dict):
-            raise SettingsError(f"--set {override}: spec.{'.'.join(keys[:depth])} is not a mapping")
+            raise SettingsError(f"--set {override}: {'.'.join(['spec', *keys[:depth]])} is not a mapping")
         spelled = key if _FREE_FORM & set(keys[:depth]) else _spelling(node, key)
         if depth + 1 == len(keys):
             node[spelled] = value

@@ -25,9 +25,13 @@ class StalenessSettings(Settings):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The policy's own parameters, by their snake_case names."""
+        """The policy's own parameters, by their snake_case names. Raises ValueError for one that is given in both spellings."""
         names = {to_camel(name): name for name in POLICIES[self.policy].parameter_names()} if self.policy in POLICIES else {}
-        return {names.get(key, key): value for key, value in (self.model_extra or {}).items()}
+        extra = self.model_extra or {}
+        for camel, name in names.items():
+            if camel != name and {camel, name} <= extra.keys():
+                raise ValueError(f"{camel}={extra[camel]!r} and {name}={extra[name]!r} are one parameter: give it once")
+        return {names.get(key, key): value for key, value in extra.items()}
 
     def parse(self) -> PolicySettings:
         """The policy's own frozen settings. Raises ValueError that names the parameter and what is allowed."""
