@@ -7,7 +7,7 @@ import signal
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pipelinerl_common.errors import FatalError, SettingsError
 from pipelinerl_common.telemetry import LEVELS, configure_logging
@@ -98,31 +98,44 @@ def parse_wiring(role: str, argv: Sequence[str] | None = None, **defaults: Any) 
 def run_service(main: Callable[[asyncio.Event], Awaitable[None]], *, name: str, log_level: str) -> int:
     """Runs `main(stop)` to its end and returns the process's exit status.
 
-    SIGTERM and SIGINT set `stop`, which `main` must heed; a second one cancels `main`.
+    SIGTERM and SIGINT set `stop`, which `main` must heed. A second one cancels `main`, and so does the first while `main` is
+    starting: nobody has waited for `stop` yet or looked at it.
     0: done, or stopped as asked; 1: crashed; 2: wrong settings; 130: cancelled by a second signal.
     """
     configure_logging(name, log_level)
     try:
-        asyncio.run(_run_with_signals(main))
-    except asyncio.CancelledError:
-        log.warning("cancelled by a second signal")
-        return EXIT_INTERRUPTED
+        return asyncio.run(_run_with_signals(main))
     except Exception as error:  # the outermost boundary: becomes the exit status
         leaves = _leaves(error)
         for leaf in leaves:
             log.error("crashed", exc_info=leaf)
         return EXIT_SETTINGS if all(isinstance(leaf, SettingsError) for leaf in leaves) else EXIT_CRASHED
-    return EXIT_DONE
 
 
-async def _run_with_signals(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
-    stop = asyncio.Event()
+class _Stop(asyncio.Event):
+    """`is_heeded` once anybody waits for it or looks at it."""
+
+    is_heeded = False
+
+    def is_set(self) -> bool:
+        self.is_heeded = True
+        return super().is_set()
+
+    async def wait(self) -> Literal[True]:
+        self.is_heeded = True
+        return await super().wait()
+
+
+async def _run_with_signals(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
+    stop, num_signals = _Stop(), 0
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(main(stop))
 
     def on_signal(received: signal.Signals) -> None:
+        nonlocal num_signals
+        num_signals += 1
         log.info("signal=%s stopping", received.name)
-        if stop.is_set():
+        if num_signals > 1 or not stop.is_heeded:
             task.cancel()
         stop.set()
 
@@ -130,9 +143,17 @@ async def _run_with_signals(main: Callable[[asyncio.Event], Awaitable[None]]) ->
         loop.add_signal_handler(each, on_signal, each)
     try:
         await task
+    except asyncio.CancelledError as error:
+        if num_signals == 0:
+            raise FatalError("cancelled, though by no signal") from error
+        if num_signals > 1:
+            log.warning("cancelled by a second signal")
+            return EXIT_INTERRUPTED
+        log.info("stopped while it was starting")
     finally:
         for each in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(each)
+    return EXIT_DONE
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

@@ -87,6 +87,45 @@ def test_a_signal_stops_the_service_cleanly(number: signal.Signals) -> None:
     assert number.name in errors
 
 
+def test_a_signal_ends_a_service_that_is_starting() -> None:
+    """Nobody heeds `stop` yet: a connection is waited for, an engine warms up."""
+    process = _service("""
+    try:
+        print('up', flush=True)
+        await asyncio.sleep(1000)
+        await stop.wait()
+    finally:
+        print('cleaned', flush=True)
+""")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    os.kill(process.pid, signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert output == "cleaned\n"
+    assert "stopped while it was starting" in errors
+
+
+def test_a_service_that_has_looked_at_its_stop_ends_by_itself() -> None:
+    process = _service("""
+    while not stop.is_set():
+        print('up', flush=True)
+        await asyncio.sleep(0.2)
+    print('drained', flush=True)
+""")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    os.kill(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert output.endswith("drained\n")
+
+
+def test_a_cancellation_that_no_signal_asked_for_is_a_crash(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_service(lambda stop: _raise(asyncio.CancelledError()), name="actor-0", log_level="info") == 1
+    assert "crashed error=FatalError: cancelled, though by no signal" in capsys.readouterr().err
+
+
 def test_a_second_signal_cancels() -> None:
     process = _service("print('up', flush=True); await stop.wait(); print('draining', flush=True); await asyncio.sleep(1000)")
     assert process.stdout is not None
