@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pipelinerl_staleness.checks import check_flag, check_number, check_optional_whole, check_whole
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -49,15 +51,11 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("num_engines", "max_sequences", "block_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            check_whole(name, getattr(self, name), 1)
+        check_whole("kv_tokens", self.kv_tokens, self.block_tokens)
+        check_optional_whole("max_leased", self.max_leased, 1)
         for name in ("decode_step_s", "prefill_tokens_per_s", "train_tokens_per_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
-        if self.pause_s is not None and not 0 <= self.pause_s <= self.publish_s:
-            raise ValueError(f"pause_s={self.pause_s} must be between 0 and publish_s={self.publish_s}")
-        if self.max_leased is not None and self.max_leased < 1:
-            raise ValueError(f"max_leased={self.max_leased} must be at least 1")
+            check_number(name, getattr(self, name), 0, above=True)
         for name in (
             "decode_token_s",
             "publish_s",
@@ -67,7 +65,10 @@ class Cluster:
             "request_s",
             "finish_s",
         ):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        if self.kv_tokens < self.block_tokens:
-            raise ValueError(f"kv_tokens={self.kv_tokens} must be at least one block of {self.block_tokens}")
+            check_number(name, getattr(self, name), 0)
+        if self.keeps_kv is not None:
+            check_flag("keeps_kv", self.keeps_kv)
+        if self.pause_s is not None:
+            check_number("pause_s", self.pause_s, 0)
+            if self.pause_s > self.publish_s:
+                raise ValueError(f"pause_s={self.pause_s} must be at most publish_s={self.publish_s}")

@@ -4,7 +4,7 @@ import csv
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -121,20 +121,22 @@ class _Row:
 
 
 def _rows(path: Path) -> list[_Row]:
-    with path.open(newline="") as file:
-        if path.suffix == ".csv":
-            records = list(enumerate(csv.DictReader(file), start=2))
-        elif path.suffix == ".jsonl":
-            records = [(number, json.loads(line)) for number, line in enumerate(file, start=1) if line.strip()]
-        else:
-            raise ValueError(f"{path} must end in .csv or .jsonl")
-    return [_row(path, number, record) for number, record in records]
-
-
-def _row(path: Path, number: int, record: dict[str, object]) -> _Row:
+    if path.suffix not in (".csv", ".jsonl"):
+        raise ValueError(f"{path} must end in .csv or .jsonl")
     try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text: {error}") from error
+    if path.suffix == ".csv":
+        return [_row(path, number, record) for number, record in enumerate(csv.DictReader(lines), start=2)]
+    return [_row(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def _row(path: Path, number: int, line: str | dict[str, Any]) -> _Row:
+    try:
+        record = json.loads(line) if isinstance(line, str) else line
         response, prompt = int(str(record["response_tokens"])), int(str(record.get("prompt_tokens") or 0))
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} line {number}: response_tokens (and prompt_tokens) must be whole numbers: {error}") from error
     if response < 1 or prompt < 0:
         raise ValueError(

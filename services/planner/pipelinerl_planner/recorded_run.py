@@ -7,6 +7,7 @@ job.yaml        how many sequences the actors keep on the generators
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,6 @@ from pipelinerl_staleness.registry import parse_policy_settings
 EVENTS, METRICS, JOB = "events.jsonl", "metrics.jsonl", "job.yaml"
 _LEAST_STEPS = 4
 _LEAST_LOADS = 5
-
-Event = tuple[float, str, list[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,20 +116,41 @@ def read_recorded_run(folder: Path) -> RecordedRun:
             hint = did_you_mean_folder(folder)
             raise ValueError(f"{folder} has no {name}: give the --output folder of a `pipelinerl up`{hint}")
     run: RecordedRun | None = None
-    for event in _events(folder / EVENTS):
-        if event[1] == START:
-            if run is not None and run.admitted:
-                raise ValueError(f"{folder / EVENTS}: the preprocessor was restarted in this run; give one that ran through")
-            name, parameters, groups_per_step = event[2]
-            run = RecordedRun(load_job(folder / JOB), parse_policy_settings(name, parameters), groups_per_step, name)
-        elif run is not None:
-            _hear(run, *event)
+    for where, line in _whole_lines(folder / EVENTS):
+        with _named(where):
+            at, method, arguments, answer = json.loads(line)
+            if method == START:
+                if run is not None and run.admitted:
+                    raise ValueError("the preprocessor was restarted in this run; give one that ran through")
+                name, parameters, groups_per_step = arguments
+                run = RecordedRun(load_job(folder / JOB), parse_policy_settings(name, parameters), groups_per_step, name)
+            elif run is not None:
+                _hear(run, float(at), method, arguments, answer)
     if run is None:
         raise ValueError(f"{folder / EVENTS}: no policy was begun in it; it is not the event log of a preprocessor")
     run.steps = {step: times for step, times in run.steps.items() if times.done}
     _read_metrics(run, folder / METRICS)
     _check(run, folder)
     return run
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Each with its place; not the last one while its writer is in the middle of it."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n"):
+                yield f"{path}:{number}", line
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Every error says where it was found."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{where}: not what a run writes: {error!r}") from error
 
 
 def _hear(run: RecordedRun, at: float, method: str, arguments: list[Any], answer: Any) -> None:
@@ -158,31 +178,17 @@ def _hear(run: RecordedRun, at: float, method: str, arguments: list[Any], answer
         raise ValueError("the trainer went back to a checkpoint in this run; give one that ran through")
 
 
-def _events(path: Path) -> Iterator[Event]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
-                return  # a running preprocessor may be in the middle of it
-            try:
-                at, method, arguments, answer = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: not an event: {error}") from error
-            yield float(at), method, arguments, answer
-
-
 def _read_metrics(run: RecordedRun, path: Path) -> None:
     """What the trainer tells after each step; the pause of every update once."""
     updates = 0.0
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if not line.endswith("\n"):
-                return
+    for where, line in _whole_lines(path):
+        with _named(where):
             record = json.loads(line)
             values = record["values"]
             if record["role"] != "trainer":
                 continue
             if record["step"] - 1 in run.steps:
-                run.steps[record["step"] - 1].trained_s = values.get("train_seconds", 0.0)
+                run.steps[record["step"] - 1].trained_s = float(values.get("train_seconds", 0.0))
             if values.get("weight_updates_total", 0.0) > updates and "pause_seconds" in values:
                 updates = values["weight_updates_total"]
                 run.pauses.append(float(values["pause_seconds"]))

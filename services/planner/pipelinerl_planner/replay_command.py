@@ -31,15 +31,15 @@ def run(args: argparse.Namespace) -> int:
     def records() -> Iterator[Record]:
         nonlocal where
         for path in paths:
-            with path.open(encoding="utf-8") as file:
+            with path.open("rb") as file:
                 for number, line in enumerate(file, start=1):
                     where = f"{path}:{number}"
-                    if line.endswith("\n"):  # a running or crashed preprocessor may be in the middle of its last line
+                    if line.endswith(b"\n"):  # a running or crashed preprocessor may be in the middle of its last line
                         yield _record_of(line)
 
     try:
         outcome = replay(records())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         print(f"replay: {where}: not an event: {error}", file=sys.stderr)  # noqa: T201
         return EXIT_DIFFERENT
     agreed = (
@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DIFFERENT
 
 
-def _record_of(line: str) -> Record:
+def _record_of(line: bytes) -> Record:
     fields = json.loads(line)
     if not isinstance(fields, list) or len(fields) != 4 or not isinstance(fields[1], str) or not isinstance(fields[2], list):
-        raise ValueError(f"expected [seconds, method, arguments, answer], got {line[:80]!r}")
+        raise ValueError(f"expected [seconds, method, arguments, answer], got {line[:80].decode(errors='replace')!r}")
     return fields[1], fields[2], fields[3]

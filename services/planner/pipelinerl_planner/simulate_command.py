@@ -15,6 +15,7 @@ from pipelinerl_planner.lengths import Lengths, read_trace
 from pipelinerl_planner.outcome import Outcome
 from pipelinerl_planner.presets import PRESETS, Preset
 from pipelinerl_planner.simulation import Run, simulate
+from pipelinerl_staleness.checks import check_whole
 from pipelinerl_staleness.policy import Policy, PolicySettings
 from pipelinerl_staleness.registry import POLICIES, make_policy
 
@@ -138,7 +139,7 @@ def _plan(args: argparse.Namespace) -> list[_Job]:
                     raise
                 refused.append(f"{name}: {error}")
                 continue
-            for seed in _values(args.seed):
+            for seed in _seeds(args.seed):
                 lengths = _lengths(args, preset, seed)
                 jobs.append(_Job(name, settings, preset.groups_per_step, seed, Run(preset.cluster, lengths, preset.num_steps)))
     for reason in refused:
@@ -160,8 +161,8 @@ def _preset(args: argparse.Namespace) -> Preset:
     unknown = set(costs) - {field.name for field in fields(Cluster)}
     if unknown:
         raise ValueError(f"--cluster {sorted(unknown)[0]}: choose one of {', '.join(field.name for field in fields(Cluster))}")
-    numbers: dict[str, Any] = {name: _number(value) for name, value in costs.items()}
-    return replace(preset, cluster=replace(preset.cluster, **numbers))
+    values: dict[str, Any] = {name: _value(value) for name, value in costs.items()}
+    return replace(preset, cluster=replace(preset.cluster, **values))
 
 
 def _lengths(args: argparse.Namespace, preset: Preset, seed: int) -> Lengths:
@@ -196,19 +197,19 @@ def _values(text: str) -> list[Any]:
     return [_value(part) for part in text.split(",")]
 
 
+def _seeds(text: str) -> list[int]:
+    seeds = _values(text)
+    for seed in seeds:
+        check_whole("--seed", seed, 0)
+    return seeds
+
+
 def _value(text: Any) -> Any:
     """Numbers, true, false and null as in JSON; other words as they are."""
     try:
         return json.loads(text) if isinstance(text, str) else text
     except json.JSONDecodeError:
         return text
-
-
-def _number(text: str) -> float | int:
-    value = _value(text)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ValueError(f"{text} must be a number")
-    return value
 
 
 def _combinations(sweeps: Mapping[str, Sequence[Any]]) -> Sequence[dict[str, Any]]:

@@ -95,7 +95,14 @@ def test_table_names_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
         (["--policy", "roll", "--sweep", "main=3:1"], "range 3:1 must be two whole numbers in order"),
         (["--policy", "roll", "--sweep", "main"], "must have the form name=value"),
         (["--policy", "roll", "--cluster", "speed=1"], "--cluster speed: choose one of num_engines"),
-        (["--policy", "roll", "--cluster", "kv_tokens=many"], "many must be a number"),
+        (["--policy", "roll", "--cluster", "kv_tokens=many"], "kv_tokens='many' must be a whole number of at least 16"),
+        (["--policy", "roll", "--cluster", "num_engines=1.5"], "num_engines=1.5 must be a whole number of at least 1"),
+        (["--policy", "roll", "--cluster", "publish_s=NaN"], "publish_s=nan must be a number of at least 0"),
+        (["--policy", "roll", "--cluster", "train_tokens_per_s=1e400"], "train_tokens_per_s=inf must be a number above 0"),
+        (["--policy", "roll", "--cluster", "keeps_kv=1"], "keeps_kv=1 must be true or false"),
+        (["--policy", "roll", "--cluster", "pause_s=9"], "pause_s=9 must be at most publish_s=8.0"),
+        (["--policy", "roll", "--seed", "1.5"], "--seed=1.5 must be a whole number of at least 0"),
+        (["--policy", "roll", "--seed", "0,x"], "--seed='x' must be a whole number of at least 0"),
         (["--policy", "roll", "--cluster", "kv_tokens=1024"], "kv_tokens=1024 cannot hold one sequence of"),
         (["--policy", "roll", "--steps", "0"], "--steps 0 must be at least 1"),
         (["--policy", "roll", "--trace", "missing.csv"], "missing.csv"),
@@ -145,11 +152,13 @@ def test_traces_in_csv_and_jsonl(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("t.csv", "response_tokens\n5\n0\n", "line 3: response_tokens=0 must be at least 1"),
         ("t.csv", "response_tokens\n5\n5\n5\n", r"groups of \[1, 2\] trajectories, expected 2"),
         ("t.jsonl", "\n", "no line with response_tokens"),
-        ("t.jsonl", "{nonsense}\n", "line 1"),
+        ("t.jsonl", "{nonsense}\n", r"t\.jsonl line 1"),
+        ("t.jsonl", '{"response_tokens": 5}\n[1]\n', r"t\.jsonl line 2"),
+        ("t.csv", "response_tokens\n\xff", r"t\.csv is not text"),
     ],
 )
 def test_bad_traces_are_refused(name: str, text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=message):
         read_trace(tmp_path / name, 2)
 

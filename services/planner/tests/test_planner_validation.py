@@ -7,13 +7,14 @@ cut down to what is read here; the take events that only waited are left out but
 import gzip
 import json
 import shutil
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipelinerl_planner import replay_command
 from pipelinerl_planner.fit import fit_cluster
 from pipelinerl_planner.recorded_run import read_recorded_run
 from pipelinerl_planner.simulate_command import add_arguments, run
@@ -144,3 +145,21 @@ def test_a_run_that_was_interrupted_is_refused(folder: Path, capsys: pytest.Capt
     (folder / "events.jsonl").write_text("".join([*lines, lines[0]]))
     assert command("--from-run", str(folder)) == 2
     assert "the preprocessor was restarted in this run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["events.jsonl", "metrics.jsonl"])
+@pytest.mark.parametrize("line", [b"[]", b"{}", b"null", b'[1, "take", [0], [["0-999"], [], ""]]', b"\xff", b"[" * 100_000])
+def test_a_broken_line_is_named_by_its_place(file: str, line: bytes, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (folder / file).read_bytes().splitlines(keepends=True)
+    (folder / file).write_bytes(b"".join([*lines[:20], line + b"\n", *lines[20:]]))
+    assert command("--from-run", str(folder)) == 2
+    assert f"{file}:21: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", [b"\xff", b"[" * 100_000, b'[1, "observe", [], []]', b'[1, "policy", [], null]', b"[1, 2]"])
+def test_a_replay_names_a_broken_line(line: bytes, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (folder / "events.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "events.jsonl").write_bytes(b"".join([*lines[:20], line + b"\n", *lines[20:]]))
+    assert replay_command.run(Namespace(folder=folder)) == 1
+    shown = capsys.readouterr()
+    assert "events.jsonl:21: " in shown.out + shown.err

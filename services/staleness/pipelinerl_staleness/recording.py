@@ -104,7 +104,7 @@ def replay(records: Iterable[Record]) -> Replay:
                 policy = make_policy(parse_policy_settings(name, parameters), groups_per_step)
                 continue
             answer = _asked(policy, method, arguments)
-        except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, NotImplementedError) as error:
             outcome.difference = Difference(number, f"{method}{tuple(arguments)} cannot be replayed: {error!r}")
             return outcome
         if answer != recorded_answer:
