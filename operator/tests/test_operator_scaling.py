@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as examples
 from hypothesis import strategies as st
 from scaling_systems import spec_of, system
 
@@ -48,6 +49,7 @@ def test_a_job_that_generates_nothing_is_left_alone() -> None:
     assert choose(spec_of(1, 8, 2), 2, Balance(0, 10, 2, 0.0, 0.0, 0.0)) == 2
 
 
+@examples(deadline=None)
 @given(
     bounds=st.lists(st.integers(1, 60), min_size=3, max_size=3).map(sorted),
     gpus=st.sampled_from([0, 1, 8]),
@@ -62,6 +64,7 @@ def test_every_choice_is_within_the_bounds(bounds: list[int], gpus: int, rates: 
     assert least <= chosen <= most
 
 
+@examples(deadline=None)
 @given(
     bounds=st.lists(st.integers(1, 60), min_size=3, max_size=3).map(sorted),
     gpus=st.sampled_from([0, 1, 8]),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from common_groups import facts, make_group, make_sample
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.v1 import admission_pb2, batches_pb2, sample_pb2
@@ -79,6 +79,7 @@ def join(payloads: list[bytes]) -> SampleGroup | None:
     return joined[0] if joined else None
 
 
+@settings(deadline=None)
 @given(groups(), st.randoms())
 def test_any_group_survives_the_wire_split_and_in_any_order(group: SampleGroup, random: Any) -> None:
     whole = encode_group(group, MEBIBYTE)
@@ -99,12 +100,14 @@ def test_any_group_survives_the_wire_split_and_in_any_order(group: SampleGroup, 
     assert facts(rejoined) == facts(group)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_random_bytes_are_malformed_and_nothing_worse(data: bytes) -> None:
     with pytest.raises(MalformedMessage):
         decode_part(data)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_flipped_bytes_are_decoded_within_the_invariants_or_malformed(data: st.DataObject) -> None:
     payload = bytearray(encode_group(make_group(), MEBIBYTE)[0].payload)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from hypothesis import given
+from hypothesis import settings as examples
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -108,6 +109,7 @@ def test_yaml_means_what_it_means_to_kubernetes() -> None:
     assert read_yaml(ARGUMENTS) == READ
 
 
+@examples(deadline=None)
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists, max_leaves=5))
 def test_what_is_written_is_read_back(value: Any) -> None:
     assert read_yaml(write_yaml({"key": value})) == {"key": value}

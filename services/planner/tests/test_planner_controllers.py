@@ -2,6 +2,7 @@
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from pipelinerl_planner.controllers import (
@@ -57,6 +58,7 @@ def test_nothing_generated_changes_nothing() -> None:
     assert ShareRule(ShareRuleSettings(128)).observe(Share(42, 0), 10, 0.0, 0.0) == Share(42, 10)
 
 
+@examples(deadline=None)
 @given(NUM_GPUS, TRACES)
 def test_rule_never_leaves_its_bounds(num_gpus: int, trace: list[tuple[int, float, float]]) -> None:
     rule = ShareRule(ShareRuleSettings(num_gpus))
@@ -67,6 +69,7 @@ def test_rule_never_leaves_its_bounds(num_gpus: int, trace: list[tuple[int, floa
         assert 1 <= share.num_generating <= num_gpus - 1
 
 
+@examples(deadline=None)
 @given(num_gpus=st.integers(16, 1000), speed=st.floats(0.05, 1.0), tau=st.floats(1.0, 10.0))
 def test_rule_settles_around_the_balance(num_gpus: int, speed: float, tau: float) -> None:
     """With r_gen = speed * I and r_train = (N - I) / tau the ratio is q where I = N / (1 + tau * speed * q). Once reached, the
@@ -117,6 +120,7 @@ def test_hybrid_without_adjustment_keeps_its_share() -> None:
     assert schedule.observe(state, 1000, 1.0, 1.0) == state
 
 
+@examples(deadline=None)
 @given(NUM_GPUS, st.integers(0, 40), st.floats(0.01, 0.99), TRACES)
 def test_hybrid_bounds_and_order_of_phases(
     num_gpus: int, explore_steps: int, share: float, trace: list[tuple[int, float, float]]

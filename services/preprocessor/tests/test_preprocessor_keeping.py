@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from preprocessor_harness import make_job
 
@@ -34,6 +34,7 @@ def test_the_ring_buffer_lets_the_oldest_go() -> None:
     assert len(buffer) == 1
 
 
+@settings(deadline=None)
 @given(room=st.integers(1, 5), ids=st.lists(st.integers(0, 50), unique=True))
 def test_the_ring_buffer_keeps_the_newest(room: int, ids: list[int]) -> None:
     buffer = RingBuffer(room)
