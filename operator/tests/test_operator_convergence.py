@@ -153,17 +153,22 @@ def test_every_job_converges_through_faults_crashes_and_stale_stores(steps: list
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.sampled_from(sorted(FAULTS)), st.integers(0, 14), st.sampled_from(["error", "memory", "evicted", "vanished"]))
+@given(st.sampled_from(sorted(FAULTS)), st.integers(0, 18), st.sampled_from(["error", "memory", "evicted", "vanished"]))
 def test_one_fault_at_any_write_of_a_jobs_life_changes_nothing_in_the_end(fault: str, n: int, kind: str) -> None:
+    """Writes 0 to 12 are of its beginning, 13 to 18 of the trainers' return."""
+
+    async def settle(world: World) -> None:
+        await world.settle(rounds=200)
+        world.now += 120  # past the time for which a refusal is believed
+        await world.settle(rounds=200)
+
     async def one() -> None:
         world = World()
         await world.submit(job())
         world.api.fault = nth_write(FAULTS[fault], n)
-        await world.settle(rounds=200)
-        world.now += 120  # past the time for which a refusal is believed
-        await world.settle(rounds=200)
+        await settle(world)
         fail(world, "sums-trainer-1", kind)
-        await world.settle(rounds=200)
+        await settle(world)
         world.api.fault = lambda call: None
         check(world)
         assert set(world.attempts().values()) <= {0, 1}
