@@ -196,7 +196,7 @@ async def soon(event: asyncio.Event) -> None:
 
 
 @asynccontextmanager
-async def running(*names: str, workers: int = 1, form_timeout_s: float = 5) -> AsyncIterator[Harness]:
+async def running(*names: str, workers: int = 1, form_timeout_s: float = 5, settle_s: float = 0) -> AsyncIterator[Harness]:
     generators = {name: FakeGenerator(name, num_workers=workers) for name in names}
     trainer = FakeTrainer(list(generators.values()))
     settings = WeightTransferSettings(backend="gloo", form_timeout_seconds=form_timeout_s, sync_timeout_seconds=5)
@@ -211,7 +211,7 @@ async def running(*names: str, workers: int = 1, form_timeout_s: float = 5) -> A
             lambda: {name: generator.url for name, generator in generators.items()},
             lambda: trainer_server.address,
             token=TOKEN,
-            settle_s=0,
+            settle_s=settle_s,
         )
         stack.push_async_callback(coordinator.close)
         service = weight_transfer(lambda context: coordinator)
@@ -238,6 +238,26 @@ async def test_generators_join_with_their_own_ranks_and_are_updated() -> None:
         assert (update["epoch"], update["version"], update["mode"], update["kv_cache"]) == (1, 3, "staged", "keep")
         group = await harness.get_group()
         assert (group.epoch, list(group.members), group.served_version) == (1, ["a", "b"], 3)
+
+
+async def test_who_is_there_waits_only_for_who_is_starting() -> None:
+    async with running("a", "b", settle_s=60) as harness:
+        await harness.generators["b"].stop()
+        await harness.coordinator.reconcile()
+        assert harness.coordinator.waiting_for == "others may join too"
+        await harness.generators["b"].restart()
+        await harness.coordinator.reconcile()
+        assert harness.members == ("a", "b")
+
+
+async def test_one_that_was_away_joins_when_it_has_stayed() -> None:
+    async with running("a", "b", settle_s=60) as harness:
+        await harness.until_members("a", "b")
+        await harness.generators["b"].stop()
+        await harness.until_members("a")
+        await harness.generators["b"].restart()
+        await harness.coordinator.reconcile()
+        assert harness.members == ("a",)
 
 
 async def test_wrong_epoch_is_refused_and_reaches_no_generator() -> None:

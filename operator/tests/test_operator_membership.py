@@ -1,5 +1,8 @@
 from dataclasses import replace
 
+from hypothesis import example, given
+from hypothesis import strategies as st
+
 from pipelinerl_operator.coordinator.membership import (
     Backoff,
     Form,
@@ -89,10 +92,45 @@ def test_running_update_holds_back_a_new_group_until_its_deadline() -> None:
     assert isinstance(decide(seen, Standing(GROUP, transfer_deadline=NOW - 1), Backoff()), Form)
 
 
-def test_newcomer_waits_a_moment_for_others() -> None:
-    young = observation(generator("a", since=NOW - 0.5), generator("b"))
-    assert decide(young, Standing(None, settle_s=2), Backoff()) == Wait("generators are joining")
-    assert isinstance(decide(young, Standing(None, settle_s=0.4), Backoff()), Form)
+def test_a_lone_newcomer_joins_at_once() -> None:
+    first = decide(observation(generator("a", since=NOW)), Standing(None), Backoff())
+    assert isinstance(first, Form)
+    assert first.group.names == ("a",)
+    members = generator("a", epoch=4), generator("b", epoch=4)
+    third = decide(observation(*members, generator("c", since=NOW), trainer_epoch=4), Standing(GROUP), Backoff())
+    assert isinstance(third, Form)
+    assert third.group.names == ("a", "b", "c")
+
+
+def test_newcomers_wait_for_one_that_is_starting_but_never_longer_than_the_settling_time() -> None:
+    seen = replace(observation(generator("a", since=NOW), generator("b", since=NOW)), num_starting=1)
+    for later, both in ((0.0, Wait), (1.9, Wait), (2.0, Form)):
+        assert isinstance(decide(replace(seen, now=NOW + later), Standing(None, settle_s=2), Backoff()), both)
+    staggered = replace(seen, now=NOW + 2.0, generators=(generator("a", since=NOW), generator("b", since=NOW + 1.9)))
+    assert isinstance(decide(staggered, Standing(None, settle_s=2), Backoff()), Form)  # the next one makes nobody wait longer
+
+
+def test_one_that_is_starting_keeps_no_other_change_waiting() -> None:
+    seen = replace(observation(generator("a", epoch=4), trainer_epoch=4), num_starting=1)
+    assert isinstance(decide(seen, Standing(GROUP), Backoff()), Form)  # b has left
+
+
+@example([True, False] * 30)
+@example([False, True, True, True] * 15)
+@given(st.lists(st.booleans(), min_size=60, max_size=60))
+def test_one_that_comes_and_goes_forms_a_group_only_when_it_has_stayed(answers: list[bool]) -> None:
+    """One round a second, for a minute: b answers or does not. It joins after two seconds, and so may leave once in three."""
+    group, epochs, since = Group(1, (Member("a", 1, 1),)), 0, 0.0
+    for now, is_there in enumerate(answers):
+        if not is_there:
+            since = now + 1.0
+        b = SeenGenerator("b", 1, group.epoch if "b" in group.names else 0, -1, seen_since=since, was_away=True)
+        generators = (generator("a", epoch=group.epoch), *([b] if is_there else []))
+        seen = Observation(float(now), SeenTrainer(group.epoch), generators, num_starting=0 if is_there else 1)
+        decision = decide(seen, Standing(group), Backoff())
+        if isinstance(decision, Form):
+            group, epochs = decision.group, epochs + 1
+    assert epochs <= 2 * (len(answers) // 4 + 1)  # away, back, one more second, joined
 
 
 def test_failed_attempt_without_a_culprit_is_tried_again_later() -> None:

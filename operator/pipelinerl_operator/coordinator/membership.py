@@ -22,6 +22,8 @@ class SeenGenerator:
     """-1 before the first update."""
     seen_since: float
     """Monotonic seconds since when it has answered without a break."""
+    was_away: bool = False
+    """It answered before that already: it has come back, and may go again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class Observation:
     """Monotonic seconds, the clock of every time here."""
     trainer: SeenTrainer | None
     generators: tuple[SeenGenerator, ...]
+    num_starting: int = 0
+    """Generators that should be there and do not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,8 @@ class Standing:
     not_before: float = 0.0
     """After a failure that was nobody's in particular: when to try again."""
     settle_s: float = 2.0
-    """How long a newcomer waits for others, so that generators that start together join together."""
+    """How long newcomers wait at most for those that are starting, so that they join together; and how long one that was away
+    must have stayed, so that one that comes and goes does not form the group again and again."""
     epoch_floor: int = 0
     """The newest epoch of an earlier coordinator: epochs never go back, not even when everybody has forgotten theirs."""
 
@@ -139,7 +144,7 @@ def decide(seen: Observation, standing: Standing, backoff: Backoff) -> Wait | Fo
         return Wait("the trainer does not answer")
     if standing.transfer_deadline is not None and seen.now < standing.transfer_deadline:
         return Wait("an update is running")
-    ready = [generator for generator in seen.generators if not backoff.is_out(generator.name, seen.now)]
+    ready = _ready(seen, standing, backoff)
     fault = _fault(seen.trainer, ready, group)
     if fault is None:
         return Wait("every ready generator is a member")
@@ -147,11 +152,22 @@ def decide(seen: Observation, standing: Standing, backoff: Backoff) -> Wait | Fo
         return Wait("no generator is ready")
     if seen.now < standing.not_before:
         return Wait("the last attempt failed")
-    if _settling(ready, group, seen.now, standing.settle_s):
-        return Wait("generators are joining")
+    if seen.num_starting and _have_just_come(ready, seen.now, standing):
+        return Wait("others may join too")
     known = [seen.trainer.epoch, standing.epoch_floor, group.epoch if group else 0]
     epoch = 1 + max([*known, *(generator.epoch for generator in seen.generators)])
     return Form(assign_ranks(epoch, {generator.name: generator.num_workers for generator in ready}), fault)
+
+
+def _ready(seen: Observation, standing: Standing, backoff: Backoff) -> list[SeenGenerator]:
+    """Who belongs into the group: members that are there, and newcomers that are neither left out nor just back."""
+    members = standing.group.names if standing.group else ()
+
+    def is_ready(generator: SeenGenerator) -> bool:
+        is_back = generator.name in members or not generator.was_away or seen.now - generator.seen_since >= standing.settle_s
+        return is_back and not backoff.is_out(generator.name, seen.now)
+
+    return [generator for generator in seen.generators if is_ready(generator)]
 
 
 def _fault(trainer: SeenTrainer, ready: Sequence[SeenGenerator], group: Group | None) -> str | None:
@@ -172,6 +188,8 @@ def _fault(trainer: SeenTrainer, ready: Sequence[SeenGenerator], group: Group | 
     return f"{', '.join(newcomers)} joined" if newcomers else None
 
 
-def _settling(ready: Sequence[SeenGenerator], group: Group | None, now: float, settle_s: float) -> bool:
-    newcomers = [generator for generator in ready if group is None or generator.name not in group.names]
-    return any(now - generator.seen_since < settle_s for generator in newcomers)
+def _have_just_come(ready: Sequence[SeenGenerator], now: float, standing: Standing) -> bool:
+    """Whether there are newcomers, and none has waited long enough for others."""
+    members = standing.group.names if standing.group else ()
+    since = [generator.seen_since for generator in ready if generator.name not in members]
+    return bool(since) and now - min(since) < standing.settle_s

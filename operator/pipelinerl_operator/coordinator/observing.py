@@ -16,6 +16,7 @@ MAX_SLOW_PROBES = 3
 class _Sight:
     client: GeneratorClient
     seen: SeenGenerator | None = None
+    was_away: bool = False
     slow_probes: int = 0
     answered_at: float | None = None
     """Of a process that has answered and was not seen to end since."""
@@ -67,7 +68,7 @@ class Observer:
         for sight, probe in zip(sights, probes, strict=True):
             _take(sight, probe, now)
         seen = tuple(sight.seen for sight in sights if sight.seen is not None)
-        return Observation(now, trainer, seen)
+        return Observation(now, trainer, seen, num_starting=len(sights) - len(seen))
 
     def _follow(self, urls: Mapping[str, str]) -> None:
         for gone in [name for name in self._sights if name not in urls]:
@@ -85,8 +86,8 @@ def _take(sight: _Sight, probe: ProbeResult, now: float) -> None:
         sight.slow_probes = sight.slow_probes + 1 if probe.is_slow else MAX_SLOW_PROBES
         if not probe.is_slow:
             sight.answered_at = None
-        if sight.slow_probes >= MAX_SLOW_PROBES:
-            sight.seen = None
+        if sight.slow_probes >= MAX_SLOW_PROBES and sight.seen is not None:
+            sight.seen, sight.was_away = None, True
         return
     sight.slow_probes, sight.answered_at = 0, now
     weights = probe.weights
@@ -96,4 +97,5 @@ def _take(sight: _Sight, probe: ProbeResult, now: float) -> None:
         epoch=max(0, int(weights.get("epoch") or 0)),
         served_version=int(weights.get("version", -1)),
         seen_since=sight.seen.seen_since if sight.seen else now,
+        was_away=sight.was_away,
     )
