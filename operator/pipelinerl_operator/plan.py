@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from pipelinerl_common.settings import Job
+from pipelinerl_common.settings import EvaluationSettings, Job
 
 
 class Role(StrEnum):
@@ -45,6 +45,12 @@ RESTART_SCOPES: Mapping[Role, RestartScope] = {
     Role.TRAINER: RestartScope.ROLE,
     Role.EVALUATOR: RestartScope.ALONE,
 }
+
+ENDING_ROLES = frozenset({Role.TRAINER, Role.EVALUATOR})
+"""Whose work is done at some time."""
+
+EVALUATION_MARGIN_S = 60.0
+"""For an evaluator to be placed and to start."""
 
 MODULES: Mapping[Role, str] = {
     Role.PREPROCESSOR: "pipelinerl_preprocessor",
@@ -146,6 +152,11 @@ def num_trainer_ranks(job: Job) -> int:
 
 def generator_url(address: str) -> str:
     return f"http://{address}"
+
+
+def longest_evaluation_s(settings: EvaluationSettings) -> float:
+    """How long the last step's evaluation is waited for after it: one may run already, and is followed by the last."""
+    return 2 * settings.timeout_seconds + EVALUATION_MARGIN_S
 
 
 def num_gpus(job: Job, name: str) -> int:

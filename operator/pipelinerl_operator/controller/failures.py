@@ -8,12 +8,10 @@ from enum import StrEnum
 from pipelinerl_common.settings import FailurePolicySettings
 from pipelinerl_operator.controller.status import FailureRecord, read_time
 from pipelinerl_operator.controller.views import PodView, Termination
-from pipelinerl_operator.plan import Role
+from pipelinerl_operator.plan import ENDING_ROLES, Role
 
 EXIT_SETTINGS = 2
 """Our services end with it when their input is wrong: starting them again would end the same way."""
-ENDING_ROLES = (Role.TRAINER, Role.EVALUATOR)
-"""Whose work is done at some time."""
 ENDED_GRACE_S = 60.0
 """A process that ended by itself with status 0 may be ahead of the trainer's end, which is then still to be seen."""
 

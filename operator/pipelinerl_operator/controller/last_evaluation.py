@@ -12,10 +12,7 @@ from pipelinerl_operator.controller.endings import end_of_first
 from pipelinerl_operator.controller.provisioning import provision
 from pipelinerl_operator.controller.restarts import take_failures
 from pipelinerl_operator.controller.status import Phase, read_time, write_time
-from pipelinerl_operator.plan import Role
-
-MARGIN_S = 60.0
-"""For a pod to be placed and to start."""
+from pipelinerl_operator.plan import Role, longest_evaluation_s
 
 
 def waits_for_evaluation(draft: Draft, wanted: Wanted) -> bool:
@@ -27,7 +24,7 @@ def waits_for_evaluation(draft: Draft, wanted: Wanted) -> bool:
         if draft.status.phase is Phase.EVALUATING or end.message:
             draft.note(EventType.NORMAL, "Evaluated", end.message or "the last step is evaluated")
         return False
-    limit_s = 2 * evaluation.timeout_seconds + MARGIN_S  # one that runs already, and the last one
+    limit_s = longest_evaluation_s(evaluation)
     deadline = _began(draft, wanted) + limit_s
     if draft.seen.now >= deadline:
         draft.note(EventType.WARNING, "NotEvaluated", f"the evaluation of the last step has not ended within {limit_s:g} s")

@@ -9,7 +9,6 @@ from pipelinerl_operator.controller.endings import fail
 from pipelinerl_operator.controller.failures import (
     COUNTED,
     ENDED_GRACE_S,
-    ENDING_ROLES,
     Failure,
     Reason,
     failure_of,
@@ -28,7 +27,7 @@ from pipelinerl_operator.controller.status import (
     write_time,
 )
 from pipelinerl_operator.controller.units import STATUS_FIELDS, expected_attempt, is_of_job, unit_of
-from pipelinerl_operator.plan import Role
+from pipelinerl_operator.plan import ENDING_ROLES, Role
 
 
 def take_failures(draft: Draft, wanted: Wanted) -> bool:

@@ -1,4 +1,4 @@
-"""The evaluator beside a run: how far it is, and how long the last step's evaluation is waited for."""
+"""The evaluator beside a run: how far it is."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,19 +6,12 @@ from pathlib import Path
 from pipelinerl_actor.evaluation.results import evaluated_steps
 from pipelinerl_cli.up.view import RunView
 from pipelinerl_common.metrics import EVALUATOR
-from pipelinerl_common.settings import EvaluationSettings, Job
-
-MARGIN_S = 60.0
+from pipelinerl_common.settings import Job
 
 
 def is_evaluated(job: Job, root: Path) -> bool:
     """Whether nothing of the finished run in `root` is left to be evaluated."""
     return job.spec.evaluation is None or max(evaluated_steps(root), default=-1) >= job.spec.algorithm.steps
-
-
-def longest_wait_s(settings: EvaluationSettings) -> float:
-    """After the last step: the evaluation that runs already, and the last one."""
-    return 2 * settings.timeout_seconds + MARGIN_S
 
 
 def progress(view: RunView, sets: Sequence[str]) -> str:

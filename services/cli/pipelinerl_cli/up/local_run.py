@@ -21,7 +21,7 @@ from pipelinerl_cli.up import scraping
 from pipelinerl_cli.up.autoscaler import Autoscaler, ChoiceFile
 from pipelinerl_cli.up.display import Display
 from pipelinerl_cli.up.ending import Ending, ending_of, in_background
-from pipelinerl_cli.up.evaluating import longest_wait_s, progress
+from pipelinerl_cli.up.evaluating import progress
 from pipelinerl_cli.up.feed import Feed
 from pipelinerl_cli.up.fleet import ACTOR_GRACE_S, Fleet
 from pipelinerl_cli.up.folder import RunFolder, newest_checkpoint
@@ -46,7 +46,7 @@ from pipelinerl_common.settings import EvaluationSettings, Job
 from pipelinerl_common.tracing import open_tracer
 from pipelinerl_operator.coordinator import Coordinator, serve_coordinator
 from pipelinerl_operator.coordinator.metrics import export
-from pipelinerl_operator.plan import Endpoints, Role, Workload, with_actors, workload_names
+from pipelinerl_operator.plan import Endpoints, Role, Workload, longest_evaluation_s, with_actors, workload_names
 from pipelinerl_operator.scaling.metrics import Scale
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class LocalRun:
         self, settings: EvaluationSettings, evaluating: asyncio.Task[None], serving: asyncio.Task[Failure]
     ) -> None:
         """After the last step: until it is evaluated, within reason. Without a result the run is finished all the same."""
-        step, limit_s = self._job.spec.algorithm.steps, longest_wait_s(settings)
+        step, limit_s = self._job.spec.algorithm.steps, longest_evaluation_s(settings)
         sets = [each.name for each in settings.sets]
         self._describe = lambda: (f"evaluating step {step}", progress(self._view, sets))
         if not evaluating.done():

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pipelinerl_operator.plan import Role
+from pipelinerl_operator.plan import ENDING_ROLES, Role
 
 EXIT_DONE, EXIT_SETTINGS = 0, 2
 
@@ -31,7 +31,7 @@ def judge(role: Role, status: int, *, run_is_finished: Callable[[], bool]) -> Re
     if status == EXIT_SETTINGS:
         return GiveUp("wrong settings")
     if status == EXIT_DONE:
-        if role in (Role.TRAINER, Role.EVALUATOR):
+        if role in ENDING_ROLES:
             return Done() if run_is_finished() else Restart("ended before the last step")
         return Restart("ended by itself")
     return Restart(f"was killed by signal {-status}" if status < 0 else f"crashed with status {status}")
