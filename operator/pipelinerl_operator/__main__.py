@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -65,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     async def serve(stop: asyncio.Event) -> None:
         from pipelinerl_operator.controller.replica import serve_operator  # gRPC and the API client: after --help
 
+        gc.freeze()  # modules stay: without them among what may be garbage, a collection of the rest is due much sooner
         await serve_operator(arguments, identity, stop)
 
     return run_service(serve, name="operator", log_level=arguments.log_level)

@@ -7,7 +7,7 @@ the state and puts it into status.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 
 import aiohttp
@@ -16,7 +16,7 @@ from pipelinerl_common import rpc
 from pipelinerl_common.metrics import COORDINATOR, Metrics
 from pipelinerl_common.service import cancel_all
 from pipelinerl_common.settings import Job
-from pipelinerl_common.tracing import open_tracer
+from pipelinerl_common.tracing import Tracer, open_tracer
 from pipelinerl_operator.controller.cluster import Cluster
 from pipelinerl_operator.controller.decision import Wanted
 from pipelinerl_operator.controller.status import (
@@ -49,7 +49,8 @@ READ_S = 15.0
 READS_AT_ONCE = 16
 ROUNDS_PER_S = 50.0
 """Rounds of all coordinators together; changes of pods wake theirs at once whatever the pace."""
-SETTLED_S = 2.0
+COMPLETE_S, INCOMPLETE_S = 2.0, 1.0
+"""Between two rounds of one whose generators are all there, and of one that still waits for some."""
 
 
 class Companion:
@@ -66,6 +67,7 @@ class Companion:
         self._floor = status.weight_group.epoch if status.weight_group else 0
         self._addresses: Mapping[str, str] = {}
         self._restarts: Mapping[str, int] = {}
+        self._num_jobs = 1
         self._before: Reading | None = None
         self._choice: Choice | None = None
         self._period = Period()
@@ -83,7 +85,7 @@ class Companion:
             "trainer": status.trainers.restarts,
             "evaluator": status.evaluator.restarts if status.evaluator else 0,
         }
-        self.coordinator.period_s = max(SETTLED_S if self.coordinator.group else 1.0, num_jobs / ROUNDS_PER_S)
+        self._num_jobs = num_jobs
         self._scale = Scale(status.actors.desired, status.actors.ready, status.autoscale.ratio if status.autoscale else None)
         if status.autoscale != self._choice:
             self._choice = status.autoscale
@@ -124,10 +126,11 @@ class Companion:
     async def coordinate(self, changed: Callable[[], None]) -> None:
         """For ever: forms groups. `changed` is called when there is something to put into status."""
         seen: tuple[Group | None, str] | None = None
-        async with AsyncExitStack() as stack:
-            if self._traced is not None:
-                self.coordinator.tracer = await stack.enter_async_context(open_tracer(self._traced, COORDINATOR, "operator"))
+        traced = nullcontext(Tracer()) if self._traced is None else open_tracer(self._traced, COORDINATOR, "operator")
+        async with traced as self.coordinator.tracer:
             while True:
+                is_complete = self.coordinator.group is not None and not self.coordinator.absent
+                self.coordinator.period_s = max(COMPLETE_S if is_complete else INCOMPLETE_S, self._num_jobs / ROUNDS_PER_S)
                 await self.coordinator.round()
                 now = (self.coordinator.group, "" if self.coordinator.group else self.coordinator.waiting_for)
                 if now != seen:

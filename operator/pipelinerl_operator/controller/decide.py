@@ -21,15 +21,15 @@ from pipelinerl_operator.controller.endings import clean_up, end_of_training, fa
 from pipelinerl_operator.controller.last_evaluation import waits_for_evaluation
 from pipelinerl_operator.controller.provisioning import provision
 from pipelinerl_operator.controller.restarts import take_failures, take_restart_id
-from pipelinerl_operator.controller.status import MAX_MESSAGE_CHARACTERS, JobStatus, Phase, write_time
+from pipelinerl_operator.controller.status import MAX_MESSAGE_CHARACTERS, Phase, write_time
 from pipelinerl_operator.controller.suspension import is_suspended
 from pipelinerl_operator.controller.units import is_of_job
 
 
 def decide(seen: Observed) -> Decision:
     """Total: every observation has a decision."""
-    draft = Draft(seen, JobStatus.read(seen.job.status))
-    if seen.job.spec.get("managedBy") or seen.job.is_deleted:
+    draft = Draft(seen, seen.before)
+    if seen.spec.get("managedBy") or seen.job.is_deleted:
         return Decision(draft.status, ignored=True)
     take_choice(draft)
     if draft.status.is_finished:

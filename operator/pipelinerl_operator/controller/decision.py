@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from pipelinerl_operator.controller.status import JobStatus, StreamStatus, TrainingStatus, WeightGroupStatus
 from pipelinerl_operator.controller.views import JobView, OwnedView, PodView
@@ -35,6 +36,11 @@ class Observed:
     now: float
     """Seconds since the epoch."""
     job: JobView
+    spec: Mapping[str, Any]
+    """As it lies in the API server, as is `status`."""
+    status: Mapping[str, Any]
+    before: JobStatus
+    """The same status, as far as this operator knows it."""
     wanted: Wanted | None
     """None for an invalid spec."""
     fault: str = ""

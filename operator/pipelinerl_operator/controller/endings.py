@@ -48,7 +48,7 @@ def fail(draft: Draft, because: Because, message: str) -> None:
 
 def fail_by_deadline(draft: Draft) -> bool:
     """Deadlines count from startTime, which begins anew after a suspension. True when one has passed."""
-    spec, status, now = draft.seen.job.spec, draft.status, draft.seen.now
+    spec, status, now = draft.seen.spec, draft.status, draft.seen.now
     if status.start_time is None:
         return False
     active_s = now - read_time(status.start_time)
@@ -68,7 +68,7 @@ def fail_by_deadline(draft: Draft) -> bool:
 
 def clean_up(draft: Draft) -> None:
     """Of a finished job: its pods as cleanPodPolicy says, its place in the scheduler's queue, and in the end itself."""
-    spec, status = draft.seen.job.spec, draft.status
+    spec, status = draft.seen.spec, draft.status
     policy = spec.get("cleanPodPolicy", "Running")
     if policy != "None":
         remove_pods(draft, [pod for pod in draft.seen.pods if policy == "All" or not pod.has_ended])

@@ -34,7 +34,7 @@ from pipelinerl_operator.controller.status import (
 from pipelinerl_operator.controller.streams import Streams
 from pipelinerl_operator.controller.units import is_of_job
 from pipelinerl_operator.controller.views import JobView
-from pipelinerl_operator.kube import Api, Key
+from pipelinerl_operator.kube import Api, Key, Object
 from pipelinerl_operator.kube.errors import NotFound
 from pipelinerl_operator.kube.resources import JOBS
 from pipelinerl_operator.objects import JobResource, OperatorContext, desired
@@ -109,7 +109,7 @@ class Reconciler:
         if decision.ignored:
             self._around.companions.forget(key)
             return None
-        delay_s = await self._remember(job, decision, memory)
+        delay_s = await self._remember(seen, decision, memory)
         memory.pods = _there(seen, decision)
         token = memory.token
         self._around.companions.follow(job, seen.wanted, decision.status, token)
@@ -148,7 +148,9 @@ class Reconciler:
         self._around.recorder.forget(key)
 
     def _observe(self, job: JobView, memory: Memory) -> Observed:
-        wanted, fault = self._wanted(job)
+        body = job.body
+        status = body.get("status") or {}
+        wanted, fault = self._wanted(job, body)
         now = self._around.monotonic()
         training, stream = self._around.companions.training(job.key)
         pods = self._cluster.pods.of_job(job.key)
@@ -156,6 +158,9 @@ class Reconciler:
         return Observed(
             now=self._around.clock(),
             job=job,
+            spec=body.get("spec") or {},
+            status=status,
+            before=JobStatus.read(status),
             wanted=wanted,
             fault=fault,
             pods=pods,
@@ -181,12 +186,12 @@ class Reconciler:
                 children.append(Child(resource, view, is_current=applied == version))
         return tuple(children)
 
-    def _wanted(self, job: JobView) -> tuple[Wanted | None, str]:
+    def _wanted(self, job: JobView, body: Object) -> tuple[Wanted | None, str]:
         """What the spec asks for, or what is wrong with it."""
         version = (job.uid, job.generation)
         if version not in self._known:
             try:
-                resource = JobResource.parse(job.body)
+                resource = JobResource.parse(body)
                 self._known[version] = (Wanted(resource, desired(resource, self._around.context)), "")
             except SettingsError as error:
                 self._known[version] = (None, str(error))
@@ -195,20 +200,20 @@ class Reconciler:
         self._known.move_to_end(version)
         return self._known[version]
 
-    async def _remember(self, job: JobView, decision: Decision, memory: Memory) -> float | None:
+    async def _remember(self, seen: Observed, decision: Decision, memory: Memory) -> float | None:
         """Writes the status if it must be now or has waited long enough; else how many seconds it may still wait.
 
         None when the API server has it.
         """
-        old = JobStatus.read(job.status)
+        job = seen.job
         document = decision.status.written()
-        patch = merge_patch(own_fields(job.status), document)
+        patch = merge_patch(own_fields(seen.status), document)
         fingerprint = hash(json.dumps(document, sort_keys=True))
         if not patch or memory.written == (job.resource_version, fingerprint):  # the latter: fields that the CRD does not know
             memory.noticed_at = None
             return None
         now = self._around.monotonic()
-        if not is_urgent(old, decision.status) and (wait_s := _leisure_left(patch.keys(), memory, now)) > 0:
+        if not is_urgent(seen.before, decision.status) and (wait_s := _leisure_left(patch.keys(), memory, now)) > 0:
             return wait_s
         body = {"metadata": {"resourceVersion": job.resource_version}, "status": patch}
         try:

@@ -23,7 +23,7 @@ def remove_pods(draft: Draft, pods: Iterable[PodView], grace_s: int | None = Non
 
 def force_if_stuck(draft: Draft, pod: PodView) -> None:
     """A pod that is still terminating long after its grace period is on a node that will not answer any more."""
-    policy = draft.seen.job.spec.get("failurePolicy") or {}
+    policy = draft.seen.spec.get("failurePolicy") or {}
     timeout_s = policy.get("terminatingPodTimeoutSeconds", DEFAULT_TERMINATING_TIMEOUT_S)
     if pod.deleted_at is None:
         return

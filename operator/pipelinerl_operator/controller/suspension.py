@@ -10,7 +10,7 @@ from pipelinerl_operator.controller.units import is_of_job
 
 def is_suspended(draft: Draft) -> bool:
     """Takes the next step into, within or out of a suspension. False when the job is to run."""
-    asked = draft.seen.job.spec.get("suspend") is True
+    asked = draft.seen.spec.get("suspend") is True
     phase = draft.status.phase
     if phase is Phase.SUSPENDED and not asked:
         _resume(draft)

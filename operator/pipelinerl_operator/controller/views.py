@@ -50,17 +50,9 @@ class JobView:
 
     @property
     def body(self) -> Object:
-        """Read anew at each call."""
+        """Read anew at each call: a look at a job needs one."""
         body: Object = json.loads(zlib.decompress(self.document))
         return body
-
-    @property
-    def spec(self) -> Mapping[str, Any]:
-        return self.body.get("spec") or {}
-
-    @property
-    def status(self) -> Mapping[str, Any]:
-        return self.body.get("status") or {}
 
 
 @dataclass(frozen=True, slots=True)

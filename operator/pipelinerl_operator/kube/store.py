@@ -31,7 +31,7 @@ class Store(Generic[V]):
         self._job_of = job_of
         self._changed = changed
         self._by_key: dict[Key, V] = {}
-        self._by_job: dict[Key, dict[Key, V]] = {}
+        self._by_job: dict[Key, tuple[V, ...]] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()
         """UIDs of the newest removed objects: the answer to a creation may come later than the news of the end."""
 
@@ -45,10 +45,7 @@ class Store(Generic[V]):
         return self._by_key.get(key)
 
     def of_job(self, job: Key) -> tuple[V, ...]:
-        return tuple(self._by_job.get(job, {}).values())
-
-    def jobs(self) -> tuple[Key, ...]:
-        return tuple(self._by_job)
+        return self._by_job.get(job, ())
 
     def put(self, body: Object) -> None:
         """Takes an object from a list, a watch, or the answer to a write; whichever is newest stays."""
@@ -60,8 +57,9 @@ class Store(Generic[V]):
             return
         self._drop(view.key)
         self._by_key[view.key] = view
-        self._by_job.setdefault(self._job_of(view), {})[view.key] = view
-        self._changed(self._job_of(view))
+        job = self._job_of(view)
+        self._by_job[job] = (*self._by_job.get(job, ()), view)
+        self._changed(job)
 
     def remove(self, key: Key, uid: str = "") -> None:
         """`uid` empty removes whatever has the name; otherwise a successor of the same name stays, and that very object never
@@ -80,25 +78,28 @@ class Store(Generic[V]):
 
         Not so what was made after `version`, that of the list: the answer to its creation is here already.
         """
-        kept = frozenset(keys)
-        for key, view in list(self._by_key.items()):
-            is_later = version.isdigit() and view.resource_version.isdigit() and int(view.resource_version) > int(version)
-            if key not in kept and within in (None, key.namespace) and not is_later:
-                self.remove(key)
+        listed = frozenset(keys)
+        for view in [each for each in self if within in (None, each.key.namespace)]:
+            if view.key not in listed and not _came_later(view.resource_version, version):
+                self.remove(view.key)
 
     def _drop(self, key: Key) -> None:
         old = self._by_key.pop(key, None)
         if old is None:
             return
         job = self._job_of(old)
-        siblings = self._by_job[job]
-        siblings.pop(key, None)
-        if not siblings:
+        rest = tuple(view for view in self._by_job[job] if view is not old)
+        if rest:
+            self._by_job[job] = rest
+        else:
             del self._by_job[job]
 
 
 def _is_newer(version: str, than: str) -> bool:
+    """Where nothing tells which came later, what is heard later."""
+    return _came_later(version, than) or (version != than and not _came_later(than, version))
+
+
+def _came_later(version: str, than: str) -> bool:
     """Resource versions are numbers of one sequence (official since 1.35, true of every etcd before)."""
-    if version.isdigit() and than.isdigit():
-        return int(version) > int(than)
-    return version != than
+    return version.isdigit() and than.isdigit() and int(version) > int(than)
