@@ -1,6 +1,6 @@
 """The operator's own metrics, recorded where things happen and read when they are scraped."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 from pipelinerl_common.metrics import OPERATOR, Metrics, exposition_of
@@ -69,7 +69,7 @@ class Telemetry:
         self.watch_jobs(lambda: [])
         self._companions = lambda: []
 
-    def exposition(self) -> bytes:
-        """In Prometheus' text format, each metric once, however many jobs have it."""
+    def exposition(self) -> Iterator[bytes]:
+        """In Prometheus' text format, metric by metric, each once, however many jobs have it."""
         self._count_restarts()
         return exposition_of(chain([self.metrics], self._companions()))

@@ -96,7 +96,7 @@ def test_several_jobs_of_one_process_share_their_families() -> None:
     jobs = [Metrics("coordinator", name) for name in ("sums", "maths")]
     for metrics in jobs:
         metrics.gauge("transfer_group_members").set(2)
-    text = exposition_of(jobs).decode()
+    text = b"".join(exposition_of(jobs)).decode()
     assert text.count("# TYPE pipelinerl_transfer_group_members gauge") == 1
     assert {sample.labels["job"] for family in text_string_to_metric_families(text) for sample in family.samples} == {
         "sums",
@@ -108,7 +108,7 @@ def test_jobs_of_one_name_in_two_namespaces_have_series_of_their_own() -> None:
     processes = [Metrics("coordinator", "sums", namespace) for namespace in ("lab", "prod")]
     for number, each in enumerate(processes):
         each.gauge("generators_absent").set(number)
-    assert [line for line in exposition_of(processes).decode().splitlines() if not line.startswith("#")] == [
+    assert [line for line in b"".join(exposition_of(processes)).decode().splitlines() if not line.startswith("#")] == [
         'pipelinerl_generators_absent{job="sums",namespace="lab",role="coordinator"} 0.0',
         'pipelinerl_generators_absent{job="sums",namespace="prod",role="coordinator"} 1.0',
     ]
@@ -128,7 +128,7 @@ def test_the_metrics_of_many_jobs_are_made_one_after_the_other_and_none_is_kept(
 
     gc.disable()
     try:
-        text = exposition_of(make())
+        text = b"".join(exposition_of(make()))
         assert not alive
     finally:
         gc.enable()
@@ -139,7 +139,7 @@ def test_the_metrics_of_very_many_jobs_are_as_complete_as_those_of_few() -> None
     jobs = [Metrics("trainer", f"job-{number}") for number in range(100)]
     for metrics in jobs[:2] + jobs[70:]:
         metrics.gauge("policy_version").set(7)
-    text = exposition_of(jobs).decode()
+    text = b"".join(exposition_of(jobs)).decode()
     assert text.count("# TYPE pipelinerl_policy_version gauge") == 1
     families = {family.name: family for family in text_string_to_metric_families(text)}
     samples = families["pipelinerl_policy_version"].samples

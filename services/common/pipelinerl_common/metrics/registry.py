@@ -182,7 +182,7 @@ class Metrics(Collector):
 
     def exposition(self) -> bytes:
         """In Prometheus' text format."""
-        return exposition_of([self])
+        return b"".join(exposition_of([self]))
 
     def collect(self) -> Iterator[Family]:
         for series in list(self._series.values()):
@@ -204,8 +204,8 @@ class Metrics(Collector):
         return family
 
 
-def exposition_of(processes: Iterable[Metrics]) -> bytes:
-    """The metrics of several jobs that live in one process, each family once.
+def exposition_of(processes: Iterable[Metrics]) -> Iterator[bytes]:
+    """The metrics of several jobs that live in one process, family by family, each once.
 
     Takes one after the other and keeps none, and of samples only some at a time: an operator makes a thousand of them for each
     scrape.
@@ -223,7 +223,8 @@ def exposition_of(processes: Iterable[Metrics]) -> bytes:
                 families[name] += family.split(b"\n", 2)[2]  # without its HELP and TYPE
             else:
                 families[name] = bytearray(_HELP + family)
-    return b"".join(families.values())
+    while families:
+        yield bytes(families.pop(next(iter(families))))
 
 
 _AT_ONCE = 32
