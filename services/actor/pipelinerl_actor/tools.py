@@ -14,12 +14,13 @@ import re
 from abc import ABC
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pipelinerl_actor.task import Message, Rollout, Task, Verdict
 from pipelinerl_common.errors import TemporaryError
 from pipelinerl_common.types import FinishReason
 
-CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _MAX_RESULT_CHARACTERS = 4000
 
 
@@ -31,6 +32,29 @@ class Tool:
     description: str
     """For the policy: what it does, and its arguments by example."""
     call: Callable[..., Awaitable[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Of a tool, by the policy."""
+
+    name: str
+    arguments: Any
+    """Mostly a mapping; whatever JSON the policy wrote."""
+
+
+def calls_of(text: str) -> list[Call | None]:
+    """The calls in a turn's text, in order; None for one that is not of the form."""
+    return [_parsed(body) for body in _CALL.findall(text)]
+
+
+def _parsed(body: str) -> Call | None:
+    try:
+        call = json.loads(body)
+        name, arguments = call["name"], call.get("arguments", {})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return Call(name, arguments) if isinstance(name, str) else None
 
 
 class ToolTask(Task, ABC):
@@ -46,7 +70,7 @@ class ToolTask(Task, ABC):
         num_calls = num_failed = 0
         for turns_left in range(self.max_turns - 1, -1, -1):
             turn = await rollout.chat(messages)
-            calls = CALL.findall(turn.text)
+            calls = calls_of(turn.text)
             if not calls or turns_left == 0 or turn.finish_reason is FinishReason.LENGTH:
                 break
             outcomes = [await self._call(call) for call in calls]
@@ -57,13 +81,11 @@ class ToolTask(Task, ABC):
         counts = {"turns": float(len(rollout.turns)), "tool_calls": float(num_calls), "tool_failures": float(num_failed)}
         return replace(verdict, metrics={**counts, **verdict.metrics})
 
-    async def _call(self, text: str) -> tuple[str, bool]:
+    async def _call(self, call: Call | None) -> tuple[str, bool]:
         """What the policy is told, and whether the tool did its work."""
-        try:
-            request = json.loads(text)
-            name, arguments = request["name"], request.get("arguments", {})
-        except (ValueError, KeyError, TypeError, AttributeError):
+        if call is None:
             return 'error: a call is {"name": ..., "arguments": {...}}', False
+        name, arguments = call.name, call.arguments
         tool = next((each for each in self.tools if each.name == name), None)
         if tool is None or not isinstance(arguments, dict):
             return f"error: there is no tool {name!r} with such arguments; there is {_names(self.tools)}", False

@@ -11,7 +11,7 @@ from actor_script import Script
 from pipelinerl_actor.dataset import DataSettings
 from pipelinerl_actor.task import Prompt, Turn, Verdict
 from pipelinerl_actor.tasks.maths_with_python import MathsWithPython
-from pipelinerl_actor.tools import Tool, ToolTask, with_tools
+from pipelinerl_actor.tools import Call, Tool, ToolTask, calls_of, with_tools
 from pipelinerl_common.errors import TemporaryError
 from pipelinerl_common.types import FinishReason
 
@@ -47,6 +47,21 @@ class Adding(ToolTask):
 
 def call(name: str, **arguments: object) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("3", []),
+        (f"Then {call('add', a=1)}\n{call('hang')}.", [Call("add", {"a": 1}), Call("hang", {})]),
+        ('<tool_call>\n{"name": "add"}\n</tool_call>', [Call("add", {})]),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', [Call("add", [1])]),
+        (f'<tool_call>{{"name": 7}}</tool_call><tool_call>[1]</tool_call>{call("add")}', [None, None, Call("add", {})]),
+        ('<tool_call>{"name": "add"', []),
+    ],
+)
+def test_calls_are_read_in_order_and_one_of_another_form_is_none(text: str, calls: list[Call | None]) -> None:
+    assert calls_of(text) == calls
 
 
 async def test_a_call_is_answered_and_the_turn_without_one_is_judged() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pipelinerl_actor.task import Message, Turn
-from pipelinerl_actor.tools import CALL, with_tools_told
+from pipelinerl_actor.tools import calls_of, with_tools_told
 from pipelinerl_common.errors import PermanentError
 from pipelinerl_common.types import FinishReason
 
@@ -78,14 +78,9 @@ def completion_of(turn: Turn, number: int) -> Any:
 def _calls(text: str, number: int) -> list[dict[str, Any]]:
     """None when one of them is not as it should be: then all of `text` is an answer."""
     calls = []
-    for position, body in enumerate(CALL.findall(text)):
-        try:
-            call = json.loads(body)
-            name, arguments = call["name"], call.get("arguments", {})
-        except (ValueError, KeyError, TypeError, AttributeError):
+    for position, call in enumerate(calls_of(text)):
+        if call is None:
             return []
-        if not isinstance(name, str):
-            return []
-        function = {"name": name, "arguments": json.dumps(arguments)}
+        function = {"name": call.name, "arguments": json.dumps(call.arguments)}
         calls.append({"id": f"call-{number}-{position}", "type": "function", "function": function})
     return calls
