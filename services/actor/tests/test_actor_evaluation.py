@@ -12,6 +12,7 @@ from aiohttp import web
 from pipelinerl_actor.evaluation.estimates import Estimate, estimate, pass_at_k
 from pipelinerl_actor.evaluation.session import evaluator, until_ready
 from pipelinerl_actor.rollout.assembly import Pool
+from pipelinerl_actor.tasks.arithmetic import Arithmetic
 from pipelinerl_common.errors import FatalError, Unavailable
 from pipelinerl_common.settings import SamplingSettings, TaskSettings
 
@@ -22,6 +23,7 @@ ARITHMETIC = TaskSettings(
     sampling=SamplingSettings(max_tokens=4),
     max_retries=0,
 )
+TASK = Arithmetic(seed=0, digits=1)
 
 
 def test_pass_at_k_counts_the_draws_that_hold_a_correct_answer() -> None:
@@ -68,7 +70,7 @@ async def test_an_evaluation_counts_what_passes_per_prompt(tmp_path: Path) -> No
             return web.json_response(completion(["7", "7", "x", "x"][: body["n"]], version=3))
 
         generator.answer = answer
-        async with evaluator(ARITHMETIC, 0, Pool([generator.url], tmp_path, max_running=8)) as evaluating:
+        async with evaluator(TASK, ARITHMETIC, 0, Pool([generator.url], tmp_path, max_running=8)) as evaluating:
             evaluation = await evaluating.run(range(50), (1, 2), seed=0)
     sums = [_sum(index) for index in range(50)]
     sevens = sum(value == 7 for value in sums) / 50
@@ -88,7 +90,7 @@ async def test_weights_that_change_meanwhile_are_refused(tmp_path: Path) -> None
             return web.json_response(completion(["7"] * body["n"], version=next(versions) // 5))
 
         generator.answer = answer
-        async with evaluator(ARITHMETIC, 0, Pool([generator.url], tmp_path, max_running=8)) as evaluating:
+        async with evaluator(TASK, ARITHMETIC, 0, Pool([generator.url], tmp_path, max_running=8)) as evaluating:
             with pytest.raises(FatalError, match=r"several versions of the weights: \[0, 1\]"):
                 await evaluating.run(range(10), (1,), seed=0)
 
@@ -105,7 +107,7 @@ async def test_prompts_that_fail_are_counted_and_left_out(tmp_path: Path) -> Non
         generator.answer = answer
         done: list[int] = []
         async with evaluator(
-            ARITHMETIC, 0, Pool([generator.url], tmp_path, max_running=8), lambda: done.append(1)
+            TASK, ARITHMETIC, 0, Pool([generator.url], tmp_path, max_running=8), lambda: done.append(1)
         ) as evaluating:
             evaluation = await evaluating.run(range(10), (1,), seed=0)
     assert evaluation.num_prompts == 9
@@ -120,7 +122,7 @@ async def test_no_prompt_at_all_is_an_error(tmp_path: Path) -> None:
             return web.json_response({"error": {"message": "no"}}, status=400)
 
         generator.answer = answer
-        async with evaluator(ARITHMETIC, 0, Pool([generator.url], tmp_path, max_running=8)) as evaluating:
+        async with evaluator(TASK, ARITHMETIC, 0, Pool([generator.url], tmp_path, max_running=8)) as evaluating:
             with pytest.raises(FatalError, match="none of the 3 prompts could be evaluated"):
                 await evaluating.run(range(3), (1,), seed=0)
 
@@ -133,6 +135,4 @@ async def test_a_generator_that_ends_or_never_serves_is_told_apart() -> None:
 
 
 def _sum(index: int) -> int:
-    from pipelinerl_actor.tasks.arithmetic import Arithmetic
-
-    return int(Arithmetic(seed=0, digits=1).prompt(index).facts["answer"])
+    return int(TASK.prompt(index).facts["answer"])

@@ -7,7 +7,7 @@ from pathlib import Path
 from pipelinerl_actor.evaluation.loop import EvaluationLoop
 from pipelinerl_actor.evaluation.report import EvaluationReport
 from pipelinerl_actor.evaluation.results import Result
-from pipelinerl_actor.evaluation.sets import check_sets
+from pipelinerl_actor.evaluation.sets import make_sets
 from pipelinerl_common import stream
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.metrics import serve_metrics
@@ -26,7 +26,7 @@ async def run_evaluator(wiring: Wiring, stop: asyncio.Event, last_result: Path |
     settings = job.spec.evaluation
     if settings is None:
         raise SettingsError(f"--name {wiring.name}: the job has no spec.evaluation")
-    check_sets(job)
+    tasks = make_sets(job)
     async with stream.connect(
         wiring.nats_url,
         job.name,
@@ -36,7 +36,7 @@ async def run_evaluator(wiring: Wiring, stop: asyncio.Event, last_result: Path |
         login=stream.Login.of(wiring),
     ) as connection:
         report = EvaluationReport(job, settings, wiring.name, connection)
-        loop = EvaluationLoop(job.spec, settings, wiring, report)
+        loop = EvaluationLoop(job.spec, settings, wiring, report, tasks)
         async with serve_metrics(wiring.metrics_listen, report.metrics.exposition):
             working = asyncio.create_task(run_until_first(loop.run(), report.run()))
             stopping = asyncio.create_task(stop.wait())

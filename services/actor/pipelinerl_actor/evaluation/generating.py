@@ -23,9 +23,9 @@ class OwnGenerator:
     url: str
     process: asyncio.subprocess.Process
 
-    async def until_ready(self, timeout_s: float) -> None:
-        """Returns when it serves. Raises Unavailable when it ends before, or does not serve within `timeout_s`."""
-        await until_ready(self.url, timeout_s, lambda: self.process.returncode is None)
+    async def until_ready(self) -> None:
+        """Returns when it serves; the deadline is the caller's. Raises Unavailable when it ends before."""
+        await until_ready(self.url, None, lambda: self.process.returncode is None)
 
     async def ended(self) -> None:
         """Waits for its end, which is always too early. Raises Unavailable."""

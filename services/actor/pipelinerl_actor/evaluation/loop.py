@@ -10,6 +10,7 @@ The file is written last: an evaluator that dies before begins the step again, a
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from pipelinerl_actor.evaluation.results import Result, evaluated_steps, results
 from pipelinerl_actor.evaluation.session import evaluator
 from pipelinerl_actor.evaluation.sets import seed_of, task_of
 from pipelinerl_actor.rollout.assembly import Pool
+from pipelinerl_actor.task import Task
 from pipelinerl_common.checkpoints import MODEL, complete_checkpoints
 from pipelinerl_common.errors import FatalError, PipelineRLError, Unavailable
 from pipelinerl_common.service import Wiring, run_until_first
@@ -36,11 +38,20 @@ LOOK_S = 2.0
 class EvaluationLoop:
     """One run's. `wiring.output` is the run's folder."""
 
-    def __init__(self, spec: JobSpec, settings: EvaluationSettings, wiring: Wiring, report: EvaluationReport) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        settings: EvaluationSettings,
+        wiring: Wiring,
+        report: EvaluationReport,
+        tasks: Mapping[str, Task],
+    ) -> None:
+        """`tasks`: of the sets, by name."""
         self._spec = spec
         self._settings = settings
         self._wiring = wiring
         self._report = report
+        self._tasks = tasks
         self._root = wiring.output
         self._told: list[int] = []
         """Steps whose result could not be written down."""
@@ -107,7 +118,7 @@ class EvaluationLoop:
         async with generator(self._wiring, model, step) as own:
             try:
                 async with asyncio.timeout(limit_s):
-                    await own.until_ready(limit_s)
+                    await own.until_ready()
                     measuring = self._measure_sets(self._pool(own.url, model), step, sets, failed)
                     await run_until_first(measuring, own.ended())
             except TimeoutError:
@@ -132,7 +143,7 @@ class EvaluationLoop:
         """Raises FatalError when it has no result, or one of other weights."""
         seed = seed_of(self._spec)
         counting = partial(self._report.prompt_done, each.name)
-        async with evaluator(task_of(self._spec, each), seed, pool, counting) as evaluating:
+        async with evaluator(self._tasks[each.name], task_of(self._spec, each), seed, pool, counting) as evaluating:
             evaluation = await evaluating.run(range(each.num_prompts), sorted(each.pass_at), seed)
         if evaluation.policy_version != step:
             raise FatalError(f"the answers come from version {evaluation.policy_version}, not from {step}")

@@ -9,8 +9,7 @@ import aiohttp
 from pipelinerl_actor.evaluation.evaluate import Evaluator
 from pipelinerl_actor.rollout.assembly import Pool, open_rollouts
 from pipelinerl_actor.rollout.meter import Meter
-from pipelinerl_actor.task import TaskName
-from pipelinerl_actor.task_loader import load_task
+from pipelinerl_actor.task import Task
 from pipelinerl_common.errors import Unavailable
 from pipelinerl_common.metrics import ACTOR, Metrics
 from pipelinerl_common.settings import TaskSettings
@@ -22,21 +21,20 @@ _PAUSE_S = 0.2
 
 @asynccontextmanager
 async def evaluator(
-    task: TaskSettings, seed: int, pool: Pool, on_prompt: Callable[[], None] = lambda: None
+    task: Task, settings: TaskSettings, seed: int, pool: Pool, on_prompt: Callable[[], None] = lambda: None
 ) -> AsyncIterator[Evaluator]:
-    """An Evaluator of `task` on `pool`; `task.group_size` answers a prompt.
-
-    Raises SettingsError for a task that cannot be made.
-    """
-    made = load_task(TaskName(task.path, task.args, seed))
+    """An Evaluator of `task`, which `settings` and `seed` make, on `pool`; `settings.group_size` answers a prompt."""
     meter = Meter(Metrics(ACTOR, _NAME))
-    async with open_rollouts(_NAME, made, task, seed, pool, meter) as rollouts:
-        at_once = max(1, -(-rollouts.generators.num_slots // task.group_size) + 1)
-        yield Evaluator(rollouts.roller, num_samples=task.group_size, at_once=at_once, on_prompt=on_prompt)
+    async with open_rollouts(_NAME, task, settings, seed, pool, meter) as rollouts:
+        at_once = max(1, -(-rollouts.generators.num_slots // settings.group_size) + 1)
+        yield Evaluator(rollouts.roller, num_samples=settings.group_size, at_once=at_once, on_prompt=on_prompt)
 
 
-async def until_ready(url: str, timeout_s: float, is_alive: Callable[[], bool]) -> None:
-    """Returns when the generator at `url` serves. Raises Unavailable when `is_alive` turns false, or after `timeout_s`."""
+async def until_ready(url: str, timeout_s: float | None, is_alive: Callable[[], bool]) -> None:
+    """Returns when the generator at `url` serves. `timeout_s` is None within a deadline of the caller's.
+
+    Raises Unavailable when `is_alive` turns false, or after `timeout_s`.
+    """
     try:
         async with asyncio.timeout(timeout_s), aiohttp.ClientSession() as session:
             while not await _is_ready(session, f"{url}/ready"):

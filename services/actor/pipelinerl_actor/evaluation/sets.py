@@ -1,6 +1,6 @@
 """The job's evaluation sets as tasks."""
 
-from pipelinerl_actor.task import TaskName
+from pipelinerl_actor.task import Task, TaskName
 from pipelinerl_actor.task_loader import load_task
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import EvaluationSetSettings, Job, JobSpec, TaskSettings
@@ -17,10 +17,12 @@ def seed_of(spec: JobSpec) -> int:
     return spec.seed + 1
 
 
-def check_sets(job: Job) -> None:
-    """Makes every set's task once. Raises SettingsError that names the set."""
+def make_sets(job: Job) -> dict[str, Task]:
+    """Every set's task, by the set's name; one serves all evaluations. Raises SettingsError that names the set."""
+    made: dict[str, Task] = {}
     for each in job.spec.evaluation.sets if job.spec.evaluation is not None else ():
         try:
-            load_task(TaskName(each.path, each.args, seed_of(job.spec)))
+            made[each.name] = load_task(TaskName(each.path, each.args, seed_of(job.spec)))
         except SettingsError as error:
             raise SettingsError(f"evaluation set {each.name!r}: {error}") from error
+    return made

@@ -56,9 +56,9 @@ def prepare(flags: argparse.Namespace) -> Path:
     job = load_job(flags.job)
     task = load_task(TaskName(job.spec.task.path, job.spec.task.args, job.spec.seed)) if flags.check_task else None
     if flags.check_sets:
-        from pipelinerl_actor.evaluation.sets import check_sets
+        from pipelinerl_actor.evaluation.sets import make_sets
 
-        check_sets(job)
+        make_sets(job)
     started = time.monotonic()
     log.info(fields(model=job.spec.model.uri, preparing=flags.output / MODEL))
     source = ModelSource(flags.cache, offline=flags.offline).resolve(job.spec.model)

@@ -15,7 +15,7 @@ from pipelinerl_actor.evaluation.evaluate import Evaluation
 from pipelinerl_actor.evaluation.session import evaluator, until_ready
 from pipelinerl_actor.prepare.prompts import check_prompts
 from pipelinerl_actor.rollout.assembly import Pool
-from pipelinerl_actor.task import TaskName
+from pipelinerl_actor.task import Task, TaskName
 from pipelinerl_actor.task_loader import load_task
 from pipelinerl_cli.eval.weights import find_model
 from pipelinerl_cli.up.folder import RunFolder
@@ -41,7 +41,7 @@ def evaluate(args: argparse.Namespace) -> int:
     seed = job.spec.seed + 1 if args.seed is None else args.seed
     made = load_task(TaskName(task.path, task.args, seed))  # before a generator is started, which takes long
     check_prompts(made, task, job.spec.model.max_model_len, model)
-    evaluation = asyncio.run(_evaluate(job, model, task, seed, args))
+    evaluation = asyncio.run(_evaluate(job, model, made, task, seed, args))
     document = _document(evaluation, args, model, seed)
     if args.output is not None:
         _write(args.output, document)
@@ -62,7 +62,7 @@ def _task(job: Job, args: argparse.Namespace) -> TaskSettings:
     return job.spec.task.model_copy(update={"group_size": num_samples, "sampling": sampling, "min_group_fraction": 1.0})
 
 
-async def _evaluate(job: Job, model: Path, task: TaskSettings, seed: int, args: argparse.Namespace) -> Evaluation:
+async def _evaluate(job: Job, model: Path, made: Task, task: TaskSettings, seed: int, args: argparse.Namespace) -> Evaluation:
     progress = _Progress(args.prompts, quiet=args.json)
     with tempfile.TemporaryDirectory(prefix="pipelinerl-eval-") as scratch, Guard() as guard, Ports() as ports:
         folder = RunFolder(Path(scratch))
@@ -82,7 +82,7 @@ async def _evaluate(job: Job, model: Path, task: TaskSettings, seed: int, args: 
             progress.say("starting the generator")
             await _until_ready(generator, f"http://{address}", job.spec.actors.startup_timeout_seconds)
             pool = Pool([f"http://{address}"], model, job.spec.actors.generator.max_running_requests)
-            async with evaluator(task, seed, pool, progress.count) as evaluating:
+            async with evaluator(made, task, seed, pool, progress.count) as evaluating:
                 return await evaluating.run(range(args.prompts), args.k, seed)
         finally:
             progress.end()
