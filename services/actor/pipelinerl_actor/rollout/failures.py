@@ -11,6 +11,7 @@ requests wait for one that is not.
 import random
 
 from pipelinerl_common.errors import FatalError, PermanentError, SettingsError
+from pipelinerl_common.words import counted
 
 
 class GivenUp(PermanentError):
@@ -19,6 +20,13 @@ class GivenUp(PermanentError):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+def exhausted(reason: str, num_failures: int, max_retries: int, error: Exception) -> GivenUp | None:
+    """What to raise from `error` when the tries have run out, of which `num_failures` have failed; None before."""
+    if num_failures <= max_retries:
+        return None
+    return GivenUp(reason, f"{counted(num_failures, 'try', 'tries')}, the last: {error}")
 
 
 FATAL = (SettingsError, FatalError)

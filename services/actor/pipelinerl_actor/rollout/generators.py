@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from pipelinerl_actor.rollout.clock import TrajectoryClock
-from pipelinerl_actor.rollout.failures import GivenUp, backoff_s
+from pipelinerl_actor.rollout.failures import backoff_s, exhausted
 from pipelinerl_actor.rollout.generator_client import (
     CompletionRequest,
     Completions,
@@ -20,7 +20,6 @@ from pipelinerl_actor.rollout.meter import Meter
 from pipelinerl_actor.rollout.partial import Stopped
 from pipelinerl_common.errors import TemporaryError
 from pipelinerl_common.tracing import span
-from pipelinerl_common.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -128,8 +127,8 @@ class Generators:
             except TemporaryError as error:
                 self.meter.failed("generator_error")
                 num_failures += 1
-                if num_failures > self._max_retries:
-                    raise GivenUp("generator_error", f"{counted(num_failures, 'try', 'tries')}, the last: {error}") from error
+                if given_up := exhausted("generator_error", num_failures, self._max_retries, error):
+                    raise given_up from error
                 await asyncio.sleep(backoff_s(num_failures))
                 continue
             self.meter.sampled(completions.turns)

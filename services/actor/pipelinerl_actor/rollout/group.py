@@ -17,7 +17,7 @@ from typing import Any
 
 from pipelinerl.v1.admission_pb2 import GroupLease
 from pipelinerl_actor.rollout.clock import TrajectoryClock
-from pipelinerl_actor.rollout.failures import FATAL, GivenUp, backoff_s
+from pipelinerl_actor.rollout.failures import FATAL, GivenUp, backoff_s, exhausted
 from pipelinerl_actor.rollout.meter import Meter
 from pipelinerl_actor.rollout.partial import Answer, Answers, Stopped, joined
 from pipelinerl_actor.rollout.trajectory import Sampler, TokenRecord, Trajectory, check_verdict
@@ -26,7 +26,6 @@ from pipelinerl_common.errors import PermanentError, TemporaryError
 from pipelinerl_common.service import cancel_all
 from pipelinerl_common.settings import TaskSettings
 from pipelinerl_common.types import GroupId, Sample, SampleGroup
-from pipelinerl_common.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -162,10 +161,8 @@ class GroupRoller:
                         return await self._drive(trajectory)
                     except TemporaryError as error:
                         num_failures += 1
-                        if num_failures > self._settings.max_retries:
-                            raise GivenUp(
-                                "task_unavailable", f"{counted(num_failures, 'try', 'tries')}, the last: {error}"
-                            ) from error
+                        if given_up := exhausted("task_unavailable", num_failures, self._settings.max_retries, error):
+                            raise given_up from error
                         self._meter.failed("task_retry")
                     finally:
                         progress.num_tokens += trajectory.record.num_sampled

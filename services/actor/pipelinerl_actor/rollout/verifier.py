@@ -15,10 +15,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from pipelinerl_actor.rollout.failures import GivenUp, backoff_s
+from pipelinerl_actor.rollout.failures import GivenUp, backoff_s, exhausted
 from pipelinerl_actor.task import Prompt, Task, TaskName, Turn, Verdict
 from pipelinerl_common.errors import FatalError, TemporaryError
-from pipelinerl_common.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +52,8 @@ class Verifier:
                 return await self._verify_in_process(prompt_index, prompt, turn)
             except TemporaryError as error:
                 num_failures += 1
-                if num_failures > self._max_retries:
-                    raise GivenUp(
-                        "verifier_unavailable", f"{counted(num_failures, 'try', 'tries')}, the last: {error}"
-                    ) from error
+                if given_up := exhausted("verifier_unavailable", num_failures, self._max_retries, error):
+                    raise given_up from error
             await asyncio.sleep(backoff_s(num_failures))
 
     async def _verify_here(self, prompt: Prompt, turn: Turn) -> Verdict:
