@@ -54,16 +54,7 @@ class Layout:
 
     def check(self, manifest: Manifest) -> None:
         """Raises ManifestMismatch that lists what is missing, unknown, or of another shape or type."""
-        given = {tensor.name: tensor for tensor in manifest.tensors}
-        faults = [f"missing: {_some(names)}" for names in [self.shapes.keys() - given.keys() - self.optional] if names]
-        faults += [f"unknown: {_some(names)}" for names in [given.keys() - self.shapes.keys() - self.optional] if names]
-        wrong = [
-            f"{name} is {list(tensor.shape)}, not {list(self.shapes[name])}"
-            for name, tensor in given.items()
-            if name in self.shapes and tensor.shape != self.shapes[name]
-        ]
-        faults += [f"shapes: {_some(wrong)}"] if wrong else []
-        _refuse(faults + _wrong_types(manifest), "the model")
+        _check(manifest, self.shapes, self.optional, "the model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,32 +66,30 @@ class AdapterLayout:
 
     def check(self, manifest: Manifest) -> None:
         """Raises ManifestMismatch that lists what is no adapter, lacks its other half, or is of another shape or type."""
-        given = {tensor.name: tensor.shape for tensor in manifest.tensors}
-        layers = {name: layer_of(name) for name in given}
-        unknown = [name for name, layer in layers.items() if len(self.model.shapes.get(f"{layer}{WEIGHT}", ())) != 2]
         shapes: dict[str, tuple[int, ...]] = {}
-        for layer in {layer for name, layer in layers.items() if layer is not None and name not in unknown}:
-            num_out, num_in = self.model.shapes[f"{layer}{WEIGHT}"]
-            shapes |= {a_name(layer): (self.rank, num_in), b_name(layer): (num_out, self.rank)}
-        wrong = [
-            f"{name} is {list(given[name])}, not {list(shape)}"
+        for layer in {layer_of(tensor.name) for tensor in manifest.tensors}:
+            weight = self.model.shapes.get(f"{layer}{WEIGHT}", ())
+            if layer is not None and len(weight) == 2:
+                num_out, num_in = weight
+                shapes |= {a_name(layer): (self.rank, num_in), b_name(layer): (num_out, self.rank)}
+        _check(manifest, shapes, frozenset(), f"an adapter of rank {self.rank} for the model")
+
+
+def _check(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], optional: frozenset[str], what: str) -> None:
+    given = {tensor.name: tensor for tensor in manifest.tensors}
+    faults = {
+        "missing": shapes.keys() - given.keys() - optional,
+        "unknown": given.keys() - shapes.keys() - optional,
+        "shapes": {
+            f"{name} is {list(given[name].shape)}, not {list(shape)}"
             for name, shape in shapes.items()
-            if name in given and given[name] != shape
-        ]
-        faults = [f"unknown: {_some(unknown)}"] if unknown else []
-        faults += [f"missing: {_some(names)}" for names in [shapes.keys() - given.keys()] if names]
-        faults += [f"shapes: {_some(wrong)}"] if wrong else []
-        _refuse(faults + _wrong_types(manifest), f"an adapter of rank {self.rank} for the model")
-
-
-def _wrong_types(manifest: Manifest) -> list[str]:
-    integers = [f"{tensor.name} is {tensor.dtype}" for tensor in manifest.tensors if tensor.dtype not in _FLOATING]
-    return [f"types: {_some(integers)}"] if integers else []
-
-
-def _refuse(faults: list[str], what: str) -> None:
-    if faults:
-        raise ManifestMismatch(f"the manifest does not fit {what}; {'; '.join(faults)}")
+            if name in given and given[name].shape != shape
+        },
+        "types": {f"{name} is {tensor.dtype}" for name, tensor in given.items() if tensor.dtype not in _FLOATING},
+    }
+    if any(faults.values()):
+        listed = "; ".join(f"{fault}: {_some(names)}" for fault, names in faults.items() if names)
+        raise ManifestMismatch(f"the manifest does not fit {what}; {listed}")
 
 
 def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
@@ -128,7 +117,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return {**config, **config.get("text_config", {})}
 
 
-def _some(names: "set[str] | list[str]") -> str:
+def _some(names: set[str]) -> str:
     shown = sorted(names)[:_LISTED]
     rest = len(names) - len(shown)
     return ", ".join(shown) + (f" and {rest} more" if rest else "")

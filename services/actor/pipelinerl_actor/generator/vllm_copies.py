@@ -187,7 +187,7 @@ def _tied_and_packed(model: nn.Module) -> Iterator[Any]:
 
 def _pack_experts_always(model: nn.Module) -> None:
     """On a CPU the kernels of a mixture's experts read packed weights, and vLLM 0.32 packs them at the first load only: after a
-    reload they would be read in the wrong order. Idempotent."""
+    reload they would be read in the wrong order."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None and next(module.parameters()).device.type == "cpu":

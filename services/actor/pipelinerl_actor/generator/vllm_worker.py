@@ -42,6 +42,7 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
         """The adapter that decodes; empty for none."""
         self._before: dict[str, Tensor] = {}
         """The one to roll back to: with the frozen weights, which are there, it stands for a copy of the weights."""
+        self._in_place = Reload(self.model_runner.get_model(), self.vllm_config)
         self._staging: StagingModel | None = None
         if self.vllm_config.additional_config.get(STAGING):
             # Now, so that the KV cache is sized with the memory that is left.
@@ -71,7 +72,7 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
         self._work.start(Ticket(*ticket), lambda: self._receive(reload, version, manifest, timeout_s))
 
     def weights_receive_in_place(self, ticket: Sequence[Any], version: int, manifest: str, timeout_s: float) -> None:
-        reload = self._reload(Reload(self.model_runner.get_model(), self.vllm_config))
+        reload = self._reload(self._in_place)
         self._work.start(Ticket(*ticket), lambda: self._receive_in_place(reload, version, manifest, timeout_s))
 
     def weights_back_up(self, ticket: Sequence[Any]) -> None:
