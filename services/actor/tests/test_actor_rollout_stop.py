@@ -1,0 +1,109 @@
+"""Stopping an actor: what runs may finish, what does not is handed back, and the process ends as it should."""
+
+import asyncio
+import os
+import sys
+from typing import Any
+
+from actor_fakes import until
+from actor_house import House, acting, alive, free_port, wiring_of
+from aiohttp import web
+
+from pipelinerl.v1 import admission_pb2 as pb
+from pipelinerl_actor.rollout.actor import run_actor
+
+
+async def test_an_end_of_run_stops_what_is_being_decoded(house: House) -> None:
+    house.admission.to_grant = 2
+    house.generator.answer = house.generator.hang
+    async with acting(house, "Together") as (actor, _):
+        await alive(actor, lambda: house.generator.num_running == 2)
+    await until(lambda: house.generator.num_cancelled == 2)
+
+
+async def test_a_stop_lets_groups_finish_and_takes_no_new_ones(house: House) -> None:
+    release = asyncio.Event()
+
+    async def answer(body: dict[str, Any]) -> web.StreamResponse:
+        await release.wait()
+        return await house.generator.say(body)
+
+    house.generator.answer = answer
+    house.admission.to_grant = 1
+    async with acting(house, "Together", actors={"drainSeconds": 20}) as (actor, stop):
+        await alive(actor, lambda: house.generator.num_running == 1)
+        stop.set()
+        await alive(actor, lambda: house.admission.requests[-1].max_groups == 0)
+        house.admission.to_grant = 5
+        release.set()
+        await until(actor.done)
+    await until(lambda: len(house.groups) == 1)
+    assert house.admission.num_granted == 1
+
+
+async def test_a_stop_hands_back_what_does_not_finish_in_time(house: House) -> None:
+    house.admission.to_grant = 2
+    house.generator.answer = house.generator.hang
+    async with acting(house, "Together", actors={"drainSeconds": 0.2}) as (actor, stop):
+        await alive(actor, lambda: house.generator.num_running == 2)
+        stop.set()
+        await until(actor.done)
+    handed_back = house.admission.outcomes(pb.GROUP_OUTCOME_HANDED_BACK)
+    assert sorted(event.lease_id for event in handed_back) == ["lease-0", "lease-1"]
+    await until(lambda: house.generator.num_running == 0)
+
+
+async def test_a_stop_hands_back_groups_that_have_not_even_begun(house: House) -> None:
+    house.admission.to_grant = 1
+    wiring = wiring_of(house, {"path": "house_tasks:Together"}, {"drainSeconds": 0})
+    stop = asyncio.Event()
+    house.admission.on_grant = stop.set
+    async with asyncio.timeout(20):
+        await run_actor(wiring, stop)
+    assert [event.lease_id for event in house.admission.outcomes(pb.GROUP_OUTCOME_HANDED_BACK)] == ["lease-0"]
+
+
+async def test_an_actor_whose_generator_serves_nothing_ends_when_it_is_asked_to(house: House) -> None:
+    wiring = wiring_of(house, {"path": "house_tasks:Together"}, {}, [f"http://127.0.0.1:{free_port()}"])
+    stop = asyncio.Event()
+    stop.set()
+    async with asyncio.timeout(20):
+        await run_actor(wiring, stop)
+    assert house.admission.num_granted == 0
+
+
+async def _process(house: House, *flags: str) -> asyncio.subprocess.Process:
+    wiring = wiring_of(house, {"path": "house_tasks:Together"}, {"drainSeconds": 0.1})
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "pipelinerl_actor.rollout", "--job", str(wiring.job_file), "--output", str(house.folder)),
+        *("--nats-url", house.nats.url, "--preprocessor", house.preprocessor, *flags),
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(house.folder)},
+    )
+
+
+async def test_sigterm_hands_back_and_ends_the_process_with_0(house: House) -> None:
+    house.admission.to_grant = 1
+    house.generator.answer = house.generator.hang
+    process = await _process(house, "--generator", house.generator.url)
+    try:
+        await until(lambda: house.generator.num_running == 1)
+        process.terminate()
+        async with asyncio.timeout(20):
+            _, errors = await process.communicate()
+        assert process.returncode == 0, errors.decode()
+        assert len(house.admission.outcomes(pb.GROUP_OUTCOME_HANDED_BACK)) == 1
+        await until(lambda: house.generator.num_running == 0)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_a_process_with_wrong_wiring_ends_with_2_and_says_why(house: House) -> None:
+    process = await _process(house)
+    async with asyncio.timeout(30):
+        _, errors = await process.communicate()
+    assert process.returncode == 2
+    assert b"--generator is missing" in errors
