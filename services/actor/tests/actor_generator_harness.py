@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 import torch
 import yaml
 from torch import Tensor
@@ -32,6 +33,17 @@ BUCKET_BYTES = 16 << 10
 """The tiny model then travels in many buckets."""
 
 Weights = Mapping[str, Tensor]
+
+ENGINES = [
+    pytest.param({"engine": "transformers"}, id="transformers"),
+    pytest.param({"engine": "vllm", "prefixCaching": True}, id="vllm", marks=pytest.mark.vllm),
+]
+UPDATES = [(mode, kv) for mode in ("staged", "inplace") for kv in ("keep", "recompute")]
+PROMPT = [40, 41, 42, 43, 44, 45, 46, 47]
+CLOSE = 1e-4
+"""Log-probabilities nearer than this are of the same weights, in float32."""
+DIFFERENT = 1e-2
+"""Those further apart are not."""
 
 
 def write_job(folder: Path, **generator: Any) -> Path:
@@ -192,6 +204,16 @@ class Trainer:
         assert (now["version"], now["checksum"], now["epoch"]) == (self.version, snapshot.checksum, self.epoch)
         self.reports.append(report)
         return dict(answer)
+
+
+async def trainer_of(client: Client) -> Trainer:
+    """Goes on from the version that the generator has."""
+    return Trainer(client, version=max(0, int((await client.weights())["version"])))
+
+
+def difference(left: list[float], right: list[float]) -> float:
+    """The largest."""
+    return max(abs(a - b) for a, b in zip(left, right, strict=True))
 
 
 def manifest_of(weights: Weights, bucket_bytes: int = BUCKET_BYTES) -> Manifest:

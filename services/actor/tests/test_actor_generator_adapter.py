@@ -11,13 +11,20 @@ import yaml
 from actor_generator_harness import (
     BUCKET_BYTES,
     CALL_S,
+    CLOSE,
+    DIFFERENT,
+    ENGINES,
+    PROMPT,
+    UPDATES,
     Client,
     GeneratorProcess,
     Reference,
     Trainer,
     Weights,
+    difference,
     manifest_of,
     running,
+    trainer_of,
     write_job,
 )
 from safetensors.torch import load_file
@@ -31,14 +38,6 @@ from pipelinerl_weights.sender import Snapshot
 
 RANK, ALPHA = 4, 6.0
 SCALE = ALPHA / RANK
-ENGINES = [
-    pytest.param({"engine": "transformers"}, id="transformers"),
-    pytest.param({"engine": "vllm", "prefixCaching": True}, id="vllm", marks=pytest.mark.vllm),
-]
-UPDATES = [(mode, kv) for mode in ("staged", "inplace") for kv in ("keep", "recompute")]
-PROMPT = [40, 41, 42, 43, 44, 45, 46, 47]
-CLOSE = 1e-4
-DIFFERENT = 1e-2
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
 
@@ -62,8 +61,7 @@ def generator(request: pytest.FixtureRequest, folder: Path) -> Iterator[Generato
 
 @pytest.fixture
 async def trainer(generator: GeneratorProcess) -> Any:
-    client = Client(generator.url)
-    trainer = Trainer(client, version=max(0, int((await client.weights())["version"])))
+    trainer = await trainer_of(Client(generator.url))
     yield trainer
     trainer.leave()
 
@@ -117,11 +115,6 @@ class Unmerged:
 @pytest.fixture(scope="module")
 def unmerged(folder: Path) -> Unmerged:
     return Unmerged(folder)
-
-
-def difference(left: list[float], right: list[float]) -> float:
-    assert len(left) == len(right)
-    return max(abs(a - b) for a, b in zip(left, right, strict=True))
 
 
 @pytest.mark.parametrize("mode", ["staged", "inplace"])

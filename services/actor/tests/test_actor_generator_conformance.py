@@ -12,15 +12,22 @@ import pytest
 import torch
 from actor_generator_harness import (
     CALL_S,
+    CLOSE,
+    DIFFERENT,
+    ENGINES,
     MAX_MODEL_LEN,
+    PROMPT,
+    UPDATES,
     Client,
     GeneratorProcess,
     Reference,
     Trainer,
     Weights,
+    difference,
     manifest_of,
     prompt_end,
     running,
+    trainer_of,
     until,
     write_job,
 )
@@ -30,15 +37,7 @@ from pipelinerl_actor.models.tiny import CHARACTERS, SPECIAL_TOKENS, make_tiny_m
 from pipelinerl_weights.group import Rendezvous
 from pipelinerl_weights.sender import Snapshot
 
-ENGINES = [
-    pytest.param({"engine": "transformers"}, id="transformers"),
-    pytest.param({"engine": "vllm", "prefixCaching": True}, id="vllm", marks=pytest.mark.vllm),
-]
-UPDATES = [(mode, kv) for mode in ("staged", "inplace") for kv in ("keep", "recompute")]
-PROMPT = [40, 41, 42, 43, 44, 45, 46, 47]
 X, Y = 50, 60
-CLOSE = 1e-4
-DIFFERENT = 1e-2
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +71,13 @@ def client(generator: GeneratorProcess) -> Client:
 
 @pytest.fixture
 async def trainer(client: Client) -> Any:
-    """Goes on from the version that the generator has."""
-    trainer = Trainer(client, version=max(0, int((await client.weights())["version"])))
+    trainer = await trainer_of(client)
     yield trainer
     trainer.leave()
 
 
 def close(left: list[float], right: list[float], tolerance: float = CLOSE) -> bool:
-    return len(left) == len(right) and max(abs(a - b) for a, b in zip(left, right, strict=True)) <= tolerance
+    return difference(left, right) <= tolerance
 
 
 # Sampling

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from actor_generator_harness import Client, GeneratorProcess, Trainer, Weights, manifest_of, running, write_job
+from actor_generator_harness import (
+    CLOSE,
+    Client,
+    GeneratorProcess,
+    Trainer,
+    Weights,
+    difference,
+    manifest_of,
+    running,
+    write_job,
+)
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -20,7 +30,6 @@ from pipelinerl_common.settings import GeneratorSettings, load_job
 PROMPT = [(7 + 37 * index) % 120 for index in range(120)]
 """Every token once, so that every expert is chosen for some."""
 NUM_EXPERTS = 4
-CLOSE = 1e-4
 WEIGHTS_FILE = "model.safetensors"
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -81,10 +90,6 @@ class Mixture:
         assert list(chosen.values()) == [set(range(NUM_EXPERTS))] * 2
         expected: list[float] = logits.log_softmax(-1).gather(-1, torch.tensor(sampled)[:, None])[:, 0].tolist()
         return expected
-
-
-def difference(left: list[float], right: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(left, right, strict=True))
 
 
 @pytest.fixture(params=[("qwen3_moe", 1), ("mixtral", 1), ("qwen3_moe", 2)], ids=["qwen3_moe", "mixtral", "two workers"])
