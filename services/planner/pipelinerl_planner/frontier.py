@@ -23,6 +23,11 @@ class Grid:
     max_lag: int | None = None
     """Largest g_max; None for any."""
 
+    def num_pairs(self, num_gpus: int) -> int:
+        """How many pairs (H, I) are tried. Example: 128 GPUs and H up to 512: 71 * 127 = 9,017."""
+        num_batches = min(self.most_per_gpu, BATCH_STEP) + max(self.most_per_gpu // BATCH_STEP - 1, 0)
+        return num_batches * ((num_gpus - 1) // self.gpus_per_actor)
+
 
 @dataclass(frozen=True, slots=True)
 class Point:

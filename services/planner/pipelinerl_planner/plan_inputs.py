@@ -13,6 +13,9 @@ from pipelinerl_planner.plan_arguments import CASE_BATCH, CASE_GPUS, CASE_LENGTH
 from pipelinerl_planner.throughput import Workload
 from pipelinerl_planner.utilization import FittedCurve, Utilization, read_utilization
 
+MAX_PAIRS = 5_000_000
+"""A search over more would take gigabytes: each pair takes about 100 bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
@@ -54,6 +57,11 @@ def read_inputs(args: argparse.Namespace) -> PlanInputs:
     if args.max_lag is not None:
         _at_least(1, "--max-lag", args.max_lag)
     grid = Grid(_at_least(1, "--max-running", args.max_running), gpus_per_actor, args.max_lag)
+    if grid.num_pairs(num_gpus) > MAX_PAIRS:
+        raise SettingsError(
+            f"--gpus {num_gpus} with --max-running {grid.most_per_gpu}: {grid.num_pairs(num_gpus):,} pairs of H and I are more "
+            f"than the {MAX_PAIRS:,} that are searched: plan for fewer GPUs, or for a smaller --max-running"
+        )
     load = Workload(num_gpus, batch_size, lengths, _tau(args, utilization), utilization)
     gpus_per_node = _at_least(1, "--gpus-per-node", args.gpus_per_node)
     return PlanInputs(load, grid, group_size, gpus_per_node, job, _assumed(args, default_lengths))

@@ -284,6 +284,8 @@ def test_measured_curve_and_speeds(tmp_path: Path, capsys: pytest.CaptureFixture
     ("arguments", "message"),
     [
         (["--gpus", "1"], "--gpus 1 must be at least 2"),
+        (["--gpus", "100000000"], "7,099,999,929 pairs of H and I are more than the 5,000,000 that are searched"),
+        (["--max-running", "1000000000"], "--gpus 128 with --max-running 1000000000: 15,875,000,889 pairs"),
         (["--batch", "0"], "--batch 0 must be at least 1"),
         (["--batch", "100", "--group-size", "8"], "--batch 100 is not a multiple of the group size 8"),
         (["--group-size", "0"], "--group-size 0 must be at least 1"),
