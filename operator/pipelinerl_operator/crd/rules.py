@@ -156,9 +156,25 @@ RULES: dict[Path, tuple[Rule, ...]] = {
 
 
 def add_rules(schema: dict[str, Any]) -> None:
-    """Puts every rule where it belongs. Raises KeyError when the place does not exist."""
+    """Puts every rule where it belongs. Raises KeyError when the place does not exist.
+
+    The server tries the rules on a section's default as it is written, without the defaults of the fields in it, and refuses the
+    definition when one of them looks for a field that is not there. So such a default is written out.
+    """
     for path, rules in RULES.items():
-        place(schema, path)["x-kubernetes-validations"] = [rule.as_object() for rule in rules]
+        section = place(schema, path)
+        section["x-kubernetes-validations"] = [rule.as_object() for rule in rules]
+        if "default" in section:
+            section["default"] = _written_out(section["default"], section)
+
+
+def _written_out(default: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """With the defaults of its fields, and theirs."""
+    fields = {name: each for name, each in schema.get("properties", {}).items() if name in default or "default" in each}
+    return default | {
+        name: _written_out(value, each) if isinstance(value := default.get(name, each.get("default")), dict) else value
+        for name, each in fields.items()
+    }
 
 
 def place(schema: dict[str, Any], path: Path) -> dict[str, Any]:
