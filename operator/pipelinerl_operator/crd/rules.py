@@ -2,8 +2,12 @@
 
 A server before 1.25 does not know them. The settings check the same, but for what compares with the object before: there the
 operator shows the difference in the job's status.
+
+A rule cannot look into a free form (podTemplate, args, engineArgs), but can compare it as a whole. The server then compares the
+number of keys, and the values of those that both have: it does not see that a key got another name.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +71,7 @@ RULES: dict[Path, tuple[Rule, ...]] = {
                     "actors.drainSeconds",
                 )
                 + " && "
-                + _kept_optional("actors.image")
+                + _kept_optional("actors.image", "actors.podTemplate")
             ),
             f"of actors, only replicas, minReplicas and maxReplicas can be changed while the job runs{_MUTABLE}",
         ),
@@ -158,14 +162,16 @@ RULES: dict[Path, tuple[Rule, ...]] = {
 def add_rules(schema: dict[str, Any]) -> None:
     """Puts every rule where it belongs. Raises KeyError when the place does not exist.
 
-    The server tries the rules on a section's default as it is written, without the defaults of the fields in it, and refuses the
-    definition when one of them looks for a field that is not there. So such a default is written out.
+    The server tries the rules on a section's default as it is written, without the defaults of fields in it, and refuses the
+    definition when one of them looks for a field that is not there. So what they look at is written out in such a default.
     """
     for path, rules in RULES.items():
         section = place(schema, path)
         section["x-kubernetes-validations"] = [rule.as_object() for rule in rules]
         if "default" in section:
-            section["default"] = _written_out(section["default"], section)
+            named = {name for rule in rules for name in re.findall(r"\bself\.(\w+)", rule.rule)}
+            written_out = _written_out(section["default"], section)
+            section["default"] |= {name: value for name, value in written_out.items() if name in named}
 
 
 def _written_out(default: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
