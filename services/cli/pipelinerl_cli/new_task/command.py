@@ -1,7 +1,9 @@
 """`pipelinerl new-task`: its arguments, and the two files that it writes."""
 
 import argparse
+import importlib.util
 import keyword
+import sys
 from pathlib import Path
 
 from pipelinerl_cli.new_task.template import JOB, TASK
@@ -23,6 +25,11 @@ def run(args: argparse.Namespace) -> int:
     there = [str(path) for path in texts if path.exists()]
     if there:
         raise SettingsError(f"{' and '.join(there)} would be overwritten: choose another name or --folder")
+    if _shadows_another(name):
+        raise SettingsError(
+            f"name={name!r}: Python has a module of this name, which {name}.py would stand before; choose another, such as "
+            f"{name}_task"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in texts.items():
@@ -42,6 +49,14 @@ def _checked(name: str) -> str:
             "and underscores, beginning with a letter"
         )
     return name
+
+
+def _shadows_another(name: str) -> bool:
+    """Whether the standard library or an installed package is called so. A folder without modules is passed over."""
+    if name in sys.stdlib_module_names:
+        return True
+    found = importlib.util.find_spec(name)
+    return found is not None and found.origin is not None
 
 
 def _class_name(name: str) -> str:
