@@ -2,7 +2,10 @@
 containers, and the test says what becomes of them."""
 
 import asyncio
+import gc
 import secrets
+import signal
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -161,3 +164,37 @@ async def test_suspend_and_resume_by_the_server(server: ApiServer) -> None:
         await running.until("pausing", lambda status: status.phase is Phase.SUSPENDED)
         await running.api.patch(JOBS, "default", "pausing", {"spec": {"suspend": False}})
         await running.until("pausing", lambda status: status.phase is Phase.RUNNING)
+
+
+async def test_a_watch_that_is_given_up_leaves_no_connection(server: ApiServer) -> None:
+    address = ("127.0.0.1", int(server.administrator.server.rpartition(":")[2]))
+    heard = asyncio.Event()
+
+    async def follow(api: HttpApi) -> None:
+        async for _ in api.watch(Selection(SERVICES), "0"):
+            heard.set()
+
+    _, api_process = server.processes
+    try:
+        async with open_api(server.administrator) as api:
+            following = asyncio.create_task(follow(api))
+            await heard.wait()
+            assert len(connections_to(address)) == 1
+            api_process.send_signal(signal.SIGSTOP)  # it answers no goodbye
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+        assert connections_to(address) == []
+    finally:
+        api_process.send_signal(signal.SIGCONT)
+
+
+def connections_to(address: tuple[str, int]) -> list[socket.socket]:
+    sockets = [each for each in gc.get_objects() if isinstance(each, socket.socket) and each.fileno() >= 0]
+    return [each for each in sockets if each.type == socket.SOCK_STREAM and peer(each) == address]
+
+
+def peer(connection: socket.socket) -> object:
+    try:
+        return connection.getpeername()
+    except OSError:
+        return None

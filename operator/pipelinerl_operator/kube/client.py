@@ -174,10 +174,13 @@ class HttpApi:
                 timeout=timeout,
             ) as response:
                 status = response.status
-                if status >= 400:
-                    request, retry_after = f"{verb} {path}", response.headers.get("Retry-After")
-                    raise error_of(request, status, await response.read(), retry_after)
-                yield response
+                try:
+                    if status >= 400:
+                        request, retry_after = f"{verb} {path}", response.headers.get("Retry-After")
+                        raise error_of(request, status, await response.read(), retry_after)
+                    yield response
+                finally:
+                    _cut(response)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ApiUnavailable(f"{verb} {path}: {type(error).__name__}: {error}") from error
         finally:
@@ -194,6 +197,13 @@ async def open_api(connection: Connection, observe: Observe = lambda verb, code,
         aiohttp.ClientSession(connector=for_watches) as watches,
     ):
         yield HttpApi(calls, watches, connection, observe)
+
+
+def _cut(response: aiohttp.ClientResponse) -> None:
+    """Ends the connection of an answer that is given up, as a watch is. Only closed, it would wait up to 30 s for the server's
+    TLS goodbye; by then the event loop may be gone, and the socket stays open."""
+    if response.connection is not None and response.connection.transport is not None:
+        response.connection.transport.abort()
 
 
 def _labels(selection: Selection) -> dict[str, str]:
