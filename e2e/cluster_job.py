@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from cluster_session import ROOT, STATE, Cluster, wait_for
+from cluster_session import OURS, ROOT, STATE, Cluster, wait_for
 
 ARITHMETIC = ROOT / "e2e" / "jobs" / "arithmetic.yaml"
 MADE_MODELS = Path.home() / ".cache" / "pipelinerl"
@@ -19,10 +19,11 @@ READY_S = 400.0
 """Longest time for a job to run, on two cores that others use too."""
 
 
-def namespace_objects(name: str) -> list[dict[str, Any]]:
+def namespace_object(name: str) -> dict[str, Any]:
     """A namespace that refuses pods that are not restricted, where the server has such a thing."""
-    labels = {"pod-security.kubernetes.io/enforce": "restricted", "app.kubernetes.io/part-of": "pipelinerl-e2e"}
-    return [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}]
+    key, _, value = OURS.partition("=")
+    labels = {"pod-security.kubernetes.io/enforce": "restricted", key: value}
+    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
 
 
 def volume(cluster: Cluster, namespace: str, name: str, size: str = "1Gi", folder: str = "") -> None:
@@ -44,8 +45,9 @@ def volume(cluster: Cluster, namespace: str, name: str, size: str = "1Gi", folde
 
 
 def claim(cluster: Cluster, namespace: str, name: str) -> None:
-    """A PersistentVolumeClaim that many pods mount."""
-    spec: dict[str, Any] = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
+    """A PersistentVolumeClaim that many pods mount, of the default StorageClass unless the cluster is the local one."""
+    mode = "ReadWriteMany" if len(cluster.items("nodes")) > 1 else "ReadWriteOnce"
+    spec: dict[str, Any] = {"accessModes": [mode], "resources": {"requests": {"storage": "1Gi"}}}
     if cluster.is_local:
         # One folder of made models for the whole session.
         volume(cluster, namespace, name, folder="cache" if name == "cache" else "")

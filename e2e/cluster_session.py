@@ -1,11 +1,12 @@
 """The cluster that tests run on: an existing one through KUBECONFIG, or the one of e2e/cluster, brought up for the session.
 
-On an existing cluster the images come from PIPELINERL_TEST_REGISTRY with the tag PIPELINERL_TEST_TAG (`e2e`), the
-storage from its default StorageClass. Everything waits with a deadline, and what a wait saw last is in its error.
+README.md in e2e/cluster says what an existing one must have. Everything waits with a deadline, and what a wait saw last is
+in its error.
 """
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -19,6 +20,8 @@ SCRIPTS = ROOT / "e2e" / "cluster"
 BINARIES = Path(os.environ.get("CLUSTER_CACHE", Path.home() / ".cache" / "local-kubernetes")) / "bin"
 STATE = Path(os.environ.get("CLUSTER_DIR", "/var/lib/local-kubernetes"))
 POLL_S = 0.5
+OURS = "app.kubernetes.io/part-of=pipelinerl-e2e"
+"""Label of every namespace that the tests make."""
 
 Value = TypeVar("Value")
 
@@ -58,13 +61,21 @@ class Cluster:
 
     def _run(self, tool: str, arguments: tuple[str, ...], stdin: str | None, timeout_s: float, check: bool) -> str:
         environment = {**os.environ, "KUBECONFIG": str(self.kubeconfig)}
-        command = [str(BINARIES / tool), *arguments]
+        command = [found(tool), *arguments]
         done = subprocess.run(
             command, input=stdin, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment
         )
         if check and done.returncode != 0:
             raise AssertionError(f"{tool} {' '.join(arguments)}: status {done.returncode}\n{done.stdout}{done.stderr}")
         return done.stdout if check else done.stdout + done.stderr
+
+
+def found(tool: str) -> str:
+    """Path of kubectl or helm: what e2e/cluster/tools fetched, else the machine's own. Raises CannotRun."""
+    path = shutil.which(tool, path=f"{BINARIES}{os.pathsep}{os.environ['PATH']}")
+    if path is None:
+        raise CannotRun(f"there is no {tool} in {BINARIES} or on the PATH: bash e2e/cluster/tools fetches it")
+    return path
 
 
 def wait_for(what: str, look: Callable[[], Value | None], timeout_s: float, now: Callable[[], object] = lambda: "") -> Value:
@@ -83,14 +94,17 @@ def wait_for(what: str, look: Callable[[], Value | None], timeout_s: float, now:
 
 
 def existing() -> Cluster | None:
-    """The cluster of KUBECONFIG, or None."""
+    """The cluster of KUBECONFIG, or None. Raises CannotRun when it is nobody's that these tests may use."""
     kubeconfig = os.environ.get("KUBECONFIG")
     if not kubeconfig:
         return None
-    registry = os.environ.get("PIPELINERL_TEST_REGISTRY", "localhost")
-    return Cluster(
-        Path(kubeconfig), Path(kubeconfig) == STATE / "admin.conf", registry, os.environ.get("PIPELINERL_TEST_TAG", "e2e")
-    )
+    tag = os.environ.get("PIPELINERL_TEST_TAG", "e2e")
+    if Path(kubeconfig) == STATE / "admin.conf":
+        return Cluster(Path(kubeconfig), True, "localhost", tag)
+    registry = os.environ.get("PIPELINERL_TEST_REGISTRY")
+    if not registry:
+        raise CannotRun(f"KUBECONFIG={kubeconfig} is set: PIPELINERL_TEST_REGISTRY must name the registry of its images")
+    return Cluster(Path(kubeconfig), False, registry, tag)
 
 
 def bring_up() -> Cluster:
@@ -137,7 +151,7 @@ def diagnosis(cluster: Cluster) -> str:
     """What a person would look at first, in every namespace of the tests: objects, events, logs."""
     parts: list[str] = []
     try:
-        for each in cluster.items("namespaces", "--selector", "app.kubernetes.io/part-of=pipelinerl-e2e"):
+        for each in cluster.items("namespaces", "--selector", OURS):
             parts += _namespace_parts(cluster, each["metadata"]["name"])
     except (AssertionError, subprocess.TimeoutExpired) as error:
         parts.append(f"the cluster does not answer: {error}")

@@ -1,5 +1,6 @@
 """Fixtures of the tests that run `pipelinerl up`, and of those that run on a cluster."""
 
+import json
 import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 import cluster_session
-from cluster_job import ClusterJob, claim, namespace_objects, small_job
+from cluster_job import ClusterJob, claim, namespace_object, small_job
 from cluster_release import Release
 from cluster_session import CannotRun, Cluster
 from up_run import ARITHMETIC, Run
@@ -51,15 +52,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 @pytest.fixture(scope="session")
 def cluster(pytestconfig: pytest.Config) -> Iterator[Cluster]:
     """The cluster of KUBECONFIG, or the local one, for the whole session. In CI the local one must come up."""
-    existing = cluster_session.existing()
-    found = existing
-    if found is None:
-        try:
-            found = cluster_session.bring_up()
-        except CannotRun as error:
-            if os.environ.get("CI"):
-                raise
-            pytest.skip(str(error))
+    try:
+        existing = cluster_session.existing()
+        found = existing or cluster_session.bring_up()
+    except CannotRun as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
     pytestconfig.stash[CLUSTER] = found
     yield found
     del pytestconfig.stash[CLUSTER]
@@ -71,9 +70,12 @@ def cluster(pytestconfig: pytest.Config) -> Iterator[Cluster]:
 def release(cluster: Cluster) -> Iterator[Release]:
     """The chart, installed once."""
     release = Release(cluster)
-    release.install()
-    yield release
-    release.uninstall()
+    release.clear()
+    try:
+        release.install()
+        yield release
+    finally:
+        release.uninstall()
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +84,12 @@ def new_namespace(cluster: Cluster, release: Release) -> Iterator[Callable[[str]
     made: list[str] = []
 
     def make(name: str) -> str:
-        cluster.apply(*namespace_objects(name))
-        made.append(name)
+        namespace = f"pipelinerl-e2e-{name}"
+        cluster.kubectl("create", "--filename", "-", stdin=json.dumps(namespace_object(namespace)))  # never one that is there
+        made.append(namespace)
         for each in ("cache", "checkpoints"):
-            claim(cluster, name, each)
-        return name
+            claim(cluster, namespace, each)
+        return namespace
 
     yield make
     if made:

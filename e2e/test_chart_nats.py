@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cluster_release import CHART, older_chart
 from pipelinerl_common.stream.server import find_binary
 from pipelinerl_operator.nats import trust
 from pipelinerl_operator.nats.keys import Key, KeyKind
@@ -33,6 +34,13 @@ def environment_of(documents: list[dict[str, Any]], password: str) -> dict[str, 
     variables = {each["name"]: each.get("value", "") for each in pod_of(documents)["containers"][0]["env"]}
     filled = {name: value.replace("$(ROUTE_PASSWORD)", password) for name, value in variables.items()}
     return filled | {"POD_NAME": f"{NAME}-0"} | ({"ROUTE_PASSWORD": password} if "ROUTE_PASSWORD" in variables else {})
+
+
+def test_another_version_of_the_chart_restarts_no_server(tmp_path: Path) -> None:
+    older, newer = (server_of(render("image.tag=a", chart=chart)) for chart in (older_chart(tmp_path), CHART))
+    assert older["metadata"]["labels"] != newer["metadata"]["labels"]
+    assert older["spec"] == newer["spec"]
+    assert server_of(render("image.tag=a", "nats.maxPayload=4MB"))["spec"] != newer["spec"]
 
 
 @pytest.mark.parametrize("replicas", [1, 3, 5])

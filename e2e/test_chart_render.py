@@ -52,10 +52,12 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @functools.cache
-def render(*sets: str, release: str = "prl", namespace: str = "rl-system", version: str = "1.36") -> list[dict[str, Any]]:
+def render(
+    *sets: str, release: str = "prl", namespace: str = "rl-system", version: str = "1.36", chart: Path = CHART
+) -> list[dict[str, Any]]:
     """What `helm template` makes; not to be changed."""
     flags = [flag for each in sets for flag in ("--set", each)]
-    result = helm("template", release, str(CHART), "--namespace", namespace, "--kube-version", version, *flags)
+    result = helm("template", release, str(chart), "--namespace", namespace, "--kube-version", version, *flags)
     assert result.returncode == 0, result.stderr
     return [document for document in yaml.load_all(result.stdout, Loader=yaml.CSafeLoader) if document]
 
