@@ -56,8 +56,8 @@ class Cluster:
     def items(self, *arguments: str) -> list[dict[str, Any]]:
         return list((self.get(*arguments) or {}).get("items", []))
 
-    def apply(self, *objects: Mapping[str, Any]) -> str:
-        return self.kubectl("apply", "--filename", "-", stdin="\n---\n".join(map(json.dumps, objects)))
+    def apply(self, body: Mapping[str, Any]) -> str:
+        return self.kubectl("apply", "--filename", "-", stdin=json.dumps(body))
 
     def _run(self, tool: str, arguments: tuple[str, ...], stdin: str | None, timeout_s: float, check: bool) -> str:
         environment = {**os.environ, "KUBECONFIG": str(self.kubeconfig)}

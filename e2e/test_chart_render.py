@@ -130,6 +130,11 @@ def test_disruption_budgets_are_of_the_version_that_the_server_has(version: str,
         ("operator.image.digest=latest", "does not match pattern"),
         ("watchNamespaces={Team_A}", "does not match pattern"),
         ("nats.enabled=false", "externalNats.url"),
+        ("externalNats.url=nats://nats:4222", "set nats.enabled=false too"),
+        ("image.registry=https://registry.example.com/rl", "does not match pattern"),
+        ("fullnameOverride=Team_A", "does not match pattern"),
+        ("nats.jetstream.fileStore=41GB", "is more than nats.persistence.size=40Gi"),
+        ("nats.persistence.size=38G", "nats.jetstream.fileStore=36GB is more than"),
     ],
 )
 def test_wrong_values_are_refused_by_name(setting: str, message: str) -> None:

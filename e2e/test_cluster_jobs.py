@@ -1,11 +1,14 @@
 """On a real cluster: jobs that are refused, that end, that live beside others, and namespaces that go."""
 
+import re
 from collections.abc import Callable
 
 import pytest
 
 from cluster_job import ClusterJob
 from cluster_session import Cluster, wait_for
+
+ARITHMETIC_TASK = "pipelinerl_actor.tasks.arithmetic:Arithmetic"
 
 pytestmark = [pytest.mark.cluster, pytest.mark.cluster_long, pytest.mark.timeout(900)]
 
@@ -17,8 +20,11 @@ def namespace(new_namespace: Callable[[str], str]) -> str:
 
 @pytest.fixture(scope="module")
 def pair(namespace: str, new_job: Callable[..., ClusterJob]) -> tuple[ClusterJob, ClusterJob]:
-    """Two short jobs that run at once; the second one goes by itself."""
-    kept = new_job("kept", namespace, steps=3, cleanPodPolicy="None")
+    """Two short jobs that run at once. The first one trains adapters and is evaluated; the second one goes by itself."""
+    held_out = {"name": "held-out", "path": ARITHMETIC_TASK, "numPrompts": 8, "args": {"digits": 1}}
+    evaluation = {"everySteps": 5, "sets": [held_out], "timeoutSeconds": 300}
+    adapted = {"adapter": {"rank": 4, "alpha": 8}}
+    kept = new_job("kept", namespace, steps=3, cleanPodPolicy="None", model=adapted, evaluation=evaluation)
     gone = new_job("gone", namespace, steps=3, ttlSecondsAfterFinished=20)
     return kept.apply(), gone.apply()
 
@@ -67,7 +73,19 @@ def test_two_jobs_in_one_namespace_both_succeed(pair: tuple[ClusterJob, ClusterJ
     wait_for("end of both", ended, 400, lambda: [job.status for job in pair])
     assert kept.phase == "Succeeded"
     assert kept.status["training"]["step"] == 3
+    assert kept.status["restarts"] == 0
     assert gone.object is None or gone.phase == "Succeeded"
+
+
+def test_the_last_step_of_a_job_with_adapters_is_evaluated(pair: tuple[ClusterJob, ClusterJob]) -> None:
+    """After `test_two_jobs_in_one_namespace_both_succeed`."""
+    kept, _ = pair
+    (evaluator,) = kept.pods("evaluator")
+    assert evaluator["status"]["phase"] == "Succeeded"
+    assert kept.condition("Evaluating")["status"] == "False"
+    told = kept.events()
+    assert {"Evaluating", "Evaluated", "Succeeded"} <= set(told)
+    assert re.fullmatch(r"step 3 evaluated: held-out pass@1 \S.*", told["Evaluated"][0]), told["Evaluated"]
 
 
 def test_a_finished_job_is_removed_after_its_time_and_another_one_stays(pair: tuple[ClusterJob, ClusterJob]) -> None:

@@ -63,6 +63,9 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{/* URL of the sample stream's server, as pods in any namespace reach it. */}}
 {{- define "pipelinerl.natsUrl" -}}
 {{- if .Values.nats.enabled -}}
+{{- if .Values.externalNats.url -}}
+{{- fail (printf "externalNats.url=%s is never used with nats.enabled=true: set nats.enabled=false too" .Values.externalNats.url) -}}
+{{- end -}}
 {{- printf "nats://%s-nats.%s.svc:4222" (include "pipelinerl.fullname" .) .Release.Namespace -}}
 {{- else -}}
 {{- required "externalNats.url is empty: with nats.enabled=false it names the NATS to use, for example nats://nats.messaging.svc:4222" .Values.externalNats.url -}}

@@ -56,3 +56,22 @@ app.kubernetes.io/component: nats
 {{- end }}
 {{- end }}
 {{- end -}}
+
+{{/* What "40Gi", "40G" or NATS's "40GB", which is as much as 40Gi, are in bytes. */}}
+{{- define "pipelinerl.bytes" -}}
+{{- $unit := regexFind "[A-Za-z]*$" . -}}
+{{- $base := ternary 1000.0 1024.0 (regexMatch "^[kKMGTPE]$" $unit) -}}
+{{- $value := regexFind "^[0-9.]+" . | float64 -}}
+{{- range until (index (dict "" 0 "K" 1 "M" 2 "G" 3 "T" 4 "P" 5 "E" 6) ($unit | upper | trunc 1)) -}}
+{{- $value = mulf $value $base -}}
+{{- end -}}
+{{- $value -}}
+{{- end -}}
+
+{{- define "pipelinerl.checkStore" -}}
+{{- $store := .Values.nats.jetstream.fileStore -}}
+{{- $size := .Values.nats.persistence.size -}}
+{{- if and .Values.nats.persistence.enabled (gt (include "pipelinerl.bytes" $store | float64) (include "pipelinerl.bytes" $size | float64)) -}}
+{{- fail (printf "nats.jetstream.fileStore=%s is more than nats.persistence.size=%s: make the volume larger, or the store smaller" $store $size) -}}
+{{- end -}}
+{{- end -}}
