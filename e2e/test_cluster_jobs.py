@@ -85,7 +85,7 @@ def test_the_last_step_of_a_job_with_adapters_is_evaluated(pair: tuple[ClusterJo
     assert kept.condition("Evaluating")["status"] == "False"
     told = kept.events()
     assert {"Evaluating", "Evaluated", "Succeeded"} <= set(told)
-    assert re.fullmatch(r"step 3 evaluated: held-out pass@1 \S.*", told["Evaluated"][0]), told["Evaluated"]
+    assert re.fullmatch(r"step 3: held-out pass@1 \S.*", told["Evaluated"][0]), told["Evaluated"]
 
 
 def test_a_finished_job_is_removed_after_its_time_and_another_one_stays(pair: tuple[ClusterJob, ClusterJob]) -> None:
