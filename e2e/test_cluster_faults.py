@@ -113,7 +113,9 @@ def test_the_api_server_may_be_away_for_twenty_seconds(job: ClusterJob) -> None:
 
 @pytest.fixture
 def second_actor(job: ClusterJob) -> Iterator[dict[str, Any]]:
-    """The pod of a second actor, whose generator is a member of the weight group."""
+    """The pod of a second actor, whose generator is a member of the weight group and may be stopped."""
+    if not job.cluster.is_local:
+        pytest.skip("only the local cluster's containers may be stopped")
     job.kubectl("scale", "prl", job.name, "--replicas", "2")
     wait_for("two members", lambda: job.status["weightGroup"]["numMembers"] == 2, RECOVERY_S, lambda: job.status)
     wait_for("two ready actors", lambda: job.status["actors"]["ready"] == 2, RECOVERY_S, lambda: job.status)
@@ -122,8 +124,6 @@ def second_actor(job: ClusterJob) -> Iterator[dict[str, Any]]:
 
 
 def test_a_generator_that_falls_silent_is_left_out_alone_and_comes_back(job: ClusterJob, second_actor: dict[str, Any]) -> None:
-    if not job.cluster.is_local:
-        pytest.skip("only the local cluster's containers may be stopped")
     before, restarts = job.uids(), job.status["restarts"]
     generator = container_id(second_actor, "generator-0")
     signal_container(generator, "STOP")  # in an update, or before one: it never answers, and nothing tells that it is gone
