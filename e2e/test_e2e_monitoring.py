@@ -74,7 +74,7 @@ def operator_metrics() -> Iterator[str]:
             "status": {"phase": "Running"},
         }
         telemetry.watch_jobs(lambda: [JobView.of(body)])
-        async with serve_metrics("127.0.0.1:0", telemetry.exposition) as where:
+        async with serve_metrics("127.0.0.1:0", lambda: b"".join(telemetry.exposition())) as where:
             address.append(where)
             ready.set()
             while not stop.is_set():
