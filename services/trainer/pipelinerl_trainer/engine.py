@@ -125,6 +125,11 @@ class Engine:
         norm = self._engine.get_global_grad_norm()
         return StepOutcome(bool(self._engine.was_step_applied()), float("inf") if norm is None else float(norm))
 
+    def weights_are_finite(self) -> bool:
+        """Whether no rank's share of the trained weights has an infinity or a NaN; the same answer on every rank."""
+        mine = all(bool(torch.isfinite(master.sum())) for master in self._masters())
+        return bool(self._ranks.gather([float(mine)]).all())
+
     @property
     def model_shapes(self) -> dict[str, tuple[int, ...]]:
         """Full shapes of the model, by the checkpoint's names, in the order in which `model_weights` gives them."""

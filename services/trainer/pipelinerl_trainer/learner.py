@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 
 SKIPPED_STEPS = "skipped_steps_total"
 
+MAX_SKIPPED_IN_A_ROW = 50
+"""Steps without a finite gradient. DeepSpeed finds its loss scale for float16 within about 30 of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -42,11 +45,13 @@ class Learner:
         self._settings = settings
         self._objective = Objective(settings, max_tokens)
         self.num_skipped_steps = 0
+        self._num_skipped_in_a_row = 0
 
     def train_step(self, batch: Batch) -> dict[str, float]:
         """Trains a whole `batch` and returns the step's metrics by name, the same on every rank.
 
         A step whose loss or gradient is not finite leaves the weights as they are; it is counted and logged as an error.
+        Raises FatalError after too many of those in a row, and when the step made weights that are not finite.
         """
         return self.train_parts((batch,))[1]
 
@@ -59,12 +64,13 @@ class Learner:
         rate = learning_rate(plan.step, self._settings.steps, self._settings.optimizer)
         metrics.reduce(self._ranks)
         outcome = self._engine.apply(rate, metrics.lag_mean.value)
-        if not outcome.applied:
-            self.num_skipped_steps += 1
-            self._report_skipped(plan, metrics)
         values = metrics.values()
         if outcome.applied:
+            self._num_skipped_in_a_row = 0
+            self._check_weights(plan, rate, outcome.grad_norm)
             values["grad_norm"] = outcome.grad_norm
+        else:
+            self._count_skipped(plan, metrics)
         return plan, values | {"learning_rate": rate, SKIPPED_STEPS: float(self.num_skipped_steps)}
 
     def accumulate(self, parts: Iterable[Batch]) -> tuple[StepPlan, StepMetrics]:
@@ -118,7 +124,16 @@ class Learner:
         if self._engine.apply(learning_rate=0.0).applied:
             raise FatalError("a gradient that is not a number was applied: restart from the last checkpoint")
 
-    def _report_skipped(self, plan: StepPlan, metrics: StepMetrics) -> None:
+    def _check_weights(self, plan: StepPlan, rate: float, grad_norm: float) -> None:
+        if not self._engine.weights_are_finite():
+            raise FatalError(
+                f"step {plan.step}: the optimizer made weights that are not finite, with a gradient of norm {grad_norm:.3g} "
+                f"and a learning rate of {rate:.3g}: lower algorithm.optimizer.learningRate; of this step nothing is kept"
+            )
+
+    def _count_skipped(self, plan: StepPlan, metrics: StepMetrics) -> None:
+        self.num_skipped_steps += 1
+        self._num_skipped_in_a_row += 1
         log.error(
             "alert=non_finite_step step=%d the gradient is not finite, the weights stay as they were: %d micro-batches had a "
             "loss that is not finite; groups %s",
@@ -126,6 +141,11 @@ class Learner:
             int(metrics.non_finite_micro_batches.value),
             ", ".join(plan.group_ids[:8]) + (" ..." if len(plan.group_ids) > 8 else ""),
         )
+        if self._num_skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+            raise FatalError(
+                f"step {plan.step}: {MAX_SKIPPED_IN_A_ROW} steps in a row had a gradient that is not finite, so nothing is "
+                "learned; model.dtype bfloat16 or float32 has a larger range than float16"
+            )
 
 
 def _two_tokens() -> MicroBatch:

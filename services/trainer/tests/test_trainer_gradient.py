@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from trainer_setup import Setup
 from trainer_two_ranks import free_ports, run_two_ranks
 
+from pipelinerl_common.errors import FatalError
 from pipelinerl_common.settings import AlgorithmSettings
 from pipelinerl_trainer.engine import Engine
-from pipelinerl_trainer.learner import BatchReplaced
+from pipelinerl_trainer.learner import MAX_SKIPPED_IN_A_ROW, Batch, BatchReplaced
 from pipelinerl_trainer.model import PolicyModel, load_policy
 from pipelinerl_trainer.packed import pack_row
 from pipelinerl_trainer.ranks import Place, join_ranks
@@ -199,3 +200,40 @@ def test_dropout_of_the_checkpoint_is_off(tmp_path: Path) -> None:
     assert policy.training
     row, _ = pack_row(toys.pack(EVERYTHING), torch.device("cpu"))
     torch.testing.assert_close(policy(row).logprobs_T, policy(row).logprobs_T, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_that_are_no_longer_finite_end_the_process_at_the_step_that_made_them(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = toys.full_algorithm()
+    with join_ranks(Place()) as ranks:
+        engine = Engine(toys.tiny_policy(settings), ranks, stage, settings.optimizer)
+        learner = toys.learner(engine, ranks, settings)
+        learner.train_step(toys.batch_of([EVERYTHING], EVERYTHING, 0))
+        monkeypatch.setattr("pipelinerl_trainer.learner.learning_rate", lambda *_: float("inf"))
+        with pytest.raises(FatalError, match=r"step 1: .* not finite, .* a learning rate of inf: lower algorithm\.optimizer"):
+            learner.train_step(toys.batch_of([EVERYTHING], EVERYTHING, 1))
+
+
+def spoiled(batch: Batch) -> Batch:
+    for row in batch.micro_batches:
+        row.advantages_L[row.loss_mask_L == 1] = float("nan")
+    return batch
+
+
+def test_a_run_whose_gradients_stay_not_finite_ends() -> None:
+    """One step that is right in between, and the count begins anew."""
+    settings = toys.full_algorithm()
+    with join_ranks(Place()) as ranks:
+        engine = Engine(toys.tiny_policy(settings), ranks, 1, settings.optimizer)
+        learner = toys.learner(engine, ranks, settings)
+        few = EVERYTHING[:1]
+        for step in range(2):
+            learner.train_step(spoiled(toys.batch_of([few], few, step)))
+        learner.train_step(toys.batch_of([few], few, 2))
+        for step in range(3, MAX_SKIPPED_IN_A_ROW + 2):
+            learner.train_step(spoiled(toys.batch_of([few], few, step)))
+        with pytest.raises(FatalError, match=f"{MAX_SKIPPED_IN_A_ROW} steps in a row had a gradient that is not finite"):
+            learner.train_step(spoiled(toys.batch_of([few], few, MAX_SKIPPED_IN_A_ROW + 2)))
+        assert learner.num_skipped_steps == 2 + MAX_SKIPPED_IN_A_ROW
