@@ -106,7 +106,7 @@ def test_finished_runs_are_kept_and_unfinished_ones_made_again(folder: Path) -> 
     assert made == [(2, "in-flight")]
     assert sum("is there already" in line for line in said) == 9
     (told,) = [line for line in said if "seed-2/in-flight:" in line]
-    assert "20 steps in 34 s, reward 0.8 after 13 s, at the end 0.900" in told  # 11 steps of 1.2 s
+    assert "20 steps in 24 s of training, reward 0.8 after 13 s, at the end 0.900" in told  # 11 steps of 1.2 s
 
 
 def test_another_experiment_is_not_mixed_into_a_folder(folder: Path) -> None:

@@ -249,4 +249,5 @@ def _told(run: Compared, goal: float) -> str:
     step = run.first_reaching(goal)
     reached = f"reward {goal:g} after {step.t:.0f} s" if step else f"never a reward of {goal:g}"
     summary = run.summary
-    return f"{summary['steps']} steps in {summary['seconds']:.0f} s, {reached}, at the end {summary['reward_last']:.3f}"
+    spent = f"{summary['steps']} steps in {summary['training_seconds']:.0f} s of training"
+    return f"{spent}, {reached}, at the end {summary['reward_last']:.3f}"

@@ -109,8 +109,8 @@ def test_time_of_the_plots_begins_with_the_first_token(tmp_path: Path) -> None:
         Record("trainer", "trainer-0", 1034, 1, {"reward_mean": 0.5}),
     ]
     history = RunHistory(records)
-    assert history.seconds_to_first_token == 30
-    trained = history.since(30)
+    assert history.training_seconds == 4
+    trained = history.in_training_time()
     assert [(step.step, step.t) for step in trained.steps] == [(1, 4.0)]
     assert trained.gauge("actor", "tokens_generated_total") == [Point(0, 0), Point(1, 5)]
     assert history.steps[0].t == 34
@@ -132,7 +132,7 @@ def test_actors_that_came_or_went_are_drawn_over_the_steps(tmp_path: Path) -> No
     assert "<figcaption>Actors" not in "".join(throughput(same))
     sizes = [(1001, 2.0, 0.0), (1005, 2.0, 2.0), (1025, 1.0, 2.0), (1031, 1.0, 1.0)]
     records += [Record("up", "up", time, -1, {"actors_desired": want, "actors_ready": ready}) for time, want, ready in sizes]
-    trained = RunHistory(sorted(records, key=lambda record: record.time)).since(15)
+    trained = RunHistory(sorted(records, key=lambda record: record.time)).in_training_time()
     assert trained.at_steps("up", "actors_desired") == [(1, 2.0), (2, 1.0), (3, 1.0), (4, 1.0)]
     assert trained.at_steps("up", "actors_ready") == [(1, 2.0), (2, 2.0), (3, 1.0), (4, 1.0)]
     assert "ready: from 2 to 1, between 1 and 2." in "".join(throughput(trained))

@@ -77,7 +77,7 @@ def test_summary_of_a_small_run() -> None:
         "seed": 7,
         "steps": 6,
         "seconds": 20,
-        "training_seconds": 6,  # from the last record without a token, at 10, to the last step at 16
+        "training_seconds": 10,  # from the last record without a token, at 10, to the newest token at 20
         "reward_first": 0.2,  # mean of 0.1 .. 0.3
         "reward_last": 0.5,  # mean of 0.4 .. 0.6
         "reward_max": 0.6,
@@ -233,3 +233,41 @@ def test_lags_of_a_step_are_what_the_trainers_counts_grew_by() -> None:
     assert (first.tokens_by_lag[:2], sum(first.tokens_by_lag)) == ((5, 4), 9)
     assert (second.tokens_by_lag[:2], second.tokens_by_lag[-1]) == ((1, 2), 3)
     assert (third.tokens_by_lag[0], sum(third.tokens_by_lag)) == (4, 4), "its process began again"
+
+
+def resumed() -> list[Record]:
+    """100 s of start-up in the first session, 300 in the second, of which the first counts 10 s and the second 16."""
+    return [
+        session(0),
+        actor(100, 0),
+        actor(101, 30),
+        step(1, 110, step_seconds=4.0, wait_seconds=1.0),
+        actor(140, 30),  # idle up to the end
+        session(1000),
+        actor(1200, 0),
+        step(2, 1304, step_seconds=104.0, wait_seconds=100.0),  # of samples that waited; it had them at 1300
+        actor(1305, 0),
+        actor(1306, 230),
+        step(3, 1316),
+        Record("up", "up", 1400, -1, {"restarts_total": 0.0}),
+    ]
+
+
+def test_start_up_and_shutdown_of_no_session_are_training() -> None:
+    history = RunHistory(resumed())
+    summary = summarize(history, status="finished", job="sums", seed=0)
+    assert (summary["training_seconds"], summary["tokens_per_second"]) == (26, 10)  # 100 to 110, 1300 to 1316; 260 tokens
+    assert summary["seconds"] == 540
+    trained = history.in_training_time()
+    assert [each.t for each in trained.steps] == [10, 14, 26]
+    counted = [(point.t, point.value) for point in trained.gauge("actor", "tokens_generated_total")]
+    assert counted == [(0, 0), (1, 30), (15, 0), (16, 230)]
+
+
+def test_a_session_that_ends_in_its_start_up_changes_no_mean() -> None:
+    idle = [session(2000), actor(2100, 0), actor(2400, 0)]
+    before, after = (
+        summarize(RunHistory(records), status="interrupted", job="sums", seed=0) for records in (resumed(), resumed() + idle)
+    )
+    assert after["seconds"] == before["seconds"] + 400
+    assert {**after, "seconds": 0} == {**before, "seconds": 0}

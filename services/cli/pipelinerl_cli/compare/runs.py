@@ -1,6 +1,6 @@
-"""Runs as they are compared. Their time begins with the first generated token, so that start-up counts for nobody.
+"""Runs as they are compared. Their time is that in which they generated or trained, so that start-up counts for nobody.
 
-When that was is known to a second, the actor's period of telling: the token came up to a second after what is taken for it.
+When a session's first token came is known to a second, the actor's period of telling: up to a second after what counts for it.
 """
 
 import math
@@ -29,7 +29,7 @@ class Compared:
     label: str
     job: Job
     history: RunHistory
-    """Time from the first generated token on."""
+    """In training time."""
     summary: dict[str, Any]
 
     @property
@@ -56,7 +56,7 @@ class Compared:
 
     @property
     def trajectories_per_second(self) -> float | None:
-        """Trained, from the first token to the last step."""
+        """Trained, up to the last step."""
         last = self._last
         return last.samples / last.t if last else None
 
@@ -95,4 +95,4 @@ def load_one(root: Path, label: str) -> Compared:
     run = load_run(root)
     history = run.history()
     summary = summarize(history, status=run.status, job=run.job.name, seed=run.job.spec.seed)
-    return Compared(root, label, run.job, history.since(history.seconds_to_first_token), summary)
+    return Compared(root, label, run.job, history.in_training_time(), summary)

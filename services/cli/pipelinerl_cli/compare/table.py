@@ -51,7 +51,7 @@ REACHED: tuple[tuple[str, Callable[[Step], float], Callable[[float], str]], ...]
 )
 
 NOTE = (
-    "Time training and times to a reward count from the first generated token. "
+    "Time training and times to a reward leave out the start-up of every session, up to its first generated token. "
     f"A reward is reached when the mean of {SMOOTHING} steps is; a single step may have been above it."
 )
 SEVERAL = "Of runs that differ in their seed only: mean (lowest to highest)."

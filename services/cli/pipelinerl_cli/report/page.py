@@ -33,7 +33,7 @@ COLUMNS = (
 )
 LEARNING = (
     f"Faint: each step; bold: the mean of the last {SMOOTHING} steps, or of 1 % of a long run's. "
-    "Time counts from the first generated token."
+    "Time is that in which the run generated or trained, without the start-up of its sessions."
 )
 STALENESS = (
     "Generation never waits for training, so a token is trained some steps after it was sampled: its lag. "
@@ -49,7 +49,7 @@ THROUGHPUT = "Who waits for whom: a trainer that waits long for samples wants mo
 
 def report_page(history: RunHistory, summary: Mapping[str, Any], job: Job, found: Sequence[Named]) -> str:
     """The whole page. Plots without data say so; `found` are the doctor's findings."""
-    trained = history.since(history.seconds_to_first_token)
+    trained = history.in_training_time()
     head = _head(summary, job)
     parts = [
         head,

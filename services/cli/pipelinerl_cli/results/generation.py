@@ -2,9 +2,10 @@
 
 import math
 
-from pipelinerl_cli.results.active_time import ActiveTime
+from pipelinerl_cli.results.active_time import SESSION_START, ActiveTime
 from pipelinerl_cli.results.counters import increase
 from pipelinerl_cli.results.metrics_file import Record, ends_step
+from pipelinerl_cli.results.training_time import TrainingTime
 
 TOKENS = "tokens_generated_total"
 
@@ -16,37 +17,39 @@ class Generation:
         self.tokens = 0.0
         """By all actors, over restarts of their processes and all sessions."""
         self.time = ActiveTime()
+        self.training_time = TrainingTime()
         self._counted: dict[str, float] = {}
-        self._first_token: float | None = None
-        self._first_step: float | None = None
-        self._newest = 0.0
+        self._newest: float | None = None
+        """When an actor last counted its tokens, in the newest session."""
 
     def take(self, record: Record) -> None:
         self.time.take(record)
-        t = self.time.at(record.time)
-        if ends_step(record) and self._first_step is None:
-            self._first_step = t
+        if SESSION_START in record.values:
+            self.training_time.begin_session()
+            self._newest = None
+        if ends_step(record):
+            self.training_time.take(_start_of_step(record), record.time)
         total = record.values.get(TOKENS, math.nan) if record.role == "actor" else math.nan
-        if not math.isfinite(total):
-            return
-        before = self._newest if self._counted else t
-        previous = self._counted.get(record.instance, 0.0)
-        self.tokens += increase(previous, total)
-        self._counted[record.instance] = total
-        self._newest = t
-        if self.tokens > 0 and self._first_token is None:
-            self._first_token = before
+        if math.isfinite(total):
+            self._count(record, total)
 
-    @property
-    def seconds_to_first_token(self) -> float:
-        """What came before is start-up. 0 where no token was generated; the first step's time where nobody counted tokens."""
-        return min((t for t in (self._first_token, self._first_step) if t is not None), default=0.0)
+    def _count(self, record: Record, total: float) -> None:
+        """Tokens came after the last record of an actor without them."""
+        more = increase(self._counted.get(record.instance, 0.0), total)
+        if more:
+            self.tokens += more
+            self.training_time.take(record.time if self._newest is None else self._newest, record.time)
+        self._counted[record.instance] = total
+        self._newest = record.time
 
     @property
     def tokens_per_second(self) -> float:
-        """Mean over the run, from the first token to the actors' newest record, time between sessions left out.
-
-        Not-a-number without tokens.
-        """
-        seconds = self._newest - self.seconds_to_first_token
+        """Mean over the time in which the run generated or trained. Not-a-number without tokens."""
+        seconds = self.training_time.total
         return self.tokens / seconds if self.tokens > 0 and seconds > 0 else math.nan
+
+
+def _start_of_step(record: Record) -> float:
+    """When the trainer had the step's samples, where it tells; it may have waited for the generators' start before."""
+    worked = record.values.get("step_seconds", 0.0) - record.values.get("wait_seconds", 0.0)
+    return record.time - worked if worked > 0 else record.time

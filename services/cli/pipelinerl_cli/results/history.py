@@ -3,15 +3,16 @@
 import bisect
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pipelinerl_cli.results.active_time import ActiveTime
 from pipelinerl_cli.results.counters import counter_total
 from pipelinerl_cli.results.evaluations import evaluations
 from pipelinerl_cli.results.generation import Generation
 from pipelinerl_cli.results.metrics_file import Record, ends_step
+from pipelinerl_cli.results.training_time import TrainingTime
 from pipelinerl_common.metrics import EVALUATOR
 from pipelinerl_common.metrics.catalog.learning import MAX_LAG_BUCKET
 
@@ -23,7 +24,7 @@ EDGE_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One value of a series. `t` is seconds since the run began, time between sessions left out."""
+    """One value of a series. `t` is seconds of the run, as its history counts them."""
 
     t: float
     value: float
@@ -56,9 +57,9 @@ class RunHistory:
         for record in records:
             self.generation.take(record)
             self._by_role[record.role].append(record)
-        self.steps = _steps(self._by_role["trainer"], self.time)
+        self._training_time: TrainingTime | None = None
+        self.steps = _steps(self._by_role["trainer"], self.at)
         self.evaluations = evaluations(self._by_role[EVALUATOR])
-        self._start = 0.0
 
     @property
     def time(self) -> ActiveTime:
@@ -69,8 +70,9 @@ class RunHistory:
         return self.time.total
 
     @property
-    def seconds_to_first_token(self) -> float:
-        return self.generation.seconds_to_first_token
+    def training_seconds(self) -> float:
+        """In which it generated or trained: start-up and shutdown of its sessions left out."""
+        return self.generation.training_time.total
 
     @property
     def first_steps(self) -> Sequence[Step]:
@@ -87,14 +89,14 @@ class RunHistory:
 
     def at(self, time: float) -> float:
         """Where clock time `time` lies in these series."""
-        return self.time.at(time) - self._start
+        return (self._training_time or self.time).at(time)
 
-    def since(self, start: float) -> "RunHistory":
-        """The same series with time counted from `start` seconds of the run on, and without what came before."""
-        later = copy(self)
-        later._start = start
-        later.steps = [replace(step, t=step.t - start) for step in self.steps if step.t >= start]
-        return later
+    def in_training_time(self) -> "RunHistory":
+        """The same series over `training_seconds`, without what was told in start-up and shutdown."""
+        training = copy(self)
+        training._training_time = self.generation.training_time
+        training.steps = _steps(self._by_role["trainer"], training.at)
+        return training
 
     def of_steps(self, name: str) -> list[Point]:
         """The trainer's per-step value over time, where it is finite."""
@@ -107,8 +109,9 @@ class RunHistory:
         for record in self._by_role[role]:
             if name in record.values and math.isfinite(record.values[name]):
                 latest[record.instance] = record.values[name]
-                points.append(Point(self.at(record.time), sum(latest.values())))
-        return [point for point in points if point.t >= 0]
+                if self._training_time is None or self._training_time.holds(record.time):
+                    points.append(Point(self.at(record.time), sum(latest.values())))
+        return points
 
     def places_in_use(self, start: float, until: float, places: float) -> float:
         """Of the sequences that the generators that there were can decode at once, the share that they did.
@@ -122,9 +125,9 @@ class RunHistory:
 
     def at_steps(self, role: str, name: str) -> list[tuple[int, float]]:
         """A value of a role with one process as it was at the end of each step; steps before it was told are left out."""
-        said = [(self.time.at(each.time), each.values[name]) for each in self._by_role[role] if name in each.values]
+        said = [(self.at(each.time), each.values[name]) for each in self._by_role[role] if name in each.values]
         times = [t for t, _ in said]
-        found = [(step.step, bisect.bisect_right(times, step.t + self._start)) for step in self.steps]
+        found = [(step.step, bisect.bisect_right(times, step.t)) for step in self.steps]
         return [(step, said[place - 1][1]) for step, place in found if place]
 
     def total(self, role: str, name: str) -> float:
@@ -157,7 +160,7 @@ def mean_over_time(points: Sequence[Point], start: float, until: float) -> float
     return sum(point.value * seconds for point, seconds in zip(said, held, strict=True)) / sum(held)
 
 
-def _steps(records: Iterable[Record], time: ActiveTime) -> list[Step]:
+def _steps(records: Iterable[Record], at: Callable[[float], float]) -> list[Step]:
     """Steps that count: when the trainer went back to a checkpoint, what it had done since then is void."""
     valid: list[tuple[Record, tuple[float, ...]]] = []
     previous: tuple[float, ...] = ()
@@ -173,7 +176,7 @@ def _steps(records: Iterable[Record], time: ActiveTime) -> list[Step]:
     for record, lags in valid:
         samples += record.values.get("num_sequences", 0.0)
         tokens += record.values.get("num_trained_tokens", 0.0)
-        steps.append(Step(record.step, time.at(record.time), samples, tokens, dict(record.values), lags))
+        steps.append(Step(record.step, at(record.time), samples, tokens, dict(record.values), lags))
     return steps
 
 

@@ -24,7 +24,8 @@ def _line(summary: Mapping[str, Any]) -> str:
     restarts = f", {counted(summary['restarts'], 'restart')}" if summary["restarts"] else ""
     updates = counted(summary["weight_updates"], "in-flight update")
     return (
-        f"{counted(summary['steps'], 'step')} in {shown(summary['seconds'], '.0f')} s: "
+        f"{counted(summary['steps'], 'step')} in {shown(summary['training_seconds'], '.0f')} s of training, "
+        f"{shown(summary['seconds'], '.0f')} s in all: "
         f"reward {shown(summary['reward_first'], '.3f')} -> {shown(summary['reward_last'], '.3f')}, "
         f"{updates} (pause {shown(summary['pause_seconds_mean'], '.3f')} s mean), "
         f"lag {shown(summary['lag_mean'], '.2f')} mean {shown(summary['lag_max'], '.0f')} max, "

@@ -16,7 +16,7 @@ def summarize(history: RunHistory, *, status: str, job: str, seed: int) -> dict[
     status               "finished", "interrupted" or "failed"
     steps                optimizer steps done
     seconds              of the run, start-up included, time between sessions left out
-    training_seconds     from the first token generated to the last step
+    training_seconds     in which it generated or trained: of each session from its first token or step to its last
     reward_first, _last  means of the steps' mean rewards over the first and the last steps: at most 5 of each, none in both
     lag_mean             per trained token, in steps; lag_max over the run
     ess_min, ess_mean    per step, 1 is on-policy
@@ -25,7 +25,7 @@ def summarize(history: RunHistory, *, status: str, job: str, seed: int) -> dict[
     transfer_seconds_mean likewise
     tokens_generated     by all actors; tokens_trained those that had a loss in the steps that counted
     waste                share of the generated tokens that were never trained
-    tokens_per_second    generated, mean from the first token to the actors' last record
+    tokens_per_second    generated, mean over training_seconds
     restarts             of processes, all sessions; by process in restarts_by_process
     dropped_groups       by reason
     evaluation           by set: step, pass_at and reward as {mean, low, high} of the newest evaluation, first of the oldest;
@@ -40,7 +40,7 @@ def summarize(history: RunHistory, *, status: str, job: str, seed: int) -> dict[
         "seed": seed,
         "steps": steps[-1].step if steps else 0,
         "seconds": _rounded(history.seconds),
-        "training_seconds": _rounded(_training_seconds(history)),
+        "training_seconds": _rounded(history.training_seconds),
         "reward_first": _mean(step.get("reward_mean") for step in history.first_steps),
         "reward_last": _mean(step.get("reward_mean") for step in history.last_steps),
         "reward_max": _max(step.get("reward_mean") for step in steps),
@@ -88,10 +88,6 @@ def _evaluation(of_set: Sequence[Evaluated]) -> dict[str, Any]:
 
 def _edges(interval: Interval) -> dict[str, float | None]:
     return {"mean": _rounded(interval.mean), "low": _rounded(interval.low), "high": _rounded(interval.high)}
-
-
-def _training_seconds(history: RunHistory) -> float:
-    return history.steps[-1].t - history.seconds_to_first_token if history.steps else 0.0
 
 
 def _by_middle(history: RunHistory, role: str, prefix: str, suffix: str) -> dict[str, int]:
