@@ -14,6 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from pipelinerl_cli.bench.operator import MALLOC
 from pipelinerl_operator.kube import permissions
 
 ROOT = Path(__file__).parents[1]
@@ -202,6 +203,13 @@ def test_every_pod_is_restricted() -> None:
             assert security["allowPrivilegeEscalation"] is False
             assert security["capabilities"]["drop"] == ["ALL"]
             assert security["readOnlyRootFilesystem"]
+
+
+def test_the_operators_memory_is_measured_as_it_is_installed() -> None:
+    operator = next(each for each in of_kind(render(), "Deployment"))
+    [container] = operator["spec"]["template"]["spec"]["containers"]
+    environment = {each["name"]: each.get("value") for each in container["env"]}
+    assert environment.items() >= MALLOC.items()
 
 
 def test_every_value_is_described_in_the_readme() -> None:
