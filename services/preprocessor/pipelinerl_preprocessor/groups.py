@@ -34,6 +34,10 @@ class GroupState(Enum):
     """It is part of the batch that is being trained."""
 
 
+UNARRIVED = frozenset({GroupState.WAITING, GroupState.LEASED})
+"""States in which a group's message has not come."""
+
+
 class Arrival(Enum):
     """What the ledger makes of a group's message."""
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pipelinerl_common.errors import PermanentError, Refused, Unavailable
 from pipelinerl_common.types import GroupId
 from pipelinerl_preprocessor.groups import (
+    UNARRIVED,
     Arrival,
     Group,
     GroupLease,
@@ -127,7 +128,7 @@ class Ledger:
             if sequence >= self.state.next_sequence:
                 return Arrival.UNKNOWN
             return Arrival.TRAINED if sequence in self.state.last_commit else Arrival.DUPLICATE
-        if group.state in (GroupState.LEASED, GroupState.WAITING):
+        if group.state in UNARRIVED:
             self.groups.move(group, GroupState.ARRIVED)
             group.partial = b""
             return Arrival.ACCEPTED

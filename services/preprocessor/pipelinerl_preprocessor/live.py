@@ -15,7 +15,7 @@ from pipelinerl_preprocessor.bell import Bell
 from pipelinerl_preprocessor.counters import Counters
 from pipelinerl_preprocessor.drops import DropReason
 from pipelinerl_preprocessor.engine_loads import EngineLoads
-from pipelinerl_preprocessor.groups import GroupState
+from pipelinerl_preprocessor.groups import UNARRIVED, GroupState, split_group_id
 from pipelinerl_preprocessor.journal import JournalWriter
 from pipelinerl_preprocessor.ledger import Ledger
 from pipelinerl_preprocessor.preparation import PreparedGroup
@@ -109,8 +109,17 @@ class LiveLedger:
             self.changed(leases_ended=True)
 
     def stopped(self, group_id: str, num_wasted: int) -> None:
-        """An actor stopped decoding a group that had ended: its tokens are counted where the group was."""
-        self.counters.wasted(self.ended.pop(group_id, DropReason.UNFINISHED), num_wasted)
+        """An actor stopped a group: its tokens are counted where the group was, unless its message is here or came before."""
+        reason = self.ended.pop(group_id, None) or self._reason_stopped(group_id)
+        if reason is not None:
+            self.counters.wasted(reason, num_wasted)
+
+    def _reason_stopped(self, group_id: str) -> str | None:
+        """None for a group that an actor was told to stop because it had arrived."""
+        identity, group = split_group_id(group_id), self.ledger.groups.get(group_id)
+        if identity is not None and identity[0] < self.ledger.state.incarnation:
+            return DropReason.ROLLBACK
+        return DropReason.UNFINISHED if group is not None and group.state in UNARRIVED else None
 
     async def release(self, group_ids: Iterable[str]) -> None:
         """Acknowledges the messages of groups that have ended and frees their memory."""

@@ -118,13 +118,35 @@ async def test_groups_that_a_load_report_gives_up_are_cancelled_at_their_actor()
     await live.observe(EngineLoad(kv_usage=None, num_waiting=0, num_preemptions=3, seconds=5.0))
     assert live.ledger.leases.renew("actor", [lease.lease_id for lease in leases], 0.0) == [leases[-1].lease_id]
     live.stopped(leases[-1].group_id, 7)  # the actor tells what it had cost
-    live.stopped("0-99", 5)
+    live.stopped(leases[0].group_id, 5)  # the run has ended meanwhile
     counted = {name: value for name, value in live.counters.metrics.values().items() if "_dropped_total" in name and value}
     assert counted == {
         "groups_dropped_total{reason=cancelled}": 1,
         "tokens_dropped_total{reason=cancelled}": 7,
         "tokens_dropped_total{reason=unfinished}": 5,
     }
+
+
+def test_what_a_group_that_was_delivered_had_cost_is_no_waste() -> None:
+    """An actor that waits for the stream's acknowledgement is told to stop: its lease ended when the message came."""
+    live = live_ledger(Openrlhf(OpenrlhfSettings(), B))
+    ledger = live.ledger
+    leases = ledger.grant("actor", "session", 9, 0.0)
+    for lease in leases:
+        finish(ledger, lease.group_id)
+        assert ledger.leases.renew("actor", [lease.lease_id], 0.0) == [lease.lease_id]
+    live.stopped(leases[0].group_id, 20)
+    ledger.commit(0, ledger.take().groups, last=False)
+    live.stopped(leases[1].group_id, 30)
+    assert not any("dropped" in name and value for name, value in live.counters.metrics.values().items())
+
+
+def test_what_a_group_of_a_time_that_was_left_had_cost_is_counted_as_rollback() -> None:
+    live = live_ledger(Openrlhf(OpenrlhfSettings(), B))
+    (lease, *_) = live.ledger.grant("actor", "session", 9, 0.0)
+    live.ledger.restore("again", 0, None)
+    live.stopped(lease.group_id, 6)
+    assert live.counters.metrics.values()["tokens_dropped_total{reason=rollback}"] == 6
 
 
 async def test_why_groups_ended_is_remembered_for_so_many_only() -> None:

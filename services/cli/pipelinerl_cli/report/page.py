@@ -142,7 +142,7 @@ def _more_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("transfer per update, mean", _shown(summary, "transfer_seconds_mean", duration)),
         ("tokens generated", _shown(summary, "tokens_generated")),
         ("tokens trained", _shown(summary, "tokens_trained")),
-        ("never trained", _shown(summary, "waste", lambda value: f"{value:.1%}")),
+        ("of them never trained", _shown(summary, "waste", lambda value: f"{value:.1%}")),
         ("restarts", _shown(summary, "restarts", str)),
     ]
 
