@@ -157,6 +157,22 @@ def test_without_a_terminal_who_falls_silent_is_a_line_and_who_is_heard_of_again
         watching.kill()
 
 
+def test_a_trainer_that_went_back_to_a_checkpoint_is_told_at_once(tmp_path: Path) -> None:
+    def committed(step: int, dropped: float) -> Record:
+        values = {"groups_dropped_total{reason=rollback}": dropped}
+        return Record("preprocessor", "preprocessor-0", time.time(), step, values)
+
+    run = make_run(tmp_path / "run", [])
+    append(run, *(step(number, 0.5) for number in (10, 11, 16)), committed(16, 0), committed(16, 0))
+    source = RunFolderSource.open(run)
+    assert [line.partition("  ")[0] for line in source.look()] == ["step 10/1000", "step 11/1000", "step 16/1000"]
+    append(run, committed(10, 96), committed(10, 96), step(11, 0.5), committed(11, 96), committed(10, 97))
+    first, done, again = source.look()
+    assert first == "the trainer goes on after step 10: steps 11 to 16 are done again, 96 groups were dropped"
+    assert done.startswith("step 11/1000")
+    assert again == "the trainer goes on after step 10: step 11 is done again, 1 group was dropped"
+
+
 def test_what_cannot_be_watched_is_refused_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for target, remedy in (
         (tmp_path / "nothing", "--output folder"),

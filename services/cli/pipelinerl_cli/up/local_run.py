@@ -272,7 +272,7 @@ class LocalRun:
     def _take(self, record: Record) -> None:
         if self._view.take(record):
             self._display.stepped(self._view)
-        if (line := evaluation_line(record)) is not None:
+        if line := self._view.setback.line or evaluation_line(record):
             self._display.note(line)
 
     async def _refresh(self) -> None:

@@ -11,6 +11,7 @@ from pipelinerl_cli.results.evaluations import Evaluated, evaluated, is_evaluati
 from pipelinerl_cli.results.generation import Generation
 from pipelinerl_cli.results.metrics_file import SESSION_ROLE, THINNING_S_PER_S, Record, ends_step
 from pipelinerl_cli.results.step_mean import StepMean
+from pipelinerl_cli.up.setback import Setback
 from pipelinerl_cli.up.silence import silent_name
 from pipelinerl_common.metrics import is_counter
 
@@ -56,6 +57,7 @@ class RunView:
     step_times: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=20))
     generation: Generation = field(default_factory=Generation)
     pause: StepMean = field(default_factory=lambda: StepMean("pause_seconds"))
+    setback: Setback = field(default_factory=Setback)
     evaluations: deque[list[Evaluated]] = field(default_factory=lambda: deque(maxlen=SPARK_STEPS))
     """The newest ones, each with its sets."""
     _trends: dict[tuple[str, str], deque[float]] = field(
@@ -74,6 +76,7 @@ class RunView:
         """Whether the record finished a step."""
         self.generation.take(record)
         self.pause.take(record)
+        self.setback.take(record)
         if SESSION_START in record.values:
             self.step_times.clear()  # the time between two sessions says nothing of the pace
             self._gauges.clear()

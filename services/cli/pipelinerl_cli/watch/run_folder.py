@@ -62,13 +62,15 @@ class RunFolderSource:
         return "running" if time.time() - self._newest < SILENT_S else "ended without a result"
 
     def _take(self, line: str) -> str | None:
-        """The line of a step or of an evaluation, when the record ends one."""
+        """The line of a step or of an evaluation, when the record ends one; of a trainer that went back, when it tells so."""
         try:
             record = parse_record(line)
         except (ValueError, KeyError, TypeError) as error:
             raise SettingsError(f"{self._root / 'metrics.jsonl'}: not a metrics record: {line[:80]!r}: {error}") from error
         self._newest = max(self._newest, record.time)
-        return step_line(self._view) if self._view.take(record) else evaluation_line(record)
+        if self._view.take(record):
+            return step_line(self._view)
+        return self._view.setback.line or evaluation_line(record)
 
     def headline(self) -> str:
         view = self._view
