@@ -72,8 +72,8 @@ class Batches:
                 live.counters.trained(request.step, trained)
                 await live.return_untrained()
             await live.journal.sync()
-            acknowledged, self._unacknowledged = self._unacknowledged, []
-            await live.release(acknowledged)
+            await live.release(self._unacknowledged)
+            self._unacknowledged = []  # not before: a call that ends in between is repeated
         live.changed(leases_ended=request.last)
         return pb.CommitStepResponse()
 

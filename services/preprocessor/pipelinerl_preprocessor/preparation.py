@@ -129,13 +129,10 @@ class Preparation:
         return self._rewarded(scored, [known.get(index, unknown) for index in range(len(group.rewards))])
 
     def _penalties(self, sequence: TrainSequence) -> Floats:
-        """Of each sampled token; a first one without context was not scored."""
+        """Of each sampled token."""
         assert sequence.ref_logprobs_T is not None
         kl = self._algorithm.kl
-        penalties_T = kl.coefficient * kl_per_token(sequence.logprobs_T, sequence.ref_logprobs_T, kl.estimator)
-        if sequence.starts_sampled:
-            penalties_T[0] = 0.0
-        return penalties_T
+        return kl.coefficient * kl_per_token(sequence.logprobs_T, sequence.ref_logprobs_T, kl.estimator)
 
     def _rewarded(self, group: PreparedGroup, penalties: Sequence[Floats]) -> PreparedGroup | DropReason:
         """The group with advantages, and returns for a value head, of its rewards less the `penalties` of G trajectories."""

@@ -58,7 +58,7 @@ class Reference:
 
         Raises Unavailable when no generator answered in time, PermanentError when one refuses or answers nonsense.
         """
-        starts = [max(sequence.segment_lengths[0], 1) for sequence in sequences]
+        starts = [sequence.segment_lengths[0] for sequence in sequences]
         body = {
             "sequences": [
                 {"token_ids": sequence.token_ids_S.tolist(), "start": start}
@@ -109,7 +109,7 @@ class Reference:
 
 
 def _sampled(sequence: TrainSequence, start: int, logprobs: list[float]) -> NDArray[np.float32]:
-    """Picks the sampled tokens out of the scores of tokens `start` and later; a first token without context scores 0."""
+    """Picks the sampled tokens out of the scores of tokens `start` and later."""
     if len(logprobs) != sequence.num_tokens - start:
         raise PermanentError(f"/v1/score answered {len(logprobs)} log-probs for {sequence.num_tokens - start} tokens")
     segments = sequence.segment_lengths

@@ -21,7 +21,7 @@ class TrainSequence:
 
     token_ids_S: NDArray[np.uint32]
     segment_lengths: tuple[int, ...]
-    """Alternating given, sampled, ...; an even number of them."""
+    """Alternating given, sampled, ...; an even number of them. The first is above 0: a sampled token has a context."""
     logprobs_T: NDArray[np.float32]
     ref_logprobs_T: NDArray[np.float32] | None
     version_runs: tuple[VersionRun, ...]
@@ -37,21 +37,8 @@ class TrainSequence:
 
     @property
     def num_trained(self) -> int:
-        """Sampled tokens with a loss: a trajectory's very first token has no context and none."""
-        return len(self.logprobs_T) - self.starts_sampled
-
-    @property
-    def starts_sampled(self) -> bool:
-        """Whether there is no prompt at all, so that the first token was sampled."""
-        return self.segment_lengths[0] == 0 and len(self.logprobs_T) > 0
-
-    @property
-    def trained_runs(self) -> tuple[VersionRun, ...]:
-        """Version runs of the trained tokens alone."""
-        if not self.starts_sampled:
-            return self.version_runs
-        first, *others = self.version_runs
-        return (VersionRun(first.policy_version, first.num_tokens - 1), *others)
+        """Tokens with a loss: those that were sampled."""
+        return len(self.logprobs_T)
 
 
 def build_row(
@@ -73,19 +60,18 @@ def build_row(
     sampled_L = np.zeros(num_slots, dtype=bool)
     segments = [length for sequence in sequences for length in sequence.segment_lengths]
     sampled_L[:used] = np.repeat(np.tile([False, True], len(segments) // 2), segments)
-    mask_L = sampled_L.astype(np.uint8)
-    mask_L[np.cumsum([0, *lengths[:-1]], dtype=np.intp)[: len(lengths)]] = 0
 
     def per_slot(columns: list[NDArray[np.float32]]) -> NDArray[np.float32]:
         slots_L = np.zeros(num_slots, dtype=np.float32)
         if columns:
             slots_L[sampled_L] = np.concatenate(columns)
-        return slots_L * mask_L
+        return slots_L
 
     def per_sequence(values: list[float]) -> NDArray[np.float32]:
         slots_L = np.zeros(num_slots, dtype=np.float32)
         slots_L[:used] = np.repeat(np.asarray(values, dtype=np.float32), lengths)
-        return slots_L * mask_L
+        slots_L[~sampled_L] = 0
+        return slots_L
 
     input_ids_L = np.zeros(num_slots, dtype=np.uint32)
     if sequences:
@@ -96,25 +82,23 @@ def build_row(
         index=index,
         sequence_lengths=tuple(lengths),
         input_ids_L=input_ids_L,
-        loss_mask_L=mask_L,
+        loss_mask_L=sampled_L.astype(np.uint8),
         old_logprobs_L=per_slot([sequence.logprobs_T for sequence in sequences]),
         advantages_L=per_sequence([sequence.advantage for sequence in sequences]),
         ref_logprobs_L=per_slot(references) if reference else None,
         returns_L=per_slot(targets) if returns else None,
         rewards=tuple(sequence.reward for sequence in sequences),
         sequence_weights=tuple(sequence.weight for sequence in sequences),
-        version_runs=merge_runs(run for sequence in sequences for run in sequence.trained_runs),
+        version_runs=merge_runs(run for sequence in sequences for run in sequence.version_runs),
         temperature=temperature,
         group_numbers=tuple(number for number, _ in members),
     )
 
 
 def merge_runs(runs: Iterable[VersionRun]) -> tuple[VersionRun, ...]:
-    """Joins neighbours of the same version and leaves out empty runs."""
+    """Joins neighbours of the same version."""
     merged: list[VersionRun] = []
     for run in runs:
-        if run.num_tokens == 0:
-            continue
         if merged and merged[-1].policy_version == run.policy_version:
             merged[-1] = VersionRun(run.policy_version, merged[-1].num_tokens + run.num_tokens)
         else:

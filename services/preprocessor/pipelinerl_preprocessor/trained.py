@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from pipelinerl_common.lines import cut_torn_line
 from pipelinerl_preprocessor.groups import Group
 
 
@@ -24,6 +25,7 @@ class TrainedLog:
             "groups": [{"group_id": group.group_id, "prompt_index": group.prompt_index} for group in groups],
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        cut_torn_line(self.path)  # of a disk that was full
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 

@@ -145,6 +145,15 @@ def test_trained_lines_are_cut_at_a_rewind(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_line_that_a_full_disk_cut_off_costs_no_other(tmp_path: Path) -> None:
+    log = TrainedLog(tmp_path / "trained.jsonl")
+    log.append(0, 0, [])
+    with log.path.open("a") as file:
+        file.write('{"step": 1, "gro')
+    log.append(2, 0, [])
+    assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == [0, 2]
+
+
 async def test_a_bell_wakes_all_who_wait_now() -> None:
     bell = Bell()
     bell.ring()

@@ -11,17 +11,20 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from preprocessor_harness import DEADLINE_S, Pulled, Rig, make_job, rig
+from preprocessor_harness import DEADLINE_S, Pulled, Rig, make_group, make_job, rig
 
+from pipelinerl.v1 import batches_pb2
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.metrics import Metrics
+from pipelinerl_preprocessor.batches import Batches
 from pipelinerl_preprocessor.counters import Counters
 from pipelinerl_preprocessor.journal import JournalWriter
 from pipelinerl_preprocessor.ledger import Ledger
 from pipelinerl_preprocessor.live import LiveLedger
-from pipelinerl_preprocessor.parts import policy_of
+from pipelinerl_preprocessor.parts import layout_of, policy_of
 from pipelinerl_preprocessor.publish_gate import PublishGate
 from pipelinerl_preprocessor.ring_buffer import RingBuffer
+from pipelinerl_preprocessor.trained import TrainedLog
 from pipelinerl_staleness.openrlhf import Openrlhf, OpenrlhfSettings
 from pipelinerl_staleness.policy import EngineLoad, Policy
 from pipelinerl_staleness.prime_rl import PrimeRl, PrimeRlSettings
@@ -72,6 +75,45 @@ def test_a_publish_that_is_held_back_too_long_goes_out() -> None:
     assert not live.gate.holds_back()
     assert live.gate.num_forced == 1
     assert live.gate.may_publish(1)
+
+
+class Message:
+    """A group from the stream. The first call of `ack` of one that `hangs` does not return."""
+
+    group = make_group("0-0")
+
+    def __init__(self, *, hangs: bool) -> None:
+        self.hanging = asyncio.Event()
+        self.num_acks = 0
+        self._hangs = hangs
+
+    async def ack(self) -> None:
+        self.num_acks += 1
+        if self._hangs and self.num_acks == 1:
+            self.hanging.set()
+            await asyncio.Event().wait()
+
+
+async def test_a_commit_that_is_cut_short_is_finished_by_the_next_call(tmp_path: Path) -> None:
+    live = live_ledger(Openrlhf(OpenrlhfSettings(), B))
+    for lease in live.ledger.grant("actor", "session", B, 0.0):
+        finish(live.ledger, lease.group_id)
+    groups = live.ledger.take().groups
+    messages = {group_id: Message(hangs=number == 0) for number, group_id in enumerate(groups)}
+    live.received.update(messages)  # type: ignore[arg-type]
+    batches = Batches(live, layout_of(make_job().spec), TrainedLog(tmp_path / "trained.jsonl"))
+    request = batches_pb2.CommitStepRequest(step=0, batch_id="batch", group_ids=groups)
+    journal = asyncio.create_task(live.journal.run())
+    first, second = messages.values()
+    call = asyncio.create_task(batches.CommitStep(request, None))
+    await first.hanging.wait()
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    assert second.num_acks == 0
+    await batches.CommitStep(request, None)
+    assert second.num_acks == 1
+    assert not live.received
+    journal.cancel()
 
 
 async def test_a_policy_that_never_publishes_a_version_does_not_hold_it_either(tmp_path: Path) -> None:

@@ -139,12 +139,6 @@ def test_a_value_head_learns_the_penalty_of_the_tokens_from_here_on() -> None:
     assert group.sequences[0].returns_T.tolist() == [0.25, 0.5, 0.5]
 
 
-def test_a_first_token_without_context_has_no_penalty() -> None:
-    promptless = replace(make_sample(0, 1.0, prompt=0, sampled=3), segment_lengths=(0, 3))
-    group = scored((promptless, make_sample(1, 0.0, sampled=1)), [[0.0, -1.0, -1.0], [-0.5]], kl=IN_REWARD)
-    assert [sequence.advantage for sequence in group.sequences] == [0.5, -0.5]
-
-
 def test_a_penalty_that_is_too_large_for_32_bits_drops_the_group() -> None:
     spec = make_job(task={"groupSize": 2}, reference={}, algorithm={"kl": {**IN_REWARD, "coefficient": 1e38}}).spec
     preparation = Preparation(spec)
