@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ log = logging.getLogger(__name__)
 
 FULL_NAME = "pipelinerl.v1.Policy"
 BACKENDS = ("gloo", "nccl")
+CALL_OFF_S = 5.0
+"""Longest wait for a forming to end that was called off."""
 
 
 class Membership:
@@ -30,6 +33,8 @@ class Membership:
         self._epoch = 0
         self._group: TransferGroup | None = None
         self._joining: asyncio.Task[None] | None = None
+        self._forming: Rendezvous | None = None
+        """Where the group meets that is being formed."""
         self._is_alone = False
         self.num_join_failures = 0
 
@@ -44,12 +49,14 @@ class Membership:
         """The formed group, if there is one that can be sent to."""
         return None if self._group is None or self._group.aborted is not None else self._group
 
-    def join(self, epoch: int, world_size: int, backend: str, port: int, timeout_s: float) -> tuple[str, int]:
-        """Opens the rendezvous and returns its address at once; the group forms in the background and replaces the old one,
-        whose transfer, if one is under way, is aborted. Raises Refused or Unavailable."""
+    async def join(self, epoch: int, world_size: int, backend: str, port: int, timeout_s: float) -> tuple[str, int]:
+        """Opens the rendezvous and returns its address; the group forms in the background and replaces the old one, whose
+        transfer or forming, if it is under way, is aborted. Raises Refused or Unavailable."""
         if epoch <= self.epoch:
             raise Refused(f"epoch {epoch} is not newer than the current one, {self.epoch}")
-        self._leave(f"epoch {epoch} begins")
+        await self._leave(f"epoch {epoch} begins")
+        if epoch <= self.epoch:
+            raise Refused(f"epoch {epoch} was overtaken by epoch {self.epoch}")
         self._epoch, self._is_alone = epoch, world_size == 1
         if self._is_alone:
             log.info("epoch=%d no generators", epoch)
@@ -58,14 +65,13 @@ class Membership:
             rendezvous = Rendezvous.open(self._address, port, world_size, timeout_s)
         except TransferFailed as error:
             raise Unavailable(str(error)) from error
+        self._forming = rendezvous
         self._joining = asyncio.create_task(self._join(rendezvous, epoch, world_size, backend, timeout_s), name=f"join {epoch}")
         return rendezvous.address, rendezvous.port
 
     async def close(self) -> None:
-        """Leaves the group; whoever waits in it fails at once."""
-        self._leave("the trainer ends")
-        if self._joining is not None:
-            await asyncio.gather(self._joining, return_exceptions=True)
+        """Leaves the group; whoever waits in it, or for it to form, fails at once."""
+        await self._leave("the trainer ends")
 
     async def _join(self, rendezvous: Rendezvous, epoch: int, world_size: int, backend: str, timeout_s: float) -> None:
         def join() -> TransferGroup:
@@ -85,7 +91,11 @@ class Membership:
         except (TransferFailed, OSError) as error:
             self.num_join_failures += 1
             log.warning("epoch=%d did not form: %s", epoch, error)
+            traceback.clear_frames(error.__traceback__)  # they hold the store, and with it the port
             return
+        finally:
+            if self._forming is rendezvous:
+                self._forming = None
         if epoch != self._epoch:
             group.close()  # a newer group was asked for meanwhile
             return
@@ -93,11 +103,16 @@ class Membership:
         log.info("epoch=%d world_size=%d joined", epoch, world_size)
         self.on_change()
 
-    def _leave(self, reason: str) -> None:
+    async def _leave(self, reason: str) -> None:
+        """Also ends a forming, so that its port is free for the next."""
+        forming, joining, epoch = self._forming, self._joining, self._epoch
         group, self._group, self._is_alone, self._epoch = self._group, None, False, 0
         if group is not None:
             group.abort(reason)
             group.close()
+        if forming is not None and joining is not None:
+            await asyncio.to_thread(forming.call_off, epoch, reason)
+            await asyncio.wait({joining}, timeout=CALL_OFF_S)
 
 
 class PolicyServicer(policy_pb2_grpc.PolicyServicer):
@@ -116,7 +131,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServicer):
     async def JoinGroup(self, request: policy_pb2.JoinGroupRequest, context: Any) -> policy_pb2.JoinGroupResponse:
         _check(request)
         self._loaded()
-        address, port = self._membership.join(
+        address, port = await self._membership.join(
             request.epoch, request.world_size, request.backend, request.port, request.timeout_s
         )
         return policy_pb2.JoinGroupResponse(master_address=address, master_port=port)

@@ -140,6 +140,8 @@ class Publisher:
                 await self._check_allowed(offer, epoch)
                 async with self._sending:
                     await self._check_epoch(epoch)
+                    if offer is not self._offer:
+                        continue  # a newer one came meanwhile
                     with self.tracer.root("weight update", version=offer.version, epoch=epoch):
                         await self._publish(offer, group, epoch)
             except NotYet as error:

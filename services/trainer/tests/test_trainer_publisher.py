@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import PrefixStore
 from trainer_peers import DEADLINE_S, Coordinator, Preprocessor, serving, until
+from trainer_two_ranks import free_ports
 
 from pipelinerl.v1 import policy_pb2, policy_pb2_grpc
 from pipelinerl_common import rpc
 from pipelinerl_common.errors import PermanentError, Refused, Unavailable
 from pipelinerl_trainer.membership import FULL_NAME, Membership, PolicyServicer
 from pipelinerl_trainer.publisher import Offer, Publisher
+from pipelinerl_weights.errors import TransferFailed, TransferTimeout
+from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Manifest, TensorSpec
+from pipelinerl_weights.rendezvous import connect_store, scope
 from pipelinerl_weights.sender import Snapshot
 
 MANIFEST = Manifest((TensorSpec("weight", "float32", (3,)), TensorSpec("bias", "float32", (1,))), bucket_bytes=16)
@@ -95,6 +100,21 @@ async def test_the_newest_offer_is_sent_once_the_group_is_there_and_then_marked(
         assert (status.served_version, status.num_updates, status.num_failures) == (3, 1, 0)
         assert (status.pause_s, status.transfer_s, status.apply_s) == (0.25, 0.5, 0.125)
         assert 0 < status.publish_s < UPDATE_S
+
+
+async def test_an_offer_that_is_overtaken_while_the_group_is_looked_at_is_not_sent() -> None:
+    async with publishing() as harness:
+        newer = [offer(2)]
+
+        def offer_newer() -> None:
+            if newer:
+                harness.publisher.offer(newer.pop())
+
+        harness.coordinator.on_probe = offer_newer
+        harness.publisher.offer(offer(1))
+        await harness.coordinator.form()
+        await until(lambda: harness.marked == [2], "marking version 2")
+        assert harness.coordinator.versions == [2]
 
 
 async def test_a_version_is_held_back_until_the_policy_lets_it_go_but_never_for_a_new_group() -> None:
@@ -245,6 +265,22 @@ async def test_a_newer_group_replaces_one_that_never_forms() -> None:
         harness.coordinator.epoch = 1
         await harness.coordinator.form()
         await until(lambda: harness.coordinator.versions == [1], "version 1 in epoch 2")
+
+
+async def test_a_group_that_is_replaced_while_it_forms_ends_for_all_who_wait_and_frees_its_port() -> None:
+    port = int(free_ports(1)[0])
+    async with publishing() as harness:
+        await ask(harness, epoch=1, world_size=3, port=port, timeout_s=DEADLINE_S)
+        joining = asyncio.to_thread(
+            TransferGroup.join, "127.0.0.1", port, rank=1, world_size=3, backend="gloo", epoch=1, timeout_s=DEADLINE_S
+        )
+        receiver = asyncio.create_task(joining)
+        store = PrefixStore(scope(1), await asyncio.to_thread(connect_store, "127.0.0.1", port, DEADLINE_S))
+        await until(lambda: store.check(["joined/1"]), "the receiver that waits for the third member")
+        assert (await ask(harness, epoch=2, port=port)).master_port == port
+        with pytest.raises(TransferFailed) as ended:  # by the flag, or by the end of the store behind it
+            await receiver
+        assert not isinstance(ended.value, TransferTimeout)
 
 
 async def test_before_the_model_is_loaded_the_answer_is_unavailable() -> None:

@@ -68,6 +68,8 @@ class Preprocessor(batches_pb2_grpc.BatchesServicer):
     num_publishes_held: int = 0
     pulls: list[tuple[int, str, int]] = field(default_factory=list)
     """(step, batch id, rows had) of each answered pull of a growing batch."""
+    lost_commits: int | None = None
+    """From this step on commits are turned away."""
     committed: int = 0
     trained: list[int] = field(default_factory=list)
     """Steps in the order of their commits."""
@@ -143,6 +145,9 @@ class Preprocessor(batches_pb2_grpc.BatchesServicer):
 
     async def CommitStep(self, request: batches_pb2.CommitStepRequest, context: Any) -> batches_pb2.CommitStepResponse:
         self._check()
+        if self.lost_commits is not None and request.step >= self.lost_commits:
+            self.num_turned_away += 1
+            raise Unavailable("the journal could not be written")
         if request.step == self.committed:
             self.committed += 1
             self.trained.append(request.step)
@@ -186,6 +191,8 @@ class Coordinator(weights_pb2_grpc.WeightTransferServicer):
     trainer: str = ""
     epoch: int = 0
     is_away: bool = False
+    on_probe: Callable[[], None] = lambda: None
+    """Called when somebody asks for the group."""
     refuse_next: bool = False
     die_before_receiving: bool = False
     """The receiver of the next update leaves the group instead of receiving."""
@@ -231,6 +238,7 @@ class Coordinator(weights_pb2_grpc.WeightTransferServicer):
     async def GetGroup(self, request: weights_pb2.GetGroupRequest, context: Any) -> weights_pb2.GetGroupResponse:
         if self.is_away:
             raise Unavailable("the coordinator restarts")
+        self.on_probe()
         return weights_pb2.GetGroupResponse(epoch=self.epoch if self.group else 0)
 
     async def PublishVersion(

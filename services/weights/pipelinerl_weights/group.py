@@ -26,7 +26,15 @@ from pipelinerl_common.words import nouns
 from pipelinerl_weights.abort import ABORTED, AbortFlag
 from pipelinerl_weights.checksum import from_int64, to_int64
 from pipelinerl_weights.errors import TransferAborted, TransferFailed, TransferTimeout
-from pipelinerl_weights.rendezvous import Collectives, Rendezvous, connect_store, first_line, local_address, make_process_group
+from pipelinerl_weights.rendezvous import (
+    Collectives,
+    Rendezvous,
+    connect_store,
+    first_line,
+    local_address,
+    make_process_group,
+    scope,
+)
 
 __all__ = ["Pending", "Rendezvous", "TransferGroup"]
 
@@ -77,8 +85,8 @@ class TransferGroup:
         deadline = time.monotonic() + timeout_s
         host, port = ("127.0.0.1", store.port) if store else (address, port)
         base = store.store if store and store.store else connect_store(host, port, timeout_s)
-        flag = AbortFlag(PrefixStore(f"epoch-{epoch}", connect_store(host, port, timeout_s)), world_size)
-        scoped = PrefixStore(f"epoch-{epoch}", base)
+        flag = AbortFlag(PrefixStore(scope(epoch), connect_store(host, port, timeout_s)), world_size)
+        scoped = PrefixStore(scope(epoch), base)
         group = cls(scoped, flag, rank=rank, world_size=world_size, timeout_s=timeout_s)
         group._rendezvous = store
         try:

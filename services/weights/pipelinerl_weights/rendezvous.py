@@ -1,5 +1,6 @@
 """Where a group's members meet, and how its process group is made for gloo and for nccl."""
 
+import contextlib
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
@@ -7,9 +8,13 @@ from typing import Any, Protocol, cast
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, Store, TCPStore, Work
+from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, PrefixStore, Store, TCPStore, Work
 
+from pipelinerl_weights.abort import ABORTED
 from pipelinerl_weights.errors import TransferFailed, TransferTimeout
+
+_LOCAL_S = 2.0
+"""Longest time to reach the store of this process."""
 
 
 class Collectives(Protocol):
@@ -44,8 +49,18 @@ class Rendezvous:
             raise TransferFailed(f"cannot listen on port {port} for the weight-transfer group: {first_line(error)}") from error
         return cls(address, store.port, world_size, store)
 
+    def call_off(self, epoch: int, reason: str) -> None:
+        """Whoever waits for the group of `epoch` to form here, the sender included, fails at once."""
+        with contextlib.suppress(TransferTimeout, RuntimeError):  # it has been closed meanwhile
+            PrefixStore(scope(epoch), connect_store("127.0.0.1", self.port, _LOCAL_S)).set(ABORTED, reason)
+
     def close(self) -> None:
         self.store = None
+
+
+def scope(epoch: int) -> str:
+    """Prefix of the epoch's keys in the store."""
+    return f"epoch-{epoch}"
 
 
 def connect_store(address: str, port: int, timeout_s: float) -> Store:
