@@ -21,6 +21,8 @@ from pipelinerl_trainer.publisher import PublisherStatus
 
 log = logging.getLogger(__name__)
 
+LOOK_S = 0.5
+"""How often it is looked whether the stream's server is there again."""
 MAX_WAITING = 1024
 """Records that are kept while the stream's server is away; the oldest are dropped beyond it."""
 
@@ -138,7 +140,10 @@ class Reporter:
     async def _publish(self, connection: stream.Stream) -> None:
         while True:
             while self._records:
-                await connection.publish_metrics(self._records.popleft())
+                if not connection.is_connected:
+                    await asyncio.sleep(LOOK_S)
+                else:
+                    await connection.publish_metrics(self._records.popleft())
             self._is_empty.set()
             self._wake.clear()
             await self._wake.wait()
