@@ -38,10 +38,6 @@ class Bridge:
             future.cancel()
             raise Unavailable(f"{getattr(coroutine, '__qualname__', 'a call')} did not end within {timeout_s:g} s") from error
 
-    def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Runs `coroutine` in the event loop without waiting for it; it must not raise."""
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
     def call(self, function: Any, *arguments: Any) -> None:
         """Calls a plain function in the event loop's thread, soon."""
         self._loop.call_soon_threadsafe(function, *arguments)

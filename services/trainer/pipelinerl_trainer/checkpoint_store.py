@@ -48,10 +48,11 @@ class CheckpointStore:
         return None
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write to."""
+        """An empty folder to write to. What a process that died had begun is removed first: the disk may not hold both."""
         partial = self.partial(step)
+        for leftover in self.folder.glob(".step-*.partial"):
+            shutil.rmtree(leftover, ignore_errors=True)
         with writing():
-            shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         return partial
 
@@ -81,8 +82,6 @@ class CheckpointStore:
     def _prune(self, newest: int) -> None:
         for step in sorted((step for step in self._steps() if step <= newest), reverse=True)[self._keep :]:
             shutil.rmtree(self.path(step), ignore_errors=True)
-        for leftover in self.folder.glob(".step-*.partial"):
-            shutil.rmtree(leftover, ignore_errors=True)
 
     def _steps(self) -> list[int]:
         if not self.folder.is_dir():

@@ -116,10 +116,10 @@ class TrainingLoop:
         except BatchReplaced as error:
             log.warning("step=%d batch=%s was replaced, training begins it again", self.step, error)
             return
-        is_last = self.step + 1 == self._parts.spec.algorithm.steps
+        self.step += 1  # before the commit: a stop during it must not save these weights with an older ledger
+        is_last = self.step == self._parts.spec.algorithm.steps
         with phases.of("commit"), span("commit"):
             self._ledger = self._parts.source.commit(plan, last=is_last)
-        self.step += 1
         if plan.publish_after and not is_last:
             with phases.of("publish"), span("publish"):
                 self._publish()

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from pipelinerl_common.errors import FatalError
 from pipelinerl_trainer.sequence_parallel import ALONE, SequenceGroup
+from pipelinerl_weights.rendezvous import first_line
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +130,11 @@ def cuda_index(local_rank: int) -> int:
 
 @contextmanager
 def join_ranks(place: Place) -> Iterator[Ranks]:
-    """Forms the process group. Raises FatalError when the others do not come."""
+    """Forms the process group. Raises FatalError when the others do not come, and when one of them is lost inside.
+
+    With gloo that is noticed at once; with nccl, in the middle of a collective, after `COLLECTIVE_TIMEOUT` unless the launcher
+    or the operator, who see the process end, end all ranks before.
+    """
     device = torch.device("cuda", cuda_index(place.local_rank)) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -151,9 +156,19 @@ def join_ranks(place: Place) -> Iterator[Ranks]:
     try:
         yield Ranks(place, device, control, sequence)
         clean = True
+    except RuntimeError as error:
+        if not _is_lost_rank(error):
+            raise
+        where = f"rank {place.rank} of {place.num_ranks}"
+        raise FatalError(f"{where}: another rank is gone, and its log says why: {first_line(error)}") from error
     finally:
         if clean or place.num_ranks == 1:
             _leave()  # after a failure it could wait for a rank that is gone; the process ends anyway
+
+
+def _is_lost_rank(error: RuntimeError) -> bool:
+    """Whether a collective failed: gloo raises no class of its own."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def _sequence_group(place: Place) -> SequenceGroup:

@@ -7,7 +7,8 @@ than that, a stop is heard in any wait, and a preprocessor that is away is simpl
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 
 from pipelinerl.v1 import batches_pb2
 from pipelinerl_common.errors import FatalError, PermanentError, Refused, TemporaryError
@@ -26,6 +27,9 @@ REFUSED_FOR_S = 60.0
 REPORT_EVERY_S = 30.0
 
 
+Result = TypeVar("Result")
+
+
 class Stopped(Exception):
     """The process was asked to stop while the ranks waited."""
 
@@ -39,27 +43,30 @@ class BatchSource:
         self._ranks = ranks
         self._backoff_s = FIRST_BACKOFF_S
         self._refused_since: float | None = None
+        self._refusal = "the preprocessor refuses another rank, whose log has the reason"
         self._reported_at = time.monotonic()
 
     def restore(
         self, num_committed_steps: int, snapshot: batches_pb2.LedgerSnapshot | None
     ) -> batches_pb2.LedgerSnapshot | None:
-        """Puts the ledger where the trainer is; the leader's ledger afterwards. Raises Stopped or FatalError."""
+        """Puts the ledger where the trainer is; the leader's ledger afterwards, nothing on other ranks.
+
+        Raises Stopped or FatalError.
+        """
         restore_id = uuid.uuid4().hex
 
-        def attempt() -> None:
-            call = self._client.restore(restore_id, num_committed_steps, snapshot)
-            rewound = self._bridge.wait(call, CALL_S + MARGIN_S)
+        async def restore() -> batches_pb2.LedgerSnapshot:
+            rewound = await self._client.restore(restore_id, num_committed_steps, snapshot)
             log.info("restored_ledger step=%d rewound=%s", num_committed_steps, rewound)
+            return await self._client.snapshot(num_committed_steps)
 
-        self._leader_until_done(attempt, "to restore the ledger")
-        return self._snapshot(num_committed_steps)
+        return self._leader_until_done(restore, "to restore the ledger")
 
     def next_batch(self, step: int) -> Batch | None:
         """This rank's part of the batch of `step`, the same batch on all ranks. None at the end of the run. Raises Stopped."""
         while True:
             vote, batch = self._pull(step)
-            outcome = self._ranks.vote(vote, batch.plan.batch_id if batch else "")
+            outcome = self._ranks.vote(vote, _identity(batch))
             if outcome is Vote.READY:
                 self._calm()
                 return batch
@@ -96,13 +103,16 @@ class BatchSource:
             self._calm()
 
     def commit(self, plan: StepPlan, *, last: bool) -> batches_pb2.LedgerSnapshot | None:
-        """Tells the preprocessor that the step is done; the leader's ledger afterwards. Raises Stopped or FatalError."""
+        """Tells the preprocessor that the step is done; the leader's ledger afterwards, nothing on other ranks.
 
-        def attempt() -> None:
-            self._bridge.wait(self._client.commit(plan, last=last), CALL_S + MARGIN_S)
+        Raises Stopped, after which the step may be committed or not, or FatalError.
+        """
 
-        self._leader_until_done(attempt, f"to commit step {plan.step}")
-        return self._snapshot(plan.step + 1)
+        async def commit() -> batches_pb2.LedgerSnapshot:
+            await self._client.commit(plan, last=last)
+            return await self._client.snapshot(plan.step + 1)
+
+        return self._leader_until_done(commit, f"to commit step {plan.step}")
 
     def _pull(self, step: int, batch_id: str = "", num_had: int = 0) -> tuple[Vote, Batch | None]:
         if self._bridge.is_stopping:
@@ -119,50 +129,39 @@ class BatchSource:
         self._report(f"waiting for step {step}: {pulled.wait_reason}")
         return Vote.WAIT, None
 
-    def _leader_until_done(self, attempt: Callable[[], None], purpose: str) -> None:
-        """The leader tries until it succeeds; the others follow in rounds."""
+    def _leader_until_done(self, attempt: Callable[[], Coroutine[Any, Any, Result]], purpose: str) -> Result | None:
+        """The leader tries two calls until they succeed, and has their result; the others follow in rounds."""
         while True:
-            vote = self._try(attempt, purpose) if self._ranks.is_leader else Vote.READY
+            vote, result = self._try(attempt, purpose) if self._ranks.is_leader else (Vote.READY, None)
             outcome = self._ranks.vote(vote)
             if outcome is Vote.READY:
                 self._calm()
-                return
+                return result
             self._raise_on(outcome)
 
-    def _try(self, attempt: Callable[[], None], purpose: str) -> Vote:
+    def _try(self, attempt: Callable[[], Coroutine[Any, Any, Result]], purpose: str) -> tuple[Vote, Result | None]:
         try:
-            attempt()
+            return Vote.READY, self._bridge.wait(attempt(), 2 * CALL_S + MARGIN_S)
         except (TemporaryError, PermanentError) as error:
-            if self._bridge.is_stopping:
-                return Vote.STOP
-            return self._excuse(error, purpose)
-        return Vote.READY
+            return Vote.STOP if self._bridge.is_stopping else self._excuse(error, purpose), None
 
     def _excuse(self, error: Exception, purpose: str) -> Vote:
         """Whether a failed call is worth another round; waits a little if so."""
         if isinstance(error, PermanentError):
             self._refused_since = self._refused_since or time.monotonic()
             if not isinstance(error, Refused) or time.monotonic() - self._refused_since > REFUSED_FOR_S:
-                log.error("the preprocessor refuses %s: %s", purpose, error)
+                self._refusal = f"the preprocessor refuses {purpose}: {error}"
+                if isinstance(error, Refused):
+                    self._refusal += "; its ledger and the trainer do not fit together: restart the trainer with --resume"
                 return Vote.FAILED
         self._back_off(f"trying again {purpose}: {error}")
         return Vote.WAIT
-
-    def _snapshot(self, num_committed_steps: int) -> batches_pb2.LedgerSnapshot | None:
-        """The leader's copy of the ledger, for a checkpoint while the preprocessor is away. None if it cannot be had."""
-        if not self._ranks.is_leader:
-            return None
-        try:
-            return self._bridge.wait(self._client.snapshot(num_committed_steps), CALL_S + MARGIN_S)
-        except (TemporaryError, PermanentError) as error:
-            log.warning("no ledger snapshot after step %d, it cannot be in a checkpoint: %s", num_committed_steps, error)
-            return None
 
     def _raise_on(self, outcome: Vote) -> None:
         if outcome is Vote.STOP:
             raise Stopped
         if outcome is Vote.FAILED:
-            raise FatalError("the preprocessor's ledger and the trainer do not fit together; restart the trainer with --resume")
+            raise FatalError(self._refusal)
 
     def _back_off(self, reason: str) -> None:
         self._report(reason)
@@ -177,3 +176,8 @@ class BatchSource:
         if now - self._reported_at > REPORT_EVERY_S:
             self._reported_at = now
             log.info("%s", reason)
+
+
+def _identity(batch: Batch | None) -> str:
+    """What ranks must have in common to train together: one that grows is trained in parts, by all ranks or by none."""
+    return "" if batch is None else f"{batch.plan.batch_id} {batch.plan.provisional}"

@@ -64,6 +64,8 @@ def test_a_torn_checkpoint_is_passed_over_with_a_warning(
 def test_one_that_is_being_written_is_not_seen_and_what_a_dead_process_left_is_removed(store: CheckpointStore) -> None:
     (store.begin(5) / "half").write_text("x")
     assert store.newest() is None
+    store.begin(6)  # before anything is written: the disk may not hold both
+    assert [path.name for path in store.folder.iterdir()] == [".step-6.partial"]
     write(store, 6)
     assert [path.name for path in store.folder.iterdir()] == ["step-6"]
 

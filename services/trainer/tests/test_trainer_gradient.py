@@ -153,6 +153,7 @@ def test_ranks_agree_on_the_highest_vote_and_on_the_same_batch_only(two_ranks: t
     _, results = two_ranks
     assert results["replaced"] == {"raised": True, "unchanged": True}
     assert results["votes"] == ["READY", "WAIT", "WAIT", "STOP"]
+    assert results["pulled"]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

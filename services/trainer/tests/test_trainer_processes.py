@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import sys
@@ -21,6 +22,8 @@ from pipelinerl_common.stream import NatsServer
 from pipelinerl_trainer.__main__ import main, parse_flags
 
 START_S = 200.0
+SOURCES = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+"""Where another checkout than the installed one is tested."""
 
 
 @dataclass
@@ -89,7 +92,7 @@ class Launcher:
                 *(sys.executable, "-m", module, *given, *urls, *flags),
                 stdout=log,
                 stderr=log,
-                env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+                env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **SOURCES},
             )
         return Rank(process, log_file)
 
@@ -124,6 +127,7 @@ async def test_two_ranks_are_killed_and_the_same_run_goes_on(tmp_path: Path) -> 
                 assert "parity mean=" in leader.log, leader.log[-3000:]
                 follower.process.kill()
                 assert await leader.status() == 1, leader.log[-3000:]
+                assert "FatalError: rank 0 of 2: another rank is gone" in leader.log
         assert not preprocessor.lost_ranks
         launch.generators = []
         preprocessor.hold_at = None

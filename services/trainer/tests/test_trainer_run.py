@@ -202,6 +202,23 @@ async def test_a_stopped_run_leaves_a_checkpoint_and_the_same_run_goes_on_from_i
     assert all(torch.equal(halves[name], whole[name]) for name in whole)
 
 
+async def test_weights_of_a_step_that_is_not_committed_are_never_in_a_checkpoint(tmp_path: Path, nats: NatsServer) -> None:
+    """Their step would be trained again on top of them."""
+    preprocessor = Preprocessor(num_steps=9, lost_commits=1)
+    async with serving(preprocessor, Coordinator()) as peers:
+        async with running(tmp_path, nats, peers) as trainer:
+            await until(lambda: preprocessor.num_turned_away > 0, "the commit of the second step")
+            trainer.stop.set()
+            await trainer.end()
+        assert preprocessor.trained == [0]
+        assert not (tmp_path / "checkpoints").exists()
+        preprocessor.lost_commits = None
+        async with running(tmp_path, nats, peers, resume=True) as trainer:
+            await trainer.end()
+    assert preprocessor.restores == [(0, False), (0, False)]
+    assert preprocessor.trained == [0, 0, 1, 2, 3]
+
+
 async def test_resuming_without_a_checkpoint_starts_over_with_a_fresh_ledger(tmp_path: Path, nats: NatsServer) -> None:
     async with serving(Preprocessor(num_steps=4, committed=3), Coordinator()) as peers:
         async with running(tmp_path, nats, peers, resume=True) as trainer:
@@ -331,7 +348,7 @@ async def test_a_ledger_that_is_elsewhere_for_good_ends_the_process_with_the_rea
     async with serving(preprocessor, Coordinator()) as peers, running(tmp_path, nats, peers) as trainer:
         await until(lambda: preprocessor.num_held > 0, "waiting for step 1")
         preprocessor.committed, preprocessor.hold_at = 0, None
-        with pytest.raises(FatalError, match="restart the trainer with --resume"):
+        with pytest.raises(FatalError, match=r"refuses for step 1: .* is not the next.* restart the trainer with --resume"):
             await trainer.end()
 
 

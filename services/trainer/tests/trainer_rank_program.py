@@ -84,12 +84,14 @@ class Script:
         self.answers = list(answers)
         self.asked: list[int] = []
 
-    async def pull(self, step: int, batch_id: str, num_had: int) -> Pulled:
+    async def pull(self, step: int, batch_id: str = "", num_had: int = 0) -> Pulled:
         self.asked.append(num_had)
         return self.answers.pop(0)
 
     def wait(self, coroutine: Any, timeout_s: float) -> Any:
         return asyncio.run(coroutine)
+
+    def pause(self, seconds: float) -> None: ...
 
     def source(self, ranks: Ranks) -> BatchSource:
         return BatchSource(self, self, ranks)  # type: ignore[arg-type]
@@ -117,6 +119,16 @@ def streamed(ranks: Ranks, engine: Engine, learner: Learner, stage: int) -> dict
     assert script.asked == ([1] if RANK == 0 else [2, 2])
     save_gradient(engine, f"{stage}-streamed")
     return {"raised": raised, "unchanged": unchanged}
+
+
+def pulled(ranks: Ranks) -> bool:
+    """Rank 0 hears of a batch that grows, rank 1 that it is complete: they pull again until they know the same."""
+    parts = toys.parts_of(PACKINGS["uneven"][RANK], EVERYTHING)
+    whole = Pulled(batch=toys.batch_of(PACKINGS["uneven"][RANK], EVERYTHING))
+    script = Script(whole if RANK else Pulled(batch=parts[0]), whole)
+    found = script.source(ranks).next_batch(0)
+    assert found is not None
+    return not (found.plan.provisional or script.answers)
 
 
 def weights(engine: Engine) -> list[float]:
@@ -190,6 +202,7 @@ def main() -> None:
             gradients(made.engine, made.learner, stage)
             results["replaced"] = streamed(ranks, made.engine, made.learner, stage)
             results["votes"] = votes(ranks)
+            results["pulled"] = pulled(ranks)
         with join_ranks(place(ports[1])) as ranks:
             results[f"straight-{stage}"] = train_and_save(ranks, stage)
         with join_ranks(place(ports[2])) as ranks:

@@ -75,6 +75,7 @@ CASES: Mapping[str, Case] = {
     "one key-value head": Case(model="one-key-value-head"),
     "sliding windows": Case(model="sliding-windows"),
     "adapters": Case({"loss": "gspo"}, {"zeroStage": 2}, {"adapter": toys.ADAPTER}),
+    "adapters and a value head": Case({"baseline": "value"}, {"zeroStage": 3}, {"adapter": toys.ADAPTER}),
     "mixture of experts": Case({"loss": "gspo"}, {"activationCheckpointing": True}, model="mixture"),
     "activation checkpointing": Case({"baseline": "value"}, {"zeroStage": 3, "activationCheckpointing": True}),
     "chunks": Case(chunk_tokens=3, trainers={"activationCheckpointing": True}),
