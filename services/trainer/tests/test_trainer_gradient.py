@@ -9,7 +9,7 @@ import torch
 import trainer_toys as toys
 from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import load_file
-from trainer_setup import Setup
+from trainer_setup import Setup, setup
 from trainer_two_ranks import free_ports, run_two_ranks
 
 from pipelinerl_common.errors import FatalError
@@ -140,6 +140,19 @@ def test_two_ranks_resume_bit_by_bit(two_ranks: tuple[Path, dict[str, Any]], sta
 def test_a_number_that_is_not_one_on_one_rank_skips_the_step_on_all(two_ranks: tuple[Path, dict[str, Any]], stage: int) -> None:
     _, results = two_ranks
     assert results[f"straight-{stage}"]["skipped"] == {"unchanged": True, "skipped": 1.0, "has_norm": False}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_number_that_is_not_one_skips_the_step_with_half_precision_weights_too(tmp_path: Path, stage: int) -> None:
+    batch = toys.batch_of([EVERYTHING[:4], EVERYTHING[4:]], EVERYTHING)
+    row = batch.micro_batches[0]
+    row.advantages_L[row.loss_mask_L == 1] = float("nan")
+    with setup(tmp_path, stage, model={"dtype": "bfloat16"}) as run:
+        before = run.served()
+        assert run.learner.train_step(batch)["skipped_steps_total"] == 1
+        assert all(torch.equal(weight, before[name]) for name, weight in run.served().items())
+        assert run.learner.train_step(toys.batch_of([EVERYTHING], EVERYTHING))["skipped_steps_total"] == 1
+        assert any(not torch.equal(weight, before[name]) for name, weight in run.served().items())
 
 
 def test_stages_train_alike(two_ranks: tuple[Path, dict[str, Any]]) -> None:

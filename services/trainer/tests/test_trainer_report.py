@@ -4,6 +4,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import pytest
 import trainer_toys as toys
 from trainer_peers import DEADLINE_S, until
 
@@ -22,16 +23,19 @@ def report(step: int) -> StepReport:
     return StepReport(toys.plan_of(toys.trajectories(2), step), values, Phases().seconds, 1.0, 0)
 
 
-async def test_steps_that_are_done_while_the_stream_s_server_is_away_are_told_when_it_is_back(tmp_path: Path) -> None:
+async def test_steps_that_are_done_while_the_stream_s_server_is_away_are_told_when_it_is_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     reporter = Reporter(Metrics(TRAINER, "toy"), "trainer-0")
     async with AsyncExitStack() as first:
         server = await first.enter_async_context(NatsServer.start(tmp_path))
         running = asyncio.create_task(reporter.run(server.url, SETTINGS, Login()))
         async with stream.connect(server.url, "toy", SETTINGS, name="test") as connection:
             reporter.step_done(1, report(0))
-            await reporter.finish(DEADLINE_S)
+            async with connection.metrics() as records, asyncio.timeout(DEADLINE_S):
+                assert (await anext(records)).step == 1
             await first.aclose()
-            await until(lambda: not connection.is_connected, "the loss of the server")
+            await until(lambda: caplog.text.count("the connection to nats is lost") == 2, "the loss of both connections")
             for step in (2, 3):
                 reporter.step_done(step, report(step - 1))
             await reporter.finish(0.1)
