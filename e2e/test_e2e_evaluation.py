@@ -39,19 +39,19 @@ def test_checkpoints_are_evaluated_beside_training_though_the_evaluator_is_kille
     assert found.keys() | overtaken == {0, 20, 40, 60}
     for step, each in found.items():
         assert each["failed"] == {}
-        assert each["sets"]["held-out"]["policy_version"] == step
-        assert (each["sets"]["held-out"]["num_prompts"], each["sets"]["held-out"]["failures"]) == (64, {})
-    first, last = (found[step]["sets"]["held-out"]["pass_at"]["1"] for step in (0, 60))
+        assert each["sets"]["one-digit-sums"]["policy_version"] == step
+        assert (each["sets"]["one-digit-sums"]["num_prompts"], each["sets"]["one-digit-sums"]["failures"]) == (64, {})
+    first, last = (found[step]["sets"]["one-digit-sums"]["pass_at"]["1"] for step in (0, 60))
     assert first["high"] < last["low"], "it has learned, beyond the intervals"
     assert evaluated_records(run) == list(found)
     assert sorted(path.name for path in pins.iterdir()) == sorted(f"step-{step}.json" for step in found)
     summary = run.summary
     assert summary["restarts_by_process"] == {"evaluator-0": 1}
-    assert summary["evaluation"]["held-out"]["step"] == 60
-    assert summary["evaluation"]["held-out"]["pass_at"]["1"]["mean"] == pytest.approx(last["mean"], abs=1e-5)
+    assert summary["evaluation"]["one-digit-sums"]["step"] == 60
+    assert summary["evaluation"]["one-digit-sums"]["pass_at"]["1"]["mean"] == pytest.approx(last["mean"], abs=1e-5)
     assert "training is finished; evaluating step 60" in run.terminal
-    assert "step 60 evaluated: held-out pass@1" in run.terminal
-    assert "held-out: pass@k" in (run.output / "report.html").read_text()
+    assert "step 60 evaluated: one-digit-sums pass@1" in run.terminal
+    assert "one-digit-sums: pass@k" in (run.output / "report.html").read_text()
     assert run.leftovers() == []
 
 

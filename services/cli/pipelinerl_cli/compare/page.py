@@ -63,7 +63,7 @@ BEHAVIOUR = (
 )
 
 
-EVALUATION = "Of checkpoints on prompts that are not trained. Bands of single runs: 95 % intervals over prompts."
+EVALUATION = "Of checkpoints on the jobs' evaluation sets. Bands of single runs: 95 % intervals over prompts."
 
 
 def _evaluation(variants: Sequence[Variant], name: str, k: int) -> str:

@@ -41,7 +41,7 @@ STALENESS = (
 )
 FINDINGS = "What pipelinerl doctor makes of the run, and what to turn, the most promising first."
 EVALUATION = (
-    "Checkpoints on prompts that are not trained, each at one version of the weights. pass@k: the chance that one of k answers "
+    "Checkpoints on the job's evaluation sets, each at one version of the weights. pass@k: the chance that one of k answers "
     "passes. Bands: 95 % intervals over prompts."
 )
 THROUGHPUT = "Who waits for whom: a trainer that waits long for samples wants more generators, a deep queue wants fewer."

@@ -65,7 +65,7 @@ class JobSpec(Settings):
     trainers: TrainerSettings = TrainerSettings()
     """Who trains, with DeepSpeed."""
     evaluation: EvaluationSettings | None = None
-    """Who measures checkpoints on prompts that are not trained, while training goes on."""
+    """Who measures checkpoints on sets of prompts of their own, while training goes on."""
     stream: StreamSettings = StreamSettings()
     """The sample stream between actors and the preprocessor (NATS JetStream)."""
     weight_transfer: WeightTransferSettings = WeightTransferSettings()

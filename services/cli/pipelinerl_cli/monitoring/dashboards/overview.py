@@ -28,7 +28,7 @@ def overview() -> Dashboard:
         page("overview", "overview", "Is it learning, is it healthy? The first page to look at, for all jobs or for some."),
         ("Now", (*_NOW,)),
         ("Is it learning?", _LEARNING),
-        ("Is it good on prompts that are not trained?", _EVALUATION),
+        ("Is it good on its evaluation sets?", _EVALUATION),
         ("Is it healthy?", _HEALTHY),
     )
 
