@@ -8,10 +8,11 @@ import pytest
 from fake_api import FakeApi, Fault
 from world import job
 
+from pipelinerl_operator.controller.leader_label import LEADER, leader_label
 from pipelinerl_operator.controller.views import JobView
 from pipelinerl_operator.kube import Election, Informer, Key, LeaseTimes, Selection, Store, WatchEvent, WorkQueue
 from pipelinerl_operator.kube.errors import AlreadyExists, ApiUnavailable, Conflict, Forbidden, TooManyRequests, error_of
-from pipelinerl_operator.kube.resources import JOBS, LEASES
+from pipelinerl_operator.kube.resources import JOBS, LEASES, PODS
 
 SUMS = Key("default", "sums")
 LEASE = Key("operators", "pipelinerl")
@@ -198,3 +199,17 @@ def test_a_server_says_when_to_come_back() -> None:
     error = error_of("get", 429, b"{}", "7")
     assert isinstance(error, TooManyRequests)
     assert error.retry_after_s == 7
+
+
+async def test_a_leader_takes_the_label_off_its_own_release_and_no_other() -> None:
+    api = FakeApi()
+    for name, release in (("old", "one"), ("new", "one"), ("other", "two")):
+        labels = {"app.kubernetes.io/instance": release, **({} if name == "new" else {LEADER: "true"})}
+        await api.create(PODS, "rl", {"metadata": {"name": name, "labels": labels}})
+
+    def leaders() -> list[str]:
+        return [pod["metadata"]["name"] for pod in api.list(Selection(PODS, "rl", f"{LEADER}=true"))]
+
+    async with leader_label(api, Key("rl", "new"), {"app.kubernetes.io/instance": "one"}):
+        assert leaders() == ["new", "other"]
+    assert leaders() == ["other"]

@@ -1,7 +1,7 @@
-"""The label by which the coordinator's Service finds the leader: set on its own pod, taken off every other."""
+"""The label by which the coordinator's Service finds the leader: set on its own pod, taken off its release's others."""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from pipelinerl_common.errors import PipelineRLError
@@ -16,12 +16,14 @@ LEADER = f"{PREFIX}leader"
 
 
 @asynccontextmanager
-async def leader_label(api: Api, pod: Key | None) -> AsyncIterator[None]:
-    """While the block runs, `pod` alone has the label. None, outside of a cluster, does nothing. Raises PipelineRLError."""
+async def leader_label(api: Api, pod: Key | None, release: Mapping[str, str]) -> AsyncIterator[None]:
+    """While the block runs, `pod` alone has the label among the pods with the labels `release`: other releases may live in its
+    namespace. None, outside of a cluster, does nothing. Raises PipelineRLError."""
     if pod is None:
         yield
         return
-    async for page in api.pages(Selection(PODS, pod.namespace, f"{LEADER}=true")):
+    labels = ",".join(f"{key}={value}" for key, value in {**release, LEADER: "true"}.items())
+    async for page in api.pages(Selection(PODS, pod.namespace, labels)):
         for other in page.items:
             if key_of(other) != pod:
                 await _label(api, key_of(other), None)

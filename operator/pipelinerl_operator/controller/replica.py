@@ -64,7 +64,7 @@ class _Replica:
         async with (
             stream_admin(arguments, api, self.namespace) as admin,
             companions(cluster, arguments.coordinator_listen, queue.add) as beside,
-            leader_label(api, pod),
+            leader_label(api, pod, context.operator.labels),
         ):
             streams = Streams(admin)
             around = Surroundings(context, beside, EventRecorder(api, self.identity), streams)
