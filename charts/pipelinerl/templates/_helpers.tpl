@@ -90,6 +90,9 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 - --image-pull-policy={{ .Values.image.pullPolicy }}
 - --operator-label=app.kubernetes.io/instance={{ .Release.Name }}
 - --operator-label=app.kubernetes.io/component=operator
+{{- if not .Values.networkPolicy.enabled }}
+- --no-network-policy
+{{- end }}
 {{- range .Values.watchNamespaces }}
 - --namespace={{ . }}
 {{- end }}
