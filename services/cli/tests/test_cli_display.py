@@ -13,7 +13,7 @@ from pipelinerl_cli.results.history import RunHistory
 from pipelinerl_cli.results.metrics_file import Record
 from pipelinerl_cli.results.summary import summarize
 from pipelinerl_cli.up.display import LiveDisplay, PlainDisplay, step_line
-from pipelinerl_cli.up.machine import assign_gpus, environment, threads_per_process
+from pipelinerl_cli.up.machine import assign_gpus, environment, missing_gpus, threads_per_process
 from pipelinerl_cli.up.panel import duration, number, rows, sparkline
 from pipelinerl_cli.up.patience import Patience
 from pipelinerl_cli.up.ports import Ports, check_port_is_free
@@ -296,6 +296,15 @@ def test_restart_budget_waits_longer_each_time_and_is_used_up_within_its_window(
 def test_threads_share_the_cores() -> None:
     job = make_job(actors={"replicas": 2}, trainers={"processesPerNode": 2})
     assert [threads_per_process(job, cores) for cores in (2, 8, 64)] == [1, 2, 16]
+
+
+def test_a_job_may_need_as_many_gpus_as_there_are_and_no_more() -> None:
+    job = make_job(actors={"gpusPerReplica": 2, "generatorsPerReplica": 2}, trainers={"processesPerNode": 2})
+    assert missing_gpus(job, 4) == []
+    (fault,) = missing_gpus(job, 3)
+    assert fault.startswith("actors.gpusPerReplica=2: the job needs 4 GPUs (generator 2, trainer 2), this machine has 3")
+    assert "lower it, or the numbers of replicas" in fault
+    assert missing_gpus(make_job(), 0) == []
 
 
 def test_gpus_go_to_generators_then_trainers_and_a_job_without_gpus_sees_none() -> None:

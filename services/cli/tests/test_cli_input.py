@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -66,6 +67,7 @@ class Case(NamedTuple):
         Case("model.uri=s3://bucket/model", "unknown scheme 's3'; use a folder, hf:// or tiny://"),
         Case("staleness.policy=psychic", "psychic"),
         Case("weightTransfer.backend=nccl", "weightTransfer.backend=nccl needs GPUs, but actors.gpusPerReplica=0"),
+        Case("stream.maxBytes=1", "stream.maxBytes: Input should be greater than or equal to 1048576 (got 1)"),
         Case("algorithm.kl.coefficient=0.1", "add 'reference: {}' or set the coefficient to 0"),
     ],
     ids=lambda case: case.override,
@@ -113,6 +115,36 @@ def test_missing_package_is_named_with_its_extra(refused: Callable[..., str], mo
 def test_a_stream_that_does_not_fit_the_disk_is_named(refused: Callable[..., str]) -> None:
     message = refused("--set", f"stream.maxBytes={1 << 60}")
     assert "stream.maxBytes=1152921504606846976: the streams' reservation takes 1537228673.9 GB of free disk" in message
+
+
+def test_a_remedy_for_a_full_disk_is_one_that_works(job_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The streams beside the samples take 768 MiB, at 75 % of the free disk 1.07 GB."""
+
+    def told(max_bytes: int, free: int) -> str:
+        monkeypatch.setattr("pipelinerl_cli.up.checks.shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+        job = load_job(job_file, [f"stream.maxBytes={max_bytes}"])
+        with pytest.raises(SettingsError) as refused:
+            checks.check(job, tmp_path / "run")
+        return str(refused.value)
+
+    small = told(1 << 20, 700_000_000)
+    assert "takes 1.1 GB of free disk, 1.1 GB of them whatever maxBytes is" in small
+    assert "has 0.7 GB; free 0.4 GB more or choose an --output on another disk" in small
+    assert "set it to" not in small
+    large = told(1 << 30, 2_000_000_000)
+    assert "takes 2.5 GB" in large
+    highest = int(large.partition("set it to ")[2].partition(" at most")[0])
+    assert highest == 662 << 20  # 0.75 * 2 GB are 1430 MiB
+    monkeypatch.setattr("pipelinerl_cli.up.checks.shutil.disk_usage", lambda path: SimpleNamespace(free=2_000_000_000))
+    assert checks._stream(load_job(job_file, [f"stream.maxBytes={highest}"]), tmp_path / "run") == []
+    assert checks._stream(load_job(job_file, [f"stream.maxBytes={highest + (1 << 20)}"]), tmp_path / "run") != []
+
+
+def test_gpus_that_the_machine_lacks_are_named(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    message = refused("--set", "actors.gpusPerReplica=1")
+    assert "actors.gpusPerReplica=1: the job needs 2 GPUs (generator 1, trainer 1), this machine has 0" in message
+    assert "gpusPerReplica=0 with weightTransfer.backend=gloo runs on the CPU" in message
 
 
 def test_full_disk_is_named_with_what_is_needed(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

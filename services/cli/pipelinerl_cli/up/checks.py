@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pipelinerl_actor.task import TaskName
 from pipelinerl_cli.up.folder import RunFolder
+from pipelinerl_cli.up.machine import gpus_by_role, missing_gpus
 from pipelinerl_cli.up.ports import check_port_is_free
 from pipelinerl_cli.up.task_trial import task_faults
 from pipelinerl_common.errors import SettingsError
@@ -15,7 +16,8 @@ from pipelinerl_common.stream.layout import Layout
 from pipelinerl_common.stream.server import find_binary
 from pipelinerl_common.words import counted
 
-MIN_FREE_BYTES = 512 << 20
+MEBIBYTE = 1 << 20
+MIN_FREE_BYTES = 512 * MEBIBYTE
 STORE_SHARE = 0.75
 """Of the free disk, what nats-server lets streams reserve."""
 BYTES_PER_WEIGHT_BYTE = 7
@@ -28,6 +30,7 @@ TRAINER_MODULES = ("deepspeed", "torch", "transformers")
 def check(job: Job, output: Path) -> None:
     """Raises SettingsError that lists everything that is missing or wrong."""
     faults = [*_packages(job), *_model(job), *_disk(job, output), *_stream(job, output), *_backend(job), *_port(job)]
+    faults += _gpus(job)
     faults = faults or task_faults(TaskName(job.spec.task.path, job.spec.task.args, job.spec.seed))
     if faults:
         raise SettingsError(
@@ -86,12 +89,17 @@ def _disk(job: Job, output: Path) -> list[str]:
 
 def _stream(job: Job, output: Path) -> list[str]:
     """A store that is there already has its reservation."""
-    free, needed = _free_bytes(output), Layout(job.name, job.spec.stream, job.metadata.namespace).reserved_bytes / STORE_SHARE
+    free, max_bytes = _free_bytes(output), job.spec.stream.max_bytes
+    reserved = Layout(job.name, job.spec.stream, job.metadata.namespace).reserved_bytes
+    needed, beside = reserved / STORE_SHARE, (reserved - max_bytes) / STORE_SHARE
     if RunFolder(output).stream_store.exists() or free >= needed:
         return []
+    highest = int((free - beside) * STORE_SHARE) >> 20 << 20
+    lower = f"set it to {highest} at most, " if highest >= MEBIBYTE else ""
     return [
-        f"stream.maxBytes={job.spec.stream.max_bytes}: the streams' reservation takes {needed / 1e9:.1f} GB of free disk, "
-        f"--output {output} has {free / 1e9:.1f} GB; lower it, free some or choose another --output"
+        f"stream.maxBytes={max_bytes}: the streams' reservation takes {needed / 1e9:.1f} GB of free disk, "
+        f"{beside / 1e9:.1f} GB of them whatever maxBytes is, and --output {output} has {free / 1e9:.1f} GB; {lower}free "
+        f"{(needed - free) / 1e9:.1f} GB{' more' if not lower else ''} or choose an --output on another disk"
     ]
 
 
@@ -112,6 +120,15 @@ def _backend(job: Job) -> list[str]:
             "set the backend to gloo, or gpusPerReplica to the GPUs of one actor"
         ]
     return []
+
+
+def _gpus(job: Job) -> list[str]:
+    """They are counted where the job needs any, since PyTorch takes seconds to import."""
+    if not gpus_by_role(job) or importlib.util.find_spec("torch") is None:
+        return []
+    import torch
+
+    return missing_gpus(job, torch.cuda.device_count())
 
 
 def _port(job: Job) -> list[str]:

@@ -1,9 +1,11 @@
 """How the run's processes share this machine: threads and GPUs. Pure."""
 
+from collections import Counter
 from collections.abc import Mapping
 
 from pipelinerl_common.settings import Job
-from pipelinerl_operator.plan import num_gpus, workload_names
+from pipelinerl_common.words import counted
+from pipelinerl_operator.plan import num_gpus, role_of, workload_names
 
 _COMPUTING = ("generator-", "reference-", "trainer-", "evaluator-")
 
@@ -29,6 +31,31 @@ def assign_gpus(job: Job, visible: str | None) -> dict[str, str]:
         assigned[name] = ",".join(ids[k] if ids and k < len(ids) else str(k) for k in own)
         taken += count
     return assigned
+
+
+def gpus_by_role(job: Job) -> dict[str, int]:
+    """GPUs of all processes of a role, of the roles that have any. Example: {"generator": 2, "trainer": 1}."""
+    counts: Counter[str] = Counter()
+    for name in workload_names(job):
+        counts[role_of(name).value] += num_gpus(job, name)
+    return {role: count for role, count in counts.items() if count}
+
+
+def missing_gpus(job: Job, available: int) -> list[str]:
+    """The fault of a job that needs more GPUs than the machine has; empty where there are enough."""
+    needed = gpus_by_role(job)
+    total = sum(needed.values())
+    if total <= available:
+        return []
+    sections = {"actors": job.spec.actors, "reference": job.spec.reference, "evaluation": job.spec.evaluation}
+    asked = [(name, section.gpus_per_replica) for name, section in sections.items() if section is not None]
+    fields = " and ".join(f"{name}.gpusPerReplica={count}" for name, count in asked if count)
+    shares = ", ".join(f"{role} {count}" for role, count in needed.items())
+    fewer = "lower it, or the numbers of replicas; " if available else ""
+    return [
+        f"{fields}: the job needs {counted(total, 'GPU')} ({shares}), this machine has {available} (as PyTorch counts them); "
+        f"{fewer}gpusPerReplica=0 with weightTransfer.backend=gloo runs on the CPU"
+    ]
 
 
 def environment(job: Job, name: str, inherited: Mapping[str, str], cores: int) -> dict[str, str]:
