@@ -58,6 +58,7 @@ GENERATOR_GRACE_S = 5.0
 EVALUATOR_GRACE_S = 35.0
 """Its own generator gets 30 s of it."""
 PREPARE = "prepare"
+PREPARE_GRACE_S = 5.0
 PREPARE_MODULE = "pipelinerl_actor.prepare"
 
 
@@ -181,7 +182,7 @@ class LocalRun:
         try:
             ending = await self._until(process.wait(), serving)
         finally:
-            process.kill()
+            await process.stop(PREPARE_GRACE_S)  # waited for: its end must not be told to an event loop that is closed
         if ending is not None or process.exit_status == EXIT_DONE:
             return ending
         status = process.exit_status
