@@ -302,6 +302,20 @@ def test_a_job_that_the_cluster_does_not_have_is_refused(cluster: type[ApiServer
 
 
 @needs_kubectl
+def test_neither_a_folder_nor_a_cluster_is_said_in_one_message(
+    cluster: type[ApiServer], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Path(os.environ["KUBECONFIG"])
+    config.write_text(config.read_text().replace("http://127.0.0.1", "http://127.0.0.2"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "nopes").mkdir(parents=True)
+    assert main(["watch", "nope", "--once"]) == 1
+    error = capsys.readouterr().err
+    assert "nope: is no folder here, and no cluster can be asked for a job of this name: kubectl: " in error
+    assert "did you mean runs/nopes?" in error
+
+
+@needs_kubectl
 def test_a_cluster_that_stops_answering_leaves_the_last_numbers_and_says_so(cluster: type[ApiServer]) -> None:
     job = ClusterJob.named("sums", namespace="lab", context=None)
     job.look()

@@ -69,7 +69,10 @@ class ClusterJob:
             self._trouble = ""
         except Unavailable as error:
             if not self._job:
-                raise
+                raise Unavailable(
+                    f"{self._name}: is no folder here, and no cluster can be asked for a job of this name: {error}"
+                    f"{did_you_mean_folder(Path(self._name))}"
+                ) from error
             self._trouble = str(error)
         return (*self._step_line(), *(line for line in self._troubles if line not in before))
 
