@@ -63,6 +63,13 @@ def test_flags_that_do_not_fit_are_named(
     assert complaint in capsys.readouterr().err
 
 
+def test_missing_weights_are_named_before_anything_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = model(tmp_path / "m")
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+    assert main(["eval", str(folder), ARITHMETIC]) == 2
+    assert f"{folder}: {folder} has neither model.safetensors nor model.safetensors.index.json" in capsys.readouterr().err
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("override", "complaint"),
@@ -83,7 +90,9 @@ def test_a_task_that_cannot_work_is_refused_before_a_generator_is_started(
 @pytest.mark.e2e
 def test_a_generator_that_cannot_load_the_model_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = ModelSource(Path.home() / ".cache" / "pipelinerl", offline=True).resolve(load_job(Path(ARITHMETIC)).spec.model)
-    broken = shutil.copytree(whole, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors"))
+    broken = shutil.copytree(whole, tmp_path / "m")
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModelForCausalLM"], "model_type": "no"}))
     engine = ["--set", "actors.generator.engine=transformers"]
     assert main(["eval", str(broken), ARITHMETIC, "--prompts", "1", *engine]) == 1
     error = capsys.readouterr().err

@@ -13,6 +13,7 @@ from typing import Any
 
 from pipelinerl_actor.evaluation.evaluate import Evaluation
 from pipelinerl_actor.evaluation.session import evaluator, until_ready
+from pipelinerl_actor.models.folder import check_model_folder
 from pipelinerl_actor.prepare.prompts import check_prompts
 from pipelinerl_actor.rollout.assembly import Pool
 from pipelinerl_actor.task import Task, TaskName
@@ -39,6 +40,7 @@ def evaluate(args: argparse.Namespace) -> int:
     model = find_model(args.checkpoint)
     task = _task(job, args)
     seed = job.spec.seed + 1 if args.seed is None else args.seed
+    _check_model(args.checkpoint, model, job.spec.model.max_model_len)
     made = load_task(TaskName(task.path, task.args, seed))  # before a generator is started, which takes long
     check_prompts(made, task, job.spec.model.max_model_len, model)
     evaluation = asyncio.run(_evaluate(job, model, made, task, seed, args))
@@ -47,6 +49,13 @@ def evaluate(args: argparse.Namespace) -> int:
         _write(args.output, document)
     print(json.dumps(document, indent=2) if args.json else "\n".join(_table(document)))
     return 0
+
+
+def _check_model(given: Path, model: Path, max_model_len: int) -> None:
+    try:
+        check_model_folder(model, max_model_len)
+    except SettingsError as error:
+        raise SettingsError(f"{given}: {str(error).removeprefix('spec.model.uri: ')}") from error
 
 
 def _task(job: Job, args: argparse.Namespace) -> TaskSettings:
