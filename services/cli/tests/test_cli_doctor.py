@@ -225,6 +225,16 @@ def test_degrees() -> None:
     assert names(diagnose_run(run_facts(dropped))) == ["groups_without_gradient"]
 
 
+def test_remedies_speak_of_gpus_only_where_there_are_some() -> None:
+    late = {"publish_seconds": 12.0}
+    for step, actor in ((WAITS, {}), (NEVER_WAITS, IDLE)):
+        for gpus, word in ((0, "where cores are free"), (1, "GPUs at a time")):
+            change = Change(spec={"actors": {"gpusPerReplica": gpus}}, step=step, late=late, actor=actor)
+            turns = " ".join(turn for named in diagnose_run(run_facts(change)) for turn in named.finding.turn)
+            assert word in turns
+            assert ("GPU" in turns) is (gpus > 0)
+
+
 def starting(now: float, served_at: float | None = None) -> RunFacts:
     """A run without a step that began at 0 and goes on; its generators have served since `served_at`."""
     records = [Record("up", "up", 0.0, -1, {"session_started": 1.0})]

@@ -61,7 +61,7 @@ def generation_is_slow(facts: RunFacts) -> Finding | None:
         f"the trainer waits {_percent(facts.wait_share)} of its time, the generators are {_percent(facts.fill)} full: "
         "generation is the bottleneck" + _kv_room(facts),
         (
-            "actors.replicas: more, two GPUs at a time from the trainers (pipelinerl plan)",
+            _more("actors", "two", "trainers", facts),
             *(() if facts.kv_usage > FULL_KV else ("actors.generator.maxRunningRequests: higher",)),
         ),
         {
@@ -99,7 +99,7 @@ def training_is_slow(facts: RunFacts) -> Finding | None:
         f"the trainer never waits ({_percent(facts.wait_share)} of its time) and {_percent(1 - facts.fill)} of the generators' "
         "places are empty: training is the bottleneck",
         (
-            "trainers.replicas: more, five GPUs at a time from the actors (pipelinerl plan)",
+            _more("trainers", "five", "actors", facts),
             "trainers.microBatchTokens: higher",
             "trainers.activationCheckpointing: false where memory allows",
         ),
@@ -128,7 +128,11 @@ def updates_slower_than_steps(facts: RunFacts) -> Finding | None:
         Severity.WARNING,
         f"a weight update takes {facts.mean('publish_seconds'):.2f} s, a step {facts.mean('step_seconds'):.2f} s: "
         "versions are skipped and the lag grows",
-        ("weightTransfer.backend: nccl between GPUs", "weightTransfer.bucketBytes: higher", "weightTransfer.mode: staged"),
+        (
+            *(("weightTransfer.backend: nccl between GPUs",) if facts.job.num_generating > 0 else ()),
+            "weightTransfer.bucketBytes: higher",
+            "weightTransfer.mode: staged",
+        ),
         {
             "publish_seconds": facts.mean("publish_seconds"),
             "step_seconds": facts.mean("step_seconds"),
@@ -180,10 +184,14 @@ def actors_uneven(facts: RunFacts) -> Finding | None:
     behind = 1 - tokens[slowest] / fmean(tokens.values())
     if behind <= UNEVEN:
         return None
+    hardware = "GPU" if facts.job.num_generating > 0 else "CPU"
     return Finding(
         Severity.WARNING,
         f"{slowest} generates {_percent(behind)} less than the mean of {len(tokens)} actors",
-        (f"the node of {slowest}: look for other load or throttling", "actors: the same GPU for all replicas"),
+        (
+            f"the node of {slowest}: look for other load or throttling",
+            f"actors: the same {hardware} for all replicas",
+        ),
         {"behind": behind, "tokens": tokens[slowest]},
     )
 
@@ -228,6 +236,13 @@ def packing_uneven(facts: RunFacts) -> Finding | None:
 def _admission_is_tight(facts: RunFacts) -> bool:
     """Whether places stay empty because a batch is being trained while the policy allows little more than it."""
     return facts.job.max_admitted < facts.job.num_places + facts.job.batch_size
+
+
+def _more(role: str, at_a_time: str, others: str, facts: RunFacts) -> str:
+    """The remedy of more processes, taken from the other side; on CPUs `pipelinerl plan` has no say."""
+    if facts.job.num_generating > 0:
+        return f"{role}.replicas: more, {at_a_time} GPUs at a time from the {others} (pipelinerl plan)"
+    return f"{role}.replicas: more, where cores are free or the {others} can spare some"
 
 
 def _kv_room(facts: RunFacts) -> str:
