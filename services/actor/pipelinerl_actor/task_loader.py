@@ -5,10 +5,11 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from pipelinerl_actor.task import Prompt, Rollout, Task, TaskName, Verdict
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.settings import describe_fault
 from pipelinerl_common.words import did_you_mean
 
 
@@ -111,13 +112,11 @@ def _validate(function: Callable[..., Any], parameters: list[inspect.Parameter],
     hints = get_type_hints(function)
     given = [each for each in parameters if each.name in name.args]
     # field names get a prefix, since a pydantic model cannot have a field that is called like one of its methods
-    fields: dict[str, Any] = {f"arg_{each.name}": (hints.get(each.name, Any), ...) for each in given}
+    fields: dict[str, Any] = {f"arg_{each.name}": (hints.get(each.name, Any), Field(..., alias=each.name)) for each in given}
     model: type[BaseModel] = create_model("Args", __config__=ConfigDict(arbitrary_types_allowed=True), **fields)
     try:
-        checked = model.model_validate({f"arg_{each.name}": name.args[each.name] for each in given})
+        checked = model.model_validate({each.name: name.args[each.name] for each in given})
     except ValidationError as error:
-        faults = [
-            f"{str(fault['loc'][0]).removeprefix('arg_')}: {fault['msg']} (got {fault['input']!r})" for fault in error.errors()
-        ]
+        faults = [describe_fault(fault, model) for fault in error.errors()]
         raise SettingsError(f"spec.task.args of {name.path}: {'; '.join(faults)}") from error
     return {each.name: getattr(checked, f"arg_{each.name}") for each in given}

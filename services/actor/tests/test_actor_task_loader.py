@@ -11,6 +11,7 @@ from pipelinerl_common.errors import SettingsError
 MODULE = """
 from tempfile import TemporaryDirectory
 from typing import Literal
+from pipelinerl_actor.dataset.settings import DataSettings
 from pipelinerl_actor.task import Prompt, Task, Verdict
 
 class Good(Task):
@@ -18,6 +19,12 @@ class Good(Task):
         self.seed, self.words, self.mode, self.copy = seed, words, mode, copy
     def prompt(self, index):
         return Prompt.of(str(index))
+
+class Fed(Task):
+    def __init__(self, *, data: DataSettings, model_dump: int | DataSettings | None = None):
+        self.data = data
+    def prompt(self, index):
+        return Prompt.of("")
 
 class Needy(Task):
     def __init__(self, *, file: str):
@@ -97,6 +104,22 @@ def test_an_async_function_is_a_task() -> None:
         ("loader_tasks:function", {"seed": 1}, r"has no argument 'seed'; it has words"),
         ("loader_tasks:Good", {"words": "many"}, r"words: .*valid integer.*\(got 'many'\)"),
         ("loader_tasks:Good", {"mode": "c"}, r"mode: Input should be 'a' or 'b' \(got 'c'\)"),
+        (
+            "loader_tasks:Fed",
+            {"data": {"path": "data.jsonl", "splt": "train"}},
+            r"args of loader_tasks:Fed: data\.splt: unknown field; did you mean 'split'\?$",
+        ),
+        (
+            "loader_tasks:Fed",
+            {"data": {"path": "a", "difficulty": {"field": "b", "mx": 1}}},
+            r"data\.difficulty\.mx: unknown field; did you mean 'max'\?",
+        ),
+        ("loader_tasks:Fed", {"data": {"split": "train"}}, r"data\.path: missing"),
+        (
+            "loader_tasks:Fed",
+            {"data": "a", "model_dump": {"path": "b", "splt": "c"}},
+            r"model_dump\.DataSettings\.splt: unknown field; did you mean 'split'\?",
+        ),
         ("loader_tasks:Needy", {}, r"needs the argument 'file'"),
         ("loader_tasks:Needy", {"file": "missing"}, r"failed to start with FileNotFoundError: no file called missing"),
     ],

@@ -1,10 +1,15 @@
 """Strict checks of policy parameters. Each raises ValueError that names the field, its value and what is allowed."""
 
+LARGEST = 1_000_000_000
+"""As of algorithm.steps."""
+
 
 def check_whole(name: str, value: object, at_least: int) -> None:
-    """A whole number of at least `at_least`; booleans are refused."""
+    """A whole number of at least `at_least`, within reason; booleans are refused."""
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         raise ValueError(f"{name}={value!r} must be a whole number of at least {at_least}")
+    if value > LARGEST:
+        raise ValueError(f"{name}={value!r} must be a whole number of at most {LARGEST}")
 
 
 def check_optional_whole(name: str, value: object, at_least: int) -> None:

@@ -14,7 +14,7 @@ from pipelinerl_common.settings.kubernetes import (
     RestartSettings,
     SchedulingSettings,
 )
-from pipelinerl_common.settings.load import load_job, parse_job, parse_newer_job
+from pipelinerl_common.settings.load import describe_fault, load_job, parse_job, parse_newer_job
 from pipelinerl_common.settings.model import AdapterSettings, ModelSettings, SamplingSettings, TaskSettings
 from pipelinerl_common.settings.roles import (
     ActorSettings,
@@ -77,6 +77,7 @@ __all__ = [
     "WandbSettings",
     "WeightTransferSettings",
     "cluster_only_paths",
+    "describe_fault",
     "load_job",
     "parse_job",
     "parse_newer_job",

@@ -59,9 +59,9 @@ class OverlongSettings(Settings):
 
 
 class AlgorithmSettings(Settings):
-    steps: Annotated[int, Field(ge=1)] = 1000
+    steps: Annotated[int, Field(ge=1, le=1000000000)] = 1000
     """Optimizer steps of the run."""
-    groups_per_step: Annotated[int, Field(ge=1)] = 128
+    groups_per_step: Annotated[int, Field(ge=1, le=1000000)] = 128
     """Groups per optimizer step (B); a step trains B times `task.groupSize` trajectories."""
     loss: presets.Loss = "reinforce"
     """The named algorithm. It fills in the fields from here to `dropZeroAdvantage`; each can be set by hand."""

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.alias_generators import to_camel
 
+LARGEST = 2**63 - 1
+
 
 class Settings(BaseModel):
     """A section of the job file. Unknown fields are refused; attribute docstrings become the descriptions in the CRD."""
@@ -20,6 +22,16 @@ class Settings(BaseModel):
         use_attribute_docstrings=True,
         validate_default=True,
     )
+
+    @field_validator("*")
+    @classmethod
+    def _whole_numbers_fit(cls, value: Any) -> Any:
+        """Kubernetes and the wire know 64 bits."""
+        if isinstance(value, int) and value > LARGEST:
+            raise ValueError(f"must be at most {LARGEST}, the largest whole number that Kubernetes keeps")
+        if isinstance(value, int) and value < -LARGEST - 1:
+            raise ValueError(f"must be at least {-LARGEST - 1}, the smallest whole number that Kubernetes keeps")
+        return value
 
     @field_validator("*", mode="before")
     @classmethod

@@ -54,7 +54,7 @@ def parse_job(document: Mapping[str, Any], source: str) -> Job:
     try:
         return Job.model_validate(document)
     except ValidationError as error:
-        lines = [f"  {_describe(detail)}" for detail in error.errors() if detail["type"] != _FOLLOWS_FROM_ANOTHER]
+        lines = [f"  {describe_fault(detail, Job)}" for detail in error.errors() if detail["type"] != _FOLLOWS_FROM_ANOTHER]
         raise SettingsError("\n".join([f"{source}: {counted(len(lines), 'fault')} in the job file", *lines])) from error
 
 
@@ -117,11 +117,12 @@ def _spelling(node: Mapping[str, Any], key: str) -> str:
     return next((present for present in node if to_camel(str(present)) == to_camel(key)), key)
 
 
-def _describe(detail: ErrorDetails) -> str:
+def describe_fault(detail: ErrorDetails, root: type[BaseModel]) -> str:
+    """One line on what is wrong in a document of the model `root`: its path, its value, and what may have been meant."""
     location = ".".join(str(part) for part in detail["loc"]) or "the file"
     value = detail["input"]
     if detail["type"] == "extra_forbidden":
-        return f"{location}: unknown field{_meant(detail['loc'])}"
+        return f"{location}: unknown field{_meant(detail['loc'], root)}"
     if detail["type"] == "missing":
         return f"{location}: missing"
     message = detail["msg"].removeprefix("Value error, ")
@@ -129,13 +130,13 @@ def _describe(detail: ErrorDetails) -> str:
     return f"{location}: {message}{shown}"
 
 
-def _meant(location: Sequence[int | str]) -> str:
+def _meant(location: Sequence[int | str], root: type[BaseModel]) -> str:
     """A hint for an unknown field: the same name in another section, or a near name in its own."""
     name = str(location[-1])
-    places = [path for path in _paths(Job) if to_camel(path.rpartition(".")[2]) == to_camel(name)]
+    places = [path for path in _paths(root) if to_camel(path.rpartition(".")[2]) == to_camel(name)]
     if 0 < len(places) <= _MOST_PLACES:
         return f"; did you mean {' or '.join(map(repr, places))}?"
-    return did_you_mean(name, _field_names(location[:-1]))
+    return did_you_mean(name, _field_names(location[:-1], root))
 
 
 def _paths(model: type[BaseModel], above: str = "") -> Iterator[str]:
@@ -148,16 +149,25 @@ def _paths(model: type[BaseModel], above: str = "") -> Iterator[str]:
             yield from _paths(nested, f"{path}.")
 
 
-def _field_names(location: Sequence[int | str]) -> list[str]:
-    """Names allowed in the mapping at `location` of a job document."""
-    model: type[BaseModel] = Job
+def _field_names(location: Sequence[int | str], root: type[BaseModel]) -> list[str]:
+    """Names allowed in the mapping at `location` of a document of the model `root`."""
+    models = [root]
     for part in location:
-        field = next((field for name, field in model.model_fields.items() if part in (name, field.alias)), None)
-        nested = None if field is None else _section(field)
-        if nested is None:
-            return []
-        model = nested
-    return [field.alias or name for name, field in model.model_fields.items()]
+        if isinstance(part, int):  # an item of a list of sections
+            continue
+        if named := [model for model in models if model.__name__ == part]:  # one of several that a field may be
+            models = named
+            continue
+        fields = [each for model in models for each in model.model_fields.items()]
+        models = [found for name, field in fields if part in (name, field.alias) for found in _models(field.annotation)]
+    return [field.alias or name for model in models for name, field in model.model_fields.items()]
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """Of a field's type, those of sections: itself, or what it is made of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for part in get_args(annotation) for found in _models(part)]
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:

@@ -16,7 +16,7 @@ class GeneratorSettings(Settings):
     """What decodes: vLLM, or Hugging Face transformers (slow; for numerics)."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
     """Workers of one generator that share the weights."""
-    max_running_requests: Annotated[int, Field(ge=1)] = 64
+    max_running_requests: Annotated[int, Field(ge=1, le=1000000)] = 64
     """Most sequences decoded at once by one generator (H)."""
     kv_cache_bytes: Annotated[int, Field(ge=MEBIBYTE)] | None = None
     """Bytes of KV cache per worker; unset lets the engine size it from the device's memory."""

@@ -1,11 +1,13 @@
 """`spec.staleness`: the staleness policy by name, with that policy's own parameters beside it."""
 
+import re
 from typing import Any
 
 from pydantic import ConfigDict, model_validator
 from pydantic.alias_generators import to_camel
 
 from pipelinerl_common.settings.base import Settings
+from pipelinerl_common.words import did_you_mean
 from pipelinerl_staleness.policy import PolicySettings
 from pipelinerl_staleness.registry import POLICIES, parse_policy_settings
 
@@ -34,5 +36,16 @@ class StalenessSettings(Settings):
         return {names.get(key, key): value for key, value in extra.items()}
 
     def parse(self) -> PolicySettings:
-        """The policy's own frozen settings. Raises ValueError that names the parameter and what is allowed."""
-        return parse_policy_settings(self.policy, self.parameters)
+        """The policy's own frozen settings. Raises ValueError that names the parameter, spelt as here, and what is allowed."""
+        parameters = self.parameters
+        try:
+            return parse_policy_settings(self.policy, parameters)
+        except ValueError as error:
+            if self.policy not in POLICIES:
+                raise ValueError(f"{error}{did_you_mean(self.policy, POLICIES)}") from error
+            names, message = POLICIES[self.policy].parameter_names(), str(error)
+            for name in names:
+                message = re.sub(rf"\b{name}\b", to_camel(name), message)
+            unknown = sorted(parameters.keys() - set(names))[:1]
+            hints = [did_you_mean(name, map(to_camel, names)) for name in unknown]
+            raise ValueError("".join([message, *hints])) from error
