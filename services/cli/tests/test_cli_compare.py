@@ -8,6 +8,7 @@ import pytest
 from test_cli_report import JOB, make_run
 
 from pipelinerl_cli.__main__ import main
+from pipelinerl_cli.compare.differences import differences
 from pipelinerl_cli.compare.runs import Compared, load
 from pipelinerl_cli.compare.seeds import Variant, curve_of, variants
 from pipelinerl_cli.compare.table import cell, note, table
@@ -103,6 +104,40 @@ def test_places_of_a_run_that_scales_by_itself_are_those_of_the_actors_that_ther
     (run,) = load([root])
     end = run.history.steps[-1].t
     assert run.places_in_use == pytest.approx(64 * end / (64 * 4 + 128 * (end - 4)))
+
+
+def test_settings_that_differ_are_told_first_and_other_tasks_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lora = JOB.replace('"}, task', '", adapter: {rank: 16}}, task').replace("Sums", "Products")
+    other = lora.replace("seed: 11", "seed: 12, algorithm: {optimizer: {learningRate: 0.001}}")
+    roots = [make_run(tmp_path / "sums", [0.5] * 6), make_run(tmp_path / "products", [0.5] * 6, job=other)]
+    assert main(["compare", *map(str, roots), "--output", str(tmp_path / "c.html")]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("WARNING: the runs have different tasks (task.path or task.args)")
+    assert said[1].split() == ["setting", "sums", "products"]
+    rows = {line.split()[0]: line.split()[1:] for line in said[2 : said.index("")]}
+    assert rows["task.path"] == ["tasks:Sums", "tasks:Products"]
+    assert rows["model.adapter.rank"] == ["-", "16"]
+    assert rows["algorithm.optimizer.learningRate"] == ["1e-06", "0.001"]
+    assert not {"seed", "algorithm.loss", "model.uri"} & rows.keys()
+    page = (tmp_path / "c.html").read_text()
+    assert page.index("WARNING: the runs have different tasks") < page.index("<h2>Numbers")
+    assert "<td>task.path</td><td>tasks:Sums</td><td>tasks:Products</td>" in page
+
+
+def test_runs_of_one_task_are_not_warned_of_and_equal_ones_have_no_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bigger = JOB.replace("seed: 11", "seed: 11, algorithm: {groupsPerStep: 7}")
+    one, same, big = (
+        make_run(tmp_path / name, [0.5] * 6, job=job) for name, job in zip("abc", (JOB, JOB, bigger), strict=True)
+    )
+    assert differences(variants(load([one, same]))) == []
+    groups = str(load([one])[0].job.spec.algorithm.groups_per_step)
+    assert differences(variants(load([one, big]))) == [["algorithm.groupsPerStep", groups, "7"]]
+    assert main(["compare", str(one), str(big), "--output", str(tmp_path / "c.html")]) == 0
+    assert "WARNING" not in capsys.readouterr().out + (tmp_path / "c.html").read_text()
 
 
 def test_one_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from pipelinerl_cli.compare.differences import differences, warning
     from pipelinerl_cli.compare.page import compare_page
     from pipelinerl_cli.compare.runs import load
     from pipelinerl_cli.compare.seeds import variants
@@ -31,6 +32,11 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError(f"one run ({args.runs[0]}) has nothing to be compared with; give at least two folders")
     compared = variants(load(args.runs))
     head, rows = table(compared, sorted(set(args.reward or (0.5, 0.8))))
+    if warned := warning(compared):
+        print(warned)
+    if differing := differences(compared):
+        print_table(["setting", *head[1:]], differing)
+        print()
     print_table(head, rows)
     print(note(compared))
     try:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from pipelinerl_cli.compare.differences import differences, warning
 from pipelinerl_cli.compare.runs import SMOOTHING, Compared
 from pipelinerl_cli.compare.seeds import Series, Variant
 from pipelinerl_cli.compare.table import evaluated
@@ -89,6 +90,7 @@ def compare_page(variants: Sequence[Variant], head: Sequence[str], rows: Sequenc
     """The whole page; `head`, `rows` and `note` are the table."""
     learning, behaviour = (grid([plot(*picture.of(variants)) for picture in pictures]) for pictures in (LEARNING, BEHAVIOUR))
     evaluations = [_evaluation(variants, name, k) for name, k in evaluated(variants)]
+    differing, warned = differences(variants), warning(variants)
     several = any(len(variant.runs) > 1 for variant in variants)
     curves = f"Rewards are means of {SMOOTHING} steps." + (
         " Lines: means over seeds; around them the lowest to the highest." * several
@@ -98,6 +100,7 @@ def compare_page(variants: Sequence[Variant], head: Sequence[str], rows: Sequenc
         "\n".join(
             [
                 "<header><h1>Runs compared</h1></header>",
+                *([section("Settings that differ", warned, table(["setting", *head[1:]], differing))] if differing else []),
                 section("Numbers", note, table(head, rows)),
                 section("Learning", curves, learning),
                 *([section("Evaluation", EVALUATION, grid(evaluations))] if evaluations else []),

@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
+from pipelinerl_cli.results.job_settings import flat_settings
 from pipelinerl_common.checkpoints import complete_checkpoints
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.files import write_whole
@@ -187,16 +187,10 @@ def newest_checkpoint(root: Path) -> int:
 
 def changed_settings(earlier: Job, now: Job) -> list[str]:
     """Settings below spec that differ, as "path: old -> new"."""
-    old = _flat(earlier.model_dump(mode="json", by_alias=True)["spec"])
-    new = _flat(now.model_dump(mode="json", by_alias=True)["spec"])
+    old = flat_settings(earlier)
+    new = flat_settings(now)
     return [
         f"{path}: {old.get(path, 'unset')} -> {new.get(path, 'unset')}"
         for path in sorted(old.keys() | new.keys())
         if old.get(path) != new.get(path)
     ]
-
-
-def _flat(node: Any, path: str = "") -> dict[str, Any]:
-    if isinstance(node, dict) and node:
-        return {key: value for name, child in node.items() for key, value in _flat(child, f"{path}{name}.").items()}
-    return {path.rstrip("."): node}
