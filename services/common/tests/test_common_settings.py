@@ -193,7 +193,6 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
         ({"algorithm": {"groupsPerStep": 10**20}}, "groupsPerStep: Input should be less than or equal to 1000000"),
         ({"algorithm": {"steps": 10**20}}, "steps: Input should be less than or equal to 1000000000"),
         ({"seed": 1 << 63}, "spec.seed: must be at most 9223372036854775807, the largest whole number that Kubernetes keeps"),
-        ({"seed": -(1 << 63) - 1}, "spec.seed: must be at least -9223372036854775808"),
         ({"evaluation": {"everySteps": 1, "sets": [{"nam": "a"}]}}, "sets.0.nam: unknown field; did you mean 'name'?"),
         ({"staleness": {"policy": "areel"}}, "unknown staleness policy 'areel': choose one of areal, conventional"),
         ({"staleness": {"eta": -1}}, "eta=-1 must be a whole number of at least 0"),

@@ -26,11 +26,9 @@ class Settings(BaseModel):
     @field_validator("*")
     @classmethod
     def _whole_numbers_fit(cls, value: Any) -> Any:
-        """Kubernetes and the wire know 64 bits."""
+        """Below, every field has a bound of its own. Kubernetes and the wire know 64 bits."""
         if isinstance(value, int) and value > LARGEST:
             raise ValueError(f"must be at most {LARGEST}, the largest whole number that Kubernetes keeps")
-        if isinstance(value, int) and value < -LARGEST - 1:
-            raise ValueError(f"must be at least {-LARGEST - 1}, the smallest whole number that Kubernetes keeps")
         return value
 
     @field_validator("*", mode="before")
