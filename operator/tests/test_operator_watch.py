@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 import pytest
 from aiohttp import web
 
+from pipelinerl_operator.__main__ import parse
+from pipelinerl_operator.controller.replica import serve_operator
 from pipelinerl_operator.controller.views import PodView
 from pipelinerl_operator.kube import Connection, Informer, Key, Selection, Store, open_api
+from pipelinerl_operator.kube.client import MAX_CALLS
 from pipelinerl_operator.kube.errors import ApiUnavailable
 from pipelinerl_operator.kube.resources import PODS
 
@@ -141,3 +144,55 @@ async def test_watches_however_many_leave_room_for_calls(
             for task in watching:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
+
+
+@dataclass
+class Stuck:
+    """An API server that answers nothing but what it is and its Lease."""
+
+    num_stuck: int = 0
+    holders: list[str] = field(default_factory=list)
+    """What each write of the Lease says while other calls are stuck; empty when it is given back."""
+    lease: dict[str, dict[str, str]] | None = None
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/version":
+            return web.json_response({"major": "1", "minor": "36"})
+        if request.path == "/apis":
+            return web.json_response({"groups": []})
+        if "/leases" in request.path:
+            return await self._lease(request)
+        self.num_stuck += 1
+        await asyncio.Event().wait()
+        return web.Response()
+
+    async def _lease(self, request: web.Request) -> web.Response:
+        if request.method == "GET":
+            return web.json_response(self.lease or {"message": "no lease"}, status=200 if self.lease else 404)
+        self.lease = lease = await request.json()
+        if self.num_stuck >= MAX_CALLS:
+            self.holders.append(lease["spec"]["holderIdentity"])
+        return web.json_response(self.lease)
+
+
+async def test_the_lease_is_renewed_while_every_other_call_waits_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck, stop = Stuck(), asyncio.Event()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", stuck.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    connection = Connection(f"http://127.0.0.1:{runner.addresses[0][1]}", "team", lambda: None, lambda: False)
+    monkeypatch.setattr("pipelinerl_operator.controller.replica.connection", lambda *_: connection)
+    images = [f"--{role}-image={role}" for role in ("actor", "trainer", "preprocessor")]
+    listen = ["--metrics-listen=127.0.0.1:0", "--coordinator-listen=127.0.0.1:0"]
+    arguments = parse(["--coordinator=operator:50052", "--nats-url=nats://127.0.0.1:4222", *images, *listen])
+    serving = asyncio.create_task(serve_operator(arguments, "me", stop))
+    try:
+        await until(lambda: len(stuck.holders) >= 2 or serving.done())
+        assert stuck.holders == ["me", "me"]
+    finally:
+        stop.set()
+        await asyncio.wait({serving}, timeout=DEADLINE_S)
+        await runner.cleanup()
+    await serving

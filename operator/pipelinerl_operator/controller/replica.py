@@ -32,10 +32,11 @@ async def serve_operator(arguments: argparse.Namespace, identity: str, stop: asy
     replica = _Replica(arguments, identity, where)
     async with (
         open_api(where, replica.telemetry.called) as api,
+        open_api(where, replica.telemetry.called, max_calls=1) as for_lease,  # a renewal waits behind no other call
         serve_health(arguments.metrics_listen, replica.telemetry.exposition, replica.fault, lambda: "") as address,
     ):
         log.info("server=%s metrics=http://%s/metrics", where.server, address)
-        replica.election = Election(api, Key(replica.namespace, arguments.lease), identity)
+        replica.election = Election(for_lease, Key(replica.namespace, arguments.lease), identity)
         await replica.election.run(lambda: replica.lead(api), stop)
 
 

@@ -188,9 +188,11 @@ class HttpApi:
 
 
 @asynccontextmanager
-async def open_api(connection: Connection, observe: Observe = lambda verb, code, seconds: None) -> AsyncIterator[HttpApi]:
+async def open_api(
+    connection: Connection, observe: Observe = lambda verb, code, seconds: None, *, max_calls: int = MAX_CALLS
+) -> AsyncIterator[HttpApi]:
     """The API behind `connection` until the block is left."""
-    for_calls = aiohttp.TCPConnector(limit=MAX_CALLS, keepalive_timeout=15)
+    for_calls = aiohttp.TCPConnector(limit=max_calls, keepalive_timeout=15)
     for_watches = aiohttp.TCPConnector(limit=0, keepalive_timeout=15)
     async with (
         aiohttp.ClientSession(connector=for_calls) as calls,
