@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import uuid
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from pipelinerl_common.service import run_service
 from pipelinerl_common.telemetry import LEVELS
 
 log = logging.getLogger(__name__)
+
+TLS_BUFFER_BYTES = 32 << 10
+"""What is read of a connection at once. asyncio's own 256 kB, for each of about fifteen connections, are 4 MB."""
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -66,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     async def serve(stop: asyncio.Event) -> None:
         from pipelinerl_operator.controller.replica import serve_operator  # gRPC and the API client: after --help
 
+        SSLProtocol.max_size = TLS_BUFFER_BYTES
         gc.freeze()  # modules stay: without them among what may be garbage, a collection of the rest is due much sooner
         await serve_operator(arguments, identity, stop)
 

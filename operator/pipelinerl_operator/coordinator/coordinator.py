@@ -84,7 +84,9 @@ class Coordinator:
         self._epoch_floor = epoch_floor
         self._state = _State()
         self._backoff = Backoff()
-        self._wake = asyncio.Event()
+        self._is_due = False
+        self._sleep: asyncio.Future[None] | None = None
+        """Until the next round. One of these is smaller than an Event, and the operator has a coordinator for each job."""
         self._transfers: set[asyncio.Task[TransferOutcome]] = set()
 
     @property
@@ -119,7 +121,9 @@ class Coordinator:
 
     def wake(self) -> None:
         """Something changed: the next round begins at once."""
-        self._wake.set()
+        self._is_due = True
+        if self._sleep is not None and not self._sleep.done():
+            self._sleep.set_result(None)
 
     async def run(self) -> None:
         """Reconciles for ever. Consumes observations, produces formed groups, waits for the period or an expulsion."""
@@ -128,11 +132,14 @@ class Coordinator:
 
     async def round(self) -> None:
         """Reconciles once, then waits for the period or for a cause."""
-        self._wake.clear()
+        self._is_due = False
         await self.reconcile()
+        if self._is_due:
+            return
+        self._sleep = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(self.period_s):
-                await self._wake.wait()
+                await self._sleep
         except TimeoutError:
             pass
 
@@ -199,7 +206,7 @@ class Coordinator:
         finally:
             if self._state.group is group or self._state.group is None:
                 self._state.transfer_deadline = None
-            self._wake.set()
+            self.wake()
 
     async def _conclude(self, group: Group, outcome: TransferOutcome, version: int) -> None:
         for name, answer in outcome.answers.items():
@@ -254,7 +261,7 @@ class Coordinator:
             self._leave_out(failure.culprits)
             if not failure.culprits:
                 self._state.not_before = asyncio.get_running_loop().time() + RETRY_S
-            self._wake.set()
+            self.wake()
             return
         self.counters.groups_formed += 1
         self._state.group, self._state.clients = group, clients

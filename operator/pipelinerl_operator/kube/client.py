@@ -24,7 +24,7 @@ WATCH_S = (240, 300)
 """A watch is ended by the server after a random time in between, so that watches do not begin again together."""
 PAGE_ITEMS = 100
 """A pod takes 10 kB in the answer, and five times that once it is read."""
-MAX_CALLS = 8
+MAX_CALLS = 4
 """At once, beside the watches, which last and must leave room for the others; more wait for their turn. A TLS connection
 costs at least 300 kB."""
 MAX_EVENT_BYTES = 2 << 20
