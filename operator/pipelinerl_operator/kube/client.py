@@ -25,8 +25,8 @@ WATCH_S = (240, 300)
 PAGE_ITEMS = 100
 """A pod takes 10 kB in the answer, and five times that once it is read."""
 MAX_CALLS = 4
-"""At once, beside the watches, which last and must leave room for the others; more wait for their turn. A TLS connection
-costs at least 300 kB."""
+"""At once, beside the watches, which last and must leave room for the others; more wait for their turn. Each connection costs
+memory."""
 MAX_EVENT_BYTES = 2 << 20
 """etcd takes objects of 1.5 MB."""
 

@@ -290,8 +290,17 @@ def test_a_job_in_a_cluster_is_shown_from_its_status(cluster: type[ApiServer]) -
     assert "Degraded=True ActorsMissing: 3 of 4 actors are ready" in shown
     assert "Failed=" not in shown
     assert not job.has_ended()
-    cluster.job["status"] = {**STATUS, "phase": "Succeeded", "training": {"step": 1000, "reward": 0.9}}
-    assert job.look()[0].startswith("Succeeded  step 1000/1000  reward 0.900  lag -")
+    not_running = {"type": "Running", "status": "False", "reason": "Starting", "message": ""}
+    cluster.job["status"] = {**STATUS, "conditions": [not_running]}
+    assert job.look() == ("Running=False Starting",)
+    done = {
+        "phase": "Succeeded",
+        "training": {"step": 1000, "reward": 0.9},
+        "conditions": [not_running | {"reason": "Finished"}],
+    }
+    cluster.job["status"] = {**STATUS, **done}
+    (line,) = job.look()
+    assert line.startswith("Succeeded  step 1000/1000  reward 0.900  lag -")
     assert job.has_ended()
 
 

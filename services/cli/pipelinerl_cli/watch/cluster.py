@@ -28,6 +28,8 @@ ROLES = ("actors", "preprocessor", "trainers", "reference", "evaluator")
 TRAINING = (("reward", "reward", 3), ("lag", "lag", 2), ("ESS", "ess", 3), ("samples/s", "samplesPerSecond", 1))
 """Label, field of status.training, digits."""
 ENDED = ("Succeeded", "Failed")
+_BAD = ("Degraded", "Failed", "Suspended")
+"""Conditions that ask for attention while they hold."""
 _MOMENTS = ("Succeeded", "Evaluating")
 """Conditions that are no cause for concern while they do not hold."""
 
@@ -79,7 +81,10 @@ class ClusterJob:
     @property
     def _troubles(self) -> Sequence[str]:
         """That nobody answers, and the conditions that ask for attention."""
-        return [*([self._trouble] if self._trouble else []), *_complaints(self._status.get("conditions") or ())]
+        return [
+            *([self._trouble] if self._trouble else []),
+            *_complaints(self._status.get("conditions") or (), self.has_ended()),
+        ]
 
     def _step_line(self) -> Sequence[str]:
         """Empty when the step has not changed."""
@@ -174,14 +179,16 @@ def _role(state: Mapping[str, Any]) -> "Text":
     return Text(text, style="" if ready >= desired else "yellow")
 
 
-def _complaints(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Of the conditions, those that ask for attention: what is bad and true, or good and false."""
-    bad = ("Degraded", "Failed", "Suspended")
+def _complaints(conditions: Sequence[Mapping[str, Any]], has_ended: bool) -> list[str]:
+    """Of the conditions, those that ask for attention: what is bad and true, or good and false while the job has not ended."""
     lines = []
     for condition in conditions:
         kind, holds = str(condition.get("type")), condition.get("status")
-        if (holds == "True") is (kind in bad) and holds in ("True", "False") and kind not in _MOMENTS:
-            lines.append(f"{kind}={holds} {condition.get('reason', '')}: {condition.get('message', '')}")
+        is_bad = kind in _BAD
+        is_missing = not is_bad and kind not in _MOMENTS and not has_ended
+        if (is_bad and holds == "True") or (is_missing and holds == "False"):
+            reason, message = (str(condition.get(name) or "") for name in ("reason", "message"))
+            lines.append(f"{kind}={holds} {': '.join(part for part in (reason, message) if part)}")
     return lines
 
 
