@@ -31,11 +31,7 @@ from pipelinerl_operator.kube.permissions import JOB_NAMESPACES
 from pipelinerl_operator.kube.resources import EVENTS, JOBS, PODS, SERVICES
 from pipelinerl_operator.objects import Capabilities
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(missing_binary()), reason=f"needs {missing_binary()}"),
-]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 CRDS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition")
 ROLES = Resource("rbac.authorization.k8s.io", "v1", "clusterroles", "ClusterRole")
@@ -45,6 +41,8 @@ TOKEN = secrets.token_hex(8)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ApiServer]:
+    if missing := missing_binary():  # asked here and not on import: it may be built while the tests before these run
+        pytest.skip(f"needs {missing}")
     with api_server({TOKEN: "operator"}) as running:
         asyncio.run(prepare(running))
         yield running
