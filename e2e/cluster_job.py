@@ -1,4 +1,6 @@
-"""A PipelineRLJob on a cluster, as tests see it: small, without a GPU, and with the namespace it lives in."""
+"""A PipelineRLJob on a cluster, as tests see it: small, without a GPU, and with the namespace it
+lives in.
+"""
 
 import copy
 import shutil
@@ -26,8 +28,12 @@ def namespace_object(name: str) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
 
 
-def volume(cluster: Cluster, namespace: str, name: str, size: str = "1Gi", folder: str = "") -> None:
-    """A PersistentVolume for the claim `name`: a folder of the local cluster's node, which has no other storage."""
+def volume(
+    cluster: Cluster, namespace: str, name: str, size: str = "1Gi", folder: str = ""
+) -> None:
+    """A PersistentVolume for the claim `name`: a folder of the local cluster's node, which has no
+    other storage.
+    """
     path = STATE / "volumes" / (folder or f"{namespace}-{name}")
     if folder == "cache" and not path.exists() and MADE_MODELS.exists():
         shutil.copytree(MADE_MODELS, path / "pipelinerl")
@@ -41,11 +47,20 @@ def volume(cluster: Cluster, namespace: str, name: str, size: str = "1Gi", folde
         "claimRef": {"namespace": namespace, "name": name},
         "persistentVolumeReclaimPolicy": "Retain",
     }
-    cluster.apply({"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": f"{namespace}-{name}"}, "spec": spec})
+    cluster.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolume",
+            "metadata": {"name": f"{namespace}-{name}"},
+            "spec": spec,
+        }
+    )
 
 
 def claim(cluster: Cluster, namespace: str, name: str) -> None:
-    """A PersistentVolumeClaim that many pods mount, of the default StorageClass unless the cluster is the local one."""
+    """A PersistentVolumeClaim that many pods mount, of the default StorageClass unless the cluster
+    is the local one.
+    """
     mode = "ReadWriteMany" if len(cluster.items("nodes")) > 1 else "ReadWriteOnce"
     spec: dict[str, Any] = {"accessModes": [mode], "resources": {"requests": {"storage": "1Gi"}}}
     if cluster.is_local:
@@ -53,17 +68,24 @@ def claim(cluster: Cluster, namespace: str, name: str) -> None:
         volume(cluster, namespace, name, folder="cache" if name == "cache" else "")
         spec["volumeName"] = f"{namespace}-{name}"
     metadata = {"name": name, "namespace": namespace}
-    cluster.apply({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec})
+    cluster.apply(
+        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec}
+    )
 
 
 def small_job(name: str, steps: int = ENDLESS, **changes: Any) -> dict[str, Any]:
-    """The arithmetic job with the transformers engine and small steps. `changes` are laid over spec, sections key by key."""
+    """The arithmetic job with the transformers engine and small steps. `changes` are laid over
+    spec, sections key by key.
+    """
     job: dict[str, Any] = yaml.safe_load(ARITHMETIC.read_text())
     job["metadata"]["name"] = name
     spec = job["spec"]
     spec["model"]["cache"] = {"pvc": "cache"}
     spec["algorithm"] |= {"steps": steps, "groupsPerStep": 4}
-    spec["actors"] |= {"generator": {"engine": "transformers", "maxRunningRequests": 16}, "drainSeconds": 2}
+    spec["actors"] |= {
+        "generator": {"engine": "transformers", "maxRunningRequests": 16},
+        "drainSeconds": 2,
+    }
     spec["trainers"]["checkpoint"] = {"everySteps": 5, "pvc": "checkpoints"}
     spec["weightTransfer"] |= {"formTimeoutSeconds": 30, "syncTimeoutSeconds": 20}
     spec["failurePolicy"] = {"backoff": {"initialSeconds": 1, "maxSeconds": 5}, "maxRestarts": 50}
@@ -97,7 +119,9 @@ class ClusterJob:
         return self
 
     def patch(self, **spec: Any) -> None:
-        self.kubectl("patch", "prl", self.name, "--type", "merge", "--patch", yaml.safe_dump({"spec": spec}))
+        self.kubectl(
+            "patch", "prl", self.name, "--type", "merge", "--patch", yaml.safe_dump({"spec": spec})
+        )
 
     def delete(self, *flags: str) -> None:
         self.kubectl("delete", "prl", self.name, "--ignore-not-found", *flags, timeout_s=120)
@@ -119,11 +143,15 @@ class ClusterJob:
         return int((self.status.get("training") or {}).get("step", 0))
 
     def condition(self, type_: str) -> dict[str, Any]:
-        return next((each for each in self.status.get("conditions", []) if each["type"] == type_), {})
+        return next(
+            (each for each in self.status.get("conditions", []) if each["type"] == type_), {}
+        )
 
     def pods(self, role: str = "") -> list[dict[str, Any]]:
         """The job's pods that are not being deleted."""
-        selector = f"pipelinerl.dev/job={self.name}" + (f",pipelinerl.dev/role={role}" if role else "")
+        selector = f"pipelinerl.dev/job={self.name}" + (
+            f",pipelinerl.dev/role={role}" if role else ""
+        )
         found = self.cluster.items("pods", "--namespace", self.namespace, "--selector", selector)
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
@@ -144,11 +172,21 @@ class ClusterJob:
         return found
 
     def wait_for_phase(self, *phases: str, timeout_s: float = READY_S) -> None:
-        wait_for(f"phase {' or '.join(phases)} of {self.name}", lambda: self.phase in phases, timeout_s, lambda: self.status)
+        wait_for(
+            f"phase {' or '.join(phases)} of {self.name}",
+            lambda: self.phase in phases,
+            timeout_s,
+            lambda: self.status,
+        )
 
     def wait_until_training(self, steps: int = 2, timeout_s: float = READY_S) -> int:
         """Waits for Running and for `steps` more steps than there are; returns the step."""
         self.wait_for_phase("Running", timeout_s=timeout_s)
         first = self.step
-        wait_for(f"step {first + steps} of {self.name}", lambda: self.step >= first + steps, timeout_s, lambda: self.status)
+        wait_for(
+            f"step {first + steps} of {self.name}",
+            lambda: self.step >= first + steps,
+            timeout_s,
+            lambda: self.status,
+        )
         return self.step

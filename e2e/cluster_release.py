@@ -1,4 +1,6 @@
-"""The chart as tests install it: two replicas of the operator, a NATS that keeps its streams, every default of security."""
+"""The chart as tests install it: two replicas of the operator, a NATS that keeps its streams, every
+default of security.
+"""
 
 import shutil
 from dataclasses import dataclass
@@ -17,7 +19,9 @@ LEADER = "app.kubernetes.io/component=operator,pipelinerl.dev/leader=true"
 
 
 def older_chart(folder: Path) -> Path:
-    """The chart as an earlier version may have been: its number, and a CRD without one field and one column."""
+    """The chart as an earlier version may have been: its number, and a CRD without one field and
+    one column.
+    """
     chart = shutil.copytree(CHART, folder / "older")
     for name, left_out in {
         "Chart.yaml": ("version:", "appVersion:"),
@@ -26,7 +30,9 @@ def older_chart(folder: Path) -> Path:
         lines = (chart / name).read_text().splitlines()
         kept = [line for line in lines if not line.strip().startswith(left_out)]
         assert len(kept) == len(lines) - len(left_out), f"{name} holds not each of {left_out} once"
-        (chart / name).write_text("\n".join([*kept, *(("version: 0.0.1", "appVersion: 0.0.1") * (name == "Chart.yaml"))]))
+        (chart / name).write_text(
+            "\n".join([*kept, *(("version: 0.0.1", "appVersion: 0.0.1") * (name == "Chart.yaml"))])
+        )
     return chart
 
 
@@ -36,7 +42,11 @@ class Release:
 
     def values(self) -> list[str]:
         tag = self.cluster.tag
-        return [f"image.registry={self.cluster.registry}", f"image.tag={tag}", f"nats.image.tag={tag}"]
+        return [
+            f"image.registry={self.cluster.registry}",
+            f"image.tag={tag}",
+            f"nats.image.tag={tag}",
+        ]
 
     def other_tag(self) -> str:
         """Tag of another image of the operator, for upgrades."""
@@ -57,10 +67,15 @@ class Release:
 
     def uninstall(self) -> None:
         """Leaves nothing of these tests in the cluster, and everything of others."""
-        self.cluster.helm("uninstall", NAME, "--namespace", NAMESPACE, "--timeout", "60s", check=False)
+        self.cluster.helm(
+            "uninstall", NAME, "--namespace", NAMESPACE, "--timeout", "60s", check=False
+        )
         self.clear()
         crd = self.cluster.get("crd", CRD) or {"metadata": {}}
-        if crd["metadata"].get("annotations", {}).get("meta.helm.sh/release-namespace") == NAMESPACE:
+        if (
+            crd["metadata"].get("annotations", {}).get("meta.helm.sh/release-namespace")
+            == NAMESPACE
+        ):
             self.cluster.kubectl("delete", "crd", CRD, timeout_s=120)
         if self.cluster.is_local:
             self.cluster.kubectl("delete", "pv", "--all", "--wait=false")

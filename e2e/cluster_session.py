@@ -1,7 +1,8 @@
-"""The cluster that tests run on: an existing one through KUBECONFIG, or the one of e2e/cluster, brought up for the session.
+"""The cluster that tests run on: an existing one through KUBECONFIG, or the one of e2e/cluster,
+brought up for the session.
 
-README.md in e2e/cluster says what an existing one must have. Everything waits with a deadline, and what a wait saw last is
-in its error.
+README.md in e2e/cluster says what an existing one must have. Everything waits with a deadline, and
+what a wait saw last is in its error.
 """
 
 import json
@@ -17,7 +18,9 @@ from typing import Any, TypeVar
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "e2e" / "cluster"
-BINARIES = Path(os.environ.get("CLUSTER_CACHE", Path.home() / ".cache" / "local-kubernetes")) / "bin"
+BINARIES = (
+    Path(os.environ.get("CLUSTER_CACHE", Path.home() / ".cache" / "local-kubernetes")) / "bin"
+)
 STATE = Path(os.environ.get("CLUSTER_DIR", "/var/lib/local-kubernetes"))
 POLL_S = 0.5
 OURS = "app.kubernetes.io/part-of=pipelinerl-e2e"
@@ -40,7 +43,9 @@ class Cluster:
     registry: str
     tag: str
 
-    def kubectl(self, *arguments: str, stdin: str | None = None, timeout_s: float = 60, check: bool = True) -> str:
+    def kubectl(
+        self, *arguments: str, stdin: str | None = None, timeout_s: float = 60, check: bool = True
+    ) -> str:
         """What kubectl printed; with check=False its errors too."""
         return self._run("kubectl", arguments, stdin, timeout_s, check)
 
@@ -59,33 +64,61 @@ class Cluster:
     def apply(self, body: Mapping[str, Any]) -> str:
         return self.kubectl("apply", "--filename", "-", stdin=json.dumps(body))
 
-    def _run(self, tool: str, arguments: tuple[str, ...], stdin: str | None, timeout_s: float, check: bool) -> str:
+    def _run(
+        self,
+        tool: str,
+        arguments: tuple[str, ...],
+        stdin: str | None,
+        timeout_s: float,
+        check: bool,
+    ) -> str:
         environment = {**os.environ, "KUBECONFIG": str(self.kubeconfig)}
         command = [found(tool), *arguments]
         done = subprocess.run(
-            command, input=stdin, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment
+            command,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+            env=environment,
         )
         if check and done.returncode != 0:
-            raise AssertionError(f"{tool} {' '.join(arguments)}: status {done.returncode}\n{done.stdout}{done.stderr}")
+            raise AssertionError(
+                f"{tool} {' '.join(arguments)}: status "
+                f"{done.returncode}\n{done.stdout}{done.stderr}"
+            )
         return done.stdout if check else done.stdout + done.stderr
 
 
 def found(tool: str) -> str:
-    """Path of kubectl or helm: what e2e/cluster/tools fetched, else the machine's own. Raises CannotRun."""
+    """Path of kubectl or helm: what e2e/cluster/tools fetched, else the machine's own. Raises
+    CannotRun.
+    """
     path = shutil.which(tool, path=f"{BINARIES}{os.pathsep}{os.environ['PATH']}")
     if path is None:
-        raise CannotRun(f"there is no {tool} in {BINARIES} or on the PATH: bash e2e/cluster/tools fetches it")
+        raise CannotRun(
+            f"there is no {tool} in {BINARIES} or on the PATH: bash e2e/cluster/tools fetches it"
+        )
     return path
 
 
-def wait_for(what: str, look: Callable[[], Value | None], timeout_s: float, now: Callable[[], object] = lambda: "") -> Value:
+def wait_for(
+    what: str,
+    look: Callable[[], Value | None],
+    timeout_s: float,
+    now: Callable[[], object] = lambda: "",
+) -> Value:
     """The first true value of `look`. Raises AssertionError with `now()`, what there is instead."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             value = look()
             problem = ""
-        except (AssertionError, subprocess.TimeoutExpired) as error:  # the API server may be away for a while
+        except (
+            AssertionError,
+            subprocess.TimeoutExpired,
+        ) as error:  # the API server may be away for a while
             value, problem = None, str(error)
         if value:
             return value
@@ -94,7 +127,9 @@ def wait_for(what: str, look: Callable[[], Value | None], timeout_s: float, now:
 
 
 def existing() -> Cluster | None:
-    """The cluster of KUBECONFIG, or None. Raises CannotRun when it is nobody's that these tests may use."""
+    """The cluster of KUBECONFIG, or None. Raises CannotRun when it is nobody's that these tests may
+    use.
+    """
     kubeconfig = os.environ.get("KUBECONFIG")
     if not kubeconfig:
         return None
@@ -103,7 +138,10 @@ def existing() -> Cluster | None:
         return Cluster(Path(kubeconfig), True, "localhost", tag)
     registry = os.environ.get("PIPELINERL_TEST_REGISTRY")
     if not registry:
-        raise CannotRun(f"KUBECONFIG={kubeconfig} is set: PIPELINERL_TEST_REGISTRY must name the registry of its images")
+        raise CannotRun(
+            f"KUBECONFIG={kubeconfig} is set: PIPELINERL_TEST_REGISTRY must name the registry of "
+            "its images"
+        )
     return Cluster(Path(kubeconfig), False, registry, tag)
 
 
@@ -121,29 +159,41 @@ def take_down() -> None:
 
 
 def outage(component: str, seconds: float) -> None:
-    """Stops one of the local cluster's own processes ("apiserver") and starts it again after a while."""
+    """Stops one of the local cluster's own processes ("apiserver") and starts it again after a
+    while.
+    """
     _script("outage", component, str(seconds), timeout_s=seconds + 120)
 
 
 def signal_container(container_id: str, signal: str) -> None:
-    """Sends "KILL", "STOP" or "CONT" to a container of the local cluster; its id as in a pod's status, "containerd://..."."""
+    """Sends "KILL", "STOP" or "CONT" to a container of the local cluster; its id as in a pod's
+    status, "containerd://...".
+    """
     identity = container_id.removeprefix("containerd://")
-    subprocess.run(["ctr", "-n", "k8s.io", "task", "kill", "-s", signal, identity], check=True, timeout=30)
+    subprocess.run(
+        ["ctr", "-n", "k8s.io", "task", "kill", "-s", signal, identity], check=True, timeout=30
+    )
 
 
 def _script(name: str, *arguments: str, timeout_s: float) -> str:
     environment = {**os.environ, "CLUSTER_PYTHON": sys.executable, "PIPELINERL_VENV": sys.prefix}
     command = [str(SCRIPTS / name), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment
+        )
     except subprocess.TimeoutExpired as error:
         raise AssertionError(
-            f"e2e/cluster/{name} has not ended after {timeout_s:g} s\n{error.stdout!r}{error.stderr!r}"
+            f"e2e/cluster/{name} has not ended after {timeout_s:g} "
+            f"s\n{error.stdout!r}{error.stderr!r}"
         ) from None
     if done.returncode == 3:
         raise CannotRun(done.stderr.strip())
     if done.returncode != 0:
-        raise AssertionError(f"e2e/cluster/{name}: status {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+        raise AssertionError(
+            f"e2e/cluster/{name}: status "
+            f"{done.returncode}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
+        )
     return done.stdout
 
 
@@ -168,5 +218,7 @@ def _namespace_parts(cluster: Cluster, namespace: str) -> Iterator[str]:
         yield f"$ kubectl -n {namespace} {' '.join(arguments)}\n{text[-6000:]}"
     for pod in cluster.items("pods", "--namespace", namespace):
         name = pod["metadata"]["name"]
-        log = cluster.kubectl("--namespace", namespace, "logs", name, "--all-containers", "--tail", "25", check=False)
+        log = cluster.kubectl(
+            "--namespace", namespace, "logs", name, "--all-containers", "--tail", "25", check=False
+        )
         yield f"$ kubectl -n {namespace} logs {name}\n{log[-5000:]}"

@@ -40,7 +40,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, Any, Any]:
     """A failure on the cluster comes with its objects, events and logs."""
     report = yield
     cluster = item.config.stash.get(CLUSTER, None)
@@ -51,7 +53,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture(scope="session")
 def cluster(pytestconfig: pytest.Config) -> Iterator[Cluster]:
-    """The cluster of KUBECONFIG, or the local one, for the whole session. In CI the local one must come up."""
+    """The cluster of KUBECONFIG, or the local one, for the whole session. In CI the local one must
+    come up.
+    """
     try:
         existing = cluster_session.existing()
         found = existing or cluster_session.bring_up()
@@ -85,7 +89,9 @@ def new_namespace(cluster: Cluster, release: Release) -> Iterator[Callable[[str]
 
     def make(name: str) -> str:
         namespace = f"pipelinerl-e2e-{name}"
-        cluster.kubectl("create", "--filename", "-", stdin=json.dumps(namespace_object(namespace)))  # never one that is there
+        cluster.kubectl(
+            "create", "--filename", "-", stdin=json.dumps(namespace_object(namespace))
+        )  # never one that is there
         made.append(namespace)
         for each in ("cache", "checkpoints"):
             claim(cluster, namespace, each)
@@ -98,7 +104,9 @@ def new_namespace(cluster: Cluster, release: Release) -> Iterator[Callable[[str]
 
 @pytest.fixture(scope="module")
 def new_job(cluster: Cluster, new_namespace: Callable[[str], str]) -> Callable[..., ClusterJob]:
-    """Makes small jobs; `new_job("name", namespace, steps=3, ttlSecondsAfterFinished=5)` applies nothing yet."""
+    """Makes small jobs; `new_job("name", namespace, steps=3, ttlSecondsAfterFinished=5)` applies
+    nothing yet.
+    """
 
     def make(name: str, namespace: str, **changes: Any) -> ClusterJob:
         return ClusterJob(cluster, namespace, small_job(name, **changes))

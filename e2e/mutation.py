@@ -1,9 +1,12 @@
-"""Mutation testing in one process: small errors are put into modules, one at a time, and hand-computed tests must notice each.
+"""Mutation testing in one process: small errors are put into modules, one at a time, and
+hand-computed tests must notice each.
 
-    modules under test --AST--> mutants --exec--> fresh modules and fresh test modules --> every test function and parameter
+    modules under test --AST--> mutants --exec--> fresh modules and fresh test modules --> every
+    test function and parameter
 
-A mutant that no test notices survives: either a test is missing, or the mutant computes the same, which needs a reason. Test
-functions must take no fixtures, so that nothing but a call is needed to run them.
+A mutant that no test notices survives: either a test is missing, or the mutant computes the same,
+which needs a reason. Test functions must take no fixtures, so that nothing but a call is needed to
+run them.
 """
 
 import ast
@@ -60,8 +63,9 @@ class Mutant:
     module: str
     line: int
     change: str
-    """The source line and what becomes of a part of it, as "return a * b: a * b -> a / b"; without the line's number, so that
-    it can be listed as equivalent."""
+    """The source line and what becomes of a part of it, as "return a * b: a * b -> a / b"; without
+    the line's number, so that it can be listed as equivalent.
+    """
     tree: ast.Module
 
     def __str__(self) -> str:
@@ -113,11 +117,15 @@ def _replacements(node: ast.AST) -> Iterator[ast.AST]:
 def _other_operators(node: ast.AST) -> Iterator[ast.AST]:
     match node:
         case ast.BinOp(left, operator, right):
-            yield from (ast.BinOp(left, other(), right) for other in _BINARY.get(type(operator), ()))
+            yield from (
+                ast.BinOp(left, other(), right) for other in _BINARY.get(type(operator), ())
+            )
         case ast.UnaryOp(ast.USub() | ast.Not() | ast.Invert(), operand):
             yield operand
         case ast.Compare(left, [operator], [right]):
-            yield from (ast.Compare(left, [other()], [right]) for other in _COMPARE.get(type(operator), ()))
+            yield from (
+                ast.Compare(left, [other()], [right]) for other in _COMPARE.get(type(operator), ())
+            )
         case ast.BoolOp(operator, values):
             yield ast.BoolOp(ast.Or() if isinstance(operator, ast.And) else ast.And(), values)
 
@@ -146,7 +154,9 @@ def _other_operands(node: ast.AST) -> Iterator[ast.AST]:
 def _replaced(tree: ast.Module, target: ast.AST, replacement: ast.AST) -> ast.Module:
     class Swap(ast.NodeTransformer):
         def visit(self, node: ast.AST) -> Any:
-            return ast.copy_location(replacement, node) if node is target else self.generic_visit(node)
+            return (
+                ast.copy_location(replacement, node) if node is target else self.generic_visit(node)
+            )
 
     Swap().visit(tree)
     return ast.fix_missing_locations(tree)
@@ -191,7 +201,9 @@ class Runner:
         return [mutant for module in self._subjects.values() for mutant in mutants(module)]
 
     def is_noticed(self, mutant: Mutant | None) -> bool:
-        """Whether a test fails, or a module cannot even be imported; without a mutant, whether a test fails at all."""
+        """Whether a test fails, or a module cannot even be imported; without a mutant, whether a
+        test fails at all.
+        """
         try:
             with self._executed(mutant) as executed:
                 for name in self._tests:
@@ -218,7 +230,9 @@ class Runner:
 
 
 def survivors(runner: Runner) -> list[str]:
-    """What no test noticed. Raises ValueError when the tests fail without any mutant, since they would notice everything."""
+    """What no test noticed. Raises ValueError when the tests fail without any mutant, since they
+    would notice everything.
+    """
     if runner.is_noticed(None):
         raise ValueError("the tests fail without a mutant, or cannot be run without fixtures")
     return [mutant.change for mutant in runner.mutants() if not runner.is_noticed(mutant)]
@@ -231,7 +245,9 @@ def calls(module: types.ModuleType) -> Iterator[Callable[[], None]]:
             yield from _with_parameters(function, getattr(function, "pytestmark", []))
 
 
-def _with_parameters(function: Callable[..., None], marks: Sequence[Any], **given: Any) -> Iterator[Callable[[], None]]:
+def _with_parameters(
+    function: Callable[..., None], marks: Sequence[Any], **given: Any
+) -> Iterator[Callable[[], None]]:
     if not marks:
         yield lambda: function(**given)
         return
@@ -243,4 +259,6 @@ def _with_parameters(function: Callable[..., None], marks: Sequence[Any], **give
     names = [names] if isinstance(names, str) else list(names)
     for values in sets:
         values = values if len(names) > 1 else [values]
-        yield from _with_parameters(function, others, **given, **dict(zip(names, values, strict=True)))
+        yield from _with_parameters(
+            function, others, **given, **dict(zip(names, values, strict=True))
+        )

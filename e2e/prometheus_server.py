@@ -27,16 +27,26 @@ class Prometheus:
         self.url = url
 
     def get(self, path: str, **parameters: str | float) -> Any:
-        """`data` of the answer. Raises AssertionError with what the server says about a wrong query."""
+        """`data` of the answer. Raises AssertionError with what the server says about a wrong
+        query.
+        """
         try:
-            with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}", timeout=60) as answer:
+            with urllib.request.urlopen(
+                f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}", timeout=60
+            ) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{parameters}: {error.read().decode()}") from error
 
-    def series(self, query: str, start: float, end: float, step_s: float = 1.0) -> list[dict[str, Any]]:
-        """Series between two times, each with its labels (`metric`) and [time, value] pairs (`values`)."""
-        result: list[dict[str, Any]] = self.get("query_range", query=query, start=start, end=end, step=step_s)["result"]
+    def series(
+        self, query: str, start: float, end: float, step_s: float = 1.0
+    ) -> list[dict[str, Any]]:
+        """Series between two times, each with its labels (`metric`) and [time, value] pairs
+        (`values`).
+        """
+        result: list[dict[str, Any]] = self.get(
+            "query_range", query=query, start=start, end=end, step=step_s
+        )["result"]
         return result
 
     def alerts(self) -> list[dict[str, Any]]:
@@ -53,8 +63,12 @@ class Prometheus:
 
 
 @contextmanager
-def running(folder: Path, scrape: Sequence[Mapping[str, Any]], rules: Mapping[str, Any]) -> Iterator[Prometheus]:
-    """Scrapes and evaluates `rules` every second until the block is left. Everything lies in `folder`."""
+def running(
+    folder: Path, scrape: Sequence[Mapping[str, Any]], rules: Mapping[str, Any]
+) -> Iterator[Prometheus]:
+    """Scrapes and evaluates `rules` every second until the block is left. Everything lies in
+    `folder`.
+    """
     assert PROMETHEUS is not None
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rules.yaml").write_text(yaml.safe_dump(dict(rules)))
@@ -66,7 +80,11 @@ def running(folder: Path, scrape: Sequence[Mapping[str, Any]], rules: Mapping[st
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    flags = ["--config.file=prometheus.yaml", "--storage.tsdb.path=data", f"--web.listen-address=127.0.0.1:{port}"]
+    flags = [
+        "--config.file=prometheus.yaml",
+        "--storage.tsdb.path=data",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([PROMETHEUS, *flags], cwd=folder, stdout=log, stderr=log)
     try:

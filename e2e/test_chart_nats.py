@@ -1,4 +1,6 @@
-"""The chart's NATS: a configuration that nats-server takes, keys that stay where they belong, and a cluster by one value."""
+"""The chart's NATS: a configuration that nats-server takes, keys that stay where they belong, and a
+cluster by one value.
+"""
 
 import base64
 import os
@@ -14,13 +16,17 @@ from pipelinerl_operator.nats import trust
 from pipelinerl_operator.nats.keys import Key, KeyKind
 from test_chart_render import HELM, of_kind, refusal, render
 
-pytestmark = pytest.mark.skipif(not HELM.exists(), reason=f"no Helm at {HELM}: bash e2e/cluster/tools fetches it")
+pytestmark = pytest.mark.skipif(
+    not HELM.exists(), reason=f"no Helm at {HELM}: bash e2e/cluster/tools fetches it"
+)
 
 NAME = "prl-pipelinerl-nats"
 
 
 def server_of(documents: list[dict[str, Any]]) -> dict[str, Any]:
-    (server,) = (each for each in of_kind(documents, "StatefulSet") if each["metadata"]["name"] == NAME)
+    (server,) = (
+        each for each in of_kind(documents, "StatefulSet") if each["metadata"]["name"] == NAME
+    )
     return server
 
 
@@ -31,13 +37,23 @@ def pod_of(documents: list[dict[str, Any]]) -> dict[str, Any]:
 
 def environment_of(documents: list[dict[str, Any]], password: str) -> dict[str, str]:
     """As the kubelet would set it."""
-    variables = {each["name"]: each.get("value", "") for each in pod_of(documents)["containers"][0]["env"]}
-    filled = {name: value.replace("$(ROUTE_PASSWORD)", password) for name, value in variables.items()}
-    return filled | {"POD_NAME": f"{NAME}-0"} | ({"ROUTE_PASSWORD": password} if "ROUTE_PASSWORD" in variables else {})
+    variables = {
+        each["name"]: each.get("value", "") for each in pod_of(documents)["containers"][0]["env"]
+    }
+    filled = {
+        name: value.replace("$(ROUTE_PASSWORD)", password) for name, value in variables.items()
+    }
+    return (
+        filled
+        | {"POD_NAME": f"{NAME}-0"}
+        | ({"ROUTE_PASSWORD": password} if "ROUTE_PASSWORD" in variables else {})
+    )
 
 
 def test_another_version_of_the_chart_restarts_no_server(tmp_path: Path) -> None:
-    older, newer = (server_of(render("image.tag=a", chart=chart)) for chart in (older_chart(tmp_path), CHART))
+    older, newer = (
+        server_of(render("image.tag=a", chart=chart)) for chart in (older_chart(tmp_path), CHART)
+    )
     assert older["metadata"]["labels"] != newer["metadata"]["labels"]
     assert older["spec"] == newer["spec"]
     assert server_of(render("image.tag=a", "nats.maxPayload=4MB"))["spec"] != newer["spec"]
@@ -48,8 +64,14 @@ def test_the_server_takes_its_configuration(replicas: int, tmp_path: Path) -> No
     documents = render(f"nats.replicas={replicas}")
     secret = trust.auth_secret(f"{NAME}-auth", Key.generate(KeyKind.OPERATOR), {})
     content = {key: base64.b64decode(value).decode() for key, value in secret["data"].items()}
-    (config,) = (each for each in of_kind(documents, "ConfigMap") if each["metadata"]["name"] == NAME)
-    text = config["data"]["nats.conf"].replace("/data", str(tmp_path / "data")).replace("/run/nats", str(tmp_path))
+    (config,) = (
+        each for each in of_kind(documents, "ConfigMap") if each["metadata"]["name"] == NAME
+    )
+    text = (
+        config["data"]["nats.conf"]
+        .replace("/data", str(tmp_path / "data"))
+        .replace("/run/nats", str(tmp_path))
+    )
     (tmp_path / "nats.conf").write_text(text)
     (tmp_path / trust.CONFIG_KEY).write_text(content[trust.CONFIG_KEY])
     variables = environment_of(documents, content[trust.ROUTE_PASSWORD_KEY])
@@ -96,8 +118,16 @@ def test_servers_have_volumes_or_only_a_folder_of_the_pod() -> None:
 
 
 def test_a_cluster_loses_one_server_at_a_time_and_a_single_one_may_be_moved() -> None:
-    assert not [each for each in of_kind(render(), "PodDisruptionBudget") if each["metadata"]["name"] == NAME]
-    (budget,) = (each for each in of_kind(render("nats.replicas=3"), "PodDisruptionBudget") if each["metadata"]["name"] == NAME)
+    assert not [
+        each
+        for each in of_kind(render(), "PodDisruptionBudget")
+        if each["metadata"]["name"] == NAME
+    ]
+    (budget,) = (
+        each
+        for each in of_kind(render("nats.replicas=3"), "PodDisruptionBudget")
+        if each["metadata"]["name"] == NAME
+    )
     assert budget["spec"]["maxUnavailable"] == 1
 
 

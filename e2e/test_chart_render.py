@@ -20,13 +20,25 @@ from pipelinerl_operator.kube import permissions
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "charts" / "pipelinerl"
 GOLDEN = Path(__file__).parent / "golden"
-HELM = Path(os.environ.get("CLUSTER_CACHE", Path.home() / ".cache" / "local-kubernetes")) / "bin" / "helm"
+HELM = (
+    Path(os.environ.get("CLUSTER_CACHE", Path.home() / ".cache" / "local-kubernetes"))
+    / "bin"
+    / "helm"
+)
 NEWEST = kubernetes_validate.latest_version()
 
 VALUES: dict[str, tuple[str, ...]] = {
     "default": (),
-    "namespaced": ("watchNamespaces={team-a,team-b}", "rbac.aggregate=false", "rbac.gangScheduling=false"),
-    "registry": ("image.registry=registry.example.com/rl", "image.tag=1.2.3", "imagePullSecrets[0].name=pull"),
+    "namespaced": (
+        "watchNamespaces={team-a,team-b}",
+        "rbac.aggregate=false",
+        "rbac.gangScheduling=false",
+    ),
+    "registry": (
+        "image.registry=registry.example.com/rl",
+        "image.tag=1.2.3",
+        "imagePullSecrets[0].name=pull",
+    ),
     "external-nats": (
         "nats.enabled=false",
         "externalNats.url=nats://nats.messaging.svc:4222",
@@ -34,7 +46,10 @@ VALUES: dict[str, tuple[str, ...]] = {
         "externalNats.caSecret.name=nats-ca",
     ),
     "nats-cluster": ("nats.replicas=3",),
-    "monitoring": ("metrics.serviceMonitor.enabled=true", "metrics.serviceMonitor.additionalLabels.release=prometheus"),
+    "monitoring": (
+        "metrics.serviceMonitor.enabled=true",
+        "metrics.serviceMonitor.additionalLabels.release=prometheus",
+    ),
     "bare": (
         "pdb.enabled=false",
         "networkPolicy.enabled=false",
@@ -45,22 +60,34 @@ VALUES: dict[str, tuple[str, ...]] = {
 }
 """Value sets by the name of their golden file."""
 
-pytestmark = pytest.mark.skipif(not HELM.exists(), reason=f"no Helm at {HELM}: bash e2e/cluster/tools fetches it")
+pytestmark = pytest.mark.skipif(
+    not HELM.exists(), reason=f"no Helm at {HELM}: bash e2e/cluster/tools fetches it"
+)
 
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(HELM), *arguments], capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(
+        [str(HELM), *arguments], capture_output=True, text=True, check=False, timeout=120
+    )
 
 
 @functools.cache
 def render(
-    *sets: str, release: str = "prl", namespace: str = "rl-system", version: str = "1.36", chart: Path = CHART
+    *sets: str,
+    release: str = "prl",
+    namespace: str = "rl-system",
+    version: str = "1.36",
+    chart: Path = CHART,
 ) -> list[dict[str, Any]]:
     """What `helm template` makes; not to be changed."""
     flags = [flag for each in sets for flag in ("--set", each)]
-    result = helm("template", release, str(chart), "--namespace", namespace, "--kube-version", version, *flags)
+    result = helm(
+        "template", release, str(chart), "--namespace", namespace, "--kube-version", version, *flags
+    )
     assert result.returncode == 0, result.stderr
-    return [document for document in yaml.load_all(result.stdout, Loader=yaml.CSafeLoader) if document]
+    return [
+        document for document in yaml.load_all(result.stdout, Loader=yaml.CSafeLoader) if document
+    ]
 
 
 def refusal(*sets: str) -> str:
@@ -88,18 +115,26 @@ def reviewed(documents: list[dict[str, Any]]) -> list[str]:
     """Names of everything, and the operator's own objects in full, as lines."""
     kinds = ("Deployment", "Role", "ClusterRole", "Service", "NetworkPolicy")
     operator = [each for each in documents if each["kind"] in kinds]
-    text = "\n".join(sorted(map(identity, documents))) + "\n---\n" + yaml.safe_dump_all(operator, sort_keys=False, width=120)
+    text = (
+        "\n".join(sorted(map(identity, documents)))
+        + "\n---\n"
+        + yaml.safe_dump_all(operator, sort_keys=False, width=120)
+    )
     return text.splitlines(keepends=True)
 
 
 @pytest.mark.parametrize("name", VALUES)
 def test_what_is_rendered_is_what_was_reviewed(name: str) -> None:
-    """The default in full, other values by what they change. PIPELINERL_UPDATE_GOLDEN=1 writes the files again."""
+    """The default in full, other values by what they change. PIPELINERL_UPDATE_GOLDEN=1 writes the
+    files again.
+    """
     default = reviewed(render())
     if name == "default":
         file, text = GOLDEN / "chart.yaml", "".join(default)
     else:
-        changes = difflib.unified_diff(default, reviewed(render(*VALUES[name])), "default", name, n=1)
+        changes = difflib.unified_diff(
+            default, reviewed(render(*VALUES[name])), "default", name, n=1
+        )
         file, text = GOLDEN / f"chart-{name}.diff", "".join(changes)
     if os.environ.get("PIPELINERL_UPDATE_GOLDEN"):
         file.parent.mkdir(exist_ok=True)
@@ -110,14 +145,24 @@ def test_what_is_rendered_is_what_was_reviewed(name: str) -> None:
 @pytest.mark.parametrize("name", VALUES)
 def test_everything_rendered_is_valid_for_the_newest_kubernetes(name: str) -> None:
     for document in render(*VALUES[name]):
-        if "monitoring.coreos.com" in document["apiVersion"] or document["kind"] == "CustomResourceDefinition":
+        if (
+            "monitoring.coreos.com" in document["apiVersion"]
+            or document["kind"] == "CustomResourceDefinition"
+        ):
             continue
         kubernetes_validate.validate(document, NEWEST, strict=True)
 
 
-@pytest.mark.parametrize(("version", "expected"), [("1.20", "policy/v1beta1"), ("1.21", "policy/v1"), ("1.36", "policy/v1")])
-def test_disruption_budgets_are_of_the_version_that_the_server_has(version: str, expected: str) -> None:
-    assert {each["apiVersion"] for each in of_kind(render(version=version), "PodDisruptionBudget")} == {expected}
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("1.20", "policy/v1beta1"), ("1.21", "policy/v1"), ("1.36", "policy/v1")],
+)
+def test_disruption_budgets_are_of_the_version_that_the_server_has(
+    version: str, expected: str
+) -> None:
+    assert {
+        each["apiVersion"] for each in of_kind(render(version=version), "PodDisruptionBudget")
+    } == {expected}
 
 
 @pytest.mark.parametrize(
@@ -147,7 +192,9 @@ def test_wrong_values_are_refused_by_name(setting: str, message: str) -> None:
 
 @pytest.mark.parametrize("namespaces", [(), ("watchNamespaces={team-a}",)])
 def test_two_releases_live_in_one_namespace(namespaces: tuple[str, ...]) -> None:
-    first, second = (set(map(identity, render(*namespaces, release=release))) for release in ("one", "two"))
+    first, second = (
+        set(map(identity, render(*namespaces, release=release))) for release in ("one", "two")
+    )
     shared = {each for each in first & second if " CustomResourceDefinition " not in each}
     assert shared == set()
 
@@ -155,7 +202,10 @@ def test_two_releases_live_in_one_namespace(namespaces: tuple[str, ...]) -> None
 def test_releases_of_one_name_in_two_namespaces_share_nothing_cluster_wide() -> None:
     one, two = (render(namespace=namespace) for namespace in ("team-a", "team-b"))
     cluster_wide = {"ClusterRole", "ClusterRoleBinding"}
-    first, second = ({identity(each) for each in documents if each["kind"] in cluster_wide} for documents in (one, two))
+    first, second = (
+        {identity(each) for each in documents if each["kind"] in cluster_wide}
+        for documents in (one, two)
+    )
     assert first
     assert first.isdisjoint(second)
 
@@ -175,9 +225,17 @@ def wanted(*tables: tuple[permissions.Permission, ...]) -> dict[tuple[str, str],
 
 def test_the_operators_rights_are_those_that_its_code_uses() -> None:
     documents = render()
-    roles = {each["metadata"]["name"]: each["rules"] for each in documents if each["kind"] in ("Role", "ClusterRole")}
-    own = [rule for name, rules in roles.items() if not name.startswith("rl-system-") for rule in rules]
-    assert rights(roles["rl-system-prl-pipelinerl"]) == wanted(permissions.JOB_NAMESPACES, permissions.GANG_NAMESPACES)
+    roles = {
+        each["metadata"]["name"]: each["rules"]
+        for each in documents
+        if each["kind"] in ("Role", "ClusterRole")
+    }
+    own = [
+        rule for name, rules in roles.items() if not name.startswith("rl-system-") for rule in rules
+    ]
+    assert rights(roles["rl-system-prl-pipelinerl"]) == wanted(
+        permissions.JOB_NAMESPACES, permissions.GANG_NAMESPACES
+    )
     assert rights(own) == wanted(permissions.OWN_NAMESPACE)
 
 
@@ -187,12 +245,18 @@ def test_an_operator_of_some_namespaces_has_no_right_in_others() -> None:
     roles = [each for each in of_kind(documents, "Role") if "namespace" in each["metadata"]]
     assert sorted(each["metadata"]["namespace"] for each in roles) == ["team-a", "team-b"]
     for role in roles:
-        assert rights(role["rules"]) == wanted(permissions.JOB_NAMESPACES, permissions.GANG_NAMESPACES)
+        assert rights(role["rules"]) == wanted(
+            permissions.JOB_NAMESPACES, permissions.GANG_NAMESPACES
+        )
 
 
 def test_every_pod_is_restricted() -> None:
     documents = render()
-    pods = [each["spec"]["template"]["spec"] for each in documents if each["kind"] in ("Deployment", "StatefulSet")]
+    pods = [
+        each["spec"]["template"]["spec"]
+        for each in documents
+        if each["kind"] in ("Deployment", "StatefulSet")
+    ]
     pods += [each["spec"] for each in of_kind(documents, "Pod")]
     assert len(pods) >= 2
     for pod in pods:
@@ -224,11 +288,15 @@ def test_every_value_is_described_in_the_readme() -> None:
 
     described: set[str] = set()
     before = ""
-    for name in re.findall(r"`([A-Za-z.]+)`", readme):  # `.labels` stands beside the value before it
+    for name in re.findall(
+        r"`([A-Za-z.]+)`", readme
+    ):  # `.labels` stands beside the value before it
         before = before.rpartition(".")[0] + name if name.startswith(".") else name
         described.add(before)
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     missing = [
-        path for path in leaves("", values) if not any(path == each or path.startswith(f"{each}.") for each in described)
+        path
+        for path in leaves("", values)
+        if not any(path == each or path.startswith(f"{each}.") for each in described)
     ]
     assert missing == []

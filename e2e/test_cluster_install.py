@@ -25,12 +25,16 @@ def arithmetic(cluster: Cluster, new_namespace: Callable[[str], str]) -> Iterato
 
 
 def test_helm_test_finds_the_release_well(cluster: Cluster, release: Release) -> None:
-    output = cluster.helm("test", "prl", "--namespace", NAMESPACE, "--logs", "--timeout", "150s", check=False)
+    output = cluster.helm(
+        "test", "prl", "--namespace", NAMESPACE, "--logs", "--timeout", "150s", check=False
+    )
     assert output.count("ok    ") == 4, output
     assert "WRONG" not in output
 
 
-def test_one_replica_of_the_operator_leads_and_both_are_ready(cluster: Cluster, release: Release) -> None:
+def test_one_replica_of_the_operator_leads_and_both_are_ready(
+    cluster: Cluster, release: Release
+) -> None:
     leader = release.leader()
     pods = release.pods("app.kubernetes.io/component=operator")
     assert len(pods) == 2
@@ -39,22 +43,43 @@ def test_one_replica_of_the_operator_leads_and_both_are_ready(cluster: Cluster, 
 
 
 def test_kubectl_explains_the_job(cluster: Cluster, release: Release, tmp_path: Path) -> None:
-    fresh = ("--cache-dir", str(tmp_path))  # `explain` believes a cache from before the installation
+    fresh = (
+        "--cache-dir",
+        str(tmp_path),
+    )  # `explain` believes a cache from before the installation
     assert "Optimizer steps" in cluster.kubectl("explain", "prl.spec.algorithm.steps", *fresh)
     assert "One word for people" in cluster.kubectl("explain", "prl.status.phase", *fresh)
 
 
 def test_the_pods_of_a_job_are_restricted(arithmetic: ClusterJob) -> None:
-    pods = wait_for("three pods", lambda: found if len(found := arithmetic.pods()) == 3 else None, 60, arithmetic.pods)
+    pods = wait_for(
+        "three pods",
+        lambda: found if len(found := arithmetic.pods()) == 3 else None,
+        60,
+        arithmetic.pods,
+    )
     for pod in pods:
         assert violations(pod["spec"]) == []
 
 
 def violations(spec: dict[str, Any]) -> list[str]:
     """What the pod security level `restricted` would refuse."""
-    found = [f"{field} is set" for field in ("hostNetwork", "hostPID", "hostIPC") if spec.get(field)]
-    allowed = {"configMap", "secret", "emptyDir", "persistentVolumeClaim", "projected", "downwardAPI", "csi", "ephemeral"}
-    found += [f"volume {each['name']}" for each in spec.get("volumes", []) if not allowed & set(each)]
+    found = [
+        f"{field} is set" for field in ("hostNetwork", "hostPID", "hostIPC") if spec.get(field)
+    ]
+    allowed = {
+        "configMap",
+        "secret",
+        "emptyDir",
+        "persistentVolumeClaim",
+        "projected",
+        "downwardAPI",
+        "csi",
+        "ephemeral",
+    }
+    found += [
+        f"volume {each['name']}" for each in spec.get("volumes", []) if not allowed & set(each)
+    ]
     if spec.get("automountServiceAccountToken", True):
         found.append("a token of the API server is mounted")
     for container in [*spec["containers"], *spec.get("initContainers", [])]:
@@ -64,7 +89,9 @@ def violations(spec: dict[str, Any]) -> list[str]:
             found.append(f"{name}: privileges")
         if not security.get("runAsNonRoot") or security.get("runAsUser") == 0:
             found.append(f"{name}: root")
-        if security.get("capabilities", {}).get("drop") != ["ALL"] or security["capabilities"].get("add"):
+        if security.get("capabilities", {}).get("drop") != ["ALL"] or security["capabilities"].get(
+            "add"
+        ):
             found.append(f"{name}: capabilities")
         if security.get("seccompProfile", {}).get("type") != "RuntimeDefault":
             found.append(f"{name}: seccomp")
@@ -89,7 +116,17 @@ def test_the_example_job_learns_and_succeeds(arithmetic: ClusterJob) -> None:
 
 def test_kubectl_get_shows_how_the_job_went(arithmetic: ClusterJob) -> None:
     header, row = arithmetic.kubectl("get", "prl").splitlines()
-    assert header.split() == ["NAME", "PHASE", "STEP", "REWARD", "LAG", "ACTORS", "TRAINERS", "RESTARTS", "AGE"]
+    assert header.split() == [
+        "NAME",
+        "PHASE",
+        "STEP",
+        "REWARD",
+        "LAG",
+        "ACTORS",
+        "TRAINERS",
+        "RESTARTS",
+        "AGE",
+    ]
     name, phase, step, reward, *_ = row.split()
     assert (name, phase, step) == ("arithmetic", "Succeeded", "60")
     assert float(reward) >= 0.8

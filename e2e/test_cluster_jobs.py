@@ -1,4 +1,6 @@
-"""On a real cluster: jobs that are refused, that end, that live beside others, and namespaces that go."""
+"""On a real cluster: jobs that are refused, that end, that live beside others, and namespaces that
+go.
+"""
 
 import re
 from collections.abc import Callable
@@ -20,11 +22,15 @@ def namespace(new_namespace: Callable[[str], str]) -> str:
 
 @pytest.fixture(scope="module")
 def pair(namespace: str, new_job: Callable[..., ClusterJob]) -> tuple[ClusterJob, ClusterJob]:
-    """Two short jobs that run at once. The first one trains adapters and is evaluated; the second one goes by itself."""
+    """Two short jobs that run at once. The first one trains adapters and is evaluated; the second
+    one goes by itself.
+    """
     held_out = {"name": "held-out", "path": ARITHMETIC_TASK, "numPrompts": 8, "args": {"digits": 1}}
     evaluation = {"everySteps": 5, "sets": [held_out], "timeoutSeconds": 300}
     adapted = {"adapter": {"rank": 4, "alpha": 8}}
-    kept = new_job("kept", namespace, steps=3, cleanPodPolicy="None", model=adapted, evaluation=evaluation)
+    kept = new_job(
+        "kept", namespace, steps=3, cleanPodPolicy="None", model=adapted, evaluation=evaluation
+    )
     gone = new_job("gone", namespace, steps=3, ttlSecondsAfterFinished=20)
     return kept.apply(), gone.apply()
 
@@ -36,13 +42,18 @@ def test_a_spec_that_contradicts_itself_is_refused_in_words_and_creates_nothing(
     job.wait_for_phase("Invalid", timeout_s=60)
     condition = job.condition("Provisioned")
     assert (condition["status"], condition["reason"]) == ("False", "InvalidSpec")
-    assert "trainers.microBatchTokens=16 cannot hold one trajectory of model.maxModelLen=64 tokens" in condition["message"]
+    assert (
+        "trainers.microBatchTokens=16 cannot hold one trajectory of model.maxModelLen=64 tokens"
+        in condition["message"]
+    )
     assert "InvalidSpec" in job.events()
     assert job.pods() == []
     job.delete()
 
 
-def test_a_spec_of_the_wrong_shape_is_refused_by_the_server(namespace: str, new_job: Callable[..., ClusterJob]) -> None:
+def test_a_spec_of_the_wrong_shape_is_refused_by_the_server(
+    namespace: str, new_job: Callable[..., ClusterJob]
+) -> None:
     job = new_job("shape", namespace, actors={"replicas": "many"})
     with pytest.raises(AssertionError, match=r"spec\.actors\.replicas"):
         job.apply()
@@ -52,7 +63,9 @@ def test_a_spec_of_the_wrong_shape_is_refused_by_the_server(namespace: str, new_
 def test_a_pod_template_that_the_server_refuses_is_told_in_its_words(
     namespace: str, new_job: Callable[..., ClusterJob]
 ) -> None:
-    template = {"spec": {"containers": [{"name": "trainer", "resources": {"requests": {"cpu": "-1"}}}]}}
+    template = {
+        "spec": {"containers": [{"name": "trainer", "resources": {"requests": {"cpu": "-1"}}}]}
+    }
     job = new_job("template", namespace, trainers={"podTemplate": template}).apply()
     job.wait_for_phase("Invalid", timeout_s=60)
     condition = job.condition("Provisioned")
@@ -77,7 +90,9 @@ def test_two_jobs_in_one_namespace_both_succeed(pair: tuple[ClusterJob, ClusterJ
     assert gone.object is None or gone.phase == "Succeeded"
 
 
-def test_the_last_step_of_a_job_with_adapters_is_evaluated(pair: tuple[ClusterJob, ClusterJob]) -> None:
+def test_the_last_step_of_a_job_with_adapters_is_evaluated(
+    pair: tuple[ClusterJob, ClusterJob],
+) -> None:
     """After `test_two_jobs_in_one_namespace_both_succeed`."""
     kept, _ = pair
     (evaluator,) = kept.pods("evaluator")
@@ -88,7 +103,9 @@ def test_the_last_step_of_a_job_with_adapters_is_evaluated(pair: tuple[ClusterJo
     assert re.fullmatch(r"step 3: held-out pass@1 \S.*", told["Evaluated"][0]), told["Evaluated"]
 
 
-def test_a_finished_job_is_removed_after_its_time_and_another_one_stays(pair: tuple[ClusterJob, ClusterJob]) -> None:
+def test_a_finished_job_is_removed_after_its_time_and_another_one_stays(
+    pair: tuple[ClusterJob, ClusterJob],
+) -> None:
     kept, gone = pair
     wait_for("removal", lambda: gone.object is None and not gone.pods(), 400, lambda: gone.status)
     assert kept.phase == "Succeeded"

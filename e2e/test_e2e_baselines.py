@@ -14,7 +14,15 @@ from experiments.baseline import targets
 from experiments.baseline.cores import CoreUse, between, measure
 from experiments.baseline.numbers import Overlap, Ratio, paired_ratio
 from experiments.baseline.report import Report
-from experiments.baseline.runs import SEARCH_SEED, Experiment, Plan, Setting, best_conventional, place, rotated
+from experiments.baseline.runs import (
+    SEARCH_SEED,
+    Experiment,
+    Plan,
+    Setting,
+    best_conventional,
+    place,
+    rotated,
+)
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import load_job
 from up_run import ARITHMETIC
@@ -27,7 +35,9 @@ WAIT_SHARE = 0.6
 
 
 def make_up(plan: Plan, root: Path, seed: int, setting: Setting) -> None:
-    """A run in place of a real one: the mean of five rewards is over 0.8 from step 11 on; with G = 8 they fall again."""
+    """A run in place of a real one: the mean of five rewards is over 0.8 from step 11 on; with G =
+    8 they fall again.
+    """
     root.mkdir(parents=True)
     job = load_job(Path(plan.job), [f"seed={seed}", *setting.overrides])
     (root / "job.yaml").write_text(job.model_dump_json(by_alias=True, exclude_none=True))
@@ -56,12 +66,19 @@ def make_up(plan: Plan, root: Path, seed: int, setting: Setting) -> None:
             )
         )
     (root / "metrics.jsonl").write_text("\n".join(records) + "\n")
-    uses = [CoreUse(1000 + t, {"trainer": 0.5 * t, "generator": t, "up": 0.0}, 1.55 * t) for t in range(60)]
-    root.with_name(f"{root.name}.cores.jsonl").write_text("".join(use.to_json() + "\n" for use in uses))
+    uses = [
+        CoreUse(1000 + t, {"trainer": 0.5 * t, "generator": t, "up": 0.0}, 1.55 * t)
+        for t in range(60)
+    ]
+    root.with_name(f"{root.name}.cores.jsonl").write_text(
+        "".join(use.to_json() + "\n" for use in uses)
+    )
 
 
 def record(role: str, time: float, step: int, **values: float) -> str:
-    return json.dumps({"role": role, "instance": f"{role}-0", "time": time, "step": step, "values": values})
+    return json.dumps(
+        {"role": role, "instance": f"{role}-0", "time": time, "step": step, "values": values}
+    )
 
 
 @pytest.fixture
@@ -70,7 +87,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_search_takes_the_fastest_that_does_not_collapse_and_every_seed_runs_all_settings(folder: Path) -> None:
+def test_search_takes_the_fastest_that_does_not_collapse_and_every_seed_runs_all_settings(
+    folder: Path,
+) -> None:
     """G = 8 comes to the goal first and collapses; two threads make each step twice as long here."""
     assert best_conventional(folder, PLAN) == Setting(4, threads=1)
     runs = sorted(str(path.parent.relative_to(folder)) for path in folder.glob("*/*/metrics.jsonl"))
@@ -79,17 +98,28 @@ def test_search_takes_the_fastest_that_does_not_collapse_and_every_seed_runs_all
         "search/conventional-4",
         "search/conventional-4-threads-2",
         "search/conventional-8",
-        *(f"seed-{seed}/{name}" for seed in (1, 2) for name in ("conventional-1", "conventional-4", "in-flight")),
+        *(
+            f"seed-{seed}/{name}"
+            for seed in (1, 2)
+            for name in ("conventional-1", "conventional-4", "in-flight")
+        ),
     ]
 
 
 def test_all_cores_for_each_process_are_taken_where_they_are_faster(tmp_path: Path) -> None:
     def carry_out(plan: Plan, root: Path, seed: int, setting: Setting) -> None:
-        make_up(plan, root, seed, replace(setting, num_steps=None, threads=1) if setting.threads == 2 else setting)
+        make_up(
+            plan,
+            root,
+            seed,
+            replace(setting, num_steps=None, threads=1) if setting.threads == 2 else setting,
+        )
 
     Experiment(tmp_path, PLAN, lambda text: None, carry_out).run()
     assert best_conventional(tmp_path, PLAN) == Setting(4, threads=2)
-    assert place(tmp_path, 1, Setting(1, threads=2)).is_dir(), "the strictly on-policy runs take the same"
+    assert place(tmp_path, 1, Setting(1, threads=2)).is_dir(), (
+        "the strictly on-policy runs take the same"
+    )
 
 
 def test_finished_runs_are_kept_and_unfinished_ones_made_again(folder: Path) -> None:
@@ -106,7 +136,9 @@ def test_finished_runs_are_kept_and_unfinished_ones_made_again(folder: Path) -> 
     assert made == [(2, "in-flight")]
     assert sum("is there already" in line for line in said) == 9
     (told,) = [line for line in said if "seed-2/in-flight:" in line]
-    assert "20 steps in 24 s of training, reward 0.8 after 13 s, at the end 0.900" in told  # 11 steps of 1.2 s
+    assert (
+        "20 steps in 24 s of training, reward 0.8 after 13 s, at the end 0.900" in told
+    )  # 11 steps of 1.2 s
 
 
 def test_another_experiment_is_not_mixed_into_a_folder(folder: Path) -> None:
@@ -115,7 +147,9 @@ def test_another_experiment_is_not_mixed_into_a_folder(folder: Path) -> None:
 
 
 def test_search_in_which_nothing_comes_to_the_goal_says_what_to_change(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"--conventional 1,4,8: none comes to a reward of 0\.95 in 20 steps"):
+    with pytest.raises(
+        SettingsError, match=r"--conventional 1,4,8: none comes to a reward of 0\.95 in 20 steps"
+    ):
         Experiment(tmp_path, replace(PLAN, goal=0.95), lambda text: None, make_up).run()
 
 
@@ -125,18 +159,33 @@ def test_report_tells_targets_ratios_and_what_bounds_them(folder: Path) -> None:
     ratio = document["ratios"]["conventional-4"]["time to goal"]
     # 11 steps of 2.1 and 2.2 s against 11 of 1.1 and 1.2 s
     assert ratio["value"] == pytest.approx(4.3 / 2.3)
-    assert (ratio["low"], ratio["high"], ratio["num_pairs"]) == (pytest.approx(2.2 / 1.2), pytest.approx(2.1 / 1.1), 2)
+    assert (ratio["low"], ratio["high"], ratio["num_pairs"]) == (
+        pytest.approx(2.2 / 1.2),
+        pytest.approx(2.1 / 1.1),
+        2,
+    )
     assert [target["is_met"] for target in document["targets"]] == [True, True, True]
     bound = document["overlap"]
-    assert (bound["generation_s"], bound["training_s"]) == (pytest.approx(0.6 * 2.15), pytest.approx(0.4 * 2.15))
+    assert (bound["generation_s"], bound["training_s"]) == (
+        pytest.approx(0.6 * 2.15),
+        pytest.approx(0.4 * 2.15),
+    )
     assert bound["core_seconds"] == pytest.approx(1.5 * 1.15)
     assert bound["speed_up"] == pytest.approx(1 / 0.6)
     text = report.markdown()
-    assert "| time to the goal, conventional / in-flight | at least 1.5 | 1.87 (1.83 to 1.91, 2 seeds) | met |" in text
-    assert "| trajectories to the goal, in-flight / conventional | at most 1.1 | 1.00 (1.00 to 1.00, 2 seeds) | met |" in text
+    assert (
+        "| time to the goal, conventional / in-flight | at least 1.5 | 1.87 (1.83 to 1.91, 2 "
+        "seeds) | met |" in text
+    )
+    assert (
+        "| trajectories to the goal, in-flight / conventional | at most 1.1 | 1.00 (1.00 to 1.00, "
+        "2 seeds) | met |" in text
+    )
     assert "| cores in use, generator | 1.00 | 1.00 | 1.00 |" in text
     assert "| conventional-8 | 16.5 | 44 | 0.100 | 0.7000 | no | 12.0 |" in text
-    assert "| conventional-4-threads-2 | - | - | 0.650 | 0.9600 | - | 32.0 |" in text, "a trial of 8 steps, of 4 s each"
+    assert "| conventional-4-threads-2 | - | - | 0.650 | 0.9600 | - | 32.0 |" in text, (
+        "a trial of 8 steps, of 4 s each"
+    )
     assert "Disturbed" not in text, "0.05 cores of others are not worth a word"
 
 
@@ -150,7 +199,10 @@ def test_report_draws_each_setting_with_its_band(folder: Path) -> None:
         "ess",
         "tokens-per-second",
     ]
-    drawn = [element.attrib.get("class") for element in ElementTree.fromstring(pictures["reward-over-time"]).iter()]
+    drawn = [
+        element.attrib.get("class")
+        for element in ElementTree.fromstring(pictures["reward-over-time"]).iter()
+    ]
     assert [drawn.count(f"band c{colour}") for colour in range(3)] == [1, 1, 1]
 
 
@@ -166,7 +218,9 @@ def test_paired_ratio_by_hand() -> None:
     """The resampled pairs are the first twice, the second twice, or both: ratios 2, 1 and 1.2."""
     ratio = paired_ratio([2.0, 4.0], [1.0, 4.0])
     assert ratio is not None
-    assert (ratio.value, ratio.low, ratio.high, ratio.num_pairs) == pytest.approx((1.2, 1.0, 2.0, 2))
+    assert (ratio.value, ratio.low, ratio.high, ratio.num_pairs) == pytest.approx(
+        (1.2, 1.0, 2.0, 2)
+    )
     assert paired_ratio([3.0, None, 5.0], [2.0, 1.0, None]) == Ratio(1.5, 1.5, 1.5, 1)
     assert paired_ratio([None], [1.0]) is None
 
@@ -192,13 +246,19 @@ def test_ess_is_measured_by_small_g_alone(folder: Path) -> None:
     report = Report.of(folder)
     mine = report.in_flight.numbers
     theirs = [(arm.setting.num_steps or 0, run) for arm in report.searched for run in arm.numbers]
-    assert targets.ess(mine, theirs, 1).wanted == "at least 0.9600, the least of conventional G up to 4 (to 1.0000)"
+    assert (
+        targets.ess(mine, theirs, 1).wanted
+        == "at least 0.9600, the least of conventional G up to 4 (to 1.0000)"
+    )
     assert targets.ess(mine, theirs, 8).wanted.startswith("at least 0.7000")
     assert not targets.ess([replace(mine[0], ess_mean=0.95)], theirs, 4).is_met
 
 
 def test_core_use_between_two_moments_by_hand() -> None:
-    uses = [CoreUse(100, {"trainer": 5.0}, 50.0), CoreUse(104, {"trainer": 7.0, "generator": 4.0}, 58.0)]
+    uses = [
+        CoreUse(100, {"trainer": 5.0}, 50.0),
+        CoreUse(104, {"trainer": 7.0, "generator": 4.0}, 58.0),
+    ]
     used = between(uses)
     assert used is not None
     assert (used.by_role, used.others) == ({"trainer": 0.5, "generator": 1.0}, 0.5)
@@ -206,9 +266,13 @@ def test_core_use_between_two_moments_by_hand() -> None:
 
 
 def test_core_use_of_a_process_that_works_is_told_by_its_name() -> None:
-    program = "import time\nwhile time.process_time() < 0.3: pass\nprint('done', flush=True)\ninput()"
+    program = (
+        "import time\nwhile time.process_time() < 0.3: pass\nprint('done', flush=True)\ninput()"
+    )
     command = [sys.executable, "-c", program, "--name", "generator-0-0"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "done\n"
         use = measure(os.getpid(), now=5.0)

@@ -20,7 +20,11 @@ ELASTIC = (
     *("--set", "algorithm.groupsPerStep=8"),
     *("--set", "staleness={policy: slack, eta: 2}"),
     # Whatever the machine's balance is, an actor that may come does.
-    *("--set", "autoscale={enabled: true, schedule: hybrid, exploreSteps: 6, periodSteps: 6, lowRatio: 0.01, highRatio: 0.02}"),
+    *(
+        "--set",
+        "autoscale={enabled: true, schedule: hybrid, exploreSteps: 6, periodSteps: 6, lowRatio: "
+        "0.01, highRatio: 0.02}",
+    ),
 )
 LAG_BOUND = 2
 """Of the policy slack with eta=2."""
@@ -35,29 +39,46 @@ def lives(run: Run, name: str) -> list[list[tuple[int, str]]]:
     """Updates (version, checksum) that a generator took, by its starts."""
     log = (run.output / "logs" / f"{name}.log").read_text()
     by_life = log.split(f"Z {name} starts\n")[1:]
-    return [[(int(version), checksum) for version, checksum in UPDATE.findall(life)] for life in by_life]
+    return [
+        [(int(version), checksum) for version, checksum in UPDATE.findall(life)] for life in by_life
+    ]
 
 
 def published_groups(run: Run, name: str) -> list[float]:
     """A counter of the actor, record by record."""
-    return [each["values"]["groups_published_total"] for each in run.records if each["instance"] == name]
+    return [
+        each["values"]["groups_published_total"] for each in run.records if each["instance"] == name
+    ]
 
 
-def test_an_actor_leaves_and_another_joins_while_training_goes_on(new_run: Callable[..., Run]) -> None:
+def test_an_actor_leaves_and_another_joins_while_training_goes_on(
+    new_run: Callable[..., Run],
+) -> None:
     run = new_run("elastic", *ELASTIC).start()
-    run.wait_until(lambda: "actors 1 -> 2: trainers wait for samples" in run.terminal, "the choice of a second actor")
+    run.wait_until(
+        lambda: "actors 1 -> 2: trainers wait for samples" in run.terminal,
+        "the choice of a second actor",
+    )
     gone = published_groups(run, "actor-1")
-    run.wait_until(lambda: published_groups(run, "actor-1")[len(gone) :][-1:] > [4.0], "groups of the newcomer")
+    run.wait_until(
+        lambda: published_groups(run, "actor-1")[len(gone) :][-1:] > [4.0], "groups of the newcomer"
+    )
     run.wait_for_step(len(run.steps) + 4)  # what it has published is trained
     run.signal(signal.SIGINT)
     assert run.wait(120) == 130, run.terminal[-4000:]
     assert_ended_without_leftovers(run)
 
     # what was chosen, and that nothing but the actor that went was touched
-    assert re.findall(r"^actors \d -> \d", run.terminal, re.MULTILINE) == ["actors 2 -> 1", "actors 1 -> 2"]
+    assert re.findall(r"^actors \d -> \d", run.terminal, re.MULTILINE) == [
+        "actors 2 -> 1",
+        "actors 1 -> 2",
+    ]
     assert gone[-1] > 0, "the first one had a part in it"
     assert run.summary["restarts"] == 0
-    stay, come = ("trainer-0", "preprocessor-0", "actor-0", "generator-0-0"), ("actor-1", "generator-1-0")
+    stay, come = (
+        ("trainer-0", "preprocessor-0", "actor-0", "generator-0-0"),
+        ("actor-1", "generator-1-0"),
+    )
     assert [starts(run, name) for name in (*stay, *come)] == [1, 1, 1, 1, 2, 2]
 
     # nothing is lost, and nothing counts twice
@@ -68,8 +89,14 @@ def test_an_actor_leaves_and_another_joins_while_training_goes_on(new_run: Calla
     trained = {group["group_id"] for line in run.trained for group in line["groups"]}
     assert len(set(admitted)) == len(admitted)
     assert trained <= set(admitted)
-    dropped = {reason: count for reason, count in run.summary["dropped_groups"].items() if reason != "zero_advantage"}
-    assert set(dropped) <= {"stale", "cancelled"}, "an actor that leaves hands back what it has begun"
+    dropped = {
+        reason: count
+        for reason, count in run.summary["dropped_groups"].items()
+        if reason != "zero_advantage"
+    }
+    assert set(dropped) <= {"stale", "cancelled"}, (
+        "an actor that leaves hands back what it has begun"
+    )
     assert set(run.summary["rollout_errors"]) <= {"generator_away"}, "it is not ready at once"
     assert main(["replay", str(run.output)]) == 0
 

@@ -1,4 +1,6 @@
-"""The KL study on a small scale, with real engines and real updates: the orderings that the paper finds (section 5.1)."""
+"""The KL study on a small scale, with real engines and real updates: the orderings that the paper
+finds (section 5.1).
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -34,14 +36,22 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def course(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Course:
-    recipe = Recipe(SCHEDULE.num_tokens, max(STARTS) + SCHEDULE.max_lag, groups=4, base_steps=200, base_tokens=48)
+    recipe = Recipe(
+        SCHEDULE.num_tokens,
+        max(STARTS) + SCHEDULE.max_lag,
+        groups=4,
+        base_steps=200,
+        base_tokens=48,
+    )
     *_, course = train(recipe, tmp_path_factory.mktemp("base"))
     return course
 
 
 @pytest.fixture(scope="module")
 def results(course: Course) -> list[Result]:
-    return asyncio.run(study_all(Flags("transformers", STARTS, SCHEDULE, NUM_SEQUENCES, seed=0), course))
+    return asyncio.run(
+        study_all(Flags("transformers", STARTS, SCHEDULE, NUM_SEQUENCES, seed=0), course)
+    )
 
 
 def means(estimates: list[Estimate]) -> list[float]:
@@ -49,7 +59,9 @@ def means(estimates: list[Estimate]) -> list[float]:
 
 
 def test_without_lag_there_is_no_divergence(results: list[Result]) -> None:
-    """The engine's own distributions, token by token with a cache, against one forward of the same weights."""
+    """The engine's own distributions, token by token with a cache, against one forward of the same
+    weights.
+    """
     for result in results:
         for method, estimates in result.by_lag.items():
             assert abs(estimates[0].mean) < 1e-10, method
@@ -63,7 +75,9 @@ def test_conventional_divergence_grows_with_lag(results: list[Result]) -> None:
 
 
 @pytest.mark.parametrize("method", [KEPT, RECOMPUTED])
-def test_in_flight_stays_closer_than_conventional_sampling_of_the_same_lag(results: list[Result], method: str) -> None:
+def test_in_flight_stays_closer_than_conventional_sampling_of_the_same_lag(
+    results: list[Result], method: str
+) -> None:
     for result in results:
         for lag in range(1, SCHEDULE.max_lag + 1):
             assert result.by_lag[method][lag].mean < result.by_lag[CONVENTIONAL][lag].mean, lag
@@ -74,7 +88,9 @@ def test_in_flight_stays_closer_than_conventional_sampling_of_the_same_lag(resul
 def test_old_kv_is_only_a_little_worse_than_recomputed_kv(results: list[Result]) -> None:
     """What it adds is less than half of what in-flight updates save."""
     for result in results:
-        kept, recomputed, conventional = (result.by_lag[each][-1].mean for each in (KEPT, RECOMPUTED, CONVENTIONAL))
+        kept, recomputed, conventional = (
+            result.by_lag[each][-1].mean for each in (KEPT, RECOMPUTED, CONVENTIONAL)
+        )
         assert abs(kept - recomputed) < 0.5 * (conventional - recomputed)
 
 
@@ -85,11 +101,15 @@ def test_in_flight_the_first_tokens_are_the_farthest_from_on_policy(results: lis
             assert sum(blocks[:2]) > 2 * sum(blocks[-2:])
 
 
-async def test_weights_change_after_the_chosen_tokens_and_the_samples_are_the_same_every_time(course: Course) -> None:
+async def test_weights_change_after_the_chosen_tokens_and_the_samples_are_the_same_every_time(
+    course: Course,
+) -> None:
     studied = StudiedTransformers(course, max_running=4)
     prompts_NP = make_prompts(2, torch.Generator().manual_seed(5))
     async with studied.running():
-        first, again = [await studied.sample(prompts_NP, 12, 3, (5, 6, 10), KVCache.KEEP) for _ in range(2)]
+        first, again = [
+            await studied.sample(prompts_NP, 12, 3, (5, 6, 10), KVCache.KEEP) for _ in range(2)
+        ]
     assert first.versions_NT.tolist() == [[3] * 5 + [4] + [5] * 4 + [6] * 2] * 2
     assert first.swaps() == [5, 6, 10]
     assert torch.equal(first.ids_NS, again.ids_NS)
@@ -97,7 +117,9 @@ async def test_weights_change_after_the_chosen_tokens_and_the_samples_are_the_sa
 
 
 async def test_old_kv_is_old_and_recomputed_kv_is_that_of_the_new_weights(course: Course) -> None:
-    """The distributions of the tokens after a swap are those of a plain forward exactly where KV was recomputed."""
+    """The distributions of the tokens after a swap are those of a plain forward exactly where KV
+    was recomputed.
+    """
     studied = StudiedTransformers(course, max_running=4)
     prompts_NP = make_prompts(2, torch.Generator().manual_seed(5))
     async with studied.running():
@@ -113,8 +135,12 @@ async def test_old_kv_is_old_and_recomputed_kv_is_that_of_the_new_weights(course
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")  # of vLLM's imports
 async def test_vllm_is_studied_too_and_tells_when_its_weights_changed(tmp_path: Path) -> None:
-    """As above, by the sampled tokens. It goes on while it is told to stop, so the change is never early."""
-    recipe = Recipe(480, num_steps=1, groups=1, group_size=2, learning_rate=1e-2, base_steps=1, base_tokens=8)
+    """As above, by the sampled tokens. It goes on while it is told to stop, so the change is never
+    early.
+    """
+    recipe = Recipe(
+        480, num_steps=1, groups=1, group_size=2, learning_rate=1e-2, base_steps=1, base_tokens=8
+    )
     *_, course = train(recipe, tmp_path)
     studied = StudiedVllm(course, max_running=4)
     prompts_NP = make_prompts(2, torch.Generator().manual_seed(5))
@@ -126,14 +152,18 @@ async def test_vllm_is_studied_too_and_tells_when_its_weights_changed(tmp_path: 
             assert samples.swaps()[0] >= 8
             for version in (0, 1):
                 await studied.compare_with(version)
-                divergences[kv_cache, version] = (await studied.divergence(samples))[samples.versions_NT == version]
+                divergences[kv_cache, version] = (await studied.divergence(samples))[
+                    samples.versions_NT == version
+                ]
     assert divergences[KVCache.KEEP, 0].max() < 1e-8
     assert divergences[KVCache.RECOMPUTE, 0].max() < 1e-8
     assert divergences[KVCache.RECOMPUTE, 1].max() < 1e-8
     assert divergences[KVCache.KEEP, 1].mean() > 1e-6
 
 
-async def test_the_estimate_from_sampled_tokens_agrees_with_the_exact_divergence(course: Course) -> None:
+async def test_the_estimate_from_sampled_tokens_agrees_with_the_exact_divergence(
+    course: Course,
+) -> None:
     studied = StudiedTransformers(course, max_running=16)
     prompts_NP = make_prompts(16, torch.Generator().manual_seed(5))
     async with studied.running():
@@ -142,15 +172,21 @@ async def test_the_estimate_from_sampled_tokens_agrees_with_the_exact_divergence
         exact = Estimate.of(await studied.divergence(samples)).mean
         target_NTV = studied.target(samples.ids_NS)
     sampled_NT1 = samples.ids_NS[:, PERIOD:, None]
-    estimate = Estimate.of(divergence.k3(samples.logprobs_NT, target_NTV.gather(2, sampled_NT1)[:, :, 0]))
+    estimate = Estimate.of(
+        divergence.k3(samples.logprobs_NT, target_NTV.gather(2, sampled_NT1)[:, :, 0])
+    )
     assert estimate.low < exact < estimate.high
     assert estimate.high - estimate.low < exact
 
 
 def test_divergences_by_hand() -> None:
-    """mu = (1/2, 1/2), pi = (1/4, 3/4): KL = ln 2 - ln 3 / 2; k3 of the first token is 1/2 - 1 + ln 2."""
+    """mu = (1/2, 1/2), pi = (1/4, 3/4): KL = ln 2 - ln 3 / 2; k3 of the first token is 1/2 - 1 + ln
+    2.
+    """
     mu, pi = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()
-    assert divergence.exact(mu[None, None], pi[None, None]).item() == pytest.approx(0.143841, abs=1e-6)
+    assert divergence.exact(mu[None, None], pi[None, None]).item() == pytest.approx(
+        0.143841, abs=1e-6
+    )
     k3 = [divergence.k3(mu[token, None, None], pi[token, None, None]).item() for token in (0, 1)]
     assert k3 == pytest.approx([0.193147, 0.094535], abs=1e-6)
     assert sum(k3) / 2 == pytest.approx(0.143841, abs=1e-6)

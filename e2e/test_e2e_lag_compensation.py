@@ -1,4 +1,6 @@
-"""The experiment's small policy learns with every algorithm, and compensations of lag do nothing where there is none."""
+"""The experiment's small policy learns with every algorithm, and compensations of lag do nothing
+where there is none.
+"""
 
 from collections.abc import Iterator
 
@@ -22,7 +24,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_named_algorithm_learns(name: str) -> None:
-    options = {"loss": name, "dropZeroAdvantage": False} | ({"baseline": "mean"} if name == "ppo" else {})
+    options = {"loss": name, "dropZeroAdvantage": False} | (
+        {"baseline": "mean"} if name == "ppo" else {}
+    )
     run = train(options, lag=2, rate=RATES[1], seed=0, steps=STEPS)
     assert run.steps_to_goal is not None, run
 
@@ -35,4 +39,6 @@ def test_the_task_does_not_teach_itself() -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_without_lag_every_variant_is_the_same(name: str) -> None:
     expected = train({}, lag=0, rate=RATES[1], seed=1, steps=10).final_reward
-    assert train(VARIANTS[name], lag=0, rate=RATES[1], seed=1, steps=10).final_reward == pytest.approx(expected, rel=1e-6)
+    assert train(
+        VARIANTS[name], lag=0, rate=RATES[1], seed=1, steps=10
+    ).final_reward == pytest.approx(expected, rel=1e-6)

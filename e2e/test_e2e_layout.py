@@ -1,4 +1,6 @@
-"""The house keeps its shape: what lies at the top, what must not be a package, what starts without heavy imports."""
+"""The house keeps its shape: what lies at the top, what must not be a package, what starts without
+heavy imports.
+"""
 
 import operator
 import re
@@ -17,7 +19,9 @@ TOP_LEVEL = {
 
 
 def tracked_files() -> list[Path]:
-    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listing = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return [Path(line) for line in listing.stdout.splitlines()]
 
 
@@ -38,7 +42,9 @@ def test_every_extra_that_is_installed_exists(file: str) -> None:
     with (ROOT / "pyproject.toml").open("rb") as project:
         extras = set(tomllib.load(project)["project"]["optional-dependencies"])
     text = (ROOT / file).read_text()
-    named = {name for group in re.findall(r"\$root\[([a-z,]+)\]", text) for name in group.split(",")}
+    named = {
+        name for group in re.findall(r"\$root\[([a-z,]+)\]", text) for name in group.split(",")
+    }
     named |= set(re.findall(r"o\['([a-z]+)'\]", text))
     assert named
     assert named <= extras
@@ -49,10 +55,18 @@ def test_test_files_have_unique_names() -> None:
     assert sorted(names) == sorted(set(names))
 
 
-@pytest.mark.parametrize("module", ["pipelinerl_common.settings", "pipelinerl_staleness.registry", "pipelinerl_operator.plan"])
+@pytest.mark.parametrize(
+    "module",
+    ["pipelinerl_common.settings", "pipelinerl_staleness.registry", "pipelinerl_operator.plan"],
+)
 def test_light_packages_import_without_heavy_ones(module: str) -> None:
-    code = f"import {module}, sys; print([m for m in ('torch', 'vllm', 'transformers', 'deepspeed') if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    code = (
+        f"import {module}, sys; print([m for m in ('torch', 'vllm', 'transformers', "
+        "'deepspeed') if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert result.stdout.strip() == "[]"
 
 
@@ -72,8 +86,11 @@ def test_help_comes_without_heavy_imports(module: str) -> None:
         f"import runpy, sys; sys.argv = ['{module}', '--help']\n"
         f"try: runpy.run_module('{module}', run_name='__main__')\n"
         "except SystemExit as end: assert not end.code, end.code\n"
-        "heavy = [m for m in ('torch', 'vllm', 'transformers', 'deepspeed') if m in sys.modules]; assert not heavy, heavy"
+        "heavy = [m for m in ('torch', 'vllm', 'transformers', 'deepspeed') if m in sys.modules]; "
+        "assert not heavy, heavy"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
     assert result.returncode == 0, result.stderr
     assert "usage:" in result.stdout

@@ -1,6 +1,8 @@
-"""One real run, made stale on purpose, under a real Prometheus: every panel has data, the lag alert fires with its number.
+"""One real run, made stale on purpose, under a real Prometheus: every panel has data, the lag alert
+fires with its number.
 
-Weights are published after every eighth step only, so that tokens are trained up to seven steps after they were sampled.
+Weights are published after every eighth step only, so that tokens are trained up to seven steps
+after they were sampled.
 """
 
 import asyncio
@@ -37,9 +39,17 @@ STEPS_PER_PUBLISH = 8
 LAG_LIMIT = 2
 STALE = ("--set", f"staleness={{policy: conventional, stepsPerGeneration: {STEPS_PER_PUBLISH}}}")
 TASK = "pipelinerl_actor.tasks.arithmetic:Arithmetic"
-HELD_OUT = f"{{name: held-out, path: '{TASK}', args: {{digits: 1}}, numPrompts: 8, samplesPerPrompt: 2}}"
-EVALUATED = ("--set", f"evaluation={{everySteps: 10, generator: {{engine: transformers}}, sets: [{HELD_OUT}]}}")
-WITHOUT_DATA = {"pipelinerl_kl_ref": "the job has no reference model", "pipelinerl_autoscale_ratio": "nobody looks at it"}
+HELD_OUT = (
+    f"{{name: held-out, path: '{TASK}', args: {{digits: 1}}, numPrompts: 8, samplesPerPrompt: 2}}"
+)
+EVALUATED = (
+    "--set",
+    f"evaluation={{everySteps: 10, generator: {{engine: transformers}}, sets: [{HELD_OUT}]}}",
+)
+WITHOUT_DATA = {
+    "pipelinerl_kl_ref": "the job has no reference model",
+    "pipelinerl_autoscale_ratio": "nobody looks at it",
+}
 """Series that this run cannot have, and why."""
 
 
@@ -60,7 +70,9 @@ class Monitored:
 
 @contextmanager
 def operator_metrics() -> Iterator[str]:
-    """The operator's own metrics on a port of their own: a leader with one job that it looks at all the time."""
+    """The operator's own metrics on a port of their own: a leader with one job that it looks at all
+    the time.
+    """
     ready, stop = threading.Event(), threading.Event()
     address: list[str] = []
 
@@ -96,16 +108,27 @@ def operator_metrics() -> Iterator[str]:
 def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
     root = tmp_path_factory.mktemp("monitored")
     run = Run(root / "run", ("--max-steps", str(3 * STEPS_PER_PUBLISH), *STALE, *EVALUATED))
-    values: dict[str, float | str] = {**thresholds(), "lagSteps": LAG_LIMIT, "runbooksUrl": "https://docs.example/runbooks.md"}
+    values: dict[str, float | str] = {
+        **thresholds(),
+        "lagSteps": LAG_LIMIT,
+        "runbooksUrl": "https://docs.example/runbooks.md",
+    }
     rules = yaml.safe_load(with_thresholds(yaml.safe_dump(prometheus_rules()), values))
-    (lag,) = (rule for group in rules["groups"] for rule in group["rules"] if rule["alert"] == "PipelineRLLagHigh")
+    (lag,) = (
+        rule
+        for group in rules["groups"]
+        for rule in group["rules"]
+        if rule["alert"] == "PipelineRLLagHigh"
+    )
     lag["for"] = "0s"
     with operator_metrics() as operator:
         scrape: list[dict[str, Any]] = [
             {
                 "job_name": "pipelinerl",
                 "honor_labels": True,
-                "file_sd_configs": [{"files": [str(run.output / "metrics-targets.json")], "refresh_interval": "1s"}],
+                "file_sd_configs": [
+                    {"files": [str(run.output / "metrics-targets.json")], "refresh_interval": "1s"}
+                ],
             },
             {"job_name": "operator", "static_configs": [{"targets": [operator]}]},
         ]
@@ -116,7 +139,11 @@ def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
 
                 def lag_alert_fires() -> bool:
                     alerts = prometheus.alerts()
-                    seen.extend(each for each in alerts if each["labels"]["alertname"] == "PipelineRLLagHigh")
+                    seen.extend(
+                        each
+                        for each in alerts
+                        if each["labels"]["alertname"] == "PipelineRLLagHigh"
+                    )
                     return any(each["state"] == "firing" for each in seen)
 
                 run.wait_until(lag_alert_fires, "lag alert", timeout_s=600)
@@ -132,43 +159,75 @@ def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
 
 def panels() -> list[tuple[str, dict[str, Any]]]:
     files = sorted((CHART / "dashboards").glob("*.json"))
-    return [(file.stem, panel) for file in files for panel in json.loads(file.read_text())["panels"] if panel["type"] != "row"]
+    return [
+        (file.stem, panel)
+        for file in files
+        for panel in json.loads(file.read_text())["panels"]
+        if panel["type"] != "row"
+    ]
 
 
 def test_every_panel_of_every_dashboard_has_data(monitored: Monitored) -> None:
     empty = []
     for page, panel in panels():
         for target in panel["targets"]:
-            query = target["expr"].replace("$namespace", ".*").replace("$job", ".*").replace("$__rate_interval", "10s")
-            numbers = [value for series in monitored.series(query) for _, value in series["values"] if value != "NaN"]
+            query = (
+                target["expr"]
+                .replace("$namespace", ".*")
+                .replace("$job", ".*")
+                .replace("$__rate_interval", "10s")
+            )
+            numbers = [
+                value
+                for series in monitored.series(query)
+                for _, value in series["values"]
+                if value != "NaN"
+            ]
             if not numbers and not any(series in query for series in WITHOUT_DATA):
                 empty.append(f"{page}: {panel['title']}: {query}")
     assert empty == []
 
 
 def test_the_choices_of_the_dashboards_are_filled(monitored: Monitored) -> None:
-    jobs = monitored.prometheus.get("label/job/values", **{"match[]": 'pipelinerl_memory_bytes{job!=""}'})
+    jobs = monitored.prometheus.get(
+        "label/job/values", **{"match[]": 'pipelinerl_memory_bytes{job!=""}'}
+    )
     assert jobs == [monitored.run.job.stem]
 
 
 def test_the_lag_alert_fired_with_its_number(monitored: Monitored) -> None:
     alert = monitored.lag_alert
-    assert alert["labels"] == {"alertname": "PipelineRLLagHigh", "job": monitored.run.job.stem, "severity": "warning"}
+    assert alert["labels"] == {
+        "alertname": "PipelineRLLagHigh",
+        "job": monitored.run.job.stem,
+        "severity": "warning",
+    }
     assert LAG_LIMIT < float(alert["value"]) <= STEPS_PER_PUBLISH - 1
     assert alert["annotations"]["summary"] == "arithmetic trains old tokens"
-    assert f"are trained {float(alert['value']):.4g} steps after" in alert["annotations"]["description"]
+    assert (
+        f"are trained {float(alert['value']):.4g} steps after"
+        in alert["annotations"]["description"]
+    )
     assert f"(limit {LAG_LIMIT})" in alert["annotations"]["description"]
-    assert alert["annotations"]["runbook_url"] == "https://docs.example/runbooks.md#pipelinerllaghigh"
+    assert (
+        alert["annotations"]["runbook_url"] == "https://docs.example/runbooks.md#pipelinerllaghigh"
+    )
 
 
 def test_no_other_alert_fired(monitored: Monitored) -> None:
-    fired = {each["metric"]["alertname"] for each in monitored.series('ALERTS{alertstate="firing"}')}
+    fired = {
+        each["metric"]["alertname"] for each in monitored.series('ALERTS{alertstate="firing"}')
+    }
     assert fired == {"PipelineRLLagHigh"}
 
 
 def test_prometheus_saw_what_the_run_wrote_down(monitored: Monitored) -> None:
     steps = {step: values["lag_mean"] for step, values in enumerate(monitored.run.steps, start=1)}
-    seen = {float(value) for each in monitored.series("pipelinerl_lag_mean") for _, value in each["values"]}
+    seen = {
+        float(value)
+        for each in monitored.series("pipelinerl_lag_mean")
+        for _, value in each["values"]
+    }
     assert seen
     for value in seen:
         assert any(abs(value - mean) < 1e-6 for mean in steps.values()), (value, steps)
@@ -179,6 +238,10 @@ def test_every_scraped_series_is_in_the_list_of_metrics(monitored: Monitored) ->
     names: list[str] = monitored.prometheus.get("label/__name__/values")
     known = {metric.series for metric in CATALOG.values()}
     ours = {name for name in names if name.startswith("pipelinerl_")}
-    assert {name for name in ours if name not in known and name.rpartition("_")[0] not in known} == set()
+    assert {
+        name for name in ours if name not in known and name.rpartition("_")[0] not in known
+    } == set()
     roles = monitored.prometheus.get("label/role/values")
-    assert {"actor", "coordinator", "evaluator", "generator", "preprocessor", "trainer"} <= set(roles)
+    assert {"actor", "coordinator", "evaluator", "generator", "preprocessor", "trainer"} <= set(
+        roles
+    )

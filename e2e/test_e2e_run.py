@@ -51,7 +51,9 @@ def test_the_demo_learns_with_weights_swapped_in_flight(new_run: Callable[..., R
 
 
 def test_adapters_learn_and_nothing_else_is_sent(new_run: Callable[..., Run]) -> None:
-    run = new_run("adapters", "--max-steps", "40", job=Run.job.parent / "arithmetic-lora.yaml").start()
+    run = new_run(
+        "adapters", "--max-steps", "40", job=Run.job.parent / "arithmetic-lora.yaml"
+    ).start()
     assert run.wait() == 0, run.terminal[-4000:]
     summary = run.summary
     assert summary["reward_first"] <= 0.3
@@ -69,7 +71,9 @@ def test_adapters_learn_and_nothing_else_is_sent(new_run: Callable[..., Run]) ->
 
 def test_every_process_may_be_killed_during_training(new_run: Callable[..., Run]) -> None:
     run = new_run("kills", "--max-steps", "24", *EVERY_STEP).start()
-    for number, name in enumerate(["actor-0", "preprocessor-0", "nats-server", "generator-0-0", "trainer-0"]):
+    for number, name in enumerate(
+        ["actor-0", "preprocessor-0", "nats-server", "generator-0-0", "trainer-0"]
+    ):
         run.wait_for_step(2 + 4 * number)
         run.kill(name)
     assert run.wait(400) == 0, run.terminal[-4000:]
@@ -98,10 +102,14 @@ def test_an_interrupted_run_goes_on_where_it_stopped(new_run: Callable[..., Run]
     assert_nothing_trained_twice(run, 10)
 
 
-def test_two_runs_on_one_machine_do_not_meet_and_one_folder_takes_one_run(new_run: Callable[..., Run]) -> None:
+def test_two_runs_on_one_machine_do_not_meet_and_one_folder_takes_one_run(
+    new_run: Callable[..., Run],
+) -> None:
     conventional = Run.job.parent / "arithmetic-conventional.yaml"
     one = new_run("one", "--max-steps", "2").start()
-    two = new_run("two", "--max-steps", "2", "--set", "staleness.stepsPerGeneration=1", job=conventional).start()
+    two = new_run(
+        "two", "--max-steps", "2", "--set", "staleness.stepsPerGeneration=1", job=conventional
+    ).start()
     one.wait_until(lambda: bool(one.pids("preprocessor-0")), "preprocessor")
     third = new_run("one").start()
     assert third.wait(60) == 2
@@ -129,5 +137,9 @@ def test_memory_is_flat_over_two_thousand_groups(new_run: Callable[..., Run]) ->
     after = {name: run.memory_bytes(name) for name in SERVICES}
     assert run.wait() == 0, run.terminal[-4000:]
     assert min(before.values()) > 0
-    grown = {name: (before[name], after[name]) for name in SERVICES if after[name] > 1.05 * before[name] + 24 * 2**20}
+    grown = {
+        name: (before[name], after[name])
+        for name in SERVICES
+        if after[name] > 1.05 * before[name] + 24 * 2**20
+    }
     assert grown == {}

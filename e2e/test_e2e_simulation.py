@@ -1,4 +1,6 @@
-"""A fresh live run against its own simulation: the same decisions when replayed, and as long, busy and full as simulated."""
+"""A fresh live run against its own simulation: the same decisions when replayed, and as long, busy
+and full as simulated.
+"""
 
 import json
 import subprocess
@@ -44,9 +46,12 @@ spec:
 """
 
 
-def test_a_live_run_is_what_its_simulation_says(new_run: Callable[..., Run], tmp_path: Path) -> None:
-    """Other work on the machine changes the costs while the run goes on, so this one is held to 30 %, beyond which the model
-    would be wrong; a recording in services/planner/tests is held to 5 %."""
+def test_a_live_run_is_what_its_simulation_says(
+    new_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Other work on the machine changes the costs while the run goes on, so this one is held to 30
+    %, beyond which the model would be wrong; a recording in services/planner/tests is held to 5 %.
+    """
     make_tiny_model(tmp_path / "weights")
     job = tmp_path / "job.yaml"
     job.write_text(yaml.safe_dump(yaml.safe_load(JOB.replace("MODEL", str(tmp_path / "weights")))))
@@ -55,9 +60,13 @@ def test_a_live_run_is_what_its_simulation_says(new_run: Callable[..., Run], tmp
 
     def cli(*words: str) -> str:
         command = [sys.executable, "-m", "pipelinerl_cli", *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=120, check=True
+        ).stdout
 
     assert "decisions" in cli("replay", str(run.output))
     document: dict[str, Any] = json.loads(cli("simulate", "--from-run", str(run.output), "--json"))
     assert document["num_steps"] == 24
-    assert max(abs(one["difference"]) for one in document["comparisons"]) <= 0.30, document["comparisons"]
+    assert max(abs(one["difference"]) for one in document["comparisons"]) <= 0.30, document[
+        "comparisons"
+    ]

@@ -1,4 +1,6 @@
-"""One short run of all services, scraped and traced: the catalog is what is exported, and the traces are what the docs say."""
+"""One short run of all services, scraped and traced: the catalog is what is exported, and the
+traces are what the docs say.
+"""
 
 import json
 import signal
@@ -37,8 +39,12 @@ NOT_IN_THIS_RUN = {
 
 
 @pytest.fixture(scope="module")
-def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, str], Collector, Path]]:
-    """What every process exported after some steps, by target name; what was traced, once all have ended."""
+def observed(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[dict[str, str], Collector, Path]]:
+    """What every process exported after some steps, by target name; what was traced, once all have
+    ended.
+    """
     folder = tmp_path_factory.mktemp("telemetry")
     with collecting() as (endpoint, collector):
         tracing = f"telemetry.tracing={{endpoint: '{endpoint}', sampleRatio: 1.0}}"
@@ -82,23 +88,39 @@ def test_a_process_exports_what_the_catalog_says_and_nothing_else(
     ours = {family for family in families if family.startswith(PREFIX)}
     declared = {metric.series.removesuffix("_total"): metric for metric in metrics_of(ROLES[name])}
     assert ours == set(declared)
-    empty = {declared[family].name for family in ours if not families[family].samples and not declared[family].labels}
+    empty = {
+        declared[family].name
+        for family in ours
+        if not families[family].samples and not declared[family].labels
+    }
     assert empty <= set(NOT_IN_THIS_RUN)
 
 
 def test_two_ranks_report_once(observed: tuple[dict[str, str], Collector, Path]) -> None:
     pages = observed[0]
     assert [name for name in pages if name.startswith("trainer")] == ["trainer-0"]
-    values = {sample.name: sample.value for f in text_string_to_metric_families(pages["trainer-0"]) for sample in f.samples}
+    values = {
+        sample.name: sample.value
+        for f in text_string_to_metric_families(pages["trainer-0"])
+        for sample in f.samples
+    }
     assert values["pipelinerl_optimizer_steps_total"] >= STEPS
-    assert values["pipelinerl_samples_trained_total"] == values["pipelinerl_optimizer_steps_total"] * 8 * 8
+    assert (
+        values["pipelinerl_samples_trained_total"]
+        == values["pipelinerl_optimizer_steps_total"] * 8 * 8
+    )
     assert values["pipelinerl_tokens_trained_total"] == values["pipelinerl_lag_steps_count"] > 0
 
 
-def test_stages_hold_what_the_ledger_lets_out(observed: tuple[dict[str, str], Collector, Path]) -> None:
+def test_stages_hold_what_the_ledger_lets_out(
+    observed: tuple[dict[str, str], Collector, Path],
+) -> None:
     page = observed[0]["preprocessor-0"]
     families = {family.name: family for family in text_string_to_metric_families(page)}
-    depths = {sample.labels["stage"]: sample.value for sample in families["pipelinerl_queue_groups"].samples}
+    depths = {
+        sample.labels["stage"]: sample.value
+        for sample in families["pipelinerl_queue_groups"].samples
+    }
     assert set(depths) == {"admitted", "running", "stream", "ready", "packed"}
     [limit] = families["pipelinerl_outstanding_limit_groups"].samples
     assert 0 < sum(depths.values()) <= limit.value + 8, "what is packed has left the policy"
@@ -143,22 +165,34 @@ def test_a_group_is_one_trace_from_its_grant_to_the_step_that_is_linked_to_it(
     assert sorted(order, key=lambda name: starts[name]) == order
 
 
-def test_a_weight_update_is_a_trace_with_a_span_per_generator(observed: tuple[dict[str, str], Collector, Path]) -> None:
+def test_a_weight_update_is_a_trace_with_a_span_per_generator(
+    observed: tuple[dict[str, str], Collector, Path],
+) -> None:
     collector = observed[1]
     updates = [span for span in collector.named("weight update") if collector.children(span)]
     assert updates
     for update in updates[:2]:
         assert update.parent == ""
-        assert {child.name for child in collector.children(update)} == {"broadcast", "update generators"}
-        [fan_out] = [child for child in collector.children(update) if child.name == "update generators"]
+        assert {child.name for child in collector.children(update)} == {
+            "broadcast",
+            "update generators",
+        }
+        [fan_out] = [
+            child for child in collector.children(update) if child.name == "update generators"
+        ]
         [generator] = collector.children(fan_out)
-        assert (generator.name, generator.attributes["generator"]) == ("update generator", "generator-0-0")
+        assert (generator.name, generator.attributes["generator"]) == (
+            "update generator",
+            "generator-0-0",
+        )
         [received] = collector.children(generator)
         assert (received.name, received.service) == ("receive weights", "pipelinerl-generator")
         assert received.attributes["pause_s"] > 0
 
 
-def test_log_lines_of_steps_carry_the_trace(observed: tuple[dict[str, str], Collector, Path]) -> None:
+def test_log_lines_of_steps_carry_the_trace(
+    observed: tuple[dict[str, str], Collector, Path],
+) -> None:
     traces = {span.trace for span in observed[1].named("optimizer step")}
     lines = (observed[2] / "logs" / "trainer-0.log").read_text().splitlines()
     steps = [line for line in lines if " step=" in line and "reward_mean" in line]

@@ -28,11 +28,22 @@ class Run:
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def start(self, *more: str) -> "Run":
-        command = [sys.executable, "-m", "pipelinerl_cli", "up", str(self.job), "--output", str(self.output)]
+        command = [
+            sys.executable,
+            "-m",
+            "pipelinerl_cli",
+            "up",
+            str(self.job),
+            "--output",
+            str(self.output),
+        ]
         self.output.parent.mkdir(parents=True, exist_ok=True)
         with (self.output.parent / f"{self.output.name}.terminal").open("ab") as terminal:
             self.process = subprocess.Popen(
-                [*command, *self.arguments, *more], stdout=terminal, stderr=subprocess.STDOUT, start_new_session=True
+                [*command, *self.arguments, *more],
+                stdout=terminal,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         return self
 
@@ -50,14 +61,22 @@ class Run:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"`up` has not ended after {timeout_s:g} s\n{self.terminal[-4000:]}") from None
+            raise AssertionError(
+                f"`up` has not ended after {timeout_s:g} s\n{self.terminal[-4000:]}"
+            ) from None
 
-    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:
+    def wait_until(
+        self, condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S
+    ) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process is not None
-            assert self.process.poll() is None, f"`up` ended while waiting for {what}\n{self.terminal[-4000:]}"
-            assert time.monotonic() < deadline, f"no {what} after {timeout_s:g} s\n{self.terminal[-4000:]}"
+            assert self.process.poll() is None, (
+                f"`up` ended while waiting for {what}\n{self.terminal[-4000:]}"
+            )
+            assert time.monotonic() < deadline, (
+                f"no {what} after {timeout_s:g} s\n{self.terminal[-4000:]}"
+            )
             time.sleep(0.1)
 
     def wait_for_step(self, step: int) -> None:
@@ -65,9 +84,13 @@ class Run:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """Values of the trainer's records, by step; a step that was trained again counts once, as its last record."""
+        """Values of the trainer's records, by step; a step that was trained again counts once, as
+        its last record.
+        """
         records = {
-            record["step"]: record["values"] for record in self.records if record["role"] == "trainer" and record["step"] >= 0
+            record["step"]: record["values"]
+            for record in self.records
+            if record["role"] == "trainer" and record["step"] >= 0
         }
         return [records[step] for step in sorted(records)]
 
@@ -85,10 +108,14 @@ class Run:
     @property
     def trained(self) -> list[dict[str, Any]]:
         """The preprocessor's record of which groups each committed step trained."""
-        return [json.loads(line) for line in (self.output / "trained.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (self.output / "trained.jsonl").read_text().splitlines()
+        ]
 
     def pids(self, name: str) -> list[int]:
-        """Processes of one service (for example `actor-0`, or `nats-server`) that belong to this run's folder."""
+        """Processes of one service (for example `actor-0`, or `nats-server`) that belong to this
+        run's folder.
+        """
         found = []
         for folder in Path("/proc").iterdir():
             if not folder.name.isdigit():
@@ -105,7 +132,9 @@ class Run:
 
     def memory_bytes(self, name: str) -> int:
         """Resident memory of one service's processes and their children."""
-        return sum(map(_resident_bytes, {each.pid for root in self.pids(name) for each in tree(root)}))
+        return sum(
+            map(_resident_bytes, {each.pid for root in self.pids(name) for each in tree(root)})
+        )
 
     def kill(self, name: str) -> None:
         """kill -9 of one service's processes."""
@@ -120,7 +149,12 @@ class Run:
         for folder in Path("/proc").iterdir():
             if folder.name.isdigit():
                 try:
-                    line = (folder / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+                    line = (
+                        (folder / "cmdline")
+                        .read_bytes()
+                        .decode(errors="replace")
+                        .replace("\0", " ")
+                    )
                 except OSError:
                     continue
                 if str(self.output) in line:

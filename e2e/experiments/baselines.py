@@ -1,15 +1,19 @@
 """In-flight RL against conventional RL: the same job, code and cores, over several seeds.
 
-    python e2e/experiments/baselines.py run --output FOLDER [--seeds 5] [--conventional 1,2,4,8] [--steps 60] [--cores 2]
-    python e2e/experiments/baselines.py report FOLDER [--json FILE] [--markdown FILE] [--plot FOLDER]
+    python e2e/experiments/baselines.py run --output FOLDER [--seeds 5] [--conventional 1,2,4,8]
+    [--steps 60] [--cores 2] python e2e/experiments/baselines.py report FOLDER [--json FILE]
+    [--markdown FILE] [--plot FOLDER]
 
-Conventional RL generates the batches of G optimizer steps, trains them, publishes the weights, and generates again. `run` looks
-first for the G to compare with, on a seed of its own: the one whose reward comes to the goal first, of those that come to it
-and do not collapse, each process computing with its share of the cores, and the best again with all of them. Only conventional
-RL is tuned so. Then each reported seed runs in flight, with that G, and with G = 1, in turn, so that slow drifts of the machine
-hit all alike. Runs that are finished are kept: the same command goes on with an experiment that was stopped.
+Conventional RL generates the batches of G optimizer steps, trains them, publishes the weights, and
+generates again. `run` looks first for the G to compare with, on a seed of its own: the one whose
+reward comes to the goal first, of those that come to it and do not collapse, each process computing
+with its share of the cores, and the best again with all of them. Only conventional RL is tuned so.
+Then each reported seed runs in flight, with that G, and with G = 1, in turn, so that slow drifts of
+the machine hit all alike. Runs that are finished are kept: the same command goes on with an
+experiment that was stopped.
 
-Time counts from the first generated token of a run: model preparation, engine start and the first weights are left out.
+Time counts from the first generated token of a run: model preparation, engine start and the first
+weights are left out.
 """
 
 import argparse
@@ -29,7 +33,9 @@ def steps_per_round(text: str) -> tuple[int, ...]:
     """Example: "1,2,4" is (1, 2, 4)."""
     parts = text.split(",")
     if not all(part.isdigit() and int(part) >= 1 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers of at least 1, such as 1,2,4,8")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of whole numbers of at least 1, such as 1,2,4,8"
+        )
     return tuple(sorted({int(part) for part in parts}))
 
 
@@ -37,17 +43,27 @@ def parse() -> argparse.Namespace:
     from pipelinerl_cli.arguments import at_least_one
 
     parser = argparse.ArgumentParser(
-        description="In-flight RL against conventional RL on the same job, code and cores, over several seeds."
+        description="In-flight RL against conventional RL on the same job, code and cores, over "
+        "several seeds."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser(
         "run",
         help="make the runs, or go on with them",
-        epilog="A run of 60 steps takes about a minute on two cores: 5 seeds and 4 values of G are at most 20 runs, 25 to 30 "
+        epilog="A run of 60 steps takes about a minute on two cores: 5 seeds and 4 values of G are "
+        "at most 20 runs, 25 to 30 "
         "minutes. Nothing else should run on the machine; the report tells how much did.",
     )
-    run.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="of the experiment")
-    run.add_argument("--seeds", type=at_least_one, default=5, metavar="N", help="reported seeds, 1 to N; default 5")
+    run.add_argument(
+        "--output", type=Path, required=True, metavar="FOLDER", help="of the experiment"
+    )
+    run.add_argument(
+        "--seeds",
+        type=at_least_one,
+        default=5,
+        metavar="N",
+        help="reported seeds, 1 to N; default 5",
+    )
     run.add_argument(
         "--conventional",
         type=steps_per_round,
@@ -55,15 +71,41 @@ def parse() -> argparse.Namespace:
         metavar="G,...",
         help="searched for the best; default 1,2,4,8",
     )
-    run.add_argument("--steps", type=at_least_one, default=60, metavar="N", help="optimizer steps of each run; default 60")
-    run.add_argument("--goal", type=float, default=0.8, metavar="R", help="reward whose reaching is timed; default 0.8")
-    run.add_argument("--cores", type=at_least_one, default=2, metavar="N", help="of the machine, for each run; default 2")
     run.add_argument(
-        "--set", action="append", default=[], metavar="PATH=VALUE", help="another value for a setting below spec, in all runs"
+        "--steps",
+        type=at_least_one,
+        default=60,
+        metavar="N",
+        help="optimizer steps of each run; default 60",
+    )
+    run.add_argument(
+        "--goal",
+        type=float,
+        default=0.8,
+        metavar="R",
+        help="reward whose reaching is timed; default 0.8",
+    )
+    run.add_argument(
+        "--cores",
+        type=at_least_one,
+        default=2,
+        metavar="N",
+        help="of the machine, for each run; default 2",
+    )
+    run.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="another value for a setting below spec, in all runs",
     )
     job = ROOT / "e2e" / "jobs" / "arithmetic.yaml"
     run.add_argument(
-        "--job", type=Path, default=job, metavar="FILE", help="the in-flight job; default e2e/jobs/arithmetic.yaml"
+        "--job",
+        type=Path,
+        default=job,
+        metavar="FILE",
+        help="the in-flight job; default e2e/jobs/arithmetic.yaml",
     )
     report = commands.add_parser("report", help="say what came of them")
     report.add_argument("folder", type=Path, metavar="FOLDER", help="the --output of a run")
@@ -79,9 +121,19 @@ def run(flags: argparse.Namespace) -> None:
 
     available = sorted(os.sched_getaffinity(0))
     if flags.cores > len(available):
-        raise SettingsError(f"--cores {flags.cores}: this process may use {len(available)}; give no more")
+        raise SettingsError(
+            f"--cores {flags.cores}: this process may use {len(available)}; give no more"
+        )
     os.sched_setaffinity(0, available[: flags.cores])
-    plan = Plan(str(flags.job), flags.seeds, flags.conventional, flags.steps, flags.goal, flags.cores, tuple(flags.set))
+    plan = Plan(
+        str(flags.job),
+        flags.seeds,
+        flags.conventional,
+        flags.steps,
+        flags.goal,
+        flags.cores,
+        tuple(flags.set),
+    )
     Experiment(flags.output, plan, say).run()
 
 

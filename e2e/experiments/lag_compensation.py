@@ -1,10 +1,12 @@
-"""Does any compensation of lag help? A small policy learns from samples that are late by a known number of steps.
+"""Does any compensation of lag help? A small policy learns from samples that are late by a known
+number of steps.
 
     python e2e/experiments/lag_compensation.py [--seeds 10] [--json FILE]
 
-The policy is a network over pairs of tokens; a completion has LENGTH tokens, and its reward is the share of them that follow a
-secret permutation. Lag is as in flight: in every batch token t was sampled by the weights of lag * (1 - t / (LENGTH - 1)) steps
-ago, so first tokens are the stalest. Losses and optimizer are the trainer's own. Everything is deterministic for a seed.
+The policy is a network over pairs of tokens; a completion has LENGTH tokens, and its reward is the
+share of them that follow a secret permutation. Lag is as in flight: in every batch token t was
+sampled by the weights of lag * (1 - t / (LENGTH - 1)) steps ago, so first tokens are the stalest.
+Losses and optimizer are the trainer's own. Everything is deterministic for a seed.
 """
 
 import argparse
@@ -36,7 +38,10 @@ VARIANTS: dict[str, Options] = {
     "truncated importance weights (c = 5)": {},
     "mixed 1 : 0.3": {"gradientMixing": 0.3},
     "mixed 1 : 3": {"gradientMixing": 3.0},
-    "delay-compensated Adam 0.5, no weights": {"importance": "none", "optimizer": {"delayCompensation": 0.5}},
+    "delay-compensated Adam 0.5, no weights": {
+        "importance": "none",
+        "optimizer": {"delayCompensation": 0.5},
+    },
     "delay-compensated Adam 0.5, weights": {"optimizer": {"delayCompensation": 0.5}},
     "delay-compensated Adam 5, weights": {"optimizer": {"delayCompensation": 5.0}},
 }
@@ -71,7 +76,9 @@ def table(network: Network) -> Tensor:
 
 
 def sample(tables: list[Tensor], random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Completions [B, LENGTH + 1] after a given token, and log-probs [B, LENGTH]; `tables` go from stalest to newest."""
+    """Completions [B, LENGTH + 1] after a given token, and log-probs [B, LENGTH]; `tables` go from
+    stalest to newest.
+    """
     tokens = [torch.randint(VOCABULARY, (GROUPS * GROUP_SIZE,), generator=random)]
     logprobs = []
     for t in range(LENGTH):
@@ -103,7 +110,9 @@ def train(variant: Options, lag: int, rate: float, seed: int, steps: int = STEPS
     optimizer_options = {"learningRate": rate, **dict(variant.get("optimizer", {}))}  # type: ignore[call-overload]
     settings = AlgorithmSettings.model_validate({**variant, "optimizer": optimizer_options})
     objective = Objective(settings, max_tokens=LENGTH)
-    optimizer = make_optimizer(network.parameters(), OptimizerSettings.model_validate(optimizer_options))
+    optimizer = make_optimizer(
+        network.parameters(), OptimizerSettings.model_validate(optimizer_options)
+    )
     versions = deque([table(network)], maxlen=lag + 1)
     rewards: list[float] = []
     for _ in range(steps):
@@ -121,7 +130,9 @@ def train(variant: Options, lag: int, rate: float, seed: int, steps: int = STEPS
     return Run(reached, statistics.fmean(rewards[-steps // 10 :]))
 
 
-def row_loss(objective: Objective, network: Network, tokens: Tensor, old_logprobs: Tensor, follows: Tensor) -> Tensor:
+def row_loss(
+    objective: Objective, network: Network, tokens: Tensor, old_logprobs: Tensor, follows: Tensor
+) -> Tensor:
     """The trainer's loss of the batch, which is one packed row."""
     logprobs = network(tokens[:, :-1]).gather(2, tokens[:, 1:, None])[:, :, 0]
     rewards = (tokens[:, 1:] == follows[tokens[:, :-1]]).float().mean(1).view(GROUPS, GROUP_SIZE)
@@ -151,8 +162,12 @@ def measure(seeds: int) -> list[dict[str, object]]:
                         "learning_rate": rate,
                         "variant": name,
                         "reached": sum(run.steps_to_goal is not None for run in runs),
-                        "steps_to_goal": statistics.fmean(run.steps_to_goal or STEPS for run in runs),
-                        "steps_to_goal_std": statistics.stdev(run.steps_to_goal or STEPS for run in runs),
+                        "steps_to_goal": statistics.fmean(
+                            run.steps_to_goal or STEPS for run in runs
+                        ),
+                        "steps_to_goal_std": statistics.stdev(
+                            run.steps_to_goal or STEPS for run in runs
+                        ),
                         "final_reward": statistics.fmean(run.final_reward for run in runs),
                         "final_reward_std": statistics.stdev(run.final_reward for run in runs),
                     }

@@ -83,14 +83,17 @@ class Endpoints:
     metrics_addresses: Mapping[str, str] = field(default_factory=dict)
     """`host:port` of `/metrics` by workload name; who is not named serves none."""
     listen_hosts: Mapping[Role, str] = field(default_factory=dict)
-    """What services of a role bind where that is not the host of their address, for example every interface of a pod."""
+    """What services of a role bind where that is not the host of their address, for example every
+    interface of a pod.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """One process.
 
-    Example: Workload("actor-0", Role.ACTOR, 0, ("python", "-m", "pipelinerl_actor.rollout", "--job", ...), "127.0.0.1:4711").
+    Example: Workload("actor-0", Role.ACTOR, 0, ("python", "-m", "pipelinerl_actor.rollout",
+    "--job", ...), "127.0.0.1:4711").
     """
 
     name: str
@@ -129,17 +132,24 @@ def workload_names(job: Job) -> tuple[str, ...]:
 
 def with_actors(job: Job, count: int) -> Job:
     """The same job with another number of actors, within the spec's bounds."""
-    spec = job.spec.model_copy(update={"actors": job.spec.actors.model_copy(update={"replicas": count})})
+    spec = job.spec.model_copy(
+        update={"actors": job.spec.actors.model_copy(update={"replicas": count})}
+    )
     return job.model_copy(update={"spec": spec})
 
 
 def generator_names(job: Job, actor: int) -> tuple[str, ...]:
     """Generators of one actor, the only ones it routes to."""
-    return tuple(f"generator-{actor}-{index}" for index in range(job.spec.actors.generators_per_replica))
+    return tuple(
+        f"generator-{actor}-{index}" for index in range(job.spec.actors.generators_per_replica)
+    )
 
 
 def reference_names(job: Job) -> tuple[str, ...]:
-    return tuple(f"reference-{index}" for index in range(job.spec.reference.replicas if job.spec.reference else 0))
+    return tuple(
+        f"reference-{index}"
+        for index in range(job.spec.reference.replicas if job.spec.reference else 0)
+    )
 
 
 def evaluator_names(job: Job) -> tuple[str, ...]:
@@ -155,12 +165,16 @@ def generator_url(address: str) -> str:
 
 
 def longest_evaluation_s(settings: EvaluationSettings) -> float:
-    """How long the last step's evaluation is waited for after it: one may run already, and is followed by the last."""
+    """How long the last step's evaluation is waited for after it: one may run already, and is
+    followed by the last.
+    """
     return 2 * settings.timeout_seconds + EVALUATION_MARGIN_S
 
 
 def num_gpus(job: Job, name: str) -> int:
-    """GPUs of one process. Example: 8 GPUs and 8 generators per actor: 1 for each generator, 0 for the rollout loop."""
+    """GPUs of one process. Example: 8 GPUs and 8 generators per actor: 1 for each generator, 0 for
+    the rollout loop.
+    """
     actors, reference, evaluation = job.spec.actors, job.spec.reference, job.spec.evaluation
     match role_of(name):
         case Role.GENERATOR if actors.gpus_per_replica:
@@ -171,7 +185,9 @@ def num_gpus(job: Job, name: str) -> int:
         case Role.EVALUATOR if evaluation is not None:
             engine = evaluation.generator or actors.generator
             by_default = engine.tensor_parallel_size if actors.gpus_per_replica else 0
-            return by_default if evaluation.gpus_per_replica is None else evaluation.gpus_per_replica
+            return (
+                by_default if evaluation.gpus_per_replica is None else evaluation.gpus_per_replica
+            )
         case Role.TRAINER if actors.gpus_per_replica:
             return 1
         case _:
@@ -179,7 +195,9 @@ def num_gpus(job: Job, name: str) -> int:
 
 
 def plan(job: Job, endpoints: Endpoints) -> tuple[Workload, ...]:
-    """The job's processes in start order. Raises ValueError when `endpoints` lacks the address of one."""
+    """The job's processes in start order. Raises ValueError when `endpoints` lacks the address of
+    one.
+    """
     missing = [name for name in workload_names(job) if name not in endpoints.addresses]
     if missing:
         raise ValueError(f"no address for {', '.join(missing)}")
@@ -190,15 +208,29 @@ def plan_workload(job: Job, endpoints: Endpoints, name: str) -> Workload:
     """One of the job's processes. `endpoints` need only hold the addresses that it uses."""
     role = role_of(name)
     index = int(name.rpartition("-")[2])
-    argv = ("python", "-m", MODULES[role], *_common_flags(endpoints, name), *_role_flags(job, endpoints, role, index))
+    argv = (
+        "python",
+        "-m",
+        MODULES[role],
+        *_common_flags(endpoints, name),
+        *_role_flags(job, endpoints, role, index),
+    )
     return Workload(name=name, role=role, index=index, argv=argv, address=endpoints.addresses[name])
 
 
 def _common_flags(endpoints: Endpoints, name: str) -> tuple[str, ...]:
     token = ("--token-file", str(endpoints.token_file)) if endpoints.token_file else ()
-    login = ("--nats-credentials", str(endpoints.nats_credentials)) if endpoints.nats_credentials else ()
+    login = (
+        ("--nats-credentials", str(endpoints.nats_credentials))
+        if endpoints.nats_credentials
+        else ()
+    )
     authority = ("--nats-ca-file", str(endpoints.nats_ca_file)) if endpoints.nats_ca_file else ()
-    metrics = ("--metrics-listen", endpoints.metrics_addresses[name]) if name in endpoints.metrics_addresses else ()
+    metrics = (
+        ("--metrics-listen", endpoints.metrics_addresses[name])
+        if name in endpoints.metrics_addresses
+        else ()
+    )
     return (
         *("--job", str(endpoints.job_file)),
         *("--name", name),
@@ -223,7 +255,9 @@ def _listen(endpoints: Endpoints, name: str) -> str:
 
 def _role_flags(job: Job, endpoints: Endpoints, role: Role, index: int) -> tuple[str, ...]:
     def flags(flag: str, names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(part for name in names for part in (flag, generator_url(endpoints.addresses[name])))
+        return tuple(
+            part for name in names for part in (flag, generator_url(endpoints.addresses[name]))
+        )
 
     if role is Role.PREPROCESSOR:
         return flags("--reference", reference_names(job))
@@ -234,7 +268,8 @@ def _role_flags(job: Job, endpoints: Endpoints, role: Role, index: int) -> tuple
     if role is Role.TRAINER:
         host, _, port = endpoints.trainer_master.rpartition(":")
         ranks = ("--rank", str(index), "--num-ranks", str(num_trainer_ranks(job)))
-        # For the parity check. Actor 0 is never scaled away, so the trainers do not depend on how many actors there are.
+        # For the parity check. Actor 0 is never scaled away, so the trainers do not depend on how
+        # many actors there are.
         generators = flags("--generator", generator_names(job, 0))
         # A start of the trainers is always a return to the newest checkpoint, if there is one.
         return (*generators, *ranks, "--master-address", host, "--master-port", port, "--resume")

@@ -1,5 +1,6 @@
-"""An API server in memory behind our own port: names, UIDs, resource versions, preconditions, graceful deletion, garbage
-collection, watches; and faults where a test wants them."""
+"""An API server in memory behind our own port: names, UIDs, resource versions, preconditions,
+graceful deletion, garbage collection, watches; and faults where a test wants them.
+"""
 
 import asyncio
 import base64
@@ -68,7 +69,11 @@ class FakeApi:
             if seen < self.oldest:
                 raise Gone("too old resource version")
             for version, resource, event in list(self.log):
-                if version > seen and resource == selection.resource and _fits(event.body, selection):
+                if (
+                    version > seen
+                    and resource == selection.resource
+                    and _fits(event.body, selection)
+                ):
                     seen = version
                     yield WatchEvent(event.change, copy.deepcopy(event.body))
             seen = max(seen, self.version)
@@ -76,7 +81,9 @@ class FakeApi:
             await self.news.wait()
 
     def list(self, selection: Selection) -> list[Object]:
-        found = [body for (resource, _), body in self.objects.items() if resource == selection.resource]
+        found = [
+            body for (resource, _), body in self.objects.items() if resource == selection.resource
+        ]
         return [copy.deepcopy(body) for body in found if _fits(body, selection)]
 
     def of(self, resource: Resource, name: str, namespace: str = "default") -> Object | None:
@@ -84,14 +91,18 @@ class FakeApi:
 
     # writing
 
-    async def create(self, resource: Resource, namespace: str, body: Object, *, dry_run: bool = False) -> Object:
+    async def create(
+        self, resource: Resource, namespace: str, body: Object, *, dry_run: bool = False
+    ) -> Object:
         name = body["metadata"]["name"]
         call = Call("dry-run" if dry_run else "create", resource, name, body)
         lost = self._begin(call)
         key = Key(namespace, name)
         self.before_create(call)
         if namespace in self.terminating:
-            raise Forbidden(f"namespace {namespace} is being terminated", namespace_terminating=True)
+            raise Forbidden(
+                f"namespace {namespace} is being terminated", namespace_terminating=True
+            )
         if (resource, key) in self.objects:
             raise AlreadyExists(f"{resource.plural} {key} already exists")
         if dry_run:
@@ -99,10 +110,17 @@ class FakeApi:
         made = copy.deepcopy(body)
         if resource == SECRETS:
             strings = made.pop("stringData", {})
-            made["data"] = {key: base64.b64encode(value.encode()).decode() for key, value in strings.items()}
+            made["data"] = {
+                key: base64.b64encode(value.encode()).decode() for key, value in strings.items()
+            }
         metadata = made["metadata"]
         uid = f"uid-{self.version + 1}"
-        metadata |= {"namespace": namespace, "uid": uid, "generation": 1, "creationTimestamp": self._now()}
+        metadata |= {
+            "namespace": namespace,
+            "uid": uid,
+            "generation": 1,
+            "creationTimestamp": self._now(),
+        }
         if resource == PODS:
             made["status"] = {"phase": "Pending"}
         self._put(resource, key, made, Change.ADDED)
@@ -117,10 +135,14 @@ class FakeApi:
         self._put(resource, key, new, Change.MODIFIED)
         return self._answer(new, lost)
 
-    async def patch(self, resource: Resource, namespace: str, name: str, patch: dict[str, Any]) -> Object:
+    async def patch(
+        self, resource: Resource, namespace: str, name: str, patch: dict[str, Any]
+    ) -> Object:
         return self._patched(Call("patch", resource, name, patch), namespace, is_status=False)
 
-    async def patch_status(self, resource: Resource, namespace: str, name: str, patch: dict[str, Any]) -> Object:
+    async def patch_status(
+        self, resource: Resource, namespace: str, name: str, patch: dict[str, Any]
+    ) -> Object:
         return self._patched(Call("status", resource, name, patch), namespace, is_status=True)
 
     async def replace(self, resource: Resource, namespace: str, body: Object) -> Object:
@@ -133,7 +155,14 @@ class FakeApi:
         return self._answer(self.objects[resource, key], lost)
 
     async def delete(
-        self, resource: Resource, namespace: str, name: str, *, uid: str, grace_s: int | None = None, foreground: bool = False
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        *,
+        uid: str,
+        grace_s: int | None = None,
+        foreground: bool = False,
     ) -> Object:
         lost = self._begin(Call("delete", resource, name, uid))
         key = Key(namespace, name)
@@ -152,7 +181,9 @@ class FakeApi:
         if resource == PODS and grace_s != 0 and phase == "Running":
             if "deletionTimestamp" not in old["metadata"]:
                 left = copy.deepcopy(old)
-                left["metadata"]["deletionTimestamp"] = self._now(GRACE_S if grace_s is None else grace_s)
+                left["metadata"]["deletionTimestamp"] = self._now(
+                    GRACE_S if grace_s is None else grace_s
+                )
                 self._put(resource, key, left, Change.MODIFIED)
             return self.objects[resource, key]
         self._drop(resource, key)
@@ -160,7 +191,9 @@ class FakeApi:
             self._collect(old["metadata"]["uid"])
         return None
 
-    def edit(self, resource: Resource, key: Key, change: Callable[[Object], None], *, spec: bool = False) -> None:
+    def edit(
+        self, resource: Resource, key: Key, change: Callable[[Object], None], *, spec: bool = False
+    ) -> None:
         """Somebody else's write. `spec` grows the generation."""
         body = copy.deepcopy(self.objects[resource, key])
         change(body)
@@ -219,16 +252,22 @@ class FakeApi:
         self._tell(resource, WatchEvent(Change.DELETED, body))
 
     def _tell(self, resource: Resource, event: WatchEvent) -> None:
-        self.log.append((self.version, resource, WatchEvent(event.change, copy.deepcopy(event.body))))
+        self.log.append(
+            (self.version, resource, WatchEvent(event.change, copy.deepcopy(event.body)))
+        )
         self.news.set()
 
     def _now(self, later_s: float = 0) -> str:
-        return datetime.fromtimestamp(int(self._clock() + later_s), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return datetime.fromtimestamp(int(self._clock() + later_s), UTC).strftime(
+            "%Y-%m-%dT%H:%M:%SZ"
+        )
 
 
 def _fits(body: Object, selection: Selection) -> bool:
     labels = body["metadata"].get("labels") or {}
-    wanted = dict(pair.split("=") for pair in selection.labels.split(",")) if selection.labels else {}
+    wanted = (
+        dict(pair.split("=") for pair in selection.labels.split(",")) if selection.labels else {}
+    )
     in_namespace = selection.namespace in (None, body["metadata"].get("namespace"))
     return in_namespace and all(labels.get(key) == value for key, value in wanted.items())
 

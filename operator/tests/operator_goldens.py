@@ -1,4 +1,5 @@
-"""Jobs whose objects are kept as files in golden/: `python operator/tests/operator_goldens.py` writes them anew.
+"""Jobs whose objects are kept as files in golden/: `python operator/tests/operator_goldens.py`
+writes them anew.
 
 A difference there is a difference in what users' clusters get: read it before it is committed.
 """
@@ -19,11 +20,24 @@ ON_GPUS: dict[str, Any] = {
     "image": "registry.example/pipelinerl:2",
     "imagePullSecrets": [{"name": "registry"}],
     "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}],
-    "actors": {"replicas": 2, "gpusPerReplica": 4, "generatorsPerReplica": 2, "generator": {"tensorParallelSize": 2}},
-    "trainers": {"replicas": 2, "processesPerNode": 8, "zeroStage": 3, "checkpoint": {"pvc": "checkpoints"}},
+    "actors": {
+        "replicas": 2,
+        "gpusPerReplica": 4,
+        "generatorsPerReplica": 2,
+        "generator": {"tensorParallelSize": 2},
+    },
+    "trainers": {
+        "replicas": 2,
+        "processesPerNode": 8,
+        "zeroStage": 3,
+        "checkpoint": {"pvc": "checkpoints"},
+    },
     "weightTransfer": {"backend": "nccl"},
     "network": {"rdma": {"resourceName": "rdma/hca", "ipcLock": True}, "interface": "eth0"},
-    "scheduling": {"gang": {"backend": "volcano", "queue": "research"}, "topologyKey": "topology.example/rack"},
+    "scheduling": {
+        "gang": {"backend": "volcano", "queue": "research"},
+        "topologyKey": "topology.example/rack",
+    },
     **KL,
 }
 

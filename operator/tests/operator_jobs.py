@@ -17,7 +17,14 @@ def make_raw(name: str = "sums", **spec: Any) -> dict[str, Any]:
         "apiVersion": "pipelinerl.dev/v1alpha1",
         "kind": "PipelineRLJob",
         "metadata": {"name": name, "namespace": "lab", "uid": "0b5b0d7c-a09c", "generation": 1},
-        "spec": deepcopy({"model": {"uri": "tiny://arithmetic"}, "task": {"path": "tasks:Sums"}, **ON_CPU, **spec}),
+        "spec": deepcopy(
+            {
+                "model": {"uri": "tiny://arithmetic"},
+                "task": {"path": "tasks:Sums"},
+                **ON_CPU,
+                **spec,
+            }
+        ),
     }
 
 

@@ -35,16 +35,22 @@ def num_actors(world: World) -> int:
 
 async def test_actors_are_added_and_taken_away_and_the_spec_stays_the_users() -> None:
     world = await running()
-    trainers = {name: body["metadata"]["uid"] for name, body in world.pods().items() if "actor" not in name}
+    trainers = {
+        name: body["metadata"]["uid"] for name, body in world.pods().items() if "actor" not in name
+    }
     assert await train(world, 0, per_actor=1.0, r_train=100.0) == 4
     assert await train(world, 10, per_actor=1.0, r_train=100.0) == 4, "the most"
     assert await train(world, 20, per_actor=1.0, r_train=2.0) == 2
     assert world.api.objects[JOBS, JOB]["spec"]["actors"]["replicas"] == 2
-    assert trainers == {name: body["metadata"]["uid"] for name, body in world.pods().items() if "actor" not in name}
+    assert trainers == {
+        name: body["metadata"]["uid"] for name, body in world.pods().items() if "actor" not in name
+    }
     assert [note.message for note in world.notes.notes if note.reason == "Autoscaled"] == [
-        "actors 2 -> 4: trainers wait for samples (ratio 1.000, above highRatio=0.95); in steps 0 to 10 2 groups per second "
+        "actors 2 -> 4: trainers wait for samples (ratio 1.000, above highRatio=0.95); in steps 0 "
+        "to 10 2 groups per second "
         "were taken of the 2 that generation can make, without waiting it would be 100",
-        "actors 4 -> 2: generators wait for the trainers (ratio 0.500, below lowRatio=0.9); in steps 20 to 30 2 groups per "
+        "actors 4 -> 2: generators wait for the trainers (ratio 0.500, below lowRatio=0.9); in "
+        "steps 20 to 30 2 groups per "
         "second were taken of the 4 that generation can make, without waiting it would be 2",
     ]
     assert world.status.autoscale is not None
@@ -140,11 +146,15 @@ def trained(world: World, step: int) -> None:
 HYBRID = {"enabled": True, "schedule": "hybrid", "exploreSteps": 20}
 
 
-async def test_a_hybrid_job_has_every_actor_first_then_its_share_and_then_follows_the_ratio() -> None:
+async def test_a_hybrid_job_has_every_actor_first_then_its_share_and_then_follows_the_ratio() -> (
+    None
+):
     """Two trainer ranks and up to four actors: 0.3 of six places are two."""
     world = await running(autoscale=HYBRID)
     assert num_actors(world) == 4
-    trainers = {name: body["metadata"]["uid"] for name, body in world.pods().items() if "actor" not in name}
+    trainers = {
+        name: body["metadata"]["uid"] for name, body in world.pods().items() if "actor" not in name
+    }
     trained(world, 19)
     await world.settle()
     assert num_actors(world) == 4
@@ -155,8 +165,12 @@ async def test_a_hybrid_job_has_every_actor_first_then_its_share_and_then_follow
     trained(world, 5)
     await world.settle()
     assert num_actors(world) == 3, "exploring does not come back"
-    assert trainers == {name: body["metadata"]["uid"] for name, body in world.pods().items() if "actor" not in name}
-    assert [note.message.partition(":")[0] for note in world.notes.notes if note.reason == "Autoscaled"] == [
+    assert trainers == {
+        name: body["metadata"]["uid"] for name, body in world.pods().items() if "actor" not in name
+    }
+    assert [
+        note.message.partition(":")[0] for note in world.notes.notes if note.reason == "Autoscaled"
+    ] == [
         "actors 4 -> 2",
         "actors 2 -> 3",
     ]

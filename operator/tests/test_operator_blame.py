@@ -32,7 +32,9 @@ def test_joins_that_all_succeeded_are_no_failure() -> None:
 
 
 def test_silent_member_is_expelled_and_those_it_took_along_are_not() -> None:
-    assert blame_updates({"a": failed(500), "b": SILENT, "c": failed(504)}, {"a", "b", "c"}) == {"b": "no answer"}
+    assert blame_updates({"a": failed(500), "b": SILENT, "c": failed(504)}, {"a", "b", "c"}) == {
+        "b": "no answer"
+    }
 
 
 def test_refusing_member_is_expelled_and_those_that_waited_for_it_are_not() -> None:
@@ -52,5 +54,7 @@ def test_member_with_another_checksum_is_expelled() -> None:
 
 def test_update_is_published_only_when_a_remaining_member_serves_it_and_all_do() -> None:
     assert TransferOutcome({"a": ok(), "b": SILENT}, {"b": "no answer"}, aborted=False).published
-    assert not TransferOutcome({"a": failed(500), "b": SILENT}, {"b": "no answer"}, aborted=True).published
+    assert not TransferOutcome(
+        {"a": failed(500), "b": SILENT}, {"b": "no answer"}, aborted=True
+    ).published
     assert not TransferOutcome({"a": SILENT}, {"a": "no answer"}, aborted=False).published

@@ -32,7 +32,9 @@ class Running:
         view = world.cluster.jobs.get(JOB)
         assert view is not None
         resource = JobResource.parse(view.body)
-        self.companion = Companion(view, Wanted(resource, desired(resource, CONTEXT)), world.status, "token", world.cluster)
+        self.companion = Companion(
+            view, Wanted(resource, desired(resource, CONTEXT)), world.status, "token", world.cluster
+        )
 
     async def step(self, step: int, num_groups: int) -> None:
         self.trainer.gauge("policy_version").set(step)
@@ -61,7 +63,10 @@ async def running(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
     world.sync()
     async with AsyncExitStack() as stack:
         job_ = Running(world, await stack.enter_async_context(aiohttp.ClientSession()))
-        for metrics, host in ((job_.trainer, HOSTS["sums-trainer-0"]), (job_.preprocessor, HOSTS["sums-preprocessor-0"])):
+        for metrics, host in (
+            (job_.trainer, HOSTS["sums-trainer-0"]),
+            (job_.preprocessor, HOSTS["sums-preprocessor-0"]),
+        ):
             await stack.enter_async_context(serve_metrics(f"{host}:{port}", metrics.exposition))
         yield job_
 
@@ -108,6 +113,11 @@ async def test_the_metrics_say_how_many_actors_there_are_and_why(running: Runnin
     assert 'pipelinerl_actors_desired{job="sums",namespace="default",role="coordinator"} 3' in text
     assert 'pipelinerl_actors_ready{job="sums",namespace="default",role="coordinator"} 2' in text
     assert "pipelinerl_autoscale_ratio{" not in text
-    running.companion.update(JobStatus(actors=actors, autoscale=Choice(actors=3, start=2, step=10, ratio=0.975)), 1)
+    running.companion.update(
+        JobStatus(actors=actors, autoscale=Choice(actors=3, start=2, step=10, ratio=0.975)), 1
+    )
     text = running.companion.metrics().exposition().decode()
-    assert 'pipelinerl_autoscale_ratio{job="sums",namespace="default",role="coordinator"} 0.975' in text
+    assert (
+        'pipelinerl_autoscale_ratio{job="sums",namespace="default",role="coordinator"} 0.975'
+        in text
+    )

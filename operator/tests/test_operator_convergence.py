@@ -1,5 +1,6 @@
-"""Whatever happens, in whatever order, with whatever faults of the API server: a job ends up as its spec and its pods say, no
-promise is broken on the way, and then nothing is written any more."""
+"""Whatever happens, in whatever order, with whatever faults of the API server: a job ends up as its
+spec and its pods say, no promise is broken on the way, and then nothing is written any more.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -29,10 +30,17 @@ STEPS = st.one_of(
     st.tuples(st.just("look"), st.sampled_from([None, *FAULTS]), st.integers(0, 6)),
     st.tuples(st.just("sync"), st.sampled_from(["jobs", "pods", "children", "all"])),
     st.tuples(
-        st.just("fail"), st.sampled_from(NAMES), st.sampled_from(["error", "memory", "evicted", "container", "vanished"])
+        st.just("fail"),
+        st.sampled_from(NAMES),
+        st.sampled_from(["error", "memory", "evicted", "container", "vanished"]),
     ),
     st.tuples(st.just("delete"), st.sampled_from(NAMES)),
-    st.tuples(st.just("edit"), st.sampled_from(["suspend", "resume", "one", "two", "three", "restart", "invalid", "valid"])),
+    st.tuples(
+        st.just("edit"),
+        st.sampled_from(
+            ["suspend", "resume", "one", "two", "three", "restart", "invalid", "valid"]
+        ),
+    ),
     st.tuples(st.just("wait"), st.sampled_from([1, 3, 20, 400])),
     st.tuples(st.just("kubelet")),
     st.tuples(st.just("failover")),
@@ -54,12 +62,16 @@ def nth_write(fault: Fault, n: int) -> Callable[[Call], Fault | None]:
 async def take(world: World, step: tuple[object, ...]) -> None:
     match step:
         case ("look", fault, int(n)):
-            world.api.fault = nth_write(FAULTS[str(fault)], n) if fault is not None else lambda call: None
+            world.api.fault = (
+                nth_write(FAULTS[str(fault)], n) if fault is not None else lambda call: None
+            )
             await world.look()
             world.api.fault = lambda call: None
         case ("sync", which):
             children = list(world.cluster.children)
-            world.sync({"jobs": [JOBS], "pods": [PODS], "children": children, "all": None}[str(which)])
+            world.sync(
+                {"jobs": [JOBS], "pods": [PODS], "children": children, "all": None}[str(which)]
+            )
         case ("fail", str(name), str(kind)):
             fail(world, name, kind)
         case ("delete", str(name)) if name in world.pods():
@@ -78,7 +90,11 @@ async def take(world: World, step: tuple[object, ...]) -> None:
 
 def is_running(world: World, name: str) -> bool:
     pod = world.pods().get(name)
-    return pod is not None and pod["status"]["phase"] == "Running" and "deletionTimestamp" not in pod["metadata"]
+    return (
+        pod is not None
+        and pod["status"]["phase"] == "Running"
+        and "deletionTimestamp" not in pod["metadata"]
+    )
 
 
 def fail(world: World, name: str, kind: str) -> None:
@@ -106,7 +122,12 @@ def edit(world: World, kind: str) -> None:
     elif kind == "invalid":
         world.change(actors={"replicas": 0})
     else:
-        world.change(actors={"replicas": {"one": 1, "two": 2, "three": 3, "valid": 2}[kind], "minReplicas": 1})
+        world.change(
+            actors={
+                "replicas": {"one": 1, "two": 2, "three": 3, "valid": 2}[kind],
+                "minReplicas": 1,
+            }
+        )
 
 
 def check(world: World) -> None:
@@ -122,14 +143,20 @@ def check(world: World) -> None:
     assert all(pod["status"]["phase"] == "Running" for pod in pods.values())
     for name, attempt in world.attempts().items():
         role, index = name.split("-")[1:]
-        assert attempt == world.status.attempts.get("trainer" if role == "trainer" else f"{role}-{index}", 0)
+        assert attempt == world.status.attempts.get(
+            "trainer" if role == "trainer" else f"{role}-{index}", 0
+        )
     assert world.status.actors.ready == spec["actors"]["replicas"]
     assert (CONFIG_MAPS, Key("default", "sums-job")) in world.api.objects
 
 
 async def live(steps: list[tuple[object, ...]]) -> None:
     world = World()
-    policy = {"maxRestarts": 1000, "backoff": {"initialSeconds": 1, "maxSeconds": 4}, "terminatingPodTimeoutSeconds": 30}
+    policy = {
+        "maxRestarts": 1000,
+        "backoff": {"initialSeconds": 1, "maxSeconds": 4},
+        "terminatingPodTimeoutSeconds": 30,
+    }
     await world.submit(job(failurePolicy=policy))
     for step in steps:
         await take(world, step)
@@ -148,13 +175,21 @@ async def live(steps: list[tuple[object, ...]]) -> None:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(STEPS, min_size=5, max_size=40))
-def test_every_job_converges_through_faults_crashes_and_stale_stores(steps: list[tuple[object, ...]]) -> None:
+def test_every_job_converges_through_faults_crashes_and_stale_stores(
+    steps: list[tuple[object, ...]],
+) -> None:
     asyncio.run(live(steps))
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.sampled_from(sorted(FAULTS)), st.integers(0, 18), st.sampled_from(["error", "memory", "evicted", "vanished"]))
-def test_one_fault_at_any_write_of_a_jobs_life_changes_nothing_in_the_end(fault: str, n: int, kind: str) -> None:
+@given(
+    st.sampled_from(sorted(FAULTS)),
+    st.integers(0, 18),
+    st.sampled_from(["error", "memory", "evicted", "vanished"]),
+)
+def test_one_fault_at_any_write_of_a_jobs_life_changes_nothing_in_the_end(
+    fault: str, n: int, kind: str
+) -> None:
     """Writes 0 to 12 are of its beginning, 13 to 18 of the trainers' return."""
 
     async def settle(world: World) -> None:
@@ -172,7 +207,10 @@ def test_one_fault_at_any_write_of_a_jobs_life_changes_nothing_in_the_end(fault:
         world.api.fault = lambda call: None
         check(world)
         assert set(world.attempts().values()) <= {0, 1}
-        assert {name for name, attempt in world.attempts().items() if attempt} == {"sums-trainer-0", "sums-trainer-1"}
+        assert {name for name, attempt in world.attempts().items() if attempt} == {
+            "sums-trainer-0",
+            "sums-trainer-1",
+        }
         assert world.violations == []
 
     asyncio.run(one())

@@ -1,4 +1,6 @@
-"""The coordinator over real HTTP and gRPC, against generators and a trainer that do what the test tells them."""
+"""The coordinator over real HTTP and gRPC, against generators and a trainer that do what the test
+tells them.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -77,7 +79,9 @@ class FakeGenerator:
         return web.json_response({})
 
     async def _weights(self, request: web.Request) -> web.Response:
-        return web.json_response({"version": self.version, "epoch": self.epoch, "num_workers": self.num_workers})
+        return web.json_response(
+            {"version": self.version, "epoch": self.epoch, "num_workers": self.num_workers}
+        )
 
     async def _join(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -110,7 +114,9 @@ class FakeGenerator:
             "num_running": 3,
         }
 
-    async def _behave(self, request: web.Request, behaviour: str | int, succeed: Callable[[], dict[str, Any]]) -> web.Response:
+    async def _behave(
+        self, request: web.Request, behaviour: str | int, succeed: Callable[[], dict[str, Any]]
+    ) -> web.Response:
         if behaviour == "hang":
             await self.released.wait()
             return error_response(500, "group aborted", self.version)
@@ -129,14 +135,18 @@ def error_response(status: int, message: str, serving_version: int) -> web.Respo
 
 
 class FakeTrainer(policy_pb2_grpc.PolicyServicer):
-    """A trainer without collectives. A new group releases the generators that hang in the old one, as a real abort does."""
+    """A trainer without collectives. A new group releases the generators that hang in the old one,
+    as a real abort does.
+    """
 
     def __init__(self, generators: list[FakeGenerator]) -> None:
         self.epoch = 0
         self.joined: list[tuple[int, int]] = []
         self.generators = generators
 
-    async def JoinGroup(self, request: policy_pb2.JoinGroupRequest, context: Any) -> policy_pb2.JoinGroupResponse:
+    async def JoinGroup(
+        self, request: policy_pb2.JoinGroupRequest, context: Any
+    ) -> policy_pb2.JoinGroupResponse:
         if request.epoch <= self.epoch:
             raise Refused(f"epoch {request.epoch} is not newer than {self.epoch}")
         self.epoch = request.epoch
@@ -146,7 +156,9 @@ class FakeTrainer(policy_pb2_grpc.PolicyServicer):
             generator.released = asyncio.Event()
         return policy_pb2.JoinGroupResponse(master_address="127.0.0.1", master_port=4711)
 
-    async def GetPolicy(self, request: policy_pb2.GetPolicyRequest, context: Any) -> policy_pb2.GetPolicyResponse:
+    async def GetPolicy(
+        self, request: policy_pb2.GetPolicyRequest, context: Any
+    ) -> policy_pb2.GetPolicyResponse:
         return policy_pb2.GetPolicyResponse(policy_version=3, epoch=self.epoch)
 
 
@@ -167,7 +179,9 @@ class Harness:
             pytest.fail(f"never came true: {what}; waiting for {self.coordinator.waiting_for}")
 
     async def until_members(self, *names: str) -> None:
-        await self.until(f"members {names}", lambda: self.members == names and self.trainer.epoch == self.epoch)
+        await self.until(
+            f"members {names}", lambda: self.members == names and self.trainer.epoch == self.epoch
+        )
 
     @property
     def members(self) -> tuple[str, ...] | None:
@@ -177,12 +191,19 @@ class Harness:
     def epoch(self) -> int:
         return self.coordinator.group.epoch if self.coordinator.group else 0
 
-    async def publish(self, version: int, epoch: int | None = None, timeout_s: float = 5) -> weights_pb2.PublishVersionResponse:
+    async def publish(
+        self, version: int, epoch: int | None = None, timeout_s: float = 5
+    ) -> weights_pb2.PublishVersionResponse:
         request = weights_pb2.PublishVersionRequest(
-            epoch=self.epoch if epoch is None else epoch, policy_version=version, manifest=MANIFEST, timeout_s=timeout_s
+            epoch=self.epoch if epoch is None else epoch,
+            policy_version=version,
+            manifest=MANIFEST,
+            timeout_s=timeout_s,
         )
         async with rpc.connect(self.address, token=TOKEN) as channel:
-            return await rpc.call(weights_pb2_grpc.WeightTransferStub(channel).PublishVersion, request, timeout_s=30)
+            return await rpc.call(
+                weights_pb2_grpc.WeightTransferStub(channel).PublishVersion, request, timeout_s=30
+            )
 
     async def get_group(self) -> weights_pb2.GetGroupResponse:
         async with rpc.connect(self.address, token=TOKEN) as channel:
@@ -196,16 +217,24 @@ async def soon(event: asyncio.Event) -> None:
 
 
 @asynccontextmanager
-async def running(*names: str, workers: int = 1, form_timeout_s: float = 5, settle_s: float = 0) -> AsyncIterator[Harness]:
+async def running(
+    *names: str, workers: int = 1, form_timeout_s: float = 5, settle_s: float = 0
+) -> AsyncIterator[Harness]:
     generators = {name: FakeGenerator(name, num_workers=workers) for name in names}
     trainer = FakeTrainer(list(generators.values()))
-    settings = WeightTransferSettings(backend="gloo", form_timeout_seconds=form_timeout_s, sync_timeout_seconds=5)
+    settings = WeightTransferSettings(
+        backend="gloo", form_timeout_seconds=form_timeout_s, sync_timeout_seconds=5
+    )
     async with AsyncExitStack() as stack:
         for generator in generators.values():
             await generator.start()
             stack.push_async_callback(generator.stop)
-        policy = rpc.RpcService(policy_pb2_grpc.add_PolicyServicer_to_server, trainer, "pipelinerl.v1.Policy")
-        trainer_server = await stack.enter_async_context(rpc.serve("127.0.0.1:0", [policy], token=TOKEN))
+        policy = rpc.RpcService(
+            policy_pb2_grpc.add_PolicyServicer_to_server, trainer, "pipelinerl.v1.Policy"
+        )
+        trainer_server = await stack.enter_async_context(
+            rpc.serve("127.0.0.1:0", [policy], token=TOKEN)
+        )
         coordinator = Coordinator(
             settings,
             lambda: {name: generator.url for name, generator in generators.items()},
@@ -223,19 +252,33 @@ async def test_generators_join_with_their_own_ranks_and_are_updated() -> None:
     async with running("a", "b", workers=2) as harness:
         await harness.until_members("a", "b")
         joins = [harness.generators[name].joins[-1] for name in ("a", "b")]
-        assert [(join["epoch"], join["rank_offset"], join["world_size"]) for join in joins] == [(1, 1, 5), (1, 3, 5)]
+        assert [(join["epoch"], join["rank_offset"], join["world_size"]) for join in joins] == [
+            (1, 1, 5),
+            (1, 3, 5),
+        ]
         assert joins[0]["backend"] == "gloo"
         assert (joins[0]["master_address"], joins[0]["master_port"]) == ("127.0.0.1", 4711)
         response = await harness.publish(3)
         assert response.published
-        assert [(m.generator, m.ok, m.policy_version, m.checksum, m.num_running) for m in response.members] == [
+        assert [
+            (m.generator, m.ok, m.policy_version, m.checksum, m.num_running)
+            for m in response.members
+        ] == [
             ("a", True, 3, "abc", 3),
             ("b", True, 3, "abc", 3),
         ]
         assert response.members[0].pause_s == pytest.approx(0.1)
         update = harness.generators["a"].updates[-1]
-        assert update["manifest"] == {"tensors": [{"name": "w", "dtype": "float32", "shape": [2, 3]}], "bucket_bytes": 1024}
-        assert (update["epoch"], update["version"], update["mode"], update["kv_cache"]) == (1, 3, "staged", "keep")
+        assert update["manifest"] == {
+            "tensors": [{"name": "w", "dtype": "float32", "shape": [2, 3]}],
+            "bucket_bytes": 1024,
+        }
+        assert (update["epoch"], update["version"], update["mode"], update["kv_cache"]) == (
+            1,
+            3,
+            "staged",
+            "keep",
+        )
         group = await harness.get_group()
         assert (group.epoch, list(group.members), group.served_version) == (1, ["a", "b"], 3)
 
@@ -325,7 +368,9 @@ async def test_an_epoch_never_comes_again_when_everybody_has_forgotten_it() -> N
 
 
 @pytest.mark.parametrize("behaviour", [500, 409, "cut"])
-async def test_generator_that_fails_to_join_is_left_out_and_comes_back(behaviour: str | int) -> None:
+async def test_generator_that_fails_to_join_is_left_out_and_comes_back(
+    behaviour: str | int,
+) -> None:
     async with running("a", "b") as harness:
         harness.generators["b"].on_join = behaviour
         await harness.until_members("a")
@@ -334,11 +379,15 @@ async def test_generator_that_fails_to_join_is_left_out_and_comes_back(behaviour
         await harness.until_members("a", "b")
 
 
-async def test_a_process_that_takes_an_expelled_ones_name_at_another_address_joins_at_once() -> None:
+async def test_a_process_that_takes_an_expelled_ones_name_at_another_address_joins_at_once() -> (
+    None
+):
     async with running("a", "b") as harness:
         failing = harness.generators["b"]
         failing.on_join = 500
-        await harness.until("three failures", lambda: harness.coordinator.counters.expulsions >= 3)  # left out for 4 s by now
+        await harness.until(
+            "three failures", lambda: harness.coordinator.counters.expulsions >= 3
+        )  # left out for 4 s by now
         await failing.stop()
         failing.on_join, failing.epoch = "ok", 0
         await failing.start()
@@ -346,7 +395,9 @@ async def test_a_process_that_takes_an_expelled_ones_name_at_another_address_joi
         assert harness.members == ("a", "b")
 
 
-async def test_generator_that_never_answers_the_join_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_generator_that_never_answers_the_join_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("pipelinerl_operator.coordinator.generator.ANSWER_GRACE_S", 0.1)
     async with running("a", "b", form_timeout_s=0.5) as harness:
         harness.generators["b"].on_join = "hang"
@@ -354,7 +405,9 @@ async def test_generator_that_never_answers_the_join_is_left_out(monkeypatch: py
 
 
 @pytest.mark.parametrize("behaviour", [500, 409, 422, "cut"])
-async def test_failing_member_is_expelled_and_those_waiting_for_it_are_released(behaviour: str | int) -> None:
+async def test_failing_member_is_expelled_and_those_waiting_for_it_are_released(
+    behaviour: str | int,
+) -> None:
     async with running("a", "b") as harness:
         await harness.until_members("a", "b")
         harness.generators["a"].on_update = "hang"  # waits in the collective for b
@@ -369,7 +422,9 @@ async def test_failing_member_is_expelled_and_those_waiting_for_it_are_released(
         assert (await harness.publish(3)).published
 
 
-async def test_member_that_fails_after_another_succeeded_is_expelled_and_the_version_counts() -> None:
+async def test_member_that_fails_after_another_succeeded_is_expelled_and_the_version_counts() -> (
+    None
+):
     async with running("a", "b") as harness:
         await harness.until_members("a", "b")
         late = harness.generators["b"]
@@ -379,7 +434,10 @@ async def test_member_that_fails_after_another_succeeded_is_expelled_and_the_ver
         late.hold.set()
         response = await publishing
         assert response.published
-        assert [(member.generator, member.ok) for member in response.members] == [("a", True), ("b", False)]
+        assert [(member.generator, member.ok) for member in response.members] == [
+            ("a", True),
+            ("b", False),
+        ]
         await harness.until_members("a")
         assert harness.epoch == 2
         assert harness.coordinator.served_version == 3
@@ -396,7 +454,9 @@ async def test_silent_member_is_expelled_at_the_deadline(monkeypatch: pytest.Mon
         await harness.until_members("a")
 
 
-async def test_a_generator_that_stops_answering_is_silent_until_it_answers_or_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_generator_that_stops_answering_is_silent_until_it_answers_or_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(GeneratorClient.probe, "__defaults__", (0.2,))
     async with running("a", "b") as harness:
         await harness.until_members("a", "b")

@@ -1,4 +1,6 @@
-"""The CRD: its form and size, its rules against good and bad objects, and that the chart's copy is the newest."""
+"""The CRD: its form and size, its rules against good and bad objects, and that the chart's copy is
+the newest.
+"""
 
 import json
 import re
@@ -42,14 +44,25 @@ def schemas(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[
 
 def test_the_charts_crd_is_the_one_of_the_settings() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pipelinerl_operator.crd", "--check"], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "pipelinerl_operator.crd", "--check"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
 
 def test_check_says_when_the_charts_crd_is_another(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pipelinerl_operator.crd", "--check", "--output", tmp_path / "crd.yaml"],
+        [
+            sys.executable,
+            "-m",
+            "pipelinerl_operator.crd",
+            "--check",
+            "--output",
+            tmp_path / "crd.yaml",
+        ],
         capture_output=True,
         text=True,
         timeout=120,
@@ -71,7 +84,11 @@ def test_every_schema_is_structural_and_bounded() -> None:
     for path, schema in schemas(job_schema()):
         assert not schema.keys() & {"$ref", "anyOf", "oneOf", "allOf", "not", "nullable"}, path
         assert schema.get("type") or schema.get(PRESERVE), path
-        if schema.get("type") == "string" and "enum" not in schema and path not in (".apiVersion", ".kind"):
+        if (
+            schema.get("type") == "string"
+            and "enum" not in schema
+            and path not in (".apiVersion", ".kind")
+        ):
             assert "maxLength" in schema, path
         if schema.get("type") == "array":
             assert "maxItems" in schema, path
@@ -90,7 +107,8 @@ def test_what_is_said_in_the_settings_is_what_explain_shows() -> None:
     spec = job_schema()["properties"]["spec"]["properties"]
     assert spec["actors"]["description"].startswith("Who generates")
     assert spec["suspend"] == {
-        "description": "Deletes the job's pods and keeps the rest; turned off again, training goes on from the newest "
+        "description": "Deletes the job's pods and keeps the rest; turned off again, training goes "
+        "on from the newest "
         "checkpoint.",
         "type": "boolean",
         "default": False,
@@ -101,7 +119,11 @@ def test_what_is_said_in_the_settings_is_what_explain_shows() -> None:
 
 
 def test_every_field_of_the_spec_says_what_it_is() -> None:
-    silent = [path for path, schema in schemas(job_schema()["properties"]["spec"]) if path and "description" not in schema]
+    silent = [
+        path
+        for path, schema in schemas(job_schema()["properties"]["spec"])
+        if path and "description" not in schema
+    ]
     silent = [path for path in silent if not path.endswith((".items", ".additionalProperties"))]
     assert silent == []
 
@@ -136,7 +158,9 @@ def test_defaults_have_the_type_of_their_field() -> None:
 
 @pytest.mark.parametrize("path", [path for path in RULES if path], ids=".".join)
 def test_rules_can_be_tried_on_the_defaults_as_they_are_written(path: RulePath) -> None:
-    """The server does so before it takes the definition, without the defaults of the fields in a default."""
+    """The server does so before it takes the definition, without the defaults of the fields in a
+    default.
+    """
     for depth in range(1, len(path) + 1):
         section = place(SCHEMA, path[:depth])
         if "default" in section:
@@ -167,7 +191,9 @@ class _Free(BaseModel):
 
 @pytest.mark.parametrize("model", [_Odd, _Mixed])
 def test_a_type_without_structural_form_is_named(model: type[BaseModel]) -> None:
-    with pytest.raises(ValueError, match=rf"{model.__name__}\.(either|pair): .* no structural form"):
+    with pytest.raises(
+        ValueError, match=rf"{model.__name__}\.(either|pair): .* no structural form"
+    ):
         structural_schema(model)
 
 
@@ -180,7 +206,8 @@ def test_free_form_items_are_preserved() -> None:
 
 def test_braces_in_descriptions_survive_helm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "pipelinerl_operator.crd.template.definition", lambda: {"metadata": {}, "description": "{{ .Values.x }} and {a: 1}"}
+        "pipelinerl_operator.crd.template.definition",
+        lambda: {"metadata": {}, "description": "{{ .Values.x }} and {a: 1}"},
     )
     assert "description: '{{ \"{{\" }} .Values.x }} and {a: 1}'" in render_template()
 
@@ -195,7 +222,9 @@ def test_rules_are_left_out_for_servers_that_do_not_know_them() -> None:
             kept.append(line)
     plain = yaml.safe_load("\n".join(kept))
     assert "x-kubernetes-validations" not in json.dumps(plain)
-    everything = yaml.safe_load("\n".join(line for line in lines[2:-1] if not line.startswith("{{-")))
+    everything = yaml.safe_load(
+        "\n".join(line for line in lines[2:-1] if not line.startswith("{{-"))
+    )
     assert everything["spec"] == definition()["spec"]
     assert everything["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
 
@@ -219,11 +248,15 @@ def with_defaults(value: Any, schema: dict[str, Any]) -> Any:
 
 
 class FreeForm(celtypes.MapType):
-    """An object with unknown fields as the API server compares it: of these, only ones that both have can differ."""
+    """An object with unknown fields as the API server compares it: of these, only ones that both
+    have can differ.
+    """
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, celtypes.MapType)
-        return len(self) == len(other) and all(value == other[name] for name, value in self.items() if name in other)
+        return len(self) == len(other) and all(
+            value == other[name] for name, value in self.items() if name in other
+        )
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -232,10 +265,15 @@ class FreeForm(celtypes.MapType):
 
 
 def to_cel(value: Any, schema: dict[str, Any]) -> Any:
-    """Typed as the API server types it: a number is a double even where it is written as a whole one."""
+    """Typed as the API server types it: a number is a double even where it is written as a whole
+    one.
+    """
     if isinstance(value, dict):
         fields = schema.get("properties", {})
-        shown = {name: to_cel(item, fields[name]) if name in fields else json_to_cel(item) for name, item in value.items()}
+        shown = {
+            name: to_cel(item, fields[name]) if name in fields else json_to_cel(item)
+            for name, item in value.items()
+        }
         kind = FreeForm if schema.get(PRESERVE) else celtypes.MapType
         return kind({celtypes.StringType(name): item for name, item in shown.items()})
     if isinstance(value, list):
@@ -245,7 +283,9 @@ def to_cel(value: Any, schema: dict[str, Any]) -> Any:
     return json_to_cel(value)
 
 
-def found(value: Any, schema: dict[str, Any], path: RulePath) -> Iterator[tuple[Any, dict[str, Any]]]:
+def found(
+    value: Any, schema: dict[str, Any], path: RulePath
+) -> Iterator[tuple[Any, dict[str, Any]]]:
     """What a rule looks at: the values at `path`, none where it is absent."""
     if not path:
         yield value, schema
@@ -260,7 +300,11 @@ def found(value: Any, schema: dict[str, Any], path: RulePath) -> Iterator[tuple[
 
 SCHEMA = job_schema()
 ENVIRONMENT = celpy.Environment()
-PROGRAMS = {rule.rule: ENVIRONMENT.program(ENVIRONMENT.compile(rule.rule)) for rules in RULES.values() for rule in rules}
+PROGRAMS = {
+    rule.rule: ENVIRONMENT.program(ENVIRONMENT.compile(rule.rule))
+    for rules in RULES.values()
+    for rule in rules
+}
 
 
 def refusals(new: dict[str, Any], old: dict[str, Any] | None = None) -> list[str]:
@@ -288,8 +332,13 @@ GOOD: dict[str, dict[str, Any]] = {
     "smallest": {},
     "elastic": {"actors": {"replicas": 3, "minReplicas": 2, "maxReplicas": 3}},
     "reference": {"reference": {}, "algorithm": {"kl": {"coefficient": 1}}},
-    "ppo for single trajectories": {"task": {"path": "a:B", "groupSize": 1}, "algorithm": {"loss": "ppo"}},
-    "a value head for grpo": {"algorithm": {"loss": "grpo", "baseline": "value", "divideByStd": False}},
+    "ppo for single trajectories": {
+        "task": {"path": "a:B", "groupSize": 1},
+        "algorithm": {"loss": "ppo"},
+    },
+    "a value head for grpo": {
+        "algorithm": {"loss": "grpo", "baseline": "value", "divideByStd": False}
+    },
     "gpus": GPUS,
     "claim": {"model": {"uri": "hf://a/b", "cache": {"pvc": "models"}}},
     "folder": {"model": {"uri": "hf://a/b", "cache": {"emptyDir": {}}}},
@@ -304,25 +353,46 @@ GOOD: dict[str, dict[str, Any]] = {
         ]
     },
     "autoscale": {"autoscale": {"enabled": True}, "actors": {"maxReplicas": 4}},
-    "evaluation": {"evaluation": EVALUATION, "trainers": {"checkpoint": {"pvc": "checkpoints", "everySteps": 10}}},
+    "evaluation": {
+        "evaluation": EVALUATION,
+        "trainers": {"checkpoint": {"pvc": "checkpoints", "everySteps": 10}},
+    },
     "rdma": {"network": {"rdma": {"resourceName": "rdma/hca", "ipcLock": True}}},
 }
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "too many at least": ({"actors": {"replicas": 1, "minReplicas": 2}}, "minReplicas is more than replicas"),
-    "beyond the most": ({"actors": {"replicas": 3, "maxReplicas": 2}}, "replicas is more than maxReplicas"),
+    "too many at least": (
+        {"actors": {"replicas": 1, "minReplicas": 2}},
+        "minReplicas is more than replicas",
+    ),
+    "beyond the most": (
+        {"actors": {"replicas": 3, "maxReplicas": 2}},
+        "replicas is more than maxReplicas",
+    ),
     "no reference": ({"algorithm": {"kl": {"coefficient": 0.1}}}, "needs a reference model"),
     "idle reference": ({"reference": {}}, "reference is never used"),
     "no room": (
-        {"task": {"path": "a:B", "sampling": {"maxTokens": 64}}, "model": {"uri": "a", "maxModelLen": 64}},
+        {
+            "task": {"path": "a:B", "sampling": {"maxTokens": 64}},
+            "model": {"uri": "a", "maxModelLen": 64},
+        },
         "no room for a prompt",
     ),
     "small micro-batch": ({"trainers": {"microBatchTokens": 8}}, "cannot hold one trajectory"),
     "group of one": ({"task": {"path": "a:B", "groupSize": 1}}, "groupSize of at least 2"),
     "nccl on a cpu": ({"weightTransfer": {}}, "backend=nccl needs GPUs"),
-    "unbounded scaling": ({"autoscale": {"enabled": True}}, "autoscale.enabled needs actors.maxReplicas"),
-    "long warm-up": ({"algorithm": {"steps": 5, "optimizer": {"warmupSteps": 6}}}, "warmupSteps is more than steps"),
-    "grpo with a value head": ({"algorithm": {"loss": "grpo", "baseline": "value"}}, "set baseline=mean, or divideByStd=false"),
+    "unbounded scaling": (
+        {"autoscale": {"enabled": True}},
+        "autoscale.enabled needs actors.maxReplicas",
+    ),
+    "long warm-up": (
+        {"algorithm": {"steps": 5, "optimizer": {"warmupSteps": 6}}},
+        "warmupSteps is more than steps",
+    ),
+    "grpo with a value head": (
+        {"algorithm": {"loss": "grpo", "baseline": "value"}},
+        "set baseline=mean, or divideByStd=false",
+    ),
     "mean of a group of one": (
         {"task": {"path": "a:B", "groupSize": 1}, "algorithm": {"loss": "grpo"}},
         "groupSize of at least 2",
@@ -331,16 +401,30 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"reference": {}, "algorithm": {"kl": {"coefficient": 1, "estimator": "k1"}}},
         "set kl.placement=reward",
     ),
-    "two caches": ({"model": {"uri": "a", "cache": {"pvc": "a", "emptyDir": {}}}}, "exactly one of pvc and emptyDir"),
+    "two caches": (
+        {"model": {"uri": "a", "cache": {"pvc": "a", "emptyDir": {}}}},
+        "exactly one of pvc and emptyDir",
+    ),
     "no cache": ({"model": {"uri": "a", "cache": {}}}, "exactly one of pvc and emptyDir"),
-    "two places": ({"trainers": {"checkpoint": {"pvc": "a", "uri": "file:///a"}}}, "pvc and uri exclude each other"),
+    "two places": (
+        {"trainers": {"checkpoint": {"pvc": "a", "uri": "file:///a"}}},
+        "pvc and uri exclude each other",
+    ),
     "nodes apart": ({"trainers": {"replicas": 2}}, "several trainer nodes write one checkpoint"),
     "shared rows over nodes": (
         {"trainers": {"processesPerNode": 2, "sequenceParallelSize": 4}},
         "processesPerNode is no multiple of sequenceParallelSize",
     ),
     "two values": (
-        {"env": [{"name": "A", "value": "1", "valueFrom": {"fieldRef": {"fieldPath": "status.hostIP"}}}]},
+        {
+            "env": [
+                {
+                    "name": "A",
+                    "value": "1",
+                    "valueFrom": {"fieldRef": {"fieldPath": "status.hostIP"}},
+                }
+            ]
+        },
         "value and valueFrom exclude each other",
     ),
     "no source": ({"env": [{"name": "A", "valueFrom": {}}]}, "exactly one of secretKeyRef"),
@@ -349,14 +433,20 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
             "env": [
                 {
                     "name": "A",
-                    "valueFrom": {"fieldRef": {"fieldPath": "a"}, "secretKeyRef": {"name": "s", "key": "k"}},
+                    "valueFrom": {
+                        "fieldRef": {"fieldPath": "a"},
+                        "secretKeyRef": {"name": "s", "key": "k"},
+                    },
                 }
             ]
         },
         "exactly one of secretKeyRef",
     ),
     "reserved variable": ({"env": [{"name": "PRL_JOB", "value": "x"}]}, "begin with PRL_"),
-    "evaluation without a claim": ({"evaluation": EVALUATION}, "evaluation reads checkpoints from another pod"),
+    "evaluation without a claim": (
+        {"evaluation": EVALUATION},
+        "evaluation reads checkpoints from another pod",
+    ),
     "evaluation between checkpoints": (
         {"evaluation": EVALUATION, "trainers": {"checkpoint": {"pvc": "a", "everySteps": 7}}},
         "must be a multiple of trainers.checkpoint.everySteps",
@@ -365,7 +455,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"evaluation": EVALUATION, "trainers": {"checkpoint": {"pvc": "a", "everySteps": 0}}},
         "must be a multiple of trainers.checkpoint.everySteps",
     ),
-    "ratios": ({"autoscale": {"lowRatio": 0.95, "highRatio": 0.9}}, "lowRatio must be below highRatio"),
+    "ratios": (
+        {"autoscale": {"lowRatio": 0.95, "highRatio": 0.9}},
+        "lowRatio must be below highRatio",
+    ),
 }
 
 
@@ -377,7 +470,9 @@ def test_good_jobs_pass_the_rules_and_the_settings(spec: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(("spec", "says"), BAD.values(), ids=BAD)
-def test_bad_jobs_are_refused_by_the_rules_and_by_the_settings(spec: dict[str, Any], says: str) -> None:
+def test_bad_jobs_are_refused_by_the_rules_and_by_the_settings(
+    spec: dict[str, Any], says: str
+) -> None:
     """Both, because an old server knows no rules."""
     raw = make_raw(**spec)
     assert any(says in message for message in refusals(raw)), refusals(raw)
@@ -397,7 +492,11 @@ MUTABLE: dict[str, dict[str, Any]] = {
     "suspend": {"suspend": True},
     "scale": {"actors": {"replicas": 2, "maxReplicas": 4}},
     "restart": {"restart": {"id": "again"}},
-    "life": {"ttlSecondsAfterFinished": 60, "failurePolicy": {"maxRestarts": 3}, "cleanPodPolicy": "None"},
+    "life": {
+        "ttlSecondsAfterFinished": 60,
+        "failurePolicy": {"maxRestarts": 3},
+        "cleanPodPolicy": "None",
+    },
     "autoscale": {"autoscale": {"enabled": True}, "actors": {"maxReplicas": 4}},
 }
 IMMUTABLE: dict[str, dict[str, Any]] = {
@@ -422,7 +521,9 @@ def test_a_running_job_can_be_changed_where_it_takes_no_restart(change: dict[str
 
 
 @pytest.mark.parametrize("change", IMMUTABLE.values(), ids=IMMUTABLE)
-def test_the_rest_of_a_job_changes_only_while_suspended_or_with_a_restart(change: dict[str, Any]) -> None:
+def test_the_rest_of_a_job_changes_only_while_suspended_or_with_a_restart(
+    change: dict[str, Any],
+) -> None:
     assert any(
         "cannot be changed while the job runs" in message or "can be changed" in message
         for message in refusals(make_raw(**change), make_raw())
@@ -440,14 +541,22 @@ def test_what_was_set_cannot_be_taken_away_while_the_job_runs() -> None:
 def test_the_manager_never_changes() -> None:
     kueue = {"managedBy": "kueue.x-k8s.io/multikueue"}
     for old, new in (({}, kueue), (kueue, {}), (kueue, {"managedBy": "x"})):
-        assert "managedBy cannot be changed" in refusals(make_raw(**new, suspend=True), make_raw(**old, suspend=True))
+        assert "managedBy cannot be changed" in refusals(
+            make_raw(**new, suspend=True), make_raw(**old, suspend=True)
+        )
     assert refusals(make_raw(**kueue), make_raw(**kueue)) == []
 
 
 def test_rules_look_into_no_free_form() -> None:
-    """It has no fields for CEL: a rule that names one makes the server refuse the CRD. As a whole it can be compared."""
+    """It has no fields for CEL: a rule that names one makes the server refuse the CRD. As a whole
+    it can be compared.
+    """
     schema = job_schema()
-    free = {path.rpartition(".")[2] for path, each in schemas(schema) if each.get(PRESERVE) and not each.get("properties")}
+    free = {
+        path.rpartition(".")[2]
+        for path, each in schemas(schema)
+        if each.get(PRESERVE) and not each.get("properties")
+    }
     assert {"podTemplate", "args", "engineArgs"} <= free
     for rules in RULES.values():
         for rule in rules:
@@ -455,14 +564,23 @@ def test_rules_look_into_no_free_form() -> None:
 
 
 FREE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "task": ({"task": {"path": "a:B", "args": {"digits": 1}}}, {"task": {"path": "a:B", "args": {"digits": 2}}}),
+    "task": (
+        {"task": {"path": "a:B", "args": {"digits": 1}}},
+        {"task": {"path": "a:B", "args": {"digits": 2}}},
+    ),
     "engine": (
         {"actors": {"generator": {"engineArgs": {"a": 1}}}},
         {"actors": {"generator": {"engineArgs": {"a": 1, "b": 1}}}},
     ),
-    "actors": ({"actors": {"podTemplate": {"spec": {"a": 1}}}}, {"actors": {"podTemplate": {"spec": {"a": 2}}}}),
+    "actors": (
+        {"actors": {"podTemplate": {"spec": {"a": 1}}}},
+        {"actors": {"podTemplate": {"spec": {"a": 2}}}},
+    ),
     "trainers": ({}, {"trainers": {"podTemplate": {"spec": {"a": 2}}}}),
-    "policy": ({"staleness": {"policy": "a:B", "own": 1}}, {"staleness": {"policy": "a:B", "own": 2}}),
+    "policy": (
+        {"staleness": {"policy": "a:B", "own": 1}},
+        {"staleness": {"policy": "a:B", "own": 2}},
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""A job with an evaluator: what its pod is, and that the job waits for the last evaluation but never fails by one."""
+"""A job with an evaluator: what its pod is, and that the job waits for the last evaluation but
+never fails by one.
+"""
 
 import asyncio
 from typing import Any
@@ -69,7 +71,9 @@ def test_its_pod_reads_the_trainers_claim_and_its_generator_serves_nobody_else()
 
 
 def test_a_shared_folder_stands_for_the_claim() -> None:
-    (container,) = evaluator(trainers={"checkpoint": {"uri": "file:///mnt/shared"}})["spec"]["containers"]
+    (container,) = evaluator(trainers={"checkpoint": {"uri": "file:///mnt/shared"}})["spec"][
+        "containers"
+    ]
     assert flag(container, "--output") == "/mnt/shared"
 
 
@@ -82,7 +86,9 @@ def test_a_shared_folder_stands_for_the_claim() -> None:
         ({"gpusPerReplica": 4}, {"gpusPerReplica": 0}, 0),
     ],
 )
-def test_it_has_as_many_gpus_as_its_generator_takes(actors: dict[str, Any], evaluation: dict[str, Any], gpus: int) -> None:
+def test_it_has_as_many_gpus_as_its_generator_takes(
+    actors: dict[str, Any], evaluation: dict[str, Any], gpus: int
+) -> None:
     claim = {"checkpoint": {"pvc": "checkpoints"}}
     resource = make_resource(actors=actors, evaluation={**EVALUATION, **evaluation}, trainers=claim)
     assert num_gpus(resource.job, "evaluator-0") == gpus
@@ -92,7 +98,9 @@ def test_it_has_as_many_gpus_as_its_generator_takes(actors: dict[str, Any], eval
 
 
 async def test_it_is_started_again_alone_and_never_costs_a_restart_of_the_budget() -> None:
-    world = await running(failurePolicy={"maxRestarts": 0, "backoff": {"initialSeconds": 1, "maxSeconds": 2}})
+    world = await running(
+        failurePolicy={"maxRestarts": 0, "backoff": {"initialSeconds": 1, "maxSeconds": 2}}
+    )
     for _ in range(3):
         world.end("sums-evaluator-0", "evaluator", 1, message="no memory")
         await world.settle()
@@ -137,13 +145,15 @@ async def test_the_job_runs_without_it() -> None:
 async def test_the_last_evaluation_is_waited_for_and_only_its_pod_runs_on() -> None:
     world = await trained()
     assert world.is_in(Phase.EVALUATING)
-    assert {name for name, pod in world.pods().items() if pod["status"]["phase"] == "Running"} == {"sums-evaluator-0"}
+    assert {name for name, pod in world.pods().items() if pod["status"]["phase"] == "Running"} == {
+        "sums-evaluator-0"
+    }
     condition = world.status.condition("Evaluating")
     assert condition is not None
     assert (condition.status, condition.reason) == ("True", "TrainingFinished")
     assert (
-        condition.message
-        == f"the last step is evaluated until {write_time(read_time(condition.last_transition_time) + LIMIT_S)}"
+        condition.message == "the last step is evaluated until "
+        f"{write_time(read_time(condition.last_transition_time) + LIMIT_S)}"
     )
     world.end("sums-evaluator-0", "evaluator", 0, message="step 60: held-out pass@1 0.812")
     await world.settle()
@@ -223,13 +233,19 @@ async def test_a_suspension_interrupts_the_wait_which_begins_anew() -> None:
 
 EVALUATOR_STEPS = st.one_of(
     STEPS,
-    st.tuples(st.just("evaluator"), st.sampled_from(["error", "memory", "evicted", "vanished", "done"])),
+    st.tuples(
+        st.just("evaluator"), st.sampled_from(["error", "memory", "evicted", "vanished", "done"])
+    ),
 )
 
 
 async def live(steps: list[tuple[object, ...]]) -> None:
     world = World()
-    policy = {"maxRestarts": 1000, "backoff": {"initialSeconds": 1, "maxSeconds": 4}, "terminatingPodTimeoutSeconds": 30}
+    policy = {
+        "maxRestarts": 1000,
+        "backoff": {"initialSeconds": 1, "maxSeconds": 4},
+        "terminatingPodTimeoutSeconds": 30,
+    }
     await world.submit(job(failurePolicy=policy, evaluation=EVALUATION))
     for step in steps:
         match step:
@@ -268,13 +284,17 @@ def end_evaluator(world: World, kind: str) -> None:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(EVALUATOR_STEPS, min_size=5, max_size=40))
-def test_a_job_with_an_evaluator_converges_through_everything(steps: list[tuple[object, ...]]) -> None:
+def test_a_job_with_an_evaluator_converges_through_everything(
+    steps: list[tuple[object, ...]],
+) -> None:
     asyncio.run(live(steps))
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(sorted(FAULTS)), st.integers(0, 8))
-def test_one_fault_at_any_write_after_training_changes_nothing_in_the_end(fault: str, n: int) -> None:
+def test_one_fault_at_any_write_after_training_changes_nothing_in_the_end(
+    fault: str, n: int
+) -> None:
     async def one() -> None:
         world = await running()
         world.api.fault = nth_write(FAULTS[fault], n)

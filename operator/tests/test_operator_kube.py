@@ -10,8 +10,24 @@ from world import job
 
 from pipelinerl_operator.controller.leader_label import LEADER, leader_label
 from pipelinerl_operator.controller.views import JobView
-from pipelinerl_operator.kube import Election, Informer, Key, LeaseTimes, Selection, Store, WatchEvent, WorkQueue
-from pipelinerl_operator.kube.errors import AlreadyExists, ApiUnavailable, Conflict, Forbidden, TooManyRequests, error_of
+from pipelinerl_operator.kube import (
+    Election,
+    Informer,
+    Key,
+    LeaseTimes,
+    Selection,
+    Store,
+    WatchEvent,
+    WorkQueue,
+)
+from pipelinerl_operator.kube.errors import (
+    AlreadyExists,
+    ApiUnavailable,
+    Conflict,
+    Forbidden,
+    TooManyRequests,
+    error_of,
+)
 from pipelinerl_operator.kube.resources import JOBS, LEASES, PODS
 
 SUMS = Key("default", "sums")
@@ -51,7 +67,9 @@ async def test_an_informer_sees_what_there_is_and_what_comes_and_goes() -> None:
         assert changes == [SUMS, Key("default", "more"), SUMS]
 
 
-async def test_an_informer_lists_again_when_its_version_is_too_old_and_finds_what_it_missed() -> None:
+async def test_an_informer_lists_again_when_its_version_is_too_old_and_finds_what_it_missed() -> (
+    None
+):
     api = FakeApi()
     await api.create(JOBS, "default", job())
     async with following(api) as (informer, _):
@@ -106,7 +124,9 @@ async def test_the_queue_holds_a_key_once_and_never_gives_it_to_two_workers() ->
     assert queue.depth == 1
 
 
-async def test_the_queue_takes_the_earliest_of_several_wishes_and_waits_longer_after_each_failure() -> None:
+async def test_the_queue_takes_the_earliest_of_several_wishes_and_waits_longer_after_each_failure() -> (
+    None
+):
     queue = WorkQueue()
     queue.add_after(SUMS, 3600)
     queue.add_after(SUMS, 0.01)
@@ -138,7 +158,10 @@ async def test_one_replica_leads_and_the_next_takes_over_when_it_stops() -> None
     api = FakeApi()
     works, stops = [Work(), Work()], [asyncio.Event(), asyncio.Event()]
     elections = [Election(api, LEASE, name, QUICK) for name in ("a", "b")]
-    tasks = [asyncio.create_task(each.run(work.lead, stop)) for each, work, stop in zip(elections, works, stops, strict=True)]
+    tasks = [
+        asyncio.create_task(each.run(work.lead, stop))
+        for each, work, stop in zip(elections, works, stops, strict=True)
+    ]
     await until(lambda: any(work.is_running for work in works))
     first = next(index for index, work in enumerate(works) if work.is_running)
     assert not works[1 - first].is_running
@@ -172,7 +195,11 @@ async def test_a_leader_whose_lease_another_took_stops() -> None:
     work, stop = Work(), asyncio.Event()
     task = asyncio.create_task(Election(api, LEASE, "a", QUICK).run(work.lead, stop))
     await until(lambda: work.is_running)
-    api.edit(LEASES, LEASE, lambda body: body["spec"].update(holderIdentity="b", leaseDurationSeconds=3600))
+    api.edit(
+        LEASES,
+        LEASE,
+        lambda body: body["spec"].update(holderIdentity="b", leaseDurationSeconds=3600),
+    )
     await until(lambda: not work.is_running)
     stop.set()
     await task
@@ -204,11 +231,16 @@ def test_a_server_says_when_to_come_back() -> None:
 async def test_a_leader_takes_the_label_off_its_own_release_and_no_other() -> None:
     api = FakeApi()
     for name, release in (("old", "one"), ("new", "one"), ("other", "two")):
-        labels = {"app.kubernetes.io/instance": release, **({} if name == "new" else {LEADER: "true"})}
+        labels = {
+            "app.kubernetes.io/instance": release,
+            **({} if name == "new" else {LEADER: "true"}),
+        }
         await api.create(PODS, "rl", {"metadata": {"name": name, "labels": labels}})
 
     def leaders() -> list[str]:
-        return [pod["metadata"]["name"] for pod in api.list(Selection(PODS, "rl", f"{LEADER}=true"))]
+        return [
+            pod["metadata"]["name"] for pod in api.list(Selection(PODS, "rl", f"{LEADER}=true"))
+        ]
 
     async with leader_label(api, Key("rl", "new"), {"app.kubernetes.io/instance": "one"}):
         assert leaders() == ["new", "other"]

@@ -21,7 +21,9 @@ NOW = 100.0
 
 
 def generator(name: str, *, epoch: int = 0, workers: int = 1, since: float = 0.0) -> SeenGenerator:
-    return SeenGenerator(name=name, num_workers=workers, epoch=epoch, served_version=-1, seen_since=since)
+    return SeenGenerator(
+        name=name, num_workers=workers, epoch=epoch, served_version=-1, seen_since=since
+    )
 
 
 def observation(*generators: SeenGenerator, trainer_epoch: int | None = 0) -> Observation:
@@ -45,7 +47,9 @@ def test_first_group_is_epoch_1_of_all_ready_generators() -> None:
 
 
 def test_nothing_happens_without_a_trainer() -> None:
-    assert isinstance(decide(observation(generator("a"), trainer_epoch=None), Standing(None), Backoff()), Wait)
+    assert isinstance(
+        decide(observation(generator("a"), trainer_epoch=None), Standing(None), Backoff()), Wait
+    )
 
 
 def test_nothing_happens_before_the_first_generator_is_ready() -> None:
@@ -61,7 +65,9 @@ def test_leaver_joiner_and_restarted_member_each_form_a_new_epoch() -> None:
     a, b, c = generator("a", epoch=4), generator("b", epoch=4), generator("c")
     left = decide(observation(a, trainer_epoch=4), Standing(GROUP), Backoff())
     joined = decide(observation(a, b, c, trainer_epoch=4), Standing(GROUP), Backoff())
-    restarted = decide(observation(a, replace(b, epoch=0), trainer_epoch=4), Standing(GROUP), Backoff())
+    restarted = decide(
+        observation(a, replace(b, epoch=0), trainer_epoch=4), Standing(GROUP), Backoff()
+    )
     assert isinstance(left, Form)
     assert left.group == Group(5, (Member("a", 1, 1),))
     assert isinstance(joined, Form)
@@ -88,7 +94,9 @@ def test_last_generator_gone_leaves_the_trainer_alone_in_a_world_of_one() -> Non
 
 def test_running_update_holds_back_a_new_group_until_its_deadline() -> None:
     seen = observation(generator("a", epoch=4), trainer_epoch=4)
-    assert decide(seen, Standing(GROUP, transfer_deadline=NOW + 1), Backoff()) == Wait("an update is running")
+    assert decide(seen, Standing(GROUP, transfer_deadline=NOW + 1), Backoff()) == Wait(
+        "an update is running"
+    )
     assert isinstance(decide(seen, Standing(GROUP, transfer_deadline=NOW - 1), Backoff()), Form)
 
 
@@ -97,17 +105,29 @@ def test_a_lone_newcomer_joins_at_once() -> None:
     assert isinstance(first, Form)
     assert first.group.names == ("a",)
     members = generator("a", epoch=4), generator("b", epoch=4)
-    third = decide(observation(*members, generator("c", since=NOW), trainer_epoch=4), Standing(GROUP), Backoff())
+    third = decide(
+        observation(*members, generator("c", since=NOW), trainer_epoch=4),
+        Standing(GROUP),
+        Backoff(),
+    )
     assert isinstance(third, Form)
     assert third.group.names == ("a", "b", "c")
 
 
 def test_newcomers_wait_for_one_that_is_starting_but_never_longer_than_the_settling_time() -> None:
-    seen = replace(observation(generator("a", since=NOW), generator("b", since=NOW)), num_starting=1)
+    seen = replace(
+        observation(generator("a", since=NOW), generator("b", since=NOW)), num_starting=1
+    )
     for later, both in ((0.0, Wait), (1.9, Wait), (2.0, Form)):
-        assert isinstance(decide(replace(seen, now=NOW + later), Standing(None, settle_s=2), Backoff()), both)
-    staggered = replace(seen, now=NOW + 2.0, generators=(generator("a", since=NOW), generator("b", since=NOW + 1.9)))
-    assert isinstance(decide(staggered, Standing(None, settle_s=2), Backoff()), Form)  # the next one makes nobody wait longer
+        assert isinstance(
+            decide(replace(seen, now=NOW + later), Standing(None, settle_s=2), Backoff()), both
+        )
+    staggered = replace(
+        seen, now=NOW + 2.0, generators=(generator("a", since=NOW), generator("b", since=NOW + 1.9))
+    )
+    assert isinstance(
+        decide(staggered, Standing(None, settle_s=2), Backoff()), Form
+    )  # the next one makes nobody wait longer
 
 
 def test_one_that_is_starting_keeps_no_other_change_waiting() -> None:
@@ -119,14 +139,20 @@ def test_one_that_is_starting_keeps_no_other_change_waiting() -> None:
 @example([False, True, True, True] * 15)
 @given(st.lists(st.booleans(), min_size=60, max_size=60))
 def test_one_that_comes_and_goes_forms_a_group_only_when_it_has_stayed(answers: list[bool]) -> None:
-    """One round a second, for a minute: b answers or does not. It joins after two seconds, and so may leave once in three."""
+    """One round a second, for a minute: b answers or does not. It joins after two seconds, and so
+    may leave once in three.
+    """
     group, epochs, since = Group(1, (Member("a", 1, 1),)), 0, 0.0
     for now, is_there in enumerate(answers):
         if not is_there:
             since = now + 1.0
-        b = SeenGenerator("b", 1, group.epoch if "b" in group.names else 0, -1, seen_since=since, was_away=True)
+        b = SeenGenerator(
+            "b", 1, group.epoch if "b" in group.names else 0, -1, seen_since=since, was_away=True
+        )
         generators = (generator("a", epoch=group.epoch), *([b] if is_there else []))
-        seen = Observation(float(now), SeenTrainer(group.epoch), generators, num_starting=0 if is_there else 1)
+        seen = Observation(
+            float(now), SeenTrainer(group.epoch), generators, num_starting=0 if is_there else 1
+        )
         decision = decide(seen, Standing(group), Backoff())
         if isinstance(decision, Form):
             group, epochs = decision.group, epochs + 1

@@ -1,4 +1,6 @@
-"""Accounts per job on a real nats-server in operator mode: apart from one another, bounded, durable, and gone with the job."""
+"""Accounts per job on a real nats-server in operator mode: apart from one another, bounded,
+durable, and gone with the job.
+"""
 
 import asyncio
 import base64
@@ -23,14 +25,21 @@ from pipelinerl_common.stream.server import find_binary
 from pipelinerl_operator.nats import claims, trust
 from pipelinerl_operator.nats.claims import StreamLimits
 from pipelinerl_operator.nats.keys import Key, KeyKind
-from pipelinerl_operator.nats.streams import AccountStreams, SharedStreams, StreamStatus, _job_credentials
+from pipelinerl_operator.nats.streams import (
+    AccountStreams,
+    SharedStreams,
+    StreamStatus,
+    _job_credentials,
+)
 from pipelinerl_operator.objects.job_resource import JobResource
 
 DEADLINE_S = 60.0
 OPERATOR = Key.from_bytes(KeyKind.OPERATOR, bytes(range(32)))
 
 
-def make_job(name: str = "maths", namespace: str = "team", uid: str = "1", max_bytes: int = 1 << 20) -> JobResource:
+def make_job(
+    name: str = "maths", namespace: str = "team", uid: str = "1", max_bytes: int = 1 << 20
+) -> JobResource:
     return JobResource.parse(
         {
             "apiVersion": API_VERSION,
@@ -60,7 +69,15 @@ async def streams(server: NatsServer) -> AsyncIterator[AccountStreams]:
 
 def open_stream(url: str, job: JobResource, credentials: str, timeout_s: float = DEADLINE_S):  # type: ignore[no-untyped-def]
     login = Login(credentials_text=credentials)
-    return connect(url, job.name, job.spec.stream, name="test", namespace=job.namespace, login=login, timeout_s=timeout_s)
+    return connect(
+        url,
+        job.name,
+        job.spec.stream,
+        name="test",
+        namespace=job.namespace,
+        login=login,
+        timeout_s=timeout_s,
+    )
 
 
 async def raw_client(url: str, credentials: str, errors: list[str]) -> Client:
@@ -85,7 +102,10 @@ async def test_a_jobs_services_do_everything_they_need_with_its_credentials(
 ) -> None:
     job = make_job()
     assert await streams.observe(job) is None
-    async with open_stream(server.url, job, await streams.ensure(job)) as stream, asyncio.timeout(DEADLINE_S):
+    async with (
+        open_stream(server.url, job, await streams.ensure(job)) as stream,
+        asyncio.timeout(DEADLINE_S),
+    ):
         await publish(stream, b"payload")
         journal = await stream.journal()
         await journal.put("groups/0-0", b"x")
@@ -110,8 +130,13 @@ async def publish(stream: Stream, payload: bytes) -> None:
     await stream._connection.publish(stream._layout.subject("samples"), payload, None, DEADLINE_S)
 
 
-async def test_one_job_neither_sees_nor_reaches_another(server: NatsServer, streams: AccountStreams) -> None:
-    mine, other = make_job("maths", "team", "1"), make_job("maths", "team", "2")  # even under the same names
+async def test_one_job_neither_sees_nor_reaches_another(
+    server: NatsServer, streams: AccountStreams
+) -> None:
+    mine, other = (
+        make_job("maths", "team", "1"),
+        make_job("maths", "team", "2"),
+    )  # even under the same names
     async with open_stream(server.url, mine, await streams.ensure(mine)) as stream:
         await publish(stream, b"mine")
         async with open_stream(server.url, other, await streams.ensure(other)) as other_stream:
@@ -125,7 +150,9 @@ async def test_one_job_neither_sees_nor_reaches_another(server: NatsServer, stre
     assert (first.pending, second.pending) == (1, 2)
 
 
-async def test_credentials_allow_the_jobs_own_subjects_only(server: NatsServer, streams: AccountStreams) -> None:
+async def test_credentials_allow_the_jobs_own_subjects_only(
+    server: NatsServer, streams: AccountStreams
+) -> None:
     errors: list[str] = []
     client = await raw_client(server.url, await streams.ensure(make_job()), errors)
     try:
@@ -151,7 +178,9 @@ async def test_the_operators_own_login_administers_and_nothing_else(server: Nats
         await client.close()
 
 
-async def test_a_job_has_no_more_disk_than_its_settings_say(server: NatsServer, streams: AccountStreams) -> None:
+async def test_a_job_has_no_more_disk_than_its_settings_say(
+    server: NatsServer, streams: AccountStreams
+) -> None:
     job = make_job()
     credentials = await streams.ensure(job)
     greedy = make_job(max_bytes=1 << 30)
@@ -164,17 +193,29 @@ async def test_a_job_has_no_more_disk_than_its_settings_say(server: NatsServer, 
         with pytest.raises(nats.js.errors.APIError, match="max bytes"):
             await jetstream.add_stream(name="own", subjects=["team.maths.samples"])
         with pytest.raises(nats.js.errors.APIError):
-            await jetstream.add_stream(name="own", subjects=["team.maths.samples"], max_bytes=1 << 40)
+            await jetstream.add_stream(
+                name="own", subjects=["team.maths.samples"], max_bytes=1 << 40
+            )
     finally:
         await client.close()
-    assert await streams.ensure(greedy) == credentials  # the spec has more now: same login, wider limits
+    assert (
+        await streams.ensure(greedy) == credentials
+    )  # the spec has more now: same login, wider limits
     async with open_stream(server.url, greedy, credentials):
         pass
 
 
-async def test_a_job_that_finds_no_room_is_told_what_it_wants_and_gets_it_when_there_is_some(tmp_path: Path) -> None:
-    one, two = make_job(uid="1", max_bytes=100 << 20), make_job(uid="2", max_bytes=100 << 20)  # and 768 MiB each
-    small = {**trust.server_trust(OPERATOR), "jetstream": {"store_dir": str(tmp_path), "max_file_store": 1 << 30}}
+async def test_a_job_that_finds_no_room_is_told_what_it_wants_and_gets_it_when_there_is_some(
+    tmp_path: Path,
+) -> None:
+    one, two = (
+        make_job(uid="1", max_bytes=100 << 20),
+        make_job(uid="2", max_bytes=100 << 20),
+    )  # and 768 MiB each
+    small = {
+        **trust.server_trust(OPERATOR),
+        "jetstream": {"store_dir": str(tmp_path), "max_file_store": 1 << 30},
+    }
     async with (
         NatsServer.start(tmp_path / "nats", trust=small) as server,
         AccountStreams.open(server.url, OPERATOR) as streams,
@@ -182,7 +223,10 @@ async def test_a_job_that_finds_no_room_is_told_what_it_wants_and_gets_it_when_t
         async with open_stream(server.url, one, await streams.ensure(one)):
             pass
         for _ in range(2):
-            with pytest.raises(Unavailable, match=r"no room for the streams.*reserve 910163968 bytes.*spec\.stream\.maxBytes"):
+            with pytest.raises(
+                Unavailable,
+                match=r"no room for the streams.*reserve 910163968 bytes.*spec\.stream\.maxBytes",
+            ):
                 await streams.ensure(two)
         assert await streams.remove(one)
         async with asyncio.timeout(DEADLINE_S):
@@ -199,7 +243,9 @@ async def test_a_job_that_finds_no_room_is_told_what_it_wants_and_gets_it_when_t
 async def test_a_service_without_streams_on_its_server_says_so(tmp_path: Path) -> None:
     job = make_job()
     async with (
-        NatsServer.start(tmp_path / "nats", trust=trust.server_trust(OPERATOR) | {"jetstream": False}) as server,
+        NatsServer.start(
+            tmp_path / "nats", trust=trust.server_trust(OPERATOR) | {"jetstream": False}
+        ) as server,
         AccountStreams.open(server.url, OPERATOR) as streams,
     ):
         account = streams._account(job)
@@ -209,7 +255,9 @@ async def test_a_service_without_streams_on_its_server_says_so(tmp_path: Path) -
                 pass
 
 
-async def test_a_restarted_server_still_knows_accounts_and_what_is_on_their_streams(tmp_path: Path) -> None:
+async def test_a_restarted_server_still_knows_accounts_and_what_is_on_their_streams(
+    tmp_path: Path,
+) -> None:
     job = make_job()
     async with NatsServer.start(tmp_path / "nats", trust=trust.server_trust(OPERATOR)) as server:
         async with AccountStreams.open(server.url, OPERATOR) as streams:
@@ -217,23 +265,31 @@ async def test_a_restarted_server_still_knows_accounts_and_what_is_on_their_stre
         async with open_stream(server.url, job, credentials) as stream:
             await publish(stream, b"x")
     async with (
-        NatsServer.start(tmp_path / "nats", trust=trust.server_trust(OPERATOR)) as again,  # and no operator in sight
+        NatsServer.start(
+            tmp_path / "nats", trust=trust.server_trust(OPERATOR)
+        ) as again,  # and no operator in sight
         open_stream(again.url, job, credentials) as stream,
     ):
         assert await stream.num_waiting() == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*StreamWriter.__del__:pytest.PytestUnraisableExceptionWarning")
-async def test_a_server_that_lost_its_disk_is_told_again_while_services_wait(tmp_path: Path) -> None:
+async def test_a_server_that_lost_its_disk_is_told_again_while_services_wait(
+    tmp_path: Path,
+) -> None:
     job = make_job()
     async with AsyncExitStack() as stack:
         async with NatsServer.start(tmp_path / "one", trust=trust.server_trust(OPERATOR)) as server:
             streams = await stack.enter_async_context(AccountStreams.open(server.url, OPERATOR))
             login = Login(credentials_text=await streams.ensure(job))
-            opening = connect(server.url, "maths", job.spec.stream, name="test", namespace="team", login=login)
+            opening = connect(
+                server.url, "maths", job.spec.stream, name="test", namespace="team", login=login
+            )
             stream = await stack.enter_async_context(opening)
         await until(lambda: not stream.is_connected)
-        async with NatsServer.start(tmp_path / "two", server.port, trust=trust.server_trust(OPERATOR)):
+        async with NatsServer.start(
+            tmp_path / "two", server.port, trust=trust.server_trust(OPERATOR)
+        ):
             await until(lambda: stream.is_connected)
             assert await stream.num_waiting() == 0
             status = await streams.observe(job)
@@ -254,7 +310,9 @@ async def test_a_removed_job_leaves_nothing_and_its_services_are_shut_out(
             assert await streams.remove(job)
             await until(lambda: len(list((tmp_path / "nats" / "jetstream").glob("*"))) == 1)
             await until(lambda: not stream.is_connected)
-        assert len(list((tmp_path / "nats" / "accounts").glob("*"))) == 2  # the system's and the other's
+        assert (
+            len(list((tmp_path / "nats" / "accounts").glob("*"))) == 2
+        )  # the system's and the other's
         assert await other_stream.num_waiting() == 1
     assert await streams.remove(job)  # a second time is no error
     with pytest.raises(Unavailable, match="refuses the credentials"):
@@ -265,7 +323,11 @@ async def test_a_removed_job_leaves_nothing_and_its_services_are_shut_out(
 async def test_what_nobody_saw_go_is_swept_and_other_namespaces_are_left_alone(
     server: NatsServer, streams: AccountStreams
 ) -> None:
-    stays, gone, elsewhere = make_job(uid="1"), make_job(uid="2"), make_job(namespace="other", uid="3")
+    stays, gone, elsewhere = (
+        make_job(uid="1"),
+        make_job(uid="2"),
+        make_job(namespace="other", uid="3"),
+    )
     for job in (stays, gone, elsewhere):
         async with open_stream(server.url, job, await streams.ensure(job)) as stream:
             await publish(stream, b"x")
@@ -276,7 +338,9 @@ async def test_what_nobody_saw_go_is_swept_and_other_namespaces_are_left_alone(
     assert await streams.sweep(lambda: ["1"], []) == 1
     assert await streams.observe(elsewhere) is None
     assert await streams.sweep(lambda: ["1"], []) == 0
-    await streams._server.ensure(OPERATOR.derive(KeyKind.ACCOUNT, "old").public, "SYS", StreamLimits(1, 1, 1))
+    await streams._server.ensure(
+        OPERATOR.derive(KeyKind.ACCOUNT, "old").public, "SYS", StreamLimits(1, 1, 1)
+    )
     assert await streams.sweep(lambda: ["1"], []) == 0  # whatever it is, it is no job's
 
 
@@ -290,7 +354,9 @@ async def test_a_removed_account_may_come_back(server: NatsServer, streams: Acco
         assert await stream.num_waiting() == 0
 
 
-async def test_an_operator_without_memory_changes_nothing(server: NatsServer, streams: AccountStreams, tmp_path: Path) -> None:
+async def test_an_operator_without_memory_changes_nothing(
+    server: NatsServer, streams: AccountStreams, tmp_path: Path
+) -> None:
     job = make_job()
     credentials = await streams.ensure(job)
     account = next(path for path in (tmp_path / "nats" / "accounts").glob("*.jwt") if _is_job(path))
@@ -311,12 +377,30 @@ async def test_expired_credentials_are_named_with_the_remedy(
     await streams.ensure(job)
     account = OPERATOR.derive(KeyKind.ACCOUNT, "job", job.uid)
     user = account.derive(KeyKind.USER, "late")
-    rights = {"pub": {}, "sub": {}, "subs": -1, "data": -1, "payload": -1, "type": "user", "version": 2}
+    rights = {
+        "pub": {},
+        "sub": {},
+        "subs": -1,
+        "data": -1,
+        "payload": -1,
+        "type": "user",
+        "version": 2,
+    }
     token = claims.sign(account, user.public, "late", rights, 1, expires_at=int(time.time()) - 60)
     path = tmp_path / "nats.creds"
     path.write_text(claims.credentials(token, user))
-    with pytest.raises(Unavailable, match=r"refuses the credentials in .*nats\.creds: they are expired.*--nats-credentials"):
-        async with connect(server.url, "maths", job.spec.stream, name="t", login=Login.from_file(path), timeout_s=8.0):
+    with pytest.raises(
+        Unavailable,
+        match=r"refuses the credentials in .*nats\.creds: they are expired.*--nats-credentials",
+    ):
+        async with connect(
+            server.url,
+            "maths",
+            job.spec.stream,
+            name="t",
+            login=Login.from_file(path),
+            timeout_s=8.0,
+        ):
             pass
 
 
@@ -325,15 +409,21 @@ async def test_a_server_is_known_by_its_certificate(tmp_path: Path) -> None:
     subject = ("-subj", "/CN=nats", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2")
     files = ("-nodes", "-keyout", str(key), "-out", str(certificate))
     command = ["openssl", "req", "-x509", "-newkey", "ed25519", *files, *subject]
-    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True, timeout=DEADLINE_S)
+    await asyncio.to_thread(
+        subprocess.run, command, check=True, capture_output=True, timeout=DEADLINE_S
+    )
     settings = {"tls": {"cert_file": str(certificate), "key_file": str(key)}}
     job = make_job()
-    async with NatsServer.start(tmp_path / "nats", trust={**trust.server_trust(OPERATOR), **settings}) as server:
+    async with NatsServer.start(
+        tmp_path / "nats", trust={**trust.server_trust(OPERATOR), **settings}
+    ) as server:
         url = f"tls://127.0.0.1:{server.port}"
         async with AccountStreams.open(url, OPERATOR, ca_file=certificate) as streams:
             credentials = await streams.ensure(job)
         login = Login(credentials_text=credentials, ca_file=certificate)
-        async with connect(url, "maths", job.spec.stream, name="test", namespace="team", login=login) as stream:
+        async with connect(
+            url, "maths", job.spec.stream, name="test", namespace="team", login=login
+        ) as stream:
             assert await stream.num_waiting() == 0
         with pytest.raises(Unavailable, match=r"(?i)certificate verify failed"):
             async with open_stream(url, job, credentials, timeout_s=4.0):
@@ -343,11 +433,16 @@ async def test_a_server_is_known_by_its_certificate(tmp_path: Path) -> None:
             pass
 
 
-async def test_without_a_server_every_call_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_server_every_call_ends_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pipelinerl_operator.nats.server._ANSWER_S", 0.3)
     monkeypatch.setattr("pipelinerl_operator.nats.server._LOOK_S", 0.3)
     job = make_job()
-    async with AccountStreams.open("nats://127.0.0.1:1", OPERATOR) as streams, asyncio.timeout(DEADLINE_S):
+    async with (
+        AccountStreams.open("nats://127.0.0.1:1", OPERATOR) as streams,
+        asyncio.timeout(DEADLINE_S),
+    ):
         with pytest.raises(Unavailable, match=r"no connection to nats://127\.0\.0\.1:1"):
             await streams.ensure(job)
         with pytest.raises(Unavailable, match="no connection to"):
@@ -355,8 +450,12 @@ async def test_without_a_server_every_call_ends_in_time(tmp_path: Path, monkeypa
         assert not await streams.remove(job)
 
 
-async def test_a_server_that_trusts_another_operator_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelinerl_operator.nats.server._ANSWER_S", 8.0)  # a server looks 2 s for an account
+async def test_a_server_that_trusts_another_operator_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "pipelinerl_operator.nats.server._ANSWER_S", 8.0
+    )  # a server looks 2 s for an account
     other = Key.generate(KeyKind.OPERATOR)
     async with (
         NatsServer.start(tmp_path / "nats", trust=trust.server_trust(other)) as server,
@@ -376,7 +475,12 @@ async def test_on_a_shared_server_namespaces_keep_jobs_apart(tmp_path: Path) -> 
         login = Login.from_text(str(await streams.ensure(one)))
         for job, number in ((one, 1), (two, 2)):
             async with connect(
-                server.url, job.name, job.spec.stream, name="test", namespace=job.namespace, login=login
+                server.url,
+                job.name,
+                job.spec.stream,
+                name="test",
+                namespace=job.namespace,
+                login=login,
             ) as stream:
                 for _ in range(number):
                     await publish(stream, b"x")
@@ -395,21 +499,31 @@ async def test_on_a_shared_server_namespaces_keep_jobs_apart(tmp_path: Path) -> 
         await client.close()
 
 
-def test_the_secret_can_be_made_again_from_its_seed_and_nothing_else_of_it_is_secret_to_the_server() -> None:
+def test_the_secret_can_be_made_again_from_its_seed_and_nothing_else_of_it_is_secret_to_the_server() -> (
+    None
+):
     secret = trust.auth_secret("release-nats-auth", OPERATOR, {"app": "x"})
     assert trust.operator_key(secret) == OPERATOR
-    assert trust.auth_secret("release-nats-auth", trust.operator_key(secret), {"app": "x"}) == secret
+    assert (
+        trust.auth_secret("release-nats-auth", trust.operator_key(secret), {"app": "x"}) == secret
+    )
     config = base64.b64decode(secret["data"][trust.CONFIG_KEY]).decode()
     assert OPERATOR.seed not in config
-    assert OPERATOR.public not in base64.b64decode(secret["data"][trust.ROUTE_PASSWORD_KEY]).decode()
+    assert (
+        OPERATOR.public not in base64.b64decode(secret["data"][trust.ROUTE_PASSWORD_KEY]).decode()
+    )
 
 
 def test_the_server_takes_the_secrets_file_as_part_of_its_configuration(tmp_path: Path) -> None:
     secret = trust.auth_secret("s", OPERATOR, {})
     (tmp_path / "auth.conf").write_bytes(base64.b64decode(secret["data"][trust.CONFIG_KEY]))
-    (tmp_path / "nats.conf").write_text(f'include "auth.conf"\nresolver {{ type: full, dir: "{tmp_path}" }}\n')
+    (tmp_path / "nats.conf").write_text(
+        f'include "auth.conf"\nresolver {{ type: full, dir: "{tmp_path}" }}\n'
+    )
     command = [find_binary(), "-t", "--config", str(tmp_path / "nats.conf")]
-    checked = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    checked = subprocess.run(
+        command, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
     assert checked.returncode == 0, checked.stderr
 
 
@@ -418,9 +532,16 @@ def test_the_server_takes_the_secrets_file_as_part_of_its_configuration(tmp_path
     [
         ({}, "has no key operator.seed"),
         ({"operator.seed": "!"}, "Secret s, key operator.seed"),
-        ({"operator.seed": base64.b64encode(b"SOAXXX").decode()}, "Secret s, key operator.seed: NATS seed"),
         (
-            {"operator.seed": base64.b64encode(OPERATOR.derive(KeyKind.USER, "x").seed.encode()).decode()},
+            {"operator.seed": base64.b64encode(b"SOAXXX").decode()},
+            "Secret s, key operator.seed: NATS seed",
+        ),
+        (
+            {
+                "operator.seed": base64.b64encode(
+                    OPERATOR.derive(KeyKind.USER, "x").seed.encode()
+                ).decode()
+            },
             "not of the kind operator",
         ),
     ],

@@ -1,4 +1,6 @@
-"""The objects of a job: their form by the newest schemas, their agreement with the plan, and what the template hash follows."""
+"""The objects of a job: their form by the newest schemas, their agreement with the plan, and what
+the template hash follows.
+"""
 
 import json
 from collections import Counter
@@ -28,7 +30,9 @@ NEWEST = kubernetes_validate.latest_version()
 
 
 def check_form(manifest: dict[str, Any]) -> None:
-    """By the newest schema; what an old server calls policy/v1beta1 has the form of policy/v1. PodGroups have no schema."""
+    """By the newest schema; what an old server calls policy/v1beta1 has the form of policy/v1.
+    PodGroups have no schema.
+    """
     if manifest["kind"] != "PodGroup":
         version = manifest["apiVersion"].replace("policy/v1beta1", "policy/v1")
         kubernetes_validate.validate({**manifest, "apiVersion": version}, NEWEST, strict=True)
@@ -39,12 +43,20 @@ def by_kind(job: JobResource, kind: str, **context: Any) -> list[dict[str, Any]]
 
 
 def pod(job: JobResource, name: str, **context: Any) -> dict[str, Any]:
-    return next(each for each in desired(job, make_context(**context)).pods if each.name == f"{job.name}-{name}").manifest(0)
+    return next(
+        each
+        for each in desired(job, make_context(**context)).pods
+        if each.name == f"{job.name}-{name}"
+    ).manifest(0)
 
 
 def container(manifest: dict[str, Any], name: str) -> dict[str, Any]:
     spec = manifest["spec"]
-    return next(each for each in [*spec["containers"], *spec.get("initContainers", [])] if each["name"] == name)
+    return next(
+        each
+        for each in [*spec["containers"], *spec.get("initContainers", [])]
+        if each["name"] == name
+    )
 
 
 def argv(manifest: dict[str, Any], name: str) -> list[str]:
@@ -87,9 +99,16 @@ SECTIONS = st.fixed_dictionaries(
             }
         ),
         "sharedMemorySize": st.sampled_from(["0", "1Gi"]),
-        "network": st.sampled_from([{}, {"rdma": {"resourceName": "rdma/hca"}}, {"interface": "eth0"}]),
+        "network": st.sampled_from(
+            [{}, {"rdma": {"resourceName": "rdma/hca"}}, {"interface": "eth0"}]
+        ),
         "scheduling": st.sampled_from(
-            [{}, {"gang": {"backend": "volcano"}}, {"gang": {"backend": "coscheduling"}}, {"topologyKey": "rack"}]
+            [
+                {},
+                {"gang": {"backend": "volcano"}},
+                {"gang": {"backend": "coscheduling"}},
+                {"topologyKey": "rack"},
+            ]
         ),
     },
     optional={
@@ -110,7 +129,9 @@ def any_job(sections: dict[str, Any]) -> JobResource:
 
 @QUICK
 @given(SECTIONS, st.sampled_from([Capabilities(), OLD]))
-def test_every_object_is_valid_and_its_name_fits(sections: dict[str, Any], capabilities: Capabilities) -> None:
+def test_every_object_is_valid_and_its_name_fits(
+    sections: dict[str, Any], capabilities: Capabilities
+) -> None:
     job = any_job(sections)
     wanted = desired(job, make_context(capabilities=capabilities))
     made = [*wanted.config, *(each.manifest(0, ["n1", "n2"]) for each in wanted.pods)]
@@ -140,18 +161,27 @@ def test_pods_carry_exactly_the_processes_of_the_plan(sections: dict[str, Any]) 
     carried = [name for _, manifest in pods for name in names_in(manifest)]
     assert sorted(carried) == sorted(workload_names(job.job))
     for spec, manifest in pods:
-        assert tuple(each["name"] for each in manifest["spec"]["containers"]) == spec.main_containers
-        ports = [port["containerPort"] for each in manifest["spec"]["containers"] for port in each.get("ports", [])]
+        assert (
+            tuple(each["name"] for each in manifest["spec"]["containers"]) == spec.main_containers
+        )
+        ports = [
+            port["containerPort"]
+            for each in manifest["spec"]["containers"]
+            for port in each.get("ports", [])
+        ]
         assert len(ports) == len(set(ports))
         asked = [
-            int(each.get("resources", {}).get("limits", {}).get("nvidia.com/gpu", 0)) for each in manifest["spec"]["containers"]
+            int(each.get("resources", {}).get("limits", {}).get("nvidia.com/gpu", 0))
+            for each in manifest["spec"]["containers"]
         ]
         assert sum(asked) == sum(num_gpus(job.job, name) for name in names_in(manifest))
 
 
 @QUICK
 @given(SECTIONS)
-def test_every_pod_passes_the_restricted_level_and_can_write_where_it_must(sections: dict[str, Any]) -> None:
+def test_every_pod_passes_the_restricted_level_and_can_write_where_it_must(
+    sections: dict[str, Any],
+) -> None:
     for each in desired(any_job(sections), make_context()).pods:
         spec = each.manifest(0)["spec"]
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -165,13 +195,24 @@ def test_every_pod_passes_the_restricted_level_and_can_write_where_it_must(secti
             assert security["capabilities"] == {"drop": ["ALL"]}
             assert security["readOnlyRootFilesystem"] is True
             assert {mount["name"] for mount in one["volumeMounts"]} == volumes
-            written = [mount["mountPath"] for mount in one["volumeMounts"] if not mount.get("readOnly")]
+            written = [
+                mount["mountPath"] for mount in one["volumeMounts"] if not mount.get("readOnly")
+            ]
             folders = [*values(one["args"], "--output"), *values(one["args"], "--cache"), "/tmp"]
-            folders += [variable["value"] for variable in one["env"] if variable["name"] in ("HOME", "HF_HOME")]
-            mounted = sections["trainers"]["checkpoint"].get("uri") and each.role in (Role.TRAINER, Role.EVALUATOR)
+            folders += [
+                variable["value"]
+                for variable in one["env"]
+                if variable["name"] in ("HOME", "HF_HOME")
+            ]
+            mounted = sections["trainers"]["checkpoint"].get("uri") and each.role in (
+                Role.TRAINER,
+                Role.EVALUATOR,
+            )
             for folder in folders:
                 is_users = mounted and folder == "/mnt"
-                assert is_users or any(Path(folder).is_relative_to(path) for path in written), folder
+                assert is_users or any(Path(folder).is_relative_to(path) for path in written), (
+                    folder
+                )
 
 
 # Wiring
@@ -185,7 +226,9 @@ def test_services_understand_their_command_lines() -> None:
                 wiring, ranks = parse_flags(parse_node(one["args"]).argv(1)[3:])
                 assert (ranks.rank, ranks.num_ranks) == (each.index * 8 + 1, 16)
             else:
-                wiring = parse_wiring(each.role.value, [part for part in one["args"] if part != "--serve-initial"])
+                wiring = parse_wiring(
+                    each.role.value, [part for part in one["args"] if part != "--serve-initial"]
+                )
             assert wiring.preprocessor.endswith(":7000")
             assert str(wiring.nats_credentials) == "/etc/pipelinerl/secret/nats.creds"
 
@@ -193,9 +236,14 @@ def test_services_understand_their_command_lines() -> None:
 def test_an_actor_finds_its_generators_on_loopback_and_the_rest_by_dns() -> None:
     job = make_resource(actors={"replicas": 2, "generatorsPerReplica": 2})
     actor = pod(job, "actor-1")
-    assert values(argv(actor, "rollout"), "--generator") == ["http://127.0.0.1:8000", "http://127.0.0.1:8001"]
+    assert values(argv(actor, "rollout"), "--generator") == [
+        "http://127.0.0.1:8000",
+        "http://127.0.0.1:8001",
+    ]
     assert values(argv(actor, "generator-1"), "--listen") == ["0.0.0.0:8001"]
-    assert values(argv(actor, "rollout"), "--preprocessor") == ["sums-preprocessor-0.sums.lab.svc:7000"]
+    assert values(argv(actor, "rollout"), "--preprocessor") == [
+        "sums-preprocessor-0.sums.lab.svc:7000"
+    ]
     assert values(argv(actor, "rollout"), "--metrics-listen") == ["0.0.0.0:9090"]
     assert values(argv(actor, "generator-1"), "--metrics-listen") == []
     assert (actor["spec"]["hostname"], actor["spec"]["subdomain"]) == ("sums-actor-1", "sums")
@@ -209,7 +257,9 @@ def test_the_trainer_is_reached_by_its_pods_address() -> None:
 
 
 def test_ranks_of_other_nodes_meet_at_the_first_nodes_name() -> None:
-    job = make_resource(trainers={"replicas": 2, "processesPerNode": 2, "checkpoint": {"pvc": "claim"}})
+    job = make_resource(
+        trainers={"replicas": 2, "processesPerNode": 2, "checkpoint": {"pvc": "claim"}}
+    )
     first, second = (argv(pod(job, f"trainer-{node}"), "trainer") for node in (0, 1))
     assert values(first, "--master-address") == ["127.0.0.1"]
     assert values(second, "--master-address") == ["sums-trainer-0.sums.lab.svc"]
@@ -219,13 +269,23 @@ def test_ranks_of_other_nodes_meet_at_the_first_nodes_name() -> None:
 
 
 def test_generators_are_listed_for_the_coordinator_by_the_names_of_the_plan() -> None:
-    pods = desired(make_resource(actors={"replicas": 2, "generatorsPerReplica": 2}), make_context()).pods
+    pods = desired(
+        make_resource(actors={"replicas": 2, "generatorsPerReplica": 2}), make_context()
+    ).pods
     listed = {name: port for each in pods for name, port in each.generators().items()}
-    assert listed == {"generator-0-0": 8000, "generator-0-1": 8001, "generator-1-0": 8000, "generator-1-1": 8001}
+    assert listed == {
+        "generator-0-0": 8000,
+        "generator-0-1": 8001,
+        "generator-1-0": 8000,
+        "generator-1-1": 8001,
+    }
 
 
 def test_services_read_the_job_without_what_is_kubernetes_own(tmp_path: Path) -> None:
-    scaling: dict[str, Any] = {"actors": {"replicas": 3, "minReplicas": 2, "maxReplicas": 4}, "autoscale": {"enabled": True}}
+    scaling: dict[str, Any] = {
+        "actors": {"replicas": 3, "minReplicas": 2, "maxReplicas": 4},
+        "autoscale": {"enabled": True},
+    }
     job = make_resource(**scaling, suspend=True, staleness={"policy": "areal", "eta": 3})
     (config,) = by_kind(job, "ConfigMap")
     (tmp_path / "job.yaml").write_text(config["data"]["job.yaml"])
@@ -240,7 +300,9 @@ def test_services_read_the_job_without_what_is_kubernetes_own(tmp_path: Path) ->
         "staleness": {"eta": 3},
         "weightTransfer": {"backend": "gloo"},
     }, "an image of an older release does not know every field"
-    (scaled,) = by_kind(make_resource(actors={"replicas": 2}, staleness={"policy": "areal", "eta": 3}), "ConfigMap")
+    (scaled,) = by_kind(
+        make_resource(actors={"replicas": 2}, staleness={"policy": "areal", "eta": 3}), "ConfigMap"
+    )
     assert scaled == config, "what scaling changes is not in the file"
 
 
@@ -279,7 +341,10 @@ def test_the_service_publishes_pods_before_they_are_ready() -> None:
 def test_probes_of_a_generator_wait_as_long_as_the_job_says() -> None:
     manifest = pod(make_resource(actors={"startupTimeoutSeconds": 95}), "actor-0")
     generator = container(manifest, "generator-0")
-    assert generator["startupProbe"]["failureThreshold"] * generator["startupProbe"]["periodSeconds"] == 100
+    assert (
+        generator["startupProbe"]["failureThreshold"] * generator["startupProbe"]["periodSeconds"]
+        == 100
+    )
     assert generator["livenessProbe"]["httpGet"]["path"] == "/health"
     assert generator["readinessProbe"]["httpGet"]["path"] == "/ready"
     assert "livenessProbe" not in container(manifest, "rollout")
@@ -293,14 +358,17 @@ def test_trainers_are_never_killed_by_a_probe() -> None:
 def test_old_servers_open_the_port_where_new_ones_ask_the_health_service() -> None:
     ask = {"grpc": {"port": 7000}}, {"tcpSocket": {"port": 7000}}
     for capabilities, expected in zip((Capabilities(), OLD), ask, strict=True):
-        probe = container(pod(make_resource(), "preprocessor-0", capabilities=capabilities), "preprocessor")["readinessProbe"]
+        probe = container(
+            pod(make_resource(), "preprocessor-0", capabilities=capabilities), "preprocessor"
+        )["readinessProbe"]
         assert expected.items() <= probe.items()
 
 
 def test_pods_have_the_time_to_drain() -> None:
     job = make_resource(actors={"drainSeconds": 90.5}, trainers={"drainSeconds": 600})
     grace = {
-        name: pod(job, name)["spec"]["terminationGracePeriodSeconds"] for name in ("actor-0", "trainer-0", "preprocessor-0")
+        name: pod(job, name)["spec"]["terminationGracePeriodSeconds"]
+        for name in ("actor-0", "trainer-0", "preprocessor-0")
     }
     assert grace == {"actor-0": 121, "trainer-0": 630, "preprocessor-0": 30}
 
@@ -313,7 +381,10 @@ def test_only_trainers_ask_not_to_be_moved() -> None:
 
 
 def test_budgets_keep_all_trainers_and_the_fewest_actors() -> None:
-    job = make_resource(actors={"replicas": 4, "minReplicas": 2}, trainers={"replicas": 3, "checkpoint": {"pvc": "c"}})
+    job = make_resource(
+        actors={"replicas": 4, "minReplicas": 2},
+        trainers={"replicas": 3, "checkpoint": {"pvc": "c"}},
+    )
     for capabilities, version in ((Capabilities(), "policy/v1"), (OLD, "policy/v1beta1")):
         budgets = by_kind(job, "PodDisruptionBudget", capabilities=capabilities)
         assert {each["metadata"]["name"]: each["spec"]["minAvailable"] for each in budgets} == {
@@ -334,17 +405,29 @@ def test_the_policy_lets_in_the_job_the_operator_and_who_scrapes() -> None:
     (policy,) = by_kind(make_resource(actors={"generatorsPerReplica": 2}), "NetworkPolicy", **peers)
     own, operator, scrapers = policy["spec"]["ingress"]
     assert own == {"from": [{"podSelector": {"matchLabels": {"pipelinerl.dev/job": "sums"}}}]}
-    assert operator["from"][0]["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "system"}}
+    assert operator["from"][0]["namespaceSelector"] == {
+        "matchLabels": {"kubernetes.io/metadata.name": "system"}
+    }
     assert [port["port"] for port in scrapers["ports"]] == [9090, 8000, 8001]
     (old,) = by_kind(make_resource(), "NetworkPolicy", capabilities=OLD, **peers)
-    assert old["spec"]["ingress"][1]["from"] == [{"namespaceSelector": {}, "podSelector": {"matchLabels": {"app": "operator"}}}]
+    assert old["spec"]["ingress"][1]["from"] == [
+        {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app": "operator"}}}
+    ]
     assert by_kind(make_resource(), "NetworkPolicy", network_policy=False) == []
 
 
-def test_rdma_devices_go_to_containers_with_gpus_and_locking_memory_is_asked_for_only_when_wanted() -> None:
-    job = make_resource(**{**ON_GPUS, "network": {"rdma": {"resourceName": "rdma/hca", "count": 2}}})
+def test_rdma_devices_go_to_containers_with_gpus_and_locking_memory_is_asked_for_only_when_wanted() -> (
+    None
+):
+    job = make_resource(
+        **{**ON_GPUS, "network": {"rdma": {"resourceName": "rdma/hca", "count": 2}}}
+    )
     trainer = container(pod(job, "trainer-0"), "trainer")
-    assert trainer["resources"]["limits"] == {"nvidia.com/gpu": "8", "rdma/hca": "2"} == trainer["resources"]["requests"]
+    assert (
+        trainer["resources"]["limits"]
+        == {"nvidia.com/gpu": "8", "rdma/hca": "2"}
+        == trainer["resources"]["requests"]
+    )
     assert trainer["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     locked = container(pod(make_resource(**ON_GPUS), "trainer-0"), "trainer")
     assert locked["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
@@ -358,11 +441,21 @@ def test_rdma_devices_go_to_containers_with_gpus_and_locking_memory_is_asked_for
 def test_the_gang_is_trainers_preprocessor_and_the_fewest_actors(backend: str) -> None:
     scheduling = {"gang": {"backend": backend, "timeoutSeconds": 60}}
     job = make_resource(
-        **{**ON_GPUS, "actors": {**ON_GPUS["actors"], "replicas": 3, "minReplicas": 2}, "scheduling": scheduling}
+        **{
+            **ON_GPUS,
+            "actors": {**ON_GPUS["actors"], "replicas": 3, "minReplicas": 2},
+            "scheduling": scheduling,
+        }
     )
     (group,) = by_kind(job, "PodGroup")
     members = [each.name for each in desired(job, make_context()).pods if each.in_gang]
-    assert members == ["sums-preprocessor-0", "sums-trainer-0", "sums-trainer-1", "sums-actor-0", "sums-actor-1"]
+    assert members == [
+        "sums-preprocessor-0",
+        "sums-trainer-0",
+        "sums-trainer-1",
+        "sums-actor-0",
+        "sums-actor-1",
+    ]
     assert group["spec"]["minMember"] == 5
     assert group["spec"]["minResources"] == {"nvidia.com/gpu": str(2 * 4 + 2 * 8)}
     marked = [
@@ -375,9 +468,9 @@ def test_the_gang_is_trainers_preprocessor_and_the_fewest_actors(backend: str) -
         )
     ]
     assert marked == members
-    assert {each.manifest(0)["spec"]["schedulerName"] for each in desired(job, make_context()).pods} == {
-        {"volcano": "volcano", "coscheduling": "scheduler-plugins-scheduler"}[backend]
-    }
+    assert {
+        each.manifest(0)["spec"]["schedulerName"] for each in desired(job, make_context()).pods
+    } == {{"volcano": "volcano", "coscheduling": "scheduler-plugins-scheduler"}[backend]}
 
 
 def test_without_a_gang_there_is_no_group_and_no_scheduler_is_named() -> None:
@@ -388,19 +481,28 @@ def test_without_a_gang_there_is_no_group_and_no_scheduler_is_named() -> None:
 
 def test_excluded_nodes_are_excluded_from_every_alternative_of_the_template() -> None:
     term = {"matchExpressions": [{"key": "gpu", "operator": "In", "values": ["h200"]}]}
-    node = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term, {**term, "matchFields": []}]}}
+    node = {
+        "requiredDuringSchedulingIgnoredDuringExecution": {
+            "nodeSelectorTerms": [term, {**term, "matchFields": []}]
+        }
+    }
     job = make_resource(
-        actors={"podTemplate": {"spec": {"affinity": {"nodeAffinity": node}}}}, scheduling={"topologyKey": "rack"}
+        actors={"podTemplate": {"spec": {"affinity": {"nodeAffinity": node}}}},
+        scheduling={"topologyKey": "rack"},
     )
     actor = next(each for each in desired(job, make_context()).pods if each.role is Role.ACTOR)
     affinity = actor.manifest(0, ["b", "a", "a"])["spec"]["affinity"]
-    terms = affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    terms = affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
+        "nodeSelectorTerms"
+    ]
     avoid = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in ("a", "b")]
     assert [each["matchFields"] for each in terms] == [avoid, avoid]
     assert [each["matchExpressions"] for each in terms] == [term["matchExpressions"]] * 2
     (preferred,) = affinity["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
     assert preferred["podAffinityTerm"]["topologyKey"] == "rack"
-    assert actor.manifest(0)["spec"]["affinity"]["nodeAffinity"] == node, "the template itself is untouched"
+    assert actor.manifest(0)["spec"]["affinity"]["nodeAffinity"] == node, (
+        "the template itself is untouched"
+    )
 
 
 def test_pods_with_gpus_tolerate_their_taint() -> None:
@@ -458,8 +560,14 @@ CHANGES: list[dict[str, Any]] = [
     {**KL, "reference": {"startupTimeoutSeconds": 5}},
     {**KL, "reference": {"image": "mine:1"}},
     EVALUATION,
-    {"evaluation": {**EVALUATION["evaluation"], "image": "mine:1"}, "trainers": EVALUATION["trainers"]},
-    {"evaluation": {**EVALUATION["evaluation"], "everySteps": 200}, "trainers": EVALUATION["trainers"]},
+    {
+        "evaluation": {**EVALUATION["evaluation"], "image": "mine:1"},
+        "trainers": EVALUATION["trainers"],
+    },
+    {
+        "evaluation": {**EVALUATION["evaluation"], "everySteps": 200},
+        "trainers": EVALUATION["trainers"],
+    },
 ]
 
 
@@ -467,7 +575,11 @@ def combined(changes: list[int]) -> JobResource:
     spec: dict[str, Any] = {}
     for number in changes:
         for name, value in CHANGES[number].items():
-            spec[name] = {**spec[name], **value} if isinstance(spec.get(name), dict) and isinstance(value, dict) else value
+            spec[name] = (
+                {**spec[name], **value}
+                if isinstance(spec.get(name), dict) and isinstance(value, dict)
+                else value
+            )
     return make_resource(**spec)
 
 
@@ -483,12 +595,16 @@ SOME_CHANGES = st.lists(st.integers(0, len(CHANGES) - 1), max_size=3, unique=Tru
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SOME_CHANGES, SOME_CHANGES)
-def test_the_hash_changes_exactly_when_the_pod_or_what_it_reads_does(one: list[int], other: list[int]) -> None:
+def test_the_hash_changes_exactly_when_the_pod_or_what_it_reads_does(
+    one: list[int], other: list[int]
+) -> None:
     try:
         jobs = [combined(one), combined(other)]
     except SettingsError:
         return  # the changes do not go together
-    first, second = ({each.name: (each, job) for each in desired(job, make_context()).pods} for job in jobs)
+    first, second = (
+        {each.name: (each, job) for each in desired(job, make_context()).pods} for job in jobs
+    )
     for name in first.keys() & second.keys():
         (pod_1, job_1), (pod_2, job_2) = first[name], second[name]
         is_same = what_it_is(pod_1, job_1) == what_it_is(pod_2, job_2)
@@ -521,7 +637,9 @@ def test_another_operator_finds_the_same_hash() -> None:
             log_level="debug",
         ),
     ]
-    first, second = ([each.template_hash for each in desired(job, context).pods] for context in contexts)
+    first, second = (
+        [each.template_hash for each in desired(job, context).pods] for context in contexts
+    )
     assert first == second
 
 
@@ -529,14 +647,25 @@ def test_the_hash_is_in_the_pod_and_the_same_for_every_attempt() -> None:
     each = desired(make_resource(), make_context()).pods[0]
     for attempt in (0, 3):
         manifest = each.manifest(attempt, ["node"])
-        assert manifest["metadata"]["annotations"]["pipelinerl.dev/template-hash"] == each.template_hash
+        assert (
+            manifest["metadata"]["annotations"]["pipelinerl.dev/template-hash"]
+            == each.template_hash
+        )
         assert manifest["metadata"]["labels"]["pipelinerl.dev/attempt"] == str(attempt)
 
 
 def test_defaults_that_the_server_filled_in_do_not_count() -> None:
     raw = make_raw()
-    filled = make_raw(**{**raw["spec"], "failurePolicy": {"maxRestarts": 10}, "actors": {"replicas": 1, "generator": {}}})
-    first, second = (desired(JobResource.parse(each), make_context()).pods for each in (raw, filled))
+    filled = make_raw(
+        **{
+            **raw["spec"],
+            "failurePolicy": {"maxRestarts": 10},
+            "actors": {"replicas": 1, "generator": {}},
+        }
+    )
+    first, second = (
+        desired(JobResource.parse(each), make_context()).pods for each in (raw, filled)
+    )
     assert [each.template_hash for each in first] == [each.template_hash for each in second]
 
 

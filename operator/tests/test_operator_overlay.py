@@ -29,30 +29,53 @@ def refusal(template: dict[str, Any]) -> str:
 
 def test_a_container_of_ours_is_changed_by_name_and_keeps_the_rest() -> None:
     resources = {"requests": {"cpu": "2", "memory": "8Gi"}, "limits": {"memory": "8Gi"}}
-    manifest = actor({"spec": {"containers": [{"name": "generator-0", "resources": resources, "image": "mine:1"}]}})
+    manifest = actor(
+        {
+            "spec": {
+                "containers": [{"name": "generator-0", "resources": resources, "image": "mine:1"}]
+            }
+        }
+    )
     before = actor({})
     changed, plain = container(manifest, "generator-0"), container(before, "generator-0")
     assert changed["resources"] == resources
     assert changed["image"] == "mine:1"
-    assert {key: changed[key] for key in plain.keys() - {"image"}} == {key: plain[key] for key in plain.keys() - {"image"}}
+    assert {key: changed[key] for key in plain.keys() - {"image"}} == {
+        key: plain[key] for key in plain.keys() - {"image"}
+    }
     assert container(manifest, "rollout") == container(before, "rollout")
 
 
 def test_resources_are_added_to_the_gpus() -> None:
-    template = {"spec": {"containers": [{"name": "generator-0", "resources": {"limits": {"memory": "64Gi"}}}]}}
+    template = {
+        "spec": {
+            "containers": [{"name": "generator-0", "resources": {"limits": {"memory": "64Gi"}}}]
+        }
+    }
     generator = container(actor(template, **ON_GPUS), "generator-0")
-    assert generator["resources"]["limits"] == {"nvidia.com/gpu": "2", "rdma/hca": "1", "memory": "64Gi"}
+    assert generator["resources"]["limits"] == {
+        "nvidia.com/gpu": "2",
+        "rdma/hca": "1",
+        "memory": "64Gi",
+    }
 
 
 def test_sidecars_volumes_and_variables_are_added() -> None:
     mount = {"name": "data", "mountPath": "/data"}
     manifest = actor(
         {
-            "metadata": {"labels": {"team": "a"}, "annotations": {"k8s.v1.cni.cncf.io/networks": "roce"}},
+            "metadata": {
+                "labels": {"team": "a"},
+                "annotations": {"k8s.v1.cni.cncf.io/networks": "roce"},
+            },
             "spec": {
                 "volumes": [{"name": "data", "emptyDir": {}}],
                 "containers": [
-                    {"name": "rollout", "env": [{"name": "DATA", "value": "$(PRL_JOB)"}], "volumeMounts": [mount]},
+                    {
+                        "name": "rollout",
+                        "env": [{"name": "DATA", "value": "$(PRL_JOB)"}],
+                        "volumeMounts": [mount],
+                    },
                     {"name": "judge", "image": "judge:1", "ports": [{"containerPort": 5000}]},
                 ],
                 "tolerations": [{"key": "spot", "operator": "Exists"}],
@@ -62,11 +85,18 @@ def test_sidecars_volumes_and_variables_are_added() -> None:
         **ON_GPUS,
     )
     spec = manifest["spec"]
-    assert [each["name"] for each in spec["containers"]] == ["rollout", "generator-0", "generator-1", "judge"]
+    assert [each["name"] for each in spec["containers"]] == [
+        "rollout",
+        "generator-0",
+        "generator-1",
+        "judge",
+    ]
     rollout = container(manifest, "rollout")
     assert rollout["env"][-1] == {"name": "DATA", "value": "$(PRL_JOB)"}
     assert rollout["volumeMounts"][-1] == mount
-    assert "data" not in {each["name"] for each in container(manifest, "generator-0")["volumeMounts"]}
+    assert "data" not in {
+        each["name"] for each in container(manifest, "generator-0")["volumeMounts"]
+    }
     assert [each["key"] for each in spec["tolerations"]] == ["nvidia.com/gpu", "spot"]
     assert manifest["metadata"]["labels"]["team"] == "a"
     assert manifest["metadata"]["labels"]["pipelinerl.dev/role"] == "actor"
@@ -81,8 +111,15 @@ def test_variables_mounts_and_volumes_of_the_same_name_are_replaced_as_a_whole()
                 "containers": [
                     {
                         "name": "rollout",
-                        "env": [{"name": "HF_HOME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}],
-                        "volumeMounts": [{"name": "cache", "mountPath": "/cache", "subPath": "mine"}],
+                        "env": [
+                            {
+                                "name": "HF_HOME",
+                                "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}},
+                            }
+                        ],
+                        "volumeMounts": [
+                            {"name": "cache", "mountPath": "/cache", "subPath": "mine"}
+                        ],
                     }
                 ],
             }
@@ -97,7 +134,14 @@ def test_variables_mounts_and_volumes_of_the_same_name_are_replaced_as_a_whole()
 
 
 def test_null_takes_a_default_away() -> None:
-    manifest = actor({"spec": {"securityContext": {"seccompProfile": None}, "terminationGracePeriodSeconds": None}})
+    manifest = actor(
+        {
+            "spec": {
+                "securityContext": {"seccompProfile": None},
+                "terminationGracePeriodSeconds": None,
+            }
+        }
+    )
     assert manifest["spec"]["securityContext"] == {"runAsNonRoot": True}
     assert "terminationGracePeriodSeconds" not in manifest["spec"]
 
@@ -118,45 +162,74 @@ PATH = "spec.actors.podTemplate"
 
 def test_a_template_that_does_not_fit_is_found_before_any_pod_is_made() -> None:
     with pytest.raises(SettingsError, match="restartPolicy: is the operator's"):
-        desired(make_resource(trainers={"podTemplate": {"spec": {"restartPolicy": "Always"}}}), make_context())
+        desired(
+            make_resource(trainers={"podTemplate": {"spec": {"restartPolicy": "Always"}}}),
+            make_context(),
+        )
 
 
 @pytest.mark.parametrize(
     ("template", "says"),
     [
         ({"kind": "Pod"}, f"{PATH}.kind: a pod template has metadata and spec only"),
-        ({"metadata": {"name": "x"}}, f"{PATH}.metadata.name: only labels and annotations can be set"),
+        (
+            {"metadata": {"name": "x"}},
+            f"{PATH}.metadata.name: only labels and annotations can be set",
+        ),
         (
             {"metadata": {"labels": {"pipelinerl.dev/job": "x"}}},
             f"{PATH}.metadata.labels.pipelinerl.dev/job: is the operator's",
         ),
         ({"metadata": {"labels": ["a"]}}, f"{PATH}.metadata.labels: must be a mapping"),
         ({"metadata": "a"}, f"{PATH}.metadata: must be a mapping"),
-        ({"spec": {"restartPolicy": "Always"}}, f"{PATH}.spec.restartPolicy: is the operator's ('Never')"),
+        (
+            {"spec": {"restartPolicy": "Always"}},
+            f"{PATH}.spec.restartPolicy: is the operator's ('Never')",
+        ),
         ({"spec": {"hostname": "x"}}, f"{PATH}.spec.hostname: is the operator's"),
         ({"spec": {"containers": {"name": "x"}}}, f"{PATH}.spec.containers: must be a list"),
         ({"spec": {"containers": [{"image": "x"}]}}, f"{PATH}.spec.containers[0]: has no name"),
         ({"spec": {"containers": ["rollout"]}}, f"{PATH}.spec.containers[0]: has no name"),
-        ({"spec": {"containers": [{"name": "rollout", "command": ["sh"]}]}}, "containers[rollout].command: is the operator's"),
-        ({"spec": {"containers": [{"name": "rollout", "args": []}]}}, "containers[rollout].args: is the operator's"),
         (
-            {"spec": {"containers": [{"name": "rollout", "env": [{"name": "PRL_JOB", "value": "x"}]}]}},
+            {"spec": {"containers": [{"name": "rollout", "command": ["sh"]}]}},
+            "containers[rollout].command: is the operator's",
+        ),
+        (
+            {"spec": {"containers": [{"name": "rollout", "args": []}]}},
+            "containers[rollout].args: is the operator's",
+        ),
+        (
+            {
+                "spec": {
+                    "containers": [{"name": "rollout", "env": [{"name": "PRL_JOB", "value": "x"}]}]
+                }
+            },
             "containers[rollout].env[PRL_JOB]: names that begin with PRL_ are the operator's",
         ),
         (
             {"spec": {"containers": [{"name": "x", "ports": [{"containerPort": 8000}]}]}},
             "containers[x].ports: 8000 is the port of container generator-0; choose another",
         ),
-        ({"spec": {"volumes": [{"name": "secret", "emptyDir": {}}]}}, "volumes[secret]: is the operator's"),
+        (
+            {"spec": {"volumes": [{"name": "secret", "emptyDir": {}}]}},
+            "volumes[secret]: is the operator's",
+        ),
         (
             {
                 "spec": {
-                    "containers": [{"name": "rollout", "volumeMounts": [{"name": "a", "mountPath": "/etc/pipelinerl/job"}]}]
+                    "containers": [
+                        {
+                            "name": "rollout",
+                            "volumeMounts": [{"name": "a", "mountPath": "/etc/pipelinerl/job"}],
+                        }
+                    ]
                 }
             },
             "volumeMounts[/etc/pipelinerl/job]: is the operator's",
         ),
     ],
 )
-def test_what_the_operator_depends_on_cannot_be_changed(template: dict[str, Any], says: str) -> None:
+def test_what_the_operator_depends_on_cannot_be_changed(
+    template: dict[str, Any], says: str
+) -> None:
     assert says in refusal(template)

@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 
 from pipelinerl_common.settings import Job, parse_job
-from pipelinerl_operator.plan import Endpoints, RestartScope, Role, Workload, num_gpus, plan, workload_names
+from pipelinerl_operator.plan import (
+    Endpoints,
+    RestartScope,
+    Role,
+    Workload,
+    num_gpus,
+    plan,
+    workload_names,
+)
 
 
 def make_job(**spec: Any) -> Job:
@@ -24,7 +32,9 @@ def make_endpoints(job: Job) -> Endpoints:
         output=Path("/run"),
         nats_url="nats://127.0.0.1:4222",
         coordinator="127.0.0.1:4000",
-        addresses={name: f"127.0.0.1:{5000 + number}" for number, name in enumerate(workload_names(job))},
+        addresses={
+            name: f"127.0.0.1:{5000 + number}" for number, name in enumerate(workload_names(job))
+        },
         trainer_master="127.0.0.1:4001",
         token_file=Path("/run/token"),
     )
@@ -39,11 +49,19 @@ def values(workload: Workload, flag: str) -> list[str]:
 
 
 def test_smallest_job_has_one_process_of_each_role() -> None:
-    assert list(workloads(make_job())) == ["preprocessor-0", "generator-0-0", "trainer-0", "actor-0"]
+    assert list(workloads(make_job())) == [
+        "preprocessor-0",
+        "generator-0-0",
+        "trainer-0",
+        "actor-0",
+    ]
 
 
 def test_names_count_generators_per_actor_and_ranks_over_nodes() -> None:
-    job = make_job(actors={"replicas": 2, "generatorsPerReplica": 2}, trainers={"replicas": 2, "processesPerNode": 2})
+    job = make_job(
+        actors={"replicas": 2, "generatorsPerReplica": 2},
+        trainers={"replicas": 2, "processesPerNode": 2},
+    )
     assert workload_names(job) == (
         "preprocessor-0",
         *("generator-0-0", "generator-0-1", "generator-1-0", "generator-1-1"),
@@ -58,10 +76,18 @@ def test_actor_routes_only_to_its_own_generators() -> None:
     assert values(planned["actor-1"], "--generator") == own
 
 
-def test_trainer_gets_the_generators_of_the_actor_that_always_exists_and_its_place_among_the_ranks() -> None:
-    planned = workloads(make_job(actors={"replicas": 2, "generatorsPerReplica": 2}, trainers={"processesPerNode": 2}))
+def test_trainer_gets_the_generators_of_the_actor_that_always_exists_and_its_place_among_the_ranks() -> (
+    None
+):
+    planned = workloads(
+        make_job(
+            actors={"replicas": 2, "generatorsPerReplica": 2}, trainers={"processesPerNode": 2}
+        )
+    )
     trainer = planned["trainer-1"]
-    assert values(trainer, "--generator") == [f"http://{planned[n].address}" for n in ("generator-0-0", "generator-0-1")]
+    assert values(trainer, "--generator") == [
+        f"http://{planned[n].address}" for n in ("generator-0-0", "generator-0-1")
+    ]
     assert values(trainer, "--rank") == ["1"]
     assert values(trainer, "--num-ranks") == ["2"]
     assert values(trainer, "--master-address") == ["127.0.0.1"]
@@ -76,7 +102,9 @@ def test_references_serve_the_initial_weights_and_only_the_preprocessor_knows_th
     addresses = [f"http://{planned[name].address}" for name in ("reference-0", "reference-1")]
     assert values(planned["preprocessor-0"], "--reference") == addresses
     assert not any("--reference" in planned[name].argv for name in ("actor-0", "trainer-0"))
-    assert values(planned["trainer-0"], "--generator") == [f"http://{planned['generator-0-0'].address}"]
+    assert values(planned["trainer-0"], "--generator") == [
+        f"http://{planned['generator-0-0'].address}"
+    ]
 
 
 def test_every_process_is_wired_to_the_shared_endpoints() -> None:
@@ -93,8 +121,15 @@ def test_every_process_is_wired_to_the_shared_endpoints() -> None:
 def test_metrics_are_served_where_the_runtime_says() -> None:
     job = make_job()
     endpoints = replace(make_endpoints(job), metrics_addresses={"trainer-0": "127.0.0.1:9090"})
-    served = {workload.name: values(workload, "--metrics-listen") for workload in plan(job, endpoints)}
-    assert served == {"preprocessor-0": [], "generator-0-0": [], "trainer-0": ["127.0.0.1:9090"], "actor-0": []}
+    served = {
+        workload.name: values(workload, "--metrics-listen") for workload in plan(job, endpoints)
+    }
+    assert served == {
+        "preprocessor-0": [],
+        "generator-0-0": [],
+        "trainer-0": ["127.0.0.1:9090"],
+        "actor-0": [],
+    }
 
 
 def test_trainers_restart_together_and_the_rest_alone() -> None:
@@ -104,13 +139,20 @@ def test_trainers_restart_together_and_the_rest_alone() -> None:
 
 
 def test_port_is_that_of_the_address() -> None:
-    assert [workload.port for workload in workloads(make_job()).values()] == [5000, 5001, 5002, 5003]
+    assert [workload.port for workload in workloads(make_job()).values()] == [
+        5000,
+        5001,
+        5002,
+        5003,
+    ]
 
 
 def test_missing_address_is_named() -> None:
     job = make_job()
     endpoints = make_endpoints(job)
-    incomplete = {name: address for name, address in endpoints.addresses.items() if name != "trainer-0"}
+    incomplete = {
+        name: address for name, address in endpoints.addresses.items() if name != "trainer-0"
+    }
     with pytest.raises(ValueError, match="no address for trainer-0"):
         plan(job, replace(endpoints, addresses=incomplete))
 

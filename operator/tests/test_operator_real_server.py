@@ -1,5 +1,6 @@
-"""The controller on a real API server, with the rights of its own table and no others. There is no kubelet: pods have no
-containers, and the test says what becomes of them."""
+"""The controller on a real API server, with the rights of its own table and no others. There is no
+kubelet: pods have no containers, and the test says what becomes of them.
+"""
 
 import asyncio
 import gc
@@ -33,7 +34,9 @@ from pipelinerl_operator.objects import Capabilities
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
-CRDS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition")
+CRDS = Resource(
+    "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition"
+)
 ROLES = Resource("rbac.authorization.k8s.io", "v1", "clusterroles", "ClusterRole")
 BINDINGS = Resource("rbac.authorization.k8s.io", "v1", "clusterrolebindings", "ClusterRoleBinding")
 TOKEN = secrets.token_hex(8)
@@ -41,7 +44,9 @@ TOKEN = secrets.token_hex(8)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ApiServer]:
-    if missing := missing_binary():  # asked here and not on import: it may be built while the tests before these run
+    if (
+        missing := missing_binary()
+    ):  # asked here and not on import: it may be built while the tests before these run
         pytest.skip(f"needs {missing}")
     with api_server({TOKEN: "operator"}) as running:
         asyncio.run(prepare(running))
@@ -50,8 +55,16 @@ def server() -> Iterator[ApiServer]:
 
 async def prepare(server: ApiServer) -> None:
     """The CRD, and the rights of the operator's own table for the user `operator`."""
-    rules = [{"apiGroups": [each.group], "resources": [each.resource], "verbs": sorted(each.verbs)} for each in JOB_NAMESPACES]
-    role = {"apiVersion": ROLES.api_version, "kind": ROLES.kind, "metadata": {"name": "operator"}, "rules": rules}
+    rules = [
+        {"apiGroups": [each.group], "resources": [each.resource], "verbs": sorted(each.verbs)}
+        for each in JOB_NAMESPACES
+    ]
+    role = {
+        "apiVersion": ROLES.api_version,
+        "kind": ROLES.kind,
+        "metadata": {"name": "operator"},
+        "rules": rules,
+    }
     binding = {
         "apiVersion": BINDINGS.api_version,
         "kind": BINDINGS.kind,
@@ -90,9 +103,14 @@ class Running:
                         if task.done():
                             await task
                     with suppress(TemporaryError):  # a busy server asks to come back later
-                        status = JobStatus.read((await self.api.get(JOBS, "default", name)).get("status"))
+                        status = JobStatus.read(
+                            (await self.api.get(JOBS, "default", name)).get("status")
+                        )
         except TimeoutError:
-            pods = [(pod["metadata"]["name"], pod["status"].get("phase"), pod["metadata"]) for pod in await self.list(PODS)]
+            pods = [
+                (pod["metadata"]["name"], pod["status"].get("phase"), pod["metadata"])
+                for pod in await self.list(PODS)
+            ]
             pytest.fail(f"{name} never came to it: {status}\npods: {pods}")
         return status
 
@@ -103,14 +121,22 @@ class Running:
 @asynccontextmanager
 async def operating(server: ApiServer) -> AsyncIterator[Running]:
     telemetry = Telemetry(lambda: True)
-    async with open_api(server.administrator) as administrator, open_api(server.as_user(TOKEN), telemetry.called) as api:
+    async with (
+        open_api(server.administrator) as administrator,
+        open_api(server.as_user(TOKEN), telemetry.called) as api,
+    ):
         capabilities = Capabilities((await api.server_version())[1], await api.api_versions())
         queue = WorkQueue()
         cluster = Cluster(child_resources(capabilities.api_versions), queue.add)
-        context = CONTEXT.__class__(CONTEXT.images, CONTEXT.coordinator, CONTEXT.nats_url, capabilities)
+        context = CONTEXT.__class__(
+            CONTEXT.images, CONTEXT.coordinator, CONTEXT.nats_url, capabilities
+        )
         around = Surroundings(context, NoCompanions(), EventRecorder(api, "test"), Streams(None))
         controller = Controller(api, cluster, queue, around, telemetry)
-        tasks = [asyncio.create_task(controller.run()), asyncio.create_task(HollowPods(administrator).run())]
+        tasks = [
+            asyncio.create_task(controller.run()),
+            asyncio.create_task(HollowPods(administrator).run()),
+        ]
         try:
             yield Running(administrator, telemetry, tasks)
         finally:
@@ -119,7 +145,9 @@ async def operating(server: ApiServer) -> AsyncIterator[Running]:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_job_runs_to_its_end_with_exactly_the_rights_of_the_table(server: ApiServer) -> None:
+async def test_a_job_runs_to_its_end_with_exactly_the_rights_of_the_table(
+    server: ApiServer,
+) -> None:
     async with operating(server) as running:
         await running.api.create(JOBS, "default", job())
         status = await running.until("sums", lambda status: status.phase is Phase.RUNNING)
@@ -127,13 +155,23 @@ async def test_a_job_runs_to_its_end_with_exactly_the_rights_of_the_table(server
         service = await running.api.get(SERVICES, "default", "sums")
         assert service["spec"]["clusterIP"] == "None"
         trainer = Key("default", "sums-trainer-1")
-        await say(running.api, trainer, ended(await running.api.get(PODS, *trainer), {"trainer": 1}))
-        status = await running.until("sums", lambda status: status.restarts == 1 and status.phase is Phase.RUNNING)
+        await say(
+            running.api, trainer, ended(await running.api.get(PODS, *trainer), {"trainer": 1})
+        )
+        status = await running.until(
+            "sums", lambda status: status.restarts == 1 and status.phase is Phase.RUNNING
+        )
         assert status.attempts == {"trainer": 1}
         first = Key("default", "sums-trainer-0")
         await say(running.api, first, ended(await running.api.get(PODS, *first)))
-        await running.until("sums", lambda status: status.phase is Phase.SUCCEEDED and status.actors.created == 0)
-        pods = [pod for pod in await running.list(PODS) if pod["metadata"]["labels"]["pipelinerl.dev/job"] == "sums"]
+        await running.until(
+            "sums", lambda status: status.phase is Phase.SUCCEEDED and status.actors.created == 0
+        )
+        pods = [
+            pod
+            for pod in await running.list(PODS)
+            if pod["metadata"]["labels"]["pipelinerl.dev/job"] == "sums"
+        ]
         assert [pod["metadata"]["name"] for pod in pods] == ["sums-trainer-0"]
         reasons = {event["reason"] for event in await running.list(EVENTS)}
         assert {"Running", "PodFailed", "Succeeded"} <= reasons
@@ -141,17 +179,25 @@ async def test_a_job_runs_to_its_end_with_exactly_the_rights_of_the_table(server
         assert [name for name in codes if "api_requests" in name and "code=403" in name] == []
 
 
-async def test_a_template_that_the_server_refuses_creates_nothing_and_quotes_it(server: ApiServer) -> None:
+async def test_a_template_that_the_server_refuses_creates_nothing_and_quotes_it(
+    server: ApiServer,
+) -> None:
     resources = {"limits": {"cpu": "many"}}
     template = {"spec": {"containers": [{"name": "preprocessor", "resources": resources}]}}
     async with operating(server) as running:
-        await running.api.create(JOBS, "default", job("odd", preprocessor={"podTemplate": template}))
+        await running.api.create(
+            JOBS, "default", job("odd", preprocessor={"podTemplate": template})
+        )
         status = await running.until("odd", lambda status: status.phase is Phase.INVALID)
         condition = status.condition("Provisioned")
         assert condition is not None
         assert condition.reason == "PodRefused"
         assert "quantities must match the regular expression" in condition.message
-        assert [pod for pod in await running.list(PODS) if pod["metadata"]["labels"]["pipelinerl.dev/job"] == "odd"] == []
+        assert [
+            pod
+            for pod in await running.list(PODS)
+            if pod["metadata"]["labels"]["pipelinerl.dev/job"] == "odd"
+        ] == []
 
 
 async def test_suspend_and_resume_by_the_server(server: ApiServer) -> None:
@@ -187,7 +233,9 @@ async def test_a_watch_that_is_given_up_leaves_no_connection(server: ApiServer) 
 
 
 def connections_to(address: tuple[str, int]) -> list[socket.socket]:
-    sockets = [each for each in gc.get_objects() if isinstance(each, socket.socket) and each.fileno() >= 0]
+    sockets = [
+        each for each in gc.get_objects() if isinstance(each, socket.socket) and each.fileno() >= 0
+    ]
     return [each for each in sockets if each.type == socket.SOCK_STREAM and peer(each) == address]
 
 

@@ -1,4 +1,6 @@
-"""The controller's behaviour on an API server in memory; the bugs of other operators, one test each."""
+"""The controller's behaviour on an API server in memory; the bugs of other operators, one test
+each.
+"""
 
 from typing import Any
 
@@ -11,7 +13,13 @@ from pipelinerl_operator.kube import Key
 from pipelinerl_operator.kube.errors import ApiUnavailable, Conflict, Invalid
 from pipelinerl_operator.kube.resources import CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES
 
-ALL_PODS = {"sums-actor-0", "sums-actor-1", "sums-preprocessor-0", "sums-trainer-0", "sums-trainer-1"}
+ALL_PODS = {
+    "sums-actor-0",
+    "sums-actor-1",
+    "sums-preprocessor-0",
+    "sums-trainer-0",
+    "sums-trainer-1",
+}
 
 
 async def running(**spec: Any) -> World:
@@ -38,7 +46,9 @@ async def test_a_job_gets_its_objects_and_runs() -> None:
     assert world.api.of(SERVICES, "sums") is not None
     status = world.status
     assert (status.actors.ready, status.trainers.ready, status.preprocessor.ready) == (2, 2, 1)
-    assert world.api.objects[JOBS, JOB]["status"]["restarts"] == 0, "zero is told too: kubectl shows it"
+    assert world.api.objects[JOBS, JOB]["status"]["restarts"] == 0, (
+        "zero is told too: kubectl shows it"
+    )
     assert status.holds("Provisioned")
     assert status.holds("Running")
     assert "Running" in world.notes.reasons
@@ -53,7 +63,9 @@ async def test_a_quiet_resync_writes_nothing_even_by_a_new_leader() -> None:
     assert world.num_writes() == before
 
 
-async def test_a_new_leader_starts_the_coordinator_at_its_first_look_though_nothing_changes() -> None:
+async def test_a_new_leader_starts_the_coordinator_at_its_first_look_though_nothing_changes() -> (
+    None
+):
     world = await running()
     world.restart_operator()
     await world.look()
@@ -62,7 +74,9 @@ async def test_a_new_leader_starts_the_coordinator_at_its_first_look_though_noth
 
 async def test_status_takes_one_write_until_the_job_runs() -> None:
     world = await running()
-    assert [call.verb for call in world.api.writes if call.resource == JOBS and call.verb != "create"] == ["status"]
+    assert [
+        call.verb for call in world.api.writes if call.resource == JOBS and call.verb != "create"
+    ] == ["status"]
 
 
 async def test_training_that_ends_well_ends_the_job_and_its_other_pods() -> None:
@@ -87,13 +101,22 @@ async def test_terminal_state_is_written_before_anything_is_cleaned_up() -> None
     assert [(call.verb, call.resource) for call in world.api.writes[before:]] == [("status", JOBS)]
 
 
-async def test_the_end_is_told_by_what_the_trainer_left_and_not_by_what_was_read_of_it_last() -> None:
+async def test_the_end_is_told_by_what_the_trainer_left_and_not_by_what_was_read_of_it_last() -> (
+    None
+):
     world = await running()
-    world.trainings[JOB] = TrainingStatus(step=31, policy_version=31, reward=0.5, samples_per_second=12.0)
-    message = "pipelinerl_policy_version 60.0\npipelinerl_reward_mean 0.875\npipelinerl_lag_mean 1.5\npipelinerl_ess 1e-05\n"
+    world.trainings[JOB] = TrainingStatus(
+        step=31, policy_version=31, reward=0.5, samples_per_second=12.0
+    )
+    message = (
+        "pipelinerl_policy_version 60.0\npipelinerl_reward_mean 0.875\npipelinerl_lag_mean "
+        "1.5\npipelinerl_ess 1e-05\n"
+    )
     world.end("sums-trainer-0", "trainer", 0, message=message)
     await world.settle()
-    expected = TrainingStatus(step=60, policy_version=60, reward=0.875, lag=1.5, ess=1e-05, samples_per_second=12.0)
+    expected = TrainingStatus(
+        step=60, policy_version=60, reward=0.875, lag=1.5, ess=1e-05, samples_per_second=12.0
+    )
     assert world.status.training == expected
 
 
@@ -136,10 +159,17 @@ async def test_an_actor_that_fails_is_started_again_alone() -> None:
     await world.settle()
     assert world.is_in(Phase.RUNNING)
     assert world.attempts() == {name: int(name == "sums-actor-1") for name in ALL_PODS}
-    assert {name for name, pod in world.pods().items() if pod["metadata"]["uid"] != uids[name]} == {"sums-actor-1"}
+    assert {name for name, pod in world.pods().items() if pod["metadata"]["uid"] != uids[name]} == {
+        "sums-actor-1"
+    }
     last = world.status.actors.last_failure
     assert last is not None
-    assert (last.pod, last.reason, last.exit_code, world.status.actors.restarts) == ("sums-actor-1", "Error", 1, 1)
+    assert (last.pod, last.reason, last.exit_code, world.status.actors.restarts) == (
+        "sums-actor-1",
+        "Error",
+        1,
+        1,
+    )
 
 
 async def test_a_dead_container_of_a_pod_that_kubernetes_calls_running_is_a_failure() -> None:
@@ -182,10 +212,15 @@ async def test_an_actor_that_vanished_at_once_is_counted_and_started_again_alone
     assert world.attempts() == {name: int(name == "sums-actor-1") for name in ALL_PODS}
     assert (world.status.restarts, world.status.actors.restarts) == (1, 1)
     assert world.status.actors.last_failure is not None
-    assert (world.status.actors.last_failure.reason, world.status.actors.last_failure.message) == ("Deleted", "the pod is gone")
+    assert (world.status.actors.last_failure.reason, world.status.actors.last_failure.message) == (
+        "Deleted",
+        "the pod is gone",
+    )
 
 
-async def test_an_actor_that_vanished_is_counted_though_the_status_could_not_be_written_at_once() -> None:
+async def test_an_actor_that_vanished_is_counted_though_the_status_could_not_be_written_at_once() -> (
+    None
+):
     world = await running()
     world.api.remove(PODS, Key("default", "sums-actor-1"), 0)
     world.api.fault = lambda call: Fault(Conflict("no")) if call.verb == "status" else None
@@ -256,7 +291,9 @@ async def test_restarts_that_count_are_limited() -> None:
 
 
 async def test_old_restarts_are_forgotten() -> None:
-    world = await running(failurePolicy={"maxRestarts": 1, "windowSeconds": 600, "backoff": {"initialSeconds": 0}})
+    world = await running(
+        failurePolicy={"maxRestarts": 1, "windowSeconds": 600, "backoff": {"initialSeconds": 0}}
+    )
     for _ in range(4):
         world.end("sums-actor-0", "rollout", 1)
         await world.settle()
@@ -277,7 +314,9 @@ async def test_rules_go_before_defaults() -> None:
         {"action": "FailJob", "role": "actor", "exitCodes": [7]},
         {"action": "RestartUncounted", "reasons": ["Error"]},
     ]
-    world = await running(failurePolicy={"maxRestarts": 0, "rules": rules, "backoff": {"initialSeconds": 0}})
+    world = await running(
+        failurePolicy={"maxRestarts": 0, "rules": rules, "backoff": {"initialSeconds": 0}}
+    )
     world.end("sums-trainer-0", "trainer", 7)
     await world.settle()
     assert world.is_in(Phase.RUNNING)
@@ -303,7 +342,9 @@ async def test_a_restart_waits_twice_as_long_each_time() -> None:
 
 
 async def test_suspend_is_atomic_and_resume_goes_on() -> None:
-    """Resume rejected because of immutable fields; unsuspend that never arrives; suspended job shown as created."""
+    """Resume rejected because of immutable fields; unsuspend that never arrives; suspended job
+    shown as created.
+    """
     world = await running()
     world.change(suspend=True)
     world.sync()
@@ -361,7 +402,9 @@ async def test_scaling_moves_actors_only() -> None:
     world.change(actors={"replicas": 1, "minReplicas": 1})
     await world.settle()
     assert set(world.pods()) == ALL_PODS - {"sums-actor-1"}
-    assert trainers == {pod["metadata"]["uid"] for name, pod in world.pods().items() if "trainer" in name}
+    assert trainers == {
+        pod["metadata"]["uid"] for name, pod in world.pods().items() if "trainer" in name
+    }
 
 
 async def test_an_invalid_spec_creates_nothing_and_is_explained() -> None:
@@ -410,7 +453,12 @@ async def test_fields_of_a_newer_crd_are_left_out_and_named() -> None:
 
 async def test_a_condition_of_a_newer_operator_is_passed_on() -> None:
     world = await running()
-    newer = {"type": "Newer", "status": "True", "reason": "Because", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    newer = {
+        "type": "Newer",
+        "status": "True",
+        "reason": "Because",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }
     world.api.edit(JOBS, JOB, lambda body: body["status"]["conditions"].append(newer))
     world.end("sums-actor-0", "rollout", 1)
     await world.settle()
@@ -428,7 +476,9 @@ async def test_a_template_that_the_server_refuses_creates_nothing_and_is_explain
             raise Invalid("Pod is invalid: spec.nodeSelector: too odd")
 
     world.api.before_create = refuse
-    await world.submit(job(preprocessor={"podTemplate": {"spec": {"nodeSelector": {"odd": "yes"}}}}))
+    await world.submit(
+        job(preprocessor={"podTemplate": {"spec": {"nodeSelector": {"odd": "yes"}}}})
+    )
     await world.settle(rounds=40)
     assert {resource for resource, _ in world.api.objects} == {JOBS}
     condition = world.status.condition("Provisioned")
@@ -481,7 +531,12 @@ async def test_pods_of_a_predecessor_of_the_same_name_are_not_taken_for_its_own(
 
 async def test_a_foreign_object_of_the_same_name_is_left_alone_and_named() -> None:
     world = World()
-    foreign = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "sums"}, "spec": {"ports": [{"port": 80}]}}
+    foreign = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "sums"},
+        "spec": {"ports": [{"port": 80}]},
+    }
     await world.api.create(SERVICES, "default", foreign)
     await world.submit()
     await world.settle(rounds=40)
@@ -556,7 +611,9 @@ async def test_a_gang_is_given_up_with_its_pods() -> None:
 
 
 @pytest.mark.parametrize("error", [Conflict("409 on status"), ApiUnavailable("500")])
-async def test_a_status_that_cannot_be_written_is_written_later_and_nothing_is_done_before(error: Exception) -> None:
+async def test_a_status_that_cannot_be_written_is_written_later_and_nothing_is_done_before(
+    error: Exception,
+) -> None:
     world = await running()
     world.end("sums-trainer-1", "trainer", 1)
     world.sync()

@@ -1,4 +1,6 @@
-"""How many actors: the choice alone, on systems whose rates are known; and the period that it looks back on."""
+"""How many actors: the choice alone, on systems whose rates are known; and the period that it looks
+back on.
+"""
 
 import math
 from itertools import pairwise
@@ -34,14 +36,18 @@ def test_gpus_are_rounded_up_to_whole_actors() -> None:
 
 
 def test_a_stride_ends_at_the_balance() -> None:
-    """Trainers for 3 actors. Of 5, two go and not four; of 3, none is added: 4 would make 3/4, which is below 0.9."""
+    """Trainers for 3 actors. Of 5, two go and not four; of 3, none is added: 4 would make 3/4,
+    which is below 0.9.
+    """
     spec = spec_of(1, 8, 5)
     assert choose(spec, 5, system(5, 1.0, 3.0)) == 3
     assert choose(spec, 3, system(3, 1.0, 3.0)) == 3
 
 
 def test_while_both_sides_wait_nothing_is_taken_away() -> None:
-    """Generation could make 10 groups/s and the trainers take 4, but the staleness policy lets them have 2."""
+    """Generation could make 10 groups/s and the trainers take 4, but the staleness policy lets them
+    have 2.
+    """
     assert choose(spec_of(1, 8, 4), 4, Balance(0, 10, 4, 2.0, 10.0, 4.0)) == 4
 
 
@@ -56,9 +62,13 @@ def test_a_job_that_generates_nothing_is_left_alone() -> None:
     rates=st.tuples(st.floats(0, 1e6), st.floats(0, 1e6), st.floats(0, 1e6)).map(sorted),
     idle=st.booleans(),
 )
-def test_every_choice_is_within_the_bounds(bounds: list[int], gpus: int, rates: list[float], idle: bool) -> None:
+def test_every_choice_is_within_the_bounds(
+    bounds: list[int], gpus: int, rates: list[float], idle: bool
+) -> None:
     least, before, most = bounds
-    balance = Balance(0, 10, before, rates[0], rates[1], math.inf if idle else max(rates[0], rates[2]))
+    balance = Balance(
+        0, 10, before, rates[0], rates[1], math.inf if idle else max(rates[0], rates[2])
+    )
     chosen = choose(spec_of(least, most, before, gpus), before, balance)
     assert chosen is not None
     assert least <= chosen <= most
@@ -71,7 +81,9 @@ def test_every_choice_is_within_the_bounds(bounds: list[int], gpus: int, rates: 
     per_actor=st.floats(0.1, 10),
     r_train=st.floats(0.05, 600),
     strides=st.tuples(st.integers(1, 64), st.integers(1, 64)),
-    band=st.tuples(st.floats(0.3, 0.99), st.floats(0.3, 1.0)).filter(lambda band: band[0] < band[1]),
+    band=st.tuples(st.floats(0.3, 0.99), st.floats(0.3, 1.0)).filter(
+        lambda band: band[0] < band[1]
+    ),
 )
 def test_a_system_of_constant_rates_comes_to_rest_and_never_goes_down_after_it_went_up(
     bounds: list[int],
@@ -82,7 +94,12 @@ def test_a_system_of_constant_rates_comes_to_rest_and_never_goes_down_after_it_w
     band: tuple[float, float],
 ) -> None:
     least, count, most = bounds
-    settings = {"takeAwayGpus": strides[0], "addGpus": strides[1], "lowRatio": band[0], "highRatio": band[1]}
+    settings = {
+        "takeAwayGpus": strides[0],
+        "addGpus": strides[1],
+        "lowRatio": band[0],
+        "highRatio": band[1],
+    }
     spec = spec_of(least, most, count, gpus, **settings)
     counts = [count]
     for _ in range(64):
@@ -125,12 +142,18 @@ HYBRID: dict[str, Any] = {"schedule": "hybrid", "exploreSteps": 50}
         "hybrid, but off",
     ],
 )
-def test_how_many_actors_there_should_be(settings: dict[str, Any], choice: Choice | None, expected: int) -> None:
+def test_how_many_actors_there_should_be(
+    settings: dict[str, Any], choice: Choice | None, expected: int
+) -> None:
     assert num_actors(spec_of(1, 8, 2, **settings), choice) == expected
 
 
-def test_a_hybrid_schedule_goes_down_to_its_share_after_exploring_and_then_follows_the_ratio() -> None:
-    """8 actors and one trainer rank: 0.3 of 9 places are 3 actors, which could make 3 of the 100 groups/s."""
+def test_a_hybrid_schedule_goes_down_to_its_share_after_exploring_and_then_follows_the_ratio() -> (
+    None
+):
+    """8 actors and one trainer rank: 0.3 of 9 places are 3 actors, which could make 3 of the 100
+    groups/s.
+    """
     spec = spec_of(1, 8, 2, **HYBRID)
     assert look(spec, None, 49, system(8, 1.0, 2.0, begin=0, steps=49)) is None
     assert look(spec, None, None, None) is None
@@ -138,13 +161,16 @@ def test_a_hybrid_schedule_goes_down_to_its_share_after_exploring_and_then_follo
     assert down is not None
     assert down.choice == Choice(actors=3, start=2, step=51, ratio=None)
     assert down.why == (
-        "actors 8 -> 3: the 50 steps in which every actor generates are over (step 51); from here on it is "
+        "actors 8 -> 3: the 50 steps in which every actor generates are over (step 51); from here "
+        "on it is "
         "splitShare=0.3 of 9 places, trainers included"
     )
     up = look(spec, down.choice, 61, system(3, 1.0, 100.0, begin=51))
     assert up is not None
     assert up.choice == Choice(actors=5, start=2, step=61, ratio=1.0)
-    assert up.why.startswith("actors 3 -> 5: trainers wait for samples (ratio 1.000, above highRatio=0.95)")
+    assert up.why.startswith(
+        "actors 3 -> 5: trainers wait for samples (ratio 1.000, above highRatio=0.95)"
+    )
 
 
 def test_going_back_to_a_checkpoint_does_not_bring_exploring_back() -> None:
@@ -154,7 +180,9 @@ def test_going_back_to_a_checkpoint_does_not_bring_exploring_back() -> None:
 
 
 def test_what_a_hybrid_schedule_goes_down_to_is_whole_actors_within_the_bounds() -> None:
-    """4 actors of 8 GPUs and 1 trainer rank: 0.3 of 33 GPUs are 10, of which one actor has 8 and two 16."""
+    """4 actors of 8 GPUs and 1 trainer rank: 0.3 of 33 GPUs are 10, of which one actor has 8 and
+    two 16.
+    """
     down = look(spec_of(1, 4, 1, gpus=8, **HYBRID), None, 50, None)
     least = look(spec_of(2, 4, 3, gpus=8, **HYBRID), None, 50, None)
     same = look(spec_of(1, 4, 1, gpus=8, **HYBRID, splitShare=0.99), None, 50, None)
@@ -167,7 +195,8 @@ def test_what_is_said_of_a_number_that_goes_down() -> None:
     down = look(spec_of(1, 8, 4), None, 10, system(4, 1.0, 2.0))
     assert down is not None
     assert down.why == (
-        "actors 4 -> 2: generators wait for the trainers (ratio 0.500, below lowRatio=0.9); in steps 0 to 10 2 groups per "
+        "actors 4 -> 2: generators wait for the trainers (ratio 0.500, below lowRatio=0.9); in "
+        "steps 0 to 10 2 groups per "
         "second were taken of the 4 that generation can make, without waiting it would be 2"
     )
 
@@ -183,7 +212,17 @@ def test_a_balance_of_another_number_of_actors_or_of_steps_looked_at_before_says
 
 
 def counts(at: float, step: int, actors: str = "ab") -> Counts:
-    return Counts(at, step, frozenset(actors), ("t", "p"), taken=8.0 * step, late=0, waiting=0, closed_s=0, trainer_wait_s=0)
+    return Counts(
+        at,
+        step,
+        frozenset(actors),
+        ("t", "p"),
+        taken=8.0 * step,
+        late=0,
+        waiting=0,
+        closed_s=0,
+        trainer_wait_s=0,
+    )
 
 
 def steps_of(period: Period) -> tuple[int, int] | None:
@@ -192,7 +231,13 @@ def steps_of(period: Period) -> tuple[int, int] | None:
 
 def test_a_period_grows_until_it_is_looked_at_or_a_process_comes_or_goes() -> None:
     period, seen = Period(), []
-    readings = [counts(1, 3), counts(2, 5), counts(3, 9), counts(4, 10, "abc"), counts(5, 12, "abc")]
+    readings = [
+        counts(1, 3),
+        counts(2, 5),
+        counts(3, 9),
+        counts(4, 10, "abc"),
+        counts(5, 12, "abc"),
+    ]
     for each in readings:
         period.take(each, None)
         seen.append(steps_of(period))
@@ -206,7 +251,9 @@ def test_a_period_grows_until_it_is_looked_at_or_a_process_comes_or_goes() -> No
 
 
 def test_trainers_that_pass_the_last_look_again_begin_a_period_there() -> None:
-    """Otherwise the steps before it would be in every period from then on, and nothing would ever be chosen again."""
+    """Otherwise the steps before it would be in every period from then on, and nothing would ever
+    be chosen again.
+    """
     period = Period()
     for at, step in enumerate((5, 8, 11, 14)):
         period.take(counts(at, step), 10)

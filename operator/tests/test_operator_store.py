@@ -8,13 +8,21 @@ JOB = Key("team", "sums")
 
 def pod(uid: str, version: int, name: str = "sums-actor-0") -> Object:
     labels = {"pipelinerl.dev/job": "sums"}
-    metadata = {"name": name, "namespace": "team", "uid": uid, "resourceVersion": str(version), "labels": labels}
+    metadata = {
+        "name": name,
+        "namespace": "team",
+        "uid": uid,
+        "resourceVersion": str(version),
+        "labels": labels,
+    }
     return {"metadata": metadata, "status": {"phase": "Pending"}}
 
 
 def make_store() -> tuple[Store[PodView], list[Key]]:
     changed: list[Key] = []
-    return Store[PodView](PodView.of, lambda view: Key(view.key.namespace, view.job), changed.append), changed
+    return Store[PodView](
+        PodView.of, lambda view: Key(view.key.namespace, view.job), changed.append
+    ), changed
 
 
 def uids(store: Store[PodView]) -> list[str]:

@@ -1,4 +1,6 @@
-"""The Secret with the keys of NATS: made once, agreed on by all replicas, never replaced; and the other ways to log in."""
+"""The Secret with the keys of NATS: made once, agreed on by all replicas, never replaced; and the
+other ways to log in.
+"""
 
 import argparse
 from pathlib import Path
@@ -30,7 +32,9 @@ class Secrets:
             raise NotFound(name)
         return self.objects[name]
 
-    async def create(self, resource: Resource, namespace: str, body: Object, *, dry_run: bool = False) -> Object:
+    async def create(
+        self, resource: Resource, namespace: str, body: Object, *, dry_run: bool = False
+    ) -> Object:
         name = body["metadata"]["name"]
         if self.made_by_another is not None:
             self.objects[name] = self.made_by_another
@@ -41,7 +45,9 @@ class Secrets:
 
 
 def arguments(secret: str = SECRET, credentials: Path | None = None) -> argparse.Namespace:
-    return argparse.Namespace(nats_url=URL, nats_auth_secret=secret, nats_credentials=credentials, nats_ca_file=None)
+    return argparse.Namespace(
+        nats_url=URL, nats_auth_secret=secret, nats_credentials=credentials, nats_ca_file=None
+    )
 
 
 async def operator_of(api: Secrets) -> Key:
@@ -55,7 +61,11 @@ async def test_the_keys_are_made_once_and_read_from_then_on() -> None:
     first = await operator_of(api)
     assert await operator_of(api) == first
     assert api.writes == 1
-    assert api.objects[SECRET]["data"].keys() == {trust.SEED_KEY, trust.CONFIG_KEY, trust.ROUTE_PASSWORD_KEY}
+    assert api.objects[SECRET]["data"].keys() == {
+        trust.SEED_KEY,
+        trust.CONFIG_KEY,
+        trust.ROUTE_PASSWORD_KEY,
+    }
 
 
 async def test_the_replica_that_comes_second_takes_what_the_first_has_made() -> None:

@@ -58,7 +58,10 @@ async def running(admin: Admin) -> World:
 
 
 def secret_of(world: World) -> dict[str, str]:
-    return {name: base64.b64decode(value).decode() for name, value in world.api.objects[TOKEN]["data"].items()}
+    return {
+        name: base64.b64decode(value).decode()
+        for name, value in world.api.objects[TOKEN]["data"].items()
+    }
 
 
 async def test_a_job_waits_for_its_place_and_says_so() -> None:
@@ -72,11 +75,17 @@ async def test_a_job_waits_for_its_place_and_says_so() -> None:
     assert world.pods() == {}
     condition = world.status.condition("Provisioned")
     assert condition is not None
-    assert (condition.reason, condition.message) == ("StreamUnavailable", "the stream's server has no room")
+    assert (condition.reason, condition.message) == (
+        "StreamUnavailable",
+        "the stream's server has no room",
+    )
     admin.fault = ""
     await world.settle()
     assert world.is_in(Phase.RUNNING)
-    assert secret_of(world)["nats.creds"] == f"login of {world.api.objects[JOBS, JOB]['metadata']['uid']}"
+    assert (
+        secret_of(world)["nats.creds"]
+        == f"login of {world.api.objects[JOBS, JOB]['metadata']['uid']}"
+    )
 
 
 async def test_a_new_leader_starts_pods_again_while_the_streams_server_is_away() -> None:

@@ -12,7 +12,14 @@ from pipelinerl_common.metrics.catalog.ledger import DROP_REASONS, STAGES
 from pipelinerl_operator.controller.status import StreamStatus, TrainingStatus
 from pipelinerl_operator.controller.training import stream_status, training_status
 from pipelinerl_operator.scaling import reading
-from pipelinerl_operator.scaling.balance import LATE, LOST, WAITING, Balance, Counts, balance_between
+from pipelinerl_operator.scaling.balance import (
+    LATE,
+    LOST,
+    WAITING,
+    Balance,
+    Counts,
+    balance_between,
+)
 from pipelinerl_operator.scaling.reading import READ, Reading, parse_metrics, read_metrics
 
 
@@ -45,10 +52,15 @@ def test_what_a_preprocessor_exports_is_read_back() -> None:
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "--1", "1e", "e", ".", "1 2 3", ""])
 def test_what_is_no_number_is_passed_over(value: str) -> None:
-    assert parse_metrics(f'# HELP x\npipelinerl_ess{{job="a"}} {value}\npipelinerl_lag_mean 2\n'.encode()) == {"lag_mean": 2}
+    assert parse_metrics(
+        f'# HELP x\npipelinerl_ess{{job="a"}} {value}\npipelinerl_lag_mean 2\n'.encode()
+    ) == {"lag_mean": 2}
 
 
-@pytest.mark.parametrize(("text", "value"), [("1", 1.0), ("-1.5", -1.5), ("1e-05", 1e-05), ("+2.5E3 1700000000000", 2500.0)])
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", 1.0), ("-1.5", -1.5), ("1e-05", 1e-05), ("+2.5E3 1700000000000", 2500.0)],
+)
 def test_numbers_as_prometheus_writes_them(text: str, value: float) -> None:
     assert parse_metrics(f"pipelinerl_ess {text}\n".encode()) == {"ess": value}
 
@@ -99,15 +111,23 @@ async def _read(handler: Any) -> Reading | None:
 def test_the_rate_is_between_two_readings_and_unknown_after_a_restart() -> None:
     """600 samples in 20 s."""
     before = Reading(100.0, {"policy_version": 3.0, "samples_trained_total": 400.0})
-    now = Reading(120.0, {"policy_version": 5.0, "samples_trained_total": 1000.0, "reward_mean": 0.123456})
-    assert training_status(now, before) == TrainingStatus(step=5, policy_version=5, reward=0.1235, samples_per_second=30.0)
+    now = Reading(
+        120.0, {"policy_version": 5.0, "samples_trained_total": 1000.0, "reward_mean": 0.123456}
+    )
+    assert training_status(now, before) == TrainingStatus(
+        step=5, policy_version=5, reward=0.1235, samples_per_second=30.0
+    )
     restarted = Reading(140.0, {"policy_version": 4.0, "samples_trained_total": 0.0})
     assert training_status(restarted, now) == TrainingStatus(step=4, policy_version=4)
     assert training_status(Reading(0.0, {}), None) is None
 
 
 def test_the_streams_depth_and_age() -> None:
-    values = {"stream_messages": 12.0, "queue_oldest_seconds/stream": 1.26, "queue_oldest_seconds/ready": 9.0}
+    values = {
+        "stream_messages": 12.0,
+        "queue_oldest_seconds/stream": 1.26,
+        "queue_oldest_seconds/ready": 9.0,
+    }
     assert stream_status(Reading(0.0, values)) == StreamStatus(pending=12, oldest_seconds=1.3)
     assert stream_status(Reading(0.0, {})) is None
 
@@ -116,8 +136,16 @@ def test_the_streams_depth_and_age() -> None:
 
 
 def counts(at: float, step: int, actors: str = "ab", **values: float) -> Counts:
-    trainer = Reading(at, {"policy_version": float(step), "trainer_phase_seconds_total/wait": values.pop("wait", 0.0)})
-    names = {name.replace("dropped_", "groups_dropped_total/"): value for name, value in values.items()}
+    trainer = Reading(
+        at,
+        {
+            "policy_version": float(step),
+            "trainer_phase_seconds_total/wait": values.pop("wait", 0.0),
+        },
+    )
+    names = {
+        name.replace("dropped_", "groups_dropped_total/"): value for name, value in values.items()
+    }
     renamed = {name.replace("queue_", "queue_groups/"): value for name, value in names.items()}
     found = Counts.of(trainer, Reading(at, renamed), frozenset(actors), ("t", "p"))
     assert found is not None
@@ -127,15 +155,23 @@ def counts(at: float, step: int, actors: str = "ab", **values: float) -> Counts:
 def test_the_balance_of_generation_that_nothing_holds_up() -> None:
     """80 groups in 100 s, of them 16 of no use to anybody; the trainers waited for 60 s."""
     begin = counts(0.0, 10, groups_trained_total=100.0, dropped_failed=1.0)
-    now = counts(100.0, 20, groups_trained_total=164.0, dropped_zero_advantage=16.0, dropped_failed=9.0, wait=60.0)
+    now = counts(
+        100.0,
+        20,
+        groups_trained_total=164.0,
+        dropped_zero_advantage=16.0,
+        dropped_failed=9.0,
+        wait=60.0,
+    )
     balance = balance_between(begin, now)
     assert balance == Balance(10, 20, 2, r=0.8, r_gen=0.8, r_train=2.0)
     assert balance.ratio == 1.0
 
 
 def test_the_balance_of_generation_that_is_held_up() -> None:
-    """80 taken, 8 too late, and 32 more in the queue of which one batch of 8 always may be: 112 groups, in the 70 of 100 s in
-    which admission was open."""
+    """80 taken, 8 too late, and 32 more in the queue of which one batch of 8 always may be: 112
+    groups, in the 70 of 100 s in which admission was open.
+    """
     begin = counts(0.0, 10, queue_ready=4.0, queue_stream=1.0)
     now = counts(
         100.0,
@@ -154,7 +190,9 @@ def test_the_balance_of_generation_that_is_held_up() -> None:
 
 
 def test_a_queue_that_is_worked_off_does_not_make_generation_slower() -> None:
-    balance = balance_between(counts(0.0, 0, queue_ready=50.0), counts(10.0, 5, groups_trained_total=20.0))
+    balance = balance_between(
+        counts(0.0, 0, queue_ready=50.0), counts(10.0, 5, groups_trained_total=20.0)
+    )
     assert balance is not None
     assert balance.ratio == 1.0
 

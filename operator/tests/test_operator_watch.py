@@ -28,7 +28,9 @@ class Quiet:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         if "watch" not in request.query:
-            pod = {"metadata": {"name": "a", "namespace": "team", "uid": "1", "resourceVersion": "7"}}
+            pod = {
+                "metadata": {"name": "a", "namespace": "team", "uid": "1", "resourceVersion": "7"}
+            }
             return web.json_response({"items": [pod], "metadata": {"resourceVersion": "7"}})
         self.watches += 1
         self.since.append(request.query["resourceVersion"])
@@ -66,7 +68,9 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_a_kind_that_does_not_change_is_watched_on_from_where_it_was_and_counts_as_heard_of(
     quiet: Quiet, server: web.AppRunner
 ) -> None:
-    connection = Connection(f"http://127.0.0.1:{server.addresses[0][1]}", "team", lambda: None, lambda: False)
+    connection = Connection(
+        f"http://127.0.0.1:{server.addresses[0][1]}", "team", lambda: None, lambda: False
+    )
     store = Store[PodView](PodView.of, lambda view: Key("team", "sums"), lambda key: None)
     async with open_api(connection) as api:
         informer = Informer(api, Selection(PODS), store)
@@ -90,8 +94,13 @@ async def test_a_kind_that_does_not_change_is_watched_on_from_where_it_was_and_c
 
 @pytest.fixture
 async def telling() -> AsyncIterator[web.AppRunner]:
-    """A server whose watches tell of one pod after another, the second larger than any buffer, in odd pieces."""
-    pods = [{"metadata": {"name": name, "resourceVersion": "8", "annotations": {"a": "x" * size}}} for name, size in PODS_TOLD]
+    """A server whose watches tell of one pod after another, the second larger than any buffer, in
+    odd pieces.
+    """
+    pods = [
+        {"metadata": {"name": name, "resourceVersion": "8", "annotations": {"a": "x" * size}}}
+        for name, size in PODS_TOLD
+    ]
     lines = b"".join(json.dumps({"type": "ADDED", "object": pod}).encode() + b"\n" for pod in pods)
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -113,8 +122,12 @@ async def telling() -> AsyncIterator[web.AppRunner]:
 PODS_TOLD = (("a", 10), ("b", 1_500_000), ("c", 0), ("d", 100_000))
 
 
-async def test_events_of_any_size_arrive_whole(telling: web.AppRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    connection = Connection(f"http://127.0.0.1:{telling.addresses[0][1]}", "team", lambda: None, lambda: False)
+async def test_events_of_any_size_arrive_whole(
+    telling: web.AppRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection = Connection(
+        f"http://127.0.0.1:{telling.addresses[0][1]}", "team", lambda: None, lambda: False
+    )
     async with open_api(connection) as api:
         told = [event.body["metadata"] async for event in api.watch(Selection(PODS), "7")]
         assert [(each["name"], len(each["annotations"]["a"])) for each in told] == list(PODS_TOLD)
@@ -126,9 +139,13 @@ async def test_events_of_any_size_arrive_whole(telling: web.AppRunner, monkeypat
 async def test_watches_however_many_leave_room_for_calls(
     quiet: Quiet, server: web.AppRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An operator that serves several namespaces has nine watches in each, and a lease to renew beside them."""
+    """An operator that serves several namespaces has nine watches in each, and a lease to renew
+    beside them.
+    """
     monkeypatch.setattr("pipelinerl_operator.kube.client.SILENCE_S", 600.0)
-    connection = Connection(f"http://127.0.0.1:{server.addresses[0][1]}", "team", lambda: None, lambda: False)
+    connection = Connection(
+        f"http://127.0.0.1:{server.addresses[0][1]}", "team", lambda: None, lambda: False
+    )
     async with open_api(connection) as api:
 
         async def watch() -> None:
@@ -152,7 +169,8 @@ class Stuck:
 
     num_stuck: int = 0
     holders: list[str] = field(default_factory=list)
-    """What each write of the Lease says while other calls are stuck; empty when it is given back."""
+    """What each write of the Lease says while other calls are stuck; empty when it is given back.
+    """
     lease: dict[str, dict[str, str]] | None = None
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
@@ -168,25 +186,33 @@ class Stuck:
 
     async def _lease(self, request: web.Request) -> web.Response:
         if request.method == "GET":
-            return web.json_response(self.lease or {"message": "no lease"}, status=200 if self.lease else 404)
+            return web.json_response(
+                self.lease or {"message": "no lease"}, status=200 if self.lease else 404
+            )
         self.lease = lease = await request.json()
         if self.num_stuck >= MAX_CALLS:
             self.holders.append(lease["spec"]["holderIdentity"])
         return web.json_response(self.lease)
 
 
-async def test_the_lease_is_renewed_while_every_other_call_waits_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_lease_is_renewed_while_every_other_call_waits_for_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stuck, stop = Stuck(), asyncio.Event()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", stuck.answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    connection = Connection(f"http://127.0.0.1:{runner.addresses[0][1]}", "team", lambda: None, lambda: False)
+    connection = Connection(
+        f"http://127.0.0.1:{runner.addresses[0][1]}", "team", lambda: None, lambda: False
+    )
     monkeypatch.setattr("pipelinerl_operator.controller.replica.connection", lambda *_: connection)
     images = [f"--{role}-image={role}" for role in ("actor", "trainer", "preprocessor")]
     listen = ["--metrics-listen=127.0.0.1:0", "--coordinator-listen=127.0.0.1:0"]
-    arguments = parse(["--coordinator=operator:50052", "--nats-url=nats://127.0.0.1:4222", *images, *listen])
+    arguments = parse(
+        ["--coordinator=operator:50052", "--nats-url=nats://127.0.0.1:4222", *images, *listen]
+    )
     serving = asyncio.create_task(serve_operator(arguments, "me", stop))
     try:
         await until(lambda: len(stuck.holders) >= 2 or serving.done())

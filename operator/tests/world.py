@@ -35,7 +35,10 @@ def job(name: str = "sums", **spec: Any) -> Object:
     """Two trainers and two actors unless `spec` says otherwise; sections are given whole."""
     defaults: Object = {
         "model": {"uri": "tiny://arithmetic", "dtype": "float32", "maxModelLen": 64},
-        "task": {"path": "pipelinerl_actor.tasks.arithmetic:Arithmetic", "sampling": {"maxTokens": 4}},
+        "task": {
+            "path": "pipelinerl_actor.tasks.arithmetic:Arithmetic",
+            "sampling": {"maxTokens": 4},
+        },
         "actors": {"replicas": 2, "minReplicas": 1},
         "trainers": {"replicas": 2, "checkpoint": {"pvc": "checkpoints"}},
         "weightTransfer": {"backend": "gloo"},
@@ -69,7 +72,9 @@ class Notes:
 class Followed(NoCompanions):
     """Keeps the token with which each job was followed last; tells the numbers that a test gave."""
 
-    def __init__(self, trainings: Mapping[Key, TrainingStatus], balances: Mapping[Key, Balance]) -> None:
+    def __init__(
+        self, trainings: Mapping[Key, TrainingStatus], balances: Mapping[Key, Balance]
+    ) -> None:
         self.tokens: dict[Key, str | None] = {}
         self._trainings = trainings
         self._balances = balances
@@ -80,7 +85,9 @@ class Followed(NoCompanions):
     def balance(self, key: Key) -> Balance | None:
         return self._balances.get(key)
 
-    def follow(self, job: JobView, wanted: Wanted | None, status: JobStatus, token: str | None) -> None:
+    def follow(
+        self, job: JobView, wanted: Wanted | None, status: JobStatus, token: str | None
+    ) -> None:
         self.tokens[job.key] = token
 
 
@@ -111,14 +118,23 @@ class World:
         self.cluster = Cluster(child_resources(CAPABILITIES.api_versions), self.wanted.add)
         self.companions = Followed(self.trainings, self.balances)
         around = Surroundings(
-            CONTEXT, self.companions, self.notes, Streams(self.admin), clock=lambda: self.now, monotonic=lambda: self.now
+            CONTEXT,
+            self.companions,
+            self.notes,
+            Streams(self.admin),
+            clock=lambda: self.now,
+            monotonic=lambda: self.now,
         )
         self.reconciler = Reconciler(self.api, self.cluster, around)
         self.sync()
 
     def sync(self, resources: Iterable[Any] | None = None) -> None:
         """The operator's stores catch up with the API server; only those of `resources` when given."""
-        stores: dict[Any, Any] = {JOBS: self.cluster.jobs, PODS: self.cluster.pods, **self.cluster.children}
+        stores: dict[Any, Any] = {
+            JOBS: self.cluster.jobs,
+            PODS: self.cluster.pods,
+            **self.cluster.children,
+        }
         for resource in stores if resources is None else resources:
             selection = Selection(resource, None, "" if resource == JOBS else OWNED)
             bodies = self.api.list(selection)
@@ -171,9 +187,14 @@ class World:
                 self.start(key.name)
 
     def start(self, name: str) -> None:
-        conditions = [{"type": "Ready", "status": "True"}, {"type": "PodScheduled", "status": "True"}]
+        conditions = [
+            {"type": "Ready", "status": "True"},
+            {"type": "PodScheduled", "status": "True"},
+        ]
         self.say(name, {"phase": "Running", "podIP": "10.0.0.1", "conditions": conditions})
-        self.api.edit(PODS, Key("default", name), lambda body: body["spec"].update(nodeName=f"node-of-{name}"))
+        self.api.edit(
+            PODS, Key("default", name), lambda body: body["spec"].update(nodeName=f"node-of-{name}")
+        )
 
     def end(
         self,
@@ -187,7 +208,11 @@ class World:
         message: str = "",
     ) -> None:
         """One container ends; the pod with it, unless `phase` says that it runs on."""
-        terminated = {"exitCode": exit_code, "reason": reason or ("Error" if exit_code else "Completed"), "message": message}
+        terminated = {
+            "exitCode": exit_code,
+            "reason": reason or ("Error" if exit_code else "Completed"),
+            "message": message,
+        }
         status = {
             "phase": phase or ("Failed" if exit_code or pod_reason else "Succeeded"),
             "reason": pod_reason,
@@ -222,7 +247,10 @@ class World:
         return {body["metadata"]["name"]: body for body in self.api.list(Selection(PODS))}
 
     def attempts(self) -> dict[str, int]:
-        return {name: int(body["metadata"]["labels"]["pipelinerl.dev/attempt"]) for name, body in self.pods().items()}
+        return {
+            name: int(body["metadata"]["labels"]["pipelinerl.dev/attempt"])
+            for name, body in self.pods().items()
+        }
 
     def num_writes(self) -> int:
         return len(self.api.writes)
@@ -240,9 +268,17 @@ class World:
             self.violations.append(f"{call.name} made after the job had {status.phase}")
         if self.api.of(PODS, call.name) is None:
             if (call.name, attempt) in self.failed:
-                self.violations.append(f"{call.name} made again as attempt {attempt}, which had failed")
+                self.violations.append(
+                    f"{call.name} made again as attempt {attempt}, which had failed"
+                )
             if "-trainer-" in call.name:
-                old = [name for name, other in self.attempts().items() if "-trainer-" in name and other < attempt]
+                old = [
+                    name
+                    for name, other in self.attempts().items()
+                    if "-trainer-" in name and other < attempt
+                ]
                 if old:
-                    self.violations.append(f"{call.name} of attempt {attempt} made beside {old} of an older one")
+                    self.violations.append(
+                        f"{call.name} of attempt {attempt} made beside {old} of an older one"
+                    )
             self.made.setdefault(call.name, []).append(attempt)

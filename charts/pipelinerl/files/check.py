@@ -1,4 +1,6 @@
-"""What `helm test` runs: the CRD is served, the operator leads and answers, the coordinator's port is open."""
+"""What `helm test` runs: the CRD is served, the operator leads and answers, the coordinator's port
+is open.
+"""
 
 import json
 import os
@@ -16,8 +18,12 @@ def crd_is_served() -> str:
     with open(f"{folder}/token") as file:
         token = file.read()
     api = f"https://{os.environ['KUBERNETES_SERVICE_HOST']}:{os.environ['KUBERNETES_SERVICE_PORT']}"
-    request = urllib.request.Request(f"{api}/apis/pipelinerl.dev/v1alpha1", headers={"Authorization": f"Bearer {token}"})
-    with urllib.request.urlopen(request, timeout=5, context=ssl.create_default_context(cafile=f"{folder}/ca.crt")) as answer:
+    request = urllib.request.Request(
+        f"{api}/apis/pipelinerl.dev/v1alpha1", headers={"Authorization": f"Bearer {token}"}
+    )
+    with urllib.request.urlopen(
+        request, timeout=5, context=ssl.create_default_context(cafile=f"{folder}/ca.crt")
+    ) as answer:
         names = [resource["name"] for resource in json.load(answer)["resources"]]
     assert "pipelinerljobs" in names, names
     return ", ".join(names)
@@ -40,7 +46,10 @@ def connects(address: str) -> str:
 def nats_offers_jetstream() -> str:
     url = os.environ["NATS_URL"]
     host, _, port = url.rpartition("/")[2].rpartition("@")[2].rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=5) as connection, connection.makefile("r") as lines:
+    with (
+        socket.create_connection((host, int(port)), timeout=5) as connection,
+        connection.makefile("r") as lines,
+    ):
         info = json.loads(lines.readline().removeprefix("INFO "))
     assert info.get("jetstream"), f"{url} runs without JetStream: the operator needs it"
     return f"{url} version {info['version']}"

@@ -14,7 +14,9 @@ IDLE = (3, 4)
 
 @dataclass(frozen=True, slots=True)
 class CoreUse:
-    """Core-seconds up to `time`, seconds since the epoch. Example: CoreUse(1764446400.5, {"trainer": 12.5}, 80.0)."""
+    """Core-seconds up to `time`, seconds since the epoch. Example: CoreUse(1764446400.5,
+    {"trainer": 12.5}, 80.0).
+    """
 
     time: float
     by_role: dict[str, float]
@@ -38,7 +40,11 @@ def measure(root: int, now: float) -> CoreUse:
 
 def read(path: Path) -> list[CoreUse]:
     """Empty where nothing was measured."""
-    return [CoreUse(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return (
+        [CoreUse(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        if path.exists()
+        else []
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +62,21 @@ def between(uses: list[CoreUse]) -> Cores | None:
         return None
     first, last = uses[0], uses[-1]
     seconds = last.time - first.time
-    roles = {role: (total - first.by_role.get(role, 0.0)) / seconds for role, total in last.by_role.items()}
+    roles = {
+        role: (total - first.by_role.get(role, 0.0)) / seconds
+        for role, total in last.by_role.items()
+    }
     return Cores(roles, max(0.0, (last.machine - first.machine) / seconds - sum(roles.values())))
 
 
 def _role(pid: int) -> str | None:
-    """Example: "generator" of a process that was started with --name generator-0-0; None for one without a name."""
+    """Example: "generator" of a process that was started with --name generator-0-0; None for one
+    without a name.
+    """
     try:
-        words = (PROC / str(pid) / "cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
+        words = (
+            (PROC / str(pid) / "cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
+        )
     except OSError:
         return None
     if words[0].endswith("nats-server"):
@@ -72,5 +85,7 @@ def _role(pid: int) -> str | None:
 
 
 def _machine() -> float:
-    times = list(map(int, (PROC / "stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]))
+    times = list(
+        map(int, (PROC / "stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9])
+    )
     return (sum(times) - sum(times[place] for place in IDLE)) / TICKS_PER_SECOND

@@ -1,4 +1,6 @@
-"""What the runs come to: numbers of one run, ratios between settings over the seeds, and the most that overlap could bring."""
+"""What the runs come to: numbers of one run, ratios between settings over the seeds, and the most
+that overlap could bring.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +19,9 @@ NUM_RESAMPLES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class RunNumbers:
-    """Of one run, from its first generated token to its last step. None where it has no such number."""
+    """Of one run, from its first generated token to its last step. None where it has no such
+    number.
+    """
 
     setting: str
     seed: int
@@ -105,15 +109,19 @@ class Ratio:
 
 
 def paired_ratio(above: Sequence[float | None], below: Sequence[float | None]) -> Ratio | None:
-    """Mean of `above` over mean of `below`, where value k of both is of the same seed, by the percentile bootstrap over seeds.
+    """Mean of `above` over mean of `below`, where value k of both is of the same seed, by the
+    percentile bootstrap over seeds.
 
-    Seeds in which either has no value are left out; None without any other. One seed has an interval of no width.
+    Seeds in which either has no value are left out; None without any other. One seed has an
+    interval of no width.
     """
     pairs = [(a, b) for a, b in zip(above, below, strict=True) if a is not None and b is not None]
     if not pairs:
         return None
     values = np.asarray(pairs, dtype=np.float64)
-    drawn = values[np.random.default_rng(0).integers(0, len(pairs), (NUM_RESAMPLES, len(pairs)))].mean(axis=1)
+    drawn = values[
+        np.random.default_rng(0).integers(0, len(pairs), (NUM_RESAMPLES, len(pairs)))
+    ].mean(axis=1)
     low, high = np.quantile(drawn[:, 0] / drawn[:, 1], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     mean = values.mean(axis=0)
     return Ratio(float(mean[0] / mean[1]), float(low), float(high), len(pairs))
@@ -121,7 +129,9 @@ def paired_ratio(above: Sequence[float | None], below: Sequence[float | None]) -
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What doing generation and training at once can bring, against one after the other. Seconds are per step."""
+    """What doing generation and training at once can bring, against one after the other. Seconds
+    are per step.
+    """
 
     generation_s: float
     training_s: float
@@ -137,8 +147,10 @@ class Overlap:
 
     @property
     def speed_up_of_phases(self) -> float:
-        """(generation + training) / max(generation, training): appendix A of the paper with one core for each, where
-        conventional r = 1 / (1/r_gen + 1/r_train) and in-flight r = min(r_gen, r_train)."""
+        """(generation + training) / max(generation, training): appendix A of the paper with one
+        core for each, where conventional r = 1 / (1/r_gen + 1/r_train) and in-flight r = min(r_gen,
+        r_train).
+        """
         return (self.generation_s + self.training_s) / max(self.generation_s, self.training_s)
 
     @property
@@ -147,7 +159,9 @@ class Overlap:
         return (self.generation_s + self.training_s) / self.least_s
 
 
-def overlap(conventional: Sequence[RunNumbers], in_flight: Sequence[RunNumbers], num_cores: int) -> Overlap:
+def overlap(
+    conventional: Sequence[RunNumbers], in_flight: Sequence[RunNumbers], num_cores: int
+) -> Overlap:
     """Means over the runs, at least one of each."""
     return Overlap(
         fmean(run.generation_s for run in conventional),

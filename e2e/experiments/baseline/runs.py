@@ -1,4 +1,5 @@
-"""Which runs the experiment makes, and how it makes them: one after another, each in a folder of its own.
+"""Which runs the experiment makes, and how it makes them: one after another, each in a folder of
+its own.
 
 ```
 FOLDER/plan.json                    what was asked for
@@ -100,20 +101,31 @@ class Plan:
     def read(cls, folder: Path) -> "Plan":
         """Raises SettingsError when `folder` holds no experiment."""
         try:
-            document: dict[str, Any] = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+            document: dict[str, Any] = json.loads(
+                (folder / "plan.json").read_text(encoding="utf-8")
+            )
             lists = {name: tuple(document[name]) for name in ("conventional", "overrides")}
             return cls(**{**document, **lists})
         except FileNotFoundError as error:
-            raise SettingsError(f"{folder}: no experiment in it: it has no plan.json; give the --output of a `run`") from error
+            raise SettingsError(
+                f"{folder}: no experiment in it: it has no plan.json; give the --output of a `run`"
+            ) from error
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise SettingsError(f"{folder / 'plan.json'}: not an experiment's plan: {error!r}; use a new folder") from error
+            raise SettingsError(
+                f"{folder / 'plan.json'}: not an experiment's plan: {error!r}; use a new folder"
+            ) from error
 
     def write(self, folder: Path) -> None:
         """Raises SettingsError when the folder holds another experiment."""
         if (folder / "plan.json").exists() and (earlier := Plan.read(folder)) != self:
-            raise SettingsError(f"--output {folder}: it holds an experiment of {earlier}, not of {self}; use a new folder")
+            raise SettingsError(
+                f"--output {folder}: it holds an experiment of {earlier}, not of {self}; use a new "
+                "folder"
+            )
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "plan.json").write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        (folder / "plan.json").write_text(
+            json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def place(folder: Path, seed: int, setting: Setting) -> Path:
@@ -127,12 +139,17 @@ def is_finished(root: Path) -> bool:
 def is_stable(run: Compared, goal: float) -> bool:
     """It comes to the goal and does not collapse."""
     best = run.best_reward
-    return best is not None and run.first_reaching(goal) is not None and run.rewards[-1] >= best - COLLAPSE
+    return (
+        best is not None
+        and run.first_reaching(goal) is not None
+        and run.rewards[-1] >= best - COLLAPSE
+    )
 
 
 def best_conventional(folder: Path, plan: Plan) -> Setting:
-    """The setting of the search that comes to the goal first, of those that are stable; and with all cores for each process, if
-    that was tried and is faster. Raises SettingsError without one."""
+    """The setting of the search that comes to the goal first, of those that are stable; and with
+    all cores for each process, if that was tried and is faster. Raises SettingsError without one.
+    """
     reached: dict[Setting, float] = {}
     for setting in plan.searched:
         run = load_one(place(folder, SEARCH_SEED, setting), setting.name)
@@ -140,7 +157,8 @@ def best_conventional(folder: Path, plan: Plan) -> Setting:
             reached[setting] = step.t
     if not reached:
         raise SettingsError(
-            f"--conventional {','.join(map(str, plan.conventional))}: none comes to a reward of {plan.goal:g} in "
+            f"--conventional {','.join(map(str, plan.conventional))}: none comes to a reward of "
+            f"{plan.goal:g} in "
             f"{plan.steps} steps and stays there; give more --steps or smaller numbers"
         )
     best = min(reached, key=lambda setting: reached[setting])
@@ -157,10 +175,25 @@ def trial_seconds(folder: Path, plan: Plan, setting: Setting) -> float:
 
 
 def up(plan: Plan, root: Path, seed: int, setting: Setting) -> None:
-    """One run of `pipelinerl up`, while what it takes of the cores is written down. Raises FatalError when it fails."""
-    command = [sys.executable, "-m", "pipelinerl_cli", "up", plan.job, "--fresh", "--output", str(root)]
+    """One run of `pipelinerl up`, while what it takes of the cores is written down. Raises
+    FatalError when it fails.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "pipelinerl_cli",
+        "up",
+        plan.job,
+        "--fresh",
+        "--output",
+        str(root),
+    ]
     overrides = [f"seed={seed}", *plan.overrides, *setting.overrides]
-    command += ["--max-steps", str(plan.steps), *(word for override in overrides for word in ("--set", override))]
+    command += [
+        "--max-steps",
+        str(plan.steps),
+        *(word for override in overrides for word in ("--set", override)),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": str(setting.threads)}
     root.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + DEADLINE_S
@@ -168,13 +201,17 @@ def up(plan: Plan, root: Path, seed: int, setting: Setting) -> None:
     with (
         terminal.open("wb") as output,
         root.with_name(f"{root.name}.cores.jsonl").open("w", encoding="utf-8") as cores,
-        subprocess.Popen(tethered(command), stdout=output, stderr=subprocess.STDOUT, env=environment) as process,
+        subprocess.Popen(
+            tethered(command), stdout=output, stderr=subprocess.STDOUT, env=environment
+        ) as process,
     ):
         try:
             while not _ended(process):
                 cores.write(measure(process.pid, time.time()).to_json() + "\n")
                 if time.monotonic() > deadline:
-                    raise FatalError(f"{root}: the run has not ended after {DEADLINE_S:g} s; see {terminal}")
+                    raise FatalError(
+                        f"{root}: the run has not ended after {DEADLINE_S:g} s; see {terminal}"
+                    )
         finally:
             process.terminate()
             process.wait(STOP_S)
@@ -186,9 +223,13 @@ CarryOut = Callable[[Plan, Path, int, Setting], None]
 
 
 class Experiment:
-    """Makes the runs of a plan in a folder. Runs that are finished are kept; one that is not is begun again."""
+    """Makes the runs of a plan in a folder. Runs that are finished are kept; one that is not is
+    begun again.
+    """
 
-    def __init__(self, folder: Path, plan: Plan, say: Callable[[str], None], carry_out: CarryOut = up) -> None:
+    def __init__(
+        self, folder: Path, plan: Plan, say: Callable[[str], None], carry_out: CarryOut = up
+    ) -> None:
         self._folder = folder
         self._plan = plan
         self._say = say
@@ -200,7 +241,10 @@ class Experiment:
     def run(self) -> None:
         """Raises SettingsError, and FatalError when a run fails."""
         self._plan.write(self._folder)
-        self._say(f"at most {self._num_runs} runs, one after another; stopped with Ctrl-C, the same command goes on")
+        self._say(
+            f"at most {self._num_runs} runs, one after another; stopped with Ctrl-C, the same "
+            "command goes on"
+        )
         for setting in self._plan.searched:
             self._run(SEARCH_SEED, setting)
         best = best_conventional(self._folder, self._plan)
@@ -227,7 +271,10 @@ class Experiment:
         self._carry_out(plan, root, seed, setting)
         self._seconds.append(time.monotonic() - began)
         left = (self._num_runs - self._num_done) * sum(self._seconds) / len(self._seconds)
-        self._say(f"{where}: {_told(load_one(root, setting.name), self._plan.goal)}; about {left / 60:.0f} min left")
+        self._say(
+            f"{where}: {_told(load_one(root, setting.name), self._plan.goal)}; about "
+            f"{left / 60:.0f} min left"
+        )
 
 
 def rotated(settings: Sequence[Setting], seed: int) -> list[Setting]:

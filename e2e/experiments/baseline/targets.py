@@ -8,7 +8,9 @@ from experiments.baseline.numbers import Ratio, RunNumbers
 
 LEAST_SPEED_UP, MOST_SAMPLES = 1.5, 1.1
 SMALL_G = 4
-"""In-flight ESS is measured by that of conventional runs of up to so many steps a round, or up to the best one's if more."""
+"""In-flight ESS is measured by that of conventional runs of up to so many steps a round, or up to
+the best one's if more.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +50,12 @@ def samples(ratio: Ratio | None) -> Target:
     )
 
 
-def ess(in_flight: Sequence[RunNumbers], conventional: Sequence[tuple[int, RunNumbers]], best: int) -> Target:
-    """`conventional`: runs with their G, `best` the best. The higher an ESS the closer to on-policy: it may not be below their
-    least."""
+def ess(
+    in_flight: Sequence[RunNumbers], conventional: Sequence[tuple[int, RunNumbers]], best: int
+) -> Target:
+    """`conventional`: runs with their G, `best` the best. The higher an ESS the closer to
+    on-policy: it may not be below their least.
+    """
     small = max(SMALL_G, best)
     mine = [run.ess_mean for run in in_flight if run.ess_mean is not None]
     theirs = [run.ess_mean for g, run in conventional if g <= small and run.ess_mean is not None]
@@ -59,7 +64,8 @@ def ess(in_flight: Sequence[RunNumbers], conventional: Sequence[tuple[int, RunNu
         return Target(name, f"that of conventional G up to {small}", "no such runs", False)
     return Target(
         name,
-        f"at least {min(theirs):.4f}, the least of conventional G up to {small} (to {max(theirs):.4f})",
+        f"at least {min(theirs):.4f}, the least of conventional G up to {small} (to "
+        f"{max(theirs):.4f})",
         f"{fmean(mine):.4f}",
         fmean(mine) >= min(theirs),
     )

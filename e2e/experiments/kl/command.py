@@ -37,7 +37,9 @@ def run(flags: Flags) -> list[Result]:
     torch.set_num_threads(1)
     disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="kl-study-") as folder:
-        recipe = Recipe(flags.schedule.num_tokens, max(flags.starts) + flags.schedule.max_lag, flags.seed)
+        recipe = Recipe(
+            flags.schedule.num_tokens, max(flags.starts) + flags.schedule.max_lag, flags.seed
+        )
         course = _train(recipe, Path(folder))
         results = asyncio.run(study_all(flags, course))
     if flags.json is not None:
@@ -50,10 +52,14 @@ def run(flags: Flags) -> list[Result]:
 
 async def study_all(flags: Flags, course: Course) -> list[Result]:
     """Every start, with the same prompts and seeds."""
-    prompts_NP = make_prompts(flags.num_sequences, torch.Generator().manual_seed(PROMPTS_SEED + flags.seed))
+    prompts_NP = make_prompts(
+        flags.num_sequences, torch.Generator().manual_seed(PROMPTS_SEED + flags.seed)
+    )
     studied = ENGINES[flags.engine](course, flags.num_sequences + flags.schedule.max_lag)
     async with studied.running():
-        return [await study(studied, flags.schedule, start, prompts_NP, _say) for start in flags.starts]
+        return [
+            await study(studied, flags.schedule, start, prompts_NP, _say) for start in flags.starts
+        ]
 
 
 def _train(recipe: Recipe, folder: Path) -> Course:

@@ -1,9 +1,11 @@
-"""Consecutive policies: a tiny model trained on a task with long completions, its weights kept after every optimizer step.
+"""Consecutive policies: a tiny model trained on a task with long completions, its weights kept
+after every optimizer step.
 
-The task: a prompt is PERIOD random digits, and every token of the completion should equal the one PERIOD places before it. So
-what decides a token are keys and values that were computed PERIOD tokens ago, under older weights if an update came between.
-The base model has a supervised start on streams of digits that repeat only now and then. From there on rows, advantages, losses
-and optimizer are those of preprocessor and trainer; every batch is on-policy.
+The task: a prompt is PERIOD random digits, and every token of the completion should equal the one
+PERIOD places before it. So what decides a token are keys and values that were computed PERIOD
+tokens ago, under older weights if an update came between. The base model has a supervised start on
+streams of digits that repeat only now and then. From there on rows, advantages, losses and
+optimizer are those of preprocessor and trainer; every batch is on-policy.
 
 Shape suffixes: N sequences, P tokens of a prompt, T sampled tokens, S both, V vocabulary.
 """
@@ -64,7 +66,9 @@ class Course:
 
 
 def train(recipe: Recipe, folder: Path) -> Iterator[Course]:
-    """The course so far, first with the base alone, then after every step; it is the same object that grows."""
+    """The course so far, first with the base alone, then after every step; it is the same object
+    that grows.
+    """
     random = torch.Generator().manual_seed(recipe.seed)
     base = make_base(recipe, random)
     tiny.save(base, folder)
@@ -79,7 +83,13 @@ def train(recipe: Recipe, folder: Path) -> Iterator[Course]:
         prompts_NP = make_prompts(recipe.groups, random).repeat_interleave(recipe.group_size, 0)
         ids_NS, logprobs_NT = sample(sampler, prompts_NP, recipe.num_tokens, random)
         rewards_N = _rewards(ids_NS)
-        _step(policy, optimizer, job, step, _sequences(recipe, job, step, ids_NS, logprobs_NT, rewards_N))
+        _step(
+            policy,
+            optimizer,
+            job,
+            step,
+            _sequences(recipe, job, step, ids_NS, logprobs_NT, rewards_N),
+        )
         course.weights.append(_copy(policy))
         course.rewards.append(float(rewards_N.mean()))
         yield course
@@ -104,7 +114,9 @@ def make_base(recipe: Recipe, random: torch.Generator) -> Any:
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1.0, (step + 1) / 20) * (1 - step / recipe.base_steps)
         # First it sees what repeating is, then how seldom it is wanted.
-        ids_NS = _streams(32, recipe.base_tokens, 0.9 if 2 * step < recipe.base_steps else BASE_SHARE, random)
+        ids_NS = _streams(
+            32, recipe.base_tokens, 0.9 if 2 * step < recipe.base_steps else BASE_SHARE, random
+        )
         logits_NSV = model(input_ids=ids_NS, use_cache=False).logits[:, PERIOD - 1 : -1]
         loss = nn.functional.cross_entropy(logits_NSV.flatten(0, 1), ids_NS[:, PERIOD:].flatten())
         optimizer.zero_grad()
@@ -116,7 +128,9 @@ def make_base(recipe: Recipe, random: torch.Generator) -> Any:
 
 def _streams(count: int, num_tokens: int, share: float, random: torch.Generator) -> Tensor:
     """[N, PERIOD + T] digits, of which `share` repeat on purpose and a tenth of the rest by chance."""
-    ids_NS = torch.cat([make_prompts(count, random) for _ in range(2 + num_tokens // PERIOD)], 1)[:, : PERIOD + num_tokens]
+    ids_NS = torch.cat([make_prompts(count, random) for _ in range(2 + num_tokens // PERIOD)], 1)[
+        :, : PERIOD + num_tokens
+    ]
     repeats_NS = torch.rand(ids_NS.shape, generator=random) < share
     for at in range(PERIOD, ids_NS.shape[1]):
         ids_NS[:, at] = torch.where(repeats_NS[:, at], ids_NS[:, at - PERIOD], ids_NS[:, at])
@@ -124,11 +138,17 @@ def _streams(count: int, num_tokens: int, share: float, random: torch.Generator)
 
 
 @torch.inference_mode()
-def sample(model: Any, prompts_NP: Tensor, num_tokens: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Ids [N, S] with the prompts, and log-probabilities [N, T] of what was sampled, all sequences at once."""
+def sample(
+    model: Any, prompts_NP: Tensor, num_tokens: int, random: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Ids [N, S] with the prompts, and log-probabilities [N, T] of what was sampled, all sequences
+    at once.
+    """
     cache, tokens, logprobs = DynamicCache(config=model.config), [prompts_NP], []
     for _ in range(num_tokens):
-        logits_NV = model(input_ids=tokens[-1], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        logits_NV = model(
+            input_ids=tokens[-1], past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).logits[:, -1]
         logprobs_NV = logits_NV.log_softmax(-1)
         tokens.append(torch.multinomial(logprobs_NV.exp(), 1, generator=random))
         logprobs.append(logprobs_NV.gather(1, tokens[-1]))
@@ -145,7 +165,9 @@ def _sequences(
 ) -> Iterator[TrainSequence]:
     groups = rewards_N.view(recipe.groups, recipe.group_size).numpy()
     advantages_N = np.concatenate([advantages(group, job.spec.algorithm) for group in groups])
-    for ids_S, logprobs_T, reward, advantage in zip(ids_NS, logprobs_NT, rewards_N.tolist(), advantages_N, strict=True):
+    for ids_S, logprobs_T, reward, advantage in zip(
+        ids_NS, logprobs_NT, rewards_N.tolist(), advantages_N, strict=True
+    ):
         yield TrainSequence(
             token_ids_S=ids_S.numpy().astype(np.uint32),
             segment_lengths=(PERIOD, recipe.num_tokens),
@@ -159,7 +181,11 @@ def _sequences(
 
 
 def _step(
-    policy: PolicyModel, optimizer: torch.optim.Optimizer, job: Job, step: int, sequences: Iterable[TrainSequence]
+    policy: PolicyModel,
+    optimizer: torch.optim.Optimizer,
+    job: Job,
+    step: int,
+    sequences: Iterable[TrainSequence],
 ) -> None:
     settings, rows = job.spec.algorithm, list(_rows(job, list(sequences)))
     objective = Objective(settings, job.spec.task.sampling.max_tokens)
@@ -195,7 +221,11 @@ def _job(recipe: Recipe, folder: Path) -> Job:
     longest = PERIOD + recipe.num_tokens
     spec = {
         "model": {"uri": str(folder), "dtype": "float32", "maxModelLen": longest},
-        "task": {"path": "repeat:Digits", "groupSize": recipe.group_size, "sampling": {"maxTokens": recipe.num_tokens}},
+        "task": {
+            "path": "repeat:Digits",
+            "groupSize": recipe.group_size,
+            "sampling": {"maxTokens": recipe.num_tokens},
+        },
         "algorithm": {
             "steps": max(1, recipe.num_steps),
             "groupsPerStep": recipe.groups,
@@ -203,7 +233,11 @@ def _job(recipe: Recipe, folder: Path) -> Job:
         },
         "trainers": {"microBatchTokens": max(4096, longest)},
     }
-    document = {"apiVersion": "pipelinerl.dev/v1alpha1", "kind": "PipelineRLJob", "metadata": {"name": "kl-study"}}
+    document = {
+        "apiVersion": "pipelinerl.dev/v1alpha1",
+        "kind": "PipelineRLJob",
+        "metadata": {"name": "kl-study"},
+    }
     return parse_job({**document, "spec": spec}, source="kl study")
 
 

@@ -1,4 +1,5 @@
-"""KL(behaviour || target) of every sampled token, and means over sequences with their confidence bands.
+"""KL(behaviour || target) of every sampled token, and means over sequences with their confidence
+bands.
 
 Shape suffixes: N sequences, T sampled tokens, V vocabulary.
 """
@@ -15,7 +16,8 @@ _Z = 1.96
 
 
 def exact(behaviour_NTV: Tensor, target_NTV: Tensor) -> Tensor:
-    """[N, T] float64, from all log-probabilities of both: sum_v mu_v (log mu_v - log pi_v); only contexts are sampled.
+    """[N, T] float64, from all log-probabilities of both: sum_v mu_v (log mu_v - log pi_v); only
+    contexts are sampled.
 
     Both are normalised again in float64, so that what float32 rounded counts to second order only.
     """
@@ -24,10 +26,11 @@ def exact(behaviour_NTV: Tensor, target_NTV: Tensor) -> Tensor:
 
 
 def k3(behaviour_NT: Tensor, target_NT: Tensor) -> Tensor:
-    """[N, T] float64, from log-probabilities of the sampled tokens alone: r - 1 - log r with r = pi / mu.
+    """[N, T] float64, from log-probabilities of the sampled tokens alone: r - 1 - log r with r = pi
+    / mu.
 
-    Unbiased under sampling from mu, never negative, and of less variance than the log-ratio, since r - 1 has mean 0 and varies
-    against it. Source: J. Schulman, Approximating KL Divergence (2020).
+    Unbiased under sampling from mu, never negative, and of less variance than the log-ratio, since
+    r - 1 has mean 0 and varies against it. Source: J. Schulman, Approximating KL Divergence (2020).
     """
     log_ratios = target_NT.double() - behaviour_NT.double()
     return log_ratios.exp() - 1 - log_ratios
@@ -43,7 +46,9 @@ class Estimate:
 
     @classmethod
     def of(cls, divergence_NT: Tensor) -> "Estimate":
-        """Sequences are independent, tokens of one are not: the spread is that of the sequences' own means."""
+        """Sequences are independent, tokens of one are not: the spread is that of the sequences'
+        own means.
+        """
         means_N = divergence_NT.mean(1)
         mean = float(means_N.mean())
         margin = _Z * float(means_N.std()) / math.sqrt(len(means_N))
@@ -51,7 +56,9 @@ class Estimate:
 
 
 def equivalent_lag(by_lag: Sequence[float], value: float) -> float | None:
-    """The lag at which a curve over lags 0, 1, 2, ... first reaches `value`, linear between its points; None if never."""
+    """The lag at which a curve over lags 0, 1, 2, ... first reaches `value`, linear between its
+    points; None if never.
+    """
     for lag, (low, high) in enumerate(pairwise(by_lag)):
         if low <= value <= high:
             return lag + (value - low) / (high - low) if high > low else float(lag)

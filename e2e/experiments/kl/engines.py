@@ -1,7 +1,8 @@
 """The project's engines, with weights that are replaced while they decode, after chosen tokens.
 
-Checkpoints travel as in a job: packed into a snapshot, broadcast over a weight-transfer group, received and staged by the
-engine while it decodes, swapped in during a pause. Verbs and their order are those of the generator's updater.py.
+Checkpoints travel as in a job: packed into a snapshot, broadcast over a weight-transfer group,
+received and staged by the engine while it decodes, swapped in during a pause. Verbs and their order
+are those of the generator's updater.py.
 
 Shape suffixes: N sequences, P tokens of a prompt, T sampled tokens, S both, V vocabulary.
 """
@@ -17,7 +18,14 @@ from torch import Tensor
 
 from experiments.kl import divergence
 from experiments.kl.course import PERIOD, Course, Weights, sampling_model
-from pipelinerl_actor.generator.engine import Completion, Engine, GroupSpec, KVCache, Sampling, Transfer
+from pipelinerl_actor.generator.engine import (
+    Completion,
+    Engine,
+    GroupSpec,
+    KVCache,
+    Sampling,
+    Transfer,
+)
 from pipelinerl_actor.generator.service import make_engine
 from pipelinerl_actor.generator.transformers_engine import TransformersEngine, TransformersOptions
 from pipelinerl_actor.generator.transformers_model import Sequence as Decoded
@@ -33,7 +41,8 @@ SAMPLING_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """After which tokens the behaviour's weights change: every num_tokens / max_lag, the first time after twice as many.
+    """After which tokens the behaviour's weights change: every num_tokens / max_lag, the first time
+    after twice as many.
 
     Example: 64 tokens and a largest lag of 8 change after tokens 16, 24, 32, 40, 48 and 56.
     """
@@ -44,7 +53,8 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.max_lag < 3 or self.num_tokens % self.max_lag:
             raise ValueError(
-                f"num_tokens={self.num_tokens} must be a multiple of max_lag={self.max_lag}, and that at least 3: "
+                f"num_tokens={self.num_tokens} must be a multiple of max_lag={self.max_lag}, and "
+                "that at least 3: "
                 "weights change after every num_tokens / max_lag tokens"
             )
 
@@ -57,7 +67,9 @@ class Schedule:
         return range(2 * self.interval, self.num_tokens, self.interval)
 
     def end(self, lag: int) -> int:
-        """Tokens that a sequence has when its weights are `lag` steps newer than its first token's and about to change."""
+        """Tokens that a sequence has when its weights are `lag` steps newer than its first token's
+        and about to change.
+        """
         return min(self.num_tokens, (lag + 2) * self.interval)
 
 
@@ -105,9 +117,20 @@ class Studied(ABC):
             finally:
                 self._group.close()
 
-    async def sample(self, prompts_NP: Tensor, num_tokens: int, start: int, swaps: Sequence[int], kv_cache: KVCache) -> Samples:
-        """Sequences that checkpoint `start` begins; after each number of tokens in `swaps` the next checkpoint goes on."""
-        samplings = [Sampling(num_tokens, seed=seed, ignore_eos=True) for seed in range(len(prompts_NP))]
+    async def sample(
+        self,
+        prompts_NP: Tensor,
+        num_tokens: int,
+        start: int,
+        swaps: Sequence[int],
+        kv_cache: KVCache,
+    ) -> Samples:
+        """Sequences that checkpoint `start` begins; after each number of tokens in `swaps` the next
+        checkpoint goes on.
+        """
+        samplings = [
+            Sampling(num_tokens, seed=seed, ignore_eos=True) for seed in range(len(prompts_NP))
+        ]
         versions = dict(enumerate(swaps, start + 1))
         await self._serve(start)
         if versions:
@@ -138,7 +161,9 @@ class Studied(ABC):
     # How it is driven
 
     @abstractmethod
-    async def _begin(self, group: asyncio.TaskGroup, prompt: list[int], swaps: Sequence[int]) -> None:
+    async def _begin(
+        self, group: asyncio.TaskGroup, prompt: list[int], swaps: Sequence[int]
+    ) -> None:
         """Sequences have just been handed in."""
 
     @abstractmethod
@@ -163,7 +188,9 @@ class Studied(ABC):
     async def _stage(self, version: int) -> None:
         assert self._group is not None
         snapshot = Snapshot.pack(self._manifest, self._course.weights[version].items())
-        receiving = asyncio.create_task(self._engine.stage(Transfer(version, self._manifest, TRANSFER_S)))
+        receiving = asyncio.create_task(
+            self._engine.stage(Transfer(version, self._manifest, TRANSFER_S))
+        )
         await asyncio.to_thread(send_snapshot, self._group, snapshot, version, TRANSFER_S)
         await receiving
 
@@ -175,9 +202,13 @@ class Studied(ABC):
     def _samples(self, prompts_NP: Tensor, completions: list[Completion]) -> Samples:
         ids_NT = torch.tensor([completion.token_ids for completion in completions])
         runs = [completion.version_runs for completion in completions]
-        versions = [[run.policy_version for run in each for _ in range(run.num_tokens)] for each in runs]
+        versions = [
+            [run.policy_version for run in each for _ in range(run.num_tokens)] for each in runs
+        ]
         logprobs_NT = torch.tensor([completion.logprobs for completion in completions])
-        return Samples(torch.cat([prompts_NP, ids_NT], 1), logprobs_NT, torch.tensor(versions), None)
+        return Samples(
+            torch.cat([prompts_NP, ids_NT], 1), logprobs_NT, torch.tensor(versions), None
+        )
 
 
 class StudiedTransformers(Studied):
@@ -185,7 +216,9 @@ class StudiedTransformers(Studied):
 
     def __init__(self, course: Course, max_running: int) -> None:
         self._seen: dict[int | None, list[Tensor]] = {}
-        options = TransformersOptions(course.folder, "float32", "model", max_running, initial_version=0, can_stage=True)
+        options = TransformersOptions(
+            course.folder, "float32", "model", max_running, initial_version=0, can_stage=True
+        )
         self._transformers = TransformersEngine(options, self._see)
         self._target = sampling_model(course.folder)
         self._num_sampled = 0
@@ -196,12 +229,16 @@ class StudiedTransformers(Studied):
 
     async def divergence(self, samples: Samples) -> Tensor:
         assert samples.distributions_NTV is not None
-        return divergence.exact(samples.distributions_NTV, await asyncio.to_thread(self.target, samples.ids_NS))
+        return divergence.exact(
+            samples.distributions_NTV, await asyncio.to_thread(self.target, samples.ids_NS)
+        )
 
     @torch.inference_mode()
     def target(self, ids_NS: Tensor) -> Tensor:
         """[N, T, V] log-probabilities under the target, its KV its own."""
-        logits_NTV: Tensor = self._target(input_ids=ids_NS, use_cache=False).logits[:, PERIOD - 1 : -1]
+        logits_NTV: Tensor = self._target(input_ids=ids_NS, use_cache=False).logits[
+            :, PERIOD - 1 : -1
+        ]
         return logits_NTV.log_softmax(-1)
 
     def _see(self, sequence: Decoded, logprobs_V: Tensor) -> None:
@@ -209,11 +246,18 @@ class StudiedTransformers(Studied):
 
     def _samples(self, prompts_NP: Tensor, completions: list[Completion]) -> Samples:
         plain = super()._samples(prompts_NP, completions)
-        distributions_NTV = torch.stack([torch.stack(self._seen[seed]) for seed in range(len(prompts_NP))])
+        distributions_NTV = torch.stack(
+            [torch.stack(self._seen[seed]) for seed in range(len(prompts_NP))]
+        )
         return Samples(plain.ids_NS, plain.logprobs_NT, plain.versions_NT, distributions_NTV)
 
-    async def _begin(self, group: asyncio.TaskGroup, prompt: list[int], swaps: Sequence[int]) -> None:
-        await asyncio.sleep(0)  # every sequence is handed to the decoding thread, which stands still since the first update
+    async def _begin(
+        self, group: asyncio.TaskGroup, prompt: list[int], swaps: Sequence[int]
+    ) -> None:
+        await asyncio.sleep(
+            0
+            # every sequence is handed to the decoding thread, which stands still since the first update
+        )
         self._seen, self._num_sampled = {}, 0
 
     async def _reach(self, num_sampled: int) -> None:
@@ -228,18 +272,28 @@ class StudiedTransformers(Studied):
 
 
 class StudiedVllm(Studied):
-    """vLLM goes on while an update is prepared, so it stops some tokens late; its version runs tell after which.
+    """vLLM goes on while an update is prepared, so it stops some tokens late; its version runs tell
+    after which.
 
-    Of each sampled token it gives one log-probability, and of the target's it computes that same one.
+    Of each sampled token it gives one log-probability, and of the target's it computes that same
+    one.
     """
 
     def __init__(self, course: Course, max_running: int) -> None:
-        # All KV is recomputed in one step, so that no sequence decodes ahead of the others after an update.
+        # All KV is recomputed in one step, so that no sequence decodes ahead of the others after an
+        # update.
         arguments = {"max_num_batched_tokens": max_running * course.job.spec.model.max_model_len}
         settings = GeneratorSettings.model_validate(
             {"engine": "vllm", "maxRunningRequests": max_running, "engineArgs": arguments}
         )
-        engine = make_engine(course.job, settings, course.folder, initial_version=0, takes_updates=True, log_level="warning")
+        engine = make_engine(
+            course.job,
+            settings,
+            course.folder,
+            initial_version=0,
+            takes_updates=True,
+            log_level="warning",
+        )
         self._companions: dict[int, asyncio.Task[Completion]] = {}
         super().__init__(engine, course)
 
@@ -248,13 +302,20 @@ class StudiedVllm(Studied):
 
     async def divergence(self, samples: Samples) -> Tensor:
         async with asyncio.timeout(SAMPLING_S):
-            scores = await asyncio.gather(*(self._engine.score(ids, PERIOD, 1.0) for ids in samples.ids_NS.tolist()))
+            scores = await asyncio.gather(
+                *(self._engine.score(ids, PERIOD, 1.0) for ids in samples.ids_NS.tolist())
+            )
         return divergence.k3(samples.logprobs_NT, torch.tensor(scores))
 
-    async def _begin(self, group: asyncio.TaskGroup, prompt: list[int], swaps: Sequence[int]) -> None:
+    async def _begin(
+        self, group: asyncio.TaskGroup, prompt: list[int], swaps: Sequence[int]
+    ) -> None:
         """Companions, decoded in step with the sequences, that end where the weights are to change."""
         self._companions = {
-            num: group.create_task(self._engine.generate(prompt, Sampling(num, seed=0, ignore_eos=True))) for num in swaps
+            num: group.create_task(
+                self._engine.generate(prompt, Sampling(num, seed=0, ignore_eos=True))
+            )
+            for num in swaps
         }
 
     async def _reach(self, num_sampled: int) -> None:
@@ -271,5 +332,8 @@ ENGINES = {"transformers": StudiedTransformers, "vllm": StudiedVllm}
 
 
 def _manifest(weights: Weights) -> Manifest:
-    specs = (TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in weights.items())
+    specs = (
+        TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape))
+        for name, t in weights.items()
+    )
     return Manifest(tuple(specs), BUCKET_BYTES)

@@ -22,11 +22,15 @@ def take_choice(draft: Draft) -> None:
 
 
 def autoscale(draft: Draft, asked: Wanted) -> Wanted:
-    """Looks at the balance once a period, and chooses. What the spec asks for, with as many actors as are chosen then."""
+    """Looks at the balance once a period, and chooses. What the spec asks for, with as many actors
+    as are chosen then.
+    """
     spec = asked.job.spec
     if spec.autoscale.enabled:
         training = draft.seen.training or draft.status.training
-        looked = look(spec, draft.status.autoscale, training.step if training else None, draft.seen.balance)
+        looked = look(
+            spec, draft.status.autoscale, training.step if training else None, draft.seen.balance
+        )
         if looked is not None:
             draft.set(autoscale=looked.choice)
             if looked.why:

@@ -1,4 +1,6 @@
-"""The operator's picture of the cluster: one informer per kind and namespace, and which job each object belongs to."""
+"""The operator's picture of the cluster: one informer per kind and namespace, and which job each
+object belongs to.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,13 +25,19 @@ OWNED = f"{MANAGED_BY}={MANAGER}"
 
 
 class Cluster:
-    """Stores of jobs, pods and children. `changed` hears the key of every job about which something changed."""
+    """Stores of jobs, pods and children. `changed` hears the key of every job about which something
+    changed.
+    """
 
     def __init__(self, child_resources: Sequence[Resource], changed: Callable[[Key], None]) -> None:
         self.jobs = Store[JobView](JobView.of, lambda view: view.key, changed)
-        self.pods = Store[PodView](PodView.of, lambda view: Key(view.key.namespace, view.job), changed)
+        self.pods = Store[PodView](
+            PodView.of, lambda view: Key(view.key.namespace, view.job), changed
+        )
         self.children: Mapping[Resource, Store[OwnedView]] = {
-            resource: Store[OwnedView](OwnedView.of, lambda view: Key(view.key.namespace, view.job), changed)
+            resource: Store[OwnedView](
+                OwnedView.of, lambda view: Key(view.key.namespace, view.job), changed
+            )
             for resource in child_resources
         }
 
@@ -58,13 +66,17 @@ class Watching:
     """Keeps a cluster's stores up to date; `namespaces` empty is all of them."""
 
     def __init__(self, api: Api, cluster: Cluster, namespaces: Sequence[str]) -> None:
-        self.informers: list[AnyInformer] = list(_informers(api, cluster, list(namespaces) or [None]))
+        self.informers: list[AnyInformer] = list(
+            _informers(api, cluster, list(namespaces) or [None])
+        )
 
     async def run(self) -> None:
         """For ever."""
         async with asyncio.TaskGroup() as tasks:
             for informer in self.informers:
-                tasks.create_task(informer.run(), name=f"watch {informer.selection.resource.plural}")
+                tasks.create_task(
+                    informer.run(), name=f"watch {informer.selection.resource.plural}"
+                )
 
     async def synced(self) -> None:
         """Until every store holds a first full list."""
@@ -74,12 +86,22 @@ class Watching:
 
 def child_resources(api_versions: frozenset[str]) -> tuple[Resource, ...]:
     """Kinds of children beside pods and secrets, as far as the server has them."""
-    budgets = DISRUPTION_BUDGETS if DISRUPTION_BUDGETS.api_version in api_versions else DISRUPTION_BUDGETS_V1BETA1
-    gangs = [each for each in (VOLCANO_POD_GROUPS, COSCHEDULING_POD_GROUPS) if each.api_version in api_versions]
+    budgets = (
+        DISRUPTION_BUDGETS
+        if DISRUPTION_BUDGETS.api_version in api_versions
+        else DISRUPTION_BUDGETS_V1BETA1
+    )
+    gangs = [
+        each
+        for each in (VOLCANO_POD_GROUPS, COSCHEDULING_POD_GROUPS)
+        if each.api_version in api_versions
+    ]
     return (SERVICE_ACCOUNTS, CONFIG_MAPS, SERVICES, NETWORK_POLICIES, budgets, *gangs)
 
 
-def _informers(api: Api, cluster: Cluster, namespaces: Sequence[str | None]) -> Iterator[AnyInformer]:
+def _informers(
+    api: Api, cluster: Cluster, namespaces: Sequence[str | None]
+) -> Iterator[AnyInformer]:
     for namespace in namespaces:
         yield Informer(api, Selection(JOBS, namespace), cluster.jobs)
         yield Informer(api, Selection(PODS, namespace, OWNED), cluster.pods)

@@ -1,7 +1,8 @@
-"""What runs beside each job in the leader: its weight-transfer coordinator, and the reader of its training numbers.
+"""What runs beside each job in the leader: its weight-transfer coordinator, and the reader of its
+training numbers.
 
-One gRPC server serves all coordinators; a call's bearer token says whose it is. Nothing here writes: the reconciler asks for
-the state and puts it into status.
+One gRPC server serves all coordinators; a call's bearer token says whose it is. Nothing here
+writes: the reconciler asks for the state and puts it into status.
 """
 
 import asyncio
@@ -50,13 +51,16 @@ READS_AT_ONCE = 16
 ROUNDS_PER_S = 50.0
 """Rounds of all coordinators together; changes of pods wake theirs at once whatever the pace."""
 COMPLETE_S, INCOMPLETE_S = 2.0, 1.0
-"""Between two rounds of one whose generators are all there, and of one that still waits for some."""
+"""Between two rounds of one whose generators are all there, and of one that still waits for some.
+"""
 
 
 class Companion:
     """Of one job."""
 
-    def __init__(self, job: JobView, wanted: Wanted, status: JobStatus, token: str, cluster: Cluster) -> None:
+    def __init__(
+        self, job: JobView, wanted: Wanted, status: JobStatus, token: str, cluster: Cluster
+    ) -> None:
         self.uid = job.uid
         self.token = token
         self.training: TrainingStatus | None = None
@@ -72,9 +76,13 @@ class Companion:
         self._choice: Choice | None = None
         self._period = Period()
         self._scale = Scale()
-        self._traced: Job | None = wanted.job.job if wanted.job.spec.telemetry.tracing is not None else None
+        self._traced: Job | None = (
+            wanted.job.job if wanted.job.spec.telemetry.tracing is not None else None
+        )
         settings = wanted.job.spec.weight_transfer
-        self.coordinator = Coordinator(settings, self._generators, self._trainer, token=token, epoch_floor=self._floor)
+        self.coordinator = Coordinator(
+            settings, self._generators, self._trainer, token=token, epoch_floor=self._floor
+        )
 
     def update(self, status: JobStatus, num_jobs: int) -> None:
         """Wakes the coordinator when a pod came, went or moved."""
@@ -86,7 +94,11 @@ class Companion:
             "evaluator": status.evaluator.restarts if status.evaluator else 0,
         }
         self._num_jobs = num_jobs
-        self._scale = Scale(status.actors.desired, status.actors.ready, status.autoscale.ratio if status.autoscale else None)
+        self._scale = Scale(
+            status.actors.desired,
+            status.actors.ready,
+            status.autoscale.ratio if status.autoscale else None,
+        )
         if status.autoscale != self._choice:
             self._choice = status.autoscale
             self._period.begin_anew()
@@ -126,13 +138,22 @@ class Companion:
     async def coordinate(self, changed: Callable[[], None]) -> None:
         """For ever: forms groups. `changed` is called when there is something to put into status."""
         seen: tuple[Group | None, str] | None = None
-        traced = nullcontext(Tracer()) if self._traced is None else open_tracer(self._traced, COORDINATOR, "operator")
+        traced = (
+            nullcontext(Tracer())
+            if self._traced is None
+            else open_tracer(self._traced, COORDINATOR, "operator")
+        )
         async with traced as self.coordinator.tracer:
             while True:
                 is_complete = self.coordinator.group is not None and not self.coordinator.absent
-                self.coordinator.period_s = max(COMPLETE_S if is_complete else INCOMPLETE_S, self._num_jobs / ROUNDS_PER_S)
+                self.coordinator.period_s = max(
+                    COMPLETE_S if is_complete else INCOMPLETE_S, self._num_jobs / ROUNDS_PER_S
+                )
                 await self.coordinator.round()
-                now = (self.coordinator.group, "" if self.coordinator.group else self.coordinator.waiting_for)
+                now = (
+                    self.coordinator.group,
+                    "" if self.coordinator.group else self.coordinator.waiting_for,
+                )
                 if now != seen:
                     seen = now
                     changed()
@@ -153,9 +174,15 @@ class Companion:
     def _weigh(self, trainer: Reading, preprocessor: Reading) -> None:
         """The balance since the last look; anew whenever a process came or went."""
         actors = frozenset(pod.uid for pod in self._live(Role.ACTOR) if pod.is_ready)
-        others = tuple(pod.uid for role in (Role.TRAINER, Role.PREPROCESSOR) for pod in self._live(role) if pod.index == 0)
+        others = tuple(
+            pod.uid
+            for role in (Role.TRAINER, Role.PREPROCESSOR)
+            for pod in self._live(role)
+            if pod.index == 0
+        )
         self._period.take(
-            Counts.of(trainer, preprocessor, actors, others), self._choice.step if self._choice is not None else None
+            Counts.of(trainer, preprocessor, actors, others),
+            self._choice.step if self._choice is not None else None,
         )
 
     async def _metrics_of(self, session: aiohttp.ClientSession, role: Role) -> Reading | None:
@@ -165,7 +192,9 @@ class Companion:
     def _generators(self) -> dict[str, str]:
         """Base URL of every generator whose pod runs, in the order of the plan."""
         return {
-            f"{Role.GENERATOR.value}-{pod.index}-{number}": generator_url(f"{_host(pod)}:{generator_port(number)}")
+            f"{Role.GENERATOR.value}-{pod.index}-{number}": generator_url(
+                f"{_host(pod)}:{generator_port(number)}"
+            )
             for pod in sorted(self._live(Role.ACTOR), key=lambda pod: pod.index)
             for number in range(self._num_generators)
         }
@@ -176,14 +205,22 @@ class Companion:
 
     def _live(self, role: Role) -> Iterable[PodView]:
         for pod in self._cluster.pods.of_job(self._key):
-            if pod.role == role and is_of_job(pod, self.uid) and pod.ip and pod.phase == "Running" and not pod.is_deleted:
+            if (
+                pod.role == role
+                and is_of_job(pod, self.uid)
+                and pod.ip
+                and pod.phase == "Running"
+                and not pod.is_deleted
+            ):
                 yield pod
 
 
 class Companions:
     """Of all jobs. Use as `async with companions(cluster, listen, changed) as all_of_them`."""
 
-    def __init__(self, cluster: Cluster, session: aiohttp.ClientSession, changed: Callable[[Key], None]) -> None:
+    def __init__(
+        self, cluster: Cluster, session: aiohttp.ClientSession, changed: Callable[[Key], None]
+    ) -> None:
         self.routes = TokenRoutes()
         self._cluster = cluster
         self._session = session
@@ -203,17 +240,28 @@ class Companions:
         running = self._running.get(key)
         return running[0].balance if running else None
 
-    def follow(self, job: JobView, wanted: Wanted | None, status: JobStatus, token: str | None) -> None:
-        """Starts, keeps or stops what the job needs now. An invalid spec changes nothing of what runs."""
+    def follow(
+        self, job: JobView, wanted: Wanted | None, status: JobStatus, token: str | None
+    ) -> None:
+        """Starts, keeps or stops what the job needs now. An invalid spec changes nothing of what
+        runs.
+        """
         running = self._running.get(job.key)
         if status.is_finished or status.phase in (Phase.SUSPENDING, Phase.SUSPENDED):
             self.forget(job.key)
             return
         if wanted is None or token is None:
             return
-        if running is None or running[0].uid != job.uid or running[0].token != token or running[1].done():
+        if (
+            running is None
+            or running[0].uid != job.uid
+            or running[0].token != token
+            or running[1].done()
+        ):
             self.forget(job.key)
-            running = self._running[job.key] = self._start(Companion(job, wanted, status, token, self._cluster), job.key)
+            running = self._running[job.key] = self._start(
+                Companion(job, wanted, status, token, self._cluster), job.key
+            )
         running[0].update(status, len(self._running))
 
     def forget(self, key: Key) -> None:
@@ -228,7 +276,9 @@ class Companions:
         closing.add_done_callback(self._closing.discard)
 
     def metrics(self) -> Iterable[Metrics]:
-        """The coordinators', one for each job, made as they are read: a thousand at once would be 8 MB."""
+        """The coordinators', one for each job, made as they are read: a thousand at once would be 8
+        MB.
+        """
         return (companion.metrics() for companion, _ in self._running.values())
 
     async def read_all(self) -> None:
@@ -242,7 +292,9 @@ class Companions:
 
         while True:
             await asyncio.sleep(READ_S)
-            await asyncio.gather(*(read(key, companion) for key, (companion, _) in list(self._running.items())))
+            await asyncio.gather(
+                *(read(key, companion) for key, (companion, _) in list(self._running.items()))
+            )
 
     async def close(self) -> None:
         for key in list(self._running):
@@ -251,21 +303,31 @@ class Companions:
 
     def _start(self, companion: Companion, key: Key) -> tuple[Companion, asyncio.Task[None]]:
         self.routes.add(companion.token, companion.coordinator)
-        task = asyncio.create_task(companion.coordinate(partial(self._changed, key)), name=f"coordinate {key}")
+        task = asyncio.create_task(
+            companion.coordinate(partial(self._changed, key)), name=f"coordinate {key}"
+        )
         task.add_done_callback(partial(self._ended, key))
         return companion, task
 
     def _ended(self, key: Key, task: asyncio.Task[None]) -> None:
-        """A companion never ends by itself; one that has is started again when its job is looked at next."""
+        """A companion never ends by itself; one that has is started again when its job is looked at
+        next.
+        """
         if not task.cancelled() and task.exception() is not None:
             log.error("job=%s its companion failed", key, exc_info=task.exception())
             self._changed(key)
 
 
 @asynccontextmanager
-async def companions(cluster: Cluster, listen: str, changed: Callable[[Key], None]) -> AsyncIterator[Companions]:
-    """Serves the `WeightTransfer` service of all jobs on `listen`. Raises SettingsError when it cannot be bound."""
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=64, force_close=True)) as session:
+async def companions(
+    cluster: Cluster, listen: str, changed: Callable[[Key], None]
+) -> AsyncIterator[Companions]:
+    """Serves the `WeightTransfer` service of all jobs on `listen`. Raises SettingsError when it
+    cannot be bound.
+    """
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=64, force_close=True)
+    ) as session:
         running = Companions(cluster, session, changed)
         reading = asyncio.create_task(running.read_all(), name="read training metrics")
         try:
@@ -288,7 +350,9 @@ class NoCompanions:
     def balance(self, key: Key) -> Balance | None:
         return None
 
-    def follow(self, job: JobView, wanted: Wanted | None, status: JobStatus, token: str | None) -> None:
+    def follow(
+        self, job: JobView, wanted: Wanted | None, status: JobStatus, token: str | None
+    ) -> None:
         pass
 
     def forget(self, key: Key) -> None:

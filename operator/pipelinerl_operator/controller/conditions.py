@@ -58,7 +58,11 @@ def say(draft: Draft, type_: Type, holds: bool, because: Because, message: str =
     status = draft.status
     old = status.condition(type_)
     word = "True" if holds else "False"
-    since = old.last_transition_time if old is not None and old.status == word else write_time(draft.seen.now)
+    since = (
+        old.last_transition_time
+        if old is not None and old.status == word
+        else write_time(draft.seen.now)
+    )
     new = Condition(
         type=type_.value,
         status="True" if holds else "False",
@@ -69,4 +73,8 @@ def say(draft: Draft, type_: Type, holds: bool, because: Because, message: str =
     )
     others = [condition for condition in status.conditions if condition.type != type_]
     order = {each.value: place for place, each in enumerate(Type)}
-    draft.set(conditions=sorted([*others, new], key=lambda condition: order.get(condition.type, len(order))))
+    draft.set(
+        conditions=sorted(
+            [*others, new], key=lambda condition: order.get(condition.type, len(order))
+        )
+    )

@@ -51,7 +51,11 @@ class Controller:
 
     def fault(self) -> str:
         """Empty when all is well: a watch that has been silent for very long is not."""
-        silent = [each.selection.resource.plural for each in self.watching.informers if each.silence_s > MAX_SILENCE_S]
+        silent = [
+            each.selection.resource.plural
+            for each in self.watching.informers
+            if each.silence_s > MAX_SILENCE_S
+        ]
         return f"nothing heard of {', '.join(silent)} for {MAX_SILENCE_S:g} s" if silent else ""
 
     async def run(self) -> None:
@@ -62,7 +66,9 @@ class Controller:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.watching.run(), name="watching")
             await self.watching.synced()
-            log.info("jobs=%d pods=%d known, beginning", len(self.cluster.jobs), len(self.cluster.pods))
+            log.info(
+                "jobs=%d pods=%d known, beginning", len(self.cluster.jobs), len(self.cluster.pods)
+            )
             tasks.create_task(self._resync(), name="resync")
             tasks.create_task(self._sweep(), name="sweep")
             for number in range(self.workers):
@@ -80,7 +86,9 @@ class Controller:
                     self.queue.add_after(key, look_again_s)
             except PipelineRLError as error:
                 outcome = "retried"
-                pause_s = self.queue.retry(key, error.retry_after_s if isinstance(error, TooManyRequests) else 0.0)
+                pause_s = self.queue.retry(
+                    key, error.retry_after_s if isinstance(error, TooManyRequests) else 0.0
+                )
                 log.warning("job=%s tried again in %.2g s: %s", key, pause_s, error)
             except Exception:  # one job's surprise must not stop the others
                 outcome = "failed"
@@ -93,7 +101,9 @@ class Controller:
                 self.queue.forget(key)
 
     async def _sweep(self) -> None:
-        await self.surroundings.streams.sweep_for_ever(lambda: [job.uid for job in self.cluster.jobs], self.namespaces)
+        await self.surroundings.streams.sweep_for_ever(
+            lambda: [job.uid for job in self.cluster.jobs], self.namespaces
+        )
 
     async def _resync(self) -> None:
         """Spread over a tenth of the period, so that a thousand jobs do not come at once."""

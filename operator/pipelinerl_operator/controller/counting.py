@@ -14,7 +14,9 @@ OPTIONAL = (Role.REFERENCE, Role.EVALUATOR)
 
 
 def count_pods(draft: Draft) -> None:
-    """Counts what exists; what should exist, and which templates are old, only where the spec is known."""
+    """Counts what exists; what should exist, and which templates are old, only where the spec is
+    known.
+    """
     seen = draft.seen
     own = [pod for pod in seen.pods if is_of_job(pod, seen.job.uid)]
     specs = seen.wanted.desired.pods if seen.wanted is not None else None
@@ -27,7 +29,9 @@ def count_pods(draft: Draft) -> None:
         draft.set(**{field: _counted(old or RoleStatus(), pods, wanted)})
 
 
-def _counted(old: RoleStatus, pods: Sequence[PodView], specs: Sequence[PodSpec] | None) -> RoleStatus:
+def _counted(
+    old: RoleStatus, pods: Sequence[PodView], specs: Sequence[PodSpec] | None
+) -> RoleStatus:
     live = [pod for pod in pods if not pod.is_deleted and not pod.has_ended]
     counts = {
         "created": len(live),
@@ -37,5 +41,7 @@ def _counted(old: RoleStatus, pods: Sequence[PodView], specs: Sequence[PodSpec] 
     if specs is not None:
         hashes = {spec.name: spec.template_hash for spec in specs}
         counts["desired"] = len(specs)
-        counts["drifted"] = sum(1 for pod in live if hashes.get(pod.key.name, pod.template_hash) != pod.template_hash)
+        counts["drifted"] = sum(
+            1 for pod in live if hashes.get(pod.key.name, pod.template_hash) != pod.template_hash
+        )
     return old.model_copy(update=counts)

@@ -17,7 +17,12 @@ from pipelinerl_operator.controller.conditions import Because, Type, say
 from pipelinerl_operator.controller.counting import count_pods
 from pipelinerl_operator.controller.decision import Decision, Draft, EventType, Observed, Wanted
 from pipelinerl_operator.controller.describing import describe
-from pipelinerl_operator.controller.endings import clean_up, end_of_training, fail_by_deadline, succeed
+from pipelinerl_operator.controller.endings import (
+    clean_up,
+    end_of_training,
+    fail_by_deadline,
+    succeed,
+)
 from pipelinerl_operator.controller.last_evaluation import waits_for_evaluation
 from pipelinerl_operator.controller.provisioning import provision
 from pipelinerl_operator.controller.restarts import take_failures, take_restart_id
@@ -61,7 +66,9 @@ def _ends(draft: Draft, wanted: Wanted) -> bool:
 
 
 def _tell_unknown_fields(draft: Draft, wanted: Wanted) -> None:
-    """The CRD lets only fields of its own through: one that is unknown here is newer than this operator."""
+    """The CRD lets only fields of its own through: one that is unknown here is newer than this
+    operator.
+    """
     unknown, before = wanted.job.unknown_fields, draft.status.condition(Type.UNDERSTOOD)
     if unknown:
         message = f"left out, since this operator is older than the CRD: {', '.join(unknown)}"

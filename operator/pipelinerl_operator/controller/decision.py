@@ -1,11 +1,18 @@
-"""What the operator sees of one job, and what it decides to do about it. Plain data: no clock, no API."""
+"""What the operator sees of one job, and what it decides to do about it. Plain data: no clock, no
+API.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from pipelinerl_operator.controller.status import JobStatus, StreamStatus, TrainingStatus, WeightGroupStatus
+from pipelinerl_operator.controller.status import (
+    JobStatus,
+    StreamStatus,
+    TrainingStatus,
+    WeightGroupStatus,
+)
 from pipelinerl_operator.controller.views import JobView, OwnedView, PodView
 from pipelinerl_operator.kube import Object, Resource
 from pipelinerl_operator.objects import Desired, JobResource, PodSpec
@@ -22,7 +29,9 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A child known by its metadata. `is_current` when it is what the operator applied last and nobody has changed it since."""
+    """A child known by its metadata. `is_current` when it is what the operator applied last and
+    nobody has changed it since.
+    """
 
     resource: Resource
     view: OwnedView
@@ -48,10 +57,13 @@ class Observed:
     pods: tuple[PodView, ...] = ()
     """Of the job's name; some may belong to a predecessor."""
     gone: Mapping[str, int] = field(default_factory=dict)
-    """Attempts by name of pods that were there at the last look and that somebody else has removed since."""
+    """Attempts by name of pods that were there at the last look and that somebody else has removed
+    since.
+    """
     children: tuple[Child, ...] = ()
     has_secret: bool = False
-    """Whether it has its Secret, and its place on the stream's server as this generation asks for."""
+    """Whether it has its Secret, and its place on the stream's server as this generation asks for.
+    """
     stream_fault: str = ""
     """Why the job has no place on the stream's server yet."""
     refusal: str = ""
@@ -74,7 +86,9 @@ class EventType(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """An event for people. Example: Note(WARNING, "PodFailed", "sums-actor-0: Error, exit code 1: ...")."""
+    """An event for people. Example: Note(WARNING, "PodFailed", "sums-actor-0: Error, exit code 1:
+    ...").
+    """
 
     type: EventType
     reason: str
@@ -83,20 +97,25 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class CheckTemplates:
-    """Creates these pods in a dry run; nothing else is created before the API server has accepted them."""
+    """Creates these pods in a dry run; nothing else is created before the API server has accepted
+    them.
+    """
 
     pods: tuple[PodSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class MakeSecret:
-    """Makes the job's place on the stream's server, and its Secret with a new token and that place's login, unless there is
-    one."""
+    """Makes the job's place on the stream's server, and its Secret with a new token and that
+    place's login, unless there is one.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Makes a child what `body` says. `creates` when there is none yet: one of that name that appears is not the job's."""
+    """Makes a child what `body` says. `creates` when there is none yet: one of that name that
+    appears is not the job's.
+    """
 
     resource: Resource
     body: Object
@@ -126,7 +145,9 @@ Action = CheckTemplates | MakeSecret | Apply | Delete | CreatePod
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`status` is written first, where it must be; then `actions` are done in order, those of one kind together."""
+    """`status` is written first, where it must be; then `actions` are done in order, those of one
+    kind together.
+    """
 
     status: JobStatus
     actions: tuple[Action, ...] = ()

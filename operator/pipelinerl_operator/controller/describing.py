@@ -20,7 +20,9 @@ def describe(draft: Draft, wanted: Wanted) -> None:
     _describe_weight_group(draft)
     _describe_running(draft, wanted)
     _describe_degradation(draft, wanted)
-    if draft.status.holds(Type.EVALUATING):  # a trainer that was done is gone, and trains again from its last checkpoint
+    if draft.status.holds(
+        Type.EVALUATING
+    ):  # a trainer that was done is gone, and trains again from its last checkpoint
         say(draft, Type.EVALUATING, False, Because.RESTARTING)
     if draft.seen.stream is not None:
         draft.set(stream=draft.seen.stream)
@@ -30,7 +32,11 @@ def describe(draft: Draft, wanted: Wanted) -> None:
 
 
 def _describe_provisioning(draft: Draft, own: list[PodView]) -> None:
-    missing = [f"{field} {role.created} of {role.desired}" for field, role in _roles(draft) if role.created < role.desired]
+    missing = [
+        f"{field} {role.created} of {role.desired}"
+        for field, role in _roles(draft)
+        if role.created < role.desired
+    ]
     unscheduled = next((pod for pod in own if pod.scheduling), None)
     pull = next((each for each in map(image_pull_of, own) if each is not None), None)
     waiting = next((pod for pod in own if pod.waiting[0]), None)
@@ -41,24 +47,50 @@ def _describe_provisioning(draft: Draft, own: list[PodView]) -> None:
     elif missing:
         say(draft, Type.PROVISIONED, False, Because.CREATING, ", ".join(missing))
     elif unscheduled is not None:
-        say(draft, Type.PROVISIONED, False, Because.NOT_SCHEDULED, f"{unscheduled.key.name}: {unscheduled.scheduling}")
+        say(
+            draft,
+            Type.PROVISIONED,
+            False,
+            Because.NOT_SCHEDULED,
+            f"{unscheduled.key.name}: {unscheduled.scheduling}",
+        )
     elif pull is not None:
         say(draft, Type.PROVISIONED, False, Because.IMAGE_PULL, f"{pull.pod}: {pull.message}")
     elif waiting is not None:
-        say(draft, Type.PROVISIONED, False, Because.CONTAINER_WAITING, f"{waiting.key.name}: {': '.join(waiting.waiting)}")
+        say(
+            draft,
+            Type.PROVISIONED,
+            False,
+            Because.CONTAINER_WAITING,
+            f"{waiting.key.name}: {': '.join(waiting.waiting)}",
+        )
     else:
         say(draft, Type.PROVISIONED, True, Because.ALL_CREATED)
 
 
 def _describe_weight_group(draft: Draft) -> None:
     group = draft.seen.weight_group
-    if group is None:  # no coordinator yet, for example of a leader that has just begun: what is known stays
+    if (
+        group is None
+    ):  # no coordinator yet, for example of a leader that has just begun: what is known stays
         if draft.status.condition(Type.WEIGHT_GROUP_READY) is None:
-            say(draft, Type.WEIGHT_GROUP_READY, False, Because.FORMING, "waiting for the trainer and the generators")
+            say(
+                draft,
+                Type.WEIGHT_GROUP_READY,
+                False,
+                Because.FORMING,
+                "waiting for the trainer and the generators",
+            )
         return
     draft.set(weight_group=group)
     if group.num_members:
-        say(draft, Type.WEIGHT_GROUP_READY, True, Because.FORMED, f"epoch {group.epoch}, world size {group.world_size}")
+        say(
+            draft,
+            Type.WEIGHT_GROUP_READY,
+            True,
+            Because.FORMED,
+            f"epoch {group.epoch}, world size {group.world_size}",
+        )
     else:
         say(draft, Type.WEIGHT_GROUP_READY, False, Because.FORMING, group.state)
 
@@ -72,7 +104,11 @@ def _describe_running(draft: Draft, wanted: Wanted) -> None:
         **({"reference": spec.reference.replicas} if spec.reference else {}),
     }
     ready = {field: role.ready for field, role in _roles(draft)}
-    short = [f"{field} {ready.get(field, 0)} of {count}" for field, count in needed.items() if ready.get(field, 0) < count]
+    short = [
+        f"{field} {ready.get(field, 0)} of {count}"
+        for field, count in needed.items()
+        if ready.get(field, 0) < count
+    ]
     if short:
         say(draft, Type.RUNNING, False, Because.STARTING, f"ready: {', '.join(short)}")
         return
@@ -83,15 +119,29 @@ def _describe_running(draft: Draft, wanted: Wanted) -> None:
 
 
 def _describe_degradation(draft: Draft, wanted: Wanted) -> None:
-    if draft.status.running_time is None and draft.status.condition(Type.DEGRADED) is None and not draft.status.attempts:
+    if (
+        draft.status.running_time is None
+        and draft.status.condition(Type.DEGRADED) is None
+        and not draft.status.attempts
+    ):
         return
     policy, now = wanted.job.spec.failure_policy, draft.seen.now
     failures = draft.status.recent_failures
     units = dict.fromkeys(unit_of(pod.role, pod.index) for pod in wanted.desired.pods)
     waiting = [unit for unit in units if start_again_at(unit, failures, policy) > now]
-    short = [f"{field} {role.ready} of {role.desired}" for field, role in _roles(draft) if role.ready < role.desired]
+    short = [
+        f"{field} {role.ready} of {role.desired}"
+        for field, role in _roles(draft)
+        if role.ready < role.desired
+    ]
     if waiting:
-        say(draft, Type.DEGRADED, True, Because.BACKING_OFF, f"started again after a pause: {', '.join(waiting[:8])}")
+        say(
+            draft,
+            Type.DEGRADED,
+            True,
+            Because.BACKING_OFF,
+            f"started again after a pause: {', '.join(waiting[:8])}",
+        )
     elif short:
         say(draft, Type.DEGRADED, True, Because.RESTARTING, f"ready: {', '.join(short)}")
     else:

@@ -1,4 +1,6 @@
-"""How a job ends, and what is left to do then. The end is remembered first; after it nothing is ever created again."""
+"""How a job ends, and what is left to do then. The end is remembered first; after it nothing is
+ever created again.
+"""
 
 from pipelinerl_operator.controller.conditions import Because, Type, say
 from pipelinerl_operator.controller.counting import count_pods
@@ -13,14 +15,20 @@ from pipelinerl_operator.plan import Role
 
 
 def end_of_training(draft: Draft, wanted: Wanted) -> str | None:
-    """What trainer rank 0, which is in the first trainer pod, left as its message when it ended with status 0; else None."""
+    """What trainer rank 0, which is in the first trainer pod, left as its message when it ended
+    with status 0; else None.
+    """
     end = end_of_first(draft, wanted, Role.TRAINER)
     return None if end is None else end.message
 
 
 def end_of_first(draft: Draft, wanted: Wanted, role: Role) -> Termination | None:
-    """How the role's first pod has ended, when it has with status 0. The time is 0 where nobody told it."""
-    first = next((spec for spec in wanted.desired.pods if spec.role is role and spec.index == 0), None)
+    """How the role's first pod has ended, when it has with status 0. The time is 0 where nobody
+    told it.
+    """
+    first = next(
+        (spec for spec in wanted.desired.pods if spec.role is role and spec.index == 0), None
+    )
     if first is None:
         return None
     for pod in draft.seen.pods:
@@ -37,7 +45,13 @@ def succeed(draft: Draft, message: str) -> None:
     """`message` is the trainer's: the last numbers that were read of it may be many steps old."""
     read = draft.seen.training or draft.status.training
     draft.set(training=last_training_status(message, read) or read)
-    _end(draft, Phase.SUCCEEDED, Type.SUCCEEDED, Because.TRAINING_FINISHED, "trainer rank 0 ended with status 0")
+    _end(
+        draft,
+        Phase.SUCCEEDED,
+        Type.SUCCEEDED,
+        Because.TRAINING_FINISHED,
+        "trainer rank 0 ended with status 0",
+    )
     draft.note(EventType.NORMAL, "Succeeded", "training is finished")
 
 
@@ -47,15 +61,25 @@ def fail(draft: Draft, because: Because, message: str) -> None:
 
 
 def fail_by_deadline(draft: Draft) -> bool:
-    """Deadlines count from startTime, which begins anew after a suspension. True when one has passed."""
+    """Deadlines count from startTime, which begins anew after a suspension. True when one has
+    passed.
+    """
     spec, status, now = draft.seen.spec, draft.status, draft.seen.now
     if status.start_time is None:
         return False
     active_s = now - read_time(status.start_time)
-    deadlines = [(spec.get("activeDeadlineSeconds"), Because.DEADLINE, "active for longer than activeDeadlineSeconds")]
+    deadlines = [
+        (
+            spec.get("activeDeadlineSeconds"),
+            Because.DEADLINE,
+            "active for longer than activeDeadlineSeconds",
+        )
+    ]
     if status.running_time is None:
         waited = "not running within preRunningDeadlineSeconds"
-        deadlines.append((spec.get("preRunningDeadlineSeconds"), Because.PRE_RUNNING_DEADLINE, waited))
+        deadlines.append(
+            (spec.get("preRunningDeadlineSeconds"), Because.PRE_RUNNING_DEADLINE, waited)
+        )
     for limit_s, because, message in deadlines:
         if not isinstance(limit_s, int | float):
             continue
@@ -67,7 +91,9 @@ def fail_by_deadline(draft: Draft) -> bool:
 
 
 def clean_up(draft: Draft) -> None:
-    """Of a finished job: its pods as cleanPodPolicy says, its place in the scheduler's queue, and in the end itself."""
+    """Of a finished job: its pods as cleanPodPolicy says, its place in the scheduler's queue, and
+    in the end itself.
+    """
     spec, status = draft.seen.spec, draft.status
     policy = spec.get("cleanPodPolicy", "Running")
     if policy != "None":

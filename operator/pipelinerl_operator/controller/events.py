@@ -49,7 +49,9 @@ class EventRecorder:
         log.info("job=%s event=%s %s", job.key, note.reason, note.message)
         if not self._may(job.key, f"{note.reason} {note.message}", now):
             return
-        digest = hashlib.sha256(f"{job.uid} {note.reason} {note.message} {now}".encode()).hexdigest()[:16]
+        digest = hashlib.sha256(
+            f"{job.uid} {note.reason} {note.message} {now}".encode()
+        ).hexdigest()[:16]
         body = {
             "apiVersion": "v1",
             "kind": "Event",

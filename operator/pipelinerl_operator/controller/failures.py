@@ -1,4 +1,6 @@
-"""When a pod has ended, or is being taken away: what happened, whether it counts, and how long to wait. Pure."""
+"""When a pod has ended, or is being taken away: what happened, whether it counts, and how long to
+wait. Pure.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -11,9 +13,12 @@ from pipelinerl_operator.controller.views import PodView, Termination
 from pipelinerl_operator.plan import ENDING_ROLES, Role
 
 EXIT_SETTINGS = 2
-"""Our services end with it when their input is wrong: starting them again would end the same way."""
+"""Our services end with it when their input is wrong: starting them again would end the same way.
+"""
 ENDED_GRACE_S = 60.0
-"""A process that ended by itself with status 0 may be ahead of the trainer's end, which is then still to be seen."""
+"""A process that ended by itself with status 0 may be ahead of the trainer's end, which is then
+still to be seen.
+"""
 
 
 class Reason(StrEnum):
@@ -31,7 +36,9 @@ class Reason(StrEnum):
 
 
 COUNTED = frozenset({Reason.ERROR, Reason.ENDED})
-"""What counts towards maxRestarts unless a rule says otherwise: the rest is the cluster's doing, or memory's."""
+"""What counts towards maxRestarts unless a rule says otherwise: the rest is the cluster's doing, or
+memory's.
+"""
 
 _OF_PODS = {
     "Evicted": Reason.EVICTED,
@@ -56,12 +63,22 @@ _OF_DISRUPTIONS = {
     "TerminationByKubelet": Reason.EVICTED,
 }
 _BLAME_THE_NODE = frozenset({Reason.ERROR, Reason.NODE_LOST, Reason.ENDED})
-_IMAGE_PULL = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"})
+_IMAGE_PULL = frozenset(
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "ErrImageNeverPull",
+        "RegistryUnavailable",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Example: Failure("sums-actor-0", "actor", "node-3", Reason.ERROR, 1, "generator-0: CUDA error")."""
+    """Example: Failure("sums-actor-0", "actor", "node-3", Reason.ERROR, 1, "generator-0: CUDA
+    error").
+    """
 
     pod: str
     role: str
@@ -71,7 +88,9 @@ class Failure:
     message: str = ""
 
     @classmethod
-    def of(cls, pod: PodView, reason: Reason, exit_code: int | None = None, message: str = "") -> "Failure":
+    def of(
+        cls, pod: PodView, reason: Reason, exit_code: int | None = None, message: str = ""
+    ) -> "Failure":
         return cls(pod.key.name, pod.role, pod.node, reason, exit_code, message)
 
     def __str__(self) -> str:
@@ -89,7 +108,8 @@ class Verdict:
 
 
 def failure_of(pod: PodView, main: Sequence[str], now: float) -> Failure | None:
-    """What went wrong with a pod that should be running, or None. A trainer or evaluator that is done is no failure.
+    """What went wrong with a pod that should be running, or None. A trainer or evaluator that is
+    done is no failure.
 
     `main` are the names of the operator's own containers: a pod never restarts one, so it has failed when one has, even though
     Kubernetes calls it running. Sidecars of users may come and go while it runs.
@@ -100,11 +120,25 @@ def failure_of(pod: PodView, main: Sequence[str], now: float) -> Failure | None:
         return Failure.of(pod, reason, message=pod.message)
     if pod.phase == "Failed" and disruption is not None:
         return Failure.of(pod, disruption, message=pod.message)
-    relevant = pod.terminations if pod.phase == "Failed" else [each for each in pod.terminations if each.container in main]
+    relevant = (
+        pod.terminations
+        if pod.phase == "Failed"
+        else [each for each in pod.terminations if each.container in main]
+    )
     if (killed := _first(each for each in relevant if each.reason == "OOMKilled")) is not None:
-        return Failure.of(pod, Reason.OOM_KILLED, killed.exit_code, f"{killed.container} used more memory than its limit")
+        return Failure.of(
+            pod,
+            Reason.OOM_KILLED,
+            killed.exit_code,
+            f"{killed.container} used more memory than its limit",
+        )
     if (crashed := _first(each for each in relevant if each.exit_code != 0)) is not None:
-        return Failure.of(pod, Reason.ERROR, crashed.exit_code, f"{crashed.container}: {crashed.message or crashed.reason}")
+        return Failure.of(
+            pod,
+            Reason.ERROR,
+            crashed.exit_code,
+            f"{crashed.container}: {crashed.message or crashed.reason}",
+        )
     if pod.phase == "Failed":
         return Failure.of(pod, Reason.ERROR, message=pod.message or pod.reason)
     ended = _first(each for each in pod.terminations if each.container in main)
@@ -114,20 +148,27 @@ def failure_of(pod: PodView, main: Sequence[str], now: float) -> Failure | None:
 
 
 def is_ending(pod: PodView, main: Sequence[str]) -> bool:
-    """One of its main containers has ended well: either the job is about to, or ENDED_GRACE_S later it is a failure."""
+    """One of its main containers has ended well: either the job is about to, or ENDED_GRACE_S later
+    it is a failure.
+    """
     return any(each.container in main and each.exit_code == 0 for each in pod.terminations)
 
 
 def image_pull_of(pod: PodView) -> Failure | None:
     """A pod whose image cannot be pulled, so far."""
     reason, message = pod.waiting
-    return Failure.of(pod, Reason.IMAGE_PULL, message=message or reason) if reason in _IMAGE_PULL else None
+    return (
+        Failure.of(pod, Reason.IMAGE_PULL, message=message or reason)
+        if reason in _IMAGE_PULL
+        else None
+    )
 
 
 def judge(failure: Failure, policy: FailurePolicySettings) -> Verdict:
     """The first rule that matches decides, then the defaults.
 
-    Training does not depend on the evaluator: only a rule that names it makes one of its failures count.
+    Training does not depend on the evaluator: only a rule that names it makes one of its failures
+    count.
     """
     is_evaluators = failure.role == Role.EVALUATOR
     for rule in policy.rules:
@@ -135,34 +176,50 @@ def judge(failure: Failure, policy: FailurePolicySettings) -> Verdict:
         fits_code = not rule.exit_codes or failure.exit_code in rule.exit_codes
         fits_reason = not rule.reasons or failure.reason.value in rule.reasons
         if fits_role and fits_code and fits_reason:
-            return Verdict(fails=rule.action == "FailJob", counted=rule.action == "Restart", by_rule=True)
+            return Verdict(
+                fails=rule.action == "FailJob", counted=rule.action == "Restart", by_rule=True
+            )
     wrong_settings = failure.reason is Reason.ERROR and failure.exit_code == EXIT_SETTINGS
-    return Verdict(fails=wrong_settings and not is_evaluators, counted=failure.reason in COUNTED and not is_evaluators)
+    return Verdict(
+        fails=wrong_settings and not is_evaluators,
+        counted=failure.reason in COUNTED and not is_evaluators,
+    )
 
 
 def pull_verdict(failure: Failure, policy: FailurePolicySettings) -> Verdict:
-    """Only a rule that names ImagePull makes it a failure: the kubelet goes on trying, and deadlines bound it."""
+    """Only a rule that names ImagePull makes it a failure: the kubelet goes on trying, and
+    deadlines bound it.
+    """
     naming = [rule for rule in policy.rules if "ImagePull" in rule.reasons]
     return judge(failure, policy.model_copy(update={"rules": naming}))
 
 
-def within_window(failures: Iterable[FailureRecord], policy: FailurePolicySettings, now: float) -> list[FailureRecord]:
+def within_window(
+    failures: Iterable[FailureRecord], policy: FailurePolicySettings, now: float
+) -> list[FailureRecord]:
     return [each for each in failures if now - read_time(each.time) <= policy.window_seconds]
 
 
-def start_again_at(unit: str, failures: Sequence[FailureRecord], policy: FailurePolicySettings) -> float:
-    """Seconds since the epoch before which `unit` is not started again; it waits twice as long after each recent failure."""
+def start_again_at(
+    unit: str, failures: Sequence[FailureRecord], policy: FailurePolicySettings
+) -> float:
+    """Seconds since the epoch before which `unit` is not started again; it waits twice as long
+    after each recent failure.
+    """
     own = [each for each in failures if each.unit == unit]
     if not own:
         return 0.0
     backoff = policy.backoff
-    return read_time(own[-1].time) + min(backoff.max_seconds, backoff.initial_seconds * 2.0 ** min(len(own) - 1, 30))
+    return read_time(own[-1].time) + min(
+        backoff.max_seconds, backoff.initial_seconds * 2.0 ** min(len(own) - 1, 30)
+    )
 
 
 def excluded_nodes(
     failures: Iterable[FailureRecord], policy: FailurePolicySettings, healthy: Collection[str]
 ) -> tuple[str, ...]:
-    """Nodes on which pods keep failing while pods of the same job are well on another of the `healthy` nodes.
+    """Nodes on which pods keep failing while pods of the same job are well on another of the
+    `healthy` nodes.
 
     Without that proof it may as well be the program that fails, and the node the only one there is.
     """
@@ -170,7 +227,11 @@ def excluded_nodes(
         return ()
     blamed = Counter(each.node for each in failures if each.node and each.reason in _BLAME_THE_NODE)
     return tuple(
-        sorted(node for node, count in blamed.items() if count >= policy.exclude_node_after and set(healthy) - set(blamed))
+        sorted(
+            node
+            for node, count in blamed.items()
+            if count >= policy.exclude_node_after and set(healthy) - set(blamed)
+        )
     )
 
 

@@ -1,4 +1,6 @@
-"""The operator's own HTTP port: `/metrics`, `/healthz` for the kubelet's liveness, `/readyz` for its readiness."""
+"""The operator's own HTTP port: `/metrics`, `/healthz` for the kubelet's liveness, `/readyz` for
+its readiness.
+"""
 
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -16,7 +18,8 @@ Check = Callable[[], str]
 async def serve_health(
     listen: str, exposition: Callable[[], Iterable[bytes]], healthy: Check, ready: Check
 ) -> AsyncIterator[str]:
-    """Serves on `listen` ("host:port") until the block is left. The address with the port that was really bound.
+    """Serves on `listen` ("host:port") until the block is left. The address with the port that was
+    really bound.
 
     Raises SettingsError when it cannot be bound.
     """
@@ -42,7 +45,9 @@ async def serve_health(
         return answer(ready)(request)
 
     app = web.Application()
-    app.add_routes([web.get("/metrics", metrics), web.get("/healthz", healthz), web.get("/readyz", readyz)])
+    app.add_routes(
+        [web.get("/metrics", metrics), web.get("/healthz", healthz), web.get("/readyz", readyz)]
+    )
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
@@ -50,7 +55,9 @@ async def serve_health(
         try:
             await web.TCPSite(runner, host.strip("[]") or None, int(port)).start()
         except (OSError, ValueError, OverflowError) as error:
-            raise SettingsError(f"--metrics-listen {listen}: cannot listen there: {error}") from error
+            raise SettingsError(
+                f"--metrics-listen {listen}: cannot listen there: {error}"
+            ) from error
         yield f"{host}:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()

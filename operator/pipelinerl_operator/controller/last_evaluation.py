@@ -1,6 +1,8 @@
-"""Between the end of training and that of the job: the last step's evaluation. The job waits for it, and never fails by it.
+"""Between the end of training and that of the job: the last step's evaluation. The job waits for
+it, and never fails by it.
 
-trainer rank 0 ended well -> only the evaluator runs on -> it ended well, or its time is over -> Succeeded
+trainer rank 0 ended well -> only the evaluator runs on -> it ended well, or its time is over ->
+Succeeded
 """
 
 from dataclasses import replace
@@ -27,12 +29,24 @@ def waits_for_evaluation(draft: Draft, wanted: Wanted) -> bool:
     limit_s = longest_evaluation_s(evaluation)
     deadline = _began(draft, wanted) + limit_s
     if draft.seen.now >= deadline:
-        draft.note(EventType.WARNING, "NotEvaluated", f"the evaluation of the last step has not ended within {limit_s:g} s")
+        draft.note(
+            EventType.WARNING,
+            "NotEvaluated",
+            f"the evaluation of the last step has not ended within {limit_s:g} s",
+        )
         return False
     if draft.status.phase is not Phase.EVALUATING:
         draft.set(phase=Phase.EVALUATING)
-        draft.note(EventType.NORMAL, "Evaluating", "training is finished; the last step is evaluated")
-    say(draft, Type.EVALUATING, True, Because.TRAINING_FINISHED, f"the last step is evaluated until {write_time(deadline)}")
+        draft.note(
+            EventType.NORMAL, "Evaluating", "training is finished; the last step is evaluated"
+        )
+    say(
+        draft,
+        Type.EVALUATING,
+        True,
+        Because.TRAINING_FINISHED,
+        f"the last step is evaluated until {write_time(deadline)}",
+    )
     draft.look_again(deadline - draft.seen.now)
     if not take_failures(draft, _only(draft, wanted, Role.EVALUATOR)):
         provision(draft, _only(draft, wanted, Role.EVALUATOR, Role.TRAINER))
@@ -44,7 +58,11 @@ def _began(draft: Draft, wanted: Wanted) -> float:
     """When training ended, as the condition remembers it, or ended again since then."""
     condition = draft.status.condition(Type.EVALUATING)
     holds = condition is not None and condition.status == "True"
-    seen = condition.last_transition_time if condition is not None and holds else write_time(draft.seen.now)
+    seen = (
+        condition.last_transition_time
+        if condition is not None and holds
+        else write_time(draft.seen.now)
+    )
     end = end_of_first(draft, wanted, Role.TRAINER)
     return max(read_time(seen), end.finished_at if end is not None else 0.0)
 
@@ -52,5 +70,9 @@ def _began(draft: Draft, wanted: Wanted) -> float:
 def _only(draft: Draft, wanted: Wanted, *roles: Role) -> Wanted:
     """Pods of other roles are not needed any more, nor are trainers that are gone."""
     there = {pod.key.name for pod in draft.seen.pods}
-    pods = [spec for spec in wanted.desired.pods if spec.role in roles and (spec.role is Role.EVALUATOR or spec.name in there)]
+    pods = [
+        spec
+        for spec in wanted.desired.pods
+        if spec.role in roles and (spec.role is Role.EVALUATOR or spec.name in there)
+    ]
     return replace(wanted, desired=replace(wanted.desired, pods=tuple(pods)))

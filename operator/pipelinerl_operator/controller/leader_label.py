@@ -1,4 +1,6 @@
-"""The label by which the coordinator's Service finds the leader: set on its own pod, taken off its release's others."""
+"""The label by which the coordinator's Service finds the leader: set on its own pod, taken off its
+release's others.
+"""
 
 import logging
 from collections.abc import AsyncIterator, Mapping
@@ -16,9 +18,13 @@ LEADER = f"{PREFIX}leader"
 
 
 @asynccontextmanager
-async def leader_label(api: Api, pod: Key | None, release: Mapping[str, str]) -> AsyncIterator[None]:
-    """While the block runs, `pod` alone has the label among the pods with the labels `release`: other releases may live in its
-    namespace. None, outside of a cluster, does nothing. Raises PipelineRLError."""
+async def leader_label(
+    api: Api, pod: Key | None, release: Mapping[str, str]
+) -> AsyncIterator[None]:
+    """While the block runs, `pod` alone has the label among the pods with the labels `release`:
+    other releases may live in its namespace. None, outside of a cluster, does nothing. Raises
+    PipelineRLError.
+    """
     if pod is None:
         yield
         return

@@ -1,4 +1,6 @@
-"""What the operator keeps in mind of a job between two looks, and can do without: a new leader begins with nothing."""
+"""What the operator keeps in mind of a job between two looks, and can do without: a new leader
+begins with nothing.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +24,8 @@ class Memory:
     token: str | None = None
     """The job's bearer token, once its Secret has been made or read."""
     ensured_generation: int = -1
-    """Generation of the spec for which the job has its Secret and its place on the stream's server."""
+    """Generation of the spec for which the job has its Secret and its place on the stream's server.
+    """
     ensured_at: float = 0.0
     has_left: bool = False
     """Whether its place on the stream's server was given up."""
@@ -35,9 +38,13 @@ class Memory:
     refused_at: float = 0.0
     namespace_going_at: float | None = None
     applied: dict[tuple[Resource, str], tuple[str, str]] = field(default_factory=dict)
-    """UID and content version of each child as the operator applied it last, or found it when it began."""
+    """UID and content version of each child as the operator applied it last, or found it when it
+    began.
+    """
     pods: Mapping[str, int] = field(default_factory=dict)
-    """Attempts by name of the pods that were there at the last look, without those that were then to be deleted."""
+    """Attempts by name of the pods that were there at the last look, without those that were then
+    to be deleted.
+    """
     noticed_at: float | None = None
     """When it was first noticed that the status in the API server is out of date."""
     training_written_at: float = float("-inf")
@@ -46,7 +53,11 @@ class Memory:
 
     def is_ensured(self, generation: int, now: float) -> bool:
         """False again after a while: nobody watches Secrets, and one may be gone."""
-        return self.token is not None and self.ensured_generation == generation and now - self.ensured_at < ENSURED_S
+        return (
+            self.token is not None
+            and self.ensured_generation == generation
+            and now - self.ensured_at < ENSURED_S
+        )
 
     def refuse(self, message: str, generation: int, now: float) -> None:
         self.refusal, self.refused_generation, self.refused_at = message, generation, now

@@ -3,7 +3,15 @@
 import hashlib
 import json
 
-from pipelinerl_operator.controller.decision import Apply, CheckTemplates, CreatePod, Delete, Draft, MakeSecret, Wanted
+from pipelinerl_operator.controller.decision import (
+    Apply,
+    CheckTemplates,
+    CreatePod,
+    Delete,
+    Draft,
+    MakeSecret,
+    Wanted,
+)
 from pipelinerl_operator.controller.failures import excluded_nodes, start_again_at, within_window
 from pipelinerl_operator.controller.removal import force_if_stuck
 from pipelinerl_operator.controller.units import expected_attempt, is_of_job, unit_of
@@ -93,8 +101,12 @@ def _arrange(draft: Draft, pod: PodView, spec: PodSpec, due: bool) -> None:
         draft.look_again(TAKEN_LOOK_S)
     elif pod.is_deleted:
         force_if_stuck(draft, pod)
-    elif _is_old(draft, pod) and (due or not pod.has_ended):  # what has ended stays to be looked at until it is due
-        crashed = spec.role is Role.TRAINER and any(each.phase == "Failed" for each in draft.seen.pods if each.role == pod.role)
+    elif _is_old(draft, pod) and (
+        due or not pod.has_ended
+    ):  # what has ended stays to be looked at until it is due
+        crashed = spec.role is Role.TRAINER and any(
+            each.phase == "Failed" for each in draft.seen.pods if each.role == pod.role
+        )
         _delete(draft, pod, PEER_GRACE_S if crashed else None)
 
 
@@ -121,11 +133,17 @@ def _is_due(draft: Draft, wanted: Wanted, spec: PodSpec) -> bool:
 def _avoided_nodes(draft: Draft, wanted: Wanted) -> tuple[str, ...]:
     policy = wanted.job.spec.failure_policy
     healthy = {pod.node for pod in draft.seen.pods if pod.is_ready and pod.node}
-    return excluded_nodes(within_window(draft.status.recent_failures, policy, draft.seen.now), policy, healthy)
+    return excluded_nodes(
+        within_window(draft.status.recent_failures, policy, draft.seen.now), policy, healthy
+    )
 
 
 def _note_complete_trainers(draft: Draft, wanted: Wanted) -> None:
-    pods = {pod.key.name: pod for pod in draft.seen.pods if is_of_job(pod, draft.seen.job.uid) and not pod.is_deleted}
+    pods = {
+        pod.key.name: pod
+        for pod in draft.seen.pods
+        if is_of_job(pod, draft.seen.job.uid) and not pod.is_deleted
+    }
     names = [spec.name for spec in wanted.desired.pods if spec.role is Role.TRAINER]
     attempt = draft.status.attempts.get(Role.TRAINER, 0)
     if all(name in pods and pods[name].attempt == attempt for name in names):

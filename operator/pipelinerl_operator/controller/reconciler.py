@@ -50,16 +50,21 @@ NUMBERS = frozenset({"training", "stream"})
 STREAM_S = 10.0
 """How soon to ask the stream's server again."""
 MAX_KNOWN = 16
-"""Parsed specs that are kept: reading one takes milliseconds, keeping one takes tens of kilobytes."""
+"""Parsed specs that are kept: reading one takes milliseconds, keeping one takes tens of kilobytes.
+"""
 
 
 class Companions(Protocol):
-    """What runs beside a job in the leader: its weight-transfer coordinator and the reader of its training numbers."""
+    """What runs beside a job in the leader: its weight-transfer coordinator and the reader of its
+    training numbers.
+    """
 
     def weight_group(self, key: Key) -> WeightGroupStatus | None: ...
     def training(self, key: Key) -> tuple[TrainingStatus | None, StreamStatus | None]: ...
     def balance(self, key: Key) -> Balance | None: ...
-    def follow(self, job: JobView, wanted: Wanted | None, status: JobStatus, token: str | None) -> None:
+    def follow(
+        self, job: JobView, wanted: Wanted | None, status: JobStatus, token: str | None
+    ) -> None:
         """Starts, keeps or stops what the job needs now."""
 
     def forget(self, key: Key) -> None: ...
@@ -121,9 +126,15 @@ class Reconciler:
         except RefusedByServer as refusal:
             log.warning("job=%s %s", key, refusal)
             return 0.0  # to say so
-        if memory.token != token:  # as a new leader has just read it; of a job that is well nothing may call it here again
+        if (
+            memory.token != token
+        ):  # as a new leader has just read it; of a job that is well nothing may call it here again
             self._around.companions.follow(job, seen.wanted, decision.status, memory.token)
-        if decision.status.is_finished and not memory.has_left and not any(not pod.has_ended for pod in seen.pods):
+        if (
+            decision.status.is_finished
+            and not memory.has_left
+            and not any(not pod.has_ended for pod in seen.pods)
+        ):
             memory.has_left = True  # what is reserved for a finished job is missing for others
             self._around.streams.leave(job)
         asking_again_s = REFUSAL_S if seen.refusal or seen.namespace_is_going else None
@@ -192,7 +203,10 @@ class Reconciler:
         if version not in self._known:
             try:
                 resource = JobResource.parse(body)
-                self._known[version] = (Wanted(resource, desired(resource, self._around.context)), "")
+                self._known[version] = (
+                    Wanted(resource, desired(resource, self._around.context)),
+                    "",
+                )
             except SettingsError as error:
                 self._known[version] = (None, str(error))
             if len(self._known) > MAX_KNOWN:
@@ -201,7 +215,8 @@ class Reconciler:
         return self._known[version]
 
     async def _remember(self, seen: Observed, decision: Decision, memory: Memory) -> float | None:
-        """Writes the status if it must be now or has waited long enough; else how many seconds it may still wait.
+        """Writes the status if it must be now or has waited long enough; else how many seconds it
+        may still wait.
 
         None when the API server has it.
         """
@@ -209,11 +224,17 @@ class Reconciler:
         document = decision.status.written()
         patch = merge_patch(own_fields(seen.status), document)
         fingerprint = hash(json.dumps(document, sort_keys=True))
-        if not patch or memory.written == (job.resource_version, fingerprint):  # the latter: fields that the CRD does not know
+        if not patch or memory.written == (
+            job.resource_version,
+            fingerprint,
+        ):  # the latter: fields that the CRD does not know
             memory.noticed_at = None
             return None
         now = self._around.monotonic()
-        if not is_urgent(seen.before, decision.status) and (wait_s := _leisure_left(patch.keys(), memory, now)) > 0:
+        if (
+            not is_urgent(seen.before, decision.status)
+            and (wait_s := _leisure_left(patch.keys(), memory, now)) > 0
+        ):
             return wait_s
         body = {"metadata": {"resourceVersion": job.resource_version}, "status": patch}
         try:

@@ -18,11 +18,15 @@ def remove_pods(draft: Draft, pods: Iterable[PodView], grace_s: int | None = Non
         if pod.is_deleted:
             force_if_stuck(draft, pod)
         else:
-            draft.actions.append(Delete(PODS, pod.key.name, pod.uid, 0 if pod.has_ended else grace_s))
+            draft.actions.append(
+                Delete(PODS, pod.key.name, pod.uid, 0 if pod.has_ended else grace_s)
+            )
 
 
 def force_if_stuck(draft: Draft, pod: PodView) -> None:
-    """A pod that is still terminating long after its grace period is on a node that will not answer any more."""
+    """A pod that is still terminating long after its grace period is on a node that will not answer
+    any more.
+    """
     policy = draft.seen.spec.get("failurePolicy") or {}
     timeout_s = policy.get("terminatingPodTimeoutSeconds", DEFAULT_TERMINATING_TIMEOUT_S)
     if pod.deleted_at is None:
@@ -39,5 +43,8 @@ def force_if_stuck(draft: Draft, pod: PodView) -> None:
 def drop_gang(draft: Draft) -> None:
     """A PodGroup without pods would keep its place in the scheduler's queue."""
     for child in draft.seen.children:
-        if child.resource in (VOLCANO_POD_GROUPS, COSCHEDULING_POD_GROUPS) and child.view.owner_uid == draft.seen.job.uid:
+        if (
+            child.resource in (VOLCANO_POD_GROUPS, COSCHEDULING_POD_GROUPS)
+            and child.view.owner_uid == draft.seen.job.uid
+        ):
             draft.actions.append(Delete(child.resource, child.view.key.name, child.view.uid))

@@ -1,4 +1,6 @@
-"""One replica of the operator: a candidate for the lease, and everything that it runs while it leads."""
+"""One replica of the operator: a candidate for the lease, and everything that it runs while it
+leads.
+"""
 
 import argparse
 import asyncio
@@ -16,7 +18,15 @@ from pipelinerl_operator.controller.reconciler import Surroundings
 from pipelinerl_operator.controller.stream_login import read_file, stream_admin
 from pipelinerl_operator.controller.streams import Streams
 from pipelinerl_operator.controller.telemetry import Telemetry
-from pipelinerl_operator.kube import Connection, Election, HttpApi, Key, WorkQueue, connection, open_api
+from pipelinerl_operator.kube import (
+    Connection,
+    Election,
+    HttpApi,
+    Key,
+    WorkQueue,
+    connection,
+    open_api,
+)
 from pipelinerl_operator.objects import Capabilities, OperatorContext
 from pipelinerl_operator.objects.context import Peer
 from pipelinerl_operator.plan import Role
@@ -27,13 +37,19 @@ FIRST_RETRY_S = 2.0
 
 
 async def serve_operator(arguments: argparse.Namespace, identity: str, stop: asyncio.Event) -> None:
-    """Until `stop`. Raises SettingsError for what is wrong with the arguments or the connection's configuration."""
+    """Until `stop`. Raises SettingsError for what is wrong with the arguments or the connection's
+    configuration.
+    """
     where = connection(arguments.kubeconfig, arguments.service_account)
     replica = _Replica(arguments, identity, where)
     async with (
         open_api(where, replica.telemetry.called) as api,
-        open_api(where, replica.telemetry.called, max_calls=1) as for_lease,  # a renewal waits behind no other call
-        serve_health(arguments.metrics_listen, replica.telemetry.exposition, replica.fault, lambda: "") as address,
+        open_api(
+            where, replica.telemetry.called, max_calls=1
+        ) as for_lease,  # a renewal waits behind no other call
+        serve_health(
+            arguments.metrics_listen, replica.telemetry.exposition, replica.fault, lambda: ""
+        ) as address,
     ):
         log.info("server=%s metrics=http://%s/metrics", where.server, address)
         replica.election = Election(for_lease, Key(replica.namespace, arguments.lease), identity)
@@ -101,7 +117,9 @@ async def _capabilities(api: HttpApi) -> Capabilities:
         pause_s = min(2 * pause_s, 30.0)
 
 
-def operator_context(arguments: argparse.Namespace, capabilities: Capabilities, namespace: str) -> OperatorContext:
+def operator_context(
+    arguments: argparse.Namespace, capabilities: Capabilities, namespace: str
+) -> OperatorContext:
     labels = dict(label.partition("=")[::2] for label in arguments.operator_label)
     if any(not key or not value for key, value in labels.items()):
         raise SettingsError(f"--operator-label {arguments.operator_label}: expected key=value")

@@ -1,4 +1,6 @@
-"""What has failed, what is started again for it, and when the job has failed. Everything is remembered before it is done."""
+"""What has failed, what is started again for it, and when the job has failed. Everything is
+remembered before it is done.
+"""
 
 from collections.abc import Iterable
 
@@ -34,14 +36,27 @@ def take_failures(draft: Draft, wanted: Wanted) -> bool:
     """Remembers every failure that is not remembered yet. True when the job has failed."""
     policy = wanted.job.spec.failure_policy
     for unit, failures in _by_unit(_failures(draft, wanted)).items():
-        failure = min(failures, key=lambda each: each.reason in COUNTED)  # the others' errors follow from what the cluster did
-        verdict = pull_verdict(failure, policy) if failure.reason is Reason.IMAGE_PULL else judge(failure, policy)
+        failure = min(
+            failures, key=lambda each: each.reason in COUNTED
+        )  # the others' errors follow from what the cluster did
+        verdict = (
+            pull_verdict(failure, policy)
+            if failure.reason is Reason.IMAGE_PULL
+            else judge(failure, policy)
+        )
         if verdict.fails:
-            fail(draft, Because.FAILURE_RULE if verdict.by_rule else Because.WRONG_SETTINGS, str(failure))
+            fail(
+                draft,
+                Because.FAILURE_RULE if verdict.by_rule else Because.WRONG_SETTINGS,
+                str(failure),
+            )
             return True
         recent = within_window(draft.status.recent_failures, policy, draft.seen.now)
         if verdict.counted and sum(each.counted for each in recent) >= policy.max_restarts:
-            window = f"used up: {counted(policy.max_restarts, 'restart')} within {policy.window_seconds} s"
+            window = (
+                f"used up: {counted(policy.max_restarts, 'restart')} within "
+                f"{policy.window_seconds} s"
+            )
             fail(draft, Because.RESTART_LIMIT, f"{failure}; {window}")
             return True
         record = FailureRecord(
@@ -51,7 +66,9 @@ def take_failures(draft: Draft, wanted: Wanted) -> bool:
             reason=failure.reason.value,
             counted=verdict.counted,
         )
-        draft.set(recent_failures=[*recent, record][-MAX_FAILURES:], restarts=draft.status.restarts + 1)
+        draft.set(
+            recent_failures=[*recent, record][-MAX_FAILURES:], restarts=draft.status.restarts + 1
+        )
         _remember(draft, failure)
         _start_again(draft, [unit])
         draft.note(EventType.WARNING, "PodFailed", f"{failure}; {unit} is started again")
@@ -67,7 +84,9 @@ def take_restart_id(draft: Draft, wanted: Wanted, *, is_beginning: bool) -> None
     if is_beginning:  # every pod is new anyway
         return
     _start_again(draft, dict.fromkeys(unit_of(pod.role, pod.index) for pod in wanted.desired.pods))
-    draft.note(EventType.NORMAL, "Restarting", f"every pod is started again for restart.id {asked!r}")
+    draft.note(
+        EventType.NORMAL, "Restarting", f"every pod is started again for restart.id {asked!r}"
+    )
 
 
 def _failures(draft: Draft, wanted: Wanted) -> Iterable[tuple[str, Failure]]:
@@ -79,7 +98,10 @@ def _failures(draft: Draft, wanted: Wanted) -> Iterable[tuple[str, Failure]]:
         if pod is None:
             was_complete = spec.role is Role.TRAINER and draft.status.complete_trainers == attempt
             if was_complete or seen.gone.get(spec.name) == attempt:
-                yield unit, Failure(spec.name, spec.role, "", Reason.DELETED, message="the pod is gone")
+                yield (
+                    unit,
+                    Failure(spec.name, spec.role, "", Reason.DELETED, message="the pod is gone"),
+                )
             continue
         if pod.attempt < attempt:
             continue
@@ -108,7 +130,9 @@ def _remember(draft: Draft, failure: Failure) -> None:
         message=failure.message[:MAX_MESSAGE_CHARACTERS],
         time=write_time(draft.seen.now),
     )
-    draft.set(**{field: role.model_copy(update={"restarts": role.restarts + 1, "last_failure": last})})
+    draft.set(
+        **{field: role.model_copy(update={"restarts": role.restarts + 1, "last_failure": last})}
+    )
 
 
 def _start_again(draft: Draft, units: Iterable[str]) -> None:

@@ -1,7 +1,9 @@
-"""`status` of a PipelineRLJob: what people read, and what the operator must remember across its own restarts.
+"""`status` of a PipelineRLJob: what people read, and what the operator must remember across its own
+restarts.
 
-Everything here is derived from what is observed, except what is marked as remembered: those facts are written before anything
-is done about them, so that a crash between any two writes loses and doubles nothing.
+Everything here is derived from what is observed, except what is marked as remembered: those facts
+are written before anything is done about them, so that a crash between any two writes loses and
+doubles nothing.
 """
 
 from collections.abc import Mapping
@@ -45,7 +47,9 @@ FINISHED = frozenset({Phase.SUCCEEDED, Phase.FAILED})
 
 class Condition(Settings):
     type: str
-    """One of Suspended, Understood, Provisioned, WeightGroupReady, Running, Degraded, Evaluating, Succeeded, Failed."""
+    """One of Suspended, Understood, Provisioned, WeightGroupReady, Running, Degraded, Evaluating,
+    Succeeded, Failed.
+    """
     status: Literal["True", "False", "Unknown"]
     """Whether it holds."""
     reason: Annotated[str, Field(max_length=64)]
@@ -83,7 +87,9 @@ class RoleStatus(Settings):
     restarts: Count = 0
     """Pods started again after a failure. Remembered."""
     drifted: Count = 0
-    """Running pods that were made from another template than the current one; a new restart.id takes it over."""
+    """Running pods that were made from another template than the current one; a new restart.id
+    takes it over.
+    """
     last_failure: LastFailure | None = None
     """The newest failure. Remembered."""
 
@@ -127,7 +133,9 @@ class TrainingStatus(Settings):
     policy_version: int = 0
     """Of the trainer's weights."""
     lag: float | None = None
-    """Mean steps between the version that sampled a token and the one that trained it, in the newest step."""
+    """Mean steps between the version that sampled a token and the one that trained it, in the
+    newest step.
+    """
     ess: float | None = None
     """Effective sample size as a share of the batch, in the newest step."""
     reward: float | None = None
@@ -186,8 +194,12 @@ class JobStatus(Settings):
         return cls.model_validate(own_fields(raw or {}), extra="ignore")
 
     def written(self) -> dict[str, Any]:
-        """As it lies in the API server. What is empty is left out: a server of 1.20 takes an empty string for null."""
-        document: dict[str, Any] = _without_empty_texts(self.model_dump(mode="json", by_alias=True, exclude_none=True))
+        """As it lies in the API server. What is empty is left out: a server of 1.20 takes an empty
+        string for null.
+        """
+        document: dict[str, Any] = _without_empty_texts(
+            self.model_dump(mode="json", by_alias=True, exclude_none=True)
+        )
         return document
 
     @property
@@ -217,14 +229,28 @@ def own_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 REMEMBERED = frozenset(
-    {"phase", "attempts", "recent_failures", "restart_id", "completion_time", "complete_trainers", "autoscale"}
+    {
+        "phase",
+        "attempts",
+        "recent_failures",
+        "restart_id",
+        "completion_time",
+        "complete_trainers",
+        "autoscale",
+    }
 )
 """Fields whose change must be written before it is acted on."""
 
 
 def is_urgent(old: JobStatus, new: JobStatus) -> bool:
-    """Whether `new` remembers something that `old` does not, so that it must be written before anything is done about it."""
-    if old.attempts != new.attempts or old.recent_failures != new.recent_failures or old.completion_time != new.completion_time:
+    """Whether `new` remembers something that `old` does not, so that it must be written before
+    anything is done about it.
+    """
+    if (
+        old.attempts != new.attempts
+        or old.recent_failures != new.recent_failures
+        or old.completion_time != new.completion_time
+    ):
         return True
     if old.autoscale != new.autoscale:
         return True

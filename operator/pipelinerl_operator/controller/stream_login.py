@@ -19,8 +19,11 @@ log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def stream_admin(arguments: argparse.Namespace, api: Api, namespace: str) -> AsyncIterator[StreamAdmin]:
-    """Accounts of the chart's own server with --nats-auth-secret, else a shared login, with --nats-credentials or with none.
+async def stream_admin(
+    arguments: argparse.Namespace, api: Api, namespace: str
+) -> AsyncIterator[StreamAdmin]:
+    """Accounts of the chart's own server with --nats-auth-secret, else a shared login, with
+    --nats-credentials or with none.
 
     Raises SettingsError for a Secret or a file that is not what it should be.
     """
@@ -49,7 +52,9 @@ async def _operator_key(api: Api, namespace: str, name: str) -> StreamKey:
     except NotFound:
         key = StreamKey.generate(KeyKind.OPERATOR)
     try:
-        await api.create(SECRETS, namespace, auth_secret(name, key, {"app.kubernetes.io/part-of": "pipelinerl"}))
+        await api.create(
+            SECRETS, namespace, auth_secret(name, key, {"app.kubernetes.io/part-of": "pipelinerl"})
+        )
         log.info("secret=%s/%s made for the stream's server", namespace, name)
         return key
     except AlreadyExists:

@@ -1,6 +1,7 @@
 """Each job's place on the stream's server: made before its pods are, removed after the job is gone.
 
-No finalizer holds a job or its namespace back for it: what no leader saw go is found and removed later.
+No finalizer holds a job or its namespace back for it: what no leader saw go is found and removed
+later.
 """
 
 import asyncio
@@ -37,7 +38,9 @@ class Streams:
             await asyncio.wait({predecessor})
         return await self._admin.ensure(job)
 
-    async def sweep_for_ever(self, uids: Callable[[], Collection[str]], namespaces: Collection[str]) -> None:
+    async def sweep_for_ever(
+        self, uids: Callable[[], Collection[str]], namespaces: Collection[str]
+    ) -> None:
         """Now and then removes the places of jobs that no leader has seen go."""
         while self._admin is not None:
             try:
@@ -50,9 +53,15 @@ class Streams:
         """Removes it in the background."""
         if self._admin is None:
             return
-        task = asyncio.create_task(self._remove(self._admin, job), name=f"remove streams of {job.key}")
+        task = asyncio.create_task(
+            self._remove(self._admin, job), name=f"remove streams of {job.key}"
+        )
         self._leaving[job.key] = task
-        task.add_done_callback(lambda done: self._leaving.pop(job.key, None) if self._leaving.get(job.key) is done else None)
+        task.add_done_callback(
+            lambda done: (
+                self._leaving.pop(job.key, None) if self._leaving.get(job.key) is done else None
+            )
+        )
 
     async def close(self) -> None:
         if self._leaving:

@@ -1,4 +1,6 @@
-"""Suspension is atomic: once begun, everything goes, whatever becomes of the flag meanwhile; only then is it taken back."""
+"""Suspension is atomic: once begun, everything goes, whatever becomes of the flag meanwhile; only
+then is it taken back.
+"""
 
 from pipelinerl_operator.controller.conditions import Because, Type, say
 from pipelinerl_operator.controller.counting import count_pods
@@ -36,7 +38,13 @@ def _settle(draft: Draft) -> None:
         draft.note(EventType.NORMAL, "Suspended", "no pod of the job is left")
     draft.set(phase=Phase.SUSPENDED, start_time=None, running_time=None, complete_trainers=-1)
     say(draft, Type.SUSPENDED, True, Because.SUSPENDED)
-    for type_ in (Type.PROVISIONED, Type.RUNNING, Type.DEGRADED, Type.EVALUATING, Type.WEIGHT_GROUP_READY):
+    for type_ in (
+        Type.PROVISIONED,
+        Type.RUNNING,
+        Type.DEGRADED,
+        Type.EVALUATING,
+        Type.WEIGHT_GROUP_READY,
+    ):
         if draft.status.condition(type_) is not None:
             say(draft, type_, False, Because.SUSPENDED)
 

@@ -34,8 +34,12 @@ class Telemetry:
 
     def watch_queue(self, queue: WorkQueue | None) -> None:
         """None when another leads."""
-        self.metrics.gauge("operator_queue_depth").read(lambda: None if queue is None else float(queue.depth))
-        self.metrics.gauge("operator_queue_oldest_seconds").read(lambda: None if queue is None else queue.oldest_s)
+        self.metrics.gauge("operator_queue_depth").read(
+            lambda: None if queue is None else float(queue.depth)
+        )
+        self.metrics.gauge("operator_queue_oldest_seconds").read(
+            lambda: None if queue is None else queue.oldest_s
+        )
 
     def watch_informers(self, informers: Iterable[AnyInformer]) -> None:
         """An empty list when another leads."""
@@ -46,14 +50,18 @@ class Telemetry:
         restarts = self.metrics.counter("operator_watch_restarts_total")
         before = restarts.by_labels.get((), 0.0)
         self.metrics.gauge("operator_watches").read(lambda: float(len(followed)))
-        self._count_restarts = lambda: restarts.reach(before + sum(each.restarts for each in followed))
+        self._count_restarts = lambda: restarts.reach(
+            before + sum(each.restarts for each in followed)
+        )
 
     def watch_jobs(self, jobs: Callable[[], Iterable[JobView]]) -> None:
         """Jobs by phase; those without one yet are pending."""
         gauge = self.metrics.gauge("operator_jobs")
 
         def count(phase: Phase) -> Callable[[], float]:
-            return lambda: float(sum(1 for view in jobs() if (view.phase or Phase.PENDING) == phase))
+            return lambda: float(
+                sum(1 for view in jobs() if (view.phase or Phase.PENDING) == phase)
+            )
 
         for phase in Phase:
             gauge.read(count(phase), phase=phase.value)

@@ -5,7 +5,9 @@ from pipelinerl_operator.scaling.reading import Reading, parse_metrics
 
 
 def training_status(now: Reading, before: Reading | None) -> TrainingStatus | None:
-    """From the trainer's metrics; None before the first step is counted. The rate is over the time between two readings."""
+    """From the trainer's metrics; None before the first step is counted. The rate is over the time
+    between two readings.
+    """
     values = now.values
     if "policy_version" not in values:
         return None
@@ -24,7 +26,9 @@ def training_status(now: Reading, before: Reading | None) -> TrainingStatus | No
 
 
 def last_training_status(message: str, before: TrainingStatus | None) -> TrainingStatus | None:
-    """From what the trainer left as its container's message; the rate, which it lacks, stays that of `before`. None without."""
+    """From what the trainer left as its container's message; the rate, which it lacks, stays that
+    of `before`. None without.
+    """
     last = training_status(Reading(0.0, parse_metrics(message.encode())), None)
     if last is None or before is None:
         return last
@@ -37,7 +41,8 @@ def stream_status(now: Reading) -> StreamStatus | None:
     if pending is None:
         return None
     return StreamStatus(
-        pending=max(0, int(pending)), oldest_seconds=round(now.values.get("queue_oldest_seconds/stream", 0.0), 1)
+        pending=max(0, int(pending)),
+        oldest_seconds=round(now.values.get("queue_oldest_seconds/stream", 0.0), 1),
     )
 
 

@@ -1,4 +1,6 @@
-"""Units of restart: what starts again together. All trainers are one, since they share collectives; others are alone."""
+"""Units of restart: what starts again together. All trainers are one, since they share collectives;
+others are alone.
+"""
 
 from pipelinerl_operator.controller.status import JobStatus
 from pipelinerl_operator.controller.views import PodView

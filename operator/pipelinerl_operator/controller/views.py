@@ -1,4 +1,5 @@
-"""What is kept of the objects that the operator follows: a pod of 10 kB becomes about 1 kB, its children a few words.
+"""What is kept of the objects that the operator follows: a pod of 10 kB becomes about 1 kB, its
+children a few words.
 
 Words that all objects of a job share are kept once.
 """
@@ -29,12 +30,15 @@ class JobView:
     phase: str
     """Empty before the first status."""
     document: bytes
-    """The object as compressed JSON, about a tenth of what it takes as dicts, without managedFields and kubectl's copy of the
-    whole."""
+    """The object as compressed JSON, about a tenth of what it takes as dicts, without managedFields
+    and kubectl's copy of the whole.
+    """
 
     @classmethod
     def of(cls, body: Object) -> "JobView":
-        metadata = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
+        metadata = {
+            name: value for name, value in body["metadata"].items() if name != "managedFields"
+        }
         annotations = dict(metadata.get("annotations") or {})
         annotations.pop("kubectl.kubernetes.io/last-applied-configuration", None)
         slim = {**body, "metadata": {**metadata, "annotations": annotations}}
@@ -83,7 +87,9 @@ class OwnedView:
 
     @property
     def content_version(self) -> str:
-        """Changes when somebody changes what was applied, but not, where the kind can tell, with its status."""
+        """Changes when somebody changes what was applied, but not, where the kind can tell, with
+        its status.
+        """
         return str(self.generation) if self.generation else self.resource_version
 
 
@@ -110,7 +116,9 @@ class PodView:
     attempt: int
     template_hash: str
     deleted_at: float | None
-    """When its grace period ends or ended, in seconds since the epoch, once somebody has deleted it."""
+    """When its grace period ends or ended, in seconds since the epoch, once somebody has deleted
+    it.
+    """
     phase: str
     reason: str
     message: str
@@ -120,7 +128,9 @@ class PodView:
     scheduling: str
     """Why it has no node yet, for people; empty when it has one."""
     waiting: tuple[str, str]
-    """Reason and message of the first container that waits, for example ("ImagePullBackOff", "Back-off pulling ...")."""
+    """Reason and message of the first container that waits, for example ("ImagePullBackOff",
+    "Back-off pulling ...").
+    """
     terminations: tuple[Termination, ...]
     disruption: str
     """Reason of its condition DisruptionTarget, empty without one."""
@@ -130,7 +140,10 @@ class PodView:
         metadata, status = body["metadata"], body.get("status") or {}
         labels = metadata.get("labels") or {}
         conditions = {each["type"]: each for each in status.get("conditions") or ()}
-        containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+        containers = [
+            *(status.get("initContainerStatuses") or ()),
+            *(status.get("containerStatuses") or ()),
+        ]
         scheduled = conditions.get("PodScheduled", {})
         disruption = conditions.get("DisruptionTarget", {})
         deleted = metadata.get("deletionTimestamp")
@@ -151,7 +164,9 @@ class PodView:
             node=(body.get("spec") or {}).get("nodeName", ""),
             ip=status.get("podIP", ""),
             is_ready=conditions.get("Ready", {}).get("status") == "True",
-            scheduling=scheduled.get("message", "")[:512] if scheduled.get("status") == "False" else "",
+            scheduling=scheduled.get("message", "")[:512]
+            if scheduled.get("status") == "False"
+            else "",
             waiting=_waiting(containers),
             terminations=tuple(_terminations(containers)),
             disruption=disruption.get("reason", "") if disruption.get("status") == "True" else "",

@@ -1,6 +1,8 @@
-"""The weight-transfer coordinator: membership of the group, epochs, and the fan-out of in-flight updates.
+"""The weight-transfer coordinator: membership of the group, epochs, and the fan-out of in-flight
+updates.
 
-async with serve_coordinator(settings, generators, trainer_address=..., listen="127.0.0.1:0", token=None) as running:
+async with serve_coordinator(settings, generators, trainer_address=..., listen="127.0.0.1:0",
+token=None) as running:
     await running.coordinator.run()
 """
 

@@ -7,7 +7,8 @@
  decide   membership.decide (pure)            POST /request_weight_update to every member
  act      form the group                      expel who failed; wake the loop
 ```
-Both change the group, never at once: a group is not formed while an update runs, an update is refused while one is formed.
+Both change the group, never at once: a group is not formed while an update runs, an update is
+refused while one is formed.
 """
 
 import asyncio
@@ -22,7 +23,14 @@ from pipelinerl_common.errors import PipelineRLError, Refused, Unavailable
 from pipelinerl_common.settings import WeightTransferSettings
 from pipelinerl_operator.coordinator.forming import form_group
 from pipelinerl_operator.coordinator.generator import ANSWER_GRACE_S, GeneratorClient
-from pipelinerl_operator.coordinator.membership import Backoff, Form, Group, Observation, Standing, decide
+from pipelinerl_operator.coordinator.membership import (
+    Backoff,
+    Form,
+    Group,
+    Observation,
+    Standing,
+    decide,
+)
 from pipelinerl_operator.coordinator.observing import Observer
 from pipelinerl_operator.coordinator.trainer import TrainerClient
 from pipelinerl_operator.coordinator.transfer import TransferOutcome, update_members
@@ -60,7 +68,8 @@ class Coordinator:
     """Owns the group of one job.
 
     `generators` gives the base URL of every generator that should exist, by name, at any time; `trainer_address` "host:port" of
-    trainer rank 0, None while it has none. Epochs begin above `epoch_floor`, the last one known of, and never come again.
+    trainer rank 0, None while it has none. Epochs begin above `epoch_floor`, the last one known of,
+    and never come again.
     """
 
     def __init__(
@@ -86,7 +95,9 @@ class Coordinator:
         self._backoff = Backoff()
         self._is_due = False
         self._sleep: asyncio.Future[None] | None = None
-        """Until the next round. One of these is smaller than an Event, and the operator has a coordinator for each job."""
+        """Until the next round. One of these is smaller than an Event, and the operator has a
+        coordinator for each job.
+        """
         self._transfers: set[asyncio.Task[TransferOutcome]] = set()
 
     @property
@@ -105,7 +116,9 @@ class Coordinator:
 
     @property
     def silent(self) -> dict[str, float]:
-        """Generators that have stopped answering though nobody saw them end, with the seconds since their last answer."""
+        """Generators that have stopped answering though nobody saw them end, with the seconds since
+        their last answer.
+        """
         return self._observer.silent()
 
     @property
@@ -126,7 +139,9 @@ class Coordinator:
             self._sleep.set_result(None)
 
     async def run(self) -> None:
-        """Reconciles for ever. Consumes observations, produces formed groups, waits for the period or an expulsion."""
+        """Reconciles for ever. Consumes observations, produces formed groups, waits for the period
+        or an expulsion.
+        """
         while True:
             await self.round()
 
@@ -146,9 +161,17 @@ class Coordinator:
     async def reconcile(self) -> None:
         """One round of observe, decide, act."""
         seen = await self._observer.observe()
-        self._backoff.keep_only([name for name in self._observer.names if name not in self._observer.moved])
+        self._backoff.keep_only(
+            [name for name in self._observer.names if name not in self._observer.moved]
+        )
         state = self._state
-        standing = Standing(state.group, state.transfer_deadline, state.not_before, self._settle_s, self._epoch_floor)
+        standing = Standing(
+            state.group,
+            state.transfer_deadline,
+            state.not_before,
+            self._settle_s,
+            self._epoch_floor,
+        )
         decision = decide(seen, standing, self._backoff)
         if isinstance(decision, Form):
             await self._form(decision, seen)
@@ -156,11 +179,21 @@ class Coordinator:
             self._state.waiting_for = decision.reason
 
     async def publish(
-        self, epoch: int, version: int, manifest: weights_pb2.WeightManifest, *, allow_rollback: bool, timeout_s: float
+        self,
+        epoch: int,
+        version: int,
+        manifest: weights_pb2.WeightManifest,
+        *,
+        allow_rollback: bool,
+        timeout_s: float,
     ) -> TransferOutcome:
-        """Updates every member to `version`. Raises Refused for a wrong epoch or a busy group, Unavailable without members."""
+        """Updates every member to `version`. Raises Refused for a wrong epoch or a busy group,
+        Unavailable without members.
+        """
         group = self._current_group(epoch)
-        timeout_s = min(self._settings.sync_timeout_seconds, timeout_s or self._settings.sync_timeout_seconds)
+        timeout_s = min(
+            self._settings.sync_timeout_seconds, timeout_s or self._settings.sync_timeout_seconds
+        )
         body = {
             "epoch": epoch,
             "version": version,
@@ -169,8 +202,12 @@ class Coordinator:
             "kv_cache": self._settings.kv_cache,
             "allow_rollback": allow_rollback,
         }
-        self._state.transfer_deadline = asyncio.get_running_loop().time() + timeout_s + 2 * ANSWER_GRACE_S
-        task = asyncio.create_task(self._transfer(group, body, timeout_s, tracing.caller()), name=f"transfer {version}")
+        self._state.transfer_deadline = (
+            asyncio.get_running_loop().time() + timeout_s + 2 * ANSWER_GRACE_S
+        )
+        task = asyncio.create_task(
+            self._transfer(group, body, timeout_s, tracing.caller()), name=f"transfer {version}"
+        )
         self._transfers.add(task)
         task.add_done_callback(self._transfers.discard)
         return await asyncio.shield(task)  # members are mid-update even when the caller has gone
@@ -185,21 +222,27 @@ class Coordinator:
         if self._state.forming or group is None:
             raise Refused(f"epoch {epoch}: a group is being formed; wait for JoinGroup")
         if epoch != group.epoch:
-            raise Refused(f"epoch {epoch} is not the current one, {group.epoch}; wait for JoinGroup")
+            raise Refused(
+                f"epoch {epoch} is not the current one, {group.epoch}; wait for JoinGroup"
+            )
         if self._state.transfer_deadline is not None:
             raise Refused(f"epoch {epoch}: an update is running")
         if not group.members:
             raise Unavailable("no generator is a member")
         return group
 
-    async def _transfer(self, group: Group, body: Mapping[str, Any], timeout_s: float, traceparent: str) -> TransferOutcome:
+    async def _transfer(
+        self, group: Group, body: Mapping[str, Any], timeout_s: float, traceparent: str
+    ) -> TransferOutcome:
         members = dict(self._state.clients)
 
         async def abort() -> None:
             await self._abandon(group)
 
         try:
-            with self.tracer.continued("update generators", traceparent, version=body["version"], members=len(members)):
+            with self.tracer.continued(
+                "update generators", traceparent, version=body["version"], members=len(members)
+            ):
                 outcome = await update_members(members, body, timeout_s, abort)
             await self._conclude(group, outcome, body["version"])
             return outcome
@@ -243,10 +286,18 @@ class Coordinator:
             log.warning("epoch=%d could not be ended at the trainer: %s", group.epoch, error)
 
     async def _form(self, decision: Form, seen: Observation) -> None:
-        if self._state.transfer_deadline is not None and asyncio.get_running_loop().time() < self._state.transfer_deadline:
+        if (
+            self._state.transfer_deadline is not None
+            and asyncio.get_running_loop().time() < self._state.transfer_deadline
+        ):
             return  # one began while this round was observing
         group = decision.group
-        log.info("epoch=%d members=%s forming: %s", group.epoch, ",".join(group.names) or "none", decision.reason)
+        log.info(
+            "epoch=%d members=%s forming: %s",
+            group.epoch,
+            ",".join(group.names) or "none",
+            decision.reason,
+        )
         self._state.waiting_for = f"generators to join epoch {group.epoch}"
         self._epoch_floor = group.epoch
         self._state.forming, self._state.group, self._state.transfer_deadline = True, None, None
@@ -266,7 +317,9 @@ class Coordinator:
         self.counters.groups_formed += 1
         self._state.group, self._state.clients = group, clients
         self._state.waiting_for = "every ready generator is a member"
-        self._state.served = {each.name: each.served_version for each in seen.generators if each.name in group.names}
+        self._state.served = {
+            each.name: each.served_version for each in seen.generators if each.name in group.names
+        }
         log.info("epoch=%d world_size=%d formed", group.epoch, group.world_size)
 
     def _leave_out(self, culprits: Mapping[str, str]) -> None:
@@ -279,5 +332,8 @@ class Coordinator:
 
 def manifest_body(manifest: weights_pb2.WeightManifest) -> dict[str, Any]:
     """The manifest as /request_weight_update carries it."""
-    tensors = [{"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)} for spec in manifest.tensors]
+    tensors = [
+        {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)}
+        for spec in manifest.tensors
+    ]
     return {"tensors": tensors, "bucket_bytes": manifest.bucket_bytes}

@@ -15,16 +15,23 @@ TIMED_OUT = 504
 
 @dataclass(frozen=True, slots=True)
 class FormFailure:
-    """`culprits` are left out next time; empty when the failure cannot be laid at a generator's door."""
+    """`culprits` are left out next time; empty when the failure cannot be laid at a generator's
+    door.
+    """
 
     culprits: Mapping[str, str]
     reason: str
 
 
 async def form_group(
-    group: Group, trainer: TrainerClient, generators: Mapping[str, GeneratorClient], settings: WeightTransferSettings
+    group: Group,
+    trainer: TrainerClient,
+    generators: Mapping[str, GeneratorClient],
+    settings: WeightTransferSettings,
 ) -> FormFailure | None:
-    """Forms `group` within `settings.form_timeout_seconds` plus the answers' grace. None when every member has joined."""
+    """Forms `group` within `settings.form_timeout_seconds` plus the answers' grace. None when every
+    member has joined.
+    """
     timeout_s = settings.form_timeout_seconds
     try:
         rendezvous = await trainer.join_group(
@@ -52,9 +59,11 @@ async def form_group(
 
 
 async def _until_first_failure(tasks: Mapping[str, asyncio.Task[Answer]]) -> dict[str, Answer]:
-    """Answers so far when one has failed (the rest would wait for it until their deadline), else of all.
+    """Answers so far when one has failed (the rest would wait for it until their deadline), else of
+    all.
 
-    One that timed out waiting for the others does not count: the one that it waited for is still to be found.
+    One that timed out waiting for the others does not count: the one that it waited for is still to
+    be found.
     """
     pending = set(tasks.values())
     try:
@@ -70,7 +79,9 @@ async def _until_first_failure(tasks: Mapping[str, asyncio.Task[Answer]]) -> dic
 
 
 def blame_joins(answers: Mapping[str, Answer]) -> FormFailure | None:
-    """Who kept the group from forming. One that waited in vain for the others (504) is not to blame."""
+    """Who kept the group from forming. One that waited in vain for the others (504) is not to
+    blame.
+    """
     failed = {name: answer.error for name, answer in answers.items() if not answer.ok}
     if not failed:
         return None

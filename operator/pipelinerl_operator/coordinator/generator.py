@@ -1,4 +1,6 @@
-"""The control side of one generator's HTTP interface. Every call is a fresh connection with a deadline."""
+"""The control side of one generator's HTTP interface. Every call is a fresh connection with a
+deadline.
+"""
 
 import asyncio
 from collections.abc import Mapping
@@ -11,7 +13,9 @@ from pipelinerl_common import tracing
 
 PROBE_TIMEOUT_S = 5.0
 ANSWER_GRACE_S = 5.0
-"""A generator ends a call by itself at the deadline it was given; its answer may take this much longer."""
+"""A generator ends a call by itself at the deadline it was given; its answer may take this much
+longer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """`weights` is the body of GET /weights of a generator that is alive, else None with the reason."""
+    """`weights` is the body of GET /weights of a generator that is alive, else None with the
+    reason.
+    """
 
     weights: Mapping[str, Any] | None
     error: str = ""
@@ -58,21 +64,37 @@ class GeneratorClient:
         answer = await self._call("GET", "/weights", None, timeout_s) if health.ok else health
         if answer.ok:
             return ProbeResult(answer.body)
-        return ProbeResult(None, answer.error, is_slow=answer.is_silence and answer.error.startswith("no answer"))
+        return ProbeResult(
+            None, answer.error, is_slow=answer.is_silence and answer.error.startswith("no answer")
+        )
 
     async def init_process_group(self, body: Mapping[str, Any], timeout_s: float) -> Answer:
-        return await self._call("POST", "/init_process_group", {**body, "timeout_s": timeout_s}, timeout_s + ANSWER_GRACE_S)
+        return await self._call(
+            "POST",
+            "/init_process_group",
+            {**body, "timeout_s": timeout_s},
+            timeout_s + ANSWER_GRACE_S,
+        )
 
     async def update_weights(self, body: Mapping[str, Any], timeout_s: float) -> Answer:
-        return await self._call("POST", "/request_weight_update", {**body, "timeout_s": timeout_s}, timeout_s + ANSWER_GRACE_S)
+        return await self._call(
+            "POST",
+            "/request_weight_update",
+            {**body, "timeout_s": timeout_s},
+            timeout_s + ANSWER_GRACE_S,
+        )
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Answer:
+    async def _call(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+    ) -> Answer:
         connector = aiohttp.TCPConnector(force_close=True)
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with (
                 aiohttp.ClientSession(
-                    connector=connector, timeout=timeout, headers={**self._headers, **tracing.headers()}
+                    connector=connector,
+                    timeout=timeout,
+                    headers={**self._headers, **tracing.headers()},
                 ) as session,
                 session.request(method, self.url + path, json=body) as response,
             ):
@@ -93,4 +115,8 @@ async def _read(response: aiohttp.ClientResponse) -> Answer:
         return Answer(200, parsed)
     error = parsed.get("error")
     message = error.get("message") if isinstance(error, dict) else None
-    return Answer(response.status, parsed, f"{response.url.path}: HTTP {response.status}: {message or response.reason}")
+    return Answer(
+        response.status,
+        parsed,
+        f"{response.url.path}: HTTP {response.status}: {message or response.reason}",
+    )

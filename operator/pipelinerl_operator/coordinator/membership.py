@@ -1,6 +1,7 @@
 """Who is in the weight-transfer group: observations, the group, and the pure decision between them.
 
-Level-triggered: `decide` looks only at what is true now, never at what happened, so no missed event can leave the group wrong.
+Level-triggered: `decide` looks only at what is true now, never at what happened, so no missed event
+can leave the group wrong.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +46,9 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A generator in the group. Its workers have the ranks from `rank_offset` on; the trainer is rank 0."""
+    """A generator in the group. Its workers have the ranks from `rank_offset` on; the trainer is
+    rank 0.
+    """
 
     name: str
     num_workers: int
@@ -54,7 +57,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A formed group. Example: members of 2 and 1 workers have the rank offsets 1 and 3; the world size is 4."""
+    """A formed group. Example: members of 2 and 1 workers have the rank offsets 1 and 3; the world
+    size is 4.
+    """
 
     epoch: int
     members: tuple[Member, ...]
@@ -102,7 +107,9 @@ class Backoff:
         self._until.pop(name, None)
 
     def keep_only(self, names: Sequence[str]) -> None:
-        """Forgets generators that no longer exist; what bears the name of one that has failed may be another process."""
+        """Forgets generators that no longer exist; what bears the name of one that has failed may
+        be another process.
+        """
         for gone in [name for name in self._failures if name not in names]:
             self.succeeded(gone)
 
@@ -121,10 +128,14 @@ class Standing:
     not_before: float = 0.0
     """After a failure that was nobody's in particular: when to try again."""
     settle_s: float = 2.0
-    """How long newcomers wait at most for those that are starting, so that they join together; and how long one that was away
-    must have stayed, so that one that comes and goes does not form the group again and again."""
+    """How long newcomers wait at most for those that are starting, so that they join together; and
+    how long one that was away must have stayed, so that one that comes and goes does not form the
+    group again and again.
+    """
     epoch_floor: int = 0
-    """The newest epoch of an earlier coordinator: epochs never go back, not even when everybody has forgotten theirs."""
+    """The newest epoch of an earlier coordinator: epochs never go back, not even when everybody has
+    forgotten theirs.
+    """
 
 
 def assign_ranks(epoch: int, workers: Mapping[str, int]) -> Group:
@@ -156,15 +167,23 @@ def decide(seen: Observation, standing: Standing, backoff: Backoff) -> Wait | Fo
         return Wait("others may join too")
     known = [seen.trainer.epoch, standing.epoch_floor, group.epoch if group else 0]
     epoch = 1 + max([*known, *(generator.epoch for generator in seen.generators)])
-    return Form(assign_ranks(epoch, {generator.name: generator.num_workers for generator in ready}), fault)
+    return Form(
+        assign_ranks(epoch, {generator.name: generator.num_workers for generator in ready}), fault
+    )
 
 
 def _ready(seen: Observation, standing: Standing, backoff: Backoff) -> list[SeenGenerator]:
-    """Who belongs into the group: members that are there, and newcomers that are neither left out nor just back."""
+    """Who belongs into the group: members that are there, and newcomers that are neither left out
+    nor just back.
+    """
     members = standing.group.names if standing.group else ()
 
     def is_ready(generator: SeenGenerator) -> bool:
-        is_back = generator.name in members or not generator.was_away or seen.now - generator.seen_since >= standing.settle_s
+        is_back = (
+            generator.name in members
+            or not generator.was_away
+            or seen.now - generator.seen_since >= standing.settle_s
+        )
         return is_back and not backoff.is_out(generator.name, seen.now)
 
     return [generator for generator in seen.generators if is_ready(generator)]

@@ -9,7 +9,9 @@ from pipelinerl_operator.coordinator.membership import Observation, SeenGenerato
 from pipelinerl_operator.coordinator.trainer import TrainerClient
 
 MAX_SLOW_PROBES = 3
-"""A generator that was alive may leave this many probes in a row unanswered (a busy machine) before it counts as gone."""
+"""A generator that was alive may leave this many probes in a row unanswered (a busy machine) before
+it counts as gone.
+"""
 
 
 @dataclass
@@ -26,13 +28,17 @@ class _Sight:
 class Observer:
     """Probes everything at once and remembers only since when each generator has been answering."""
 
-    def __init__(self, generators: Callable[[], Mapping[str, str]], trainer: TrainerClient, token: str | None) -> None:
+    def __init__(
+        self, generators: Callable[[], Mapping[str, str]], trainer: TrainerClient, token: str | None
+    ) -> None:
         self._generators = generators
         self._trainer = trainer
         self._token = token
         self._sights: dict[str, _Sight] = {}
         self.moved: frozenset[str] = frozenset()
-        """Generators that came under another address with the last observation: other processes of the same names."""
+        """Generators that came under another address with the last observation: other processes of
+        the same names.
+        """
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -46,8 +52,9 @@ class Observer:
         return {name: sight.error for name, sight in self._sights.items() if sight.seen is None}
 
     def silent(self) -> dict[str, float]:
-        """Generators whose process seems alive, since it was not seen to end, but that have stopped answering: for how many
-        seconds, by name."""
+        """Generators whose process seems alive, since it was not seen to end, but that have stopped
+        answering: for how many seconds, by name.
+        """
         now = asyncio.get_running_loop().time()
         return {
             name: now - sight.answered_at

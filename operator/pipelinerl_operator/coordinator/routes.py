@@ -1,4 +1,6 @@
-"""Which job a call of the shared `WeightTransfer` service is for: the one whose bearer token it carries."""
+"""Which job a call of the shared `WeightTransfer` service is for: the one whose bearer token it
+carries.
+"""
 
 import hashlib
 from typing import Any
@@ -8,7 +10,9 @@ from pipelinerl_operator.coordinator.coordinator import Coordinator
 
 
 class TokenRoutes:
-    """Coordinators by the hash of their job's token, so that looking one up takes no time that tells of another."""
+    """Coordinators by the hash of their job's token, so that looking one up takes no time that
+    tells of another.
+    """
 
     def __init__(self) -> None:
         self._by_digest: dict[bytes, Coordinator] = {}
@@ -20,10 +24,14 @@ class TokenRoutes:
         self._by_digest.pop(_digest(f"Bearer {token}"), None)
 
     def find(self, context: Any) -> Coordinator:
-        """Raises Unavailable: an operator that has just begun to lead does not know every job yet, and callers try again."""
+        """Raises Unavailable: an operator that has just begun to lead does not know every job yet,
+        and callers try again.
+        """
         metadata = dict(context.invocation_metadata() or ())
         given = metadata.get("authorization", "")
-        coordinator = self._by_digest.get(_digest(given if isinstance(given, str) else given.decode("utf-8", "replace")))
+        coordinator = self._by_digest.get(
+            _digest(given if isinstance(given, str) else given.decode("utf-8", "replace"))
+        )
         if coordinator is None:
             raise Unavailable("no job of this operator that runs has this bearer token")
         return coordinator

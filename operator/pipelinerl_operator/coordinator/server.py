@@ -31,12 +31,16 @@ class WeightTransferServicer(weights_pb2_grpc.WeightTransferServicer):
             timeout_s=request.timeout_s,
         )
         members = [
-            member_result(name, answer, outcome.expelled.get(name, answer.error), request.policy_version)
+            member_result(
+                name, answer, outcome.expelled.get(name, answer.error), request.policy_version
+            )
             for name, answer in outcome.answers.items()
         ]
         return weights_pb2.PublishVersionResponse(published=outcome.published, members=members)
 
-    async def GetGroup(self, request: weights_pb2.GetGroupRequest, context: Any) -> weights_pb2.GetGroupResponse:
+    async def GetGroup(
+        self, request: weights_pb2.GetGroupRequest, context: Any
+    ) -> weights_pb2.GetGroupResponse:
         coordinator = self._find(context)
         group = coordinator.group
         return weights_pb2.GetGroupResponse(
@@ -47,12 +51,17 @@ class WeightTransferServicer(weights_pb2_grpc.WeightTransferServicer):
 
 
 def member_result(name: str, answer: Answer, error: str, version: int) -> weights_pb2.MemberResult:
-    """One member's answer for the trainer. A failed member serves what it says itself, -1 when it says nothing."""
+    """One member's answer for the trainer. A failed member serves what it says itself, -1 when it
+    says nothing.
+    """
     if not answer.ok or error:
         reported = answer.body.get("error")
         serving = reported.get("serving_version") if isinstance(reported, Mapping) else None
         return weights_pb2.MemberResult(
-            generator=name, ok=False, error=error, policy_version=serving if isinstance(serving, int) else -1
+            generator=name,
+            ok=False,
+            error=error,
+            policy_version=serving if isinstance(serving, int) else -1,
         )
     body = answer.body
     return weights_pb2.MemberResult(
@@ -70,7 +79,9 @@ def member_result(name: str, answer: Answer, error: str, version: int) -> weight
 def weight_transfer(find: Callable[[Any], Coordinator]) -> rpc.RpcService:
     """The service for one coordinator or, with `find` telling them apart, for many."""
     servicer = WeightTransferServicer(find)
-    return rpc.RpcService(weights_pb2_grpc.add_WeightTransferServicer_to_server, servicer, FULL_NAME)
+    return rpc.RpcService(
+        weights_pb2_grpc.add_WeightTransferServicer_to_server, servicer, FULL_NAME
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +101,13 @@ async def serve_coordinator(
     listen: str,
     token: str | None,
 ) -> AsyncIterator[RunningCoordinator]:
-    """A coordinator with its server on `listen`. Raises SettingsError when the address cannot be bound."""
+    """A coordinator with its server on `listen`. Raises SettingsError when the address cannot be
+    bound.
+    """
     coordinator = Coordinator(settings, generators, lambda: trainer_address, token=token)
-    async with rpc.serve(listen, [weight_transfer(lambda context: coordinator)], token=token) as server:
+    async with rpc.serve(
+        listen, [weight_transfer(lambda context: coordinator)], token=token
+    ) as server:
         try:
             yield RunningCoordinator(coordinator, server.address)
         finally:

@@ -20,8 +20,9 @@ class Rendezvous:
 
 
 class TrainerClient:
-    """Calls to `Policy` at `address()`, None while there is none; a fresh channel each, so that a restarted trainer is reached
-    at once."""
+    """Calls to `Policy` at `address()`, None while there is none; a fresh channel each, so that a
+    restarted trainer is reached at once.
+    """
 
     def __init__(self, address: Callable[[], str | None], token: str | None) -> None:
         self.address = address
@@ -35,12 +36,16 @@ class TrainerClient:
         try:
             async with rpc.connect(address, token=self._token) as channel:
                 method = policy_pb2_grpc.PolicyStub(channel).GetPolicy
-                response = await rpc.call(method, policy_pb2.GetPolicyRequest(), timeout_s=PROBE_TIMEOUT_S)
+                response = await rpc.call(
+                    method, policy_pb2.GetPolicyRequest(), timeout_s=PROBE_TIMEOUT_S
+                )
         except PipelineRLError:
             return None
         return SeenTrainer(response.epoch, response.policy_version)
 
-    async def join_group(self, *, epoch: int, world_size: int, backend: str, port: int, timeout_s: float) -> Rendezvous:
+    async def join_group(
+        self, *, epoch: int, world_size: int, backend: str, port: int, timeout_s: float
+    ) -> Rendezvous:
         """Opens the rendezvous of a new group, ending the old one. Raises PipelineRLError."""
         request = policy_pb2.JoinGroupRequest(
             epoch=epoch, world_size=world_size, backend=backend, port=port, timeout_s=timeout_s
@@ -49,5 +54,7 @@ class TrainerClient:
         if address is None:
             raise Unavailable("the trainer has no address")
         async with rpc.connect(address, token=self._token) as channel:
-            response = await rpc.call(policy_pb2_grpc.PolicyStub(channel).JoinGroup, request, timeout_s=timeout_s)
+            response = await rpc.call(
+                policy_pb2_grpc.PolicyStub(channel).JoinGroup, request, timeout_s=timeout_s
+            )
         return Rendezvous(response.master_address, response.master_port)

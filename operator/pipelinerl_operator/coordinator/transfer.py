@@ -1,4 +1,6 @@
-"""One update of every member: fan out, find out early that it cannot succeed, tell culprits from bystanders."""
+"""One update of every member: fan out, find out early that it cannot succeed, tell culprits from
+bystanders.
+"""
 
 import asyncio
 from collections import Counter
@@ -16,7 +18,9 @@ REFUSALS = frozenset({400, 401, 409, 422})
 class TransferOutcome:
     answers: Mapping[str, Answer]
     expelled: Mapping[str, str]
-    """Members to be left out, with the reason. The others either serve the version or are bystanders of the failure."""
+    """Members to be left out, with the reason. The others either serve the version or are
+    bystanders of the failure.
+    """
     aborted: bool
     """The group was given up while members were still waiting in it."""
 
@@ -28,11 +32,16 @@ class TransferOutcome:
 
 
 async def update_members(
-    members: Mapping[str, GeneratorClient], body: Mapping[str, Any], timeout_s: float, abort: Callable[[], Awaitable[None]]
+    members: Mapping[str, GeneratorClient],
+    body: Mapping[str, Any],
+    timeout_s: float,
+    abort: Callable[[], Awaitable[None]],
 ) -> TransferOutcome:
-    """Posts /request_weight_update to all at once and waits at most `timeout_s` plus the answers' grace.
+    """Posts /request_weight_update to all at once and waits at most `timeout_s` plus the answers'
+    grace.
 
-    The trainer broadcasts only when every member receives. So when one fails before any has succeeded, the others wait in vain:
+    The trainer broadcasts only when every member receives. So when one fails before any has
+    succeeded, the others wait in vain:
     `abort` then ends the group, and with it their waiting.
     """
     tasks = {
@@ -48,7 +57,11 @@ async def update_members(
             if aborted:
                 continue
             early |= {name for name, task in tasks.items() if task in done and not task.result().ok}
-            if early and pending and not any(task.done() and task.result().ok for task in tasks.values()):
+            if (
+                early
+                and pending
+                and not any(task.done() and task.result().ok for task in tasks.values())
+            ):
                 aborted = True
                 await abort()
     finally:
@@ -58,7 +71,9 @@ async def update_members(
     return TransferOutcome(answers, blame_updates(answers, early), aborted)
 
 
-async def _update(name: str, client: GeneratorClient, body: Mapping[str, Any], timeout_s: float) -> Answer:
+async def _update(
+    name: str, client: GeneratorClient, body: Mapping[str, Any], timeout_s: float
+) -> Answer:
     with span("update generator", generator=name) as updating:
         answer = await client.update_weights(body, timeout_s)
         updating.set(status=answer.status, error=answer.error)
@@ -68,17 +83,25 @@ async def _update(name: str, client: GeneratorClient, body: Mapping[str, Any], t
 def blame_updates(answers: Mapping[str, Answer], early: set[str]) -> dict[str, str]:
     """Who is expelled, and why. `early` failed before the group was given up.
 
-    Silence and refusals are a member's own fault. When there is such a member, or the group was given up, other errors are
-    its consequence. Members whose checksum is not the common one hold wrong weights.
+    Silence and refusals are a member's own fault. When there is such a member, or the group was
+    given up, other errors are its consequence. Members whose checksum is not the common one hold
+    wrong weights.
     """
     failed = {name for name, answer in answers.items() if not answer.ok}
-    own_fault = {name for name in failed if answers[name].is_silence or answers[name].status in REFUSALS}
+    own_fault = {
+        name for name in failed if answers[name].is_silence or answers[name].status in REFUSALS
+    }
     culprits = own_fault or (failed & early) or failed
     expelled = {name: answers[name].error for name in sorted(culprits)}
-    checksums = Counter(str(answer.body.get("checksum", "")) for answer in answers.values() if answer.ok)
+    checksums = Counter(
+        str(answer.body.get("checksum", "")) for answer in answers.values() if answer.ok
+    )
     if len(checksums) > 1:
         common = checksums.most_common(1)[0][0]
         for name, answer in answers.items():
             if answer.ok and str(answer.body.get("checksum", "")) != common:
-                expelled[name] = f"checksum {answer.body.get('checksum')} differs from the other members' {common}"
+                expelled[name] = (
+                    f"checksum {answer.body.get('checksum')} differs from the other members' "
+                    f"{common}"
+                )
     return expelled

@@ -1,4 +1,6 @@
-"""The CustomResourceDefinition, made from the settings: `python -m pipelinerl_operator.crd` writes the chart's template."""
+"""The CustomResourceDefinition, made from the settings: `python -m pipelinerl_operator.crd` writes
+the chart's template.
+"""
 
 from pipelinerl_operator.crd.definition import definition
 

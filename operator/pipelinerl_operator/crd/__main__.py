@@ -1,4 +1,6 @@
-"""`python -m pipelinerl_operator.crd [--check]`: writes the chart's CRD, or fails when the one there is another."""
+"""`python -m pipelinerl_operator.crd [--check]`: writes the chart's CRD, or fails when the one
+there is another.
+"""
 
 import argparse
 import sys
@@ -12,9 +14,18 @@ TEMPLATE = Path("charts/pipelinerl/templates/crd.yaml")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pipelinerl_operator.crd", description="Writes the chart's CRD.")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when the file differs")
-    parser.add_argument("--output", type=Path, default=CHECKOUT / TEMPLATE, help=f"default: {TEMPLATE} of this checkout")
+    parser = argparse.ArgumentParser(
+        prog="python -m pipelinerl_operator.crd", description="Writes the chart's CRD."
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail when the file differs"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=CHECKOUT / TEMPLATE,
+        help=f"default: {TEMPLATE} of this checkout",
+    )
     flags = parser.parse_args(argv)
     text = render_template()
     if not flags.check:

@@ -30,7 +30,9 @@ _COLUMNS = (
 
 
 _NAME = {"type": "string", "maxLength": 40, "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$"}
-"""So that names of pods fit in 63 characters, and because the job's Service, whose name begins with a letter, is called so."""
+"""So that names of pods fit in 63 characters, and because the job's Service, whose name begins with
+a letter, is called so.
+"""
 
 
 def definition() -> dict[str, Any]:
@@ -72,11 +74,17 @@ def definition() -> dict[str, Any]:
 
 def job_schema() -> dict[str, Any]:
     spec, status = structural_schema(JobSpec), structural_schema(JobStatus, with_defaults=False)
-    spec["description"] = "What is trained, how, and with which pods. `pipelinerl up` reads the same."
+    spec["description"] = (
+        "What is trained, how, and with which pods. `pipelinerl up` reads the same."
+    )
     status["description"] = "What the operator sees and remembers; only it writes here."
-    status["properties"]["conditions"] |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
+    status["properties"]["conditions"] |= {
+        "x-kubernetes-list-type": "map",
+        "x-kubernetes-list-map-keys": ["type"],
+    }
     schema = {
-        "description": "A reinforcement-learning run of a language model in which generation never stops: actors sample, "
+        "description": "A reinforcement-learning run of a language model in which generation never "
+        "stops: actors sample, "
         "trainers learn, and new weights reach the generators between two tokens.",
         "type": "object",
         "required": ["spec"],

@@ -1,10 +1,11 @@
 """Rules in CEL (x-kubernetes-validations) by the place that they look at.
 
-A server before 1.25 does not know them. The settings check the same, but for what compares with the object before: there the
-operator shows the difference in the job's status.
+A server before 1.25 does not know them. The settings check the same, but for what compares with the
+object before: there the operator shows the difference in the job's status.
 
-A rule cannot look into a free form (podTemplate, args, engineArgs), but can compare it as a whole. The server then compares the
-number of keys, and the values of those that both have: it does not see that a key got another name.
+A rule cannot look into a free form (podTemplate, args, engineArgs), but can compare it as a whole.
+The server then compares the number of keys, and the values of those that both have: it does not see
+that a key got another name.
 """
 
 import re
@@ -28,14 +29,17 @@ _MUTABLE = "; set suspend, or change restart.id together with it"
 
 
 def _kept(*fields: str) -> str:
-    """True when none of the fields was changed. They have defaults, or are required, so they are always there."""
+    """True when none of the fields was changed. They have defaults, or are required, so they are
+    always there.
+    """
     return " && ".join(f"self.{field} == oldSelf.{field}" for field in fields)
 
 
 def _kept_optional(*fields: str) -> str:
     """As `_kept`, for fields that may be absent."""
     return " && ".join(
-        f"has(self.{field}) == has(oldSelf.{field}) && (!has(self.{field}) || self.{field} == oldSelf.{field})"
+        f"has(self.{field}) == has(oldSelf.{field}) && (!has(self.{field}) || self.{field} == "
+        f"oldSelf.{field})"
         for field in fields
     )
 
@@ -50,16 +54,31 @@ RULES: dict[Path, tuple[Rule, ...]] = {
         Rule(_kept_optional("managedBy"), "managedBy cannot be changed"),
         Rule(
             _unless_restarted(_kept("seed", "model", "task", "algorithm", "staleness")),
-            f"seed, model, task, algorithm and staleness cannot be changed while the job runs{_MUTABLE}",
+            "seed, model, task, algorithm and staleness cannot be changed while the job "
+            f"runs{_MUTABLE}",
         ),
         Rule(
-            _unless_restarted(_kept("trainers", "preprocessor", "stream", "weightTransfer", "network", "sharedMemorySize")),
-            "trainers, preprocessor, stream, weightTransfer, network and sharedMemorySize cannot be changed while the job runs"
-            + _MUTABLE,
+            _unless_restarted(
+                _kept(
+                    "trainers",
+                    "preprocessor",
+                    "stream",
+                    "weightTransfer",
+                    "network",
+                    "sharedMemorySize",
+                )
+            ),
+            "trainers, preprocessor, stream, weightTransfer, network and sharedMemorySize cannot "
+            "be changed while the job runs" + _MUTABLE,
         ),
         Rule(
-            _unless_restarted(_kept_optional("reference", "evaluation", "image") + " && " + _kept("imagePullSecrets", "env")),
-            f"reference, evaluation, image, imagePullSecrets and env cannot be changed while the job runs{_MUTABLE}",
+            _unless_restarted(
+                _kept_optional("reference", "evaluation", "image")
+                + " && "
+                + _kept("imagePullSecrets", "env")
+            ),
+            "reference, evaluation, image, imagePullSecrets and env cannot be changed while the "
+            f"job runs{_MUTABLE}",
         ),
         Rule(
             _unless_restarted(
@@ -73,15 +92,18 @@ RULES: dict[Path, tuple[Rule, ...]] = {
                 + " && "
                 + _kept_optional("actors.image", "actors.podTemplate")
             ),
-            f"of actors, only replicas, minReplicas and maxReplicas can be changed while the job runs{_MUTABLE}",
+            "of actors, only replicas, minReplicas and maxReplicas can be changed while the job "
+            f"runs{_MUTABLE}",
         ),
         Rule(
             "self.algorithm.kl.coefficient == 0.0 || has(self.reference)",
-            "algorithm.kl.coefficient needs a reference model: add 'reference: {}' or set the coefficient to 0",
+            "algorithm.kl.coefficient needs a reference model: add 'reference: {}' or set the "
+            "coefficient to 0",
         ),
         Rule(
             "self.algorithm.kl.coefficient > 0.0 || !has(self.reference)",
-            "reference is never used with algorithm.kl.coefficient=0: remove it or set the coefficient",
+            "reference is never used with algorithm.kl.coefficient=0: remove it or set the "
+            "coefficient",
         ),
         Rule(
             "self.task.sampling.maxTokens < self.model.maxModelLen",
@@ -93,21 +115,26 @@ RULES: dict[Path, tuple[Rule, ...]] = {
         ),
         Rule(
             "self.task.groupSize >= 2 || "
-            "(has(self.algorithm.baseline) ? self.algorithm.baseline in ['none', 'value'] : self.algorithm.loss == 'ppo')",
+            "(has(self.algorithm.baseline) ? self.algorithm.baseline in ['none', 'value'] : "
+            "self.algorithm.loss == 'ppo')",
             "an algorithm.baseline of the group needs task.groupSize of at least 2",
         ),
         Rule(
             "self.weightTransfer.backend != 'nccl' || self.actors.gpusPerReplica > 0",
-            "weightTransfer.backend=nccl needs GPUs: set the backend to gloo, or actors.gpusPerReplica",
+            "weightTransfer.backend=nccl needs GPUs: set the backend to gloo, or "
+            "actors.gpusPerReplica",
         ),
         Rule(
-            "!has(self.evaluation) || has(self.trainers.checkpoint.pvc) || has(self.trainers.checkpoint.uri)",
-            "evaluation reads checkpoints from another pod: set trainers.checkpoint.pvc or trainers.checkpoint.uri",
+            "!has(self.evaluation) || has(self.trainers.checkpoint.pvc) || "
+            "has(self.trainers.checkpoint.uri)",
+            "evaluation reads checkpoints from another pod: set trainers.checkpoint.pvc or "
+            "trainers.checkpoint.uri",
         ),
         Rule(
             "!has(self.evaluation) || (self.trainers.checkpoint.everySteps > 0 && "
             "self.evaluation.everySteps % self.trainers.checkpoint.everySteps == 0)",
-            "evaluation.everySteps must be a multiple of trainers.checkpoint.everySteps, which must be above 0",
+            "evaluation.everySteps must be a multiple of trainers.checkpoint.everySteps, which "
+            "must be above 0",
         ),
         Rule(
             "!self.autoscale.enabled || has(self.actors.maxReplicas)",
@@ -115,55 +142,72 @@ RULES: dict[Path, tuple[Rule, ...]] = {
         ),
     ),
     ("spec", "actors"): (
-        Rule("self.minReplicas <= self.replicas", "minReplicas is more than replicas: lower the one or raise the other"),
+        Rule(
+            "self.minReplicas <= self.replicas",
+            "minReplicas is more than replicas: lower the one or raise the other",
+        ),
         Rule(
             "!has(self.maxReplicas) || self.replicas <= self.maxReplicas",
             "replicas is more than maxReplicas: lower the one or raise the other",
         ),
     ),
     ("spec", "algorithm"): (
-        Rule("self.optimizer.warmupSteps <= self.steps", "optimizer.warmupSteps is more than steps"),
+        Rule(
+            "self.optimizer.warmupSteps <= self.steps", "optimizer.warmupSteps is more than steps"
+        ),
         Rule(
             "!has(self.baseline) || !(self.baseline in ['none', 'value']) || "
-            "!(self.loss in ['grpo', 'dapo', 'gspo', 'cispo']) || (has(self.divideByStd) && !self.divideByStd)",
-            "this loss divides by the spread around the group's mean: set baseline=mean, or divideByStd=false",
+            "!(self.loss in ['grpo', 'dapo', 'gspo', 'cispo']) || (has(self.divideByStd) && "
+            "!self.divideByStd)",
+            "this loss divides by the spread around the group's mean: set baseline=mean, or "
+            "divideByStd=false",
         ),
         Rule(
             "self.kl.estimator != 'k1' || self.kl.placement != 'loss'",
-            "kl.estimator=k1 teaches nothing in the loss: set kl.placement=reward, or another estimator",
+            "kl.estimator=k1 teaches nothing in the loss: set kl.placement=reward, or another "
+            "estimator",
         ),
     ),
-    ("spec", "model", "cache"): (Rule("has(self.pvc) != has(self.emptyDir)", "exactly one of pvc and emptyDir"),),
+    ("spec", "model", "cache"): (
+        Rule("has(self.pvc) != has(self.emptyDir)", "exactly one of pvc and emptyDir"),
+    ),
     ("spec", "trainers"): (
         Rule(
             "self.replicas == 1 || has(self.checkpoint.pvc) || has(self.checkpoint.uri)",
-            "several trainer nodes write one checkpoint together: set checkpoint.pvc or checkpoint.uri",
+            "several trainer nodes write one checkpoint together: set checkpoint.pvc or "
+            "checkpoint.uri",
         ),
         Rule(
             "self.processesPerNode % self.sequenceParallelSize == 0",
             "processesPerNode is no multiple of sequenceParallelSize: change the one or the other",
         ),
     ),
-    ("spec", "trainers", "checkpoint"): (Rule("!has(self.pvc) || !has(self.uri)", "pvc and uri exclude each other"),),
+    ("spec", "trainers", "checkpoint"): (
+        Rule("!has(self.pvc) || !has(self.uri)", "pvc and uri exclude each other"),
+    ),
     ("spec", "env", "[]"): (
         Rule("!has(self.value) || !has(self.valueFrom)", "value and valueFrom exclude each other"),
         Rule("!self.name.startsWith('PRL_')", "names that begin with PRL_ are set by the operator"),
     ),
     ("spec", "env", "[]", "valueFrom"): (
         Rule(
-            "[has(self.secretKeyRef), has(self.configMapKeyRef), has(self.fieldRef)].exists_one(given, given)",
+            "[has(self.secretKeyRef), has(self.configMapKeyRef), "
+            "has(self.fieldRef)].exists_one(given, given)",
             "exactly one of secretKeyRef, configMapKeyRef and fieldRef",
         ),
     ),
-    ("spec", "autoscale"): (Rule("self.lowRatio < self.highRatio", "lowRatio must be below highRatio"),),
+    ("spec", "autoscale"): (
+        Rule("self.lowRatio < self.highRatio", "lowRatio must be below highRatio"),
+    ),
 }
 
 
 def add_rules(schema: dict[str, Any]) -> None:
     """Puts every rule where it belongs. Raises KeyError when the place does not exist.
 
-    The server tries the rules on a section's default as it is written, without the defaults of fields in it, and refuses the
-    definition when one of them looks for a field that is not there. So what they look at is written out in such a default.
+    The server tries the rules on a section's default as it is written, without the defaults of
+    fields in it, and refuses the definition when one of them looks for a field that is not there.
+    So what they look at is written out in such a default.
     """
     for path, rules in RULES.items():
         section = place(schema, path)
@@ -171,14 +215,22 @@ def add_rules(schema: dict[str, Any]) -> None:
         if "default" in section:
             named = {name for rule in rules for name in re.findall(r"\bself\.(\w+)", rule.rule)}
             written_out = _written_out(section["default"], section)
-            section["default"] |= {name: value for name, value in written_out.items() if name in named}
+            section["default"] |= {
+                name: value for name, value in written_out.items() if name in named
+            }
 
 
 def _written_out(default: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     """With the defaults of its fields, and theirs."""
-    fields = {name: each for name, each in schema.get("properties", {}).items() if name in default or "default" in each}
+    fields = {
+        name: each
+        for name, each in schema.get("properties", {}).items()
+        if name in default or "default" in each
+    }
     return default | {
-        name: _written_out(value, each) if isinstance(value := default.get(name, each.get("default")), dict) else value
+        name: _written_out(value, each)
+        if isinstance(value := default.get(name, each.get("default")), dict)
+        else value
         for name, each in fields.items()
     }
 

@@ -1,9 +1,11 @@
-"""A pydantic model as a structural schema: what apiextensions.k8s.io/v1 accepts, with bounds everywhere.
+"""A pydantic model as a structural schema: what apiextensions.k8s.io/v1 accepts, with bounds
+everywhere.
 
-Differences to JSON Schema: nothing is referred to, nothing may be null (a field is left out instead), unknown fields are pruned
-rather than forbidden, and what is free-form says so. Bounds are needed because a rule's cost is estimated by the largest value.
-Where a section comes a second time, as that of the generators does, its fields say where they are described; in the status,
-which people do not write, they say nothing.
+Differences to JSON Schema: nothing is referred to, nothing may be null (a field is left out
+instead), unknown fields are pruned rather than forbidden, and what is free-form says so. Bounds are
+needed because a rule's cost is estimated by the largest value. Where a section comes a second time,
+as that of the generators does, its fields say where they are described; in the status, which people
+do not write, they say nothing.
 """
 
 from collections.abc import Mapping
@@ -16,11 +18,23 @@ Schema = dict[str, Any]
 PRESERVE = "x-kubernetes-preserve-unknown-fields"
 MAX_LENGTH, MAX_ITEMS, MAX_PROPERTIES = 4096, 256, 256
 """Bounds of what the settings leave open."""
-_KEPT = ("minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "maxProperties", "pattern", "enum")
+_KEPT = (
+    "minimum",
+    "maximum",
+    "minLength",
+    "maxLength",
+    "minItems",
+    "maxItems",
+    "maxProperties",
+    "pattern",
+    "enum",
+)
 
 
 def structural_schema(model: type[BaseModel], *, with_defaults: bool = True) -> Schema:
-    """Without defaults for what only the operator writes. Raises ValueError that names a field without structural form."""
+    """Without defaults for what only the operator writes. Raises ValueError that names a field
+    without structural form.
+    """
     root = model.model_json_schema(by_alias=True)
     return _Conversion(root.get("$defs", {}), with_defaults).schema(root, model.__name__)
 
@@ -45,7 +59,9 @@ class _Conversion:
             if source.keys() - {"title", "description", "default"}:
                 raise ValueError(f"{path}: {source} has no structural form")
             return converted | {PRESERVE: True}
-        converted["type"] = kind or _type_of([*source.get("enum", ()), *([source["const"]] if "const" in source else ())], path)
+        converted["type"] = kind or _type_of(
+            [*source.get("enum", ()), *([source["const"]] if "const" in source else ())], path
+        )
         converted |= {key: source[key] for key in _KEPT if key in source}
         if "const" in source:
             converted["enum"] = [source["const"]]
@@ -66,7 +82,9 @@ class _Conversion:
         return {}
 
     def _resolved(self, source: Schema, path: str) -> Schema:
-        """Without references and without the alternative null. What is said beside a reference goes first."""
+        """Without references and without the alternative null. What is said beside a reference goes
+        first.
+        """
         if "$ref" in source:
             target = self._definitions[source["$ref"].rpartition("/")[2]]
             beside = {key: value for key, value in source.items() if key != "$ref"}
@@ -74,13 +92,17 @@ class _Conversion:
         if "anyOf" in source:
             alternatives = [each for each in source["anyOf"] if each.get("type") != "null"]
             if len(alternatives) != 1:
-                raise ValueError(f"{path}: {len(alternatives)} alternatives have no structural form")
+                raise ValueError(
+                    f"{path}: {len(alternatives)} alternatives have no structural form"
+                )
             beside = {key: value for key, value in source.items() if key != "anyOf"}
             return self._resolved({**alternatives[0], **beside}, path)
         return source
 
     def _default(self, source: Schema, kind: str) -> Schema:
-        """A section's default is empty: its fields bring their own. An empty string is none: a 1.20 server reads it as null."""
+        """A section's default is empty: its fields bring their own. An empty string is none: a 1.20
+        server reads it as null.
+        """
         default = source.get("default")
         if default is None or default == "" or not self._with_defaults:
             return {}
@@ -93,15 +115,21 @@ class _Conversion:
             first = self._first.setdefault(source["title"], path)
             same = "" if first == path else f"{first.partition('.')[2]}."
             parts["properties"] = {
-                name: self.schema(each, f"{path}.{name}", f"{same}{name}" if same else "") for name, each in properties.items()
+                name: self.schema(each, f"{path}.{name}", f"{same}{name}" if same else "")
+                for name, each in properties.items()
             }
         if source.get("required"):
             parts["required"] = sorted(source["required"])
-        if others is True or (isinstance(others, dict) and not self._resolved(others, path).get("type")):
+        if others is True or (
+            isinstance(others, dict) and not self._resolved(others, path).get("type")
+        ):
             return parts | {PRESERVE: True}
         if isinstance(others, dict):
             values = self.schema(others, f"{path}.*")
-            return parts | {"additionalProperties": values, "maxProperties": source.get("maxProperties", MAX_PROPERTIES)}
+            return parts | {
+                "additionalProperties": values,
+                "maxProperties": source.get("maxProperties", MAX_PROPERTIES),
+            }
         return parts
 
     def _array(self, source: Schema, path: str) -> Schema:
@@ -111,7 +139,10 @@ class _Conversion:
             if any(other != first for other in rest):
                 raise ValueError(f"{path}: a list of different items has no structural form")
             items = first
-        return {"items": self.schema(items, f"{path}[]"), "maxItems": source.get("maxItems", MAX_ITEMS)}
+        return {
+            "items": self.schema(items, f"{path}[]"),
+            "maxItems": source.get("maxItems", MAX_ITEMS),
+        }
 
 
 def _type_of(values: list[Any], path: str) -> str:

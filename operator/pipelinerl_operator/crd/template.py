@@ -32,7 +32,9 @@ class _Dumper(yaml.SafeDumper):
     def represent_mapping_by_size(self, data: dict[str, Any]) -> yaml.MappingNode:
         text = json.dumps(data)
         return self.represent_mapping(
-            "tag:yaml.org,2002:map", data.items(), flow_style=len(text) <= FLOW_CHARACTERS and RULES_KEY not in text
+            "tag:yaml.org,2002:map",
+            data.items(),
+            flow_style=len(text) <= FLOW_CHARACTERS and RULES_KEY not in text,
         )
 
 
@@ -42,12 +44,25 @@ _Dumper.add_representer(dict, _Dumper.represent_mapping_by_size)
 def render_template() -> str:
     crd = definition()
     crd["metadata"]["annotations"] = {"helm.sh/resource-policy": "keep"}
-    text = yaml.dump(crd, Dumper=_Dumper, sort_keys=False, width=10_000, default_flow_style=None, allow_unicode=True)
-    return HEADER + "".join(f"{line}\n" for line in _with_conditions(_literal(text).splitlines())) + FOOTER
+    text = yaml.dump(
+        crd,
+        Dumper=_Dumper,
+        sort_keys=False,
+        width=10_000,
+        default_flow_style=None,
+        allow_unicode=True,
+    )
+    return (
+        HEADER
+        + "".join(f"{line}\n" for line in _with_conditions(_literal(text).splitlines()))
+        + FOOTER
+    )
 
 
 def _literal(text: str) -> str:
-    """Opening braces of descriptions do not open an action; closing ones by themselves mean nothing to Helm."""
+    """Opening braces of descriptions do not open an action; closing ones by themselves mean nothing
+    to Helm.
+    """
     return text.replace("{{", '{{ "{{" }}')
 
 
@@ -56,7 +71,9 @@ def _with_conditions(lines: list[str]) -> Iterator[str]:
     inside: int | None = None
     for line in lines:
         indentation = len(line) - len(line.lstrip())
-        if inside is not None and not (indentation > inside or (indentation == inside and line.lstrip().startswith("- "))):
+        if inside is not None and not (
+            indentation > inside or (indentation == inside and line.lstrip().startswith("- "))
+        ):
             yield RULES_END
             inside = None
         if line.strip() == f"{RULES_KEY}:":

@@ -1,4 +1,6 @@
-"""The Kubernetes API as the operator uses it: a port of ten calls, informers, a work queue, leader election."""
+"""The Kubernetes API as the operator uses it: a port of ten calls, informers, a work queue, leader
+election.
+"""
 
 from pipelinerl_operator.kube.api import Api, Change, Page, Selection, WatchEvent
 from pipelinerl_operator.kube.client import HttpApi, open_api

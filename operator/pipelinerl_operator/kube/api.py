@@ -1,4 +1,6 @@
-"""The port to the API server: what the operator asks of it, and nothing else. Behind it: HTTP, or a test."""
+"""The port to the API server: what the operator asks of it, and nothing else. Behind it: HTTP, or a
+test.
+"""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -50,29 +52,48 @@ class Api(Protocol):
         """Raises NotFound."""
 
     def pages(self, selection: Selection) -> AsyncIterator[Page]:
-        """The objects as they are, consistently; never from a server's stale cache. Raises Gone when it takes too long."""
+        """The objects as they are, consistently; never from a server's stale cache. Raises Gone
+        when it takes too long.
+        """
 
     def watch(self, selection: Selection, since: str) -> AsyncIterator[WatchEvent]:
-        """Changes after resource version `since` until the server ends the watch, or is silent for longer than bookmarks are
-        apart. Raises Gone, or ApiUnavailable when the server does not take the watch."""
+        """Changes after resource version `since` until the server ends the watch, or is silent for
+        longer than bookmarks are apart. Raises Gone, or ApiUnavailable when the server does not
+        take the watch.
+        """
 
-    async def create(self, resource: Resource, namespace: str, body: Object, *, dry_run: bool = False) -> Object:
+    async def create(
+        self, resource: Resource, namespace: str, body: Object, *, dry_run: bool = False
+    ) -> Object:
         """Raises AlreadyExists, Invalid, Forbidden."""
 
     async def apply(self, resource: Resource, namespace: str, body: Object) -> Object:
         """Server-side apply as the one field manager, taking over fields that others hold."""
 
-    async def patch(self, resource: Resource, namespace: str, name: str, patch: dict[str, Any]) -> Object:
-        """JSON merge patch. A resourceVersion in it makes it fail with Conflict when the object has changed."""
+    async def patch(
+        self, resource: Resource, namespace: str, name: str, patch: dict[str, Any]
+    ) -> Object:
+        """JSON merge patch. A resourceVersion in it makes it fail with Conflict when the object has
+        changed.
+        """
 
-    async def patch_status(self, resource: Resource, namespace: str, name: str, patch: dict[str, Any]) -> Object:
+    async def patch_status(
+        self, resource: Resource, namespace: str, name: str, patch: dict[str, Any]
+    ) -> Object:
         """As `patch`, on the status sub-resource."""
 
     async def replace(self, resource: Resource, namespace: str, body: Object) -> Object:
         """Raises Conflict when the object's resourceVersion is not the current one."""
 
     async def delete(
-        self, resource: Resource, namespace: str, name: str, *, uid: str, grace_s: int | None = None, foreground: bool = False
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        *,
+        uid: str,
+        grace_s: int | None = None,
+        foreground: bool = False,
     ) -> Object:
         """Deletes that very object, which is returned as long as it still exists, else a Status.
 

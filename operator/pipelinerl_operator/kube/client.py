@@ -1,4 +1,6 @@
-"""The API over HTTP. Plain dicts in and out: decoding into the official client's types costs twenty times as much."""
+"""The API over HTTP. Plain dicts in and out: decoding into the official client's types costs twenty
+times as much.
+"""
 
 import json
 import random
@@ -18,15 +20,20 @@ CONNECT_S = 10.0
 CALL_S = 30.0
 LIST_S = 60.0
 SILENCE_S = 75.0
-"""Bookmarks come about every minute from a current server; one of 1.20 has none of kinds that do not change. So a watch that is
-silent for longer is ended and begun again, which shows whether the server is still there."""
+"""Bookmarks come about every minute from a current server; one of 1.20 has none of kinds that do
+not change. So a watch that is silent for longer is ended and begun again, which shows whether the
+server is still there.
+"""
 WATCH_S = (240, 300)
-"""A watch is ended by the server after a random time in between, so that watches do not begin again together."""
+"""A watch is ended by the server after a random time in between, so that watches do not begin again
+together.
+"""
 PAGE_ITEMS = 100
 """A pod takes 10 kB in the answer, and five times that once it is read."""
 MAX_CALLS = 4
-"""At once, beside the watches, which last and must leave room for the others; more wait for their turn. Each connection costs
-memory."""
+"""At once, beside the watches, which last and must leave room for the others; more wait for their
+turn. Each connection costs memory.
+"""
 MAX_EVENT_BYTES = 2 << 20
 """etcd takes objects of 1.5 MB."""
 
@@ -40,10 +47,16 @@ _METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 
 
 class HttpApi:
-    """`Api` over one pool of connections for calls and one for watches. Use as `async with open_api(connection) as api`."""
+    """`Api` over one pool of connections for calls and one for watches. Use as `async with
+    open_api(connection) as api`.
+    """
 
     def __init__(
-        self, calls: aiohttp.ClientSession, watches: aiohttp.ClientSession, connection: Connection, observe: Observe
+        self,
+        calls: aiohttp.ClientSession,
+        watches: aiohttp.ClientSession,
+        connection: Connection,
+        observe: Observe,
     ) -> None:
         self._calls = calls
         self._watches = watches
@@ -56,7 +69,9 @@ class HttpApi:
     async def api_versions(self) -> frozenset[str]:
         """Groups with their versions that the server offers, for example "policy/v1"."""
         groups = (await self._call("get", "GET", "/apis")).get("groups") or ()
-        return frozenset(version["groupVersion"] for group in groups for version in group["versions"])
+        return frozenset(
+            version["groupVersion"] for group in groups for version in group["versions"]
+        )
 
     async def server_version(self) -> tuple[int, int]:
         """For example (1, 20)."""
@@ -68,7 +83,9 @@ class HttpApi:
         path = selection.resource.path(selection.namespace)
         headers = {"Accept": _METADATA_LIST} if selection.metadata_only else {}
         while True:
-            body = await self._call("list", "GET", path, query=query, headers=headers, timeout_s=LIST_S)
+            body = await self._call(
+                "list", "GET", path, query=query, headers=headers, timeout_s=LIST_S
+            )
             metadata = body.get("metadata") or {}
             yield Page(body.get("items") or [], metadata.get("resourceVersion", ""))
             if not metadata.get("continue"):
@@ -85,8 +102,12 @@ class HttpApi:
         }
         headers = {"Accept": _METADATA} if selection.metadata_only else {}
         path = selection.resource.path(selection.namespace)
-        timeout = aiohttp.ClientTimeout(total=WATCH_S[1] + SILENCE_S, sock_connect=CONNECT_S, sock_read=SILENCE_S)
-        async with self._request("watch", "GET", path, query=query, headers=headers, timeout=timeout) as response:
+        timeout = aiohttp.ClientTimeout(
+            total=WATCH_S[1] + SILENCE_S, sock_connect=CONNECT_S, sock_read=SILENCE_S
+        )
+        async with self._request(
+            "watch", "GET", path, query=query, headers=headers, timeout=timeout
+        ) as response:
             try:
                 async for line in _lines(response.content):
                     yield _event(line)
@@ -95,27 +116,44 @@ class HttpApi:
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 raise ApiUnavailable(f"watch {path}: {type(error).__name__}: {error}") from error
 
-    async def create(self, resource: Resource, namespace: str, body: Object, *, dry_run: bool = False) -> Object:
+    async def create(
+        self, resource: Resource, namespace: str, body: Object, *, dry_run: bool = False
+    ) -> Object:
         query = {"fieldManager": FIELD_MANAGER, **({"dryRun": "All"} if dry_run else {})}
         return await self._call("create", "POST", resource.path(namespace), query=query, body=body)
 
     async def apply(self, resource: Resource, namespace: str, body: Object) -> Object:
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         path = resource.path(namespace, body["metadata"]["name"])
-        return await self._call("apply", "PATCH", path, query=query, body=body, headers={"Content-Type": APPLY_PATCH})
+        return await self._call(
+            "apply", "PATCH", path, query=query, body=body, headers={"Content-Type": APPLY_PATCH}
+        )
 
-    async def patch(self, resource: Resource, namespace: str, name: str, patch: dict[str, Any]) -> Object:
+    async def patch(
+        self, resource: Resource, namespace: str, name: str, patch: dict[str, Any]
+    ) -> Object:
         return await self._patch(resource.path(namespace, name), patch)
 
-    async def patch_status(self, resource: Resource, namespace: str, name: str, patch: dict[str, Any]) -> Object:
+    async def patch_status(
+        self, resource: Resource, namespace: str, name: str, patch: dict[str, Any]
+    ) -> Object:
         return await self._patch(resource.path(namespace, name, "status"), patch)
 
     async def replace(self, resource: Resource, namespace: str, body: Object) -> Object:
         path = resource.path(namespace, body["metadata"]["name"])
-        return await self._call("update", "PUT", path, query={"fieldManager": FIELD_MANAGER}, body=body)
+        return await self._call(
+            "update", "PUT", path, query={"fieldManager": FIELD_MANAGER}, body=body
+        )
 
     async def delete(
-        self, resource: Resource, namespace: str, name: str, *, uid: str, grace_s: int | None = None, foreground: bool = False
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        *,
+        uid: str,
+        grace_s: int | None = None,
+        foreground: bool = False,
     ) -> Object:
         options: Object = {
             "apiVersion": "v1",
@@ -129,7 +167,9 @@ class HttpApi:
 
     async def _patch(self, path: str, patch: Object) -> Object:
         query = {"fieldManager": FIELD_MANAGER}
-        return await self._call("patch", "PATCH", path, query=query, body=patch, headers={"Content-Type": MERGE_PATCH})
+        return await self._call(
+            "patch", "PATCH", path, query=query, body=patch, headers={"Content-Type": MERGE_PATCH}
+        )
 
     async def _call(
         self,
@@ -143,7 +183,9 @@ class HttpApi:
         timeout_s: float = CALL_S,
     ) -> Object:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
-        async with self._request(verb, method, path, query=query, body=body, headers=headers, timeout=timeout) as response:
+        async with self._request(
+            verb, method, path, query=query, body=body, headers=headers, timeout=timeout
+        ) as response:
             answer: Object = json.loads(await response.read())
             return answer
 
@@ -159,7 +201,11 @@ class HttpApi:
         headers: Mapping[str, str] | None = None,
         timeout: aiohttp.ClientTimeout,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        all_headers = {"Accept": "application/json", "Content-Type": "application/json", **(headers or {})}
+        all_headers = {
+            "Accept": "application/json",
+            "Content-Type": "application/json",
+            **(headers or {}),
+        }
         if (authorization := self._connection.authorization()) is not None:
             all_headers["Authorization"] = authorization
         started, status = time.monotonic(), 0
@@ -189,7 +235,10 @@ class HttpApi:
 
 @asynccontextmanager
 async def open_api(
-    connection: Connection, observe: Observe = lambda verb, code, seconds: None, *, max_calls: int = MAX_CALLS
+    connection: Connection,
+    observe: Observe = lambda verb, code, seconds: None,
+    *,
+    max_calls: int = MAX_CALLS,
 ) -> AsyncIterator[HttpApi]:
     """The API behind `connection` until the block is left."""
     for_calls = aiohttp.TCPConnector(limit=max_calls, keepalive_timeout=15)
@@ -202,8 +251,10 @@ async def open_api(
 
 
 def _cut(response: aiohttp.ClientResponse) -> None:
-    """Ends the connection of an answer that is given up, as a watch is. Only closed, it would wait up to 30 s for the server's
-    TLS goodbye; by then the event loop may be gone, and the socket stays open."""
+    """Ends the connection of an answer that is given up, as a watch is. Only closed, it would wait
+    up to 30 s for the server's TLS goodbye; by then the event loop may be gone, and the socket
+    stays open.
+    """
     if response.connection is not None and response.connection.transport is not None:
         response.connection.transport.abort()
 
@@ -213,7 +264,8 @@ def _labels(selection: Selection) -> dict[str, str]:
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Read in small pieces: a buffer that holds the largest event would be filled up by every watch that is behind.
+    """Read in small pieces: a buffer that holds the largest event would be filled up by every watch
+    that is behind.
 
     Raises ValueError for a line over MAX_EVENT_BYTES.
     """
@@ -230,7 +282,9 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 def _event(line: bytes) -> WatchEvent:
-    """One line of a watch. Raises Gone, or ApiUnavailable for another error that the server reports inside the stream."""
+    """One line of a watch. Raises Gone, or ApiUnavailable for another error that the server reports
+    inside the stream.
+    """
     event = json.loads(line)
     if event["type"] == "ERROR":
         status = event["object"]

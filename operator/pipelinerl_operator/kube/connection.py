@@ -1,5 +1,7 @@
-"""Where the API server is and how this process proves who it is: in a cluster from the pod's service account, elsewhere from a
-kubeconfig (read by the official client, which knows every kind of it)."""
+"""Where the API server is and how this process proves who it is: in a cluster from the pod's
+service account, elsewhere from a kubeconfig (read by the official client, which knows every kind of
+it).
+"""
 
 import os
 import ssl
@@ -30,10 +32,19 @@ class Connection:
     tls: Callable[[], ssl.SSLContext | bool]
 
 
-def connection(kubeconfig: Path | None = None, service_account: Path = SERVICE_ACCOUNT) -> Connection:
+def connection(
+    kubeconfig: Path | None = None, service_account: Path = SERVICE_ACCOUNT
+) -> Connection:
     """In a cluster the pod's own, unless `kubeconfig` is given. Raises SettingsError."""
-    if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ and (service_account / "token").exists():
-        host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    if (
+        kubeconfig is None
+        and "KUBERNETES_SERVICE_HOST" in os.environ
+        and (service_account / "token").exists()
+    ):
+        host, port = (
+            os.environ["KUBERNETES_SERVICE_HOST"],
+            os.environ.get("KUBERNETES_SERVICE_PORT", "443"),
+        )
         return in_cluster(f"https://{f'[{host}]' if ':' in host else host}:{port}", service_account)
     return from_kubeconfig(kubeconfig)
 
@@ -46,7 +57,9 @@ def in_cluster(server: str, folder: Path) -> Connection:
         tls = _Reread(lambda: ssl.create_default_context(cafile=str(folder / "ca.crt")))
         token(), tls()
     except OSError as error:
-        raise SettingsError(f"{folder}: the pod's service account cannot be read: {error}") from error
+        raise SettingsError(
+            f"{folder}: the pod's service account cannot be read: {error}"
+        ) from error
     return Connection(server, namespace, lambda: f"Bearer {token()}", tls)
 
 
@@ -60,13 +73,21 @@ def from_kubeconfig(path: Path | None) -> Connection:
         _, active = config.list_kube_config_contexts(config_file=file)
     except (config.ConfigException, OSError) as error:
         raise SettingsError(
-            f"kubeconfig {path or os.environ.get('KUBECONFIG') or '~/.kube/config'}: {error}; give --kubeconfig or run in a pod"
+            f"kubeconfig {path or os.environ.get('KUBECONFIG') or '~/.kube/config'}: {error}; give "
+            "--kubeconfig or run in a pod"
         ) from error
     configuration = client.configuration
 
     def authorization() -> str | None:
         settings = configuration.auth_settings()
-        found = next((entry["value"] for entry in settings.values() if entry.get("key", "").lower() == "authorization"), None)
+        found = next(
+            (
+                entry["value"]
+                for entry in settings.values()
+                if entry.get("key", "").lower() == "authorization"
+            ),
+            None,
+        )
         return str(found) if found else None
 
     def tls() -> ssl.SSLContext | bool:
@@ -80,11 +101,15 @@ def from_kubeconfig(path: Path | None) -> Connection:
         return context
 
     namespace = (active.get("context") or {}).get("namespace") or "default"
-    return Connection(str(configuration.host).rstrip("/"), namespace, _Reread(authorization), _Reread(tls))
+    return Connection(
+        str(configuration.host).rstrip("/"), namespace, _Reread(authorization), _Reread(tls)
+    )
 
 
 class _Reread(Generic[Value]):
-    """A value that is read again when it is older than REREAD_S; the old one stays while reading fails."""
+    """A value that is read again when it is older than REREAD_S; the old one stays while reading
+    fails.
+    """
 
     def __init__(self, read: Callable[[], Value]) -> None:
         self._read = read
@@ -94,6 +119,9 @@ class _Reread(Generic[Value]):
     def __call__(self) -> Value:
         if time.monotonic() - self._read_at > REREAD_S:
             self._read_at = time.monotonic()
-            with suppress(OSError):  # being replaced at this moment, or gone: the server decides whether the old one holds
+            with suppress(
+                OSError
+                # being replaced at this moment, or gone: the server decides whether the old one holds
+            ):
                 self._value = self._read()
         return self._value

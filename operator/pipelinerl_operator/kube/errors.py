@@ -62,14 +62,20 @@ class Forbidden(PermanentError):
         self.namespace_terminating = namespace_terminating
 
 
-def error_of(request: str, code: int, body: bytes, retry_after: str | None = None) -> PipelineRLError:
-    """The error for an answer with status `code`. `request` is for people, for example "create pods default/a"."""
+def error_of(
+    request: str, code: int, body: bytes, retry_after: str | None = None
+) -> PipelineRLError:
+    """The error for an answer with status `code`. `request` is for people, for example "create pods
+    default/a".
+    """
     status = _status_of(body)
     message = f"{request}: {status.get('message') or f'HTTP {code}'}"[:MAX_MESSAGE_CHARACTERS]
     if code == 429 or (retry_after is not None and code >= 500):
         return TooManyRequests(message, _seconds(retry_after))
     if code == 409:
-        return AlreadyExists(message) if status.get("reason") == "AlreadyExists" else Conflict(message)
+        return (
+            AlreadyExists(message) if status.get("reason") == "AlreadyExists" else Conflict(message)
+        )
     if code in (401, 403):
         return Forbidden(message, namespace_terminating=_is_terminating(status))
     kinds: dict[int, type[PipelineRLError]] = {400: Invalid, 404: NotFound, 410: Gone, 422: Invalid}

@@ -44,7 +44,9 @@ class Informer(Generic[V]):
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the server was last heard of here: an event, a bookmark, or a watch that it took."""
+        """Seconds since the server was last heard of here: an event, a bookmark, or a watch that it
+        took.
+        """
         return time.monotonic() - self._heard_at
 
     async def run(self) -> None:
@@ -55,13 +57,17 @@ class Informer(Generic[V]):
                 if not self._since:
                     await self._list()
                 await self._watch()
-                self._heard_at = time.monotonic()  # it took the watch, though there may have been nothing to tell
+                self._heard_at = (
+                    time.monotonic()
+                )  # it took the watch, though there may have been nothing to tell
                 backoff_s, pause_s = FIRST_BACKOFF_S, MIN_PAUSE_S
             except PipelineRLError as error:
                 log.warning("resource=%s follows again: %s", self.selection.resource.plural, error)
                 if isinstance(error, Gone):
                     self._since = ""
-                pause_s = max(backoff_s, error.retry_after_s if isinstance(error, TooManyRequests) else 0.0)
+                pause_s = max(
+                    backoff_s, error.retry_after_s if isinstance(error, TooManyRequests) else 0.0
+                )
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
                 self.restarts += 1
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))

@@ -1,8 +1,9 @@
 """One leader among the replicas, by a Lease with optimistic locking.
 
-A candidate takes the lease when it is free, or when its record has not changed for its duration on the candidate's own
-monotonic clock: clocks of different nodes are never compared. The leader renews it; when it cannot for `renew_s`, which is
-shorter than the duration, it stops its work before anybody else may begin.
+A candidate takes the lease when it is free, or when its record has not changed for its duration on
+the candidate's own monotonic clock: clocks of different nodes are never compared. The leader renews
+it; when it cannot for `renew_s`, which is shorter than the duration, it stops its work before
+anybody else may begin.
 """
 
 import asyncio
@@ -28,11 +29,15 @@ class LeaseTimes:
     """The leader stops when it could not renew for this long."""
     retry_s: float = 2.0
     stop_s: float = 4.0
-    """Longest time that the leader's work may take to stop, within what `renew_s` leaves of `duration_s`."""
+    """Longest time that the leader's work may take to stop, within what `renew_s` leaves of
+    `duration_s`.
+    """
 
 
 class Election:
-    """This replica's part in the election of lease `key`. `identity` must be unique among all replicas there ever were."""
+    """This replica's part in the election of lease `key`. `identity` must be unique among all
+    replicas there ever were.
+    """
 
     def __init__(self, api: Api, key: Key, identity: str, times: LeaseTimes | None = None) -> None:
         self.is_leader = False
@@ -47,7 +52,8 @@ class Election:
     async def run(self, lead: Callable[[], Awaitable[None]], stop: asyncio.Event) -> None:
         """Leads whenever elected, until `stop` is set; the lease is given back then.
 
-        Raises what `lead` raises, and FatalError when the work of a leader that was voted out does not stop in time.
+        Raises what `lead` raises, and FatalError when the work of a leader that was voted out does
+        not stop in time.
         """
         stopping = asyncio.create_task(stop.wait(), name="stop")
         try:
@@ -58,13 +64,17 @@ class Election:
         finally:
             stopping.cancel()
 
-    async def _lead(self, lead: Callable[[], Awaitable[None]], stopping: asyncio.Task[bool]) -> None:
+    async def _lead(
+        self, lead: Callable[[], Awaitable[None]], stopping: asyncio.Task[bool]
+    ) -> None:
         log.info("identity=%s leads", self._identity)
         self.is_leader = True
         working = asyncio.ensure_future(lead())
         renewing = asyncio.create_task(self._renew_while_possible(), name="renew lease")
         try:
-            done, _ = await asyncio.wait({working, renewing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                {working, renewing, stopping}, return_when=asyncio.FIRST_COMPLETED
+            )
             if working in done:
                 working.result()
                 raise FatalError("the leader's work ended by itself")
@@ -76,7 +86,10 @@ class Election:
             _, still = await asyncio.wait({working}, timeout=self._times.stop_s)
             renewing.cancel()
             if still:
-                raise FatalError(f"the leader's work did not stop within {self._times.stop_s:g} s of losing the lease")
+                raise FatalError(
+                    f"the leader's work did not stop within {self._times.stop_s:g} s of losing the "
+                    "lease"
+                )
             if not working.cancelled() and (error := working.exception()) is not None:
                 log.error("the leader's work failed while it stopped", exc_info=error)
             await self._release()
@@ -99,17 +112,30 @@ class Election:
         """Whether this replica holds the lease now."""
         try:
             return await self._try_acquire()
-        except PipelineRLError as error:  # another was faster, or the API server is away: the next turn will show
-            log.log(logging.DEBUG if isinstance(error, Conflict) else logging.WARNING, "lease=%s: %s", self._key, error)
+        except (
+            PipelineRLError
+        ) as error:  # another was faster, or the API server is away: the next turn will show
+            log.log(
+                logging.DEBUG if isinstance(error, Conflict) else logging.WARNING,
+                "lease=%s: %s",
+                self._key,
+                error,
+            )
             return False
 
     async def _try_acquire(self) -> bool:
         try:
             lease = await self._api.get(LEASES, self._key.namespace, self._key.name)
         except NotFound:
-            body = {"apiVersion": LEASES.api_version, "kind": LEASES.kind, "metadata": {"name": self._key.name}}
+            body = {
+                "apiVersion": LEASES.api_version,
+                "kind": LEASES.kind,
+                "metadata": {"name": self._key.name},
+            }
             try:
-                await self._api.create(LEASES, self._key.namespace, {**body, "spec": self._claim({})})
+                await self._api.create(
+                    LEASES, self._key.namespace, {**body, "spec": self._claim({})}
+                )
             except AlreadyExists:
                 return False
             return True
@@ -122,7 +148,9 @@ class Election:
         return True
 
     def _is_over(self, held: Object) -> bool:
-        return time.monotonic() - self._seen_at > float(held.get("leaseDurationSeconds") or self._times.duration_s)
+        return time.monotonic() - self._seen_at > float(
+            held.get("leaseDurationSeconds") or self._times.duration_s
+        )
 
     def _claim(self, held: Object) -> Object:
         now = _micro_time()
@@ -141,7 +169,12 @@ class Election:
             async with asyncio.timeout(self._times.retry_s):
                 lease = await self._api.get(LEASES, self._key.namespace, self._key.name)
                 if lease["spec"].get("holderIdentity") == self._identity:
-                    spec = {**lease["spec"], "holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _micro_time()}
+                    spec = {
+                        **lease["spec"],
+                        "holderIdentity": "",
+                        "leaseDurationSeconds": 1,
+                        "renewTime": _micro_time(),
+                    }
                     await self._api.replace(LEASES, self._key.namespace, {**lease, "spec": spec})
         except (PipelineRLError, TimeoutError) as error:
             log.warning("lease=%s was not given back: %s", self._key, error)

@@ -37,7 +37,9 @@ _CHILD_VERBS = ("get", "list", "watch", "create", "patch", "delete")
 JOB_NAMESPACES: tuple[Permission, ...] = (
     _permission(JOBS, "list", "watch", "patch", "delete"),
     _permission(JOBS, "patch", subresource="status"),
-    _permission(JOBS, "update", subresource="finalizers"),  # asked for by OwnerReferencesPermissionEnforcement (OpenShift)
+    _permission(
+        JOBS, "update", subresource="finalizers"
+    ),  # asked for by OwnerReferencesPermissionEnforcement (OpenShift)
     _permission(PODS, "get", "list", "watch", "create", "delete"),
     _permission(SECRETS, "get", "create"),
     _permission(CONFIG_MAPS, *_CHILD_VERBS),

@@ -21,7 +21,9 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """Example: Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"); the core group is empty."""
+    """Example: Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"); the core
+    group is empty.
+    """
 
     group: str
     version: str
@@ -36,7 +38,9 @@ class Resource:
         """URL path. `namespace` None is every namespace (or a resource without namespaces)."""
         root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
         scope = f"/namespaces/{namespace}" if namespace else ""
-        return "/".join(part for part in (f"{root}{scope}/{self.plural}", name, subresource) if part)
+        return "/".join(
+            part for part in (f"{root}{scope}/{self.plural}", name, subresource) if part
+        )
 
 
 JOBS = Resource("pipelinerl.dev", "v1alpha1", "pipelinerljobs", "PipelineRLJob")
@@ -49,7 +53,9 @@ EVENTS = Resource("", "v1", "events", "Event")
 LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
 DISRUPTION_BUDGETS = Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")
-DISRUPTION_BUDGETS_V1BETA1 = Resource("policy", "v1beta1", "poddisruptionbudgets", "PodDisruptionBudget")
+DISRUPTION_BUDGETS_V1BETA1 = Resource(
+    "policy", "v1beta1", "poddisruptionbudgets", "PodDisruptionBudget"
+)
 VOLCANO_POD_GROUPS = Resource("scheduling.volcano.sh", "v1beta1", "podgroups", "PodGroup")
 COSCHEDULING_POD_GROUPS = Resource("scheduling.x-k8s.io", "v1alpha1", "podgroups", "PodGroup")
 

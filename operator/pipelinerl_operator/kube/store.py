@@ -1,4 +1,6 @@
-"""What is known of the cluster: the newest seen version of each object, reduced to what is needed, found by job."""
+"""What is known of the cluster: the newest seen version of each object, reduced to what is needed,
+found by job.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -24,16 +26,25 @@ V = TypeVar("V", bound=View)
 
 
 class Store(Generic[V]):
-    """Objects of one kind. `view` reduces an object, `job_of` names the job that it belongs to, `changed` hears its key."""
+    """Objects of one kind. `view` reduces an object, `job_of` names the job that it belongs to,
+    `changed` hears its key.
+    """
 
-    def __init__(self, view: Callable[[Object], V], job_of: Callable[[V], Key], changed: Callable[[Key], None]) -> None:
+    def __init__(
+        self,
+        view: Callable[[Object], V],
+        job_of: Callable[[V], Key],
+        changed: Callable[[Key], None],
+    ) -> None:
         self._view = view
         self._job_of = job_of
         self._changed = changed
         self._by_key: dict[Key, V] = {}
         self._by_job: dict[Key, tuple[V, ...]] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()
-        """UIDs of the newest removed objects: the answer to a creation may come later than the news of the end."""
+        """UIDs of the newest removed objects: the answer to a creation may come later than the news
+        of the end.
+        """
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -48,12 +59,18 @@ class Store(Generic[V]):
         return self._by_job.get(job, ())
 
     def put(self, body: Object) -> None:
-        """Takes an object from a list, a watch, or the answer to a write; whichever is newest stays."""
+        """Takes an object from a list, a watch, or the answer to a write; whichever is newest
+        stays.
+        """
         view = self._view(body)
         if view.uid in self._gone:
             return
         old = self._by_key.get(view.key)
-        if old is not None and old.uid == view.uid and not _is_newer(view.resource_version, old.resource_version):
+        if (
+            old is not None
+            and old.uid == view.uid
+            and not _is_newer(view.resource_version, old.resource_version)
+        ):
             return
         self._drop(view.key)
         self._by_key[view.key] = view
@@ -62,8 +79,9 @@ class Store(Generic[V]):
         self._changed(job)
 
     def remove(self, key: Key, uid: str = "") -> None:
-        """`uid` empty removes whatever has the name; otherwise a successor of the same name stays, and that very object never
-        comes back."""
+        """`uid` empty removes whatever has the name; otherwise a successor of the same name stays,
+        and that very object never comes back.
+        """
         if uid:
             self._gone[uid] = None
             if len(self._gone) > MAX_GONE:
@@ -76,7 +94,8 @@ class Store(Generic[V]):
     def keep_only(self, keys: Iterable[Key], within: str | None, version: str = "") -> None:
         """After a new list of namespace `within` (None: all): what it did not hold is gone.
 
-        Not so what was made after `version`, that of the list: the answer to its creation is here already.
+        Not so what was made after `version`, that of the list: the answer to its creation is here
+        already.
         """
         listed = frozenset(keys)
         for view in [each for each in self if within in (None, each.key.namespace)]:
@@ -101,5 +120,7 @@ def _is_newer(version: str, than: str) -> bool:
 
 
 def _came_later(version: str, than: str) -> bool:
-    """Resource versions are numbers of one sequence (official since 1.35, true of every etcd before)."""
+    """Resource versions are numbers of one sequence (official since 1.35, true of every etcd
+    before).
+    """
     return version.isdigit() and than.isdigit() and int(version) > int(than)

@@ -1,4 +1,6 @@
-"""Keys that need work: each is held once, worked on by one worker at a time, tried again with growing pauses after failures."""
+"""Keys that need work: each is held once, worked on by one worker at a time, tried again with
+growing pauses after failures.
+"""
 
 import asyncio
 import heapq
@@ -33,7 +35,11 @@ class WorkQueue:
     @property
     def oldest_s(self) -> float:
         """How long the longest waiting key has waited."""
-        return asyncio.get_running_loop().time() - next(iter(self._ready.values())) if self._ready else 0.0
+        return (
+            asyncio.get_running_loop().time() - next(iter(self._ready.values()))
+            if self._ready
+            else 0.0
+        )
 
     def add(self, key: Key) -> None:
         self._later.pop(key, None)
@@ -53,10 +59,15 @@ class WorkQueue:
         self._wake.set()
 
     def retry(self, key: Key, at_least_s: float = 0.0) -> float:
-        """Adds it after a pause that doubles with each failure in a row; returns the pause in seconds."""
+        """Adds it after a pause that doubles with each failure in a row; returns the pause in
+        seconds.
+        """
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
-        pause_s = max(at_least_s, min(MAX_RETRY_S, FIRST_RETRY_S * 2.0 ** min(failures, 20)) * random.uniform(0.75, 1.0))
+        pause_s = max(
+            at_least_s,
+            min(MAX_RETRY_S, FIRST_RETRY_S * 2.0 ** min(failures, 20)) * random.uniform(0.75, 1.0),
+        )
         self.add_after(key, pause_s)
         return pause_s
 

@@ -1,4 +1,5 @@
-"""NATS accounts, one per job: keys, signed claims, the server's trust, and what the controller calls.
+"""NATS accounts, one per job: keys, signed claims, the server's trust, and what the controller
+calls.
 
 ```
 operator seed (Secret <release>-nats-auth, made once)
@@ -7,5 +8,6 @@ operator seed (Secret <release>-nats-auth, made once)
   |                 |-- signs --> user JWT + seed     nats.creds in the job's Secret
   `-- signs --> account JWT of every job              pushed to the server, which keeps it on its disk
 ```
-All keys are derived from the one seed, so that a restarted operator signs the same claims and has nothing to remember.
+All keys are derived from the one seed, so that a restarted operator signs the same claims and has
+nothing to remember.
 """

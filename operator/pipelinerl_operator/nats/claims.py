@@ -41,8 +41,12 @@ def operator_token(operator: Key, system_account: str, issued_at: int) -> str:
     return sign(operator, operator.public, "pipelinerl", claims, issued_at)
 
 
-def account_token(operator: Key, account: str, name: str, limits: StreamLimits | None, issued_at: int) -> str:
-    """An account with no imports, no exports and no leaf nodes; without `limits` also without JetStream."""
+def account_token(
+    operator: Key, account: str, name: str, limits: StreamLimits | None, issued_at: int
+) -> str:
+    """An account with no imports, no exports and no leaf nodes; without `limits` also without
+    JetStream.
+    """
     stream = (
         {}
         if limits is None
@@ -95,9 +99,22 @@ def credentials(token: str, user: Key) -> str:
     )
 
 
-def sign(issuer: Key, subject: str, name: str, nats: Mapping[str, Any], issued_at: int, expires_at: int | None = None) -> str:
+def sign(
+    issuer: Key,
+    subject: str,
+    name: str,
+    nats: Mapping[str, Any],
+    issued_at: int,
+    expires_at: int | None = None,
+) -> str:
     """A signed token. The same input gives the same text. Times are in seconds since 1970."""
-    claims: dict[str, Any] = {"iat": issued_at, "iss": issuer.public, "name": name, "nats": dict(nats), "sub": subject}
+    claims: dict[str, Any] = {
+        "iat": issued_at,
+        "iss": issuer.public,
+        "name": name,
+        "nats": dict(nats),
+        "sub": subject,
+    }
     if expires_at is not None:
         claims["exp"] = expires_at
     claims["jti"] = base64.b32encode(sha256(_json(claims)).digest()).rstrip(b"=").decode()
@@ -110,7 +127,9 @@ def read_claims(token: str) -> dict[str, Any]:
     parts = token.split(".")
     if len(parts) != 3:
         raise ValueError("a token has three parts")
-    claims: dict[str, Any] = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
+    claims: dict[str, Any] = json.loads(
+        base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4))
+    )
     return claims
 
 

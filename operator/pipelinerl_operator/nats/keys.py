@@ -43,9 +43,13 @@ class Key:
         try:
             prefix, _ = nkeys.decode_seed(seed.encode())
         except (nkeys.NkeysError, UnicodeEncodeError) as error:
-            raise SettingsError(f"NATS seed: {error}; restore the Secret or delete it to have new keys made") from error
+            raise SettingsError(
+                f"NATS seed: {error}; restore the Secret or delete it to have new keys made"
+            ) from error
         if prefix != kind:
-            raise SettingsError(f"NATS seed: not of the kind {kind.name.lower()}; restore the Secret or delete it")
+            raise SettingsError(
+                f"NATS seed: not of the kind {kind.name.lower()}; restore the Secret or delete it"
+            )
         return cls(seed)
 
     @property
@@ -56,6 +60,8 @@ class Key:
         return bytes(nkeys.from_seed(self.seed.encode()).sign(data))
 
     def derive(self, kind: KeyKind, *path: str) -> "Key":
-        """The key of `path` below this one: HMAC-SHA256 keyed with the seed, which cannot be found from what it derives."""
+        """The key of `path` below this one: HMAC-SHA256 keyed with the seed, which cannot be found
+        from what it derives.
+        """
         name = "\0".join((kind.name, *path)).encode()
         return Key.from_bytes(kind, hmac.digest(self.seed.encode(), name, sha256))

@@ -34,8 +34,9 @@ class _Ensured:
 
 
 class AccountServer:
-    """Accounts of a server in operator mode. What has been seen to be right is not asked for again until the connection has
-    been away: the server may then have come back without its disk."""
+    """Accounts of a server in operator mode. What has been seen to be right is not asked for again
+    until the connection has been away: the server may then have come back without its disk.
+    """
 
     def __init__(self, requests: ServerRequests, operator: Key) -> None:
         self._requests = requests
@@ -46,7 +47,9 @@ class AccountServer:
 
     @asynccontextmanager
     async def restoring(self) -> AsyncIterator[None]:
-        """While the block runs, tells the server after every reconnect of the accounts that it may have forgotten."""
+        """While the block runs, tells the server after every reconnect of the accounts that it may
+        have forgotten.
+        """
         async with self._requests.reconnecting(self._reconnected.set):
             task = asyncio.ensure_future(self._restore_for_ever())
             try:
@@ -60,16 +63,22 @@ class AccountServer:
         if self._requests.is_connected and self._ensured.get(account) == state:
             return False
         wanted = account_token(self._operator, account, name, limits, int(time.time()))
-        found = await self._requests.ask(f"$SYS.REQ.ACCOUNT.{account}.CLAIMS.LOOKUP", b"", _ANSWER_S)
+        found = await self._requests.ask(
+            f"$SYS.REQ.ACCOUNT.{account}.CLAIMS.LOOKUP", b"", _ANSWER_S
+        )
         is_news = account in self._unusable or not _says_the_same(found.decode(), wanted)
         if is_news:
-            _confirmed(await self._requests.ask("$SYS.REQ.CLAIMS.UPDATE", wanted.encode(), _ANSWER_S))
+            _confirmed(
+                await self._requests.ask("$SYS.REQ.CLAIMS.UPDATE", wanted.encode(), _ANSWER_S)
+            )
         self._ensured[account] = state
         self._unusable.discard(account)
         return is_news
 
     def forget(self, account: str) -> None:
-        """The server has taken the account and cannot serve it: it is to be told again, with which it looks again for room."""
+        """The server has taken the account and cannot serve it: it is to be told again, with which
+        it looks again for room.
+        """
         self._ensured.pop(account, None)
         self._unusable.add(account)
 
@@ -89,8 +98,9 @@ class AccountServer:
                     break
 
     async def remove(self, account: str) -> None:
-        """Its streams, then the account, then what was made in between. In another order the server goes on counting the
-        streams' bytes as reserved, until it is restarted. Raises Unavailable."""
+        """Its streams, then the account, then what was made in between. In another order the server
+        goes on counting the streams' bytes as reserved, until it is restarted. Raises Unavailable.
+        """
         self._ensured.pop(account, None)
         self._unusable.discard(account)
         order = deletion_token(self._operator, [account], int(time.time()))
@@ -103,20 +113,30 @@ class AccountServer:
 
     async def accounts(self) -> list[str]:
         """Every account that the server knows, its own among them. Raises Unavailable."""
-        return list(json.loads(await self._requests.ask("$SYS.REQ.CLAIMS.LIST", b"", _ANSWER_S))["data"])
+        return list(
+            json.loads(await self._requests.ask("$SYS.REQ.CLAIMS.LIST", b"", _ANSWER_S))["data"]
+        )
 
     async def name_of(self, account: str) -> str | None:
-        """What the account was called when it was made, None for one that is not known. Raises Unavailable."""
-        found = await self._requests.ask(f"$SYS.REQ.ACCOUNT.{account}.CLAIMS.LOOKUP", b"", _ANSWER_S)
+        """What the account was called when it was made, None for one that is not known. Raises
+        Unavailable.
+        """
+        found = await self._requests.ask(
+            f"$SYS.REQ.ACCOUNT.{account}.CLAIMS.LOOKUP", b"", _ANSWER_S
+        )
         return str(read_claims(found.decode())["name"]) if found else None
 
     async def stream_state(self, account: str, stream: str) -> tuple[int, float] | None:
-        """Number of messages and age of the oldest in seconds, or None. In a cluster only some servers have the stream."""
+        """Number of messages and age of the oldest in seconds, or None. In a cluster only some
+        servers have the stream.
+        """
         query = json.dumps({"account": account, "streams": True}).encode()
         answers = await self._requests.ask_all(
             "$SYS.REQ.SERVER.PING.JSZ",
             query,
-            is_enough=lambda answers: _find(answers, stream) is not None or len(answers) >= _num_servers(answers[0]),
+            is_enough=lambda answers: (
+                _find(answers, stream) is not None or len(answers) >= _num_servers(answers[0])
+            ),
             timeout_s=_LOOK_S,
         )
         if not answers:
@@ -135,7 +155,9 @@ class StreamServer:
         await self._ask(f"$JS.API.STREAM.DELETE.{stream}")
 
     async def state(self, stream: str) -> tuple[int, float] | None:
-        """Number of messages and age of the oldest in seconds, or None without the stream. Raises Unavailable."""
+        """Number of messages and age of the oldest in seconds, or None without the stream. Raises
+        Unavailable.
+        """
         answer = await self._ask(f"$JS.API.STREAM.INFO.{stream}")
         return None if answer is None else _state(answer["state"], answer["ts"])
 
@@ -163,7 +185,10 @@ def _confirmed(answer: bytes) -> None:
     body = json.loads(answer)
     outcome = body.get("data") or body.get("error") or {}
     if outcome.get("code") != 200:
-        raise Unavailable(f"nats-server: {outcome.get('description') or outcome.get('message') or answer.decode()}")
+        raise Unavailable(
+            "nats-server: "
+            f"{outcome.get('description') or outcome.get('message') or answer.decode()}"
+        )
 
 
 def _checked(answer: bytes) -> dict[str, Any]:

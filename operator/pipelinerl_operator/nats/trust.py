@@ -1,4 +1,6 @@
-"""What nats-server trusts: the Secret `<release>-nats-auth`, made once, from which everything else is derived."""
+"""What nats-server trusts: the Secret `<release>-nats-auth`, made once, from which everything else
+is derived.
+"""
 
 import base64
 import json
@@ -6,7 +8,13 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from pipelinerl_common.errors import SettingsError
-from pipelinerl_operator.nats.claims import Rights, account_token, credentials, operator_token, user_token
+from pipelinerl_operator.nats.claims import (
+    Rights,
+    account_token,
+    credentials,
+    operator_token,
+    user_token,
+)
 from pipelinerl_operator.nats.keys import Key, KeyKind
 
 SEED_KEY: Final = "operator.seed"
@@ -47,7 +55,9 @@ def administration_credentials(operator: Key) -> str:
     """Credentials of the operator's own user in the system account."""
     system = system_account(operator)
     user = system.derive(KeyKind.USER, "pipelinerl-operator")
-    return credentials(user_token(system, user.public, "pipelinerl-operator", ADMINISTRATION, TIMELESS), user)
+    return credentials(
+        user_token(system, user.public, "pipelinerl-operator", ADMINISTRATION, TIMELESS), user
+    )
 
 
 def auth_secret(name: str, operator: Key, labels: Mapping[str, str]) -> dict[str, Any]:
@@ -57,7 +67,10 @@ def auth_secret(name: str, operator: Key, labels: Mapping[str, str]) -> dict[str
         "kind": "Secret",
         "metadata": {"name": name, "labels": dict(labels)},
         "type": "Opaque",
-        "data": {key: base64.b64encode(value.encode()).decode() for key, value in _content(operator).items()},
+        "data": {
+            key: base64.b64encode(value.encode()).decode()
+            for key, value in _content(operator).items()
+        },
     }
 
 
@@ -66,7 +79,10 @@ def operator_key(secret: Mapping[str, Any]) -> Key:
     name = secret["metadata"]["name"]
     encoded = (secret.get("data") or {}).get(SEED_KEY)
     if encoded is None:
-        raise SettingsError(f"Secret {name}: has no key {SEED_KEY}; restore it, or delete the Secret to have new keys made")
+        raise SettingsError(
+            f"Secret {name}: has no key {SEED_KEY}; restore it, or delete the Secret to have new "
+            "keys made"
+        )
     try:
         seed = base64.b64decode(encoded, validate=True).decode().strip()
         return Key.parse(seed, KeyKind.OPERATOR)
@@ -77,7 +93,9 @@ def operator_key(secret: Mapping[str, Any]) -> Key:
 def _content(operator: Key) -> dict[str, str]:
     return {
         SEED_KEY: operator.seed,
-        CONFIG_KEY: "".join(f"{key}: {json.dumps(value)}\n" for key, value in server_trust(operator).items()),
+        CONFIG_KEY: "".join(
+            f"{key}: {json.dumps(value)}\n" for key, value in server_trust(operator).items()
+        ),
         ROUTE_PASSWORD_KEY: operator.derive(KeyKind.USER, "routes").seed,
     }
 

@@ -1,8 +1,8 @@
 """What a job needs in Kubernetes, as plain objects: pure constructors, no API calls.
 
 job = JobResource.parse(raw)                 # SettingsError: the spec is invalid
-wanted = desired(job, context)               # wanted.config: applied as they are; wanted.pods: created one by one
-wanted.pods[0].manifest(attempt=0, excluded_nodes=())
+wanted = desired(job, context)               # wanted.config: applied as they are; wanted.pods:
+created one by one wanted.pods[0].manifest(attempt=0, excluded_nodes=())
 """
 
 from pipelinerl_operator.objects.context import Capabilities, OperatorContext
@@ -11,4 +11,12 @@ from pipelinerl_operator.objects.job_resource import JobResource
 from pipelinerl_operator.objects.pods import PodSpec
 from pipelinerl_operator.objects.secret import secret
 
-__all__ = ["Capabilities", "Desired", "JobResource", "OperatorContext", "PodSpec", "desired", "secret"]
+__all__ = [
+    "Capabilities",
+    "Desired",
+    "JobResource",
+    "OperatorContext",
+    "PodSpec",
+    "desired",
+    "secret",
+]

@@ -16,14 +16,17 @@ SCALING = ("replicas", "minReplicas", "maxReplicas")
 def service_spec(spec: JobSpec) -> dict[str, Any]:
     """What the job says, as far as services read it.
 
-    Without what only Kubernetes reads; without what is said about the number of actors, which changes while services run; and
-    without defaults: a job's image may be of another release than the operator, which knows fields that the other does not.
+    Without what only Kubernetes reads; without what is said about the number of actors, which
+    changes while services run; and without defaults: a job's image may be of another release than
+    the operator, which knows fields that the other does not.
     """
     view = service_view(spec)
     view.pop("autoscale")
     for field in SCALING:
         view["actors"].pop(field, None)
-    return JobSpec.model_validate(view).model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return JobSpec.model_validate(view).model_dump(
+        mode="json", by_alias=True, exclude_defaults=True
+    )
 
 
 def config_map(job: JobResource, nats_ca: str | None = None) -> dict[str, Any]:

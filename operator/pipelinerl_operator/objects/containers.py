@@ -7,7 +7,14 @@ from pipelinerl_common.settings import JobSpec
 from pipelinerl_operator.objects.context import OperatorContext
 from pipelinerl_operator.objects.environment import environment
 from pipelinerl_operator.objects.job_resource import JobResource
-from pipelinerl_operator.objects.ports import GENERATOR_PORT, GRPC_PORT, JOB_FILE, METRICS_PORT, endpoints, generator_port
+from pipelinerl_operator.objects.ports import (
+    GENERATOR_PORT,
+    GRPC_PORT,
+    JOB_FILE,
+    METRICS_PORT,
+    endpoints,
+    generator_port,
+)
 from pipelinerl_operator.objects.probes import generator_probes, grpc_probes, grpc_readiness
 from pipelinerl_operator.objects.security import container_security
 from pipelinerl_operator.objects.volumes import CACHE, mounts, output_folder
@@ -29,8 +36,12 @@ class Containers:
     num_gpus: int
 
 
-def workloads_of_pod(spec: JobSpec, role: Role, index: int, generators: tuple[str, ...]) -> tuple[str, ...]:
-    """Names in the plan of the processes that run in a pod. `generators` are those of actor `index`."""
+def workloads_of_pod(
+    spec: JobSpec, role: Role, index: int, generators: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Names in the plan of the processes that run in a pod. `generators` are those of actor
+    `index`.
+    """
     if role is Role.ACTOR:
         return (f"actor-{index}", *generators)
     if role is Role.TRAINER:
@@ -76,13 +87,17 @@ class ContainerMaker:
         startup_s = settings.startup_timeout_seconds if settings else 0.0
         return (self._generator("generator", self._workloads[0], GENERATOR_PORT, startup_s),)
 
-    def _generator(self, name: str, workload: Workload, port: int, startup_s: float) -> dict[str, Any]:
+    def _generator(
+        self, name: str, workload: Workload, port: int, startup_s: float
+    ) -> dict[str, Any]:
         gpus = num_gpus(self._job.job, workload.name)
         container = self._container(name, workload.argv, {"metrics": port}, num_gpus=gpus)
         return container | generator_probes(port, startup_s)
 
     def _preprocessor(self) -> tuple[dict[str, Any], ...]:
-        container = self._container("preprocessor", self._workloads[0].argv, {"grpc": GRPC_PORT, "metrics": METRICS_PORT})
+        container = self._container(
+            "preprocessor", self._workloads[0].argv, {"grpc": GRPC_PORT, "metrics": METRICS_PORT}
+        )
         return (container | grpc_probes(self._context.capabilities),)
 
     def _trainer(self) -> tuple[dict[str, Any], ...]:
@@ -90,9 +105,14 @@ class ContainerMaker:
         gpus = sum(num_gpus(self._job.job, name) for name in self.names)
         last = ("--last-metrics", TERMINATION_LOG) if self._index == 0 else ()
         container = self._container(
-            "trainer", (*launch_argv(self._workloads), *last), {"grpc": GRPC_PORT, "metrics": METRICS_PORT}, num_gpus=gpus
+            "trainer",
+            (*launch_argv(self._workloads), *last),
+            {"grpc": GRPC_PORT, "metrics": METRICS_PORT},
+            num_gpus=gpus,
         )
-        return (container | (grpc_readiness(self._context.capabilities) if self._index == 0 else {}),)
+        return (
+            container | (grpc_readiness(self._context.capabilities) if self._index == 0 else {}),
+        )
 
     def _evaluator(self) -> tuple[dict[str, Any], ...]:
         """With a generator as its child, while it evaluates."""
@@ -102,11 +122,22 @@ class ContainerMaker:
         return (self._container("evaluator", argv, {"metrics": METRICS_PORT}, num_gpus=gpus),)
 
     def _prepare(self) -> dict[str, Any]:
-        flags = ("--job", str(JOB_FILE), "--output", str(self._output), "--cache", str(CACHE / "pipelinerl"))
-        check = {Role.ACTOR: ("--check-task",), Role.EVALUATOR: ("--check-sets",)}.get(self._role, ())
+        flags = (
+            "--job",
+            str(JOB_FILE),
+            "--output",
+            str(self._output),
+            "--cache",
+            str(CACHE / "pipelinerl"),
+        )
+        check = {Role.ACTOR: ("--check-task",), Role.EVALUATOR: ("--check-sets",)}.get(
+            self._role, ()
+        )
         return self._container("prepare", ("python", "-m", PREPARE_MODULE, *flags, *check), {})
 
-    def _container(self, name: str, argv: tuple[str, ...], ports: dict[str, int], *, num_gpus: int = 0) -> dict[str, Any]:
+    def _container(
+        self, name: str, argv: tuple[str, ...], ports: dict[str, int], *, num_gpus: int = 0
+    ) -> dict[str, Any]:
         job, context = self._job, self._context
         pull = {"imagePullPolicy": context.image_pull_policy} if context.image_pull_policy else {}
         resources = self._resources(num_gpus)
@@ -117,7 +148,11 @@ class ContainerMaker:
             "command": list(argv[:3]),
             "args": list(argv[3:]),
             "env": environment(job, self._role, self._index),
-            **({"ports": [{"name": key, "containerPort": port} for key, port in ports.items()]} if ports else {}),
+            **(
+                {"ports": [{"name": key, "containerPort": port} for key, port in ports.items()]}
+                if ports
+                else {}
+            ),
             **({"resources": {"requests": resources, "limits": resources}} if resources else {}),
             "securityContext": container_security(job.spec.network if num_gpus else None),
             "volumeMounts": [each.mount() for each in mounts(job, self._role)],
@@ -132,7 +167,9 @@ class ContainerMaker:
 
 
 def launch_argv(ranks: tuple[Workload, ...]) -> tuple[str, ...]:
-    """The command of a trainer pod: the rank itself, or a launcher that starts the node's ranks after the first one's flags."""
+    """The command of a trainer pod: the rank itself, or a launcher that starts the node's ranks
+    after the first one's flags.
+    """
     first = ranks[0].argv
     if len(ranks) == 1:
         return first

@@ -1,4 +1,6 @@
-"""What the constructors know beside the job: the operator's own settings and what the cluster can do."""
+"""What the constructors know beside the job: the operator's own settings and what the cluster can
+do.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +16,9 @@ class Capabilities:
     minor_version: int = 36
     """Of Kubernetes 1.x."""
     api_versions: frozenset[str] = frozenset({"policy/v1"})
-    """Groups with their version, as discovery lists them: "policy/v1", "scheduling.volcano.sh/v1beta1"."""
+    """Groups with their version, as discovery lists them: "policy/v1",
+    "scheduling.volcano.sh/v1beta1".
+    """
 
     @property
     def grpc_probes(self) -> bool:
@@ -27,7 +31,9 @@ class Capabilities:
 
     @property
     def namespace_name_label(self) -> bool:
-        """Whether every namespace carries its name in the label kubernetes.io/metadata.name, as since 1.21."""
+        """Whether every namespace carries its name in the label kubernetes.io/metadata.name, as
+        since 1.21.
+        """
         return self.minor_version >= 21
 
 
@@ -39,9 +45,13 @@ class Peer:
     namespace: str | None = None
 
     def selector(self, capabilities: Capabilities) -> dict[str, Any]:
-        """A NetworkPolicyPeer. A server that does not label namespaces by name cannot narrow it to one."""
+        """A NetworkPolicyPeer. A server that does not label namespaces by name cannot narrow it to
+        one.
+        """
         by_name = self.namespace is not None and capabilities.namespace_name_label
-        namespaces = {"matchLabels": {"kubernetes.io/metadata.name": self.namespace}} if by_name else {}
+        namespaces = (
+            {"matchLabels": {"kubernetes.io/metadata.name": self.namespace}} if by_name else {}
+        )
         pods = {"podSelector": {"matchLabels": dict(self.labels)}} if self.labels else {}
         return {"namespaceSelector": namespaces, **pods}
 
@@ -51,7 +61,9 @@ class OperatorContext:
     """Given to the operator by its chart, and found out about the cluster at its start."""
 
     images: Mapping[Role, str]
-    """Image of each pod role without one in the job: ACTOR, TRAINER, PREPROCESSOR, REFERENCE, EVALUATOR."""
+    """Image of each pod role without one in the job: ACTOR, TRAINER, PREPROCESSOR, REFERENCE,
+    EVALUATOR.
+    """
     coordinator: str
     """`host:port` of the weight-transfer coordinator as pods reach it."""
     nats_url: str
@@ -63,7 +75,8 @@ class OperatorContext:
     has_nats_credentials: bool = False
     """Whether the job's Secret has the key nats.creds."""
     nats_ca: str | None = None
-    """Certificates (PEM) that services trust the stream's server by; None: what their image trusts."""
+    """Certificates (PEM) that services trust the stream's server by; None: what their image trusts.
+    """
     operator: Peer = field(default_factory=lambda: Peer({"app.kubernetes.io/name": "pipelinerl"}))
     """The operator's pods, which speak to generators and trainers."""
     monitoring: tuple[Peer, ...] = (Peer({}),)

@@ -17,13 +17,17 @@ class Desired:
     """Of a job that runs. The Secret is not among it: see `secret`."""
 
     config: tuple[dict[str, Any], ...]
-    """Ready for server-side apply, in this order: ServiceAccount, ConfigMap, Service, NetworkPolicy, budgets, PodGroup."""
+    """Ready for server-side apply, in this order: ServiceAccount, ConfigMap, Service,
+    NetworkPolicy, budgets, PodGroup.
+    """
     pods: tuple[PodSpec, ...]
     """In start order."""
 
 
 def desired(job: JobResource, context: OperatorContext) -> Desired:
-    """Pure and cheap. Raises SettingsError for a podTemplate that does not fit, before anything of the job exists."""
+    """Pure and cheap. Raises SettingsError for a podTemplate that does not fit, before anything of
+    the job exists.
+    """
     optional = [network_policy(job, context) if context.network_policy else None, pod_group(job)]
     config = (
         service_account(job),

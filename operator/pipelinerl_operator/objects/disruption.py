@@ -9,7 +9,9 @@ from pipelinerl_operator.plan import Role
 
 
 def disruption_budgets(job: JobResource, capabilities: Capabilities) -> tuple[dict[str, Any], ...]:
-    """Trainers share collectives: one that leaves stops all. Of the actors the fewest that training needs must stay."""
+    """Trainers share collectives: one that leaves stops all. Of the actors the fewest that training
+    needs must stay.
+    """
     needed = {Role.TRAINER: job.spec.trainers.replicas, Role.ACTOR: job.spec.actors.min_replicas}
     return tuple(
         {

@@ -1,4 +1,5 @@
-"""Gang scheduling: trainers, preprocessor and the first actors.minReplicas actors are placed together or not at all.
+"""Gang scheduling: trainers, preprocessor and the first actors.minReplicas actors are placed
+together or not at all.
 
 Nothing else belongs to the gang, or it deadlocks: trainers wait for samples, actors for weights.
 """
@@ -19,7 +20,9 @@ SCHEDULERS = {"volcano": "volcano", "coscheduling": "scheduler-plugins-scheduler
 def in_gang(job: JobResource, role: Role, index: int) -> bool:
     if job.spec.scheduling.gang.backend == "none":
         return False
-    return role in (Role.TRAINER, Role.PREPROCESSOR) or (role is Role.ACTOR and index < job.spec.actors.min_replicas)
+    return role in (Role.TRAINER, Role.PREPROCESSOR) or (
+        role is Role.ACTOR and index < job.spec.actors.min_replicas
+    )
 
 
 def gang_size(job: JobResource) -> int:

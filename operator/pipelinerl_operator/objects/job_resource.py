@@ -22,7 +22,9 @@ class JobResource:
     """RFC 3339, once somebody has deleted it."""
     raw: Mapping[str, Any]
     unknown_fields: tuple[str, ...] = ()
-    """Paths of what the API server's CRD knows and this operator does not: it is older than the CRD. They are left out."""
+    """Paths of what the API server's CRD knows and this operator does not: it is older than the
+    CRD. They are left out.
+    """
 
     @property
     def name(self) -> str:

@@ -1,7 +1,8 @@
 """The user's podTemplate laid over the operator's pod, by the rules of a strategic merge.
 
-Mappings merge, null removes; the lists below merge by their key, others are replaced, tolerations and the like are added to.
-Containers by a name of ours are changed, others are sidecars. What the operator depends on cannot be changed.
+Mappings merge, null removes; the lists below merge by their key, others are replaced, tolerations
+and the like are added to. Containers by a name of ours are changed, others are sidecars. What the
+operator depends on cannot be changed.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,14 @@ _KEYS = {
     "ports": "containerPort",
     "imagePullSecrets": "name",
 }
-_ADDED = ("tolerations", "hostAliases", "topologySpreadConstraints", "envFrom", "readinessGates", "schedulingGates")
+_ADDED = (
+    "tolerations",
+    "hostAliases",
+    "topologySpreadConstraints",
+    "envFrom",
+    "readinessGates",
+    "schedulingGates",
+)
 _FIXED_IN_POD = ("restartPolicy", "hostname", "subdomain", "enableServiceLinks")
 _FIXED_IN_CONTAINER = ("command", "args")
 
@@ -58,13 +66,17 @@ def _merged_list(base: list[Any], over: Any, key: str, path: str) -> list[Any]:
     merged = {item[key]: item for item in base}
     for position, item in enumerate(_list(over, path)):
         if not isinstance(item, dict) or item.get(key) is None:
-            raise SettingsError(f"{path}[{position}]: has no {key}; items of this list are merged by it")
+            raise SettingsError(
+                f"{path}[{position}]: has no {key}; items of this list are merged by it"
+            )
         merged[item[key]] = _item(merged.get(item[key]), item, path, key)
     return list(merged.values())
 
 
 def _item(base: dict[str, Any] | None, item: dict[str, Any], path: str, key: str) -> dict[str, Any]:
-    """Variables, mounts and volumes are replaced as a whole, since their sources exclude one another."""
+    """Variables, mounts and volumes are replaced as a whole, since their sources exclude one
+    another.
+    """
     if base is None or not path.endswith(("containers", "initContainers")):
         return deepcopy(item)
     return _merged(base, item, f"{path}[{item[key]}]")
@@ -95,10 +107,14 @@ def _check_metadata(meta: Mapping[str, Any], path: str) -> None:
 def _check_spec(pod: Mapping[str, Any], spec: Mapping[str, Any], path: str) -> None:
     for name in _FIXED_IN_POD:
         if name in spec:
-            raise SettingsError(f"{path}.{name}: is the operator's ({pod['spec'].get(name)!r}); remove it")
+            raise SettingsError(
+                f"{path}.{name}: is the operator's ({pod['spec'].get(name)!r}); remove it"
+            )
     for volume in _items(spec, "volumes", path):
         if volume.get("name") in FIXED_VOLUMES:
-            raise SettingsError(f"{path}.volumes[{volume['name']}]: is the operator's; choose another name")
+            raise SettingsError(
+                f"{path}.volumes[{volume['name']}]: is the operator's; choose another name"
+            )
     for kind in ("containers", "initContainers"):
         own = [each["name"] for each in pod["spec"].get(kind, [])]
         for container in _items(spec, kind, path):
@@ -111,27 +127,40 @@ def _check_spec(pod: Mapping[str, Any], spec: Mapping[str, Any], path: str) -> N
 def _check_own_container(container: Mapping[str, Any], path: str) -> None:
     for name in _FIXED_IN_CONTAINER:
         if name in container:
-            raise SettingsError(f"{path}.{name}: is the operator's; remove it, or run your command in a sidecar")
+            raise SettingsError(
+                f"{path}.{name}: is the operator's; remove it, or run your command in a sidecar"
+            )
     for variable in _items(container, "env", path):
         if str(variable.get("name")).startswith(RESERVED_PREFIX):
-            raise SettingsError(f"{path}.env[{variable['name']}]: names that begin with {RESERVED_PREFIX} are the operator's")
+            raise SettingsError(
+                f"{path}.env[{variable['name']}]: names that begin with {RESERVED_PREFIX} are the "
+                "operator's"
+            )
     for mount in _items(container, "volumeMounts", path):
         if str(mount.get("mountPath")).startswith(FIXED_FOLDER):
-            raise SettingsError(f"{path}.volumeMounts[{mount['mountPath']}]: is the operator's; choose another path")
+            raise SettingsError(
+                f"{path}.volumeMounts[{mount['mountPath']}]: is the operator's; choose another path"
+            )
 
 
 def _check_ports(container: Mapping[str, Any], pod: Mapping[str, Any], path: str) -> None:
     others = [each for each in pod["spec"]["containers"] if each["name"] != container.get("name")]
-    taken = {entry["containerPort"]: each["name"] for each in others for entry in each.get("ports", [])}
+    taken = {
+        entry["containerPort"]: each["name"] for each in others for entry in each.get("ports", [])
+    }
     for entry in _items(container, "ports", path):
         if entry.get("containerPort") in taken:
             number = entry["containerPort"]
-            raise SettingsError(f"{path}.ports: {number} is the port of container {taken[number]}; choose another")
+            raise SettingsError(
+                f"{path}.ports: {number} is the port of container {taken[number]}; choose another"
+            )
 
 
 def _items(parent: Mapping[str, Any], name: str, path: str) -> list[Mapping[str, Any]]:
     """The mappings in a list; others are for the API server to refuse."""
-    return [each for each in _list(parent.get(name) or [], f"{path}.{name}") if isinstance(each, dict)]
+    return [
+        each for each in _list(parent.get(name) or [], f"{path}.{name}") if isinstance(each, dict)
+    ]
 
 
 def _mapping(parent: Mapping[str, Any], name: str, path: str) -> Mapping[str, Any]:

@@ -1,4 +1,6 @@
-"""Pods of every role: their own part here, containers, volumes and the user's template from their modules."""
+"""Pods of every role: their own part here, containers, volumes and the user's template from their
+modules.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +13,14 @@ from pipelinerl_operator.objects.containers import GPU, ContainerMaker
 from pipelinerl_operator.objects.context import OperatorContext
 from pipelinerl_operator.objects.gang import decoration, in_gang, scheduler_name
 from pipelinerl_operator.objects.job_resource import JobResource
-from pipelinerl_operator.objects.labels import ATTEMPT, INDEX, ROLE, TEMPLATE_HASH, metadata, pod_name
+from pipelinerl_operator.objects.labels import (
+    ATTEMPT,
+    INDEX,
+    ROLE,
+    TEMPLATE_HASH,
+    metadata,
+    pod_name,
+)
 from pipelinerl_operator.objects.overlay import overlay
 from pipelinerl_operator.objects.placement import affinity
 from pipelinerl_operator.objects.ports import port
@@ -23,8 +32,13 @@ from pipelinerl_operator.plan import Role
 STOP_MARGIN_S = 30
 """Between the end of a drain and the kill: to say good-bye, flush, and exit."""
 NO_MESH = {"sidecar.istio.io/inject": "false"}
-"""Collectives choose their ports, and a proxy beside a job's container never ends. A template's label goes first."""
-UNDISTURBED = {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+"""Collectives choose their ports, and a proxy beside a job's container never ends. A template's
+label goes first.
+"""
+UNDISTURBED = {
+    "karpenter.sh/do-not-disrupt": "true",
+    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+}
 
 
 @dataclass(frozen=True)
@@ -36,7 +50,9 @@ class PodSpec:
     role: Role
     index: int
     template_hash: str
-    """Also an annotation of the pod; equal as long as the job asks for the same pod, whatever the operator's version."""
+    """Also an annotation of the pod; equal as long as the job asks for the same pod, whatever the
+    operator's version.
+    """
 
     @property
     def name(self) -> str:
@@ -48,16 +64,29 @@ class PodSpec:
 
     @property
     def main_containers(self) -> tuple[str, ...]:
-        """The pod has failed when one of these has, and is done when the first one is. Others are the user's."""
+        """The pod has failed when one of these has, and is done when the first one is. Others are
+        the user's.
+        """
         if self.role is Role.ACTOR:
-            return ("rollout", *(f"generator-{index}" for index in range(self.job.spec.actors.generators_per_replica)))
+            return (
+                "rollout",
+                *(
+                    f"generator-{index}"
+                    for index in range(self.job.spec.actors.generators_per_replica)
+                ),
+            )
         return ("generator",) if self.role is Role.REFERENCE else (self.role.value,)
 
     def generators(self) -> Mapping[str, int]:
-        """Port of each generator of the weight-transfer group in this pod, by its name in the plan: {"generator-0-1": 8001}."""
+        """Port of each generator of the weight-transfer group in this pod, by its name in the plan:
+        {"generator-0-1": 8001}.
+        """
         if self.role is not Role.ACTOR:
             return {}
-        names = (f"generator-{self.index}-{index}" for index in range(self.job.spec.actors.generators_per_replica))
+        names = (
+            f"generator-{self.index}-{index}"
+            for index in range(self.job.spec.actors.generators_per_replica)
+        )
         return {name: port(name) for name in names}
 
     @property
@@ -68,7 +97,11 @@ class PodSpec:
     def manifest(self, attempt: int, excluded_nodes: Sequence[str] = ()) -> dict[str, Any]:
         """Ready to be created. Raises SettingsError when the job's podTemplate does not fit."""
         mine, template = self._own(attempt), self.template
-        merged = overlay(mine, template, f"spec.{_SECTIONS[self.role]}.podTemplate") if template else mine
+        merged = (
+            overlay(mine, template, f"spec.{_SECTIONS[self.role]}.podTemplate")
+            if template
+            else mine
+        )
         placed = affinity(merged["spec"].get("affinity"), self.job, excluded_nodes)
         if placed:
             merged["spec"]["affinity"] = placed
@@ -80,7 +113,11 @@ class PodSpec:
         own = {ROLE: role.value, INDEX: str(self.index), ATTEMPT: str(attempt)}
         labels = {**NO_MESH, **own, **gang.get("labels", {})}
         undisturbed = UNDISTURBED if role is Role.TRAINER else {}
-        annotations = {TEMPLATE_HASH: self.template_hash, **undisturbed, **gang.get("annotations", {})}
+        annotations = {
+            TEMPLATE_HASH: self.template_hash,
+            **undisturbed,
+            **gang.get("annotations", {}),
+        }
         return {
             "apiVersion": "v1",
             "kind": "Pod",
@@ -91,13 +128,18 @@ class PodSpec:
     def _pod_spec(self) -> dict[str, Any]:
         job, role = self.job, self.role
         containers = ContainerMaker(job, self.context, role, self.index).make()
-        secrets = [*self.context.image_pull_secrets, *(each.name for each in job.spec.image_pull_secrets)]
+        secrets = [
+            *self.context.image_pull_secrets,
+            *(each.name for each in job.spec.image_pull_secrets),
+        ]
         optional = {
             "initContainers": list(containers.init),
             "imagePullSecrets": [{"name": name} for name in dict.fromkeys(secrets)],
             "schedulerName": scheduler_name(job),
             "priorityClassName": job.spec.scheduling.priority_class_name,
-            "tolerations": [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}] if containers.num_gpus else [],
+            "tolerations": [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]
+            if containers.num_gpus
+            else [],
         }
         return {
             "restartPolicy": "Never",
@@ -124,7 +166,9 @@ _SECTIONS = {
 
 
 def _drain_s(spec: JobSpec, role: Role) -> float:
-    return {Role.ACTOR: spec.actors.drain_seconds, Role.TRAINER: spec.trainers.drain_seconds}.get(role, 0.0)
+    return {Role.ACTOR: spec.actors.drain_seconds, Role.TRAINER: spec.trainers.drain_seconds}.get(
+        role, 0.0
+    )
 
 
 def pods(job: JobResource, context: OperatorContext) -> tuple[PodSpec, ...]:
@@ -138,8 +182,14 @@ def pods(job: JobResource, context: OperatorContext) -> tuple[PodSpec, ...]:
         Role.EVALUATOR: 1 if spec.evaluation else 0,
     }
     services = service_spec(spec)
-    kinds = {(role, in_gang(job, role, index)) for role, count in counts.items() for index in range(count)}
-    hashes = {(role, gang): template_hash(job, role, services, in_gang=gang) for role, gang in kinds}
+    kinds = {
+        (role, in_gang(job, role, index))
+        for role, count in counts.items()
+        for index in range(count)
+    }
+    hashes = {
+        (role, gang): template_hash(job, role, services, in_gang=gang) for role, gang in kinds
+    }
     return tuple(
         PodSpec(job, context, role, index, hashes[role, in_gang(job, role, index)])
         for role, count in counts.items()

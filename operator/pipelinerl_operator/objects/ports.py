@@ -25,8 +25,9 @@ SECRET_FOLDER = Path("/etc/pipelinerl/secret")
 
 
 _LISTEN_HOSTS = {Role.TRAINER: "$(PRL_POD_IP)", Role.EVALUATOR: LOOPBACK}
-"""Generators are told the trainer's address when a group forms: the pod's own, which no stale DNS answer can miss.
-The evaluator's generator serves nobody else."""
+"""Generators are told the trainer's address when a group forms: the pod's own, which no stale DNS
+answer can miss. The evaluator's generator serves nobody else.
+"""
 
 
 def generator_port(index: int) -> int:
@@ -40,7 +41,9 @@ def host(job: JobResource, role: Role, index: int) -> str:
 
 
 def place(job: JobResource, workload: str) -> tuple[Role, int]:
-    """The pod that carries a process of the plan: generators live with their actor, ranks with those of their node."""
+    """The pod that carries a process of the plan: generators live with their actor, ranks with
+    those of their node.
+    """
     role, index = role_of(workload), int(workload.rpartition("-")[2])
     if role is Role.GENERATOR:
         return Role.ACTOR, int(workload.split("-")[1])
@@ -56,8 +59,12 @@ def port(workload: str) -> int:
     return GENERATOR_PORT if role in (Role.REFERENCE, Role.EVALUATOR) else GRPC_PORT
 
 
-def endpoints(job: JobResource, context: OperatorContext, names: tuple[str, ...], output: Path) -> Endpoints:
-    """For the processes `names` of one pod: they find one another on its loopback, the others by DNS."""
+def endpoints(
+    job: JobResource, context: OperatorContext, names: tuple[str, ...], output: Path
+) -> Endpoints:
+    """For the processes `names` of one pod: they find one another on its loopback, the others by
+    DNS.
+    """
     peers = ("preprocessor-0", *reference_names(job.job), *generator_names(job.job, 0))
     addresses = {name: f"{host(job, *place(job, name))}:{port(name)}" for name in peers}
     addresses |= {name: f"{LOOPBACK}:{port(name)}" for name in names}
@@ -72,7 +79,11 @@ def endpoints(job: JobResource, context: OperatorContext, names: tuple[str, ...]
         token_file=SECRET_FOLDER / TOKEN_KEY,
         nats_ca_file=JOB_FILE.parent / NATS_CA_KEY if context.nats_ca else None,
         nats_credentials=SECRET_FOLDER / NATS_KEY if context.has_nats_credentials else None,
-        metrics_addresses={name: f"{EVERY_INTERFACE}:{METRICS_PORT}" for name in names if role_of(name) not in SERVE_THEIR_OWN},
+        metrics_addresses={
+            name: f"{EVERY_INTERFACE}:{METRICS_PORT}"
+            for name in names
+            if role_of(name) not in SERVE_THEIR_OWN
+        },
         log_level=context.log_level,
         listen_hosts={role: EVERY_INTERFACE for role in Role} | _LISTEN_HOSTS,
     )

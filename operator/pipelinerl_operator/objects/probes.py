@@ -1,4 +1,6 @@
-"""How the kubelet asks a container. Liveness is about the process alone: a weight transfer or a long step never fails it."""
+"""How the kubelet asks a container. Liveness is about the process alone: a weight transfer or a
+long step never fails it.
+"""
 
 import math
 from typing import Any
@@ -17,7 +19,12 @@ def generator_probes(port: int, startup_s: float) -> dict[str, Any]:
     """/health answers once the engine runs, /ready once it has the weights of the current group."""
 
     def get(path: str, **numbers: int) -> dict[str, Any]:
-        return {"httpGet": {"path": path, "port": port}, "periodSeconds": PERIOD_S, "timeoutSeconds": 5, **numbers}
+        return {
+            "httpGet": {"path": path, "port": port},
+            "periodSeconds": PERIOD_S,
+            "timeoutSeconds": 5,
+            **numbers,
+        }
 
     return {
         "startupProbe": get("/health", failureThreshold=max(1, math.ceil(startup_s / PERIOD_S))),
@@ -32,7 +39,9 @@ def grpc_readiness(capabilities: Capabilities) -> dict[str, Any]:
 
 
 def grpc_probes(capabilities: Capabilities) -> dict[str, Any]:
-    """Of a service that does nothing else than serve, so that one which does not answer is to be started again."""
+    """Of a service that does nothing else than serve, so that one which does not answer is to be
+    started again.
+    """
     return {
         "startupProbe": _grpc(capabilities, _STARTUP_FAILURES),
         "livenessProbe": _grpc(capabilities, _LIVENESS_FAILURES),
@@ -41,5 +50,9 @@ def grpc_probes(capabilities: Capabilities) -> dict[str, Any]:
 
 
 def _grpc(capabilities: Capabilities, failures: int) -> dict[str, Any]:
-    ask = {"grpc": {"port": GRPC_PORT}} if capabilities.grpc_probes else {"tcpSocket": {"port": GRPC_PORT}}
+    ask = (
+        {"grpc": {"port": GRPC_PORT}}
+        if capabilities.grpc_probes
+        else {"tcpSocket": {"port": GRPC_PORT}}
+    )
     return {**ask, "periodSeconds": PERIOD_S, "timeoutSeconds": 5, "failureThreshold": failures}

@@ -8,8 +8,13 @@ from pipelinerl_operator.objects.ports import NATS_KEY, TOKEN_KEY
 
 
 def secret(job: JobResource, token: str, nats_credentials: str | None = None) -> dict[str, Any]:
-    """`<job>-token`: bearer token of the weight endpoints and gRPC services, and the stream's credentials where it has some."""
-    data = {TOKEN_KEY: token, **({NATS_KEY: nats_credentials} if nats_credentials is not None else {})}
+    """`<job>-token`: bearer token of the weight endpoints and gRPC services, and the stream's
+    credentials where it has some.
+    """
+    data = {
+        TOKEN_KEY: token,
+        **({NATS_KEY: nats_credentials} if nats_credentials is not None else {}),
+    }
     return {
         "apiVersion": "v1",
         "kind": "Secret",

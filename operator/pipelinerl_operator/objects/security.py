@@ -1,4 +1,6 @@
-"""Security contexts: what the pod security level `restricted` asks for, and one opt-in that it refuses."""
+"""Security contexts: what the pod security level `restricted` asks for, and one opt-in that it
+refuses.
+"""
 
 from typing import Any
 

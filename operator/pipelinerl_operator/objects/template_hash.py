@@ -1,7 +1,7 @@
 """The hash that tells whether a running pod is what its job asks for.
 
-It is of what the job says, not of the manifest: an operator of another version, with other images or another way to write the
-same pod, finds no difference.
+It is of what the job says, not of the manifest: an operator of another version, with other images
+or another way to write the same pod, finds no difference.
 """
 
 import hashlib
@@ -19,8 +19,11 @@ from pipelinerl_operator.objects.volumes import CHECKPOINT_ROLES, cache_source, 
 from pipelinerl_operator.plan import Role, generator_names, num_gpus
 
 
-def template_hash(job: JobResource, role: Role, services: Mapping[str, Any], *, in_gang: bool) -> str:
-    """16 hexadecimal digits, equal for pods of a role that differ in nothing but their index and the gang.
+def template_hash(
+    job: JobResource, role: Role, services: Mapping[str, Any], *, in_gang: bool
+) -> str:
+    """16 hexadecimal digits, equal for pods of a role that differ in nothing but their index and
+    the gang.
 
     `services` is what services read of the spec, see `service_spec`.
 
@@ -33,13 +36,20 @@ def template_hash(job: JobResource, role: Role, services: Mapping[str, Any], *, 
         "image": own_image(spec, role),
         "common": _set(spec, "image_pull_secrets", "env"),
         "network": _set(spec.network, "interface", *(("rdma",) if _has_gpus(job, role) else ())),
-        "scheduling": [scheduler_name(job), _set(spec.scheduling, "priority_class_name", "topology_key")],
+        "scheduling": [
+            scheduler_name(job),
+            _set(spec.scheduling, "priority_class_name", "topology_key"),
+        ],
         "gang": spec.scheduling.gang.backend if in_gang else None,
         "template": pod_template(spec, role),
         "cache": cache_source(spec, role),
         "memory": shared_memory(spec, role),
-        "checkpoint": _set(spec.trainers.checkpoint, "pvc", "uri") if role in CHECKPOINT_ROLES else {},
-        "reference": _set(spec.reference, "startup_timeout_seconds") if role is Role.REFERENCE and spec.reference else {},
+        "checkpoint": _set(spec.trainers.checkpoint, "pvc", "uri")
+        if role in CHECKPOINT_ROLES
+        else {},
+        "reference": _set(spec.reference, "startup_timeout_seconds")
+        if role is Role.REFERENCE and spec.reference
+        else {},
     }
     text = json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

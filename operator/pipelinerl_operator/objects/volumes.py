@@ -1,4 +1,6 @@
-"""What is mounted in a pod, and where. The root file system is read-only: every folder that is written to is a volume."""
+"""What is mounted in a pod, and where. The root file system is read-only: every folder that is
+written to is a volume.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +35,17 @@ class Mount:
         return {"name": self.name, **self.source}
 
     def mount(self) -> dict[str, Any]:
-        return {"name": self.name, "mountPath": str(self.path), **({"readOnly": True} if self.read_only else {})}
+        return {
+            "name": self.name,
+            "mountPath": str(self.path),
+            **({"readOnly": True} if self.read_only else {}),
+        }
 
 
 def output_folder(job: JobResource, role: Role) -> Path:
-    """Where a role's services write. Trainers and who reads their checkpoints: the claim, which outlives the pod."""
+    """Where a role's services write. Trainers and who reads their checkpoints: the claim, which
+    outlives the pod.
+    """
     checkpoint = job.spec.trainers.checkpoint
     if role not in CHECKPOINT_ROLES:
         return OUTPUT
@@ -49,8 +57,15 @@ def output_folder(job: JobResource, role: Role) -> Path:
 def mounts(job: JobResource, role: Role) -> tuple[Mount, ...]:
     spec = job.spec
     own = [
-        Mount("job", JOB_FILE.parent, {"configMap": {"name": config_name(job.name)}}, read_only=True),
-        Mount("secret", SECRET_FOLDER, {"secret": {"secretName": secret_name(job.name), "defaultMode": 0o444}}, read_only=True),
+        Mount(
+            "job", JOB_FILE.parent, {"configMap": {"name": config_name(job.name)}}, read_only=True
+        ),
+        Mount(
+            "secret",
+            SECRET_FOLDER,
+            {"secret": {"secretName": secret_name(job.name), "defaultMode": 0o444}},
+            read_only=True,
+        ),
         Mount("tmp", Path("/tmp"), {"emptyDir": {}}),
         Mount("output", OUTPUT, {"emptyDir": {}}),
         Mount("cache", CACHE, cache_source(spec, role)),

@@ -1,4 +1,5 @@
-"""How generation and training are balanced, from two readings of the metrics of a job's own processes.
+"""How generation and training are balanced, from two readings of the metrics of a job's own
+processes.
 
 ```
 r        groups/s that the trainers took: trained, or turned away on their own merit
@@ -44,12 +45,22 @@ class Counts:
     trainer_wait_s: float
 
     @classmethod
-    def of(cls, trainer: Reading, preprocessor: Reading, actors: frozenset[str], others: tuple[str, ...]) -> "Counts | None":
+    def of(
+        cls,
+        trainer: Reading,
+        preprocessor: Reading,
+        actors: frozenset[str],
+        others: tuple[str, ...],
+    ) -> "Counts | None":
         """None before the first step is counted."""
         step, values = trainer.values.get("policy_version"), preprocessor.values
         if step is None:
             return None
-        dropped = {key.removeprefix(_DROPPED): count for key, count in values.items() if key.startswith(_DROPPED)}
+        dropped = {
+            key.removeprefix(_DROPPED): count
+            for key, count in values.items()
+            if key.startswith(_DROPPED)
+        }
         return cls(
             at=preprocessor.at,
             step=max(0, int(step)),
@@ -78,7 +89,9 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """Over the steps from `begin_step` to `step`, during which the same `num_actors` actors were ready."""
+    """Over the steps from `begin_step` to `step`, during which the same `num_actors` actors were
+    ready.
+    """
 
     begin_step: int
     step: int

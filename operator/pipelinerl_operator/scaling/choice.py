@@ -1,13 +1,15 @@
-"""How many actors there are when `autoscale` is on: the planner's schedules, kept from overshooting.
+"""How many actors there are when `autoscale` is on: the planner's schedules, kept from
+overshooting.
 
 ```
  rule     actors.replicas, and from there by the ratio of the balance
  hybrid   actors.maxReplicas for the first exploreSteps, then splitShare of the GPUs, and from there by the ratio
 ```
-The rule alone swings for ever when one stride leads from one side of its band to the other. Here a stride ends where the
-measured rates say that the balance is: taking away leaves generation at least as fast as the system is, adding leaves the
-ratio at least at lowRatio. While the rates stay what they are, a number that was taken back is therefore never asked for again.
-And nothing is taken away while the trainers wait, too: then it is the staleness policy that holds both up.
+The rule alone swings for ever when one stride leads from one side of its band to the other. Here a
+stride ends where the measured rates say that the balance is: taking away leaves generation at least
+as fast as the system is, adding leaves the ratio at least at lowRatio. While the rates stay what
+they are, a number that was taken back is therefore never asked for again. And nothing is taken away
+while the trainers wait, too: then it is the staleness policy that holds both up.
 """
 
 import math
@@ -19,7 +21,14 @@ from pydantic import Field
 from pipelinerl_common.settings import JobSpec
 from pipelinerl_common.settings.base import Settings
 from pipelinerl_operator.scaling.balance import Balance
-from pipelinerl_planner.controllers import HybridSchedule, HybridSettings, Phase, Share, ShareRule, ShareRuleSettings
+from pipelinerl_planner.controllers import (
+    HybridSchedule,
+    HybridSettings,
+    Phase,
+    Share,
+    ShareRule,
+    ShareRuleSettings,
+)
 
 _ROUNDING = 1e-9
 
@@ -27,7 +36,9 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class Choice(Settings):
-    """What was chosen, in place of spec.actors.replicas. There is none while a hybrid schedule explores."""
+    """What was chosen, in place of spec.actors.replicas. There is none while a hybrid schedule
+    explores.
+    """
 
     actors: Count
     """Actors that there should be. Remembered."""
@@ -59,8 +70,12 @@ def num_actors(spec: JobSpec, choice: Choice | None) -> int:
     return min(max(choice.actors, actors.min_replicas), actors.max_replicas)
 
 
-def look(spec: JobSpec, choice: Choice | None, step: int | None, balance: Balance | None) -> Look | None:
-    """The next choice, after `step` optimizer steps and with `balance` since the last. None while it is too early."""
+def look(
+    spec: JobSpec, choice: Choice | None, step: int | None, balance: Balance | None
+) -> Look | None:
+    """The next choice, after `step` optimizer steps and with `balance` since the last. None while
+    it is too early.
+    """
     before = num_actors(spec, choice)
     if choice is None and spec.autoscale.schedule == "hybrid":
         return None if step is None else _end_of_exploring(spec, before, step)
@@ -69,14 +84,18 @@ def look(spec: JobSpec, choice: Choice | None, step: int | None, balance: Balanc
     chosen = choose(spec, before, balance)
     if chosen is None:
         return None
-    after = Choice(actors=chosen, start=spec.actors.replicas, step=balance.step, ratio=round(balance.ratio, 3))
+    after = Choice(
+        actors=chosen, start=spec.actors.replicas, step=balance.step, ratio=round(balance.ratio, 3)
+    )
     return Look(after, _why(spec, before, chosen, balance))
 
 
 def choose(spec: JobSpec, before: int, balance: Balance) -> int | None:
     """Actors after a look at `balance`, made with `before` of them. None while the period lasts."""
     settings, gpus = spec.autoscale, _gpus_per_actor(spec)
-    share = ShareRule(_rule(spec)).observe(Share(before * gpus, balance.begin_step), balance.step, balance.r, balance.r_gen)
+    share = ShareRule(_rule(spec)).observe(
+        Share(before * gpus, balance.begin_step), balance.step, balance.r, balance.r_gen
+    )
     if share.decided_at == balance.begin_step:
         return None
     asked = share.num_generating // gpus
@@ -98,14 +117,21 @@ def _end_of_exploring(spec: JobSpec, before: int, step: int) -> Look | None:
         return None
     chosen = round(state.share.num_generating / gpus)
     why = (
-        f"actors {before} -> {chosen}: the {settings.explore_steps} steps in which every actor generates are over "
-        f"(step {step}); from here on it is splitShare={settings.split_share} of {rule.num_gpus} places, trainers included"
+        f"actors {before} -> {chosen}: the {settings.explore_steps} steps in which every actor "
+        "generates are over "
+        f"(step {step}); from here on it is splitShare={settings.split_share} of {rule.num_gpus} "
+        "places, trainers included"
     )
-    return Look(Choice(actors=chosen, start=spec.actors.replicas, step=step), why if chosen != before else "")
+    return Look(
+        Choice(actors=chosen, start=spec.actors.replicas, step=step),
+        why if chosen != before else "",
+    )
 
 
 def _rule(spec: JobSpec) -> ShareRuleSettings:
-    """In GPUs; without any, an actor and a trainer rank count as one each. The trainers are a gang of a fixed size."""
+    """In GPUs; without any, an actor and a trainer rank count as one each. The trainers are a gang
+    of a fixed size.
+    """
     settings, actors, gpus = spec.autoscale, spec.actors, _gpus_per_actor(spec)
     num_training = spec.trainers.replicas * spec.trainers.processes_per_node
     return ShareRuleSettings(
@@ -134,11 +160,19 @@ def _why(spec: JobSpec, before: int, chosen: int, balance: Balance) -> str:
         return ""
     settings = spec.autoscale
     if chosen > before:
-        cause = f"trainers wait for samples (ratio {balance.ratio:.3f}, above highRatio={settings.high_ratio})"
+        cause = (
+            f"trainers wait for samples (ratio {balance.ratio:.3f}, above "
+            f"highRatio={settings.high_ratio})"
+        )
     else:
-        cause = f"generators wait for the trainers (ratio {balance.ratio:.3f}, below lowRatio={settings.low_ratio})"
+        cause = (
+            f"generators wait for the trainers (ratio {balance.ratio:.3f}, below "
+            f"lowRatio={settings.low_ratio})"
+        )
     return (
-        f"actors {before} -> {chosen}: {cause}; in steps {balance.begin_step} to {balance.step} {balance.r:.3g} groups per "
-        f"second were taken of the {balance.r_gen:.3g} that generation can make, without waiting it would be "
+        f"actors {before} -> {chosen}: {cause}; in steps {balance.begin_step} to {balance.step} "
+        f"{balance.r:.3g} groups per "
+        f"second were taken of the {balance.r_gen:.3g} that generation can make, without waiting "
+        "it would be "
         f"{balance.r_train:.3g}"
     )

@@ -18,14 +18,18 @@ class Period:
         self.balance = None
 
     def take(self, counts: Counts | None, last_look: int | None) -> None:
-        """A reading, None where there is nothing to count yet. `last_look` is the step of the last look.
+        """A reading, None where there is nothing to count yet. `last_look` is the step of the last
+        look.
 
-        Trainers that have gone back to a checkpoint pass that step again: it cannot lie within a period.
+        Trainers that have gone back to a checkpoint pass that step again: it cannot lie within a
+        period.
         """
         if counts is None:
             self._ends = self.balance = None
             return
-        begin = self._ends[0] if self._ends is not None and counts.follows(self._ends[1]) else counts
+        begin = (
+            self._ends[0] if self._ends is not None and counts.follows(self._ends[1]) else counts
+        )
         if last_look is not None and begin.step < last_look <= counts.step:
             begin = counts
         self._ends = (begin, counts)

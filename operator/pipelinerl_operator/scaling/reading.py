@@ -1,4 +1,6 @@
-"""What a job's own processes tell in their metrics, as far as its keeper reads it: `pipelinerl up`, or the operator."""
+"""What a job's own processes tell in their metrics, as far as its keeper reads it: `pipelinerl up`,
+or the operator.
+"""
 
 import asyncio
 import re
@@ -25,13 +27,18 @@ READ = frozenset(
     }
 )
 """Names that are kept of the hundreds that a job tells."""
-_LINE = re.compile(rb"^pipelinerl_(\w+)(?:\{([^}]*)\})? ([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)(?: \d+)?$", re.MULTILINE)
+_LINE = re.compile(
+    rb"^pipelinerl_(\w+)(?:\{([^}]*)\})? ([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)(?: \d+)?$",
+    re.MULTILINE,
+)
 _LABEL = re.compile(rb'(?:^|,)(?:stage|phase|reason)="(\w+)"')
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Numbers by name, those with a stage, phase or reason as "name/stage"; at that moment in monotonic seconds."""
+    """Numbers by name, those with a stage, phase or reason as "name/stage"; at that moment in
+    monotonic seconds.
+    """
 
     at: float
     values: dict[str, float]
@@ -40,7 +47,9 @@ class Reading:
 async def read_metrics(session: aiohttp.ClientSession, address: str) -> Reading | None:
     """`/metrics` at "host:port", or None while it does not answer."""
     try:
-        async with session.get(f"http://{address}/metrics", timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as response:
+        async with session.get(
+            f"http://{address}/metrics", timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)
+        ) as response:
             if response.status != 200:
                 return None
             text = b""
@@ -54,7 +63,9 @@ async def read_metrics(session: aiohttp.ClientSession, address: str) -> Reading 
 
 
 def parse_metrics(text: bytes) -> dict[str, float]:
-    """Of Prometheus' text format what the operator reads: {"reward_mean": 0.4, "queue_oldest_seconds/stream": 3.0}."""
+    """Of Prometheus' text format what the operator reads: {"reward_mean": 0.4,
+    "queue_oldest_seconds/stream": 3.0}.
+    """
     values: dict[str, float] = {}
     for name, labels, value in _LINE.findall(text):
         key = name.decode()

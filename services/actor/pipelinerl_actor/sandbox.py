@@ -1,7 +1,9 @@
-"""Runs untrusted Python with `bubblewrap`: no network, nothing of the machine but a read-only Python, bounded throughout.
+"""Runs untrusted Python with `bubblewrap`: no network, nothing of the machine but a read-only
+Python, bounded throughout.
 
-An actor that is root (as in a container with CAP_SYS_ADMIN) gives its runs a user id of their own; any other needs unprivileged
-user namespaces. Where neither works the sandbox refuses to be made: code that nothing confines is never run.
+An actor that is root (as in a container with CAP_SYS_ADMIN) gives its runs a user id of their own;
+any other needs unprivileged user namespaces. Where neither works the sandbox refuses to be made:
+code that nothing confines is never run.
 """
 
 import os
@@ -21,12 +23,15 @@ from pipelinerl_common.settings.base import Settings
 
 _PROGRAM = "/program.py"
 _FIRST_UID = 1_000_000
-"""User ids from here on belong to nobody: limits per user, such as that of processes, are then limits per run."""
+"""User ids from here on belong to nobody: limits per user, such as that of processes, are then
+limits per run.
+"""
 _KILL_S = 5.0
 _PROGRAMS = ("bwrap", "prlimit", "setpriv")
 _MISSING = "install the Debian packages bubblewrap and util-linux in the actor's image"
 _REFUSED = (
-    "a container needs CAP_SYS_ADMIN, or a seccomp profile and a kernel that allow unprivileged user namespaces; "
+    "a container needs CAP_SYS_ADMIN, or a seccomp profile and a kernel that allow unprivileged "
+    "user namespaces; "
     "the restricted profile of Kubernetes allows neither"
 )
 
@@ -80,11 +85,16 @@ class Sandbox:
         self._limits = limits
         probe = self.run("print(6 * 7)", "")
         if not probe.succeeded or probe.stdout != "42\n":
-            reason = probe.stderr.strip()[-500:] or f"the probe {probe.ending} with status {probe.status}"
+            reason = (
+                probe.stderr.strip()[-500:]
+                or f"the probe {probe.ending} with status {probe.status}"
+            )
             raise SettingsError(f"the code sandbox does not work here ({reason}): {_REFUSED}")
 
     def run(self, program: str, stdin: str) -> Result:
-        """Runs `program` with Python's standard library and nothing else. Every process of it is gone on return."""
+        """Runs `program` with Python's standard library and nothing else. Every process of it is
+        gone on return.
+        """
         with (
             tempfile.TemporaryFile() as source,
             tempfile.TemporaryFile() as given,
@@ -116,23 +126,47 @@ class Sandbox:
             process.wait(_KILL_S)
         # bubblewrap reports a signal as shells do; a program that exits above 128 reads the same
         signalled = -status if status < 0 else status - 128 if status > 128 else 0
-        return (Ending.KILLED, signalled) if signalled in set(signal.Signals) else (Ending.EXITED, status)
+        return (
+            (Ending.KILLED, signalled)
+            if signalled in set(signal.Signals)
+            else (Ending.EXITED, status)
+        )
 
     def _command(self, program_fd: int) -> list[str]:
         python = sys.base_prefix
         is_root = os.geteuid() == 0
         confined = [
-            *(self._bwrap, "--unshare-ipc", "--unshare-net", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"),
+            *(
+                self._bwrap,
+                "--unshare-ipc",
+                "--unshare-net",
+                "--unshare-pid",
+                "--unshare-uts",
+                "--unshare-cgroup-try",
+            ),
             *(() if is_root else ("--unshare-user", "--disable-userns")),
             *("--die-with-parent", "--new-session", "--clearenv", "--setenv", "HOME", "/tmp"),
             *("--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin"),
             *(part for folder in ("/lib", "/lib64") for part in ("--ro-bind-try", folder, folder)),
             *("--ro-bind", python, "/python", "--proc", "/proc", "--dev", "/dev"),
-            *("--perms", "1777", "--size", str(self._limits.memory_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"),
+            *(
+                "--perms",
+                "1777",
+                "--size",
+                str(self._limits.memory_bytes),
+                "--tmpfs",
+                "/tmp",
+                "--chdir",
+                "/tmp",
+            ),
             *("--perms", "0444", "--ro-bind-data", str(program_fd), _PROGRAM),
         ]
         uid = str(_FIRST_UID + os.getpid() % _FIRST_UID)
-        groups = ("--reuid", uid, "--regid", uid, "--clear-groups", "--bounding-set", "-all") if is_root else ()
+        groups = (
+            ("--reuid", uid, "--regid", uid, "--clear-groups", "--bounding-set", "-all")
+            if is_root
+            else ()
+        )
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         return [
             *confined,

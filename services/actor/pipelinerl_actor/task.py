@@ -1,6 +1,8 @@
-"""The interface that users write tasks against. It imports nothing heavy; a task may import what it likes.
+"""The interface that users write tasks against. It imports nothing heavy; a task may import what it
+likes.
 
-A task is an endless sequence of prompts and a way to tell how good a trajectory is. The simplest is a class with two methods:
+A task is an endless sequence of prompts and a way to tell how good a trajectory is. The simplest is
+a class with two methods:
 
     from pipelinerl_actor.task import Prompt, Task, Turn, Verdict
 
@@ -16,28 +18,31 @@ A task is an endless sequence of prompts and a way to tell how good a trajectory
 
     spec: {task: {path: "my_package.my_module:Shout", args: {words: 5}}}
 
-The module is found in the folder that `pipelinerl up` is started in, on PYTHONPATH, or among the installed packages.
+The module is found in the folder that `pipelinerl up` is started in, on PYTHONPATH, or among the
+installed packages.
 
 `verify` may be `async def`: it runs in the rollout loop, for quick checks and for calls of remote services. Or plain `def`: it
-runs in a separate process, for checks that compute, use signals, or may hang; the process is ended when the time limit
-(`task.verifierTimeoutSeconds`) is over. Such a process makes the task anew from its path, args and seed, and asks it for the
-prompt.
+runs in a separate process, for checks that compute, use signals, or may hang; the process is ended
+when the time limit (`task.verifierTimeoutSeconds`) is over. Such a process makes the task anew from
+its path, args and seed, and asks it for the prompt.
 
-A multi-turn task overrides `rollout`, which drives one trajectory and returns its verdict. Tokens are kept exactly as they were
-sampled; text is never turned into tokens a second time:
+A multi-turn task overrides `rollout`, which drives one trajectory and returns its verdict. Tokens
+are kept exactly as they were sampled; text is never turned into tokens a second time:
 
         async def rollout(self, rollout: Rollout) -> Verdict:
             turn = await rollout.chat(rollout.prompt.messages)
             turn = await rollout.chat([{"role": "user", "content": "Louder!"}])
             return await rollout.verify(turn)
 
-Instead of a class, `task.path` may name a function that takes `seed` and task.args as keywords and returns a Task; or an
+Instead of a class, `task.path` may name a function that takes `seed` and task.args as keywords and
+returns a Task; or an
 `async def` function that takes a Rollout, and task.args as keywords, and returns a Verdict: it makes its own prompt from
 `rollout.prompt_index` and `rollout.seed`.
 
-What a task raises counts against that trajectory only: TemporaryError is tried again (`task.maxRetries` times), everything else
-gives the trajectory up. It ends the job only where nothing has succeeded yet and 64 prompts have failed for the same reason.
-Metrics of a Verdict reach the dashboards averaged; one called "success" (0 or 1) is shown as the success rate.
+What a task raises counts against that trajectory only: TemporaryError is tried again
+(`task.maxRetries` times), everything else gives the trajectory up. It ends the job only where
+nothing has succeeded yet and 64 prompts have failed for the same reason. Metrics of a Verdict reach
+the dashboards averaged; one called "success" (0 or 1) is shown as the success rate.
 """
 
 from abc import ABC, abstractmethod
@@ -136,18 +141,26 @@ class Rollout(Protocol):
 
 
 class Task(ABC):
-    """A source of prompts with a verifier. Constructors take keywords only: `seed` and what is in `task.args`."""
+    """A source of prompts with a verifier. Constructors take keywords only: `seed` and what is in
+    `task.args`.
+    """
 
     @abstractmethod
     def prompt(self, index: int) -> Prompt:
-        """The prompt at `index` of the endless sequence. Deterministic and quick: it is called again for every retry.
+        """The prompt at `index` of the endless sequence. Deterministic and quick: it is called
+        again for every retry.
 
         With `index` from 0 on; a data set of N problems starts over at N, best in another order.
         """
 
     def verify(self, prompt: Prompt, answer: Turn) -> Verdict | Awaitable[Verdict]:
-        """The verdict on a trajectory whose last turn is `answer`. See the module's description for `def` or `async def`."""
-        raise NotImplementedError(f"{type(self).__name__} has no verify(prompt, answer), so its rollout must return a Verdict")
+        """The verdict on a trajectory whose last turn is `answer`. See the module's description for
+        `def` or `async def`.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no verify(prompt, answer), so its rollout must return a "
+            "Verdict"
+        )
 
     async def rollout(self, rollout: Rollout) -> Verdict:
         """One whole trajectory. Single-turn unless overridden."""

@@ -1,4 +1,6 @@
-"""Makes a task from its dotted path. Every mistake of the user becomes one message that names the path and the remedy."""
+"""Makes a task from its dotted path. Every mistake of the user becomes one message that names the
+path and the remedy.
+"""
 
 import importlib
 import inspect
@@ -29,7 +31,9 @@ class FunctionTask(Task):
 
 
 def load_task(name: TaskName) -> Task:
-    """The task of `name`. Raises SettingsError when it cannot be imported, is not a task, or its args do not fit."""
+    """The task of `name`. Raises SettingsError when it cannot be imported, is not a task, or its
+    args do not fit.
+    """
     target = _import(name.path)
     if inspect.isclass(target) and issubclass(target, Task):
         if inspect.isabstract(target):
@@ -41,10 +45,14 @@ def load_task(name: TaskName) -> Task:
     if inspect.iscoroutinefunction(target):
         parameters = list(inspect.signature(target).parameters.values())
         if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
-            raise SettingsError(f"spec.task.path={name.path!r}: the function must take a Rollout as its first argument")
+            raise SettingsError(
+                f"spec.task.path={name.path!r}: the function must take a Rollout as its first "
+                "argument"
+            )
         return FunctionTask(target, _check_args(target, parameters[1:], name))
     raise SettingsError(
-        f"spec.task.path={name.path!r} is neither a subclass of pipelinerl_actor.task.Task nor a function, "
+        f"spec.task.path={name.path!r} is neither a subclass of pipelinerl_actor.task.Task nor a "
+        "function, "
         f"but a {type(target).__name__}"
     )
 
@@ -54,16 +62,25 @@ def _import(path: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+        if error.name is not None and (
+            module_name == error.name or module_name.startswith(f"{error.name}.")
+        ):
             remedy = "install the package that holds it, or put its folder on PYTHONPATH"
-            raise SettingsError(f"spec.task.path={path!r}: there is no module {error.name!r}; {remedy}") from error
-        raise SettingsError(f"spec.task.path={path!r}: {module_name} imports {error.name!r}, which is not installed") from error
+            raise SettingsError(
+                f"spec.task.path={path!r}: there is no module {error.name!r}; {remedy}"
+            ) from error
+        raise SettingsError(
+            f"spec.task.path={path!r}: {module_name} imports {error.name!r}, which is not installed"
+        ) from error
     except Exception as error:
         raise SettingsError(
-            f"spec.task.path={path!r}: importing {module_name} failed with {type(error).__name__}: {error}"
+            f"spec.task.path={path!r}: importing {module_name} failed with {type(error).__name__}: "
+            f"{error}"
         ) from error
     if not hasattr(module, attribute):
-        hint = did_you_mean(attribute, [key for key in vars(module) if not key.startswith("_")], most=3)
+        hint = did_you_mean(
+            attribute, [key for key in vars(module) if not key.startswith("_")], most=3
+        )
         raise SettingsError(f"spec.task.path={path!r}: {module_name} has no {attribute!r}{hint}")
     return getattr(module, attribute)
 
@@ -81,39 +98,58 @@ def _construct(target: Callable[..., Any], name: TaskName) -> Task:
         raise
     except Exception as error:
         raise SettingsError(
-            f"spec.task: {name.path} with args {dict(name.args)} failed to start with {type(error).__name__}: {error}"
+            f"spec.task: {name.path} with args {dict(name.args)} failed to start with "
+            f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(made, Task):
         raise SettingsError(
-            f"spec.task.path={name.path!r}: the function returned a {type(made).__name__}; it must return a Task, or be an "
+            f"spec.task.path={name.path!r}: the function returned a {type(made).__name__}; it must "
+            "return a Task, or be an "
             f"'async def' function that takes a Rollout"
         )
     return made
 
 
-def _check_args(function: Callable[..., Any], parameters: list[inspect.Parameter], name: TaskName) -> dict[str, Any]:
+def _check_args(
+    function: Callable[..., Any], parameters: list[inspect.Parameter], name: TaskName
+) -> dict[str, Any]:
     """`name.args` validated against the parameters' names and annotations."""
-    keyword = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.POSITIONAL_ONLY)]
+    keyword = [
+        each
+        for each in parameters
+        if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.POSITIONAL_ONLY)
+    ]
     is_open = any(each.kind is each.VAR_KEYWORD for each in parameters)
     names = [each.name for each in keyword]
     unknown = [key for key in name.args if key not in names]
     if unknown and not is_open:
         raise SettingsError(
-            f"spec.task.args: {name.path} has no argument {unknown[0]!r}; it has {', '.join(names) or 'none'}"
+            f"spec.task.args: {name.path} has no argument {unknown[0]!r}; it has "
+            f"{', '.join(names) or 'none'}"
             f"{did_you_mean(unknown[0], names)}"
         )
-    missing = [each.name for each in keyword if each.default is each.empty and each.name not in name.args]
+    missing = [
+        each.name for each in keyword if each.default is each.empty and each.name not in name.args
+    ]
     if missing:
         raise SettingsError(f"spec.task.args: {name.path} needs the argument {missing[0]!r}")
     return {**name.args, **_validate(function, keyword, name)}
 
 
-def _validate(function: Callable[..., Any], parameters: list[inspect.Parameter], name: TaskName) -> dict[str, Any]:
+def _validate(
+    function: Callable[..., Any], parameters: list[inspect.Parameter], name: TaskName
+) -> dict[str, Any]:
     hints = get_type_hints(function)
     given = [each for each in parameters if each.name in name.args]
-    # field names get a prefix, since a pydantic model cannot have a field that is called like one of its methods
-    fields: dict[str, Any] = {f"arg_{each.name}": (hints.get(each.name, Any), Field(..., alias=each.name)) for each in given}
-    model: type[BaseModel] = create_model("Args", __config__=ConfigDict(arbitrary_types_allowed=True), **fields)
+    # field names get a prefix, since a pydantic model cannot have a field that is called like one
+    # of its methods
+    fields: dict[str, Any] = {
+        f"arg_{each.name}": (hints.get(each.name, Any), Field(..., alias=each.name))
+        for each in given
+    }
+    model: type[BaseModel] = create_model(
+        "Args", __config__=ConfigDict(arbitrary_types_allowed=True), **fields
+    )
     try:
         checked = model.model_validate({each.name: name.args[each.name] for each in given})
     except ValidationError as error:

@@ -3,8 +3,9 @@
     class WithCalculator(ToolTask):
         tools = (Tool("add", 'Adds two numbers: {"a": 1, "b": 2}.', add),)
 
-The policy calls a tool by writing `<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>`, the form that Hermes
-and Qwen models are trained on. Its result follows as a message of the role "tool". A turn without a call is the answer, which
+The policy calls a tool by writing `<tool_call>{"name": "add", "arguments": {"a": 1, "b":
+2}}</tool_call>`, the form that Hermes and Qwen models are trained on. Its result follows as a
+message of the role "tool". A turn without a call is the answer, which
 `verify` judges.
 """
 
@@ -26,7 +27,9 @@ _MAX_RESULT_CHARACTERS = 4000
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """`call` takes the arguments as keywords. What it raises is told to the policy; TemporaryError retries the trajectory."""
+    """`call` takes the arguments as keywords. What it raises is told to the policy; TemporaryError
+    retries the trajectory.
+    """
 
     name: str
     description: str
@@ -62,7 +65,9 @@ class ToolTask(Task, ABC):
 
     tools: Sequence[Tool] = ()
     max_turns: int = 8
-    """Answers that the policy may sample; the last is the one that is judged, with a call in it or not."""
+    """Answers that the policy may sample; the last is the one that is judged, with a call in it or
+    not.
+    """
     tool_timeout_s: float = 30.0
 
     async def rollout(self, rollout: Rollout) -> Verdict:
@@ -78,7 +83,11 @@ class ToolTask(Task, ABC):
             num_failed += sum(not is_good for _, is_good in outcomes)
             messages = [{"role": "tool", "content": text} for text, _ in outcomes]
         verdict = await rollout.verify(turn)
-        counts = {"turns": float(len(rollout.turns)), "tool_calls": float(num_calls), "tool_failures": float(num_failed)}
+        counts = {
+            "turns": float(len(rollout.turns)),
+            "tool_calls": float(num_calls),
+            "tool_failures": float(num_failed),
+        }
         return replace(verdict, metrics={**counts, **verdict.metrics})
 
     async def _call(self, call: Call | None) -> tuple[str, bool]:
@@ -88,7 +97,11 @@ class ToolTask(Task, ABC):
         name, arguments = call.name, call.arguments
         tool = next((each for each in self.tools if each.name == name), None)
         if tool is None or not isinstance(arguments, dict):
-            return f"error: there is no tool {name!r} with such arguments; there is {_names(self.tools)}", False
+            return (
+                f"error: there is no tool {name!r} with such arguments; there is "
+                f"{_names(self.tools)}",
+                False,
+            )
         try:
             async with asyncio.timeout(self.tool_timeout_s):
                 return (await tool.call(**arguments))[:_MAX_RESULT_CHARACTERS], True

@@ -1,4 +1,6 @@
-"""What the actor's tests talk to: a generator over real HTTP and an Admission service over real gRPC."""
+"""What the actor's tests talk to: a generator over real HTTP and an Admission service over real
+gRPC.
+"""
 
 import asyncio
 from collections import deque
@@ -24,7 +26,9 @@ async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> Non
             await asyncio.sleep(0.005)
 
 
-def choice(index: int, text: str, *, version: int = 0, finish_reason: str = "stop", **changes: Any) -> dict[str, Any]:
+def choice(
+    index: int, text: str, *, version: int = 0, finish_reason: str = "stop", **changes: Any
+) -> dict[str, Any]:
     """One choice that samples the characters of `text` and the end token, all by `version`."""
     token_ids = [*map(ord, text), END]
     fields = {
@@ -38,13 +42,17 @@ def choice(index: int, text: str, *, version: int = 0, finish_reason: str = "sto
     return {**fields, **changes}
 
 
-def completion(texts: list[str], *, prompt: list[int] | None = None, **changes: Any) -> dict[str, Any]:
+def completion(
+    texts: list[str], *, prompt: list[int] | None = None, **changes: Any
+) -> dict[str, Any]:
     choices = [choice(index, text, **changes) for index, text in enumerate(texts)]
     return {"choices": choices, "prompt_token_ids": prompt or [4, 9, 2, 5]}
 
 
 class FakeGenerator:
-    """Speaks the generator's contract. `answer` decides what a request gets; by default each choice is "7"."""
+    """Speaks the generator's contract. `answer` decides what a request gets; by default each choice
+    is "7".
+    """
 
     def __init__(self) -> None:
         self.url = ""
@@ -80,12 +88,22 @@ class FakeGenerator:
         raise AssertionError(body)
 
     async def linger(self, body: dict[str, Any]) -> web.StreamResponse:
-        """Samples "ab", by versions 1 and 2, and then nothing until it is stopped; the first of several choices is done."""
+        """Samples "ab", by versions 1 and 2, and then nothing until it is stopped; the first of
+        several choices is done.
+        """
         await self.stopped.setdefault(body["request_id"], asyncio.Event()).wait()
-        fields: dict[str, Any] = {"token_ids": [97, 98], "token_logprobs": [-0.5, -0.25], "weight_versions": [[1, 1], [2, 1]]}
-        unfinished = [choice(index, "ab", finish_reason="abort", **fields) for index in range(body["n"])]
+        fields: dict[str, Any] = {
+            "token_ids": [97, 98],
+            "token_logprobs": [-0.5, -0.25],
+            "weight_versions": [[1, 1], [2, 1]],
+        }
+        unfinished = [
+            choice(index, "ab", finish_reason="abort", **fields) for index in range(body["n"])
+        ]
         done = [choice(0, "7", version=1)] if body["n"] > 1 else []
-        return web.json_response({"choices": done + unfinished[len(done) :], "prompt_token_ids": [4, 9, 2, 5]})
+        return web.json_response(
+            {"choices": done + unfinished[len(done) :], "prompt_token_ids": [4, 9, 2, 5]}
+        )
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
         request_id = (await request.json())["request_id"]
@@ -98,7 +116,9 @@ class FakeGenerator:
         async def answer(body: dict[str, Any]) -> web.StreamResponse:
             error = {"error": {"message": message, "type": "test", "serving_version": 0}}
             return web.json_response(
-                error, status=status, headers={name.replace("_", "-"): value for name, value in headers.items()}
+                error,
+                status=status,
+                headers={name.replace("_", "-"): value for name, value in headers.items()},
             )
 
         return answer
@@ -123,7 +143,9 @@ class FakeGenerator:
 
     async def tell_load(self, request: web.Request) -> web.StreamResponse:
         del request
-        return web.json_response({"num_running": self.num_sequences, "kv_usage": 0.25, "kv_tokens": 64, "steps_total": 3})
+        return web.json_response(
+            {"num_running": self.num_sequences, "kv_usage": 0.25, "kv_tokens": 64, "steps_total": 3}
+        )
 
     async def tell_ready(self, request: web.Request) -> web.StreamResponse:
         del request
@@ -211,7 +233,9 @@ class FakeAdmission:
         return [event for event in self.events if event.outcome == outcome]
 
     @asynccontextmanager
-    async def serving(self, listen: str = "127.0.0.1:0", token: str | None = None) -> AsyncIterator[str]:
+    async def serving(
+        self, listen: str = "127.0.0.1:0", token: str | None = None
+    ) -> AsyncIterator[str]:
         service = rpc.RpcService(add_AdmissionServicer_to_server, self, "pipelinerl.v1.Admission")
         async with rpc.serve(listen, [service], token=token, grace_s=0.1) as server:
             yield server.address

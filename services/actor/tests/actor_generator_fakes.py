@@ -5,7 +5,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from pipelinerl_actor.generator.engine import Completion, GroupSpec, KVCache, Received, Sampling, Transfer
+from pipelinerl_actor.generator.engine import (
+    Completion,
+    GroupSpec,
+    KVCache,
+    Received,
+    Sampling,
+    Transfer,
+)
 from pipelinerl_actor.generator.load import Load
 from pipelinerl_common.types import VersionRun
 

@@ -54,8 +54,15 @@ def write_job(folder: Path, **generator: Any) -> Path:
         "kind": "PipelineRLJob",
         "metadata": {"name": "conformance"},
         "spec": {
-            "model": {"uri": str(folder / "model"), "dtype": "float32", "maxModelLen": MAX_MODEL_LEN},
-            "task": {"path": "pipelinerl_actor.tasks.arithmetic:Arithmetic", "sampling": {"maxTokens": 64}},
+            "model": {
+                "uri": str(folder / "model"),
+                "dtype": "float32",
+                "maxModelLen": MAX_MODEL_LEN,
+            },
+            "task": {
+                "path": "pipelinerl_actor.tasks.arithmetic:Arithmetic",
+                "sampling": {"maxTokens": 64},
+            },
             "actors": {"generator": settings, "drainSeconds": 20},
             "trainers": {"microBatchTokens": MAX_MODEL_LEN},
             "weightTransfer": {"backend": "gloo"},
@@ -73,11 +80,29 @@ class GeneratorProcess:
         token_file = folder / "token"
         token_file.write_text(TOKEN + "\n", encoding="utf-8")
         command = [
-            *(sys.executable, "-m", "pipelinerl_actor.generator", "--job", str(job), "--output", str(folder)),
-            *("--listen", "127.0.0.1:0", "--token-file", str(token_file), "--name", "generator-0-0", *flags),
+            *(
+                sys.executable,
+                "-m",
+                "pipelinerl_actor.generator",
+                "--job",
+                str(job),
+                "--output",
+                str(folder),
+            ),
+            *(
+                "--listen",
+                "127.0.0.1:0",
+                "--token-file",
+                str(token_file),
+                "--name",
+                "generator-0-0",
+                *flags,
+            ),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        )
         self.log: list[str] = []
         self._listening = threading.Event()
         self._url = ""
@@ -128,7 +153,9 @@ class Client:
             aiohttp.ClientSession(headers=headers, timeout=timeout) as session,
             session.request(method, self.url + path, json=body) as response,
         ):
-            return response.status, await (response.json() if "json" in response.content_type else response.text())
+            return response.status, await (
+                response.json() if "json" in response.content_type else response.text()
+            )
 
     async def complete(self, prompt: list[int], max_tokens: int, **fields: Any) -> dict[str, Any]:
         body = {"prompt_token_ids": prompt, "max_tokens": max_tokens, "ignore_eos": True, **fields}
@@ -147,7 +174,9 @@ class Client:
 
 @dataclass
 class Trainer:
-    """Rank 0 of weight-transfer groups with one generator, as the trainer and the coordinator would drive them."""
+    """Rank 0 of weight-transfer groups with one generator, as the trainer and the coordinator would
+    drive them.
+    """
 
     client: Client
     bucket_bytes: int = BUCKET_BYTES
@@ -181,7 +210,9 @@ class Trainer:
             self.group.close()
             self.group = None
 
-    def request(self, weights: Weights, version: int, **fields: Any) -> "asyncio.Task[tuple[int, Any]]":
+    def request(
+        self, weights: Weights, version: int, **fields: Any
+    ) -> "asyncio.Task[tuple[int, Any]]":
         """POST /request_weight_update, under way."""
         body = {
             "epoch": self.epoch, "version": version, "manifest": manifest_of(weights, self.bucket_bytes).to_dict(),
@@ -189,9 +220,15 @@ class Trainer:
         }  # fmt: skip
         return asyncio.create_task(self.client.call("POST", "/request_weight_update", body))
 
-    async def update(self, weights: Weights, pace: float | None = None, **fields: Any) -> dict[str, Any]:
+    async def update(
+        self, weights: Weights, pace: float | None = None, **fields: Any
+    ) -> dict[str, Any]:
         """A whole update to the next version; forms a group when there is none."""
-        group = self.group if self.group is not None and self.group.aborted is None else await self.form()
+        group = (
+            self.group
+            if self.group is not None and self.group.aborted is None
+            else await self.form()
+        )
         self.version = fields.pop("version", self.version + 1)
         snapshot = Snapshot.pack(manifest_of(weights, self.bucket_bytes), weights.items())
         post = self.request(weights, self.version, **fields)
@@ -201,7 +238,11 @@ class Trainer:
         assert answer["version"] == self.version
         assert answer["checksum"] == report.checksum == snapshot.checksum
         now = await self.client.weights()
-        assert (now["version"], now["checksum"], now["epoch"]) == (self.version, snapshot.checksum, self.epoch)
+        assert (now["version"], now["checksum"], now["epoch"]) == (
+            self.version,
+            snapshot.checksum,
+            self.epoch,
+        )
         self.reports.append(report)
         return dict(answer)
 
@@ -217,7 +258,10 @@ def difference(left: list[float], right: list[float]) -> float:
 
 
 def manifest_of(weights: Weights, bucket_bytes: int = BUCKET_BYTES) -> Manifest:
-    specs = (TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in weights.items())
+    specs = (
+        TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape))
+        for name, t in weights.items()
+    )
     return Manifest(tuple(specs), bucket_bytes)
 
 
@@ -234,15 +278,22 @@ class Reference:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        return {
+            name: parameter.detach().clone() for name, parameter in self.model.named_parameters()
+        }
 
     def random(self, seed: int) -> dict[str, Tensor]:
         """Other weights, about as large as the model's."""
         generator = torch.Generator().manual_seed(seed)
-        return {name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator) for name, tensor in self.weights.items()}
+        return {
+            name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator)
+            for name, tensor in self.weights.items()
+        }
 
     def constant(self, token: int) -> dict[str, Tensor]:
-        """Weights that always sample `token`: nothing but the embedding, all ones, reaches the output layer."""
+        """Weights that always sample `token`: nothing but the embedding, all ones, reaches the
+        output layer.
+        """
         weights = {name: torch.zeros_like(tensor) for name, tensor in self.weights.items()}
         weights["model.embed_tokens.weight"].fill_(1.0)
         weights["model.norm.weight"].fill_(1.0)
@@ -250,18 +301,27 @@ class Reference:
         return weights
 
     @torch.no_grad()
-    def logprobs(self, weights: Weights, prompt: list[int], sampled: list[int], temperature: float = 1.0) -> list[float]:
+    def logprobs(
+        self, weights: Weights, prompt: list[int], sampled: list[int], temperature: float = 1.0
+    ) -> list[float]:
         """Of the sampled tokens, all under `weights`."""
         return self.hybrid_logprobs(weights, weights, prompt, sampled, 0, temperature)
 
     @torch.no_grad()
     def hybrid_logprobs(
-        self, old: Weights, new: Weights, prompt: list[int], sampled: list[int], switch: int, temperature: float = 1.0
+        self,
+        old: Weights,
+        new: Weights,
+        prompt: list[int],
+        sampled: list[int],
+        switch: int,
+        temperature: float = 1.0,
     ) -> list[float]:
-        """Of sampled[switch:] under `new`, where the keys and values of all that was processed before are from `old`.
+        """Of sampled[switch:] under `new`, where the keys and values of all that was processed
+        before are from `old`.
 
-        When the switch falls between the sampled tokens `switch` - 1 and `switch`, the last token that `old` processed is
-        the one before the former.
+        When the switch falls between the sampled tokens `switch` - 1 and `switch`, the last token
+        that `old` processed is the one before the former.
         """
         tokens = torch.tensor([prompt + sampled])
         first = len(prompt) + switch - 1 if switch else 0
@@ -274,7 +334,9 @@ class Reference:
         logprobs = (logits / temperature).log_softmax(-1)
         at = len(prompt) + switch - 1 - first
         targets = tokens[0, len(prompt) + switch :]
-        result: list[float] = logprobs[at : at + len(targets)].gather(-1, targets[:, None])[:, 0].tolist()
+        result: list[float] = (
+            logprobs[at : at + len(targets)].gather(-1, targets[:, None])[:, 0].tolist()
+        )
         return result
 
 

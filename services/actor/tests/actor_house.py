@@ -97,7 +97,10 @@ class House:
     token_file: Path | None = None
 
     def failures(self) -> list[tuple[str, str]]:
-        return [(event.lease_id, event.reason) for event in self.admission.outcomes(pb.GROUP_OUTCOME_FAILED)]
+        return [
+            (event.lease_id, event.reason)
+            for event in self.admission.outcomes(pb.GROUP_OUTCOME_FAILED)
+        ]
 
     def last_metric(self, name: str) -> float:
         return self.metrics[-1].values.get(name, 0.0)
@@ -133,7 +136,11 @@ async def open_house(folder: Path) -> AsyncIterator[House]:
 
 
 def wiring_of(
-    house: House, task: dict[str, Any], actors: dict[str, Any], generators: Sequence[str] | None = None, model_len: int = 64
+    house: House,
+    task: dict[str, Any],
+    actors: dict[str, Any],
+    generators: Sequence[str] | None = None,
+    model_len: int = 64,
 ) -> Wiring:
     document = {
         "apiVersion": "pipelinerl.dev/v1alpha1",
@@ -172,8 +179,12 @@ async def acting(
     model_len: int = 64,
     **task_fields: Any,
 ) -> AsyncIterator[tuple[asyncio.Task[None], asyncio.Event]]:
-    """Runs an actor with `task` while the block runs; it must end cleanly when it is stopped after the run."""
-    wiring = wiring_of(house, {"path": f"house_tasks:{task}", **task_fields}, actors or {}, generators, model_len)
+    """Runs an actor with `task` while the block runs; it must end cleanly when it is stopped after
+    the run.
+    """
+    wiring = wiring_of(
+        house, {"path": f"house_tasks:{task}", **task_fields}, actors or {}, generators, model_len
+    )
     stop = asyncio.Event()
     actor = asyncio.ensure_future(run_actor(wiring, stop))
     try:

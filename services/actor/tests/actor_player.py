@@ -52,11 +52,22 @@ class Player(FakeGenerator):
 
 
 def trajectory(
-    player: FakeGenerator, session: aiohttp.ClientSession, model_folder: Path, prompt: Prompt, task: Task | None = None
+    player: FakeGenerator,
+    session: aiohttp.ClientSession,
+    model_folder: Path,
+    prompt: Prompt,
+    task: Task | None = None,
 ) -> Trajectory:
     generators = Generators(
-        [GeneratorClient(player.url, session, None)], max_running=4, max_retries=1, meter=Meter(Metrics("actor", "test"))
+        [GeneratorClient(player.url, session, None)],
+        max_running=4,
+        max_retries=1,
+        meter=Meter(Metrics("actor", "test")),
     )
-    verifier = Verifier(task or GuessNumber(seed=0), TaskName("", {}, 0), timeout_s=1, max_retries=0)
-    sampler = Sampler(generators, SamplingSettings(max_tokens=8), verifier, Continuation(model_folder), seed=0)
+    verifier = Verifier(
+        task or GuessNumber(seed=0), TaskName("", {}, 0), timeout_s=1, max_retries=0
+    )
+    sampler = Sampler(
+        generators, SamplingSettings(max_tokens=8), verifier, Continuation(model_folder), seed=0
+    )
     return Trajectory(sampler, 0, 0, prompt, TrajectoryClock(30))

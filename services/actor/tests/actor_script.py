@@ -10,7 +10,11 @@ class Script:
     """A Rollout whose policy says `says` in turn."""
 
     def __init__(
-        self, task: Task, says: Sequence[str], finish_reason: FinishReason = FinishReason.STOP, index: int = 0
+        self,
+        task: Task,
+        says: Sequence[str],
+        finish_reason: FinishReason = FinishReason.STOP,
+        index: int = 0,
     ) -> None:
         self.prompt_index, self.sample_index, self.seed = index, 0, 0
         self.prompt = task.prompt(index)

@@ -36,7 +36,9 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def epochs(problems: Problems[str], num: int) -> list[list[str]]:
-    return [[problems[epoch * len(problems) + i] for i in range(len(problems))] for epoch in range(num)]
+    return [
+        [problems[epoch * len(problems) + i] for i in range(len(problems))] for epoch in range(num)
+    ]
 
 
 def test_every_kind_of_file_gives_the_same_problems(tmp_path: Path) -> None:
@@ -62,7 +64,9 @@ def test_every_kind_of_file_gives_the_same_problems(tmp_path: Path) -> None:
     assert len(load(path=str(tmp_path / "hub"), split="test")) == 1
 
 
-def test_every_epoch_holds_every_problem_once_in_an_order_of_its_own_that_the_seed_decides(tmp_path: Path) -> None:
+def test_every_epoch_holds_every_problem_once_in_an_order_of_its_own_that_the_seed_decides(
+    tmp_path: Path,
+) -> None:
     path = str(write_jsonl(tmp_path / "rows.jsonl", ROWS))
     counted = [Counter(epoch) for epoch in epochs(load(path=path), 4)]
     assert counted == [Counter(row["text"] for row in ROWS)] * 4
@@ -81,7 +85,9 @@ def test_the_filter_keeps_its_bounds(tmp_path: Path) -> None:
 def test_a_curriculum_goes_from_easy_to_hard_and_is_shuffled_afterwards(tmp_path: Path) -> None:
     rows = [{"text": f"{level} {n}", "level": level} for level in (3, 1, 2) for n in range(10)]
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
-    first, second, third = epochs(load(path=path, difficulty={"field": "level", "curriculumEpochs": 2}), 3)
+    first, second, third = epochs(
+        load(path=path, difficulty={"field": "level", "curriculumEpochs": 2}), 3
+    )
     for epoch in (first, second):
         assert [text[0] for text in epoch] == ["1"] * 10 + ["2"] * 10 + ["3"] * 10
     assert first != second
@@ -92,10 +98,26 @@ def test_a_curriculum_goes_from_easy_to_hard_and_is_shuffled_afterwards(tmp_path
 @pytest.mark.parametrize(
     ("rows", "difficulty", "complaint"),
     [
-        ([{"text": "a", "level": 3}], {"field": "rank"}, r"rows\.jsonl:1: no field 'rank'; it has 'text', 'level'"),
-        ([{"text": "a", "level": "hard"}], {"field": "level"}, r"rows\.jsonl:1: 'level' is 'hard', not a finite number"),
-        ([{"text": "a", "level": True}], {"field": "level"}, "'level' is True, not a finite number"),
-        ([{"text": "a", "level": 3}], {"field": "level", "min": 4}, "none of the 1 rows lies between min=4.0 .* from 3 to 3"),
+        (
+            [{"text": "a", "level": 3}],
+            {"field": "rank"},
+            r"rows\.jsonl:1: no field 'rank'; it has 'text', 'level'",
+        ),
+        (
+            [{"text": "a", "level": "hard"}],
+            {"field": "level"},
+            r"rows\.jsonl:1: 'level' is 'hard', not a finite number",
+        ),
+        (
+            [{"text": "a", "level": True}],
+            {"field": "level"},
+            "'level' is True, not a finite number",
+        ),
+        (
+            [{"text": "a", "level": 3}],
+            {"field": "level", "min": 4},
+            "none of the 1 rows lies between min=4.0 .* from 3 to 3",
+        ),
     ],
 )
 def test_difficulties_that_do_not_fit_are_named(
@@ -107,8 +129,12 @@ def test_difficulties_that_do_not_fit_are_named(
 
 
 def test_bounds_that_no_row_can_pass_are_refused() -> None:
-    with pytest.raises(ValidationError, match=r"difficulty\.min=2\.0 is above difficulty\.max=1\.0"):
-        DataSettings.model_validate({"path": "x", "difficulty": {"field": "level", "min": 2, "max": 1}})
+    with pytest.raises(
+        ValidationError, match=r"difficulty\.min=2\.0 is above difficulty\.max=1\.0"
+    ):
+        DataSettings.model_validate(
+            {"path": "x", "difficulty": {"field": "level", "min": 2, "max": 1}}
+        )
 
 
 def test_a_path_alone_is_short_for_settings_with_that_path() -> None:
@@ -121,7 +147,9 @@ def test_wrong_paths_are_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"there is no file or folder .*none\.jsonl"):
         load(path=str(tmp_path / "none.jsonl"))
     (tmp_path / "rows.csv").write_text("a,b\n")
-    with pytest.raises(SettingsError, match=r"rows\.csv is of no known kind; use \.jsonl, \.parquet or a folder"):
+    with pytest.raises(
+        SettingsError, match=r"rows\.csv is of no known kind; use \.jsonl, \.parquet or a folder"
+    ):
         load(path=str(tmp_path / "rows.csv"))
     (tmp_path / "broken.parquet").write_text("no parquet")
     with pytest.raises(SettingsError, match=r"broken\.parquet cannot be read"):
@@ -129,7 +157,9 @@ def test_wrong_paths_are_named(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "folder/test.jsonl", ROWS)
     with pytest.raises(SettingsError, match=r"folder holds no file of split 'train'"):
         load(path=str(tmp_path / "folder"))
-    datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "splits"))
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)}).save_to_disk(
+        str(tmp_path / "splits")
+    )
     with pytest.raises(SettingsError, match=r"split='train': .* has the splits test"):
         load(path=str(tmp_path / "splits"))
 

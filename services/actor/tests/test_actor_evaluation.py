@@ -63,23 +63,33 @@ def test_the_same_seed_gives_the_same_interval() -> None:
 
 
 async def test_an_evaluation_counts_what_passes_per_prompt(tmp_path: Path) -> None:
-    """Every prompt gets the answers "7", "7", "x", "x": those whose sum is 7 pass@1 with a half, the others with none."""
+    """Every prompt gets the answers "7", "7", "x", "x": those whose sum is 7 pass@1 with a half,
+    the others with none.
+    """
     async with FakeGenerator().serving() as generator:
 
         async def answer(body: dict[str, Any]) -> web.StreamResponse:
             return web.json_response(completion(["7", "7", "x", "x"][: body["n"]], version=3))
 
         generator.answer = answer
-        async with evaluator(TASK, ARITHMETIC, 0, Pool([generator.url], tmp_path, max_running=8)) as evaluating:
+        async with evaluator(
+            TASK, ARITHMETIC, 0, Pool([generator.url], tmp_path, max_running=8)
+        ) as evaluating:
             evaluation = await evaluating.run(range(50), (1, 2), seed=0)
     sums = [_sum(index) for index in range(50)]
     sevens = sum(value == 7 for value in sums) / 50
     assert 0 < sevens < 1
     assert evaluation.pass_at[1].mean == pytest.approx(sevens / 2)
-    assert evaluation.pass_at[2].mean == pytest.approx(sevens * (1 - 1 / 6))  # of six draws of two, one is "x", "x"
+    assert evaluation.pass_at[2].mean == pytest.approx(
+        sevens * (1 - 1 / 6)
+    )  # of six draws of two, one is "x", "x"
     assert evaluation.reward.mean == pytest.approx(sevens / 2)
     assert (evaluation.policy_version, evaluation.num_prompts, evaluation.num_samples) == (3, 50, 4)
-    assert (evaluation.tokens_per_answer, evaluation.truncated_share, evaluation.failures) == (2.0, 0.0, {})
+    assert (evaluation.tokens_per_answer, evaluation.truncated_share, evaluation.failures) == (
+        2.0,
+        0.0,
+        {},
+    )
 
 
 async def test_weights_that_change_meanwhile_are_refused(tmp_path: Path) -> None:
@@ -90,7 +100,9 @@ async def test_weights_that_change_meanwhile_are_refused(tmp_path: Path) -> None
             return web.json_response(completion(["7"] * body["n"], version=next(versions) // 5))
 
         generator.answer = answer
-        async with evaluator(TASK, ARITHMETIC, 0, Pool([generator.url], tmp_path, max_running=8)) as evaluating:
+        async with evaluator(
+            TASK, ARITHMETIC, 0, Pool([generator.url], tmp_path, max_running=8)
+        ) as evaluating:
             with pytest.raises(FatalError, match=r"several versions of the weights: \[0, 1\]"):
                 await evaluating.run(range(10), (1,), seed=0)
 
@@ -107,7 +119,11 @@ async def test_prompts_that_fail_are_counted_and_left_out(tmp_path: Path) -> Non
         generator.answer = answer
         done: list[int] = []
         async with evaluator(
-            TASK, ARITHMETIC, 0, Pool([generator.url], tmp_path, max_running=8), lambda: done.append(1)
+            TASK,
+            ARITHMETIC,
+            0,
+            Pool([generator.url], tmp_path, max_running=8),
+            lambda: done.append(1),
         ) as evaluating:
             evaluation = await evaluating.run(range(10), (1,), seed=0)
     assert evaluation.num_prompts == 9
@@ -122,7 +138,9 @@ async def test_no_prompt_at_all_is_an_error(tmp_path: Path) -> None:
             return web.json_response({"error": {"message": "no"}}, status=400)
 
         generator.answer = answer
-        async with evaluator(TASK, ARITHMETIC, 0, Pool([generator.url], tmp_path, max_running=8)) as evaluating:
+        async with evaluator(
+            TASK, ARITHMETIC, 0, Pool([generator.url], tmp_path, max_running=8)
+        ) as evaluating:
             with pytest.raises(FatalError, match="none of the 3 prompts could be evaluated"):
                 await evaluating.run(range(3), (1,), seed=0)
 

@@ -1,4 +1,6 @@
-"""Evaluation beside a run: what is due, weights that stay while they are read, results that are told once."""
+"""Evaluation beside a run: what is due, weights that stay while they are read, results that are
+told once.
+"""
 
 import asyncio
 import json
@@ -19,7 +21,13 @@ from pipelinerl_actor.evaluation.evaluate import Evaluation
 from pipelinerl_actor.evaluation.loop import EvaluationLoop
 from pipelinerl_actor.evaluation.pin import Removed, pinned
 from pipelinerl_actor.evaluation.report import EvaluationReport
-from pipelinerl_actor.evaluation.results import Result, evaluated_steps, result_file, results_folder, write_result
+from pipelinerl_actor.evaluation.results import (
+    Result,
+    evaluated_steps,
+    result_file,
+    results_folder,
+    write_result,
+)
 from pipelinerl_actor.evaluation.sets import make_sets, task_of
 from pipelinerl_actor.models import tiny
 from pipelinerl_actor.tasks.arithmetic import Arithmetic
@@ -30,13 +38,28 @@ from pipelinerl_common.settings import EvaluationSettings, Job, load_job, parse_
 
 ARITHMETIC = "pipelinerl_actor.tasks.arithmetic:Arithmetic"
 SETS: list[dict[str, Any]] = [
-    {"name": "held-out", "path": ARITHMETIC, "numPrompts": 6, "samplesPerPrompt": 2, "passAt": [2, 1]},
-    {"name": "greedy", "path": ARITHMETIC, "numPrompts": 3, "sampling": {"temperature": 0.01, "maxTokens": 2}},
+    {
+        "name": "held-out",
+        "path": ARITHMETIC,
+        "numPrompts": 6,
+        "samplesPerPrompt": 2,
+        "passAt": [2, 1],
+    },
+    {
+        "name": "greedy",
+        "path": ARITHMETIC,
+        "numPrompts": 3,
+        "sampling": {"temperature": 0.01, "maxTokens": 2},
+    },
 ]
-FOUND = Evaluation(40, 6, 2, {1: Estimate(0.25, 0.1, 0.4)}, Estimate(0.25, 0.1, 0.4), 2.5, 0.0, {"timeout": 1})
+FOUND = Evaluation(
+    40, 6, 2, {1: Estimate(0.25, 0.1, 0.4)}, Estimate(0.25, 0.1, 0.4), 2.5, 0.0, {"timeout": 1}
+)
 
 
-def document(model: Path | str = "tiny://arithmetic", steps: int = 4, **evaluation: Any) -> dict[str, Any]:
+def document(
+    model: Path | str = "tiny://arithmetic", steps: int = 4, **evaluation: Any
+) -> dict[str, Any]:
     return {
         "apiVersion": "pipelinerl.dev/v1alpha1",
         "kind": "PipelineRLJob",
@@ -48,7 +71,12 @@ def document(model: Path | str = "tiny://arithmetic", steps: int = 4, **evaluati
             "actors": {"generator": {"engine": "vllm", "maxRunningRequests": 8}},
             "trainers": {"checkpoint": {"everySteps": 2}},
             "weightTransfer": {"backend": "gloo"},
-            "evaluation": {"everySteps": 2, "sets": SETS, "generator": {"engine": "transformers"}, **evaluation},
+            "evaluation": {
+                "everySteps": 2,
+                "sets": SETS,
+                "generator": {"engine": "transformers"},
+                **evaluation,
+            },
         },
     }
 
@@ -107,8 +135,14 @@ def checkpoint(root: Path, step: int, model: Path | None = None) -> Path:
         (folder / "model" / "model.safetensors").write_text(f"weights of {step}")
     (folder / "optimizer").mkdir()
     (folder / "optimizer" / "rank-0.safetensors").write_text("moments")
-    files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-    (folder / "manifest.json").write_text(json.dumps({"schema_version": 1, "step": step, "files": files, "facts": {}}))
+    files = {
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    (folder / "manifest.json").write_text(
+        json.dumps({"schema_version": 1, "step": step, "files": files, "facts": {}})
+    )
     return folder
 
 
@@ -116,11 +150,15 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_pinned_weights_stay_while_their_checkpoint_is_removed_and_go_with_the_block(tmp_path: Path) -> None:
+def test_pinned_weights_stay_while_their_checkpoint_is_removed_and_go_with_the_block(
+    tmp_path: Path,
+) -> None:
     folder = checkpoint(tmp_path, 40)
     with pinned(tmp_path, 40, tmp_path / "evaluations") as model:
         assert names(model) == {"config.json", "model.safetensors"}
-        assert (model / "model.safetensors").samefile(folder / "model" / "model.safetensors"), "it takes no room"
+        assert (model / "model.safetensors").samefile(folder / "model" / "model.safetensors"), (
+            "it takes no room"
+        )
         shutil.rmtree(folder)
         checkpoint(tmp_path, 40)  # written again, as after a trainer went back
         assert (model / "model.safetensors").read_text() == "weights of 40"
@@ -129,7 +167,10 @@ def test_pinned_weights_stay_while_their_checkpoint_is_removed_and_go_with_the_b
 
 def test_a_checkpoint_that_is_gone_or_torn_is_not_pinned(tmp_path: Path) -> None:
     pins = tmp_path / "evaluations"
-    with pytest.raises(Removed, match="step-40 is not there as a whole"), pinned(tmp_path, 40, pins):
+    with (
+        pytest.raises(Removed, match="step-40 is not there as a whole"),
+        pinned(tmp_path, 40, pins),
+    ):
         pass
     folder = checkpoint(tmp_path, 40)
     (folder / "optimizer" / "rank-0.safetensors").write_text("torn")
@@ -148,12 +189,17 @@ def test_a_checkpoint_that_is_removed_while_it_is_pinned_leaves_no_half_of_it(
         shutil.rmtree(folder, ignore_errors=True)
 
     monkeypatch.setattr(os, "link", remove_then_link)
-    with pytest.raises(Removed, match="was removed while it was pinned"), pinned(tmp_path, 40, tmp_path / "evaluations"):
+    with (
+        pytest.raises(Removed, match="was removed while it was pinned"),
+        pinned(tmp_path, 40, tmp_path / "evaluations"),
+    ):
         pass
     assert names(tmp_path / "evaluations") == set()
 
 
-def test_where_there_are_no_hard_links_weights_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_are_no_hard_links_weights_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(source: Path, target: Path) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -196,7 +242,11 @@ def test_a_set_takes_from_training_what_it_does_not_say() -> None:
     assert spec.evaluation is not None
     first, second = (task_of(spec, each) for each in spec.evaluation.sets)
     assert (first.group_size, first.sampling) == (2, spec.task.sampling)
-    assert (second.group_size, second.sampling.temperature, second.sampling.max_tokens) == (1, 0.01, 2)
+    assert (second.group_size, second.sampling.temperature, second.sampling.max_tokens) == (
+        1,
+        0.01,
+        2,
+    )
 
 
 def test_every_set_has_a_task_of_other_prompts_than_training() -> None:
@@ -209,8 +259,12 @@ def test_every_set_has_a_task_of_other_prompts_than_training() -> None:
 
 
 def test_a_set_that_cannot_be_made_is_named() -> None:
-    job = parse_job(document(sets=[{"name": "wrong", "path": ARITHMETIC, "args": {"digit": 1}}]), "job.yaml")
-    with pytest.raises(SettingsError, match=r"evaluation set 'wrong': .* has no argument 'digit'; it has digits"):
+    job = parse_job(
+        document(sets=[{"name": "wrong", "path": ARITHMETIC, "args": {"digit": 1}}]), "job.yaml"
+    )
+    with pytest.raises(
+        SettingsError, match=r"evaluation set 'wrong': .* has no argument 'digit'; it has digits"
+    ):
         make_sets(job)
 
 
@@ -246,7 +300,10 @@ async def test_a_result_is_told_once_whatever_else_is_dropped_meanwhile(
 def models(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Path]:
     """Of different weights."""
     folder = tmp_path_factory.mktemp("tiny")
-    return [tiny.make_tiny_model(folder / str(seed), seed=seed, hidden_size=32, num_layers=1) for seed in range(2)]
+    return [
+        tiny.make_tiny_model(folder / str(seed), seed=seed, hidden_size=32, num_layers=1)
+        for seed in range(2)
+    ]
 
 
 @contextmanager
@@ -270,12 +327,16 @@ def make_run(root: Path, model: Path, **evaluation: Any) -> Job:
 async def evaluate(
     root: Path, job: Job, server: stream.NatsServer, beside: Callable[[], Any] = lambda: None
 ) -> tuple[Result | None, list[Any]]:
-    """Runs the loop to the last step with `beside` called all the while; its last result, and the records of results."""
+    """Runs the loop to the last step with `beside` called all the while; its last result, and the
+    records of results.
+    """
     assert job.spec.evaluation is not None
     with free_address() as address:
         flags = ["--job", str(root / "job.yaml"), "--output", str(root), "--listen", address]
         wiring: Wiring = parse_wiring("evaluator", [*flags, "--nats-url", server.url])
-        async with stream.connect(server.url, job.name, job.spec.stream, name="evaluator-0") as connection:
+        async with stream.connect(
+            server.url, job.name, job.spec.stream, name="evaluator-0"
+        ) as connection:
             report = EvaluationReport(job, job.spec.evaluation, "evaluator-0", connection)
 
             async def watch() -> None:
@@ -318,19 +379,30 @@ async def test_each_step_is_evaluated_at_its_own_version_though_the_trainer_prun
     found = {step: json.loads(result_file(root, step).read_text()) for step in (0, 4)}
     for step, each in found.items():
         assert each["failed"] == {}
-        assert {name: of["policy_version"] for name, of in each["sets"].items()} == {"held-out": step, "greedy": step}
-        assert (each["sets"]["held-out"]["num_prompts"], each["sets"]["held-out"]["num_samples"]) == (6, 2)
+        assert {name: of["policy_version"] for name, of in each["sets"].items()} == {
+            "held-out": step,
+            "greedy": step,
+        }
+        assert (
+            each["sets"]["held-out"]["num_prompts"],
+            each["sets"]["held-out"]["num_samples"],
+        ) == (6, 2)
         assert set(each["sets"]["held-out"]["pass_at"]) == {"1", "2"}
     assert [record.step for record in records] == [0, 4]
     values = records[-1].values
-    assert values["evaluation_pass_ratio{set=held-out,k=2}"] == found[4]["sets"]["held-out"]["pass_at"]["2"]["mean"]
+    assert (
+        values["evaluation_pass_ratio{set=held-out,k=2}"]
+        == found[4]["sets"]["held-out"]["pass_at"]["2"]["mean"]
+    )
     assert values["evaluations_skipped_total{reason=overtaken}"] == 1
     assert values["evaluations_total{outcome=done}"] == 2
     assert values["evaluation_prompts_done{set=held-out}"] == 6
 
 
 @pytest.mark.e2e
-async def test_what_has_a_result_is_not_evaluated_again(tmp_path: Path, models: Sequence[Path]) -> None:
+async def test_what_has_a_result_is_not_evaluated_again(
+    tmp_path: Path, models: Sequence[Path]
+) -> None:
     root = tmp_path / "run"
     job = make_run(root, models[0])
     for step in (0, 2):
@@ -349,13 +421,19 @@ async def evaluate_nothing(root: Path, job: Job, server: stream.NatsServer) -> R
     """The loop of a run whose last step has a result: it ends at once."""
     assert job.spec.evaluation is not None
     wiring = parse_wiring("evaluator", ["--job", str(root / "job.yaml"), "--output", str(root)])
-    async with stream.connect(server.url, job.name, job.spec.stream, name="evaluator-0") as connection:
+    async with stream.connect(
+        server.url, job.name, job.spec.stream, name="evaluator-0"
+    ) as connection:
         report = EvaluationReport(job, job.spec.evaluation, "evaluator-0", connection)
-        return await EvaluationLoop(job.spec, job.spec.evaluation, wiring, report, make_sets(job)).run()
+        return await EvaluationLoop(
+            job.spec, job.spec.evaluation, wiring, report, make_sets(job)
+        ).run()
 
 
 @pytest.mark.e2e
-async def test_an_evaluation_that_fails_is_a_result_too(tmp_path: Path, models: Sequence[Path]) -> None:
+async def test_an_evaluation_that_fails_is_a_result_too(
+    tmp_path: Path, models: Sequence[Path]
+) -> None:
     """The generator cannot load these weights; the next evaluation has its own chance."""
     root = tmp_path / "run"
     job = make_run(root, models[0], atStart=False)
@@ -376,7 +454,9 @@ async def test_an_evaluation_that_fails_is_a_result_too(tmp_path: Path, models: 
 
 
 @pytest.mark.e2e
-async def test_an_evaluation_that_takes_too_long_keeps_what_it_has(tmp_path: Path, models: Sequence[Path]) -> None:
+async def test_an_evaluation_that_takes_too_long_keeps_what_it_has(
+    tmp_path: Path, models: Sequence[Path]
+) -> None:
     root = tmp_path / "run"
     job = make_run(root, models[0], atStart=False, timeoutSeconds=0.5)
     checkpoint(root, 4, models[1])

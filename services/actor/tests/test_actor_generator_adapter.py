@@ -1,4 +1,6 @@
-"""Updates that bring an adapter (LoRA): generators serve what the trainer computes, from few bytes and the frozen weights."""
+"""Updates that bring an adapter (LoRA): generators serve what the trainer computes, from few bytes
+and the frozen weights.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -73,7 +75,9 @@ class Unmerged:
         self.reference = Reference(folder / "model")
         self.base = self.reference.weights
         self._linears = {
-            n: m for n, m in self.reference.model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"
+            n: m
+            for n, m in self.reference.model.named_modules()
+            if isinstance(m, torch.nn.Linear) and n != "lm_head"
         }
 
     def random(self, seed: int, ends: tuple[str, ...] = (*ATTENTION, *MLP)) -> dict[str, Tensor]:
@@ -82,8 +86,12 @@ class Unmerged:
         adapter: dict[str, Tensor] = {}
         for name, module in self._linears.items():
             if name.endswith(ends):
-                adapter[a_name(name)] = 0.2 * torch.randn(RANK, module.in_features, generator=generator)
-                adapter[b_name(name)] = 0.2 * torch.randn(module.out_features, RANK, generator=generator)
+                adapter[a_name(name)] = 0.2 * torch.randn(
+                    RANK, module.in_features, generator=generator
+                )
+                adapter[b_name(name)] = 0.2 * torch.randn(
+                    module.out_features, RANK, generator=generator
+                )
         return adapter
 
     def logprobs(self, adapter: Weights, prompt: list[int], sampled: list[int]) -> list[float]:
@@ -106,7 +114,9 @@ class Unmerged:
     def merged(self, adapter: Weights) -> dict[str, Tensor]:
         """Dense weights, for what can only be computed with them."""
         return {
-            name: merge(weight, adapter[a_name(layer)], adapter[b_name(layer)], SCALE) if a_name(layer) in adapter else weight
+            name: merge(weight, adapter[a_name(layer)], adapter[b_name(layer)], SCALE)
+            if a_name(layer) in adapter
+            else weight
             for name, weight in self.base.items()
             for layer in [name.removesuffix(".weight")]
         }
@@ -118,14 +128,24 @@ def unmerged(folder: Path) -> Unmerged:
 
 
 @pytest.mark.parametrize("mode", ["staged", "inplace"])
-async def test_what_is_served_is_what_the_trainer_computes_unmerged(trainer: Trainer, unmerged: Unmerged, mode: str) -> None:
+async def test_what_is_served_is_what_the_trainer_computes_unmerged(
+    trainer: Trainer, unmerged: Unmerged, mode: str
+) -> None:
     for seed in (1, 2):
         adapter = unmerged.random(seed)
         await trainer.update(adapter, mode=mode)
         choice = await trainer.client.choice(PROMPT, 48)
         assert choice["weight_versions"] == [[trainer.version, 48]]
-        assert difference(choice["token_logprobs"], unmerged.logprobs(adapter, PROMPT, choice["token_ids"])) < CLOSE
-        assert difference(choice["token_logprobs"], unmerged.logprobs({}, PROMPT, choice["token_ids"])) > DIFFERENT
+        assert (
+            difference(
+                choice["token_logprobs"], unmerged.logprobs(adapter, PROMPT, choice["token_ids"])
+            )
+            < CLOSE
+        )
+        assert (
+            difference(choice["token_logprobs"], unmerged.logprobs({}, PROMPT, choice["token_ids"]))
+            > DIFFERENT
+        )
 
 
 async def test_an_update_is_as_large_as_the_adapter(trainer: Trainer, unmerged: Unmerged) -> None:
@@ -133,11 +153,15 @@ async def test_an_update_is_as_large_as_the_adapter(trainer: Trainer, unmerged: 
     await trainer.update(adapter)
     num_bytes = sum(tensor.nbytes for tensor in adapter.values())
     assert manifest_of(adapter).num_bytes == num_bytes
-    assert trainer.reports[-1].num_bytes == num_bytes  # every tensor here is a multiple of the alignment
+    assert (
+        trainer.reports[-1].num_bytes == num_bytes
+    )  # every tensor here is a multiple of the alignment
     assert num_bytes < sum(tensor.nbytes for tensor in unmerged.base.values()) / 4
 
 
-@pytest.mark.parametrize("ends", [("q_proj",), ("v_proj", "up_proj"), ("gate_proj",), ("down_proj", "o_proj")])
+@pytest.mark.parametrize(
+    "ends", [("q_proj",), ("v_proj", "up_proj"), ("gate_proj",), ("down_proj", "o_proj")]
+)
 @pytest.mark.parametrize("mode", ["staged", "inplace"])
 async def test_other_layers_and_the_rest_of_a_fused_one_are_the_folder_s(
     trainer: Trainer, unmerged: Unmerged, ends: tuple[str, ...], mode: str
@@ -147,15 +171,25 @@ async def test_other_layers_and_the_rest_of_a_fused_one_are_the_folder_s(
     adapter = unmerged.random(4, ends)
     await trainer.update(adapter, mode=mode)
     choice = await trainer.client.choice(PROMPT, 32)
-    assert difference(choice["token_logprobs"], unmerged.logprobs(adapter, PROMPT, choice["token_ids"])) < CLOSE
-    assert difference(choice["token_logprobs"], unmerged.logprobs({}, PROMPT, choice["token_ids"])) > DIFFERENT
+    assert (
+        difference(
+            choice["token_logprobs"], unmerged.logprobs(adapter, PROMPT, choice["token_ids"])
+        )
+        < CLOSE
+    )
+    assert (
+        difference(choice["token_logprobs"], unmerged.logprobs({}, PROMPT, choice["token_ids"]))
+        > DIFFERENT
+    )
 
 
 @pytest.mark.parametrize(("mode", "kv_cache"), UPDATES)
 async def test_in_flight_with_the_kv_cache_kept_or_recomputed(
     trainer: Trainer, unmerged: Unmerged, mode: str, kv_cache: str
 ) -> None:
-    """A completion that one adapter began and another ended; on a busy machine a longer one follows."""
+    """A completion that one adapter began and another ended; on a busy machine a longer one
+    follows.
+    """
     old, new = unmerged.random(5), unmerged.random(6)
     for max_tokens in (300, 600, 900):
         await trainer.update(old)
@@ -172,7 +206,9 @@ async def test_in_flight_with_the_kv_cache_kept_or_recomputed(
     sampled, logprobs = choice["token_ids"], choice["token_logprobs"]
     assert before + after == len(sampled)
     assert difference(logprobs[:before], unmerged.logprobs(old, PROMPT, sampled)[:before]) < CLOSE
-    kept = unmerged.reference.hybrid_logprobs(unmerged.merged(old), unmerged.merged(new), PROMPT, sampled, before)
+    kept = unmerged.reference.hybrid_logprobs(
+        unmerged.merged(old), unmerged.merged(new), PROMPT, sampled, before
+    )
     recomputed = unmerged.logprobs(new, PROMPT, sampled)[before:]
     assert difference(kept, recomputed) > DIFFERENT
     assert difference(logprobs[before:], kept if kv_cache == "keep" else recomputed) < CLOSE
@@ -180,7 +216,9 @@ async def test_in_flight_with_the_kv_cache_kept_or_recomputed(
 
 @pytest.mark.parametrize("mode", ["staged", "inplace"])
 @pytest.mark.parametrize("served", ["an adapter", "the folder's weights"])
-async def test_a_failed_update_leaves_what_was_served(trainer: Trainer, unmerged: Unmerged, mode: str, served: str) -> None:
+async def test_a_failed_update_leaves_what_was_served(
+    trainer: Trainer, unmerged: Unmerged, mode: str, served: str
+) -> None:
     nothing = {name: torch.zeros_like(tensor) for name, tensor in unmerged.random(0).items()}
     old = unmerged.random(7) if served == "an adapter" else nothing
     await trainer.update(old)
@@ -199,27 +237,44 @@ async def test_a_failed_update_leaves_what_was_served(trainer: Trainer, unmerged
     status, answer = await post
     assert (status, answer["error"]["serving_version"]) == (500, version)
     choice = await trainer.client.choice(PROMPT, 32)
-    assert difference(choice["token_logprobs"], unmerged.logprobs(old, PROMPT, choice["token_ids"])) < CLOSE
+    assert (
+        difference(choice["token_logprobs"], unmerged.logprobs(old, PROMPT, choice["token_ids"]))
+        < CLOSE
+    )
     trainer.leave()
     await trainer.update(new, mode=mode)
     choice = await trainer.client.choice(PROMPT, 32)
-    assert difference(choice["token_logprobs"], unmerged.logprobs(new, PROMPT, choice["token_ids"])) < CLOSE
+    assert (
+        difference(choice["token_logprobs"], unmerged.logprobs(new, PROMPT, choice["token_ids"]))
+        < CLOSE
+    )
 
 
-async def test_a_manifest_that_is_no_adapter_s_is_refused(trainer: Trainer, unmerged: Unmerged) -> None:
+async def test_a_manifest_that_is_no_adapter_s_is_refused(
+    trainer: Trainer, unmerged: Unmerged
+) -> None:
     right = unmerged.random(9)
     await trainer.update(right)
     layer = "model.layers.0.mlp.up_proj"
     wrong: list[tuple[dict[str, Tensor], str]] = [
         (unmerged.base, "unknown: lm_head.weight, model.embed_tokens.weight"),
-        ({name: tensor for name, tensor in right.items() if name != b_name(layer)}, f"missing: {b_name(layer)}"),
-        (right | {a_name(layer): torch.zeros(RANK + 1, 64)}, f"{a_name(layer)} is [5, 64], not [4, 64]"),
+        (
+            {name: tensor for name, tensor in right.items() if name != b_name(layer)},
+            f"missing: {b_name(layer)}",
+        ),
+        (
+            right | {a_name(layer): torch.zeros(RANK + 1, 64)},
+            f"{a_name(layer)} is [5, 64], not [4, 64]",
+        ),
         (
             right | {a_name("model.layers.9.mlp.up_proj"): torch.zeros(4, 64)},
             "unknown: model.layers.9.mlp.up_proj.lora_A.weight",
         ),
         (right | {a_name("model.norm"): torch.zeros(4, 64)}, "unknown: model.norm.lora_A.weight"),
-        (right | {a_name(layer): torch.zeros(RANK, 64, dtype=torch.int32)}, f"{a_name(layer)} is int32"),
+        (
+            right | {a_name(layer): torch.zeros(RANK, 64, dtype=torch.int32)},
+            f"{a_name(layer)} is int32",
+        ),
     ]
     for weights, complaint in wrong:
         status, answer = await trainer.request(weights, trainer.version + 1)
@@ -229,21 +284,28 @@ async def test_a_manifest_that_is_no_adapter_s_is_refused(trainer: Trainer, unme
     await trainer.update(right)
 
 
-async def test_nothing_drifts_over_two_hundred_updates(trainer: Trainer, unmerged: Unmerged) -> None:
+async def test_nothing_drifts_over_two_hundred_updates(
+    trainer: Trainer, unmerged: Unmerged
+) -> None:
     """After the first adapter again, every log-probability is the same to the last bit."""
     first = unmerged.random(10)
     await trainer.update(first)
     before = await _scores(trainer)
     adapters = [unmerged.random(seed) for seed in range(11, 15)]
     for number in range(200):
-        await trainer.update(adapters[number % len(adapters)], mode="inplace" if number % 50 == 49 else "staged")
+        await trainer.update(
+            adapters[number % len(adapters)], mode="inplace" if number % 50 == 49 else "staged"
+        )
     assert await _scores(trainer) != before
     await trainer.update(first)
     assert await _scores(trainer) == before
 
 
 async def _scores(trainer: Trainer) -> list[float]:
-    body = {"sequences": [{"token_ids": [40 + number % 50 for number in range(300)], "start": 1}], "temperature": 1.0}
+    body = {
+        "sequences": [{"token_ids": [40 + number % 50 for number in range(300)], "start": 1}],
+        "temperature": 1.0,
+    }
     status, answer = await trainer.client.call("POST", "/v1/score", body)
     assert status == 200, answer
     return [float(value) for value in answer["logprobs"][0]]
@@ -255,18 +317,30 @@ async def _scores(trainer: Trainer) -> list[float]:
 def test_layers_that_an_engine_fuses_come_along(folder: Path) -> None:
     base = load_file(folder / "model" / "model.safetensors")
     layer = "model.layers.1.self_attn"
-    adapter = {a_name(f"{layer}.k_proj"): torch.ones(1, 64), b_name(f"{layer}.k_proj"): torch.ones(32, 1)}
-    found = dict(MergedWeights(folder / "model", 0.5, {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}).of(adapter))
+    adapter = {
+        a_name(f"{layer}.k_proj"): torch.ones(1, 64),
+        b_name(f"{layer}.k_proj"): torch.ones(32, 1),
+    }
+    found = dict(
+        MergedWeights(folder / "model", 0.5, {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}).of(
+            adapter
+        )
+    )
     assert list(found) == [f"{layer}.{part}.weight" for part in ("q_proj", "k_proj", "v_proj")]
     assert torch.equal(found[f"{layer}.q_proj.weight"], base[f"{layer}.q_proj.weight"])
     assert torch.equal(found[f"{layer}.k_proj.weight"], base[f"{layer}.k_proj.weight"] + 0.5)
-    assert list(dict(MergedWeights(folder / "model", 0.5).of(adapter))) == [f"{layer}.k_proj.weight"]
+    assert list(dict(MergedWeights(folder / "model", 0.5).of(adapter))) == [
+        f"{layer}.k_proj.weight"
+    ]
 
 
 def test_weights_take_the_adapter_s_type_and_the_file_stays_as_it_is(folder: Path) -> None:
     layer = "model.layers.0.mlp.down_proj"
     before = (folder / "model" / "model.safetensors").read_bytes()
-    adapter = {a_name(layer): torch.ones(1, 128).bfloat16(), b_name(layer): torch.ones(64, 1).bfloat16()}
+    adapter = {
+        a_name(layer): torch.ones(1, 128).bfloat16(),
+        b_name(layer): torch.ones(64, 1).bfloat16(),
+    }
     found = dict(MergedWeights(folder / "model", 1.0).of(adapter))[f"{layer}.weight"]
     base = load_file(folder / "model" / "model.safetensors")[f"{layer}.weight"]
     assert torch.equal(found, (base.bfloat16().float() + 1).bfloat16())

@@ -1,4 +1,6 @@
-"""The transformers engine can be taken a chosen number of tokens further, and shows what it samples from."""
+"""The transformers engine can be taken a chosen number of tokens further, and shows what it samples
+from.
+"""
 
 import asyncio
 from pathlib import Path
@@ -14,16 +16,24 @@ from pipelinerl_common.types import VersionRun
 SEEDS = (1, 2)
 
 
-async def test_a_paused_engine_advances_by_tokens_and_shows_their_distributions(tmp_path: Path) -> None:
+async def test_a_paused_engine_advances_by_tokens_and_shows_their_distributions(
+    tmp_path: Path,
+) -> None:
     seen: list[tuple[int | None, torch.Tensor]] = []
-    options = TransformersOptions(make_tiny_model(tmp_path), "float32", "model", 8, initial_version=0, can_stage=True)
-    engine = TransformersEngine(options, lambda sequence, logprobs_V: seen.append((sequence.sampling.seed, logprobs_V)))
+    options = TransformersOptions(
+        make_tiny_model(tmp_path), "float32", "model", 8, initial_version=0, can_stage=True
+    )
+    engine = TransformersEngine(
+        options, lambda sequence, logprobs_V: seen.append((sequence.sampling.seed, logprobs_V))
+    )
     async with engine.running():
         await engine.pause(KVCache.KEEP)
         seen.clear()
         async with asyncio.TaskGroup() as group:
             samplings = [Sampling(6, seed=seed, ignore_eos=True) for seed in SEEDS]
-            tasks = [group.create_task(engine.generate([40, 41], sampling)) for sampling in samplings]
+            tasks = [
+                group.create_task(engine.generate([40, 41], sampling)) for sampling in samplings
+            ]
             await asyncio.sleep(0)  # both are handed in
             await engine.advance(3)
             await engine.advance(1)
@@ -35,5 +45,8 @@ async def test_a_paused_engine_advances_by_tokens_and_shows_their_distributions(
         assert completion.version_runs == (VersionRun(0, 4), VersionRun(1, 2))
         shown = [logprobs_V for number, logprobs_V in seen if number == seed]
         assert all(logprobs_V.shape == (VOCAB_SIZE,) for logprobs_V in shown)
-        drawn = [float(logprobs_V[token]) for logprobs_V, token in zip(shown, completion.token_ids, strict=True)]
+        drawn = [
+            float(logprobs_V[token])
+            for logprobs_V, token in zip(shown, completion.token_ids, strict=True)
+        ]
         assert drawn == pytest.approx(completion.logprobs)

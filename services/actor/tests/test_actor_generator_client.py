@@ -21,7 +21,9 @@ from pipelinerl_common.errors import SettingsError, TemporaryError
 from pipelinerl_common.settings import SamplingSettings
 from pipelinerl_common.types import FinishReason, VersionRun
 
-REQUEST = CompletionRequest(SamplingSettings(max_tokens=8, stop=["."]), messages=[{"role": "user", "content": "hi"}], n=2)
+REQUEST = CompletionRequest(
+    SamplingSettings(max_tokens=8, stop=["."]), messages=[{"role": "user", "content": "hi"}], n=2
+)
 
 
 @pytest.fixture
@@ -36,23 +38,37 @@ async def client(generator: FakeGenerator) -> AsyncIterator[GeneratorClient]:
         yield GeneratorClient(generator.url + "/", session, "secret")
 
 
-async def test_a_request_has_only_the_contracts_fields(generator: FakeGenerator, client: GeneratorClient) -> None:
+async def test_a_request_has_only_the_contracts_fields(
+    generator: FakeGenerator, client: GeneratorClient
+) -> None:
     await client.complete(REQUEST)
-    await client.complete(CompletionRequest(SamplingSettings(max_tokens=3), prompt_token_ids=[7, 8]))
+    await client.complete(
+        CompletionRequest(SamplingSettings(max_tokens=3), prompt_token_ids=[7, 8])
+    )
     common = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
     messages = [{"role": "user", "content": "hi"}]
-    assert generator.requests[0] == {**common, "messages": messages, "n": 2, "max_tokens": 8, "stop": ["."]}
+    assert generator.requests[0] == {
+        **common,
+        "messages": messages,
+        "n": 2,
+        "max_tokens": 8,
+        "stop": ["."],
+    }
     assert generator.requests[1] == {**common, "prompt_token_ids": [7, 8], "n": 1, "max_tokens": 3}
     assert generator.headers[0]["Authorization"] == "Bearer secret"
 
 
 async def test_choices_become_turns_in_the_order_of_their_indices() -> None:
     mixed = choice(0, "ab", finish_reason="length", weight_versions=[[3, 1], [4, 0], [5, 2]])
-    body = json.dumps({"choices": [choice(1, "c"), mixed], "prompt_token_ids": [4, 5], "usage": {}}).encode()
+    body = json.dumps(
+        {"choices": [choice(1, "c"), mixed], "prompt_token_ids": [4, 5], "usage": {}}
+    ).encode()
     completions = parse_completions(body, 2, "url")
     assert completions.prompt_token_ids == (4, 5)
     runs = (VersionRun(3, 1), VersionRun(5, 2))
-    assert completions.turns[0] == Turn("ab", (97, 98, 2), (-0.5, -0.5, -0.5), runs, FinishReason.LENGTH)
+    assert completions.turns[0] == Turn(
+        "ab", (97, 98, 2), (-0.5, -0.5, -0.5), runs, FinishReason.LENGTH
+    )
     assert completions.turns[1].text == "c"
 
 
@@ -75,7 +91,9 @@ async def test_a_choice_that_breaks_the_contract_is_given_up(changes: dict[str, 
     assert raised.value.reason == "bad_response"
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"choices": []}', json.dumps(completion(["7"], prompt=[4])).encode()])
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b'{"choices": []}', json.dumps(completion(["7"], prompt=[4])).encode()]
+)
 async def test_an_answer_without_all_choices_is_given_up(body: bytes) -> None:
     with pytest.raises(GivenUp) as raised:
         parse_completions(body, 2, "url")
@@ -98,7 +116,11 @@ async def test_an_answer_without_all_choices_is_given_up(body: bytes) -> None:
     ],
 )
 async def test_statuses_are_sorted(
-    generator: FakeGenerator, client: GeneratorClient, status: int, error: type[Exception], reason: str | None
+    generator: FakeGenerator,
+    client: GeneratorClient,
+    status: int,
+    error: type[Exception],
+    reason: str | None,
 ) -> None:
     generator.script.append(generator.status(status, "what is wrong"))
     with pytest.raises(error, match=f"HTTP {status}: what is wrong") as raised:
@@ -107,7 +129,8 @@ async def test_statuses_are_sorted(
 
 
 @pytest.mark.parametrize(
-    ("header", "seconds"), [("2", 2.0), ("0", 0.05), ("1000", 30.0), ("Wed, 21 Oct 2026 07:28:00 GMT", 0.5), ("nan", 0.5)]
+    ("header", "seconds"),
+    [("2", 2.0), ("0", 0.05), ("1000", 30.0), ("Wed, 21 Oct 2026 07:28:00 GMT", 0.5), ("nan", 0.5)],
 )
 async def test_a_generator_says_when_to_come_back(
     generator: FakeGenerator, client: GeneratorClient, header: str, seconds: float

@@ -1,6 +1,8 @@
-"""What every engine must do, tried through HTTP on a real generator process with a real trainer at the other end of the group.
+"""What every engine must do, tried through HTTP on a real generator process with a real trainer at
+the other end of the group.
 
-Things are triggered by tokens, never by time: a short request that ends shows that the longer ones beside it are under way.
+Things are triggered by tokens, never by time: a short request that ends shows that the longer ones
+beside it are under way.
 """
 
 import asyncio
@@ -96,7 +98,9 @@ async def test_ids_logprobs_and_versions_of_every_choice(
         assert choice["index"] == index
         assert choice["finish_reason"] == "length"
         assert choice["weight_versions"] == [[trainer.version, 12]]
-        assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == choice["token_logprobs"]
+        assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == choice[
+            "token_logprobs"
+        ]
         expected = reference.logprobs(initial, PROMPT, choice["token_ids"], temperature=0.7)
         assert close(choice["token_logprobs"], expected)
 
@@ -115,7 +119,9 @@ async def test_logprobs_are_those_of_the_truncated_distribution(
     assert sum(nucleus["token_logprobs"]) > sum(full["token_logprobs"]) / 2
 
 
-async def test_the_seed_decides(client: Client, trainer: Trainer, initial: dict[str, torch.Tensor]) -> None:
+async def test_the_seed_decides(
+    client: Client, trainer: Trainer, initial: dict[str, torch.Tensor]
+) -> None:
     await trainer.update(initial)
     first = await client.complete(PROMPT, 16, n=2, seed=7)
     again = await client.complete(PROMPT, 16, n=2, seed=7)
@@ -142,19 +148,29 @@ async def test_stop_strings_and_the_end_token_end_a_completion(
     a, end = len(SPECIAL_TOKENS) + CHARACTERS.index("a"), SPECIAL_TOKENS.index("<|end|>")
     await trainer.update(reference.constant(a))
     choice = await client.choice(PROMPT, 20, stop=["aaa"])
-    assert (choice["finish_reason"], choice["message"]["content"], choice["token_ids"]) == ("stop", "aaa", [a, a, a])
+    assert (choice["finish_reason"], choice["message"]["content"], choice["token_ids"]) == (
+        "stop",
+        "aaa",
+        [a, a, a],
+    )
     assert choice["weight_versions"] == [[trainer.version, 3]]
     assert len(choice["token_logprobs"]) == 3
     await trainer.update(reference.constant(end))
     choice = await client.choice(PROMPT, 20, ignore_eos=False)
-    assert (choice["finish_reason"], choice["message"]["content"], choice["token_ids"]) == ("stop", "", [end])
+    assert (choice["finish_reason"], choice["message"]["content"], choice["token_ids"]) == (
+        "stop",
+        "",
+        [end],
+    )
 
 
 async def test_messages_become_the_models_chat_prompt(client: Client) -> None:
     body = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 1}
     status, answer = await client.call("POST", "/v1/chat/completions", body)
     assert status == 200
-    user, end, assistant = (SPECIAL_TOKENS.index(token) for token in ("<|user|>", "<|end|>", "<|assistant|>"))
+    user, end, assistant = (
+        SPECIAL_TOKENS.index(token) for token in ("<|user|>", "<|end|>", "<|assistant|>")
+    )
     text = [len(SPECIAL_TOKENS) + CHARACTERS.index(character) for character in "1+1="]
     assert answer["prompt_token_ids"] == [user, *text, end, assistant]
 
@@ -167,7 +183,9 @@ async def test_scores_are_the_logprobs_at_the_temperature(
     await trainer.update(weights)
     full = [40 + index % 50 for index in range(MAX_MODEL_LEN)]
     sequences = [{"token_ids": PROMPT, "start": 1}, {"token_ids": full, "start": MAX_MODEL_LEN - 5}]
-    status, answer = await client.call("POST", "/v1/score", {"sequences": sequences, "temperature": temperature})
+    status, answer = await client.call(
+        "POST", "/v1/score", {"sequences": sequences, "temperature": temperature}
+    )
     assert status == 200, answer
     assert answer["weight_version"] == trainer.version
     short, long = answer["logprobs"]
@@ -187,12 +205,16 @@ async def test_scores_are_the_logprobs_at_the_temperature(
         ({"prompt_token_ids": [40], "max_tokns": 4}, 422, "max_tokns"),
         ({"prompt_token_ids": [40], "temperature": -1}, 422, "temperature"),
         ({"prompt_token_ids": [40], "stop": [""]}, 422, "empty string"),
-        ({"prompt_token_ids": [40, 99999], "max_tokens": 4}, 400, "token id 99999 is outside the vocabulary of 128"),
-        ({"prompt_token_ids": [40] * 1000, "max_tokens": 25}, 400, "1000 tokens and max_tokens=25 exceed the context of 1024"),
+        ({"prompt_token_ids": [40, 99999], "max_tokens": 4}, 400, "token id 99999 is outside the "
+            "vocabulary of 128"),
+        ({"prompt_token_ids": [40] * 1000, "max_tokens": 25}, 400, "1000 tokens and max_tokens=25 "
+            "exceed the context of 1024"),
         ({"prompt_token_ids": [40] * 2000}, 400, "prompt of 2000 tokens"),
     ],
 )  # fmt: skip
-async def test_a_request_that_cannot_be_served_says_why(client: Client, body: Any, status: int, complaint: str) -> None:
+async def test_a_request_that_cannot_be_served_says_why(
+    client: Client, body: Any, status: int, complaint: str
+) -> None:
     got, answer = await client.call("POST", "/v1/chat/completions", body)
     assert got == status
     assert complaint in answer["error"]["message"]
@@ -206,7 +228,13 @@ async def test_the_longest_request_fits(client: Client) -> None:
 async def test_the_token_is_needed_where_it_matters(client: Client) -> None:
     for token in (None, "wrong"):
         stranger = Client(client.url, token)
-        for path in ("/v1/chat/completions", "/v1/score", "/init_process_group", "/request_weight_update", "/drain"):
+        for path in (
+            "/v1/chat/completions",
+            "/v1/score",
+            "/init_process_group",
+            "/request_weight_update",
+            "/drain",
+        ):
             status, answer = await stranger.call("POST", path, {})
             assert (path, status) == (path, 401)
             assert "token" in answer["error"]["message"]
@@ -231,14 +259,20 @@ async def test_a_client_that_leaves_frees_its_place(client: Client) -> None:
     await until(empty)
     await client.choice(PROMPT, 4)
     metrics = (await client.call("GET", "/metrics"))[1]
-    cancelled = float(next(line for line in metrics.splitlines() if "cancelled_total" in line and line[0] != "#").split()[1])
+    cancelled = float(
+        next(
+            line for line in metrics.splitlines() if "cancelled_total" in line and line[0] != "#"
+        ).split()[1]
+    )
     assert cancelled >= 8
 
 
 async def test_a_cancelled_request_answers_with_what_was_sampled_and_can_go_on(
     client: Client, trainer: Trainer, reference: Reference
 ) -> None:
-    """Weights change on the way, so that the answer has tokens of two versions before it is stopped; the rest comes after."""
+    """Weights change on the way, so that the answer has tokens of two versions before it is
+    stopped; the rest comes after.
+    """
     before = trainer.version
     long = asyncio.create_task(client.complete(PROMPT, 1000, n=2, request_id="long"))
     async with running(long):
@@ -246,8 +280,12 @@ async def test_a_cancelled_request_answers_with_what_was_sampled_and_can_go_on(
         weights = reference.random(seed=9)
         await trainer.update(weights)
         await client.choice(PROMPT, 4)
-        assert (await client.call("POST", "/v1/cancel", {"request_id": "another"}))[1] == {"found": False}
-        assert (await client.call("POST", "/v1/cancel", {"request_id": "long"}))[1] == {"found": True}
+        assert (await client.call("POST", "/v1/cancel", {"request_id": "another"}))[1] == {
+            "found": False
+        }
+        assert (await client.call("POST", "/v1/cancel", {"request_id": "long"}))[1] == {
+            "found": True
+        }
         answer = await long
     for choice in answer["choices"]:
         sampled = len(choice["token_ids"])
@@ -263,7 +301,9 @@ async def test_a_cancelled_request_answers_with_what_was_sampled_and_can_go_on(
     assert rest["prompt_token_ids"] == PROMPT
     assert len(choice["token_ids"]) == 5
     assert len(choice["message"]["content"]) >= len(answer["choices"][0]["message"]["content"])
-    assert close(choice["token_logprobs"], reference.logprobs(weights, [*PROMPT, *kept], choice["token_ids"]))
+    assert close(
+        choice["token_logprobs"], reference.logprobs(weights, [*PROMPT, *kept], choice["token_ids"])
+    )
 
     async def empty() -> bool:
         return bool((await client.weights())["num_running"] == 0)
@@ -291,10 +331,15 @@ async def test_a_request_that_has_sampled_nothing_is_stopped_too(client: Client)
 async def test_versions_are_exact_to_the_token_for_everything_that_runs(
     client: Client, trainer: Trainer, reference: Reference, mode: str, kv_cache: str
 ) -> None:
-    """Random weights, then ones that sample only X, then only Y: the tokens show which weights sampled them."""
+    """Random weights, then ones that sample only X, then only Y: the tokens show which weights
+    sampled them.
+    """
     base = trainer.version + 1
     await trainer.update(reference.random(seed=1), mode=mode, kv_cache=kv_cache)
-    long = [asyncio.create_task(client.choice([40 + i, *PROMPT], 600, temperature=1.0)) for i in range(7)]
+    long = [
+        asyncio.create_task(client.choice([40 + i, *PROMPT], 600, temperature=1.0))
+        for i in range(7)
+    ]
     async with running(*long):
         for token in (X, Y):
             await client.choice(PROMPT, 24)
@@ -316,7 +361,9 @@ async def test_versions_are_exact_to_the_token_for_everything_that_runs(
 async def updated_midway(
     client: Client, trainer: Trainer, old: Weights, new: Weights, *, mode: str, kv_cache: str
 ) -> dict[str, Any]:
-    """A completion that `old` began and `new` ended. On a busy machine it may end before the update: a longer one follows."""
+    """A completion that `old` began and `new` ended. On a busy machine it may end before the
+    update: a longer one follows.
+    """
     for max_tokens in (300, 600, 900):
         await trainer.update(old)
         long = asyncio.create_task(client.choice(PROMPT, max_tokens))
@@ -379,10 +426,19 @@ async def test_a_wrong_manifest_is_refused_before_anything_changes(
     await trainer.update(reference.constant(X))
     version, right = trainer.version, reference.constant(Y)
     wrong: dict[str, tuple[dict[str, torch.Tensor], str]] = {
-        "a tensor less": ({name: t for name, t in right.items() if "norm" not in name}, "missing: model.layers.0"),
+        "a tensor less": (
+            {name: t for name, t in right.items() if "norm" not in name},
+            "missing: model.layers.0",
+        ),
         "a tensor more": (right | {"model.extra": torch.zeros(3)}, "unknown: model.extra"),
-        "another shape": (right | {"model.norm.weight": torch.zeros(3)}, "model.norm.weight is [3], not [64]"),
-        "another type": (right | {"model.norm.weight": torch.zeros(64, dtype=torch.int32)}, "model.norm.weight is int32"),
+        "another shape": (
+            right | {"model.norm.weight": torch.zeros(3)},
+            "model.norm.weight is [3], not [64]",
+        ),
+        "another type": (
+            right | {"model.norm.weight": torch.zeros(64, dtype=torch.int32)},
+            "model.norm.weight is int32",
+        ),
     }
     for weights, complaint in wrong.values():
         status, answer = await trainer.request(weights, version + 1)
@@ -396,7 +452,9 @@ async def test_a_wrong_manifest_is_refused_before_anything_changes(
     assert (await client.choice(PROMPT, 2))["token_ids"] == [Y, Y]
 
 
-async def test_a_wrong_epoch_is_refused(client: Client, trainer: Trainer, reference: Reference) -> None:
+async def test_a_wrong_epoch_is_refused(
+    client: Client, trainer: Trainer, reference: Reference
+) -> None:
     await trainer.update(reference.constant(X))
     epoch = trainer.epoch
     trainer.epoch += 1
@@ -415,7 +473,9 @@ async def test_a_wrong_epoch_is_refused(client: Client, trainer: Trainer, refere
 
 
 @pytest.mark.parametrize("mode", ["staged", "inplace"])
-@pytest.mark.parametrize("fault", ["silence", "abort before", "abort half-way", "sender dies half-way"])
+@pytest.mark.parametrize(
+    "fault", ["silence", "abort before", "abort half-way", "sender dies half-way"]
+)
 async def test_a_failed_update_leaves_the_old_weights_serving_whole(
     client: Client, trainer: Trainer, reference: Reference, mode: str, fault: str
 ) -> None:
@@ -426,7 +486,9 @@ async def test_a_failed_update_leaves_the_old_weights_serving_whole(
     async with running(long):
         await client.choice(PROMPT, 8)
         with prompt_end():
-            post = trainer.request(new, version + 1, mode=mode, timeout_s=1.5 if fault == "silence" else CALL_S)
+            post = trainer.request(
+                new, version + 1, mode=mode, timeout_s=1.5 if fault == "silence" else CALL_S
+            )
             await asyncio.to_thread(_fail, trainer, group, new, version + 1, fault)
             status, answer = await post
         assert status == (504 if fault == "silence" else 500), answer
@@ -443,7 +505,9 @@ async def test_a_failed_update_leaves_the_old_weights_serving_whole(
     assert (await client.choice(PROMPT, 2))["token_ids"] == [Y, Y]
 
 
-def _fail(trainer: Trainer, group: Any, weights: dict[str, torch.Tensor], version: int, fault: str) -> None:
+def _fail(
+    trainer: Trainer, group: Any, weights: dict[str, torch.Tensor], version: int, fault: str
+) -> None:
     """What goes wrong on the sender's side."""
     if fault == "silence":
         return
@@ -458,7 +522,9 @@ def _fail(trainer: Trainer, group: Any, weights: dict[str, torch.Tensor], versio
         trainer.leave()
 
 
-async def test_a_group_that_does_not_form_ends_at_the_deadline(client: Client, trainer: Trainer) -> None:
+async def test_a_group_that_does_not_form_ends_at_the_deadline(
+    client: Client, trainer: Trainer
+) -> None:
     rendezvous = Rendezvous.open("127.0.0.1", 0, 3, CALL_S)
     body = {
         "epoch": (await client.weights())["epoch"] + 1, "master_address": "127.0.0.1", "master_port": rendezvous.port,
@@ -487,7 +553,9 @@ async def test_a_new_group_ends_an_update_that_waits_in_the_old_one(
     assert (await client.choice(PROMPT, 2))["token_ids"] == [Y, Y]
 
 
-async def test_a_second_update_at_the_same_time_is_refused(client: Client, trainer: Trainer, reference: Reference) -> None:
+async def test_a_second_update_at_the_same_time_is_refused(
+    client: Client, trainer: Trainer, reference: Reference
+) -> None:
     group = await trainer.form()
     weights = reference.constant(X)
     first = trainer.request(weights, trainer.version + 1)
@@ -505,7 +573,9 @@ async def test_a_second_update_at_the_same_time_is_refused(client: Client, train
 async def test_cached_prefixes_never_mix_versions(
     client: Client, trainer: Trainer, reference: Reference, generator: GeneratorProcess
 ) -> None:
-    """The same long prompt before and after an update, and one that waits in the engine while the update happens."""
+    """The same long prompt before and after an update, and one that waits in the engine while the
+    update happens.
+    """
     old, new = reference.random(seed=8), reference.random(seed=9)
     prompt = [40 + index % 50 for index in range(600)]
     await trainer.update(old)
@@ -580,7 +650,10 @@ async def test_the_load_tells_what_runs_and_what_steps_cost(client: Client) -> N
     await until(empty)
     after = loads[-1]
     assert after["steps_total"] > before["steps_total"]
-    assert after["step_tokens_total"] - before["step_tokens_total"] >= after["steps_total"] - before["steps_total"]
+    assert (
+        after["step_tokens_total"] - before["step_tokens_total"]
+        >= after["steps_total"] - before["steps_total"]
+    )
     assert after["step_seconds_total"] > before["step_seconds_total"]
     assert after["running_seconds_total"] > before["running_seconds_total"]
     assert (full["num_waiting"], full["preemptions_total"]) == (0, before["preemptions_total"])

@@ -1,4 +1,6 @@
-"""`model.headDtype: float32`: logits of a bfloat16 model are computed in float32, and its weights stay as they are."""
+"""`model.headDtype: float32`: logits of a bfloat16 model are computed in float32, and its weights
+stay as they are.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -32,7 +34,9 @@ def expected(folder: Path) -> torch.Tensor:
     with torch.inference_mode():
         hidden = model.get_decoder()(input_ids=torch.tensor([TOKENS])).last_hidden_state[0, :-1]
         logits = linear(hidden.float(), model.get_output_embeddings().weight.float())
-        logprobs: torch.Tensor = logits.log_softmax(-1).gather(-1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
+        logprobs: torch.Tensor = logits.log_softmax(-1).gather(
+            -1, torch.tensor(TOKENS[1:])[:, None]
+        )[:, 0]
     return logprobs
 
 
@@ -50,7 +54,10 @@ async def scores(folder: Path, head_dtype: str) -> torch.Tensor:
 async def test_the_transformers_engine_is_exact_with_a_head_in_float32(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model")
     exact = expected(tmp_path)
-    errors = {head: float((await scores(tmp_path, head) - exact).abs().mean()) for head in ("model", "float32")}
+    errors = {
+        head: float((await scores(tmp_path, head) - exact).abs().mean())
+        for head in ("model", "float32")
+    }
     assert errors["float32"] < 1e-5
     assert errors["model"] > 1e-4
 
@@ -59,12 +66,16 @@ def options(folder: Path, head_dtype: str, **engine_args: Any) -> Any:
     from pipelinerl_actor.generator.vllm_options import VllmOptions
 
     generator = GeneratorSettings(engine_args=engine_args, kv_cache_bytes=64 << 20)
-    return VllmOptions(folder / "model", "bfloat16", head_dtype, 64, generator, 0, can_stage=True, on_cpu=True)
+    return VllmOptions(
+        folder / "model", "bfloat16", head_dtype, 64, generator, 0, can_stage=True, on_cpu=True
+    )
 
 
 @pytest.mark.vllm
 def test_vllm_is_told_and_takes_the_head_s_element_type(tmp_path: Path) -> None:
-    """By what vLLM itself reads from it: its own body differs from another engine's by more than the head's rounding."""
+    """By what vLLM itself reads from it: its own body differs from another engine's by more than
+    the head's rounding.
+    """
     from pipelinerl_actor.generator.vllm_options import engine_args
 
     make_tiny_model(tmp_path / "model")
@@ -73,7 +84,10 @@ def test_vllm_is_told_and_takes_the_head_s_element_type(tmp_path: Path) -> None:
         config = arguments.create_model_config()
         assert config.head_dtype == expected_dtype
         assert arguments.hf_overrides["rope_theta"] == 5000.0  # the user's own stay
-    for overrides, says in (({"head_dtype": "float32"}, r"use model\.headDtype"), ("x", "must be a mapping")):
+    for overrides, says in (
+        ({"head_dtype": "float32"}, r"use model\.headDtype"),
+        ("x", "must be a mapping"),
+    ):
         with pytest.raises(SettingsError, match=says):
             engine_args(options(tmp_path, "float32", hf_overrides=overrides))
 
@@ -84,7 +98,9 @@ def test_a_split_that_updates_would_not_reach_is_refused(tmp_path: Path, name: s
     from pipelinerl_actor.generator.vllm_options import engine_args
 
     assert getattr(engine_args(options(tmp_path, "model", **{name: 1})), name) == 1
-    with pytest.raises(SettingsError, match=rf"engineArgs: {name}=2 is not supported.*tensorParallelSize"):
+    with pytest.raises(
+        SettingsError, match=rf"engineArgs: {name}=2 is not supported.*tensorParallelSize"
+    ):
         engine_args(options(tmp_path, "model", **{name: 2}))
 
 

@@ -23,9 +23,13 @@ BODY = {"prompt_token_ids": [1, 2], "max_tokens": 4}
 
 
 @asynccontextmanager
-async def serving(engine: FakeEngine, version: int = 0, drain_s: float = 30.0) -> AsyncIterator[tuple[Client, Generator]]:
+async def serving(
+    engine: FakeEngine, version: int = 0, drain_s: float = 30.0
+) -> AsyncIterator[tuple[Client, Generator]]:
     metrics = GeneratorMetrics()
-    updater = WeightUpdater(engine, Layout({"w": (2, 3)}), metrics, initial_version=version, running=lambda: 0)
+    updater = WeightUpdater(
+        engine, Layout({"w": (2, 3)}), metrics, initial_version=version, running=lambda: 0
+    )
     limits = Limits(max_model_len=16, max_running_requests=2, vocabulary=10)
     serve = Serving(engine, None, limits, metrics, lambda: updater.version, model="job")
     generator = Generator(engine, serve, updater, metrics, None, drain_s)
@@ -43,13 +47,18 @@ async def test_nothing_is_served_before_the_first_weights() -> None:
             ("/v1/chat/completions", BODY),
             ("/v1/score", {"sequences": [{"token_ids": [1, 2], "start": 1}]}),
         ):
-            async with aiohttp.ClientSession() as session, session.post(client.url + path, json=body) as response:
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(client.url + path, json=body) as response,
+            ):
                 assert response.status == 503
                 assert response.headers["Retry-After"] == "1"
                 assert "no weights" in (await response.json())["error"]["message"]
 
 
-async def test_too_many_waiting_sequences_are_turned_away_and_the_engine_is_asked_for_each_choice() -> None:
+async def test_too_many_waiting_sequences_are_turned_away_and_the_engine_is_asked_for_each_choice() -> (
+    None
+):
     engine = FakeEngine()
     async with serving(engine) as (client, _):
         first = asyncio.create_task(client.call("POST", "/v1/chat/completions", {**BODY, "n": 30}))
@@ -136,7 +145,10 @@ async def test_a_fatal_error_answers_and_ends_the_process() -> None:
             "backend": "gloo", "timeout_s": 5,
         }  # fmt: skip
         assert (await client.call("POST", "/init_process_group", group))[0] == 200
-        manifest = {"tensors": [{"name": "w", "dtype": "float32", "shape": [2, 3]}], "bucket_bytes": 64}
+        manifest = {
+            "tensors": [{"name": "w", "dtype": "float32", "shape": [2, 3]}],
+            "bucket_bytes": 64,
+        }
         body: dict[str, Any] = {"epoch": 1, "version": 1, "manifest": manifest, "timeout_s": 5}
         status, answer = await client.call("POST", "/request_weight_update", body)
         assert status == 500
@@ -149,6 +161,8 @@ async def test_unknown_paths_and_broken_bodies_answer_in_the_same_form() -> None
     async with serving(FakeEngine()) as (client, _):
         status, answer = await client.call("GET", "/nothing")
         assert (status, answer["error"]["type"]) == (404, "HTTPException")
-        status, answer = await client.call("POST", "/v1/score", {"sequences": [{"token_ids": [1, 2], "start": 2}]})
+        status, answer = await client.call(
+            "POST", "/v1/score", {"sequences": [{"token_ids": [1, 2], "start": 2}]}
+        )
         assert status == 422
         assert "start=2 is not below the 2 token ids" in answer["error"]["message"]

@@ -17,17 +17,26 @@ def test_steps_that_follow_one_another_are_timed_and_all_time_is_integrated() ->
     now = Clock()
     clock = StepClock(kv_tokens=1600, now=now)
     now.seconds += 5  # idle
-    clock.stepped(num_running=2, num_waiting=1, num_tokens=2, kv_usage=0.5, num_prefilled=30)  # nobody knows when it began
+    clock.stepped(
+        num_running=2, num_waiting=1, num_tokens=2, kv_usage=0.5, num_prefilled=30
+    )  # nobody knows when it began
     now.seconds += 0.25
     assert clock.load().running_seconds_total == pytest.approx(0.5)  # looking changes nothing
     now.seconds += 0.25
-    clock.stepped(num_running=3, num_waiting=0, num_tokens=3, kv_usage=0.6, num_prefilled=10, num_preempted=1)
+    clock.stepped(
+        num_running=3, num_waiting=0, num_tokens=3, kv_usage=0.6, num_prefilled=10, num_preempted=1
+    )
     now.seconds += 1
     clock.stepped(num_running=0, num_waiting=0, num_tokens=3, kv_usage=0.0)
     now.seconds += 9  # idle again
     load = clock.load()
     assert (load.num_running, load.num_waiting, load.kv_usage, load.kv_tokens) == (0, 0, 0.0, 1600)
-    assert (load.preemptions_total, load.steps_total, load.step_tokens_total, load.prefill_tokens_total) == (1, 2, 6, 10)
+    assert (
+        load.preemptions_total,
+        load.steps_total,
+        load.step_tokens_total,
+        load.prefill_tokens_total,
+    ) == (1, 2, 6, 10)
     assert load.step_seconds_total == pytest.approx(1.5)
     assert load.running_seconds_total == pytest.approx(2 * 0.5 + 3 * 1)
     assert load.kv_usage_seconds_total == pytest.approx(0.5 * 0.5 + 0.6 * 1)

@@ -1,4 +1,6 @@
-"""Starting a generator: what is wrong is said in one line, with exit status 2; what is not needed is not loaded."""
+"""Starting a generator: what is wrong is said in one line, with exit status 2; what is not needed
+is not loaded.
+"""
 
 import json
 import os
@@ -32,7 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pipelinerl_actor.generator", *flags]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
 
@@ -42,7 +49,9 @@ def test_help_is_instant_and_names_every_flag() -> None:
         "try: main(['--help'])\nexcept SystemExit: pass\n"
         "sys.exit(bool({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0
     for flag in ("--model", "--serve-initial", "--job", "--listen", "--token-file"):
         assert flag in done.stdout
@@ -76,29 +85,45 @@ def test_wrong_settings_end_with_status_2_and_one_line(
 def test_an_occupied_port_is_named(folder: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        done = start("--job", str(write_job(tmp_path, engine="transformers")), "--output", str(folder), "--listen", address)
+        done = start(
+            "--job",
+            str(write_job(tmp_path, engine="transformers")),
+            "--output",
+            str(folder),
+            "--listen",
+            address,
+        )
     assert done.returncode == 2
     assert f"--listen {address}: cannot listen there" in done.stderr
 
 
-async def test_without_weights_of_the_job_it_lives_but_does_not_serve(folder: Path, tmp_path: Path) -> None:
+async def test_without_weights_of_the_job_it_lives_but_does_not_serve(
+    folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "model").symlink_to(folder / "model")
     process = GeneratorProcess(tmp_path, write_job(tmp_path, engine="transformers"))
     try:
         client = Client(process.url)
         assert (await client.call("GET", "/health"))[0] == 200
         assert (await client.call("GET", "/ready"))[0] == 503
-        assert (await client.call("POST", "/v1/chat/completions", {"prompt_token_ids": [40]}))[0] == 503
+        assert (await client.call("POST", "/v1/chat/completions", {"prompt_token_ids": [40]}))[
+            0
+        ] == 503
         assert process.stop() == 0
     finally:
         process.kill()
 
 
-@pytest.mark.parametrize(("name", "takes_updates"), [("generator-0-0", True), ("reference-0", False), ("evaluator-x", False)])
+@pytest.mark.parametrize(
+    ("name", "takes_updates"),
+    [("generator-0-0", True), ("reference-0", False), ("evaluator-x", False)],
+)
 def test_only_the_actors_generators_are_prepared_for_updates(
     folder: Path, tmp_path: Path, name: str, takes_updates: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They keep the frozen weights that adapters are merged into open, and have room for a second copy."""
+    """They keep the frozen weights that adapters are merged into open, and have room for a second
+    copy.
+    """
     from pipelinerl_actor.generator import transformers_engine
 
     opened: list[Path] = []
@@ -114,7 +139,9 @@ def test_only_the_actors_generators_are_prepared_for_updates(
     document["spec"]["reference"] = {"generator": {"engine": "transformers"}}
     job = parse_job(document, "job.yaml")
     duty = duty_of(job, name)
-    engine = make_engine(job, duty.settings, folder / "model", initial_version=0, takes_updates=duty.takes_updates)
+    engine = make_engine(
+        job, duty.settings, folder / "model", initial_version=0, takes_updates=duty.takes_updates
+    )
     assert engine.can_stage == takes_updates
     assert opened == ([folder / "model"] if takes_updates else [])
 

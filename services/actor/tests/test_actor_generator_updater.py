@@ -16,7 +16,12 @@ GROUP = GroupSpec(7, "127.0.0.1", 1234, 1, 2, "gloo", 5.0)
 
 
 def update(version: int = 1, mode: str = "staged", **fields: object) -> Update:
-    values: dict[str, object] = {"kv_cache": KVCache.KEEP, "allow_rollback": False, "epoch": 7, **fields}
+    values: dict[str, object] = {
+        "kv_cache": KVCache.KEEP,
+        "allow_rollback": False,
+        "epoch": 7,
+        **fields,
+    }
     return Update(transfer=Transfer(version, MANIFEST, 5.0), mode=mode, **values)  # type: ignore[arg-type]
 
 
@@ -27,16 +32,25 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 async def updater(engine: FakeEngine) -> WeightUpdater:
-    made = WeightUpdater(engine, Layout({"w": (2, 3)}), GeneratorMetrics(), initial_version=-1, running=lambda: 3)
+    made = WeightUpdater(
+        engine, Layout({"w": (2, 3)}), GeneratorMetrics(), initial_version=-1, running=lambda: 3
+    )
     await made.join(GROUP)
     engine.verbs.clear()
     return made
 
 
-async def test_a_staged_update_pauses_only_to_apply(engine: FakeEngine, updater: WeightUpdater) -> None:
+async def test_a_staged_update_pauses_only_to_apply(
+    engine: FakeEngine, updater: WeightUpdater
+) -> None:
     report = await updater.update(update())
     assert engine.verbs == ["stage", "pause keep", "apply", "version 1", "resume"]
-    assert (report.version, report.checksum, report.num_running, report.transfer_s) == (1, "00ff", 3, 1.0)
+    assert (report.version, report.checksum, report.num_running, report.transfer_s) == (
+        1,
+        "00ff",
+        3,
+        1.0,
+    )
     assert report.apply_s >= 0.25
     assert (updater.version, updater.checksum, updater.num_updates) == (1, "00ff", 1)
 
@@ -46,7 +60,9 @@ async def test_an_inplace_update_backs_up_first(engine: FakeEngine, updater: Wei
     assert engine.verbs == ["back_up", "pause recompute", "receive_in_place", "version 1", "resume"]
 
 
-async def test_a_failed_transfer_before_the_pause_changes_nothing(engine: FakeEngine, updater: WeightUpdater) -> None:
+async def test_a_failed_transfer_before_the_pause_changes_nothing(
+    engine: FakeEngine, updater: WeightUpdater
+) -> None:
     engine.failing["stage"] = TransferAborted("the trainer left")
     with pytest.raises(TransferAborted, match="the trainer left"):
         await updater.update(update())
@@ -54,11 +70,20 @@ async def test_a_failed_transfer_before_the_pause_changes_nothing(engine: FakeEn
     assert (updater.version, updater.epoch, updater.num_failures) == (-1, 0, 1)
 
 
-async def test_a_failed_inplace_transfer_is_rolled_back(engine: FakeEngine, updater: WeightUpdater) -> None:
+async def test_a_failed_inplace_transfer_is_rolled_back(
+    engine: FakeEngine, updater: WeightUpdater
+) -> None:
     engine.failing["receive_in_place"] = TransferTimeout("too slow")
     with pytest.raises(TransferTimeout):
         await updater.update(update(mode="inplace"))
-    assert engine.verbs == ["back_up", "pause keep", "receive_in_place", "roll_back", "resume", "leave"]
+    assert engine.verbs == [
+        "back_up",
+        "pause keep",
+        "receive_in_place",
+        "roll_back",
+        "resume",
+        "leave",
+    ]
     assert updater.version == -1
 
 
@@ -68,7 +93,10 @@ async def test_a_failed_inplace_transfer_is_rolled_back(engine: FakeEngine, upda
         ("staged", {"apply": RuntimeError("device fault")}),
         ("staged", {"version 1": RuntimeError("engine gone")}),
         ("staged", {"resume": RuntimeError("engine gone")}),
-        ("inplace", {"receive_in_place": TransferAborted("x"), "roll_back": RuntimeError("device fault")}),
+        (
+            "inplace",
+            {"receive_in_place": TransferAborted("x"), "roll_back": RuntimeError("device fault")},
+        ),
         ("inplace", {"version 1": RuntimeError("engine gone")}),
     ],
 )
@@ -89,7 +117,11 @@ async def test_a_fault_while_weights_change_is_fatal(
     ],
 )
 async def test_refusals_touch_nothing(
-    engine: FakeEngine, updater: WeightUpdater, wanted: Update, error: type[Exception], complaint: str
+    engine: FakeEngine,
+    updater: WeightUpdater,
+    wanted: Update,
+    error: type[Exception],
+    complaint: str,
 ) -> None:
     await updater.update(update(version=1))
     engine.verbs.clear()
@@ -113,7 +145,9 @@ async def test_only_newer_groups_are_joined(engine: FakeEngine, updater: WeightU
     assert engine.verbs == []
 
 
-async def test_a_group_that_cannot_be_joined_leaves_none(engine: FakeEngine, updater: WeightUpdater) -> None:
+async def test_a_group_that_cannot_be_joined_leaves_none(
+    engine: FakeEngine, updater: WeightUpdater
+) -> None:
     engine.failing["join"] = TransferTimeout("rank 0 did not join in time")
     with pytest.raises(TransferTimeout):
         await updater.join(GroupSpec(8, "127.0.0.1", 1234, 1, 2, "gloo", 5.0))

@@ -14,7 +14,12 @@ FILES = sorted(JOBS.glob("*.yaml"))
 
 
 def test_there_are_jobs() -> None:
-    assert {file.stem for file in FILES} >= {"arithmetic", "arithmetic-conventional", "math", "reasoning-gym"}
+    assert {file.stem for file in FILES} >= {
+        "arithmetic",
+        "arithmetic-conventional",
+        "math",
+        "reasoning-gym",
+    }
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -29,13 +34,19 @@ def test_a_job_file_is_valid_and_its_task_gives_prompts(file: Path, tmp_path: Pa
 
 
 def test_the_conventional_job_differs_in_name_and_staleness_only() -> None:
-    pipelined, conventional = _dump(load_job(JOBS / "arithmetic.yaml")), _dump(load_job(JOBS / "arithmetic-conventional.yaml"))
+    pipelined, conventional = (
+        _dump(load_job(JOBS / "arithmetic.yaml")),
+        _dump(load_job(JOBS / "arithmetic-conventional.yaml")),
+    )
     different = {name for name in pipelined if pipelined[name] != conventional[name]}
     assert different == {"staleness"}
 
 
 def test_the_job_with_adapters_differs_in_the_model_and_the_learning_rate_only() -> None:
-    whole, adapted = _dump(load_job(JOBS / "arithmetic.yaml")), _dump(load_job(JOBS / "arithmetic-lora.yaml"))
+    whole, adapted = (
+        _dump(load_job(JOBS / "arithmetic.yaml")),
+        _dump(load_job(JOBS / "arithmetic-lora.yaml")),
+    )
     assert {name for name in whole if whole[name] != adapted[name]} == {"model", "algorithm"}
 
 

@@ -14,7 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from pipelinerl_actor.models import arithmetic, tiny
-from pipelinerl_actor.models.arithmetic import Recipe, cached_model, fingerprint, success_share, train
+from pipelinerl_actor.models.arithmetic import (
+    Recipe,
+    cached_model,
+    fingerprint,
+    success_share,
+    train,
+)
 from pipelinerl_actor.models.chat import chat_token_ids
 from pipelinerl_actor.models.folder import check_model_folder
 from pipelinerl_actor.models.install import install_model
@@ -93,8 +99,13 @@ def test_training_is_repeatable() -> None:
 
 
 def test_every_part_of_the_recipe_is_in_the_fingerprint() -> None:
-    assert fingerprint(QUICK) == fingerprint(Recipe(hidden_size=32, num_layers=1, learn_steps=2, doubt_steps=2))
-    assert len({fingerprint(recipe) for recipe in (Recipe(), Recipe(seed=1), Recipe(right_share=0.3))}) == 3
+    assert fingerprint(QUICK) == fingerprint(
+        Recipe(hidden_size=32, num_layers=1, learn_steps=2, doubt_steps=2)
+    )
+    assert (
+        len({fingerprint(recipe) for recipe in (Recipe(), Recipe(seed=1), Recipe(right_share=0.3))})
+        == 3
+    )
 
 
 def test_a_cached_model_is_made_once_and_readable_by_all(tmp_path: Path) -> None:
@@ -106,7 +117,9 @@ def test_a_cached_model_is_made_once_and_readable_by_all(tmp_path: Path) -> None
     check_model_folder(folder, 64)
 
 
-def test_two_that_make_the_same_model_at_once_leave_one_whole_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_that_make_the_same_model_at_once_leave_one_whole_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     both_have_begun = threading.Barrier(2, timeout=60)
 
     def train_together(recipe: Recipe) -> Qwen3ForCausalLM:
@@ -115,7 +128,10 @@ def test_two_that_make_the_same_model_at_once_leave_one_whole_folder(tmp_path: P
 
     monkeypatch.setattr(arithmetic, "train", train_together)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        folders = {future.result() for future in [pool.submit(cached_model, QUICK, tmp_path) for _ in range(2)]}
+        folders = {
+            future.result()
+            for future in [pool.submit(cached_model, QUICK, tmp_path) for _ in range(2)]
+        }
     assert folders == {tmp_path / "models" / fingerprint(QUICK)}
     assert [path.name for path in (tmp_path / "models").iterdir()] == [fingerprint(QUICK)]
     check_model_folder(folders.pop(), 64)
@@ -135,7 +151,9 @@ def _cut(folder: Path) -> None:
 
 def _index(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model-1.safetensors"}})
+    )
 
 
 def _pickle(folder: Path) -> None:
@@ -146,18 +164,29 @@ def _pickle(folder: Path) -> None:
     ("damage", "complaint"),
     [
         (_delete("config.json"), r"config\.json is missing"),
-        (lambda folder: (folder / "config.json").write_text("{"), r"config\.json cannot be read as JSON"),
+        (
+            lambda folder: (folder / "config.json").write_text("{"),
+            r"config\.json cannot be read as JSON",
+        ),
         (lambda folder: (folder / "config.json").write_text("{}"), r"names no 'architectures'"),
-        (_delete("model.safetensors"), r"neither model\.safetensors nor model\.safetensors\.index\.json"),
+        (
+            _delete("model.safetensors"),
+            r"neither model\.safetensors nor model\.safetensors\.index\.json",
+        ),
         (_pickle, r"pytorch_model\.bin is a pickle"),
         (_cut, r"is cut off"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"not weights at all"), r"not a safetensors file"),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(b"not weights at all"),
+            r"not a safetensors file",
+        ),
         (_index, r"model-1\.safetensors is missing although the index lists it"),
         (_delete("tokenizer.json"), r"has no tokenizer"),
         (_delete("tokenizer_config.json"), r"tokenizer_config\.json is missing"),
     ],
 )
-def test_a_broken_folder_is_told_by_what_is_missing(copy: Path, damage: Any, complaint: str) -> None:
+def test_a_broken_folder_is_told_by_what_is_missing(
+    copy: Path, damage: Any, complaint: str
+) -> None:
     check_model_folder(copy, 64)
     damage(copy)
     with pytest.raises(SettingsError, match=complaint):
@@ -165,7 +194,9 @@ def test_a_broken_folder_is_told_by_what_is_missing(copy: Path, damage: Any, com
 
 
 def test_a_context_longer_than_the_models_is_refused(model_folder: Path) -> None:
-    with pytest.raises(SettingsError, match=r"maxModelLen=2000 is more than .*max_position_embeddings=1024"):
+    with pytest.raises(
+        SettingsError, match=r"maxModelLen=2000 is more than .*max_position_embeddings=1024"
+    ):
         check_model_folder(model_folder, 2000)
 
 
@@ -186,7 +217,9 @@ def test_a_context_longer_than_the_models_is_refused(model_folder: Path) -> None
         (".", "main", r"only for hf:// models"),
     ],
 )
-def test_a_wrong_uri_is_named_with_its_remedy(tmp_path: Path, uri: str, revision: str | None, complaint: str) -> None:
+def test_a_wrong_uri_is_named_with_its_remedy(
+    tmp_path: Path, uri: str, revision: str | None, complaint: str
+) -> None:
     with pytest.raises(SettingsError, match=complaint):
         ModelSource(tmp_path).resolve(ModelSettings(uri=uri, revision=revision, max_model_len=64))
 
@@ -206,7 +239,9 @@ def test_a_hub_that_cannot_be_reached_is_temporary(tmp_path: Path) -> None:
 # Installation
 
 
-def test_a_link_is_idempotent_and_follows_a_changed_source(model_folder: Path, copy: Path, tmp_path: Path) -> None:
+def test_a_link_is_idempotent_and_follows_a_changed_source(
+    model_folder: Path, copy: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "run"
     for source in (model_folder, model_folder, copy):
         target = install_model(source, output, copy=False)
@@ -242,7 +277,9 @@ def test_prepare_resolves_the_jobs_model(model_folder: Path, tmp_path: Path) -> 
     assert (tmp_path / "run" / "model" / "config.json").is_file()
 
 
-def test_prepare_ends_with_2_on_wrong_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_ends_with_2_on_wrong_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert _prepare(tmp_path, "no/such/folder") == 2
     assert "no folder" in capsys.readouterr().err
 
@@ -294,9 +331,17 @@ def test_a_task_whose_prompts_do_not_fit_the_context_is_refused_with_the_numbers
     message = capsys.readouterr().err
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     around = len(chat_token_ids(tokenizer, [{"role": "user", "content": "7"}])) - 1
-    assert "model.maxModelLen=64 is too small for the prompts of spec.task.path='prompt_tasks:Long'" in message
-    assert f"with task.sampling.maxTokens=8: of the first 32 the shortest has {100 + around} tokens" in message
-    assert f"the longest {131 + around}. Set model.maxModelLen to at least {139 + around}" in message
+    assert (
+        "model.maxModelLen=64 is too small for the prompts of spec.task.path='prompt_tasks:Long'"
+        in message
+    )
+    assert (
+        f"with task.sampling.maxTokens=8: of the first 32 the shortest has {100 + around} tokens"
+        in message
+    )
+    assert (
+        f"the longest {131 + around}. Set model.maxModelLen to at least {139 + around}" in message
+    )
 
 
 @pytest.mark.usefixtures("prompts")
@@ -304,7 +349,10 @@ def test_a_task_of_which_no_prompt_can_be_made_is_refused(
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _prepare(tmp_path, str(model_folder), "--check-task", task="prompt_tasks:Broken") == 2
-    assert "none of its first 32 prompts can be used: prompt(0) raises KeyError: 'no problem 0'" in capsys.readouterr().err
+    assert (
+        "none of its first 32 prompts can be used: prompt(0) raises KeyError: 'no problem 0'"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.usefixtures("prompts")
@@ -312,8 +360,13 @@ def test_prompts_that_will_be_dropped_are_told_and_a_rollout_of_its_own_is_left_
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _prepare(tmp_path, str(model_folder), "--check-task", task="prompt_tasks:OneShort") == 0
-    assert "31 of the first 32 prompts leave no room for task.sampling.maxTokens=8" in capsys.readouterr().err
-    assert _prepare(tmp_path, str(model_folder), "--check-task", task="prompt_tasks:OwnRollout") == 0
+    assert (
+        "31 of the first 32 prompts leave no room for task.sampling.maxTokens=8"
+        in capsys.readouterr().err
+    )
+    assert (
+        _prepare(tmp_path, str(model_folder), "--check-task", task="prompt_tasks:OwnRollout") == 0
+    )
 
 
 def _prepare(tmp_path: Path, uri: str, *more: str, task: str = "a:B") -> int:
@@ -328,5 +381,13 @@ def _prepare(tmp_path: Path, uri: str, *more: str, task: str = "a:B") -> int:
     }
     (tmp_path / "job.yaml").write_text(json.dumps(job))
     return prepare(
-        ["--job", str(tmp_path / "job.yaml"), "--output", str(tmp_path / "run"), "--cache", str(tmp_path / "cache"), *more]
+        [
+            "--job",
+            str(tmp_path / "job.yaml"),
+            "--output",
+            str(tmp_path / "run"),
+            "--cache",
+            str(tmp_path / "cache"),
+            *more,
+        ]
     )

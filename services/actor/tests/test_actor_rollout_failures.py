@@ -1,4 +1,6 @@
-"""What goes wrong with a task or a trajectory: it is tried again, counted and given up, or ends the actor."""
+"""What goes wrong with a task or a trajectory: it is tried again, counted and given up, or ends the
+actor.
+"""
 
 import asyncio
 import re
@@ -26,7 +28,9 @@ from pipelinerl_common.errors import SettingsError
         ("Lazy", "no_turns"),
     ],
 )
-async def test_a_broken_task_fails_its_group_with_a_reason_and_the_actor_goes_on(house: House, task: str, reason: str) -> None:
+async def test_a_broken_task_fails_its_group_with_a_reason_and_the_actor_goes_on(
+    house: House, task: str, reason: str
+) -> None:
     house.admission.to_grant = 2
     async with acting(house, task, verifierTimeoutSeconds=0.2) as (actor, _):
         await alive(actor, lambda: len(house.failures()) == 2)
@@ -45,7 +49,9 @@ async def test_a_verifier_that_blocks_for_ever_does_not_hold_up_other_groups(hou
     assert sorted(group.prompt_index for group in house.groups) == [1, 2]
 
 
-async def test_a_group_is_published_without_its_failed_part_when_the_job_allows_it(house: House) -> None:
+async def test_a_group_is_published_without_its_failed_part_when_the_job_allows_it(
+    house: House,
+) -> None:
     house.admission.to_grant = 1
     async with acting(house, "OneNotANumber", minGroupFraction=0.75) as (actor, _):
         await alive(actor, lambda: house.groups)
@@ -60,17 +66,26 @@ async def test_an_environment_that_is_away_for_a_moment_is_tried_again(house: Ho
 
 
 async def test_a_prompt_longer_than_the_context_fails_its_group_only(house: House) -> None:
-    house.generator.script.append(house.generator.status(400, "prompt of 90 tokens and max_tokens=8 exceed the context of 64"))
+    house.generator.script.append(
+        house.generator.status(400, "prompt of 90 tokens and max_tokens=8 exceed the context of 64")
+    )
     house.admission.to_grant = 2
-    async with acting(house, "Together", actors={"generator": {"maxRunningRequests": 4}}) as (actor, _):
+    async with acting(house, "Together", actors={"generator": {"maxRunningRequests": 4}}) as (
+        actor,
+        _,
+    ):
         await alive(actor, lambda: house.groups and house.failures())
     failed = house.admission.outcomes(pb.GROUP_OUTCOME_FAILED)
     assert [event.reason for event in failed] == ["http_400"]
     assert "context of 64" in failed[0].detail
 
 
-async def test_an_actor_of_which_nothing_succeeds_ends_with_the_reason_as_wrong_settings(house: House) -> None:
-    house.generator.answer = house.generator.status(400, "prompt of 90 tokens and max_tokens=8 exceed the context of 64")
+async def test_an_actor_of_which_nothing_succeeds_ends_with_the_reason_as_wrong_settings(
+    house: House,
+) -> None:
+    house.generator.answer = house.generator.status(
+        400, "prompt of 90 tokens and max_tokens=8 exceed the context of 64"
+    )
     house.admission.to_grant = 1000
     with pytest.raises(ExceptionGroup) as ended:
         async with asyncio.timeout(60):
@@ -78,11 +93,16 @@ async def test_an_actor_of_which_nothing_succeeds_ends_with_the_reason_as_wrong_
     unexpected = ended.value.split(SettingsError)[1]
     assert unexpected is None
     assert re.search(
-        r"64 prompts failed for the same reason: http_400: .*exceed the context of 64; model\.maxModelLen must hold",
+        r"64 prompts failed for the same reason: http_400: .*exceed the context of 64; "
+        r"model\.maxModelLen must hold",
         str(ended.value.exceptions[0]),
     )
     assert len(house.failures()) < 200
-    await until(lambda: house.metrics and house.last_metric("rollout_errors_total{reason=http_400}") >= 4 * 64)
+    await until(
+        lambda: (
+            house.metrics and house.last_metric("rollout_errors_total{reason=http_400}") >= 4 * 64
+        )
+    )
 
 
 def test_nothing_ends_where_something_succeeded_or_the_reason_changes_or_may_pass() -> None:
@@ -98,7 +118,9 @@ def test_nothing_ends_where_something_succeeded_or_the_reason_changes_or_may_pas
     beginning.serves(1)  # other actors' groups were trained
     fail(beginning, "http_400", range(63))
     beginning.serves(1)
-    with pytest.raises(SettingsError, match="64 prompts failed for the same reason: http_400: why; model"):
+    with pytest.raises(
+        SettingsError, match="64 prompts failed for the same reason: http_400: why; model"
+    ):
         beginning.failed(63, "http_400", "why")
     beginning.succeeded()
     fail(beginning, "http_400", range(1000))
@@ -108,7 +130,9 @@ def test_nothing_ends_where_something_succeeded_or_the_reason_changes_or_may_pas
 async def test_a_group_without_any_sampled_token_fails(house: House) -> None:
     async def answer(body: dict[str, Any]) -> web.StreamResponse:
         empty: dict[str, Any] = {"token_ids": [], "token_logprobs": [], "weight_versions": []}
-        return web.json_response({"choices": [choice(i, "", **empty) for i in range(4)], "prompt_token_ids": [4, 5]})
+        return web.json_response(
+            {"choices": [choice(i, "", **empty) for i in range(4)], "prompt_token_ids": [4, 5]}
+        )
 
     house.generator.answer = answer
     house.admission.to_grant = 1
@@ -117,7 +141,9 @@ async def test_a_group_without_any_sampled_token_fails(house: House) -> None:
     assert house.failures() == [("lease-0", "no_tokens")]
 
 
-async def test_a_generator_that_always_breaks_fails_the_group_after_bounded_tries(house: House) -> None:
+async def test_a_generator_that_always_breaks_fails_the_group_after_bounded_tries(
+    house: House,
+) -> None:
     house.generator.answer = house.generator.status(500, "the engine is broken")
     house.admission.to_grant = 1
     async with acting(house, "Together") as (actor, _):
@@ -126,7 +152,9 @@ async def test_a_generator_that_always_breaks_fails_the_group_after_bounded_trie
     assert len(house.generator.requests) == 3
 
 
-async def test_a_trajectory_that_takes_too_long_is_given_up_and_its_decoding_stopped(house: House) -> None:
+async def test_a_trajectory_that_takes_too_long_is_given_up_and_its_decoding_stopped(
+    house: House,
+) -> None:
     house.generator.answer = house.generator.hang
     house.admission.to_grant = 1
     async with acting(house, "Together", timeoutSeconds=0.3) as (actor, _):
@@ -136,16 +164,25 @@ async def test_a_trajectory_that_takes_too_long_is_given_up_and_its_decoding_sto
 
 
 @pytest.mark.parametrize(
-    ("path", "complaint"), [("house_tasks:Missing", "has no 'Missing'"), ("no_such_module:Task", "no module 'no_such_module'")]
+    ("path", "complaint"),
+    [
+        ("house_tasks:Missing", "has no 'Missing'"),
+        ("no_such_module:Task", "no module 'no_such_module'"),
+    ],
 )
-async def test_a_task_that_cannot_be_loaded_ends_the_actor(house: House, path: str, complaint: str) -> None:
+async def test_a_task_that_cannot_be_loaded_ends_the_actor(
+    house: House, path: str, complaint: str
+) -> None:
     with pytest.raises(SettingsError, match=complaint):
         await run_actor(wiring_of(house, {"path": path}, {}), asyncio.Event())
 
 
 async def test_groups_that_all_fail_are_taken_ever_more_slowly(house: House) -> None:
     house.admission.to_grant = 10_000
-    async with acting(house, "BrokenPrompt", actors={"generator": {"maxRunningRequests": 4}}) as (actor, _):
+    async with acting(house, "BrokenPrompt", actors={"generator": {"maxRunningRequests": 4}}) as (
+        actor,
+        _,
+    ):
         await alive(actor, lambda: len(house.failures()) >= 18)
         granted = house.admission.num_granted
         with pytest.raises(TimeoutError):

@@ -25,7 +25,11 @@ async def test_leased_groups_are_sampled_verified_and_published_once(house: Hous
     assert sample.segment_lengths == (4, 2)
     assert sample.logprobs_T.tolist() == [-0.5, -0.5]
     assert sample.version_runs == (VersionRun(0, 2),)
-    assert (sample.reward, sample.metrics, sample.finish_reason) == (1.0, {"success": 1.0}, FinishReason.STOP)
+    assert (sample.reward, sample.metrics, sample.finish_reason) == (
+        1.0,
+        {"success": 1.0},
+        FinishReason.STOP,
+    )
     started = house.admission.outcomes(pb.GROUP_OUTCOME_STARTED)
     assert sorted(event.lease_id for event in started) == ["lease-0", "lease-1", "lease-2"]
     assert {event.served_version for event in started} == {3}
@@ -39,7 +43,9 @@ async def test_a_single_turn_group_of_short_completions_is_one_request(house: Ho
     assert [request["n"] for request in house.generator.requests] == [4]
 
 
-async def test_a_task_with_its_own_rollout_and_long_completions_are_a_request_each(house: House) -> None:
+async def test_a_task_with_its_own_rollout_and_long_completions_are_a_request_each(
+    house: House,
+) -> None:
     house.admission.to_grant = 1
     async with acting(house, "Alone") as (actor, _):
         await alive(actor, lambda: house.groups)
@@ -48,7 +54,10 @@ async def test_a_task_with_its_own_rollout_and_long_completions_are_a_request_ea
 
 async def test_a_group_larger_than_the_slots_is_split_into_requests_that_fit(house: House) -> None:
     house.admission.to_grant = 1
-    async with acting(house, "Together", actors={"generator": {"maxRunningRequests": 3}}) as (actor, _):
+    async with acting(house, "Together", actors={"generator": {"maxRunningRequests": 3}}) as (
+        actor,
+        _,
+    ):
         await alive(actor, lambda: house.groups)
     assert [request["n"] for request in house.generator.requests] == [3, 1]
     assert len(house.groups[0].samples) == 4
@@ -64,7 +73,10 @@ async def test_a_task_may_be_a_function(house: House) -> None:
 
 async def test_no_more_sequences_run_than_the_generator_has_slots(house: House) -> None:
     house.admission.to_grant = 30
-    async with acting(house, "Together", actors={"generator": {"maxRunningRequests": 8}}) as (actor, _):
+    async with acting(house, "Together", actors={"generator": {"maxRunningRequests": 8}}) as (
+        actor,
+        _,
+    ):
         await alive(actor, lambda: len(house.groups) == 30)
     assert house.generator.most_sequences <= 8
 
@@ -72,11 +84,20 @@ async def test_no_more_sequences_run_than_the_generator_has_slots(house: House) 
 async def test_only_as_many_groups_are_leased_as_keep_the_slots_busy(house: House) -> None:
     house.admission.to_grant = 1000
     house.generator.answer = house.generator.hang
-    async with acting(house, "Together", actors={"generator": {"maxRunningRequests": 8}}) as (actor, _):
+    async with acting(house, "Together", actors={"generator": {"maxRunningRequests": 8}}) as (
+        actor,
+        _,
+    ):
         await alive(actor, lambda: house.generator.num_running == 2)
-        await alive(actor, lambda: any(request.max_groups == 0 for request in house.admission.requests))
+        await alive(
+            actor, lambda: any(request.max_groups == 0 for request in house.admission.requests)
+        )
         assert house.admission.num_granted == 3  # two fill 8 slots, one waits
-        assert sorted(house.admission.requests[-1].running_lease_ids) == ["lease-0", "lease-1", "lease-2"]
+        assert sorted(house.admission.requests[-1].running_lease_ids) == [
+            "lease-0",
+            "lease-1",
+            "lease-2",
+        ]
 
 
 async def test_a_cancelled_lease_closes_its_request_and_is_reported(house: House) -> None:
@@ -102,7 +123,12 @@ async def test_an_empty_completion_is_a_sample_like_any_other(house: House) -> N
     async def answer(body: dict[str, Any]) -> web.StreamResponse:
         texts = ["", "7", "7", "7"]
         choices = [choice(index, text) for index, text in enumerate(texts)]
-        choices[1] |= {"token_ids": [], "token_logprobs": [], "weight_versions": [], "message": {"content": None}}
+        choices[1] |= {
+            "token_ids": [],
+            "token_logprobs": [],
+            "weight_versions": [],
+            "message": {"content": None},
+        }
         return web.json_response({"choices": choices, "prompt_token_ids": [4, 5]})
 
     house.generator.answer = answer
@@ -121,25 +147,42 @@ async def test_leases_are_renewed_in_one_session_while_groups_run(house: House) 
     house.admission.to_grant = 1
     house.generator.answer = house.generator.hang
     async with acting(house, "Together") as (actor, _):
-        await alive(actor, lambda: sum("lease-0" in request.running_lease_ids for request in house.admission.requests) >= 2)
+        await alive(
+            actor,
+            lambda: (
+                sum("lease-0" in request.running_lease_ids for request in house.admission.requests)
+                >= 2
+            ),
+        )
     assert len({request.session_id for request in house.admission.requests}) == 1
     assert {request.actor_id for request in house.admission.requests} == {"actor-0"}
 
 
 async def test_metrics_tell_tokens_samples_and_groups(house: House) -> None:
     house.admission.to_grant = 3
-    async with acting(house, "Together", actors={"generator": {"maxRunningRequests": 8}}) as (actor, _):
-        await alive(actor, lambda: house.metrics and house.last_metric("groups_published_total") == 3)
+    async with acting(house, "Together", actors={"generator": {"maxRunningRequests": 8}}) as (
+        actor,
+        _,
+    ):
+        await alive(
+            actor, lambda: house.metrics and house.last_metric("groups_published_total") == 3
+        )
     record = house.metrics[-1]
     assert (record.role, record.instance, record.job, record.step) == ("actor", "actor-0", JOB, -1)
     assert record.values["tokens_generated_total"] == 3 * 4 * 2
     assert record.values["samples_generated_total"] == 12
     assert record.values["memory_bytes"] > 1 << 20
-    assert (record.values["completion_tokens_count"], record.values["completion_tokens_sum"]) == (12, 24)
+    assert (record.values["completion_tokens_count"], record.values["completion_tokens_sum"]) == (
+        12,
+        24,
+    )
     assert record.values["group_seconds_count"] == 3
     assert record.values["verification_seconds_count"] == 12
     assert house.metrics[0].values["requests_limit"] == 8
-    assert (record.values["requests_limit"], record.values["generation_tokens_per_second"]) == (0, 0), "it has ended"
+    assert (record.values["requests_limit"], record.values["generation_tokens_per_second"]) == (
+        0,
+        0,
+    ), "it has ended"
 
 
 @pytest.mark.parametrize("task", ["Together", "Alone"])
@@ -149,4 +192,6 @@ async def test_no_more_trajectories_decode_than_the_policy_lets(house: House, ta
     async with acting(house, task) as (actor, _):
         await alive(actor, lambda: len(house.groups) == 3)
     assert house.generator.most_sequences <= 3
-    assert max(request.max_groups for request in house.admission.requests[1:]) == 1  # four trajectories are one group
+    assert (
+        max(request.max_groups for request in house.admission.requests[1:]) == 1
+    )  # four trajectories are one group

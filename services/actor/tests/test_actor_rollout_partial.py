@@ -14,7 +14,10 @@ from pipelinerl.v1 import sample_pb2
 def partial_of(event: pb.GroupEvent) -> dict[int, tuple[list[int], list[tuple[int, int]]]]:
     """Tokens and version runs by sample index."""
     return {
-        answer.sample_index: (list(answer.token_ids), [(run.policy_version, run.num_tokens) for run in answer.version_runs])
+        answer.sample_index: (
+            list(answer.token_ids),
+            [(run.policy_version, run.num_tokens) for run in answer.version_runs],
+        )
         for answer in event.partial.answers
     }
 
@@ -23,7 +26,10 @@ def partial_of(event: pb.GroupEvent) -> dict[int, tuple[list[int], list[tuple[in
 async def test_a_recalled_group_brings_what_it_has_sampled(house: House, max_tokens: int) -> None:
     house.generator.answer = house.generator.linger
     house.admission.to_grant = 1
-    async with acting(house, "Together", model_len=512, sampling={"maxTokens": max_tokens}) as (actor, _):
+    async with acting(house, "Together", model_len=512, sampling={"maxTokens": max_tokens}) as (
+        actor,
+        _,
+    ):
         await alive(actor, lambda: house.generator.num_sequences == 4)
         house.admission.to_recall = ["lease-0"]
         await alive(actor, lambda: house.admission.outcomes(pb.GROUP_OUTCOME_CANCELLED))
@@ -31,7 +37,12 @@ async def test_a_recalled_group_brings_what_it_has_sampled(house: House, max_tok
     halves = ([97, 98], [(1, 1), (2, 1)])
     first = ([55, 2], [(1, 2)]) if max_tokens == 8 else halves
     assert partial_of(event) == {0: first, 1: halves, 2: halves, 3: halves}
-    assert [answer.finish_reason for answer in event.partial.answers] == [1 if max_tokens == 8 else 0, 0, 0, 0]
+    assert [answer.finish_reason for answer in event.partial.answers] == [
+        1 if max_tokens == 8 else 0,
+        0,
+        0,
+        0,
+    ]
     assert list(event.partial.answers[1].logprobs) == [-0.5, -0.25]
     assert list(event.partial.prompt_token_ids) == [4, 9, 2, 5]
     assert event.tokens_wasted == 0
@@ -40,10 +51,15 @@ async def test_a_recalled_group_brings_what_it_has_sampled(house: House, max_tok
 
 async def test_a_group_goes_on_from_what_an_earlier_attempt_has_sampled(house: House) -> None:
     """Of four trajectories one is complete, two are half done, one was never begun."""
-    runs = [sample_pb2.VersionRun(policy_version=1, num_tokens=1), sample_pb2.VersionRun(policy_version=2, num_tokens=1)]
+    runs = [
+        sample_pb2.VersionRun(policy_version=1, num_tokens=1),
+        sample_pb2.VersionRun(policy_version=2, num_tokens=1),
+    ]
     half: dict[str, Any] = {"token_ids": [97, 98], "logprobs": [-0.5, -0.25], "version_runs": runs}
     answers = [
-        pb.PartialAnswer(sample_index=0, finish_reason=sample_pb2.FINISH_REASON_STOP, text="7", **half),
+        pb.PartialAnswer(
+            sample_index=0, finish_reason=sample_pb2.FINISH_REASON_STOP, text="7", **half
+        ),
         pb.PartialAnswer(sample_index=1, **half),
         pb.PartialAnswer(sample_index=3, **half),
     ]
@@ -56,7 +72,9 @@ async def test_a_group_goes_on_from_what_an_earlier_attempt_has_sampled(house: H
     house.generator.answer = say
     async with acting(house, "Together") as (actor, _):
         await alive(actor, lambda: house.groups)
-    asked = sorted((body.get("answer_token_ids", []), body["max_tokens"]) for body in house.generator.requests)
+    asked = sorted(
+        (body.get("answer_token_ids", []), body["max_tokens"]) for body in house.generator.requests
+    )
     assert asked == [([], 8), ([97, 98], 6), ([97, 98], 6)]
     tokens = [[int(token) for token in sample.token_ids_S] for sample in house.groups[0].samples]
     prompt = [4, 9, 2, 5]

@@ -1,4 +1,6 @@
-"""An actor's peers come late, go away, refuse, or hang: generators, the preprocessor, the stream's server."""
+"""An actor's peers come late, go away, refuse, or hang: generators, the preprocessor, the stream's
+server.
+"""
 
 import asyncio
 import os
@@ -26,20 +28,32 @@ from pipelinerl_common.service import cancel_all
 from pipelinerl_common.settings import StreamSettings
 
 
-async def test_a_generator_that_serves_nothing_yet_is_waited_for_without_using_up_tries(house: House) -> None:
-    house.generator.script.extend([house.generator.status(503, "no weights yet", Retry_After="0.05")] * 4)
+async def test_a_generator_that_serves_nothing_yet_is_waited_for_without_using_up_tries(
+    house: House,
+) -> None:
+    house.generator.script.extend(
+        [house.generator.status(503, "no weights yet", Retry_After="0.05")] * 4
+    )
     house.admission.to_grant = 1
     async with acting(house, "Together") as (actor, _):
         await alive(actor, lambda: house.groups)
     assert len(house.generator.requests) == 5
 
 
-async def test_a_connection_that_breaks_during_a_request_and_an_internal_error_are_tried_again(house: House) -> None:
+async def test_a_connection_that_breaks_during_a_request_and_an_internal_error_are_tried_again(
+    house: House,
+) -> None:
     house.generator.script.extend([house.generator.reset, house.generator.status(500)])
     house.admission.to_grant = 1
     async with acting(house, "Together") as (actor, _):
         await alive(actor, lambda: house.groups)
-        await alive(actor, lambda: house.metrics and house.last_metric("rollout_errors_total{reason=generator_error}") == 2)
+        await alive(
+            actor,
+            lambda: (
+                house.metrics
+                and house.last_metric("rollout_errors_total{reason=generator_error}") == 2
+            ),
+        )
 
 
 async def test_a_refused_token_ends_the_actor_with_a_clear_error(house: House) -> None:
@@ -51,7 +65,9 @@ async def test_a_refused_token_ends_the_actor_with_a_clear_error(house: House) -
     assert raised.group_contains(SettingsError, match="--token-file")
 
 
-async def test_the_token_goes_to_the_generators_and_a_preprocessor_that_refuses_it_ends_the_actor(house: House) -> None:
+async def test_the_token_goes_to_the_generators_and_a_preprocessor_that_refuses_it_ends_the_actor(
+    house: House,
+) -> None:
     house.token_file = house.folder / "token"
     house.token_file.write_text("secret\n")
     house.admission.to_grant = 1
@@ -68,7 +84,9 @@ async def test_the_token_goes_to_the_generators_and_a_preprocessor_that_refuses_
 
 async def test_missing_peers_are_named(house: House) -> None:
     with pytest.raises(SettingsError, match="--generator is missing"):
-        await run_actor(wiring_of(house, {"path": "house_tasks:Alone"}, {}, generators=()), asyncio.Event())
+        await run_actor(
+            wiring_of(house, {"path": "house_tasks:Alone"}, {}, generators=()), asyncio.Event()
+        )
     house.preprocessor = ""
     with pytest.raises(SettingsError, match="--preprocessor is missing"):
         await run_actor(wiring_of(house, {"path": "house_tasks:Alone"}, {}), asyncio.Event())
@@ -119,7 +137,13 @@ async def test_a_generator_that_is_away_is_waited_for_and_gets_no_more_groups(ho
     house.generator.answer = house.generator.status(503, Retry_After="0.05")
     house.admission.to_grant = 1
     async with acting(house, "Together") as (actor, _):
-        await alive(actor, lambda: house.metrics and house.last_metric("rollout_errors_total{reason=generator_away}") >= 2)
+        await alive(
+            actor,
+            lambda: (
+                house.metrics
+                and house.last_metric("rollout_errors_total{reason=generator_away}") >= 2
+            ),
+        )
         house.generator.is_ready = False
         await alive(actor, lambda: house.admission.requests[-1].max_groups == 0)
         house.admission.to_grant = 5
@@ -130,7 +154,9 @@ async def test_a_generator_that_is_away_is_waited_for_and_gets_no_more_groups(ho
         await alive(actor, lambda: len(house.groups) == 6)
 
 
-async def test_a_generator_that_hangs_does_not_hold_back_the_news_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_generator_that_hangs_does_not_hold_back_the_news_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(generator_client, "_READY_S", 600.0)
     fake = FakeGenerator()
     fake.is_ready = False
@@ -138,7 +164,9 @@ async def test_a_generator_that_hangs_does_not_hold_back_the_news_of_another(mon
         hanging = f"http://127.0.0.1:{silent.getsockname()[1]}"
         async with fake.serving(), aiohttp.ClientSession() as session:
             clients = [GeneratorClient(url, session, None) for url in (hanging, fake.url)]
-            generators = Generators(clients, max_running=8, max_retries=0, meter=Meter(Metrics(ACTOR, JOB)))
+            generators = Generators(
+                clients, max_running=8, max_retries=0, meter=Meter(Metrics(ACTOR, JOB))
+            )
             watching = asyncio.create_task(generators.watch())
             try:
                 await until(lambda: fake.num_looks >= 2)
@@ -193,12 +221,19 @@ async def test_a_finished_group_survives_a_crash_of_the_stream_server(house: Hou
 async def test_the_generators_load_is_told_to_the_preprocessor(house: House) -> None:
     house.generator.answer = house.generator.hang
     house.admission.to_grant = 1
-    async with acting(house, "Together", generators=[house.generator.url, "http://127.0.0.1:9"]) as (actor, _):
+    async with acting(
+        house, "Together", generators=[house.generator.url, "http://127.0.0.1:9"]
+    ) as (actor, _):
         await alive(actor, lambda: any(load.num_running == 4 for load in house.admission.loads))
         house.admission.to_cancel = ["lease-0"]
         await alive(actor, lambda: house.generator.num_running == 0)
     load = house.admission.loads[0]
-    assert (load.generator, load.kv_usage, load.kv_tokens, load.steps_total) == (house.generator.url, 0.25, 64, 3)
+    assert (load.generator, load.kv_usage, load.kv_tokens, load.steps_total) == (
+        house.generator.url,
+        0.25,
+        64,
+        3,
+    )
     assert {load.generator for load in house.admission.loads} == {house.generator.url}
     asked = [load.requested_seconds_total for load in house.admission.loads]
     assert asked == sorted(asked)

@@ -1,4 +1,6 @@
-"""Stopping an actor: what runs may finish, what does not is handed back, and the process ends as it should."""
+"""Stopping an actor: what runs may finish, what does not is handed back, and the process ends as it
+should.
+"""
 
 import asyncio
 import os
@@ -60,11 +62,17 @@ async def test_a_stop_hands_back_groups_that_have_not_even_begun(house: House) -
     house.admission.on_grant = stop.set
     async with asyncio.timeout(20):
         await run_actor(wiring, stop)
-    assert [event.lease_id for event in house.admission.outcomes(pb.GROUP_OUTCOME_HANDED_BACK)] == ["lease-0"]
+    assert [event.lease_id for event in house.admission.outcomes(pb.GROUP_OUTCOME_HANDED_BACK)] == [
+        "lease-0"
+    ]
 
 
-async def test_an_actor_whose_generator_serves_nothing_ends_when_it_is_asked_to(house: House) -> None:
-    wiring = wiring_of(house, {"path": "house_tasks:Together"}, {}, [f"http://127.0.0.1:{free_port()}"])
+async def test_an_actor_whose_generator_serves_nothing_ends_when_it_is_asked_to(
+    house: House,
+) -> None:
+    wiring = wiring_of(
+        house, {"path": "house_tasks:Together"}, {}, [f"http://127.0.0.1:{free_port()}"]
+    )
     stop = asyncio.Event()
     stop.set()
     async with asyncio.timeout(20):
@@ -76,7 +84,14 @@ async def _process(house: House, *flags: str) -> asyncio.subprocess.Process:
     wiring = wiring_of(house, {"path": "house_tasks:Together"}, {"drainSeconds": 0.1})
     return await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "pipelinerl_actor.rollout", "--job", str(wiring.job_file), "--output", str(house.folder)),
+        *(
+            "-m",
+            "pipelinerl_actor.rollout",
+            "--job",
+            str(wiring.job_file),
+            "--output",
+            str(house.folder),
+        ),
         *("--nats-url", house.nats.url, "--preprocessor", house.preprocessor, *flags),
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(house.folder)},

@@ -10,7 +10,9 @@ import pytest
 from pipelinerl_actor.sandbox import Ending, Limits, Sandbox
 from pipelinerl_common.errors import SettingsError
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed: apt install bubblewrap")
+pytestmark = pytest.mark.skipif(
+    shutil.which("bwrap") is None, reason="bubblewrap is not installed: apt install bubblewrap"
+)
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +21,15 @@ def sandbox() -> Sandbox:
 
 
 def test_a_program_reads_stdin_and_answers_with_output_and_status(sandbox: Sandbox) -> None:
-    result = sandbox.run("import sys\nprint(input()[::-1])\nprint('oops', file=sys.stderr)\nsys.exit(3)", "hello\n")
-    assert (result.ending, result.status, result.stdout, result.stderr) == (Ending.EXITED, 3, "olleh\n", "oops\n")
+    result = sandbox.run(
+        "import sys\nprint(input()[::-1])\nprint('oops', file=sys.stderr)\nsys.exit(3)", "hello\n"
+    )
+    assert (result.ending, result.status, result.stdout, result.stderr) == (
+        Ending.EXITED,
+        3,
+        "olleh\n",
+        "oops\n",
+    )
     assert not result.succeeded
 
 
@@ -43,7 +52,10 @@ def test_nothing_of_a_program_outlives_its_run() -> None:
     name = Sandbox(Limits(seconds=60)).run(_dedented(program), "").stdout.strip()
     assert name
     deadline = time.monotonic() + 30
-    while name in (alive := {_read(comm) for comm in Path("/proc").glob("[0-9]*/comm")}) and time.monotonic() < deadline:
+    while (
+        name in (alive := {_read(comm) for comm in Path("/proc").glob("[0-9]*/comm")})
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     assert name not in alive
 
@@ -68,7 +80,9 @@ def test_processes_are_bounded(sandbox: Sandbox) -> None:
     assert int(sandbox.run(_dedented(program), "").stdout.splitlines()[-1]) < 8
 
 
-@pytest.mark.parametrize("program", ["while True: print('x' * 1000)", "open('/tmp/x', 'w').write('y' * 100_000)"])
+@pytest.mark.parametrize(
+    "program", ["while True: print('x' * 1000)", "open('/tmp/x', 'w').write('y' * 100_000)"]
+)
 def test_output_and_files_are_bounded(sandbox: Sandbox, program: str) -> None:
     result = sandbox.run(program, "")
     assert "File too large" in result.stderr
@@ -77,7 +91,8 @@ def test_output_and_files_are_bounded(sandbox: Sandbox, program: str) -> None:
 
 def test_there_is_no_network(sandbox: Sandbox) -> None:
     program = (
-        "import socket\nprint([name for _, name in socket.if_nameindex()])\nsocket.create_connection(('192.0.2.1', 80), 5)"
+        "import socket\nprint([name for _, name in "
+        "socket.if_nameindex()])\nsocket.create_connection(('192.0.2.1', 80), 5)"
     )
     result = sandbox.run(program, "")
     assert result.stdout == "['lo']\n"
@@ -97,7 +112,9 @@ def test_nothing_of_the_machine_is_seen_or_changed(sandbox: Sandbox) -> None:
                 print(type(error).__name__)
     """
     lines = sandbox.run(_dedented(program), "").stdout.splitlines()
-    assert lines[0] == "['bin', 'dev', 'lib', 'lib64', 'proc', 'program.py', 'python', 'tmp', 'usr']"
+    assert (
+        lines[0] == "['bin', 'dev', 'lib', 'lib64', 'proc', 'program.py', 'python', 'tmp', 'usr']"
+    )
     assert lines[1:3] == ["None False", "[]"]
     assert len(lines) == 6
 
@@ -107,13 +124,21 @@ def test_a_program_that_is_killed_says_by_what(sandbox: Sandbox) -> None:
     assert (result.ending, result.status) == (Ending.KILLED, 11)
 
 
-def test_where_nothing_confines_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A bwrap that the kernel refuses, as in a pod with the restricted profile, and a machine without any."""
+def test_where_nothing_confines_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A bwrap that the kernel refuses, as in a pod with the restricted profile, and a machine
+    without any.
+    """
     broken = tmp_path / "bwrap"
-    broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    broken.write_text(
+        "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"
+    )
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(SettingsError, match=r"No permissions to create new namespace.*CAP_SYS_ADMIN"):
+    with pytest.raises(
+        SettingsError, match=r"No permissions to create new namespace.*CAP_SYS_ADMIN"
+    ):
         Sandbox(Limits())
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
     with pytest.raises(SettingsError, match="needs bwrap, prlimit, setpriv: install"):

@@ -90,17 +90,42 @@ def test_an_async_function_is_a_task() -> None:
 @pytest.mark.parametrize(
     ("path", "args", "complaint"),
     [
-        ("no.such:Task", {}, r"there is no module 'no'; install the package that holds it, or put its folder on PYTHONPATH"),
-        ("loader_needs:Task", {}, r"loader_needs imports 'no_such_package_anywhere', which is not installed"),
-        ("loader_broken:Task", {}, r"importing loader_broken failed with RuntimeError: broken at import"),
+        (
+            "no.such:Task",
+            {},
+            r"there is no module 'no'; install the package that holds it, or put its folder on "
+            r"PYTHONPATH",
+        ),
+        (
+            "loader_needs:Task",
+            {},
+            r"loader_needs imports 'no_such_package_anywhere', which is not installed",
+        ),
+        (
+            "loader_broken:Task",
+            {},
+            r"importing loader_broken failed with RuntimeError: broken at import",
+        ),
         ("loader_tasks:Goood", {}, r"has no 'Goood'; did you mean 'Good'\?"),
-        ("loader_tasks:TemporaryDirectory", {}, r"neither a subclass of pipelinerl_actor.task.Task nor a function"),
+        (
+            "loader_tasks:TemporaryDirectory",
+            {},
+            r"neither a subclass of pipelinerl_actor.task.Task nor a function",
+        ),
         ("loader_tasks:plain", {}, r"needs the argument 'rollout'"),
-        ("loader_tasks:plain", {"rollout": 1}, r"the function returned a Verdict; it must return a Task"),
+        (
+            "loader_tasks:plain",
+            {"rollout": 1},
+            r"the function returned a Verdict; it must return a Task",
+        ),
         ("loader_tasks:made", {"words": "many"}, r"words: .*valid integer.*\(got 'many'\)"),
         ("loader_tasks:Abstract", {}, r"the class lacks prompt"),
         ("loader_tasks:no_rollout", {}, r"must take a Rollout as its first argument"),
-        ("loader_tasks:Good", {"word": 1}, r"has no argument 'word'; it has words, mode, copy; did you mean 'words'\?"),
+        (
+            "loader_tasks:Good",
+            {"word": 1},
+            r"has no argument 'word'; it has words, mode, copy; did you mean 'words'\?",
+        ),
         ("loader_tasks:function", {"seed": 1}, r"has no argument 'seed'; it has words"),
         ("loader_tasks:Good", {"words": "many"}, r"words: .*valid integer.*\(got 'many'\)"),
         ("loader_tasks:Good", {"mode": "c"}, r"mode: Input should be 'a' or 'b' \(got 'c'\)"),
@@ -121,7 +146,11 @@ def test_an_async_function_is_a_task() -> None:
             r"model_dump\.DataSettings\.splt: unknown field; did you mean 'split'\?",
         ),
         ("loader_tasks:Needy", {}, r"needs the argument 'file'"),
-        ("loader_tasks:Needy", {"file": "missing"}, r"failed to start with FileNotFoundError: no file called missing"),
+        (
+            "loader_tasks:Needy",
+            {"file": "missing"},
+            r"failed to start with FileNotFoundError: no file called missing",
+        ),
     ],
 )
 def test_every_mistake_is_named(path: str, args: dict[str, object], complaint: str) -> None:

@@ -42,7 +42,9 @@ async def test_arithmetic_wants_the_exact_sum() -> None:
 def test_arithmetic_prompts_depend_on_index_and_seed_and_cover_all_pairs() -> None:
     task = Arithmetic(seed=1)
     assert task.prompt(3) == Arithmetic(seed=1).prompt(3)
-    assert [content(task.prompt(i)) for i in range(20)] != [content(Arithmetic(seed=2).prompt(i)) for i in range(20)]
+    assert [content(task.prompt(i)) for i in range(20)] != [
+        content(Arithmetic(seed=2).prompt(i)) for i in range(20)
+    ]
     assert len({content(task.prompt(i)) for i in range(2000)}) == 100
 
 
@@ -56,10 +58,14 @@ def test_reasoning_gym_scores_the_tagged_answer_with_the_data_sets_own_rule() ->
     prompt = task.prompt(11)
     answer = prompt.facts["problem"]["answer"]
     assert prompt.messages[0]["role"] == "system"
-    assert verify(task, prompt, f"so <answer> {answer} </answer>") == Verdict(1.0, {"success": 1.0, "tagged": 1.0})
+    assert verify(task, prompt, f"so <answer> {answer} </answer>") == Verdict(
+        1.0, {"success": 1.0, "tagged": 1.0}
+    )
     assert verify(task, prompt, answer).metrics == {"success": 1.0, "tagged": 0.0}
     assert verify(task, prompt, "<answer>-1</answer>").reward < 1.0
-    assert task.prompt(11) == ReasoningGym(seed=3, dataset="leg_counting", config={"max_animals": 4}).prompt(11)
+    assert task.prompt(11) == ReasoningGym(
+        seed=3, dataset="leg_counting", config={"max_animals": 4}
+    ).prompt(11)
 
 
 def test_reasoning_gym_starts_over_at_the_end_and_seeds_do_not_overlap() -> None:
@@ -67,7 +73,9 @@ def test_reasoning_gym_starts_over_at_the_end_and_seeds_do_not_overlap() -> None
     assert task.prompt(13) == task.prompt(3)
     assert len(task.prompt(0).messages) == 1
     other = ReasoningGym(seed=1, dataset="leg_counting", size=10, system="")
-    assert not {content(task.prompt(i)) for i in range(10)} & {content(other.prompt(i)) for i in range(10)}
+    assert not {content(task.prompt(i)) for i in range(10)} & {
+        content(other.prompt(i)) for i in range(10)
+    }
 
 
 @pytest.mark.parametrize(
@@ -75,8 +83,14 @@ def test_reasoning_gym_starts_over_at_the_end_and_seeds_do_not_overlap() -> None
     [
         ({"dataset": "leg_countin"}, "did you mean leg_counting"),
         ({"dataset": "?"}, "it has .*leg_counting"),
-        ({"dataset": "leg_counting", "config": {"no_such": 1}}, "does not fit the data set 'leg_counting': .*no_such"),
-        ({"dataset": "leg_counting", "config": {"min_animals": -1}}, "does not fit the data set 'leg_counting'"),
+        (
+            {"dataset": "leg_counting", "config": {"no_such": 1}},
+            "does not fit the data set 'leg_counting': .*no_such",
+        ),
+        (
+            {"dataset": "leg_counting", "config": {"min_animals": -1}},
+            "does not fit the data set 'leg_counting'",
+        ),
         ({"dataset": "leg_counting", "size": 0}, "size=0 must be at least 1"),
     ],
 )
@@ -125,7 +139,10 @@ def test_maths_shuffles_every_epoch_anew_and_repeats_with_the_seed(problems: Pat
         ("[1]", r"bad\.jsonl:2: a list, not an object"),
         ('{"problem": "p"}', r"bad\.jsonl:2: no field 'answer'; it has 'problem'"),
         ('{"problem": "", "answer": "1"}', r"bad\.jsonl:2: 'problem' is '', not a text"),
-        ('{"problem": "p", "answer": null}', r"bad\.jsonl:2: 'answer' is None, not a text or a number"),
+        (
+            '{"problem": "p", "answer": null}',
+            r"bad\.jsonl:2: 'answer' is None, not a text or a number",
+        ),
     ],
 )
 def test_maths_names_file_and_line(tmp_path: Path, line: str, complaint: str) -> None:

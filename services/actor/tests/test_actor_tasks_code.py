@@ -14,9 +14,14 @@ from pipelinerl_actor.tasks.code import Code, extract_program
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.types import FinishReason
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed: apt install bubblewrap")
+pytestmark = pytest.mark.skipif(
+    shutil.which("bwrap") is None, reason="bubblewrap is not installed: apt install bubblewrap"
+)
 
-SQUARE = {"problem": "Print the square.", "tests": [{"input": "3", "output": "9"}, {"input": "-4", "output": "16\n"}]}
+SQUARE = {
+    "problem": "Print the square.",
+    "tests": [{"input": "3", "output": "9"}, {"input": "-4", "output": "16\n"}],
+}
 FUNCTION = {"problem": "Write f.", "tests": ["assert f(3) == 9", "assert f(-4) == 16"]}
 
 
@@ -27,7 +32,10 @@ def task_of(tmp_path: Path, row: dict[str, Any], **args: Any) -> Code:
 
 
 def judge(task: Code, program: str) -> Verdict:
-    return task.verify(task.prompt(0), Turn(f"Let me think.\n```python\n{program}\n```", (), (), (), FinishReason.STOP))
+    return task.verify(
+        task.prompt(0),
+        Turn(f"Let me think.\n```python\n{program}\n```", (), (), (), FinishReason.STOP),
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,17 +62,26 @@ def test_examples_compare_what_is_printed(tmp_path: Path, program: str, share: f
         ("def f(x): return x * x\nimport os; os._exit(0)", 0.0),
         ("import sys; sys.exit(0)", 0.0),
         ("print('passed')\nf = None", 0.0),
-        ("f = type('Any', (), {'__call__': lambda s, x: s, '__eq__': lambda s, o: True})()", 1.0),  # no test can see through it
+        (
+            "f = type('Any', (), {'__call__': lambda s, x: s, '__eq__': lambda s, o: True})()",
+            1.0,
+        ),  # no test can see through it
     ],
 )
 def test_statements_run_after_the_program(tmp_path: Path, program: str, share: float) -> None:
     verdict = judge(task_of(tmp_path, FUNCTION, reward="share"), program)
     assert verdict.reward == share
-    assert verdict.metrics == {"success": float(share == 1.0), "answered": 1.0, "tests_passed": share}
+    assert verdict.metrics == {
+        "success": float(share == 1.0),
+        "answered": 1.0,
+        "tests_passed": share,
+    }
 
 
 def test_a_program_out_of_time_fails(tmp_path: Path) -> None:
-    assert judge(task_of(tmp_path, SQUARE, limits=Limits(seconds=5)), "while True: pass").reward == 0
+    assert (
+        judge(task_of(tmp_path, SQUARE, limits=Limits(seconds=5)), "while True: pass").reward == 0
+    )
 
 
 def test_an_answer_without_a_program_fails(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Environments of `verifiers`: what is sampled here is judged as it would be there, and what cannot be played is refused."""
+"""Environments of `verifiers`: what is sampled here is judged as it would be there, and what cannot
+be played is refused.
+"""
 
 import asyncio
 import importlib
@@ -172,7 +174,9 @@ def turn(text: str, finish_reason: FinishReason = FinishReason.STOP) -> Turn:
 
 
 class Endpoint:
-    """The policy's endpoint as `verifiers` itself would ask it: says `says` in turn, as OpenAI's API would."""
+    """The policy's endpoint as `verifiers` itself would ask it: says `says` in turn, as OpenAI's
+    API would.
+    """
 
     def __init__(self, says: Sequence[str]) -> None:
         self._says = list(says)
@@ -185,7 +189,9 @@ class Endpoint:
         return completion_of(turn(self._says.pop(0)), number)
 
 
-async def theirs(kind: str, row: Mapping[str, Any], says: Sequence[str], **arguments: object) -> tuple[float, dict[str, float]]:
+async def theirs(
+    kind: str, row: Mapping[str, Any], says: Sequence[str], **arguments: object
+) -> tuple[float, dict[str, float]]:
     """Reward and metrics of `verifiers`' own rollout and scoring."""
     kept = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     environment = verifiers.load_environment("our-env", kind=kind, **arguments)
@@ -242,12 +248,16 @@ async def test_one_answer_is_judged_in_a_process_as_verifiers_judges_it() -> Non
             assert ours(verdict) == await theirs("single", prompt.facts["row"], [text], weight=3.0)
             assert verdict.metrics["reward_errors"] == 0
         assert verdict.metrics.keys() == {"right", "brief", "even", "num_turns", "reward_errors"}
-        assert (await verifier.verify(index, prompt, turn("<answer>8</answer>"))).reward == 3.0 + 0.5 / 18
+        assert (
+            await verifier.verify(index, prompt, turn("<answer>8</answer>"))
+        ).reward == 3.0 + 0.5 / 18
 
 
 def test_system_prompt_and_examples_come_before_the_question() -> None:
     task = load("single")
-    assert [(each["role"], each["content"]) for each in task.prompt(index_of(task, 4)).messages] == [
+    assert [
+        (each["role"], each["content"]) for each in task.prompt(index_of(task, 4)).messages
+    ] == [
         ("system", "Add."),
         ("user", "0 + 1?"),
         ("assistant", "<answer>1</answer>"),
@@ -262,8 +272,12 @@ def test_prompts_follow_from_the_seed_and_every_epoch_holds_each_row_once() -> N
     assert all(sorted(epoch) == list(range(6)) for epoch in epochs)
     assert epochs[0] != epochs[1]
     again, other = load("single"), load("single", seed=8)
-    assert [again.prompt(index) for index in range(18)] == [task.prompt(index) for index in range(18)]
-    assert [other.prompt(index) for index in range(18)] != [task.prompt(index) for index in range(18)]
+    assert [again.prompt(index) for index in range(18)] == [
+        task.prompt(index) for index in range(18)
+    ]
+    assert [other.prompt(index) for index in range(18)] != [
+        task.prompt(index) for index in range(18)
+    ]
 
 
 def test_what_an_environment_draws_at_random_is_the_same_in_every_process() -> None:
@@ -291,7 +305,11 @@ async def test_the_tokens_of_several_turns_are_the_sampled_ones(tmp_path: Path) 
         verdict = await task.rollout(rollout)
     assert ours(verdict) == await theirs("guess", prompt.facts["row"], ["4", "9", "8"])
     sample = rollout.record.to_sample(0, verdict)
-    asked = ("<|user|>4 + 4?<|end|><|assistant|>", "<|user|>higher<|end|><|assistant|>", "<|user|>lower<|end|><|assistant|>")
+    asked = (
+        "<|user|>4 + 4?<|end|><|assistant|>",
+        "<|user|>higher<|end|><|assistant|>",
+        "<|user|>lower<|end|><|assistant|>",
+    )
     said = ("4<|end|>", "9<|end|>", "8<|end|>")
     spoken = "".join(part for pair in zip(asked, said, strict=True) for part in pair)
     assert TOKENIZER.decode(sample.token_ids_S.tolist()) == spoken
@@ -302,11 +320,21 @@ async def test_tools_are_told_called_and_their_results_told_as_verifiers_does_it
     task = load("tools")
     call = '<tool_call>{"name": "add", "arguments": {"a": 4, "b": 4}}</tool_call>'
     broken = call.replace('"b": 4', '"c": 4')
-    for says in ([f"Let me see. {call}", "8"], [call + call, "8"], [broken, "8"], [call] * 3, ["<tool_call>{</tool_call>"]):
+    for says in (
+        [f"Let me see. {call}", "8"],
+        [call + call, "8"],
+        [broken, "8"],
+        [call] * 3,
+        ["<tool_call>{</tool_call>"],
+    ):
         verdict, script = await play(task, 4, says)
         assert ours(verdict) == await theirs("tools", script.prompt.facts["row"], says)
     verdict, script = await play(task, 4, [f"Let me see. {call}", "8"])
-    assert (verdict.reward, verdict.metrics["total_tool_calls"], verdict.metrics["add_calls"]) == (1.0, 1.0, 1.0)
+    assert (verdict.reward, verdict.metrics["total_tool_calls"], verdict.metrics["add_calls"]) == (
+        1.0,
+        1.0,
+        1.0,
+    )
     system, question, result = script.heard
     assert "- add: Adds two numbers." in system["content"]
     assert '"required": ["a", "b"]' in system["content"]
@@ -326,7 +354,9 @@ async def test_rows_of_a_group_are_played_by_their_own_environment() -> None:
     by_task = {task.prompt(index).facts["row"]["task"]: index for index in range(12)}
     for name, says in (("single", ["<answer>8</answer>"]), ("guess", ["1", "2", "3", "4"])):
         script = Script(task, says, index=by_task[name])
-        assert ours(await task.rollout(script)) == await theirs("group", script.prompt.facts["row"], says)
+        assert ours(await task.rollout(script)) == await theirs(
+            "group", script.prompt.facts["row"], says
+        )
 
 
 async def test_a_reward_function_that_raises_counts_as_0_and_is_counted() -> None:
@@ -423,13 +453,32 @@ def test_the_other_data_set_may_be_asked_for() -> None:
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        ({"name": "no-such-env"}, "name='no-such-env': there is no module 'no_such_env'; install the environment's package"),
-        ({"name": "our-needy-env"}, "our_needy_env imports 'no_such_package_anywhere', which is not installed"),
+        (
+            {"name": "no-such-env"},
+            "name='no-such-env': there is no module 'no_such_env'; install the environment's "
+            "package",
+        ),
+        (
+            {"name": "our-needy-env"},
+            "our_needy_env imports 'no_such_package_anywhere', which is not installed",
+        ),
         ({"name": "our-env"}, "TypeError: .*missing 1 required positional argument: 'kind'"),
-        (args_of("guess", turns=1), r"with spec\.task\.args\.arguments=.*TypeError: .*unexpected keyword argument 'turns'"),
-        (args_of("away"), "needs what cannot be reached from here, the network or a file: ConnectionError"),
-        (args_of("keyless"), "a model judges in it, and there is no endpoint to ask: set OPENAI_API_KEY"),
-        (args_of("grouped"), "SingleTurnEnv: the reward function 'compared' compares the rollouts of a group"),
+        (
+            args_of("guess", turns=1),
+            r"with spec\.task\.args\.arguments=.*TypeError: .*unexpected keyword argument 'turns'",
+        ),
+        (
+            args_of("away"),
+            "needs what cannot be reached from here, the network or a file: ConnectionError",
+        ),
+        (
+            args_of("keyless"),
+            "a model judges in it, and there is no endpoint to ask: set OPENAI_API_KEY",
+        ),
+        (
+            args_of("grouped"),
+            "SingleTurnEnv: the reward function 'compared' compares the rollouts of a group",
+        ),
         (args_of("own_rollout"), "OwnRollout has a rollout of its own"),
         (args_of("own_response"), "OwnResponse asks for the policy's answers in its own way"),
         (args_of("text"), "message_type='completion'; only 'chat' can be played"),
@@ -437,7 +486,9 @@ def test_the_other_data_set_may_be_asked_for() -> None:
         ({**args_of("single"), "split": "test"}, "split: Input should be 'train' or 'eval'"),
     ],
 )
-def test_what_cannot_be_played_is_refused_with_the_remedy(args: dict[str, Any], complaint: str) -> None:
+def test_what_cannot_be_played_is_refused_with_the_remedy(
+    args: dict[str, Any], complaint: str
+) -> None:
     with pytest.raises(SettingsError, match=complaint):
         load_task(TaskName(PATH, args, 0))
 
@@ -446,7 +497,9 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     import sys
 
     monkeypatch.setitem(sys.modules, "verifiers", None)
-    with pytest.raises(SettingsError, match=r"needs the package 'verifiers': pip install 'pipelinerl\[verifiers\]'"):
+    with pytest.raises(
+        SettingsError, match=r"needs the package 'verifiers': pip install 'pipelinerl\[verifiers\]'"
+    ):
         load_task(TaskName(PATH, args_of("single"), 0))
 
 
@@ -455,10 +508,17 @@ def test_messages_are_told_as_the_policy_writes_them() -> None:
     call = {"id": "x", "type": "function", "function": function}
     given = [
         {"role": "assistant", "content": None, "tool_calls": [call, json.dumps(call)]},
-        {"role": "tool", "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}], "tool_call_id": "x"},
+        {
+            "role": "tool",
+            "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}],
+            "tool_call_id": "x",
+        },
     ]
     told = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    assert plain(given) == [{"role": "assistant", "content": f"{told}\n{told}"}, {"role": "tool", "content": "42"}]
+    assert plain(given) == [
+        {"role": "assistant", "content": f"{told}\n{told}"},
+        {"role": "tool", "content": "42"},
+    ]
     with pytest.raises(PermanentError, match="which is no message"):
         plain(["hello"])
 
@@ -473,7 +533,9 @@ def test_messages_are_told_as_the_policy_writes_them() -> None:
         ("<tool_call>[]</tool_call>", FinishReason.STOP, "stop", 0),
     ],
 )
-def test_a_turn_becomes_a_completion(text: str, finish_reason: FinishReason, told: str, calls: int) -> None:
+def test_a_turn_becomes_a_completion(
+    text: str, finish_reason: FinishReason, told: str, calls: int
+) -> None:
     choice = completion_of(turn(text, finish_reason), 1).choices[0]
     assert choice.finish_reason == told
     assert len(choice.message.tool_calls or ()) == calls

@@ -56,18 +56,25 @@ def call(name: str, **arguments: object) -> str:
         (f"Then {call('add', a=1)}\n{call('hang')}.", [Call("add", {"a": 1}), Call("hang", {})]),
         ('<tool_call>\n{"name": "add"}\n</tool_call>', [Call("add", {})]),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', [Call("add", [1])]),
-        (f'<tool_call>{{"name": 7}}</tool_call><tool_call>[1]</tool_call>{call("add")}', [None, None, Call("add", {})]),
+        (
+            f'<tool_call>{{"name": 7}}</tool_call><tool_call>[1]</tool_call>{call("add")}',
+            [None, None, Call("add", {})],
+        ),
         ('<tool_call>{"name": "add"', []),
     ],
 )
-def test_calls_are_read_in_order_and_one_of_another_form_is_none(text: str, calls: list[Call | None]) -> None:
+def test_calls_are_read_in_order_and_one_of_another_form_is_none(
+    text: str, calls: list[Call | None]
+) -> None:
     assert calls_of(text) == calls
 
 
 async def test_a_call_is_answered_and_the_turn_without_one_is_judged() -> None:
     script = Script(Adding(), [f"Let me see. {call('add', a=1, b=2)}", "3"])
     verdict = await Adding().rollout(script)
-    assert verdict == Verdict(1.0, {"turns": 2.0, "tool_calls": 1.0, "tool_failures": 0.0, "success": 1.0})
+    assert verdict == Verdict(
+        1.0, {"turns": 2.0, "tool_calls": 1.0, "tool_failures": 0.0, "success": 1.0}
+    )
     assert [message["role"] for message in script.heard] == ["system", "user", "tool"]
     assert 'add: Adds: {"a": 1, "b": 2}.' in script.heard[0]["content"]
     assert script.heard[2]["content"] == "3"
@@ -76,7 +83,10 @@ async def test_a_call_is_answered_and_the_turn_without_one_is_judged() -> None:
 async def test_several_calls_of_one_turn_are_answered_in_order() -> None:
     script = Script(Adding(), [call("add", a=1, b=2) + call("add", a=5, b=5), "3"])
     await Adding().rollout(script)
-    assert [message["content"] for message in script.heard if message["role"] == "tool"] == ["3", "10"]
+    assert [message["content"] for message in script.heard if message["role"] == "tool"] == [
+        "3",
+        "10",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +94,10 @@ async def test_several_calls_of_one_turn_are_answered_in_order() -> None:
     [
         ("<tool_call>{</tool_call>", 'error: a call is {"name": ..., "arguments": {...}}'),
         ("<tool_call>[1]</tool_call>", 'error: a call is {"name": ..., "arguments": {...}}'),
-        (call("multiply"), "error: there is no tool 'multiply' with such arguments; there is add, hang, be_away"),
+        (
+            call("multiply"),
+            "error: there is no tool 'multiply' with such arguments; there is add, hang, be_away",
+        ),
         (call("add", a=1), "error: TypeError: add() missing 1 required positional argument: 'b'"),
         (call("hang"), "error: hang took longer than 0.05 s"),
     ],
@@ -104,7 +117,11 @@ async def test_a_tool_that_is_away_leaves_the_trajectory_to_its_retry() -> None:
 async def test_turns_are_bounded_and_the_last_one_is_judged() -> None:
     script = Script(Adding(), [call("add", a=1, b=2)] * 10)
     verdict = await Adding().rollout(script)
-    assert (verdict.reward, verdict.metrics["turns"], verdict.metrics["tool_calls"]) == (0.0, 3.0, 2.0)
+    assert (verdict.reward, verdict.metrics["turns"], verdict.metrics["tool_calls"]) == (
+        0.0,
+        3.0,
+        2.0,
+    )
 
 
 async def test_a_turn_that_was_cut_off_is_judged_as_it_is() -> None:
@@ -113,20 +130,32 @@ async def test_a_turn_that_was_cut_off_is_judged_as_it_is() -> None:
 
 
 def test_tools_join_the_prompts_own_system_message() -> None:
-    told = with_tools(({"role": "system", "content": "Be brief."}, {"role": "user", "content": "?"}), Adding.tools)
+    told = with_tools(
+        ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "?"}), Adding.tools
+    )
     assert [message["role"] for message in told] == ["system", "user"]
     assert told[0]["content"].startswith("Be brief.\n\nYou may call")
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed: apt install bubblewrap")
+@pytest.mark.skipif(
+    shutil.which("bwrap") is None, reason="bubblewrap is not installed: apt install bubblewrap"
+)
 async def test_maths_with_python_runs_programs_in_the_sandbox(tmp_path: Path) -> None:
     file = tmp_path / "problems.jsonl"
     file.write_text(json.dumps({"problem": "What is 2^100 mod 97?", "answer": pow(2, 100, 97)}))
     task = MathsWithPython(seed=0, data=DataSettings(path=str(file)))
-    says = [call("python", program="print(pow(2, 100, 97))"), call("python", program="1 / 0"), "\\boxed{16}"]
+    says = [
+        call("python", program="print(pow(2, 100, 97))"),
+        call("python", program="1 / 0"),
+        "\\boxed{16}",
+    ]
     script = Script(task, says)
     verdict = await task.rollout(script)
     tool_messages = [message["content"] for message in script.heard if message["role"] == "tool"]
     assert tool_messages[0] == "16\n"
     assert "ZeroDivisionError" in tool_messages[1]
-    assert (verdict.reward, verdict.metrics["tool_calls"], verdict.metrics["turns"]) == (1.0, 2.0, 3.0)
+    assert (verdict.reward, verdict.metrics["tool_calls"], verdict.metrics["turns"]) == (
+        1.0,
+        2.0,
+        3.0,
+    )

@@ -53,7 +53,407 @@ async def test_turns_continue_the_sampled_tokens_exactly(
     assert verdict.metrics == {"success": 1.0, "turns": 3}
     sample = rollout.record.to_sample(0, verdict)
     dialogue = (
-        "<|user|>Guess.<|end|><|assistant|>4<|end|><|user|>higher<|end|><|assistant|>6x<|end|><|user|>not a number<|end|>"
+        "<|user|>Guess.<|end|><|assistant|>4<|end|><|user|>higher<|end|><|assistant|>6x<|end|><|user|>not "
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        ""
+        "a number<|end|>"
     )
     last_end = "<|end|>" if finish_reason == "stop" else ""
     assert TOKENIZER.decode(sample.token_ids_S.tolist()) == f"{dialogue}<|assistant|>5{last_end}"
@@ -61,24 +461,36 @@ async def test_turns_continue_the_sampled_tokens_exactly(
     assert sampled == ((2, 3, 2) if finish_reason == "stop" else (1, 2, 1))
     assert sum(given) + sum(sampled) == len(sample.token_ids_S)
     assert len(sample.logprobs_T) == sum(sampled)
-    assert sample.version_runs == (VersionRun(0, sampled[0]), VersionRun(1, sampled[1] + sampled[2]))
+    assert sample.version_runs == (
+        VersionRun(0, sampled[0]),
+        VersionRun(1, sampled[1] + sampled[2]),
+    )
 
 
-async def test_only_the_first_turn_is_tokenised_by_the_generator(session: aiohttp.ClientSession, model_folder: Path) -> None:
+async def test_only_the_first_turn_is_tokenised_by_the_generator(
+    session: aiohttp.ClientSession, model_folder: Path
+) -> None:
     async with Player(["4", "5"]).serving() as player:
-        await GuessNumber(seed=0).rollout(trajectory(player, session, model_folder, Prompt.of("Guess.", number=5)))
+        await GuessNumber(seed=0).rollout(
+            trajectory(player, session, model_folder, Prompt.of("Guess.", number=5))
+        )
         first, second = player.requests
     assert "messages" in first
     assert "messages" not in second
     assert TOKENIZER.decode(second["prompt_token_ids"][-2:]) == "<|end|><|assistant|>"
 
 
-async def test_complete_adds_token_ids_as_they_are(session: aiohttp.ClientSession, model_folder: Path) -> None:
+async def test_complete_adds_token_ids_as_they_are(
+    session: aiohttp.ClientSession, model_folder: Path
+) -> None:
     async with Player(["1", "2"]).serving() as player:
         rollout = trajectory(player, session, model_folder, Prompt(()))
         first = await rollout.complete([4, 50, 51])
         await rollout.complete([60])
-    assert [request["prompt_token_ids"] for request in player.requests] == [[4, 50, 51], [4, 50, 51, *first.token_ids, 60]]
+    assert [request["prompt_token_ids"] for request in player.requests] == [
+        [4, 50, 51],
+        [4, 50, 51, *first.token_ids, 60],
+    ]
     assert rollout.record.segment_lengths == [3, 2, 1, 2]
     assert [turn.text for turn in rollout.turns] == ["1", "2"]
 
@@ -91,8 +503,12 @@ async def test_a_generator_that_changes_the_prompt_is_given_up() -> None:
         record.add([1, 3, 9, 4], turn)
 
 
-async def test_a_model_without_a_chat_template_cannot_play_several_turns(model_folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(model_folder, tmp_path, ignore=lambda *_: ["chat_template.jinja"], dirs_exist_ok=True)
+async def test_a_model_without_a_chat_template_cannot_play_several_turns(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(
+        model_folder, tmp_path, ignore=lambda *_: ["chat_template.jinja"], dirs_exist_ok=True
+    )
     with pytest.raises(SettingsError, match="has no chat template"):
         await Continuation(tmp_path).token_ids([5], [{"role": "user", "content": "x"}])
 
@@ -122,7 +538,9 @@ def test_guess_number_hides_numbers_in_range() -> None:
         GuessNumber(seed=0, max_turns=0)
 
 
-async def test_the_clock_stands_while_a_request_waits_for_a_slot(session: aiohttp.ClientSession) -> None:
+async def test_the_clock_stands_while_a_request_waits_for_a_slot(
+    session: aiohttp.ClientSession,
+) -> None:
     async with FakeGenerator().serving() as generator:
         release = asyncio.Event()
 
@@ -132,7 +550,10 @@ async def test_the_clock_stands_while_a_request_waits_for_a_slot(session: aiohtt
 
         generator.script.append(slow)
         generators = Generators(
-            [GeneratorClient(generator.url, session, None)], max_running=1, max_retries=0, meter=Meter(Metrics("actor", "test"))
+            [GeneratorClient(generator.url, session, None)],
+            max_running=1,
+            max_retries=0,
+            meter=Meter(Metrics("actor", "test")),
         )
         request = CompletionRequest(SamplingSettings(), messages=[])
 
@@ -165,11 +586,17 @@ async def test_waiting_requests_are_served_in_order_and_cancelled_ones_leave_no_
 ) -> None:
     async with FakeGenerator().serving() as generator:
         generators = Generators(
-            [GeneratorClient(generator.url, session, None)], max_running=2, max_retries=0, meter=Meter(Metrics("actor", "test"))
+            [GeneratorClient(generator.url, session, None)],
+            max_running=2,
+            max_retries=0,
+            meter=Meter(Metrics("actor", "test")),
         )
         request = CompletionRequest(SamplingSettings(), messages=[])
         generator.answer = generator.hang
-        waiting = [asyncio.ensure_future(generators.complete(request, TrajectoryClock(30))) for _ in range(5)]
+        waiting = [
+            asyncio.ensure_future(generators.complete(request, TrajectoryClock(30)))
+            for _ in range(5)
+        ]
         await until(lambda: generator.num_running == 2)
         for task in random.Random(0).sample(waiting, 5):
             task.cancel()

@@ -73,7 +73,9 @@ async def verifying(
     task: str = "Plain", timeout_s: float = 30.0, num_processes: int = 1, **args: object
 ) -> AsyncIterator[Verifier]:
     name = TaskName(f"verifier_tasks:{task}", args, seed=5)
-    verifier = Verifier(load_task(name), name, timeout_s=timeout_s, max_retries=2, num_processes=num_processes)
+    verifier = Verifier(
+        load_task(name), name, timeout_s=timeout_s, max_retries=2, num_processes=num_processes
+    )
     try:
         yield verifier
     finally:
@@ -133,7 +135,9 @@ async def test_what_verify_raises_gives_the_trajectory_up(text: str) -> None:
 async def test_a_prompt_that_is_another_one_in_the_process_is_not_judged() -> None:
     async with verifying() as verifier:
         with pytest.raises(GivenUp, match=r"prompt\(3\) is not the same in two processes"):
-            await verifier.verify(3, Prompt.of("something else", index=3), Turn("fine", (), (), (), FinishReason.STOP))
+            await verifier.verify(
+                3, Prompt.of("something else", index=3), Turn("fine", (), (), (), FinishReason.STOP)
+            )
 
 
 async def test_a_temporary_error_is_tried_again(tmp_path: Path) -> None:

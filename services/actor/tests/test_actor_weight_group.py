@@ -1,5 +1,7 @@
-"""The weight-transfer group as pods see it: real generator processes that come, die and come back under other addresses, the
-real coordinator, which another replica may take over, and the trainer's own side of the group."""
+"""The weight-transfer group as pods see it: real generator processes that come, die and come back
+under other addresses, the real coordinator, which another replica may take over, and the trainer's
+own side of the group.
+"""
 
 import asyncio
 import os
@@ -12,7 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from actor_generator_harness import TOKEN, Client, GeneratorProcess, Reference, manifest_of, write_job
+from actor_generator_harness import (
+    TOKEN,
+    Client,
+    GeneratorProcess,
+    Reference,
+    manifest_of,
+    write_job,
+)
 
 from pipelinerl.v1 import policy_pb2_grpc
 from pipelinerl_actor.models.tiny import make_tiny_model
@@ -81,7 +90,9 @@ class Broadcasts:
         self._act: Callable[[], object] = lambda: None
         start = TransferGroup.start_broadcast
 
-        def start_broadcast(group: TransferGroup, buffer: torch.Tensor, timeout_s: float | None = None) -> Pending:
+        def start_broadcast(
+            group: TransferGroup, buffer: torch.Tensor, timeout_s: float | None = None
+        ) -> Pending:
             self._left -= 1
             if self._left == 0:
                 self._act()
@@ -118,7 +129,9 @@ class House:
 
     @asynccontextmanager
     async def operator(self) -> AsyncIterator[Coordinator]:
-        """A replica of the operator that leads while the block runs; without the grace of a proper goodbye."""
+        """A replica of the operator that leads while the block runs; without the grace of a proper
+        goodbye.
+        """
         serving = serve_coordinator(
             self.settings,
             lambda: dict(self.pods.urls),
@@ -138,7 +151,10 @@ class House:
         async def served() -> bool:
             return [await self.pods.version(name) for name in names] == [version] * len(names)
 
-        await until(lambda: bool(self.marked) and self.marked[-1] == version, f"marking {version} (marked {self.marked})")
+        await until(
+            lambda: bool(self.marked) and self.marked[-1] == version,
+            f"marking {version} (marked {self.marked})",
+        )
         async with asyncio.timeout(DEADLINE_S):
             while not await served():  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
@@ -176,15 +192,30 @@ async def house(folder: Path, pods: Pods, *, sync_timeout_s: float) -> AsyncIter
         membership = Membership("127.0.0.1")
         stack.push_async_callback(membership.close)
         servicer = PolicyServicer(membership)
-        publisher = Publisher(channel, mark, may_publish, timeout_s=sync_timeout_s, may_roll_back=False)
+        publisher = Publisher(
+            channel, mark, may_publish, timeout_s=sync_timeout_s, may_roll_back=False
+        )
         membership.on_change = publisher.wake
         service = rpc.RpcService(policy_pb2_grpc.add_PolicyServicer_to_server, servicer, FULL_NAME)
-        server = await stack.enter_async_context(rpc.serve("127.0.0.1:0", [service], token=TOKEN, grace_s=0.5))
+        server = await stack.enter_async_context(
+            rpc.serve("127.0.0.1:0", [service], token=TOKEN, grace_s=0.5)
+        )
         servicer.open(manifest_of(Reference(folder / "model").weights), lambda: 0)
         publishing = asyncio.create_task(publisher.run(membership))
-        settings = WeightTransferSettings(backend="gloo", form_timeout_seconds=60, sync_timeout_seconds=sync_timeout_s)
+        settings = WeightTransferSettings(
+            backend="gloo", form_timeout_seconds=60, sync_timeout_seconds=sync_timeout_s
+        )
         try:
-            yield House(folder, pods, settings, publisher, membership, server.address, coordinator_address, marked)
+            yield House(
+                folder,
+                pods,
+                settings,
+                publisher,
+                membership,
+                server.address,
+                coordinator_address,
+                marked,
+            )
             assert not publishing.done()
         finally:
             publishing.cancel()
@@ -196,14 +227,19 @@ async def test_a_generator_killed_in_the_middle_of_a_transfer_costs_nobody_else_
 ) -> None:
     await pods.start("actor-0/generator-0", "actor-1/generator-0")
     stays, dies = pods.urls
-    async with house(folder, pods, sync_timeout_s=DEADLINE_S) as home, home.operator() as coordinator:
+    async with (
+        house(folder, pods, sync_timeout_s=DEADLINE_S) as home,
+        home.operator() as coordinator,
+    ):
         home.offer(1)
         await home.until_served(1, stays, dies)
         broadcasts.before(3, lambda: pods.signal(dies, signal.SIGKILL))
         started = asyncio.get_running_loop().time()
         home.offer(2)
         await home.until_served(2, stays)
-        assert asyncio.get_running_loop().time() - started < home.settings.sync_timeout_seconds / 2  # seen, not waited for
+        assert (
+            asyncio.get_running_loop().time() - started < home.settings.sync_timeout_seconds / 2
+        )  # seen, not waited for
         epoch = epoch_of(coordinator, stays)
         assert pods.is_alive(stays)
         assert home.publisher.status.num_failures == 1
@@ -229,7 +265,9 @@ async def test_a_machine_that_goes_silent_costs_one_sync_timeout(folder: Path, p
         assert coordinator.counters.update_failures == 1
         assert pods.is_alive(stays)
         pods.signal(hangs, signal.SIGCONT)
-        await home.until_served(2, stays, hangs)  # it catches up by itself, with the version that was missed
+        await home.until_served(
+            2, stays, hangs
+        )  # it catches up by itself, with the version that was missed
 
 
 async def test_training_goes_on_without_an_operator_and_catches_up_with_the_next_replica(

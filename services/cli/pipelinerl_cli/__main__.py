@@ -1,4 +1,6 @@
-"""`pipelinerl`: one command, subcommands from a table. Only the chosen subcommand's module is imported."""
+"""`pipelinerl`: one command, subcommands from a table. Only the chosen subcommand's module is
+imported.
+"""
 
 import argparse
 import importlib
@@ -14,7 +16,9 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NO_READER = 1, 2, 130, 141
 
 
 class Command(NamedTuple):
-    """One subcommand. `module` offers `add_arguments(parser)` and `run(args) -> int`, the exit status."""
+    """One subcommand. `module` offers `add_arguments(parser)` and `run(args) -> int`, the exit
+    status.
+    """
 
     summary: str
     module: str
@@ -22,16 +26,38 @@ class Command(NamedTuple):
 
 COMMANDS: dict[str, Command] = {
     "up": Command("run a job on this machine, or go on with it", "pipelinerl_cli.up.command"),
-    "watch": Command("live numbers of a run's folder, or of a job in the cluster", "pipelinerl_cli.watch.command"),
-    "report": Command("write report.html and summary.json of a run again", "pipelinerl_cli.report.command"),
-    "compare": Command("compare runs: learning curves over time, samples and tokens", "pipelinerl_cli.compare.command"),
-    "doctor": Command("find what holds a run or a job up, and what to turn", "pipelinerl_cli.doctor.command"),
-    "simulate": Command("try staleness policies on a simulated cluster", "pipelinerl_planner.simulate_command"),
-    "replay": Command("check a recorded run against its staleness policy", "pipelinerl_planner.replay_command"),
-    "plan": Command("choose how many GPUs generate, and with which batch", "pipelinerl_planner.plan_command"),
-    "calibrate": Command("measure a generator's speed by batch size, for plan", "pipelinerl_cli.calibrate.command"),
-    "eval": Command("pass@k of saved weights on a task, with confidence intervals", "pipelinerl_cli.eval.command"),
-    "new-task": Command("write a task and a job to start your own from", "pipelinerl_cli.new_task.command"),
+    "watch": Command(
+        "live numbers of a run's folder, or of a job in the cluster", "pipelinerl_cli.watch.command"
+    ),
+    "report": Command(
+        "write report.html and summary.json of a run again", "pipelinerl_cli.report.command"
+    ),
+    "compare": Command(
+        "compare runs: learning curves over time, samples and tokens",
+        "pipelinerl_cli.compare.command",
+    ),
+    "doctor": Command(
+        "find what holds a run or a job up, and what to turn", "pipelinerl_cli.doctor.command"
+    ),
+    "simulate": Command(
+        "try staleness policies on a simulated cluster", "pipelinerl_planner.simulate_command"
+    ),
+    "replay": Command(
+        "check a recorded run against its staleness policy", "pipelinerl_planner.replay_command"
+    ),
+    "plan": Command(
+        "choose how many GPUs generate, and with which batch", "pipelinerl_planner.plan_command"
+    ),
+    "calibrate": Command(
+        "measure a generator's speed by batch size, for plan", "pipelinerl_cli.calibrate.command"
+    ),
+    "eval": Command(
+        "pass@k of saved weights on a task, with confidence intervals",
+        "pipelinerl_cli.eval.command",
+    ),
+    "new-task": Command(
+        "write a task and a job to start your own from", "pipelinerl_cli.new_task.command"
+    ),
     "bench": Command("measure the data plane against baselines", "pipelinerl_cli.bench.command"),
 }
 
@@ -68,7 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _has_reader() -> bool:
-    """Whether standard output is still read; after `pipelinerl compare ... | head` it is not, and what is left is discarded."""
+    """Whether standard output is still read; after `pipelinerl compare ... | head` it is not, and
+    what is left is discarded.
+    """
     poll = select.poll()
     poll.register(sys.stdout.fileno(), select.POLLOUT)
     if not any(events & select.POLLERR for _, events in poll.poll(0)):

@@ -60,7 +60,11 @@ def job(changes: Mapping[str, Any] | None = None) -> Job:
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    nested = {name: _merged(old[name], value) for name, value in new.items() if isinstance(value, dict) and name in old}
+    nested = {
+        name: _merged(old[name], value)
+        for name, value in new.items()
+        if isinstance(value, dict) and name in old
+    }
     return {**old, **new, **nested}
 
 
@@ -98,11 +102,15 @@ def run_records(change: Change) -> list[Record]:
         time = step * change.step_s
         if step <= change.num_steps:
             records.append(_trainer(change, step, time))
-        records.append(Record("preprocessor", "preprocessor-0", time, step, _preprocessor(change, step)))
+        records.append(
+            Record("preprocessor", "preprocessor-0", time, step, _preprocessor(change, step))
+        )
         records.extend(_actors(change, step, time))
         if change.evaluator:
             records.append(Record("evaluator", "evaluator-0", time, -1, change.evaluator))
-    records.append(Record("up", "up", NUM_STEPS * change.step_s, -1, {"restarts_total": 0.0, **change.up}))
+    records.append(
+        Record("up", "up", NUM_STEPS * change.step_s, -1, {"restarts_total": 0.0, **change.up})
+    )
     return records
 
 

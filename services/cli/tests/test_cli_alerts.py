@@ -1,4 +1,6 @@
-"""Every alert fires when it should and is quiet when it should be, in promtool; the runbooks and the chart know all of them."""
+"""Every alert fires when it should and is quiet when it should be, in promtool; the runbooks and
+the chart know all of them.
+"""
 
 import re
 import shutil
@@ -16,14 +18,18 @@ from pipelinerl_cli.monitoring.files import CHART
 from pipelinerl_common.metrics import CATALOG
 
 PROMTOOL = shutil.which("promtool")
-needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="no promtool: apt-get install prometheus")
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason="no promtool: apt-get install prometheus"
+)
 
 FILLED: dict[str, float | str] = {**thresholds(), "runbooksUrl": "https://docs.example/runbooks.md"}
 
 
 def promtool(*arguments: str, folder: Path) -> str:
     assert PROMTOOL is not None
-    done = subprocess.run([PROMTOOL, *arguments], cwd=folder, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(
+        [PROMTOOL, *arguments], cwd=folder, capture_output=True, text=True, timeout=250
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -36,7 +42,11 @@ def case(alert: Alert, series: Series, fires: bool) -> dict[str, Any]:
         "interval": "1m",
         "input_series": [{"series": name, "values": values} for name, values in series.items()],
         "promql_expr_test": [
-            {"expr": expr, "eval_time": f"{TEST_MINUTES}m", "exp_samples": [{"labels": "{}", "value": 1}] if fires else []}
+            {
+                "expr": expr,
+                "eval_time": f"{TEST_MINUTES}m",
+                "exp_samples": [{"labels": "{}", "value": 1}] if fires else [],
+            }
         ],
     }
 
@@ -46,9 +56,13 @@ def case(alert: Alert, series: Series, fires: bool) -> dict[str, Any]:
 def test_every_alert_fires_and_is_quiet_where_it_should(tmp_path: Path, group: str) -> None:
     rules = [each for each in prometheus_rules()["groups"] if each["name"] == f"pipelinerl-{group}"]
     (tmp_path / "rules.yaml").write_text(with_thresholds(yaml.safe_dump({"groups": rules}), FILLED))
-    assert f"{len(GROUPS[group])} rules found" in promtool("check", "rules", "rules.yaml", folder=tmp_path)
+    assert f"{len(GROUPS[group])} rules found" in promtool(
+        "check", "rules", "rules.yaml", folder=tmp_path
+    )
     cases = [
-        case(alert, series, fires) for alert in GROUPS[group] for series, fires in ((alert.fires, True), (alert.quiet, False))
+        case(alert, series, fires)
+        for alert in GROUPS[group]
+        for series, fires in ((alert.fires, True), (alert.quiet, False))
     ]
     tests = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": cases}
     (tmp_path / "tests.yaml").write_text(yaml.safe_dump(tests, sort_keys=False))
@@ -58,35 +72,46 @@ def test_every_alert_fires_and_is_quiet_where_it_should(tmp_path: Path, group: s
 @needs_promtool
 def test_a_description_shows_the_number_and_the_limit(tmp_path: Path) -> None:
     rules = with_thresholds(
-        yaml.safe_dump(prometheus_rules()), {**thresholds(), "runbooksUrl": "https://docs.example/runbooks.md"}
+        yaml.safe_dump(prometheus_rules()),
+        {**thresholds(), "runbooksUrl": "https://docs.example/runbooks.md"},
     )
     (tmp_path / "rules.yaml").write_text(rules)
     annotations = {
         "summary": "The effective sample size of sums is low",
-        "description": "Only 40% of the batch of sums is left as effective sample size, averaged over 10 minutes (limit 0.5).",
+        "description": "Only 40% of the batch of sums is left as effective sample size, averaged "
+        "over 10 minutes (limit 0.5).",
         "runbook_url": "https://docs.example/runbooks.md#pipelinerlesslow",
     }
     test = {
         "interval": "1m",
-        "input_series": [{"series": 'pipelinerl_ess{job="sums",namespace="lab"}', "values": "0.4x60"}],
+        "input_series": [
+            {"series": 'pipelinerl_ess{job="sums",namespace="lab"}', "values": "0.4x60"}
+        ],
         "alert_rule_test": [
             {
                 "alertname": "PipelineRLEssLow",
                 "eval_time": "30m",
                 "exp_alerts": [
-                    {"exp_labels": {"severity": "warning", "job": "sums", "namespace": "lab"}, "exp_annotations": annotations}
+                    {
+                        "exp_labels": {"severity": "warning", "job": "sums", "namespace": "lab"},
+                        "exp_annotations": annotations,
+                    }
                 ],
             }
         ],
     }
-    (tmp_path / "tests.yaml").write_text(yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": [test]}))
+    (tmp_path / "tests.yaml").write_text(
+        yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": [test]})
+    )
     promtool("test", "rules", "tests.yaml", folder=tmp_path)
 
 
 def test_alerts_ask_for_metrics_that_exist() -> None:
     known = {metric.series for metric in CATALOG.values()}
     for alert in ALERTS:
-        named = set(re.findall(r"pipelinerl_\w+", " ".join((alert.expr, *alert.fires, *alert.quiet))))
+        named = set(
+            re.findall(r"pipelinerl_\w+", " ".join((alert.expr, *alert.fires, *alert.quiet)))
+        )
         assert named, alert.name
         assert named <= known, alert.name
 

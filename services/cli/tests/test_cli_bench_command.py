@@ -32,7 +32,10 @@ def test_zero_rounds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json_is_the_only_thing_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    show(Report("title", {"fill": 0.5, "paced": {"staged": {"bytes": 3}}}, (Row("fill", "0.5"),)), as_json=True)
+    show(
+        Report("title", {"fill": 0.5, "paced": {"staged": {"bytes": 3}}}, (Row("fill", "0.5"),)),
+        as_json=True,
+    )
     assert json.loads(capsys.readouterr().out) == {"fill": 0.5, "paced": {"staged": {"bytes": 3}}}
 
 

@@ -50,8 +50,13 @@ def tree_cpu_seconds(root: int) -> float:
 
 def test_cpu_time_is_that_of_the_process_and_of_all_below_it() -> None:
     burn = "import time; t = time.process_time()\nwhile time.process_time() - t < 0.5: pass"
-    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}]); print('done', flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+    program = (
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}]); "
+        "print('done', flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
         assert parent.stdout is not None
         parent.stdout.readline()
         assert tree_cpu_seconds(parent.pid) >= 0.5

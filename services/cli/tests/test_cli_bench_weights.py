@@ -14,13 +14,26 @@ KEYS = {"pause_over_transfer", "total_over_broadcast", "pause_seconds", "apply_s
 
 
 def arguments(**changes: object) -> argparse.Namespace:
-    defaults = {"quick": True, "seed": 1, "model": None, "megabytes": 100, "rounds": 1, "pace": 100, "requests": 2}
+    defaults = {
+        "quick": True,
+        "seed": 1,
+        "model": None,
+        "megabytes": 100,
+        "rounds": 1,
+        "pace": 100,
+        "requests": 2,
+    }
     return argparse.Namespace(**{**defaults, "engine": "vllm", **changes})
 
 
 def test_ratios_are_medians_of_rounds() -> None:
-    # Totals 3, 4, 9 over broadcast 1 and apply 1: 1.5, 2, 4.5; pauses 0.2, 0.1, 0.3 over transfers of 1, 2, 1.
-    updates = [Update(0.2, 1.0, 1.0, 3.0, 2), Update(0.1, 2.0, 1.0, 4.0, 2), Update(0.3, 1.0, 1.0, 9.0, 1)]
+    # Totals 3, 4, 9 over broadcast 1 and apply 1: 1.5, 2, 4.5; pauses 0.2, 0.1, 0.3 over transfers
+    # of 1, 2, 1.
+    updates = [
+        Update(0.2, 1.0, 1.0, 3.0, 2),
+        Update(0.1, 2.0, 1.0, 4.0, 2),
+        Update(0.3, 1.0, 1.0, 9.0, 1),
+    ]
     values = Measured(updates, [1.0, 1.0, 1.0]).values(num_bytes=7)
     assert values["total_over_broadcast"] == 2.0
     assert values["beside_apply_over_broadcast"] == 3.0
@@ -58,4 +71,6 @@ def test_weights_bench_updates_a_live_generator_in_both_modes_at_both_paces() ->
     assert isinstance(paced, Mapping)
     assert isinstance(paced["inplace"], Mapping)
     assert isinstance(paced["staged"], Mapping)
-    assert float(str(paced["staged"]["pause_seconds"])) < float(str(paced["inplace"]["pause_seconds"]))
+    assert float(str(paced["staged"]["pause_seconds"])) < float(
+        str(paced["inplace"]["pause_seconds"])
+    )

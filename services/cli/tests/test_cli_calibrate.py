@@ -52,7 +52,9 @@ class Generator:
         self.bodies.append(body)
         self.tokens.add(request.headers.get("Authorization", ""))
         if self._answer is not None:
-            return web.Response(status=self._answer[0], text=self._answer[1], content_type="application/json")
+            return web.Response(
+                status=self._answer[0], text=self._answer[1], content_type="application/json"
+            )
         self._running += 1
         self.most_running = max(self.most_running, self._running)
         async with self._places:
@@ -101,7 +103,8 @@ def calibrated(tmp_path: Path, url: str, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("most", "expected"), [(1, [1]), (2, [1, 2]), (8, [1, 2, 4, 8]), (12, [1, 2, 4, 8, 12]), (9, [1, 2, 4, 8, 9])]
+    ("most", "expected"),
+    [(1, [1]), (2, [1, 2]), (8, [1, 2, 4, 8]), (12, [1, 2, 4, 8, 12]), (9, [1, 2, 4, 8, 9])],
 )
 def test_levels(most: int, expected: list[int]) -> None:
     assert levels(most) == expected
@@ -117,21 +120,33 @@ def test_curve_per_gpu_and_relative_to_the_plateau() -> None:
     document = curve_document(measured, Scale(num_gpus=2), {})
     assert document["relative_to"] == "plateau"
     assert document["peak_tokens_per_second"] == 150
-    assert [(point["h"], point["tokens_per_second"]) for point in document["points"]] == [(0.5, 50), (2, 150), (4, 140)]
-    assert [point["utilization"] for point in document["points"]] == pytest.approx([1 / 3, 1, 140 / 150])
+    assert [(point["h"], point["tokens_per_second"]) for point in document["points"]] == [
+        (0.5, 50),
+        (2, 150),
+        (4, 140),
+    ]
+    assert [point["utilization"] for point in document["points"]] == pytest.approx(
+        [1 / 3, 1, 140 / 150]
+    )
 
 
 def test_curve_relative_to_a_given_peak() -> None:
     document = curve_document([Level(1, 100.0, 5)], Scale(1, 400.0), {})
     assert (document["relative_to"], document["points"][0]["utilization"]) == ("peak_flops", 0.25)
-    with pytest.raises(SettingsError, match=r"allow 50\.0 tokens/s per GPU, but 100\.0 were measured"):
+    with pytest.raises(
+        SettingsError, match=r"allow 50\.0 tokens/s per GPU, but 100\.0 were measured"
+    ):
         curve_document([Level(1, 100.0, 5)], Scale(1, 50.0), {})
 
 
-def test_speed_grows_until_the_generators_places_are_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_speed_grows_until_the_generators_places_are_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     generator = Generator(places=2)
     with serving(generator) as url:
-        document = calibrated(tmp_path, url, "--max-running", "8", "--max-tokens", "20", "--prompt-tokens", "5")
+        document = calibrated(
+            tmp_path, url, "--max-running", "8", "--max-tokens", "20", "--prompt-tokens", "5"
+        )
     assert [point["h"] for point in document["points"]] == [1, 2, 4, 8]
     speeds = [point["tokens_per_second"] for point in document["points"]]
     assert 0 < speeds[0] <= 20 / REQUEST_S
@@ -140,7 +155,10 @@ def test_speed_grows_until_the_generators_places_are_full(tmp_path: Path, capsys
     assert max(point["utilization"] for point in document["points"]) == 1
     assert (generator.most_running, generator.tokens) == (8, {""})
     assert all(len(body.pop("prompt_token_ids")) == 5 for body in generator.bodies)
-    assert all(body == {"max_tokens": 20, "temperature": 1.0, "ignore_eos": True} for body in generator.bodies)
+    assert all(
+        body == {"max_tokens": 20, "temperature": 1.0, "ignore_eos": True}
+        for body in generator.bodies
+    )
     curve = read_utilization(tmp_path / "u.json")
     assert (curve.batch_sizes, curve.peak_tokens_per_second) == ((1, 2, 4, 8), max(speeds))
     assert "8 at once" in capsys.readouterr().out
@@ -151,7 +169,14 @@ def test_job_gives_lengths_temperature_gpus_and_concurrency(tmp_path: Path) -> N
     (tmp_path / "token").write_text("secret\n")
     generator = Generator()
     with serving(generator) as url:
-        document = calibrated(tmp_path, url, "--job", str(tmp_path / "job.yaml"), "--token-file", str(tmp_path / "token"))
+        document = calibrated(
+            tmp_path,
+            url,
+            "--job",
+            str(tmp_path / "job.yaml"),
+            "--token-file",
+            str(tmp_path / "token"),
+        )
     assert [point["h"] for point in document["points"]] == [0.5, 1, 1.5]
     assert generator.most_running == 3
     assert generator.tokens == {"Bearer secret"}
@@ -162,9 +187,21 @@ def test_job_gives_lengths_temperature_gpus_and_concurrency(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("answer", "error", "message"),
     [
-        ((401, '{"error": {"message": "no token"}}'), SettingsError, "HTTP 401: no token; give the generator's token"),
-        ((400, '{"error": {"message": "too long"}}'), SettingsError, "HTTP 400: too long; see --prompt-tokens"),
-        ((503, '{"error": {"message": "no weights"}}'), Unavailable, "serves only with --serve-initial"),
+        (
+            (401, '{"error": {"message": "no token"}}'),
+            SettingsError,
+            "HTTP 401: no token; give the generator's token",
+        ),
+        (
+            (400, '{"error": {"message": "too long"}}'),
+            SettingsError,
+            "HTTP 400: too long; see --prompt-tokens",
+        ),
+        (
+            (503, '{"error": {"message": "no weights"}}'),
+            Unavailable,
+            "serves only with --serve-initial",
+        ),
         ((500, "broken"), PermanentError, "HTTP 500: broken"),
         ((200, "[]"), PermanentError, "not a generator's answer"),
         ((200, '{"choices": [{"token_ids": []}]}'), PermanentError, "the answer has no tokens"),
@@ -180,7 +217,10 @@ def test_refusals_and_bad_answers_are_told(
 
 
 def test_slow_answers_end_at_the_timeout(tmp_path: Path) -> None:
-    with serving(Generator(places=0)) as url, pytest.raises(Unavailable, match=r"no answer in 0\.1 s"):
+    with (
+        serving(Generator(places=0)) as url,
+        pytest.raises(Unavailable, match=r"no answer in 0\.1 s"),
+    ):
         command("--generator", url, "--timeout", "0.1", "--output", str(tmp_path / "u.json"))
 
 
@@ -211,7 +251,9 @@ async def test_one_failing_request_ends_the_level() -> None:
         (["--job", "missing.yaml"], "missing.yaml: there is no such file"),
     ],
 )
-def test_what_makes_no_sense_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_makes_no_sense_is_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["calibrate", "--generator", "http://127.0.0.1:9", *arguments]) == 2
     assert message in capsys.readouterr().err
 
@@ -224,16 +266,40 @@ def test_generator_that_is_away(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.vllm
 @pytest.mark.e2e
 def test_real_generator(tmp_path: Path) -> None:
-    """The arithmetic job's model behind a vLLM engine: 24 tokens after 32, whatever the model thinks of it."""
+    """The arithmetic job's model behind a vLLM engine: 24 tokens after 32, whatever the model
+    thinks of it.
+    """
     job = Path(__file__).parents[3] / "e2e" / "jobs" / "arithmetic.yaml"
     folder = ["--job", str(job), "--output", str(tmp_path)]
-    subprocess.run([sys.executable, "-m", "pipelinerl_actor.prepare", *folder], check=True, timeout=120, capture_output=True)
-    start = [sys.executable, "-m", "pipelinerl_actor.generator", *folder, "--listen", "127.0.0.1:0", "--serve-initial"]
+    subprocess.run(
+        [sys.executable, "-m", "pipelinerl_actor.prepare", *folder],
+        check=True,
+        timeout=120,
+        capture_output=True,
+    )
+    start = [
+        sys.executable,
+        "-m",
+        "pipelinerl_actor.generator",
+        *folder,
+        "--listen",
+        "127.0.0.1:0",
+        "--serve-initial",
+    ]
     with subprocess.Popen(start, stderr=subprocess.PIPE, text=True) as generator:
         deadline = threading.Timer(240, generator.kill)
         deadline.start()
         try:
-            document = calibrated(tmp_path, _address(generator), "--job", str(job), "--max-tokens", "24", "--max-running", "4")
+            document = calibrated(
+                tmp_path,
+                _address(generator),
+                "--job",
+                str(job),
+                "--max-tokens",
+                "24",
+                "--max-running",
+                "4",
+            )
         finally:
             generator.terminate()
             generator.communicate(timeout=60)

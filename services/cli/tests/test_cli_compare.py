@@ -1,4 +1,6 @@
-"""Runs side by side: what is timed, from when on, and which runs stand together. Numbers worked out by hand."""
+"""Runs side by side: what is timed, from when on, and which runs stand together. Numbers worked out
+by hand.
+"""
 
 import math
 import re
@@ -31,7 +33,8 @@ def test_rewards_are_timed_from_the_first_token_and_every_run_is_drawn(
     out = tmp_path / "compare.html"
     assert main(["compare", str(fast), str(slow), "--output", str(out), "--reward", "0.4"]) == 0
     said = capsys.readouterr().out
-    # fast: the mean of 5 steps is (k-2)/20, 0.4 at step 10, 10 + 20 s after the start, and the first token is seen after 11.5 s
+    # fast: the mean of 5 steps is (k-2)/20, 0.4 at step 10, 10 + 20 s after the start, and the
+    # first token is seen after 11.5 s
     assert re.search(r"^time to 0\.4 +18 s +34 s$", said, re.MULTILINE)
     assert re.search(r"^trajectories to 0\.4 +40 +72$", said, re.MULTILINE)
     assert re.search(r"^tokens to 0\.4 +500 +900$", said, re.MULTILINE)
@@ -68,7 +71,9 @@ def test_single_lucky_steps_do_not_count_as_reaching(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reward", [0.1, 0.3, 0.7, 0.8])
-def test_reward_that_is_met_exactly_is_reached_whatever_its_sum_rounds_to(tmp_path: Path, reward: float) -> None:
+def test_reward_that_is_met_exactly_is_reached_whatever_its_sum_rounds_to(
+    tmp_path: Path, reward: float
+) -> None:
     (run,) = load([make_run(tmp_path / "run", [reward] * 12)])
     step = run.first_reaching(reward)
     assert step is not None
@@ -85,21 +90,37 @@ def test_step_without_a_reward_does_not_hide_those_after_it(tmp_path: Path) -> N
 def test_rewards_of_selected_groups_are_told_apart(tmp_path: Path) -> None:
     """A batch without groups of equal rewards never has a mean near 1."""
     selecting = JOB.replace("seed: 11", "seed: 11, algorithm: {loss: dapo}")
-    roots = [make_run(tmp_path / "all", [0.5] * 6), make_run(tmp_path / "some", [0.5] * 6, job=selecting)]
+    roots = [
+        make_run(tmp_path / "all", [0.5] * 6),
+        make_run(tmp_path / "some", [0.5] * 6, job=selecting),
+    ]
     assert "The rewards of some are of the groups that were trained" in note(variants(load(roots)))
     assert "dropped" not in note(variants(load(roots[:1])))
 
 
-def test_places_of_a_run_that_scales_by_itself_are_those_of_the_actors_that_there_were(tmp_path: Path) -> None:
-    """One actor with all its 64 places in use from 1 to 5 s, two with 64 of 128 from then to the last step after 9 s."""
-    scaling = JOB.replace("seed: 11", "seed: 11, actors: {maxReplicas: 8}, autoscale: {enabled: true}")
+def test_places_of_a_run_that_scales_by_itself_are_those_of_the_actors_that_there_were(
+    tmp_path: Path,
+) -> None:
+    """One actor with all its 64 places in use from 1 to 5 s, two with 64 of 128 from then to the
+    last step after 9 s.
+    """
+    scaling = JOB.replace(
+        "seed: 11", "seed: 11, actors: {maxReplicas: 8}, autoscale: {enabled: true}"
+    )
     root = make_run(tmp_path / "run", [0.5] * 9, job=scaling)
     first = 1010.5  # the first token's time
-    told = [(first, "actor-0", 64.0, 64.0), (first + 4, "actor-0", 32.0, 64.0), (first + 4, "actor-1", 32.0, 64.0)]
+    told = [
+        (first, "actor-0", 64.0, 64.0),
+        (first + 4, "actor-0", 32.0, 64.0),
+        (first + 4, "actor-1", 32.0, 64.0),
+    ]
     with (root / "metrics.jsonl").open("a") as file:
         for time, actor, running, limit in told:
             file.write(
-                Record("actor", actor, time, -1, {"requests_running": running, "requests_limit": limit}).to_json() + "\n"
+                Record(
+                    "actor", actor, time, -1, {"requests_running": running, "requests_limit": limit}
+                ).to_json()
+                + "\n"
             )
     (run,) = load([root])
     end = run.history.steps[-1].t
@@ -111,7 +132,10 @@ def test_settings_that_differ_are_told_first_and_other_tasks_are_warned_of(
 ) -> None:
     lora = JOB.replace('"}, task', '", adapter: {rank: 16}}, task').replace("Sums", "Products")
     other = lora.replace("seed: 11", "seed: 12, algorithm: {optimizer: {learningRate: 0.001}}")
-    roots = [make_run(tmp_path / "sums", [0.5] * 6), make_run(tmp_path / "products", [0.5] * 6, job=other)]
+    roots = [
+        make_run(tmp_path / "sums", [0.5] * 6),
+        make_run(tmp_path / "products", [0.5] * 6, job=other),
+    ]
     assert main(["compare", *map(str, roots), "--output", str(tmp_path / "c.html")]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("WARNING: the runs have different tasks (task.path or task.args)")
@@ -131,7 +155,8 @@ def test_runs_of_one_task_are_not_warned_of_and_equal_ones_have_no_row(
 ) -> None:
     bigger = JOB.replace("seed: 11", "seed: 11, algorithm: {groupsPerStep: 7}")
     one, same, big = (
-        make_run(tmp_path / name, [0.5] * 6, job=job) for name, job in zip("abc", (JOB, JOB, bigger), strict=True)
+        make_run(tmp_path / name, [0.5] * 6, job=job)
+        for name, job in zip("abc", (JOB, JOB, bigger), strict=True)
     )
     assert differences(variants(load([one, same]))) == []
     groups = str(load([one])[0].job.spec.algorithm.groups_per_step)
@@ -148,7 +173,8 @@ def test_one_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def seeds_of(tmp_path: Path, rewards: dict[int, float]) -> list[Compared]:
     """Runs of 20 steps with a constant reward each, by seed."""
     roots = [
-        make_run(tmp_path / f"seed-{seed}" / "sums", [reward] * 20, job=with_seed(seed)) for seed, reward in rewards.items()
+        make_run(tmp_path / f"seed-{seed}" / "sums", [reward] * 20, job=with_seed(seed))
+        for seed, reward in rewards.items()
     ]
     return load(roots)
 
@@ -159,7 +185,9 @@ def test_runs_that_differ_in_their_seed_stand_together(tmp_path: Path) -> None:
     assert row([together], "seeds") == ["1 2"]
     assert row([together], "reward last") == ["0.7 (0.6 to 0.8)"]
     assert row([together], "trajectories to 0.7", (0.7,)) == ["20, 1 of 2 runs"]
-    band, line = together.lines(3, lambda run: ([step.t for step in run.history.steps], run.rewards))
+    band, line = together.lines(
+        3, lambda run: ([step.t for step in run.history.steps], run.rewards)
+    )
     assert (band.style, line.style) == ("band", "line")
     assert band.floor is not None
     assert (band.floor[0], line.ys[0], band.ys[0]) == pytest.approx((0.6, 0.7, 0.8))
@@ -167,13 +195,25 @@ def test_runs_that_differ_in_their_seed_stand_together(tmp_path: Path) -> None:
 
 def test_runs_of_other_settings_or_of_the_same_seed_stand_apart(tmp_path: Path) -> None:
     other = make_run(tmp_path / "other", [0.5] * 6, job=with_seed(2, steps=7))
-    same, again = (make_run(tmp_path / name, [0.5] * 6, job=with_seed(1)) for name in ("same", "again"))
-    assert [each.label for each in variants(load([other, same, again]))] == ["other", "same", "again"]
+    same, again = (
+        make_run(tmp_path / name, [0.5] * 6, job=with_seed(1)) for name in ("same", "again")
+    )
+    assert [each.label for each in variants(load([other, same, again]))] == [
+        "other",
+        "same",
+        "again",
+    ]
 
 
 def test_runs_of_one_name_are_told_apart_where_the_name_is_not_theirs_alone(tmp_path: Path) -> None:
-    roots = [make_run(tmp_path / f"{k}" / "sums", [0.5] * 6, job=with_seed(k % 2, steps=7 + k // 2)) for k in range(4)]
-    assert [each.label for each in variants(load(roots))] == [f"{roots[0]} and 1 more", f"{roots[2]} and 1 more"]
+    roots = [
+        make_run(tmp_path / f"{k}" / "sums", [0.5] * 6, job=with_seed(k % 2, steps=7 + k // 2))
+        for k in range(4)
+    ]
+    assert [each.label for each in variants(load(roots))] == [
+        f"{roots[0]} and 1 more",
+        f"{roots[2]} and 1 more",
+    ]
 
 
 def test_curve_over_runs_lies_where_all_of_them_are() -> None:

@@ -28,11 +28,15 @@ def test_the_chart_has_what_is_generated(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["--check"]) == 0, capsys.readouterr().err
 
 
-def test_a_file_that_was_changed_by_hand_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_was_changed_by_hand_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     changed = {**generated(), "dashboards/overview.json": "{}"}
     monkeypatch.setattr("pipelinerl_cli.monitoring.files.generated", lambda: changed)
     assert main(["--check"]) == 1
-    assert capsys.readouterr().err.startswith("charts/pipelinerl/dashboards/overview.json: out of date")
+    assert capsys.readouterr().err.startswith(
+        "charts/pipelinerl/dashboards/overview.json: out of date"
+    )
 
 
 def test_every_panel_has_a_unit_a_description_and_its_place() -> None:
@@ -69,7 +73,9 @@ def test_queries_ask_for_metrics_that_exist_of_the_chosen_jobs() -> None:
             for name, selector in series:
                 assert name in known, f"{path}: {panel['title']}: {name}"
                 of_operator = name.startswith("pipelinerl_operator_")
-                assert of_operator or selector.startswith('{namespace=~"$namespace",job=~"$job"'), f"{path}: {panel['title']}"
+                assert of_operator or selector.startswith('{namespace=~"$namespace",job=~"$job"'), (
+                    f"{path}: {panel['title']}"
+                )
 
 
 def test_every_dashboard_links_to_what_the_numbers_mean_which_is_there() -> None:

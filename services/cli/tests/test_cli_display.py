@@ -37,12 +37,20 @@ def make_job(**spec: Any) -> Job:
 
 
 def trained(step: int, time: float, reward: float) -> Record:
-    values = {"reward_mean": reward, "lag_mean": 1.25, "lag_max": 3.0, "ess": 0.97, "pause_seconds": 0.04}
+    values = {
+        "reward_mean": reward,
+        "lag_mean": 1.25,
+        "lag_max": 3.0,
+        "ess": 0.97,
+        "pause_seconds": 0.04,
+    }
     return Record("trainer", "trainer-0", time, step, {**values, "weight_updates_total": 7.0})
 
 
 def generated(actor: str, time: float, tokens: float) -> Record:
-    return Record("actor", actor, time, -1, {"tokens_generated_total": tokens, "requests_running": 8.0})
+    return Record(
+        "actor", actor, time, -1, {"tokens_generated_total": tokens, "requests_running": 8.0}
+    )
 
 
 def view_after_steps() -> RunView:
@@ -52,7 +60,11 @@ def view_after_steps() -> RunView:
     view.take(generated("actor-1", 10, 5_000.0))
     view.take(
         Record(
-            "preprocessor", "preprocessor-0", 1, -1, {"queue_groups{stage=ready}": 12.0, "queue_groups{stage=running}": 20.0}
+            "preprocessor",
+            "preprocessor-0",
+            1,
+            -1,
+            {"queue_groups{stage=ready}": 12.0, "queue_groups{stage=running}": 20.0},
         )
     )
     for step in (1, 2, 3):
@@ -65,7 +77,9 @@ def test_view_adds_instances_and_estimates_the_time_left() -> None:
     assert view.gauge("actor", "requests_running") == 16
     assert view.gauge("actor", "nothing") is None
     assert view.total("trainer", "weight_updates_total") == 7
-    view.take(Record("trainer", "trainer-0", 99, -1, {"weight_updates_total": 2.0}))  # a restarted trainer counts from 0
+    view.take(
+        Record("trainer", "trainer-0", 99, -1, {"weight_updates_total": 2.0})
+    )  # a restarted trainer counts from 0
     assert view.total("trainer", "weight_updates_total") == 9
     assert view.seconds_left == 970  # 97 steps at 10 s
     assert view.trend("trainer", "reward_mean") == (0.1, 0.2, 0.3)
@@ -81,7 +95,9 @@ def test_actors_that_come_and_go_are_shown() -> None:
 
 
 def two_sessions() -> list[Record]:
-    """Three steps, then a session that goes on after the second, with a restart, other pauses and an idle hour between."""
+    """Three steps, then a session that goes on after the second, with a restart, other pauses and
+    an idle hour between.
+    """
 
     def trained_(step: int, time: float, updates: float, pause: float) -> Record:
         values = {"reward_mean": 0.5, "weight_updates_total": updates, "pause_seconds": pause}
@@ -108,9 +124,13 @@ def test_what_is_shown_live_is_what_the_summary_says_over_a_resume_too() -> None
     summary = summarize(RunHistory(two_sessions()), status="finished", job="sums", seed=0)
     assert view.total("trainer", "weight_updates_total") == summary["weight_updates"] == 5
     assert view.restarts == summary["restarts"] == 3
-    assert view.pause.mean == pytest.approx(summary["pause_seconds_mean"]) == pytest.approx(0.25)  # 0.1, 0.1, 0.4, 0.4
+    assert (
+        view.pause.mean == pytest.approx(summary["pause_seconds_mean"]) == pytest.approx(0.25)
+    )  # 0.1, 0.1, 0.4, 0.4
     assert view.generation.tokens == summary["tokens_generated"] == 4000
-    assert view.generation.tokens_per_second == pytest.approx(4000 / 25)  # from 10 to 20 and from 4005 to 4020
+    assert view.generation.tokens_per_second == pytest.approx(
+        4000 / 25
+    )  # from 10 to 20 and from 4005 to 4020
     assert summary["tokens_per_second"] == pytest.approx(4000 / 25, rel=1e-5)
 
 
@@ -134,7 +154,8 @@ def test_plain_display_writes_one_line_per_step_and_per_phase() -> None:
     display.stepped(stepped)
     assert out.getvalue().splitlines() == [
         "loading",
-        "step 3/100  reward 0.300  lag 1.25 (max 3)  ESS 0.970  500 tokens/s mean  ready 12  running 20  updates 7",
+        "step 3/100  reward 0.300  lag 1.25 (max 3)  ESS 0.970  500 tokens/s mean  ready 12  "
+        "running 20  updates 7",
     ]
 
 
@@ -148,7 +169,9 @@ def test_a_reader_of_the_progress_that_is_gone_does_not_stop_the_run() -> None:
         out.write("nor this, and its end is no error")
 
 
-def test_a_full_disk_under_the_log_does_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_under_the_log_does_not_reach_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with keep_log(Path("/dev/full"), PlainDisplay()):
         logging.getLogger("pipelinerl_operator.coordinator").info("formed")
     shown = capsys.readouterr()
@@ -159,18 +182,37 @@ def test_a_long_wait_is_explained_with_what_was_dropped_since_the_last_step() ->
     view, patience = RunView(steps_total=9, phase=GENERATING), Patience(groups_per_step=32)
 
     def count(time: float, dropped: float, failed: float) -> None:
-        view.take(Record("preprocessor", "preprocessor-0", time, 0, {"groups_dropped_total{reason=zero_advantage}": dropped}))
-        view.take(Record("actor", "actor-0", time, -1, {"rollout_errors_total{reason=task_error}": failed}))
+        view.take(
+            Record(
+                "preprocessor",
+                "preprocessor-0",
+                time,
+                0,
+                {"groups_dropped_total{reason=zero_advantage}": dropped},
+            )
+        )
+        view.take(
+            Record(
+                "actor", "actor-0", time, -1, {"rollout_errors_total{reason=task_error}": failed}
+            )
+        )
 
     count(1, dropped=100, failed=0)
     assert patience.look(view, 0) is None
     count(2, dropped=1740, failed=3)
     view.take(
-        Record("preprocessor", "preprocessor-0", 2, 0, {"queue_groups{stage=ready}": 5.0, "queue_groups{stage=running}": 2.0})
+        Record(
+            "preprocessor",
+            "preprocessor-0",
+            2,
+            0,
+            {"queue_groups{stage=ready}": 5.0, "queue_groups{stage=running}": 2.0},
+        )
     )
     assert patience.look(view, 59) is None
     assert patience.look(view, 60) == (
-        "no step for 60 s: step 1 needs 32 groups, 5 are ready, 2 run; groups dropped meanwhile: zero_advantage 1,640; "
+        "no step for 60 s: step 1 needs 32 groups, 5 are ready, 2 run; groups dropped meanwhile: "
+        "zero_advantage 1,640; "
         "rollouts failed meanwhile: task_error 3; see logs/actor-0.log"
     )
     assert patience.look(view, 119) is None
@@ -188,11 +230,14 @@ def test_a_wait_names_who_has_fallen_silent() -> None:
     assert patience.look(view, 0) is None
     view.take(Record("preprocessor", "preprocessor-0", 70, -1, {"queue_groups{stage=ready}": 1.0}))
     assert patience.look(view, 60) == (
-        "no step for 60 s: step 1 needs 1 group, 1 is ready, 0 run; actor-0 has told nothing for 60 s"
+        "no step for 60 s: step 1 needs 1 group, 1 is ready, 0 run; actor-0 has told nothing for "
+        "60 s"
     )
 
 
-def test_a_generators_silence_is_said_at_once_then_ever_more_seldom_and_ends_with_its_process() -> None:
+def test_a_generators_silence_is_said_at_once_then_ever_more_seldom_and_ends_with_its_process() -> (
+    None
+):
     said: list[str] = []
     recorded: list[tuple[str, float]] = []
     ended: list[str] = []
@@ -244,7 +289,9 @@ def test_live_display_shows_what_is_waited_for_and_then_the_numbers() -> None:
             console.print(display.render(view))
         return capture.get()
 
-    assert "waiting for generator-0-0" in shown(RunView(10, phase="loading", detail="waiting for generator-0-0"))
+    assert "waiting for generator-0-0" in shown(
+        RunView(10, phase="loading", detail="waiting for generator-0-0")
+    )
     view = view_after_steps()
     view.take(Record("up", "up", 31, -1, {"restarts_total": 2.0}))
     text = shown(view)
@@ -266,9 +313,16 @@ def test_words_for_numbers() -> None:
     assert sparkline([0, 0.5, 1]) == "▁▅█"
     assert sparkline([0.4, 0.4]) == "▁▁"
     assert sparkline([math.nan]) == ""
-    assert sparkline([0.9, 1.0, 0.5], 2, low=0.0, high=1.0) == "█▅"  # only the last two, on the scale from 0 to 1
+    assert (
+        sparkline([0.9, 1.0, 0.5], 2, low=0.0, high=1.0) == "█▅"
+    )  # only the last two, on the scale from 0 to 1
     assert [duration(75), duration(3675)] == ["1:15", "1:01:15"]
-    assert [number(None), number(math.nan), number(1.234), number(12345, 0)] == ["-", "-", "1.23", "12,345"]
+    assert [number(None), number(math.nan), number(1.234), number(12345, 0)] == [
+        "-",
+        "-",
+        "1.23",
+        "12,345",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -283,7 +337,9 @@ def test_words_for_numbers() -> None:
         (Role.TRAINER, 2, False, GiveUp("wrong settings")),
     ],
 )
-def test_what_an_exit_means(role: Role, status: int, finished: bool, verdict: Restart | Done | GiveUp) -> None:
+def test_what_an_exit_means(
+    role: Role, status: int, finished: bool, verdict: Restart | Done | GiveUp
+) -> None:
     assert judge(role, status, run_is_finished=lambda: finished) == verdict
 
 
@@ -299,16 +355,22 @@ def test_threads_share_the_cores() -> None:
 
 
 def test_a_job_may_need_as_many_gpus_as_there_are_and_no_more() -> None:
-    job = make_job(actors={"gpusPerReplica": 2, "generatorsPerReplica": 2}, trainers={"processesPerNode": 2})
+    job = make_job(
+        actors={"gpusPerReplica": 2, "generatorsPerReplica": 2}, trainers={"processesPerNode": 2}
+    )
     assert missing_gpus(job, 4) == []
     (fault,) = missing_gpus(job, 3)
-    assert fault.startswith("actors.gpusPerReplica=2: the job needs 4 GPUs (generator 2, trainer 2), this machine has 3")
+    assert fault.startswith(
+        "actors.gpusPerReplica=2: the job needs 4 GPUs (generator 2, trainer 2), this machine has 3"
+    )
     assert "lower it, or the numbers of replicas" in fault
     assert missing_gpus(make_job(), 0) == []
 
 
 def test_gpus_go_to_generators_then_trainers_and_a_job_without_gpus_sees_none() -> None:
-    job = make_job(actors={"gpusPerReplica": 2, "generatorsPerReplica": 2}, trainers={"processesPerNode": 2})
+    job = make_job(
+        actors={"gpusPerReplica": 2, "generatorsPerReplica": 2}, trainers={"processesPerNode": 2}
+    )
     assert assign_gpus(job, None) == {
         "preprocessor-0": "",
         "generator-0-0": "0",
@@ -322,7 +384,10 @@ def test_gpus_go_to_generators_then_trainers_and_a_job_without_gpus_sees_none() 
 
 
 def test_environment_keeps_the_users_thread_count() -> None:
-    assert environment(make_job(), "trainer-0", {"OMP_NUM_THREADS": "3"}, cores=8)["OMP_NUM_THREADS"] == "3"
+    assert (
+        environment(make_job(), "trainer-0", {"OMP_NUM_THREADS": "3"}, cores=8)["OMP_NUM_THREADS"]
+        == "3"
+    )
     assert environment(make_job(), "trainer-0", {}, cores=8)["OMP_NUM_THREADS"] == "4"
 
 
@@ -343,6 +408,8 @@ def test_reserved_port_can_be_listened_on_by_its_process_and_is_given_to_nobody_
 def test_port_of_a_listening_process_is_found_occupied() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(SettingsError, match=f"weightTransfer.port={port}: the port is occupied"):
+        with pytest.raises(
+            SettingsError, match=f"weightTransfer.port={port}: the port is occupied"
+        ):
             check_port_is_free("weightTransfer.port", port)
     check_port_is_free("weightTransfer.port", port)

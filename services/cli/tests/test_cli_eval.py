@@ -1,4 +1,6 @@
-"""`pipelinerl eval`: which weights a path means, what is refused, and one evaluation of a real model."""
+"""`pipelinerl eval`: which weights a path means, what is refused, and one evaluation of a real
+model.
+"""
 
 import json
 import shutil
@@ -63,11 +65,18 @@ def test_flags_that_do_not_fit_are_named(
     assert complaint in capsys.readouterr().err
 
 
-def test_missing_weights_are_named_before_anything_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_weights_are_named_before_anything_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = model(tmp_path / "m")
-    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+    (folder / "config.json").write_text(
+        '{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}'
+    )
     assert main(["eval", str(folder), ARITHMETIC]) == 2
-    assert f"{folder}: {folder} has neither model.safetensors nor model.safetensors.index.json" in capsys.readouterr().err
+    assert (
+        f"{folder}: {folder} has neither model.safetensors nor model.safetensors.index.json"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.e2e
@@ -75,24 +84,38 @@ def test_missing_weights_are_named_before_anything_else(tmp_path: Path, capsys: 
     ("override", "complaint"),
     [
         ("task.args.digit=1", "has no argument 'digit'; it has digits"),
-        ("task.sampling.maxTokens=63", "model.maxModelLen=64 is too small for the prompts of spec.task.path="),
+        (
+            "task.sampling.maxTokens=63",
+            "model.maxModelLen=64 is too small for the prompts of spec.task.path=",
+        ),
     ],
 )
 def test_a_task_that_cannot_work_is_refused_before_a_generator_is_started(
-    override: str, complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    override: str,
+    complaint: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("pipelinerl_cli.eval.run.Process.start", None)
-    whole = ModelSource(Path.home() / ".cache" / "pipelinerl", offline=True).resolve(load_job(Path(ARITHMETIC)).spec.model)
+    whole = ModelSource(Path.home() / ".cache" / "pipelinerl", offline=True).resolve(
+        load_job(Path(ARITHMETIC)).spec.model
+    )
     assert main(["eval", str(whole), ARITHMETIC, "--set", override]) == 2
     assert complaint in capsys.readouterr().err
 
 
 @pytest.mark.e2e
-def test_a_generator_that_cannot_load_the_model_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = ModelSource(Path.home() / ".cache" / "pipelinerl", offline=True).resolve(load_job(Path(ARITHMETIC)).spec.model)
+def test_a_generator_that_cannot_load_the_model_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = ModelSource(Path.home() / ".cache" / "pipelinerl", offline=True).resolve(
+        load_job(Path(ARITHMETIC)).spec.model
+    )
     broken = shutil.copytree(whole, tmp_path / "m")
     config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModelForCausalLM"], "model_type": "no"}))
+    (broken / "config.json").write_text(
+        json.dumps({**config, "architectures": ["NoSuchModelForCausalLM"], "model_type": "no"})
+    )
     engine = ["--set", "actors.generator.engine=transformers"]
     assert main(["eval", str(broken), ARITHMETIC, "--prompts", "1", *engine]) == 1
     error = capsys.readouterr().err
@@ -101,12 +124,24 @@ def test_a_generator_that_cannot_load_the_model_says_why(tmp_path: Path, capsys:
 
 
 @pytest.mark.e2e
-def test_the_tiny_model_is_right_about_every_fifth_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tiny_model_is_right_about_every_fifth_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cache = Path.home() / ".cache" / "pipelinerl"
     folder = ModelSource(cache, offline=True).resolve(load_job(Path(ARITHMETIC)).spec.model)
     output = tmp_path / "result.json"
-    # Sampling has no seed: pass@8 is 0.81, over 240 prompts with a standard deviation of 0.025, so 0.7 is 4 of them away.
-    flags = ["--prompts", "240", "--samples", "8", "--k", "1,8", "--set", "actors.generator.engine=transformers"]
+    # Sampling has no seed: pass@8 is 0.81, over 240 prompts with a standard deviation of 0.025, so
+    # 0.7 is 4 of them away.
+    flags = [
+        "--prompts",
+        "240",
+        "--samples",
+        "8",
+        "--k",
+        "1,8",
+        "--set",
+        "actors.generator.engine=transformers",
+    ]
     assert main(["eval", str(folder), ARITHMETIC, *flags, "--json", "--output", str(output)]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document == json.loads(output.read_text())

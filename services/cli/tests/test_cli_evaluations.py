@@ -1,4 +1,6 @@
-"""What the evaluator found, where people look for it: on the terminal, in the summary, the report and the comparison."""
+"""What the evaluator found, where people look for it: on the terminal, in the summary, the report
+and the comparison.
+"""
 
 import re
 from pathlib import Path
@@ -23,12 +25,23 @@ spec: {model: {uri: "tiny://arithmetic"}, task: {path: "tasks:Sums"}, seed: 11}
 """
 
 
-def result(step: int, mean: float, *, name: str = "held-out", time: float = 0.0, failed: int = 0) -> Record:
+def result(
+    step: int, mean: float, *, name: str = "held-out", time: float = 0.0, failed: int = 0
+) -> Record:
     """Of one set with k = 4 and k = 1, told in this order."""
     values = {
-        **{f"evaluation_pass_ratio{edge}{{set={name},k=4}}": 0.9 + change for edge, change in _EDGES},
-        **{f"evaluation_pass_ratio{edge}{{set={name},k=1}}": mean + change for edge, change in _EDGES},
-        **{f"evaluation_reward{edge or '_mean'}{{set={name}}}": mean + change for edge, change in _EDGES},
+        **{
+            f"evaluation_pass_ratio{edge}{{set={name},k=4}}": 0.9 + change
+            for edge, change in _EDGES
+        },
+        **{
+            f"evaluation_pass_ratio{edge}{{set={name},k=1}}": mean + change
+            for edge, change in _EDGES
+        },
+        **{
+            f"evaluation_reward{edge or '_mean'}{{set={name}}}": mean + change
+            for edge, change in _EDGES
+        },
         f"evaluation_tokens_mean{{set={name}}}": 2.5,
         f"evaluation_truncated_ratio{{set={name}}}": 0.125,
         f"evaluation_prompts{{set={name}}}": 64.0,
@@ -43,14 +56,21 @@ _EDGES = (("", 0.0), ("_low", -0.05), ("_high", 0.05))
 
 
 def trained(step: int) -> Record:
-    return Record("trainer", "trainer-0", 1000.5 + step, step, {"reward_mean": 0.5, "num_sequences": 4.0})
+    return Record(
+        "trainer", "trainer-0", 1000.5 + step, step, {"reward_mean": 0.5, "num_sequences": 4.0}
+    )
 
 
 def test_a_record_is_read_back_by_set_and_k() -> None:
     (found,) = evaluated(result(20, 0.25))
     assert (found.step, found.name, list(found.pass_at)) == (20, "held-out", [1, 4])
     assert str(found.pass_at[1]) == "0.250 (0.200 to 0.300)"
-    assert (found.reward.mean, found.tokens_mean, found.truncated_ratio, found.num_prompts) == (0.25, 2.5, 0.125, 64)
+    assert (found.reward.mean, found.tokens_mean, found.truncated_ratio, found.num_prompts) == (
+        0.25,
+        2.5,
+        0.125,
+        64,
+    )
 
 
 def test_only_the_evaluators_results_count_and_of_a_step_the_last() -> None:
@@ -63,7 +83,9 @@ def test_only_the_evaluators_results_count_and_of_a_step_the_last() -> None:
         trained(20),
     ]
     found = evaluations(records)
-    assert {name: [(each.step, each.pass_at[1].mean) for each in of] for name, of in found.items()} == {
+    assert {
+        name: [(each.step, each.pass_at[1].mean) for each in of] for name, of in found.items()
+    } == {
         "held-out": [(0, 0.05), (20, 0.3)],
         "hard": [(20, 0.7)],
     }
@@ -71,7 +93,8 @@ def test_only_the_evaluators_results_count_and_of_a_step_the_last() -> None:
 
 def test_a_result_is_one_line() -> None:
     assert evaluation_line(result(20, 0.25)) == (
-        "step 20 evaluated: held-out pass@1 0.250 (0.200 to 0.300), pass@4 0.900 (0.850 to 0.950), reward 0.250"
+        "step 20 evaluated: held-out pass@1 0.250 (0.200 to 0.300), pass@4 0.900 (0.850 to 0.950), "
+        "reward 0.250"
     )
     failed = Record("evaluator", "evaluator-0", 1, 40, {"evaluation_sets_failed": 2.0})
     assert evaluation_line(failed) == "step 40 evaluated: 2 set(s) failed, see logs/evaluator-0.log"
@@ -92,8 +115,15 @@ def test_progress_tells_the_set_that_is_being_answered() -> None:
     sets = ("held-out", "hard")
     assert progress(view, sets) == "waiting for the evaluator"
     planned = {f"evaluation_prompts_planned{{set={name}}}": 128.0 for name in sets}
-    done = {"evaluation_prompts_done{set=held-out}": 128.0, "evaluation_prompts_done{set=hard}": 34.0}
-    view.take(Record("evaluator", "evaluator-0", 1, -1, {**planned, **done, "evaluation_running_step": 0.0}))
+    done = {
+        "evaluation_prompts_done{set=held-out}": 128.0,
+        "evaluation_prompts_done{set=hard}": 34.0,
+    }
+    view.take(
+        Record(
+            "evaluator", "evaluator-0", 1, -1, {**planned, **done, "evaluation_running_step": 0.0}
+        )
+    )
     assert progress(view, sets) == "set hard 34/128"
     view.take(Record("evaluator", "evaluator-0", 2, -1, {"evaluation_running_step": -1.0}))
     assert progress(view, sets) == "waiting for the evaluator"
@@ -109,7 +139,8 @@ def test_the_summary_has_the_newest_and_the_first_result_of_each_set() -> None:
     assert summary["evaluations_skipped"] == {"overtaken": 2}
     assert summary["evaluations_failed"] == 1
     assert evaluation_lines(summary) == [
-        "held-out: pass@1 0.200 -> 0.800 (0.750 to 0.850), pass@4 0.900 -> 0.900 (0.850 to 0.950) at step 60"
+        "held-out: pass@1 0.200 -> 0.800 (0.750 to 0.850), pass@4 0.900 -> 0.900 (0.850 to 0.950) "
+        "at step 60"
     ]
 
 
@@ -141,10 +172,14 @@ def test_the_report_draws_each_set_with_its_band(tmp_path: Path) -> None:
     assert "evaluations skipped: overtaken" in page
 
 
-def test_a_comparison_has_the_newest_result_of_every_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_has_the_newest_result_of_every_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one, two = make_run(tmp_path / "one", {0: 0.2, 30: 0.8}), make_run(tmp_path / "two", {})
     assert main(["compare", str(one), str(two), "--output", str(tmp_path / "c.html")]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("held-out pass@1"))
+    line = next(
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("held-out pass@1")
+    )
     assert line.split() == ["held-out", "pass@1", "0.800", "-"]
     assert "<figcaption>held-out: pass@1" in (tmp_path / "c.html").read_text()
 

@@ -30,7 +30,9 @@ def two_actors() -> Job:
     return parse_job(document, source="test")
 
 
-async def test_targets_follow_an_actor_that_goes_before_it_was_ready_and_comes_again(tmp_path: Path) -> None:
+async def test_targets_follow_an_actor_that_goes_before_it_was_ready_and_comes_again(
+    tmp_path: Path,
+) -> None:
     job = two_actors()
     names = workload_names(job)
     endpoints = Endpoints(
@@ -40,24 +42,32 @@ async def test_targets_follow_an_actor_that_goes_before_it_was_ready_and_comes_a
         coordinator="127.0.0.1:2",
         addresses={name: f"127.0.0.1:{10 + k}" for k, name in enumerate(names)},
         trainer_master="127.0.0.1:3",
-        metrics_addresses={name: f"127.0.0.1:{50 + k}" for k, name in enumerate((scraping.OWN, *names))},
+        metrics_addresses={
+            name: f"127.0.0.1:{50 + k}" for k, name in enumerate((scraping.OWN, *names))
+        },
     )
     lists: list[set[str]] = []
 
     def list_targets() -> None:
-        targets = json.loads(scraping.targets_file(fleet.job, endpoints.addresses, endpoints.metrics_addresses))
+        targets = json.loads(
+            scraping.targets_file(fleet.job, endpoints.addresses, endpoints.metrics_addresses)
+        )
         lists.append({target["labels"]["instance"] for target in targets})
 
     processes: list[Process] = []
 
     async def launch(workload: Workload) -> Process:
         log_file = tmp_path / f"{workload.name}.log"
-        process = await Process.start(workload.name, ("sleep", "600"), log_file=log_file, environment=dict(os.environ))
+        process = await Process.start(
+            workload.name, ("sleep", "600"), log_file=log_file, environment=dict(os.environ)
+        )
         processes.append(process)
         return process
 
     fleet = Fleet(job, endpoints, 2, list_targets)
-    coordinator = Coordinator(job.spec.weight_transfer, fleet.generator_urls, lambda: None, token=None)
+    coordinator = Coordinator(
+        job.spec.weight_transfer, fleet.generator_urls, lambda: None, token=None
+    )
     supervisor = Supervisor(fleet.workloads(), launch, lambda: False, on_restart=lambda name: None)
     task = asyncio.create_task(supervisor.run())
     try:

@@ -1,4 +1,6 @@
-"""A disk that is full while a run goes on: what could not be written is said once and counted, and nothing ends with it."""
+"""A disk that is full while a run goes on: what could not be written is said once and counted, and
+nothing ends with it.
+"""
 
 import asyncio
 import contextlib
@@ -62,7 +64,9 @@ def test_record_that_did_not_fit_leaves_no_half_a_line_and_is_written_once(tmp_p
     assert [record.step for record in read_records(path)] == [1, 2]
 
 
-def test_thinned_record_that_a_full_disk_refused_is_not_thinned_out_when_it_comes_again(tmp_path: Path) -> None:
+def test_thinned_record_that_a_full_disk_refused_is_not_thinned_out_when_it_comes_again(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "metrics.jsonl"
     writer = MetricsWriter.open(path, now=0)
     told = Record("actor", "actor-0", 7200.0, -1, {"tokens_generated_total": 1.0})
@@ -99,7 +103,8 @@ async def test_silence_is_watched_and_shown_while_nothing_of_it_can_be_written(
     records.end()
     assert records.num_lost == 6
     assert [record.getMessage() for record in caplog.records] == [
-        "the run goes on, but metrics.jsonl cannot be written to: [Errno 28] No space left on device",
+        "the run goes on, but metrics.jsonl cannot be written to: [Errno 28] No space left on "
+        "device",
         "6 records of this session could not be written to metrics.jsonl",
     ]
 

@@ -41,14 +41,18 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("name", ["Mine", "my-task", "1st", "class", "_x", "x_", "a" * 41, "ä"])
-def test_names_that_cannot_be_modules_are_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_that_cannot_be_modules_are_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["new-task", name, "--folder", str(tmp_path)]) == 2
     assert f"name={name!r}" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["json", "sys", "numpy", "pipelinerl_common"])
-def test_names_of_modules_that_python_has_are_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_modules_that_python_has_are_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["new-task", name, "--folder", str(tmp_path)]) == 2
     assert f"choose another, such as {name}_task" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,18 @@ from pipelinerl_cli.__main__ import main
 from pipelinerl_cli.report.heat import heat
 from pipelinerl_cli.report.learning import reward_axis
 from pipelinerl_cli.report.standalone import standalone
-from pipelinerl_cli.report.svg import Axis, Line, clock, clock_ticks, compact, duration, plot, smooth, thin, ticks
+from pipelinerl_cli.report.svg import (
+    Axis,
+    Line,
+    clock,
+    clock_ticks,
+    compact,
+    duration,
+    plot,
+    smooth,
+    thin,
+    ticks,
+)
 from pipelinerl_cli.report.throughput import rates, throughput
 from pipelinerl_cli.results.history import Point, RunHistory
 from pipelinerl_cli.results.metrics_file import MetricsWriter, Record
@@ -27,7 +38,9 @@ spec: {model: {uri: "tiny://arithmetic"}, task: {path: "tasks:Sums"}, seed: 11}
 """
 
 
-def make_run(root: Path, rewards: Sequence[float], seconds_per_step: float = 1.0, job: str = JOB) -> Path:
+def make_run(
+    root: Path, rewards: Sequence[float], seconds_per_step: float = 1.0, job: str = JOB
+) -> Path:
     """A run with one step per reward; it begins 10 s before the first step."""
     root.mkdir(parents=True)
     (root / "job.yaml").write_text(job)
@@ -35,8 +48,16 @@ def make_run(root: Path, rewards: Sequence[float], seconds_per_step: float = 1.0
     writer.write(Record("up", "up", 1000, -1, {"session_started": 1, "restarts_total": 0}))
     for k, reward in enumerate(rewards, start=1):
         time = 1010 + k * seconds_per_step
-        values = {"reward_mean": reward, "num_sequences": 4.0, "num_trained_tokens": 50.0, "lag_mean": 1.0, "lag_max": 2.0}
-        writer.write(Record("actor", "actor-0", time - 0.5, -1, {"tokens_generated_total": 60.0 * k}))
+        values = {
+            "reward_mean": reward,
+            "num_sequences": 4.0,
+            "num_trained_tokens": 50.0,
+            "lag_mean": 1.0,
+            "lag_max": 2.0,
+        }
+        writer.write(
+            Record("actor", "actor-0", time - 0.5, -1, {"tokens_generated_total": 60.0 * k})
+        )
         writer.write(
             Record(
                 "preprocessor",
@@ -46,12 +67,16 @@ def make_run(root: Path, rewards: Sequence[float], seconds_per_step: float = 1.0
                 {"queue_groups{stage=ready}": 3.0, "queue_groups{stage=running}": 8.0},
             )
         )
-        writer.write(Record("trainer", "trainer-0", time, k, {**values, "ess": 0.95, "pause_seconds": 0.02}))
+        writer.write(
+            Record("trainer", "trainer-0", time, k, {**values, "ess": 0.95, "pause_seconds": 0.02})
+        )
     writer.close()
     return root
 
 
-def test_report_holds_every_plot_the_summary_and_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_holds_every_plot_the_summary_and_the_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make_run(tmp_path / "run", [k / 20 for k in range(20)])
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out.strip() == str(run / "report.html")
@@ -74,7 +99,11 @@ def test_report_holds_every_plot_the_summary_and_the_settings(tmp_path: Path, ca
         "Pause and transfer of a weight update",
         "Packing",
     ]
-    empty = re.findall(r'<figcaption>([^<]*)(?:<span class="legend">.*?</span></span>)?</figcaption><p class="empty">', page)
+    empty = re.findall(
+        r'<figcaption>([^<]*)(?:<span class="legend">.*?</span></span>)?</figcaption><p '
+        r'class="empty">',
+        page,
+    )
     missing = [
         *captions[2:8],
         "Where a step&#x27;s time goes",
@@ -89,7 +118,9 @@ def test_report_holds_every_plot_the_summary_and_the_settings(tmp_path: Path, ca
     assert "running" in page  # no summary.json yet
 
 
-def test_report_says_what_the_doctor_finds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_says_what_the_doctor_finds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make_run(tmp_path / "run", [0.5] * 40)
     main(["report", str(run)])
     capsys.readouterr()
@@ -98,7 +129,10 @@ def test_report_says_what_the_doctor_finds(tmp_path: Path, capsys: pytest.Captur
     page = (run / "report.html").read_text()
     messages = re.findall(r"^(?:CRITICAL|WARNING|ADVICE) +(.*?)  \[", said, flags=re.MULTILINE)
     assert messages
-    assert [html.unescape(each) for each in re.findall(r'<span class="badge \w+">\w+</span> (.*?)<ul>', page)] == messages
+    assert [
+        html.unescape(each)
+        for each in re.findall(r'<span class="badge \w+">\w+</span> (.*?)<ul>', page)
+    ] == messages
 
 
 def test_time_of_the_plots_begins_with_the_first_token(tmp_path: Path) -> None:
@@ -127,11 +161,19 @@ def test_no_line_is_below_a_band_and_rewards_from_0_to_1_have_that_axis() -> Non
 
 def test_actors_that_came_or_went_are_drawn_over_the_steps(tmp_path: Path) -> None:
     records = [Record("up", "up", 1000, -1, {"session_started": 1})]
-    records += [Record("trainer", "trainer-0", 1010 + 10 * step, step, {"reward_mean": 0.5}) for step in (1, 2, 3, 4)]
-    same = RunHistory([*records, Record("up", "up", 1001, -1, {"actors_desired": 2.0, "actors_ready": 2.0})])
+    records += [
+        Record("trainer", "trainer-0", 1010 + 10 * step, step, {"reward_mean": 0.5})
+        for step in (1, 2, 3, 4)
+    ]
+    same = RunHistory(
+        [*records, Record("up", "up", 1001, -1, {"actors_desired": 2.0, "actors_ready": 2.0})]
+    )
     assert "<figcaption>Actors" not in "".join(throughput(same))
     sizes = [(1001, 2.0, 0.0), (1005, 2.0, 2.0), (1025, 1.0, 2.0), (1031, 1.0, 1.0)]
-    records += [Record("up", "up", time, -1, {"actors_desired": want, "actors_ready": ready}) for time, want, ready in sizes]
+    records += [
+        Record("up", "up", time, -1, {"actors_desired": want, "actors_ready": ready})
+        for time, want, ready in sizes
+    ]
     trained = RunHistory(sorted(records, key=lambda record: record.time)).in_training_time()
     assert trained.at_steps("up", "actors_desired") == [(1, 2.0), (2, 1.0), (3, 1.0), (4, 1.0)]
     assert trained.at_steps("up", "actors_ready") == [(1, 2.0), (2, 2.0), (3, 1.0), (4, 1.0)]
@@ -140,7 +182,9 @@ def test_actors_that_came_or_went_are_drawn_over_the_steps(tmp_path: Path) -> No
 
 def test_a_step_by_its_lags_has_one_cell_per_lag_that_occurs(tmp_path: Path) -> None:
     columns = [[1.0] + [0.0] * 16, [0.25, 0.0, 0.75] + [0.0] * 14]
-    drawn = heat("lag", Axis("step"), Axis("lag"), [1, 2], columns, "16+", Line("mean", [1, 2], [0.0, 1.5]))
+    drawn = heat(
+        "lag", Axis("step"), Axis("lag"), [1, 2], columns, "16+", Line("mean", [1, 2], [0.0, 1.5])
+    )
     assert drawn.count('class="cell"') == 3
     assert [float(opacity) for opacity in re.findall(r'fill-opacity="([0-9.]+)"', drawn)] == [
         1,
@@ -164,7 +208,9 @@ def test_page_needs_nothing_from_elsewhere_and_has_light_and_dark(tmp_path: Path
 
 def test_text_of_the_job_cannot_break_the_page(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [0.1] * 5)
-    (run / "job.yaml").write_text(JOB.replace("tiny://arithmetic", "tiny://<script>alert(1)</script>"))
+    (run / "job.yaml").write_text(
+        JOB.replace("tiny://arithmetic", "tiny://<script>alert(1)</script>")
+    )
     main(["report", str(run)])
     page = (run / "report.html").read_text()
     assert "<script>alert" not in page
@@ -187,7 +233,9 @@ def test_broken_summary_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
         (-1, 1, [-1, -0.5, 0, 0.5, 1]),
     ],
 )
-def test_ticks_are_round_and_cover_the_range(low: float, high: float, expected: list[float]) -> None:
+def test_ticks_are_round_and_cover_the_range(
+    low: float, high: float, expected: list[float]
+) -> None:
     assert ticks(low, high) == pytest.approx(expected)
 
 
@@ -198,7 +246,14 @@ def test_clock_ticks_are_round_on_a_clock() -> None:
 
 
 def test_numbers_are_written_for_people() -> None:
-    assert [compact(value) for value in (0, 0.25, 12.345, 1500, 2e6, 3e9)] == ["0", "0.25", "12.3", "1.5k", "2M", "3G"]
+    assert [compact(value) for value in (0, 0.25, 12.345, 1500, 2e6, 3e9)] == [
+        "0",
+        "0.25",
+        "12.3",
+        "1.5k",
+        "2M",
+        "3G",
+    ]
     assert [clock(value) for value in (45, 90, 3700)] == ["45 s", "1:30", "1:01:40"]
     assert [duration(value) for value in (0.05, 2.5)] == ["50 ms", "2.5 s"]
 
@@ -236,7 +291,12 @@ def test_band_is_drawn_from_its_lowest_to_its_highest_and_is_not_named(tmp_path:
 
 
 def test_plot_as_a_file_is_svg_with_its_own_colours_title_and_keys() -> None:
-    text = standalone("Reward & time", Axis("x"), Axis("y"), [Line("one", [0, 1], [0, 1]), Line("two", [0, 1], [1, 0], 1)])
+    text = standalone(
+        "Reward & time",
+        Axis("x"),
+        Axis("y"),
+        [Line("one", [0, 1], [0, 1]), Line("two", [0, 1], [1, 0], 1)],
+    )
     root = ElementTree.fromstring(text)
     names = [element.tag.rpartition("}")[2] for element in root.iter()]
     said = [element.text for element in root.iter() if element.tag.endswith("text")]

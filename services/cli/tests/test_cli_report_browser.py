@@ -1,4 +1,6 @@
-"""The report in a real browser: it fits two widths, light and dark are what they say, the arrow keys show numbers."""
+"""The report in a real browser: it fits two widths, light and dark are what they say, the arrow
+keys show numbers.
+"""
 
 import shutil
 import struct
@@ -38,19 +40,28 @@ if (document.documentElement.scrollWidth > innerWidth) say("wider than the windo
 
 
 def first_pixel(png: bytes) -> tuple[int, int, int]:
-    """Of an 8-bit RGB or RGBA picture; whatever the filter of the first line, its first pixel is stored as it is."""
+    """Of an 8-bit RGB or RGBA picture; whatever the filter of the first line, its first pixel is
+    stored as it is.
+    """
     position, data = 8, b""
     while position < len(png):
-        (length,), kind = struct.unpack(">I", png[position : position + 4]), png[position + 4 : position + 8]
+        (length,), kind = (
+            struct.unpack(">I", png[position : position + 4]),
+            png[position + 4 : position + 8],
+        )
         data += png[position + 8 : position + 8 + length] if kind == b"IDAT" else b""
         position += length + 12
     red, green, blue = zlib.decompress(data)[1:4]
     return red, green, blue
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")])
+@pytest.mark.parametrize(
+    ("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
+)
 def test_report_fits_the_window_in_light_and_dark(tmp_path: Path, width: int, scheme: str) -> None:
-    run = make_run(tmp_path / "run", [k / 30 for k in range(30)], seconds_per_step=5000.0)  # long times are wide numbers
+    run = make_run(
+        tmp_path / "run", [k / 30 for k in range(30)], seconds_per_step=5000.0
+    )  # long times are wide numbers
     main(["report", str(run)])
     page, picture = tmp_path / "page.html", tmp_path / "page.png"
     page.write_text((run / "report.html").read_text().replace("</body>", f"{PROBE}</body>"))

@@ -34,10 +34,17 @@ async def test_a_server_that_died_or_had_a_full_disk_is_started_again(
                     os.kill(first, signal.SIGKILL)
                 else:
                     with (tmp_path / "nats-server.log").open("ab") as log:
-                        log.write(b"[ERR] JetStream failed to store a msg: no space left on device\n")
+                        log.write(
+                            b"[ERR] JetStream failed to store a msg: no space left on device\n"
+                        )
                 assert await restarted.get() == "nats"
                 async with connect(
-                    server.url, "job", StreamSettings(), name="test", login=Login(token="token"), timeout_s=DEADLINE_S
+                    server.url,
+                    "job",
+                    StreamSettings(),
+                    name="test",
+                    login=Login(token="token"),
+                    timeout_s=DEADLINE_S,
                 ):
                     assert server.pid != first
         finally:

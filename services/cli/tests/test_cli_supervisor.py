@@ -32,7 +32,9 @@ STAY = "import time; print('up', flush=True); time.sleep(600)"
 
 
 def workload(name: str) -> Workload:
-    return Workload(name, Role(name.partition("-")[0]), int(name.rpartition("-")[2]), (), "127.0.0.1:1")
+    return Workload(
+        name, Role(name.partition("-")[0]), int(name.rpartition("-")[2]), (), "127.0.0.1:1"
+    )
 
 
 class Stage:
@@ -158,30 +160,46 @@ async def test_process_that_hangs_is_ended_and_started_again(tmp_path: Path) -> 
 def test_the_cause_of_a_failure_is_the_last_error_of_its_log() -> None:
     lines = [
         "2026-11-29T20:00:00.123Z INFO actor-0 begins",
-        "2026-11-29T20:00:01.123Z ERROR actor-0 crashed error=SettingsError: model.maxModelLen=64 is too small",
+        "2026-11-29T20:00:01.123Z ERROR actor-0 crashed error=SettingsError: model.maxModelLen=64 "
+        "is too small",
         "2026-11-29T20:00:02.123Z INFO actor-0 ends",
     ]
     failure = Failure("actor-0", "cannot run: wrong settings", lines)
-    assert failure.cause == "actor-0 cannot run: wrong settings: crashed error=SettingsError: model.maxModelLen=64 is too small"
-    assert Failure("nats", "ended with status 1", ["no room"]).cause == "nats ended with status 1: no room"
+    assert (
+        failure.cause
+        == "actor-0 cannot run: wrong settings: crashed error=SettingsError: model.maxModelLen=64 "
+        "is too small"
+    )
+    assert (
+        Failure("nats", "ended with status 1", ["no room"]).cause
+        == "nats ended with status 1: no room"
+    )
     assert Failure("nats", "ended with status 1").cause == "nats ended with status 1"
 
 
 async def test_crashed_rank_takes_every_rank_with_it(tmp_path: Path) -> None:
-    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    deaf = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', "
+        "flush=True); time.sleep(600)"
+    )
     stage = Stage(tmp_path, {"trainer-0": [deaf, STAY], "trainer-1": STAY, "actor-0": STAY})
     async with running(stage):
         await stage.until_up("trainer-0", "trainer-1", "actor-0")
         first = stage.processes["trainer-0"]
         os.kill(stage.processes["trainer-1"].pid, signal.SIGKILL)
         await stage.until(lambda: stage.starts["trainer-0"] == 2 and stage.starts["trainer-1"] == 2)
-        assert first.exit_status == -signal.SIGKILL  # a rank that hangs in a collective does not listen
+        assert (
+            first.exit_status == -signal.SIGKILL
+        )  # a rank that hangs in a collective does not listen
         assert stage.restarted == ["trainers"]
         assert stage.starts["actor-0"] == 1
 
 
 async def test_crashes_without_end_fail_the_run_with_the_last_lines(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, {"actor-0": "print('one'); print('the reason'); raise SystemExit(1)", "trainer-0": STAY})
+    stage = Stage(
+        tmp_path,
+        {"actor-0": "print('one'); print('the reason'); raise SystemExit(1)", "trainer-0": STAY},
+    )
     async with running(stage) as (_, task):
         failure = await task
     assert failure is not None
@@ -194,7 +212,10 @@ async def test_crashes_without_end_fail_the_run_with_the_last_lines(tmp_path: Pa
 
 
 async def test_wrong_settings_fail_the_run_at_once(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, {"trainer-0": "print('zeroStage=9 is wrong'); raise SystemExit(2)", "actor-0": STAY})
+    stage = Stage(
+        tmp_path,
+        {"trainer-0": "print('zeroStage=9 is wrong'); raise SystemExit(2)", "actor-0": STAY},
+    )
     async with running(stage) as (_, task):
         failure = await task
     assert failure is not None
@@ -204,9 +225,17 @@ async def test_wrong_settings_fail_the_run_at_once(tmp_path: Path) -> None:
 
 
 async def test_stop_goes_role_by_role_and_kills_what_does_not_listen(tmp_path: Path) -> None:
-    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    deaf = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', "
+        "flush=True); time.sleep(600)"
+    )
     stage = Stage(
-        tmp_path, {"actor-0": NOTE_THE_END.format("actor"), "generator-0-0": deaf, "trainer-0": NOTE_THE_END.format("trainer")}
+        tmp_path,
+        {
+            "actor-0": NOTE_THE_END.format("actor"),
+            "generator-0-0": deaf,
+            "trainer-0": NOTE_THE_END.format("trainer"),
+        },
     )
     async with running(stage) as (supervisor, task):
         await stage.until_up(*stage.programs)
@@ -247,7 +276,10 @@ async def test_process_that_is_retired_ends_for_good_and_the_others_go_on(tmp_pa
 
 
 async def test_process_that_does_not_listen_is_killed_when_it_is_retired(tmp_path: Path) -> None:
-    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    deaf = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', "
+        "flush=True); time.sleep(600)"
+    )
     stage = Stage(tmp_path, {"trainer-0": STAY, "actor-1": deaf})
     async with running(stage) as (supervisor, _):
         await stage.until_up(*stage.programs)
@@ -298,7 +330,9 @@ async def test_children_of_a_crashed_process_end_with_it(tmp_path: Path) -> None
         await soon(lambda: not is_alive(child))
 
 
-async def test_process_does_not_outlive_the_one_that_started_it_even_when_that_is_killed(tmp_path: Path) -> None:
+async def test_process_does_not_outlive_the_one_that_started_it_even_when_that_is_killed(
+    tmp_path: Path,
+) -> None:
     parent_program = f"""
 import asyncio, os
 from pathlib import Path
@@ -312,7 +346,9 @@ async def main():
     await child.wait()
 asyncio.run(main())
 """
-    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", parent_program, stdout=asyncio.subprocess.PIPE)
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", parent_program, stdout=asyncio.subprocess.PIPE
+    )
     assert parent.stdout is not None
     async with asyncio.timeout(DEADLINE_S):
         child = int(await parent.stdout.readline())
@@ -323,6 +359,10 @@ asyncio.run(main())
 
 
 async def test_command_that_cannot_be_started_says_so_in_its_log(tmp_path: Path) -> None:
-    process = await Process.start("x", ("/no/such/program",), log_file=tmp_path / "x.log", environment=dict(os.environ))
+    process = await Process.start(
+        "x", ("/no/such/program",), log_file=tmp_path / "x.log", environment=dict(os.environ)
+    )
     assert await process.wait() == 127
-    assert process.last_lines(1) == ["/no/such/program: cannot be started: No such file or directory"]
+    assert process.last_lines(1) == [
+        "/no/such/program: cannot be started: No such file or directory"
+    ]

@@ -1,4 +1,6 @@
-"""`pipelinerl up` as a process, with stand-ins for the services: start to end, resume, locks, signals, crashes."""
+"""`pipelinerl up` as a process, with stand-ins for the services: start to end, resume, locks,
+signals, crashes.
+"""
 
 import json
 import os
@@ -49,7 +51,12 @@ class Up:
                     self.output,
                     *arguments,
                 ],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(STAND_INS), os.environ.get("PYTHONPATH", "")])},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(
+                        [str(STAND_INS), os.environ.get("PYTHONPATH", "")]
+                    ),
+                },
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -83,7 +90,11 @@ class Up:
     def starts(self, name: str) -> list[str]:
         """When a process was started, over all sessions."""
         log = self.output / "logs" / f"{name}.log"
-        return re.findall(r"^--- (\S+) \S+ starts$", log.read_text(), re.MULTILINE) if log.exists() else []
+        return (
+            re.findall(r"^--- (\S+) \S+ starts$", log.read_text(), re.MULTILINE)
+            if log.exists()
+            else []
+        )
 
     def tell(self, name: str, what: str) -> None:
         (self.output / "do").mkdir(exist_ok=True)
@@ -126,14 +137,21 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Up]]:
 def test_run_goes_from_start_to_end_and_leaves_its_results(start: Callable[..., Up]) -> None:
     up = start()
     assert up.wait() == 0, up.text
-    assert re.search(r"^step 6/6  reward 0\.060  lag 1\.00 \(max 2\)  ESS 0\.900", up.text, re.MULTILINE)
+    assert re.search(
+        r"^step 6/6  reward 0\.060  lag 1\.00 \(max 2\)  ESS 0\.900", up.text, re.MULTILINE
+    )
     summary = up.summary()
     assert (summary["status"], summary["steps"], summary["weight_updates"]) == ("finished", 6, 6)
     assert summary["reward_first"] == pytest.approx(0.02)
     assert summary["reward_last"] == pytest.approx(0.05)
     assert "<svg" in (up.output / "report.html").read_text()
     assert (up.output / "token").stat().st_mode & 0o777 == 0o600
-    assert {path.name for path in (up.output / "logs").iterdir()} >= {"trainer-0.log", "actor-0.log", "up.log", "prepare.log"}
+    assert {path.name for path in (up.output / "logs").iterdir()} >= {
+        "trainer-0.log",
+        "actor-0.log",
+        "up.log",
+        "prepare.log",
+    }
     assert up.services() == []
 
 
@@ -142,7 +160,10 @@ def test_results_that_cannot_be_written_are_said_with_the_remedy(start: Callable
     up.until("its folder", (up.output / "logs").is_dir)
     (up.output / "report.html").mkdir()
     assert up.wait() == 1
-    assert "the run has finished\nsummary and report cannot be written: [Errno 21] Is a directory" in up.text
+    assert (
+        "the run has finished\nsummary and report cannot be written: [Errno 21] Is a directory"
+        in up.text
+    )
     assert up.text.endswith(f"pipelinerl report {up.output}\n")
 
 
@@ -171,7 +192,9 @@ def test_fresh_moves_the_old_run_aside(start: Callable[..., Up], tmp_path: Path)
 
 
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signal_stops_in_order_and_the_next_up_goes_on(start: Callable[..., Up], sent: signal.Signals, status: int) -> None:
+def test_signal_stops_in_order_and_the_next_up_goes_on(
+    start: Callable[..., Up], sent: signal.Signals, status: int
+) -> None:
     up = start("--max-steps", "100000")
     up.until_step(3)
     up.process.send_signal(sent)
@@ -204,7 +227,12 @@ def test_crashed_processes_are_restarted_and_counted(start: Callable[..., Up]) -
     up.until("the report of the last restart", lambda: "trainer-0 starts again" in up.text)
     up.process.send_signal(signal.SIGINT)
     up.wait()
-    assert up.summary()["restarts_by_process"] == {"actor-0": 1, "generator-0-0": 1, "preprocessor-0": 1, "trainer-0": 1}
+    assert up.summary()["restarts_by_process"] == {
+        "actor-0": 1,
+        "generator-0-0": 1,
+        "preprocessor-0": 1,
+        "trainer-0": 1,
+    }
     assert "trainer-0 crashed with status 1" in up.text
 
 
@@ -221,7 +249,9 @@ def test_killed_stream_server_comes_back_with_the_run_going_on(start: Callable[.
     assert up.summary()["restarts_by_process"] == {"nats": 1}
 
 
-def test_service_with_wrong_settings_ends_the_run_with_its_message(start: Callable[..., Up]) -> None:
+def test_service_with_wrong_settings_ends_the_run_with_its_message(
+    start: Callable[..., Up],
+) -> None:
     up = start("--max-steps", "100000")
     up.until_step(2)
     up.tell("preprocessor-0", "settings")
@@ -233,7 +263,9 @@ def test_service_with_wrong_settings_ends_the_run_with_its_message(start: Callab
     assert up.services() == []
 
 
-def test_failed_preparation_ends_the_run_with_its_message(start: Callable[..., Up], tmp_path: Path) -> None:
+def test_failed_preparation_ends_the_run_with_its_message(
+    start: Callable[..., Up], tmp_path: Path
+) -> None:
     (tmp_path / "run" / "logs").mkdir(parents=True)
     up = start()
     up.until("the folder", lambda: (up.output / "job.yaml").exists())
@@ -242,18 +274,24 @@ def test_failed_preparation_ends_the_run_with_its_message(start: Callable[..., U
     assert "prepare ended with status 1" in up.text
 
 
-def test_preparation_that_finds_the_input_wrong_leaves_nothing_behind(start: Callable[..., Up], tmp_path: Path) -> None:
+def test_preparation_that_finds_the_input_wrong_leaves_nothing_behind(
+    start: Callable[..., Up], tmp_path: Path
+) -> None:
     (tmp_path / "run" / "logs").mkdir(parents=True)
     up = start()
     up.until("the folder", lambda: (up.output / "job.yaml").exists())
     up.tell("prepare", "settings")
     assert up.wait() == 2
-    assert f"nothing was started, and no {up.output} is left: prepare ended with status 2" in up.text
+    assert (
+        f"nothing was started, and no {up.output} is left: prepare ended with status 2" in up.text
+    )
     assert "told to settings" in up.text
     assert not up.output.exists()
 
 
-def test_trainer_that_stops_early_is_started_again_until_the_last_step(start: Callable[..., Up]) -> None:
+def test_trainer_that_stops_early_is_started_again_until_the_last_step(
+    start: Callable[..., Up],
+) -> None:
     up = start("--max-steps", "40")
     up.until_step(2)
     up.tell("trainer-0", "stop")
@@ -278,7 +316,9 @@ def test_no_service_outlives_a_killed_up_and_the_next_one_goes_on(start: Callabl
     assert resumed.summary()["steps"] == 5
 
 
-def test_second_up_on_the_same_folder_is_refused_and_one_on_another_works(start: Callable[..., Up], tmp_path: Path) -> None:
+def test_second_up_on_the_same_folder_is_refused_and_one_on_another_works(
+    start: Callable[..., Up], tmp_path: Path
+) -> None:
     first = start("--max-steps", "100000")
     first.until_step(1)
     other = start(folder=tmp_path / "other")
@@ -287,10 +327,22 @@ def test_second_up_on_the_same_folder_is_refused_and_one_on_another_works(start:
     with second_output.open("w") as out:
         command = [
             sys.executable,
-            *map(str, (STAND_INS / "up_with_stand_ins.py", "up", tmp_path / "job.yaml", "--output", first.output)),
+            *map(
+                str,
+                (
+                    STAND_INS / "up_with_stand_ins.py",
+                    "up",
+                    tmp_path / "job.yaml",
+                    "--output",
+                    first.output,
+                ),
+            ),
         ]
         assert subprocess.run(command, stderr=out, timeout=DEADLINE_S, check=False).returncode == 2
-    assert f"another `pipelinerl up` (process {first.process.pid}) is running in it" in second_output.read_text()
+    assert (
+        f"another `pipelinerl up` (process {first.process.pid}) is running in it"
+        in second_output.read_text()
+    )
     assert first.process.poll() is None
 
 
@@ -302,9 +354,17 @@ HYBRID = (
 
 def test_actor_goes_and_comes_again_while_nothing_else_is_touched(start: Callable[..., Up]) -> None:
     up = start("--max-steps", "100000", *HYBRID)
-    up.until("the one that goes", lambda: "actors 2 -> 1: the 10 steps in which every actor generates are over" in up.text)
-    up.until("the one that comes", lambda: "actors 1 -> 2: trainers wait for samples (ratio 1.000" in up.text)
-    up.until("its start", lambda: len(up.starts("actor-1")) == 2 and len(up.starts("generator-1-0")) == 2)
+    up.until(
+        "the one that goes",
+        lambda: "actors 2 -> 1: the 10 steps in which every actor generates are over" in up.text,
+    )
+    up.until(
+        "the one that comes",
+        lambda: "actors 1 -> 2: trainers wait for samples (ratio 1.000" in up.text,
+    )
+    up.until(
+        "its start", lambda: len(up.starts("actor-1")) == 2 and len(up.starts("generator-1-0")) == 2
+    )
     up.until("that it is ready", lambda: "actors 2 of 2" in up.text.rpartition("actors 1 -> 2")[2])
     targets = json.loads((up.output / "metrics-targets.json").read_text())
     assert "actor-1" in {target["labels"]["instance"] for target in targets}
@@ -312,12 +372,16 @@ def test_actor_goes_and_comes_again_while_nothing_else_is_touched(start: Callabl
     assert up.wait() == 130, up.text
     assert up.services() == []
     assert up.summary()["restarts"] == 0
-    assert [len(up.starts(name)) for name in ("trainer-0", "actor-0", "generator-0-0", "preprocessor-0")] == [1, 1, 1, 1]
+    assert [
+        len(up.starts(name)) for name in ("trainer-0", "actor-0", "generator-0-0", "preprocessor-0")
+    ] == [1, 1, 1, 1]
     assert "actors 1 of 2" in up.text
     assert "<figcaption>Actors" in (up.output / "report.html").read_text()
 
 
-def test_interrupted_in_the_middle_of_a_change_the_next_session_goes_on_with_the_choice(start: Callable[..., Up]) -> None:
+def test_interrupted_in_the_middle_of_a_change_the_next_session_goes_on_with_the_choice(
+    start: Callable[..., Up],
+) -> None:
     up = start("--max-steps", "100000", *HYBRID)
     up.until("the one that goes", lambda: "actors 2 -> 1" in up.text)
     up.process.send_signal(signal.SIGINT)
@@ -331,7 +395,9 @@ def test_interrupted_in_the_middle_of_a_change_the_next_session_goes_on_with_the
     assert len(again.starts("actor-1")) == 1, "only in the first session"
 
 
-def test_choice_that_cannot_be_read_is_said_with_the_remedy(start: Callable[..., Up], tmp_path: Path) -> None:
+def test_choice_that_cannot_be_read_is_said_with_the_remedy(
+    start: Callable[..., Up], tmp_path: Path
+) -> None:
     up = start("--max-steps", "2", *HYBRID)
     assert up.wait() == 0
     (tmp_path / "run" / "autoscale.json").write_text("{")
@@ -351,10 +417,16 @@ EVALUATED = (
 )
 
 
-def test_the_last_evaluation_is_waited_for_and_nothing_else_runs_meanwhile(start: Callable[..., Up]) -> None:
+def test_the_last_evaluation_is_waited_for_and_nothing_else_runs_meanwhile(
+    start: Callable[..., Up],
+) -> None:
     up = start(*EVALUATED)
-    up.until("the wait", lambda: "training is finished; evaluating step 6, 1:00:03 at most" in up.text)
-    up.until("the end of training's processes", lambda: len(up.services()) == 2)  # the evaluator and the stream's server
+    up.until(
+        "the wait", lambda: "training is finished; evaluating step 6, 1:00:03 at most" in up.text
+    )
+    up.until(
+        "the end of training's processes", lambda: len(up.services()) == 2
+    )  # the evaluator and the stream's server
     (up.output / "evaluate").touch()
     assert up.wait() == 0, up.text
     assert "step 6 evaluated: held-out pass@1 0.750 (0.500 to 1.000)" in up.text
@@ -366,7 +438,9 @@ def test_the_last_evaluation_is_waited_for_and_nothing_else_runs_meanwhile(start
     assert "this run is finished (6 of 6 steps)" in again.text
 
 
-def test_a_last_evaluation_that_was_not_waited_for_is_done_by_the_next_up(start: Callable[..., Up]) -> None:
+def test_a_last_evaluation_that_was_not_waited_for_is_done_by_the_next_up(
+    start: Callable[..., Up],
+) -> None:
     up = start(*EVALUATED)
     up.until("the wait", lambda: "training is finished" in up.text)
     up.process.send_signal(signal.SIGINT)
@@ -386,7 +460,10 @@ def test_an_evaluator_that_cannot_run_does_not_fail_the_run(start: Callable[...,
     up.until_step(2)
     up.tell("evaluator-0", "settings")
     assert up.wait() == 0, up.text
-    assert "nothing is evaluated any more, the run goes on: evaluator-0 cannot run: wrong settings" in up.text
+    assert (
+        "nothing is evaluated any more, the run goes on: evaluator-0 cannot run: wrong settings"
+        in up.text
+    )
     assert (up.summary()["status"], up.summary()["steps"]) == ("finished", 40)
 
 

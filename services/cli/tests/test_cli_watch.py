@@ -1,4 +1,6 @@
-"""What `pipelinerl watch` sees of a run's folder, and of a job in a cluster through the real kubectl."""
+"""What `pipelinerl watch` sees of a run's folder, and of a job in a cluster through the real
+kubectl.
+"""
 
 import io
 import json
@@ -22,9 +24,18 @@ from pipelinerl_cli.__main__ import main
 from pipelinerl_cli.results.metrics_file import Record
 from pipelinerl_cli.watch.cluster import ClusterJob
 from pipelinerl_cli.watch.run_folder import RunFolderSource
-from pipelinerl_operator.controller.status import Condition, JobStatus, LastFailure, Phase, RoleStatus, TrainingStatus
+from pipelinerl_operator.controller.status import (
+    Condition,
+    JobStatus,
+    LastFailure,
+    Phase,
+    RoleStatus,
+    TrainingStatus,
+)
 
-needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl: install kubernetes-client")
+needs_kubectl = pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="no kubectl: install kubernetes-client"
+)
 
 
 def text_of(panel: RenderableType, width: int = 100) -> str:
@@ -40,11 +51,19 @@ def append(run: Path, *records: Record) -> None:
 
 
 def step(number: int, reward: float, age_s: float = 0.0) -> Record:
-    return Record("trainer", "trainer-0", time.time() - age_s, number, {"reward_mean": reward, "lag_mean": 1.0, "ess": 0.9})
+    return Record(
+        "trainer",
+        "trainer-0",
+        time.time() - age_s,
+        number,
+        {"reward_mean": reward, "lag_mean": 1.0, "ess": 0.9},
+    )
 
 
 def told(instance: str, age_s: float) -> Record:
-    return Record(instance.partition("-")[0], instance, time.time() - age_s, -1, {"memory_bytes": 1.0})
+    return Record(
+        instance.partition("-")[0], instance, time.time() - age_s, -1, {"memory_bytes": 1.0}
+    )
 
 
 @pytest.fixture
@@ -67,7 +86,9 @@ def test_a_finished_run_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixt
         assert expected in shown
 
 
-def test_steps_of_a_live_run_are_seen_once_each_as_they_are_written(tmp_path: Path, holder: int) -> None:
+def test_steps_of_a_live_run_are_seen_once_each_as_they_are_written(
+    tmp_path: Path, holder: int
+) -> None:
     run = make_run(tmp_path / "run", [0.25])
     (run / "lock").write_text(f"{holder}\n")
     (run / "summary.json").write_text('{"status": "interrupted"}')  # of an earlier session
@@ -93,11 +114,17 @@ def test_without_a_terminal_a_live_run_is_a_line_per_step_until_it_ends(tmp_path
     run = make_run(tmp_path / "run", [0.25, 0.5])
     append(run, step(3, 0.75))  # fresh: the run may still be somebody's
     watching = subprocess.Popen(
-        [sys.executable, "-m", "pipelinerl_cli", "watch", str(run), "--interval", "0.1"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "pipelinerl_cli", "watch", str(run), "--interval", "0.1"],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert watching.stdout is not None
     assert watching.stdout.readline().startswith(f"sums  {run}  running  step 3/1000, started ")
-    assert [watching.stdout.readline().split()[1] for _ in range(3)] == ["1/1000", "2/1000", "3/1000"]
+    assert [watching.stdout.readline().split()[1] for _ in range(3)] == [
+        "1/1000",
+        "2/1000",
+        "3/1000",
+    ]
     append(run, step(4, 1.0))
     assert watching.stdout.readline().startswith("step 4/1000  reward 1.000")
     (run / "summary.json").write_text('{"status": "finished"}')
@@ -108,7 +135,11 @@ def test_without_a_terminal_a_live_run_is_a_line_per_step_until_it_ends(tmp_path
 def test_without_a_terminal_a_run_that_starts_is_seen_at_once(tmp_path: Path, holder: int) -> None:
     run = make_run(tmp_path / "run", [])
     (run / "lock").write_text(f"{holder}\n")
-    watching = subprocess.Popen([sys.executable, "-m", "pipelinerl_cli", "watch", str(run)], stdout=subprocess.PIPE, text=True)
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "pipelinerl_cli", "watch", str(run)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert watching.stdout is not None
     assert watching.stdout.readline().startswith(f"sums  {run}  running  step 0/1000, started ")
     watching.kill()
@@ -136,13 +167,23 @@ def test_a_run_that_has_fallen_silent_says_so(tmp_path: Path, holder: int) -> No
     assert "no record" not in text_of(source.render(100))
 
 
-def test_without_a_terminal_who_falls_silent_is_a_line_and_who_is_heard_of_again_too(tmp_path: Path, holder: int) -> None:
+def test_without_a_terminal_who_falls_silent_is_a_line_and_who_is_heard_of_again_too(
+    tmp_path: Path, holder: int
+) -> None:
     run = make_run(tmp_path / "run", [])
     (run / "metrics.jsonl").write_text("")
     (run / "lock").write_text(f"{holder}\n")
     append(run, Record("up", "up", time.time() - 60, -1, {"session_started": 1.0}))
-    append(run, *(told("actor-1", age) for age in (40, 30)), *(told("actor-0", age) for age in (40, 30, 20)))
-    append(run, step(1, 0.5, age_s=15), Record("up", "up", time.time() - 10, -1, {"silent_generator-0-0_seconds": 20.0}))
+    append(
+        run,
+        *(told("actor-1", age) for age in (40, 30)),
+        *(told("actor-0", age) for age in (40, 30, 20)),
+    )
+    append(
+        run,
+        step(1, 0.5, age_s=15),
+        Record("up", "up", time.time() - 10, -1, {"silent_generator-0-0_seconds": 20.0}),
+    )
     command = [sys.executable, "-m", "pipelinerl_cli", "watch", str(run), "--interval", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
@@ -151,9 +192,15 @@ def test_without_a_terminal_who_falls_silent_is_a_line_and_who_is_heard_of_again
         assert watching.stdout.readline().startswith("generator-0-0 has not answered for ")
         append(run, told("actor-0", 1))
         assert watching.stdout.readline().startswith("actor-1 has told nothing for ")
-        append(run, told("actor-1", 0), Record("up", "up", time.time(), -1, {"silent_generator-0-0_seconds": 0.0}))
+        append(
+            run,
+            told("actor-1", 0),
+            Record("up", "up", time.time(), -1, {"silent_generator-0-0_seconds": 0.0}),
+        )
         heard = {watching.stdout.readline() for _ in range(2)}
-        assert heard == {f"{name} is heard of again, or has ended\n" for name in ("actor-1", "generator-0-0")}
+        assert heard == {
+            f"{name} is heard of again, or has ended\n" for name in ("actor-1", "generator-0-0")
+        }
         watching.kill()
 
 
@@ -165,15 +212,31 @@ def test_a_trainer_that_went_back_to_a_checkpoint_is_told_at_once(tmp_path: Path
     run = make_run(tmp_path / "run", [])
     append(run, *(step(number, 0.5) for number in (10, 11, 16)), committed(16, 0), committed(16, 0))
     source = RunFolderSource.open(run)
-    assert [line.partition("  ")[0] for line in source.look()] == ["step 10/1000", "step 11/1000", "step 16/1000"]
-    append(run, committed(10, 96), committed(10, 96), step(11, 0.5), committed(11, 96), committed(10, 97))
+    assert [line.partition("  ")[0] for line in source.look()] == [
+        "step 10/1000",
+        "step 11/1000",
+        "step 16/1000",
+    ]
+    append(
+        run,
+        committed(10, 96),
+        committed(10, 96),
+        step(11, 0.5),
+        committed(11, 96),
+        committed(10, 97),
+    )
     first, done, again = source.look()
-    assert first == "the trainer goes on after step 10: steps 11 to 16 are done again, 96 groups were dropped"
+    assert (
+        first == "the trainer goes on after step 10: steps 11 to 16 are done again, 96 groups were "
+        "dropped"
+    )
     assert done.startswith("step 11/1000")
     assert again == "the trainer goes on after step 10: step 11 is done again, 1 group was dropped"
 
 
-def test_what_cannot_be_watched_is_refused_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_watched_is_refused_with_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for target, remedy in (
         (tmp_path / "nothing", "--output folder"),
         (tmp_path, "not a run's folder"),
@@ -188,7 +251,10 @@ STATUS = JobStatus(
     phase=Phase.RUNNING,
     start_time=TIME,
     actors=RoleStatus(
-        desired=4, ready=3, restarts=2, last_failure=LastFailure(pod="sums-actor-1", reason="OOMKilled", time=TIME)
+        desired=4,
+        ready=3,
+        restarts=2,
+        last_failure=LastFailure(pod="sums-actor-1", reason="OOMKilled", time=TIME),
     ),
     trainers=RoleStatus(desired=1, ready=1),
     training=TrainingStatus(step=12, lag=1.5, ess=0.93, reward=0.41, samples_per_second=20.5),
@@ -213,8 +279,16 @@ class ApiServer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        group = {"name": "pipelinerl.dev", "versions": [{"groupVersion": "pipelinerl.dev/v1alpha1", "version": "v1alpha1"}]}
-        resource = {"name": "pipelinerljobs", "singularName": "pipelinerljob", "namespaced": True, "kind": "PipelineRLJob"}
+        group = {
+            "name": "pipelinerl.dev",
+            "versions": [{"groupVersion": "pipelinerl.dev/v1alpha1", "version": "v1alpha1"}],
+        }
+        resource = {
+            "name": "pipelinerljobs",
+            "singularName": "pipelinerljob",
+            "namespaced": True,
+            "kind": "PipelineRLJob",
+        }
         answers: dict[str, Any] = {
             "/api": {"kind": "APIVersions", "versions": ["v1"]},
             "/api/v1": {"kind": "APIResourceList", "groupVersion": "v1", "resources": []},
@@ -259,7 +333,9 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Ap
         "apiVersion": "v1",
         "kind": "Config",
         "current-context": "here",
-        "clusters": [{"name": "here", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
+        "clusters": [
+            {"name": "here", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}
+        ],
         "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me"}}],
         "users": [{"name": "me", "user": {}}],
     }
@@ -285,7 +361,13 @@ def test_a_job_in_a_cluster_is_shown_from_its_status(cluster: type[ApiServer]) -
     assert job.look() == ()
     assert job.headline() == "sums  Running  step 12/1000"
     shown = text_of(job.render(100))
-    for expected in ("Running  step 12/1000", "0.410", "3/4 ready, 2 restarts, last: OOMKilled", "1/1 ready", "namespace lab"):
+    for expected in (
+        "Running  step 12/1000",
+        "0.410",
+        "3/4 ready, 2 restarts, last: OOMKilled",
+        "1/1 ready",
+        "namespace lab",
+    ):
         assert expected in shown
     assert "Degraded=True ActorsMissing: 3 of 4 actors are ready" in shown
     assert "Failed=" not in shown
@@ -305,14 +387,19 @@ def test_a_job_in_a_cluster_is_shown_from_its_status(cluster: type[ApiServer]) -
 
 
 @needs_kubectl
-def test_a_job_that_the_cluster_does_not_have_is_refused(cluster: type[ApiServer], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_the_cluster_does_not_have_is_refused(
+    cluster: type[ApiServer], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["watch", "other", "--namespace", "lab", "--once"]) == 2
     assert "no job in the cluster" in capsys.readouterr().err
 
 
 @needs_kubectl
 def test_neither_a_folder_nor_a_cluster_is_said_in_one_message(
-    cluster: type[ApiServer], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    cluster: type[ApiServer],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = Path(os.environ["KUBECONFIG"])
     config.write_text(config.read_text().replace("http://127.0.0.1", "http://127.0.0.2"))
@@ -320,12 +407,17 @@ def test_neither_a_folder_nor_a_cluster_is_said_in_one_message(
     (tmp_path / "runs" / "nopes").mkdir(parents=True)
     assert main(["watch", "nope", "--once"]) == 1
     error = capsys.readouterr().err
-    assert "nope: is no folder here, and no cluster can be asked for a job of this name: kubectl: " in error
+    assert (
+        "nope: is no folder here, and no cluster can be asked for a job of this name: kubectl: "
+        in error
+    )
     assert "did you mean runs/nopes?" in error
 
 
 @needs_kubectl
-def test_a_cluster_that_stops_answering_leaves_the_last_numbers_and_says_so(cluster: type[ApiServer]) -> None:
+def test_a_cluster_that_stops_answering_leaves_the_last_numbers_and_says_so(
+    cluster: type[ApiServer],
+) -> None:
     job = ClusterJob.named("sums", namespace="lab", context=None)
     job.look()
     (Path(os.environ["KUBECONFIG"])).write_text(

@@ -1,1 +1,3 @@
-"""What every service shares: types, codec, settings, stream, rpc, service skeleton, errors. Imports neither torch nor vLLM."""
+"""What every service shares: types, codec, settings, stream, rpc, service skeleton, errors. Imports
+neither torch nor vLLM.
+"""

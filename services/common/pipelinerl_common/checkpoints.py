@@ -1,7 +1,8 @@
-"""A run's checkpoints from the side of those who only read: which are complete, and what is in them.
+"""A run's checkpoints from the side of those who only read: which are complete, and what is in
+them.
 
-checkpoints/step-40/            complete when its manifest.json is there and every file that it lists has its size
-checkpoints/.step-60.partial/   being written; never read
+checkpoints/step-40/            complete when its manifest.json is there and every file that it
+lists has its size checkpoints/.step-60.partial/   being written; never read
 """
 
 import json
@@ -10,7 +11,9 @@ from pathlib import Path
 
 MANIFEST = "manifest.json"
 MODEL = "model"
-"""Folder with the policy in Hugging Face format: in a checkpoint, and in the run itself the one that it began with."""
+"""Folder with the policy in Hugging Face format: in a checkpoint, and in the run itself the one
+that it began with.
+"""
 
 
 def checkpoint_folder(root: Path, step: int) -> Path:
@@ -19,19 +22,29 @@ def checkpoint_folder(root: Path, step: int) -> Path:
 
 
 def complete_checkpoints(root: Path, above: int = 0) -> Iterator[int]:
-    """Optimizer steps of the complete checkpoints of the run in `root` that are more than `above`, the newest first.
+    """Optimizer steps of the complete checkpoints of the run in `root` that are more than `above`,
+    the newest first.
 
     None is read before it is asked for.
     """
-    names = [manifest.parent.name.removeprefix("step-") for manifest in (root / "checkpoints").glob(f"step-*/{MANIFEST}")]
-    steps = sorted((int(name) for name in names if name.isdecimal() and int(name) > above), reverse=True)
+    names = [
+        manifest.parent.name.removeprefix("step-")
+        for manifest in (root / "checkpoints").glob(f"step-*/{MANIFEST}")
+    ]
+    steps = sorted(
+        (int(name) for name in names if name.isdecimal() and int(name) > above), reverse=True
+    )
     return (step for step in steps if files_of(checkpoint_folder(root, step)) is not None)
 
 
 def files_of(checkpoint: Path) -> Mapping[str, int] | None:
-    """Size in bytes of every file of a checkpoint by its path in it; None when one is missing or torn."""
+    """Size in bytes of every file of a checkpoint by its path in it; None when one is missing or
+    torn.
+    """
     try:
-        files: dict[str, int] = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files: dict[str, int] = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))[
+            "files"
+        ]
         is_whole = all((checkpoint / name).stat().st_size == size for name, size in files.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

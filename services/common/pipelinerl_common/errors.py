@@ -1,8 +1,8 @@
 """Errors that cross a module's boundary.
 
 PipelineRLError
-├── SettingsError          the user's input is wrong: names the field, the value and the remedy; exit status 2
-├── TemporaryError         trying again later may work
+├── SettingsError          the user's input is wrong: names the field, the value and the remedy;
+exit status 2 ├── TemporaryError         trying again later may work
 │   └── Unavailable        a peer is away or not ready yet
 ├── PermanentError         trying again cannot work
 │   ├── MalformedMessage   bytes from the wire break their contract: set aside, counted, never retried
@@ -32,7 +32,9 @@ class PermanentError(PipelineRLError):
 
 
 class MalformedMessage(PermanentError):
-    """Bytes from the wire break their contract. `reason` is one word for counters, for example "version_runs"."""
+    """Bytes from the wire break their contract. `reason` is one word for counters, for example
+    "version_runs".
+    """
 
     def __init__(self, message: str, reason: str = "malformed") -> None:
         super().__init__(message)

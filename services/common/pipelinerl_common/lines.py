@@ -7,7 +7,9 @@ _CHUNK_BYTES = 65536
 
 
 def cut_torn_line(path: Path) -> None:
-    """Removes an unfinished last line, so that the next record starts on a line of its own. Reads only the file's end."""
+    """Removes an unfinished last line, so that the next record starts on a line of its own. Reads
+    only the file's end.
+    """
     if not path.exists():
         return
     with path.open("rb+") as file:

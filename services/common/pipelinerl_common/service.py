@@ -1,4 +1,6 @@
-"""The skeleton of every service: its wiring from flags, signals, exit status, and one way to run loops side by side."""
+"""The skeleton of every service: its wiring from flags, signals, exit status, and one way to run
+loops side by side.
+"""
 
 import argparse
 import asyncio
@@ -24,7 +26,9 @@ _SHUTDOWN_S = 30.0
 
 @dataclass(frozen=True)
 class Wiring:
-    """Where a service finds its job, its peers and its place to write. Addresses are "host:port" unless they are URLs."""
+    """Where a service finds its job, its peers and its place to write. Addresses are "host:port"
+    unless they are URLs.
+    """
 
     job_file: Path
     name: str
@@ -49,45 +53,77 @@ class Wiring:
 
     @property
     def token(self) -> str | None:
-        """The job's bearer token, or None without a token file. Raises SettingsError when the file is unreadable or empty."""
+        """The job's bearer token, or None without a token file. Raises SettingsError when the file
+        is unreadable or empty.
+        """
         if self.token_file is None:
             return None
         try:
             token = self.token_file.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"--token-file {self.token_file}: cannot be read: {error}") from error
+            raise SettingsError(
+                f"--token-file {self.token_file}: cannot be read: {error}"
+            ) from error
         if not token:
-            raise SettingsError(f"--token-file {self.token_file}: is empty; put the job's token in it")
+            raise SettingsError(
+                f"--token-file {self.token_file}: is empty; put the job's token in it"
+            )
         return token
 
 
 def parse_wiring(role: str, argv: Sequence[str] | None = None, **defaults: Any) -> Wiring:
-    """Wiring from the command line. `defaults` replace the flags' defaults by their field names, e.g. listen="0.0.0.0:8000".
+    """Wiring from the command line. `defaults` replace the flags' defaults by their field names,
+    e.g. listen="0.0.0.0:8000".
 
     Exits with status 2 and a usage line on wrong flags, with 0 on --help.
     """
-    parser = argparse.ArgumentParser(prog=f"pipelinerl {role}", description=f"The {role} of one PipelineRL job.")
+    parser = argparse.ArgumentParser(
+        prog=f"pipelinerl {role}", description=f"The {role} of one PipelineRL job."
+    )
     parser.add_argument("--job", dest="job_file", type=Path, required=True, help="the job file")
     parser.add_argument("--name", default=f"{role}-0", help="workload name, unique in the job")
-    parser.add_argument("--output", type=Path, default=Path("."), help="folder for what the run leaves behind")
-    parser.add_argument("--listen", default="127.0.0.1:0", help="host:port to serve on; port 0 takes a free one")
-    parser.add_argument("--nats-url", default="nats://127.0.0.1:4222", help="the sample stream's server")
-    parser.add_argument("--preprocessor", default="", help="host:port of the preprocessor")
-    parser.add_argument("--coordinator", default="", help="host:port of the weight-transfer coordinator")
-    parser.add_argument("--generator", dest="generators", action="append", help="base URL of a generator; may be repeated")
     parser.add_argument(
-        "--reference", dest="references", action="append", help="base URL of a reference generator; may be repeated"
+        "--output", type=Path, default=Path("."), help="folder for what the run leaves behind"
+    )
+    parser.add_argument(
+        "--listen", default="127.0.0.1:0", help="host:port to serve on; port 0 takes a free one"
+    )
+    parser.add_argument(
+        "--nats-url", default="nats://127.0.0.1:4222", help="the sample stream's server"
+    )
+    parser.add_argument("--preprocessor", default="", help="host:port of the preprocessor")
+    parser.add_argument(
+        "--coordinator", default="", help="host:port of the weight-transfer coordinator"
+    )
+    parser.add_argument(
+        "--generator",
+        dest="generators",
+        action="append",
+        help="base URL of a generator; may be repeated",
+    )
+    parser.add_argument(
+        "--reference",
+        dest="references",
+        action="append",
+        help="base URL of a reference generator; may be repeated",
     )
     parser.add_argument("--token-file", type=Path, help="file with the job's bearer token")
     parser.add_argument(
         "--nats-credentials",
         type=Path,
-        help="login at the sample stream's server: a NATS credentials file, or one line with user:password or a token; "
+        help="login at the sample stream's server: a NATS credentials file, or one line with "
+        "user:password or a token; "
         "default: the job's token",
     )
-    parser.add_argument("--nats-ca-file", type=Path, help="certificates to trust a tls:// stream server by")
+    parser.add_argument(
+        "--nats-ca-file", type=Path, help="certificates to trust a tls:// stream server by"
+    )
     parser.add_argument("--log-level", choices=LEVELS, default="info")
-    parser.add_argument("--metrics-listen", default="", help="host:port to serve /metrics on; without it there is none")
+    parser.add_argument(
+        "--metrics-listen",
+        default="",
+        help="host:port to serve /metrics on; without it there is none",
+    )
     parser.set_defaults(**defaults)
     flags = vars(parser.parse_args(argv))
     for repeated in ("generators", "references"):
@@ -95,12 +131,14 @@ def parse_wiring(role: str, argv: Sequence[str] | None = None, **defaults: Any) 
     return Wiring(**flags)
 
 
-def run_service(main: Callable[[asyncio.Event], Awaitable[None]], *, name: str, log_level: str) -> int:
+def run_service(
+    main: Callable[[asyncio.Event], Awaitable[None]], *, name: str, log_level: str
+) -> int:
     """Runs `main(stop)` to its end and returns the process's exit status.
 
-    SIGTERM and SIGINT set `stop`, which `main` must heed. A second one cancels `main`, and so does the first while `main` is
-    starting: nobody has waited for `stop` yet or looked at it.
-    0: done, or stopped as asked; 1: crashed; 2: wrong settings; 130: cancelled by a second signal.
+    SIGTERM and SIGINT set `stop`, which `main` must heed. A second one cancels `main`, and so does
+    the first while `main` is starting: nobody has waited for `stop` yet or looked at it. 0: done,
+    or stopped as asked; 1: crashed; 2: wrong settings; 130: cancelled by a second signal.
     """
     configure_logging(name, log_level)
     try:
@@ -109,7 +147,11 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[None]], *, name: str, 
         leaves = _leaves(error)
         for leaf in leaves:
             log.error("crashed", exc_info=leaf)
-        return EXIT_SETTINGS if all(isinstance(leaf, SettingsError) for leaf in leaves) else EXIT_CRASHED
+        return (
+            EXIT_SETTINGS
+            if all(isinstance(leaf, SettingsError) for leaf in leaves)
+            else EXIT_CRASHED
+        )
 
 
 class _Stop(asyncio.Event):
@@ -162,14 +204,21 @@ def _leaves(error: BaseException) -> list[BaseException]:
     return [error]
 
 
-async def run_until_first(clock: Coroutine[Any, Any, Result], *others: Coroutine[Any, Any, Any]) -> Result:
-    """Runs all together until `clock`, the one that is meant to end, has ended, and returns its result.
+async def run_until_first(
+    clock: Coroutine[Any, Any, Result], *others: Coroutine[Any, Any, Any]
+) -> Result:
+    """Runs all together until `clock`, the one that is meant to end, has ended, and returns its
+    result.
 
-    Another one that returns or raises before is a crash: its error, or a FatalError that names it, is raised here.
-    However it ends, the rest is cancelled and waited for (at most 30 s), so nothing outlives the call.
+    Another one that returns or raises before is a crash: its error, or a FatalError that names it,
+    is raised here. However it ends, the rest is cancelled and waited for (at most 30 s), so nothing
+    outlives the call.
     """
     clock_task = asyncio.ensure_future(clock)
-    tasks: list[asyncio.Task[Any]] = [clock_task, *(asyncio.ensure_future(other) for other in others)]
+    tasks: list[asyncio.Task[Any]] = [
+        clock_task,
+        *(asyncio.ensure_future(other) for other in others),
+    ]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if clock_task in done:
@@ -182,23 +231,29 @@ async def run_until_first(clock: Coroutine[Any, Any, Result], *others: Coroutine
 
 
 async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancels what still runs and waits for its clean-up, at most 30 s. Failures of the clean-up are logged, not raised."""
+    """Cancels what still runs and waits for its clean-up, at most 30 s. Failures of the clean-up
+    are logged, not raised.
+    """
     cancelled = [task for task in tasks if task.cancel()]
     if not cancelled:
         return
     done, pending = await asyncio.wait(cancelled, timeout=_SHUTDOWN_S)
     for task in done:
         if not task.cancelled() and task.exception() is not None:
-            log.warning("task=%s failed while it was shut down", _task_name(task), exc_info=task.exception())
+            log.warning(
+                "task=%s failed while it was shut down", _task_name(task), exc_info=task.exception()
+            )
     for task in pending:
-        log.error("task=%s did not end within %g s of its cancellation", _task_name(task), _SHUTDOWN_S)
+        log.error(
+            "task=%s did not end within %g s of its cancellation", _task_name(task), _SHUTDOWN_S
+        )
 
 
 def check_cancelled(since: int = 0) -> None:
     """Raises CancelledError when the running task was cancelled more than `since` times.
 
-    asyncio.wait_for of Python 3.11 loses a cancellation that arrives together with the result; loops around code that uses it
-    (the NATS client does) call this.
+    asyncio.wait_for of Python 3.11 loses a cancellation that arrives together with the result;
+    loops around code that uses it (the NATS client does) call this.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling() > since:
@@ -206,7 +261,9 @@ def check_cancelled(since: int = 0) -> None:
 
 
 def num_cancellations() -> int:
-    """How often the running task was cancelled so far; more than 0 in the clean-up of a cancelled task."""
+    """How often the running task was cancelled so far; more than 0 in the clean-up of a cancelled
+    task.
+    """
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()
 

@@ -20,7 +20,9 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 class _LineFormatter(logging.Formatter):
-    """Tracebacks only with `tracebacks`; otherwise an error is its type and message, on the event's own line."""
+    """Tracebacks only with `tracebacks`; otherwise an error is its type and message, on the event's
+    own line.
+    """
 
     def __init__(self, name: str, tracebacks: bool) -> None:
         super().__init__()
@@ -42,19 +44,28 @@ class _LineFormatter(logging.Formatter):
 
 
 def configure_logging(name: str, level: str) -> None:
-    """Sends everything of `level` ("debug", "info", "warning", "error") and above to stderr, marked with `name`."""
+    """Sends everything of `level` ("debug", "info", "warning", "error") and above to stderr, marked
+    with `name`.
+    """
     threshold = getattr(logging, level.upper())
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_LineFormatter(name, tracebacks=threshold <= logging.DEBUG))
     logging.basicConfig(level=threshold, handlers=[handler], force=True)
     logging.captureWarnings(True)
     for library in _NOISY:
-        logging.getLogger(library).setLevel(threshold if threshold <= logging.DEBUG else max(threshold, logging.WARNING))
+        logging.getLogger(library).setLevel(
+            threshold if threshold <= logging.DEBUG else max(threshold, logging.WARNING)
+        )
 
 
 def fields(**values: object) -> str:
-    """`key=value` pairs for a log line, floats to 4 significant digits: fields(step=3, reward=0.41) is "step=3 reward=0.41"."""
-    return " ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items())
+    """`key=value` pairs for a log line, floats to 4 significant digits: fields(step=3, reward=0.41)
+    is "step=3 reward=0.41".
+    """
+    return " ".join(
+        f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
+        for key, value in values.items()
+    )
 
 
 def memory_bytes() -> float:

@@ -11,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 GroupId = NewType("GroupId", str)
-"""`<incarnation>-<sequence>`, for example "0-17": the 18th group of a ledger that was never rewound."""
+"""`<incarnation>-<sequence>`, for example "0-17": the 18th group of a ledger that was never
+rewound.
+"""
 PolicyVersion = NewType("PolicyVersion", int)
 """Optimizer steps that the weights have seen; 0 for the initial weights."""
 
@@ -36,13 +38,15 @@ class Sample:
     """One trajectory.
 
     Example: a 4-token prompt and 3 sampled tokens, two of version 6 and one of 7, is
-    token_ids_S of 7, segment_lengths (4, 3), logprobs_T of 3, version_runs (VersionRun(6, 2), VersionRun(7, 1)).
+    token_ids_S of 7, segment_lengths (4, 3), logprobs_T of 3, version_runs (VersionRun(6, 2),
+    VersionRun(7, 1)).
     """
 
     index: int
     token_ids_S: NDArray[np.uint32]
     segment_lengths: tuple[int, ...]
-    """Alternating given, sampled, given, sampled, ...; they add up to S and the sampled ones to T."""
+    """Alternating given, sampled, given, sampled, ...; they add up to S and the sampled ones to T.
+    """
     logprobs_T: NDArray[np.float32]
     version_runs: tuple[VersionRun, ...]
     reward: float
@@ -72,15 +76,20 @@ class SampleGroup:
 
     @property
     def birth(self) -> int:
-        """The lowest version of any first token, as in staleness.md; groups are never empty of tokens."""
-        return min(sample.version_runs[0].policy_version for sample in self.samples if sample.version_runs)
+        """The lowest version of any first token, as in staleness.md; groups are never empty of
+        tokens.
+        """
+        return min(
+            sample.version_runs[0].policy_version for sample in self.samples if sample.version_runs
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """One packed row of L token slots. Columns as in batches.proto.
 
-    Example: sequences of 5 and 3 tokens in L=10: sequence_lengths (5, 3); slots 8 and 9 are padding.
+    Example: sequences of 5 and 3 tokens in L=10: sequence_lengths (5, 3); slots 8 and 9 are
+    padding.
     """
 
     index: int

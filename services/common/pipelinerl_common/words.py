@@ -1,4 +1,6 @@
-"""Words for people: numbers with their nouns, what a misspelt name may have meant, tables in Markdown."""
+"""Words for people: numbers with their nouns, what a misspelt name may have meant, tables in
+Markdown.
+"""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -22,9 +24,11 @@ def nouns(number: float, noun: str, plural: str = "") -> str:
 
 
 def close_matches(word: str, candidates: Iterable[str], most: int = 1) -> list[str]:
-    """Of `candidates`, those that `word` may have meant, the nearest first: nearly the same, or beginning nearly like it.
+    """Of `candidates`, those that `word` may have meant, the nearest first: nearly the same, or
+    beginning nearly like it.
 
-    Case, "-" and "_" do not count. Examples: "my_first" is near "my-first", and "lern" near "learningRate".
+    Case, "-" and "_" do not count. Examples: "my_first" is near "my-first", and "lern" near
+    "learningRate".
     """
     likeness = {candidate: _likeness(_plain(word), _plain(candidate)) for candidate in candidates}
     near = [candidate for candidate, value in likeness.items() if value >= NEAR]
@@ -38,10 +42,14 @@ def did_you_mean(word: str, candidates: Iterable[str], most: int = 1) -> str:
 
 
 def did_you_mean_folder(path: Path) -> str:
-    """A hint to be put behind a message about a folder that is not there: one beside it, or below runs/, of nearly its name."""
+    """A hint to be put behind a message about a folder that is not there: one beside it, or below
+    runs/, of nearly its name.
+    """
     if path.is_dir():
         return ""
-    places = {str(place / each.name) for place in (path.parent, Path("runs")) for each in _folders(place)}
+    places = {
+        str(place / each.name) for place in (path.parent, Path("runs")) for each in _folders(place)
+    }
     by_name = {name: Path(name).name for name in sorted(places)}
     close = close_matches(path.name, by_name.values())
     found = next((name for name, last in by_name.items() if last in close), None)

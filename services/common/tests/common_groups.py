@@ -7,7 +7,9 @@ import numpy as np
 from pipelinerl_common.types import FinishReason, GroupId, Sample, SampleGroup, VersionRun
 
 
-def make_sample(index: int = 0, segment_lengths: Sequence[int] = (4, 3), version: int = 6) -> Sample:
+def make_sample(
+    index: int = 0, segment_lengths: Sequence[int] = (4, 3), version: int = 6
+) -> Sample:
     """Numbers differ by index and position, so that a mix-up shows."""
     num_tokens, num_sampled = sum(segment_lengths), sum(segment_lengths[1::2])
     return Sample(
@@ -23,7 +25,10 @@ def make_sample(index: int = 0, segment_lengths: Sequence[int] = (4, 3), version
 
 
 def make_group(
-    sequence: int = 0, num_samples: int = 2, segment_lengths: Sequence[int] = (4, 3), job: str = "job"
+    sequence: int = 0,
+    num_samples: int = 2,
+    segment_lengths: Sequence[int] = (4, 3),
+    job: str = "job",
 ) -> SampleGroup:
     return SampleGroup(
         job=job,
@@ -39,7 +44,14 @@ def make_group(
 def facts(group: SampleGroup) -> object:
     """Everything that the group says, comparable with ==."""
     return (
-        (group.job, group.group_id, group.attempt, group.prompt_index, group.temperature, group.finished_at),
+        (
+            group.job,
+            group.group_id,
+            group.attempt,
+            group.prompt_index,
+            group.temperature,
+            group.finished_at,
+        ),
         [
             (
                 sample.index,

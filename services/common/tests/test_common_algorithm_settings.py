@@ -28,8 +28,19 @@ def test_a_preset_is_the_same_after_it_was_written_out(name: str, dumped: dict[s
 
 
 def test_the_presets_are_those_of_their_papers() -> None:
-    fields = {"surrogate", "importance", "truncation", "clip_low", "clip_high", "baseline", "divide_by_std", "normalize_by"}
-    table = {name: tuple(algorithm(loss=name).model_dump(include=fields).values()) for name in PRESETS}
+    fields = {
+        "surrogate",
+        "importance",
+        "truncation",
+        "clip_low",
+        "clip_high",
+        "baseline",
+        "divide_by_std",
+        "normalize_by",
+    }
+    table = {
+        name: tuple(algorithm(loss=name).model_dump(include=fields).values()) for name in PRESETS
+    }
     assert table == {
         "reinforce": ("score", "token", 5.0, 0, 0, "leave_one_out", False, "sequences"),
         "ppo": ("clip", "token", 0, 0.2, 0.2, "value", False, "tokens"),
@@ -56,28 +67,64 @@ def test_what_is_set_by_hand_wins_over_the_preset_and_what_follows_from_it_is_se
     ("options", "says"),
     [
         ({"surrogate": "clip", "importance": "none"}, ["importance=none", "set importance=token"]),
-        ({"loss": "ppo", "clipHigh": 0}, ["surrogate=clip (loss=ppo) needs both bounds, but clipHigh=0.0: set it above 0"]),
-        ({"loss": "grpo", "truncation": 4}, ["truncation=4.0 has no effect with surrogate=clip (loss=grpo): remove it, or"]),
+        (
+            {"loss": "ppo", "clipHigh": 0},
+            ["surrogate=clip (loss=ppo) needs both bounds, but clipHigh=0.0: set it above 0"],
+        ),
+        (
+            {"loss": "grpo", "truncation": 4},
+            ["truncation=4.0 has no effect with surrogate=clip (loss=grpo): remove it, or"],
+        ),
         ({"loss": "grpo", "truncationLow": 0.5}, ["truncationLow=0.5", "set surrogate=score"]),
         ({"loss": "grpo", "outside": "mask"}, ["outside=mask", "set surrogate=score"]),
-        ({"clipLow": 0.1}, ["clipLow=0.1 has no effect with surrogate=score (loss=reinforce): remove it", "truncation"]),
-        ({"clipLow": 0.1, "clipHigh": 0.2}, ["clipLow=0.1 and clipHigh=0.2 have no effect", "remove them"]),
+        (
+            {"clipLow": 0.1},
+            [
+                "clipLow=0.1 has no effect with surrogate=score (loss=reinforce): remove it",
+                "truncation",
+            ],
+        ),
+        (
+            {"clipLow": 0.1, "clipHigh": 0.2},
+            ["clipLow=0.1 and clipHigh=0.2 have no effect", "remove them"],
+        ),
         ({"clipLow": 0.1, "surrogate": "score"}, ["with surrogate=score: remove it"]),
         ({"loss": "cispo", "clipHigh": 0.1}, ["clipHigh=0.1", "set surrogate=clip"]),
-        ({"importance": "none", "truncation": 5}, ["importance=none has no weight for truncation=5.0 to bound: remove it"]),
+        (
+            {"importance": "none", "truncation": 5},
+            ["importance=none has no weight for truncation=5.0 to bound: remove it"],
+        ),
         ({"truncation": 2, "truncationLow": 2}, ["truncationLow=2.0", "below truncation=2.0"]),
         ({"outside": "mask", "truncation": 0}, ["outside=mask", "set truncation or truncationLow"]),
-        ({"loss": "grpo", "baseline": "value"}, ["divideByStd=true (loss=grpo)", "baseline=value", "divideByStd=false"]),
-        ({"loss": "dapo", "baseline": "none"}, ["dropZeroAdvantage=true", "baseline=none", "baseline=mean"]),
-        ({"gaeLambda": 0.9}, ["gaeLambda=0.9 has no effect", "baseline=leave_one_out (loss=reinforce)", "set baseline=value"]),
+        (
+            {"loss": "grpo", "baseline": "value"},
+            ["divideByStd=true (loss=grpo)", "baseline=value", "divideByStd=false"],
+        ),
+        (
+            {"loss": "dapo", "baseline": "none"},
+            ["dropZeroAdvantage=true", "baseline=none", "baseline=mean"],
+        ),
+        (
+            {"gaeLambda": 0.9},
+            [
+                "gaeLambda=0.9 has no effect",
+                "baseline=leave_one_out (loss=reinforce)",
+                "set baseline=value",
+            ],
+        ),
         ({"loss": "rloo", "discount": 0.9}, ["discount=0.9", "set baseline=value"]),
         ({"loss": "ppo", "valueCoefficient": 0}, ["valueCoefficient=0", "baseline=value"]),
         ({"loss": "ppo", "gradientMixing": 0.3}, ["gradientMixing=0.3", "surrogate=clip"]),
         ({"importance": "none", "gradientMixing": 0.3}, ["gradientMixing=0.3", "importance=none"]),
-        ({"kl": {"coefficient": 0.1, "estimator": "k1"}}, ["kl.estimator=k1", "kl.placement=reward", "k2"]),
+        (
+            {"kl": {"coefficient": 0.1, "estimator": "k1"}},
+            ["kl.estimator=k1", "kl.placement=reward", "k2"],
+        ),
     ],
 )
-def test_a_senseless_composition_is_refused_with_what_to_set(options: dict[str, Any], says: list[str]) -> None:
+def test_a_senseless_composition_is_refused_with_what_to_set(
+    options: dict[str, Any], says: list[str]
+) -> None:
     with pytest.raises(ValidationError) as refused:
         algorithm(**options)
     for part in says:
@@ -86,7 +133,16 @@ def test_a_senseless_composition_is_refused_with_what_to_set(options: dict[str, 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "ppo"])
 def test_a_baseline_of_the_group_needs_a_group(name: str) -> None:
-    spec = {"model": {"uri": "tiny://arithmetic"}, "task": {"path": "a:B", "groupSize": 1}, "algorithm": {"loss": name}}
-    document = {"apiVersion": "pipelinerl.dev/v1alpha1", "kind": "PipelineRLJob", "metadata": {"name": "x"}, "spec": spec}
+    spec = {
+        "model": {"uri": "tiny://arithmetic"},
+        "task": {"path": "a:B", "groupSize": 1},
+        "algorithm": {"loss": name},
+    }
+    document = {
+        "apiVersion": "pipelinerl.dev/v1alpha1",
+        "kind": "PipelineRLJob",
+        "metadata": {"name": "x"},
+        "spec": spec,
+    }
     with pytest.raises(SettingsError, match=r"groupSize of at least 2, not 1"):
         parse_job(document, "x")

@@ -1,4 +1,6 @@
-"""Sample groups and micro-batches on the wire: round trips, sizes, golden bytes of every schema version, every broken case."""
+"""Sample groups and micro-batches on the wire: round trips, sizes, golden bytes of every schema
+version, every broken case.
+"""
 
 import os
 from collections.abc import Callable
@@ -25,7 +27,15 @@ from pipelinerl_common.codec import (
     plan_to_proto,
 )
 from pipelinerl_common.errors import MalformedMessage, PermanentError
-from pipelinerl_common.types import FinishReason, GroupId, MicroBatch, Sample, SampleGroup, StepPlan, VersionRun
+from pipelinerl_common.types import (
+    FinishReason,
+    GroupId,
+    MicroBatch,
+    Sample,
+    SampleGroup,
+    StepPlan,
+    VersionRun,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 MEBIBYTE = 1 << 20
@@ -38,16 +48,28 @@ def samples(draw: st.DrawFn, index: int) -> Sample:
     given_length = draw(st.integers(1, 12))
     segment_lengths = (given_length, *draw(st.lists(st.integers(0, 9), max_size=5)))
     num_tokens, num_sampled = sum(segment_lengths), sum(segment_lengths[1::2])
-    cuts = sorted(draw(st.sets(st.integers(1, num_sampled - 1), max_size=4))) if num_sampled > 1 else []
+    cuts = (
+        sorted(draw(st.sets(st.integers(1, num_sampled - 1), max_size=4)))
+        if num_sampled > 1
+        else []
+    )
     bounds = [0, *cuts, num_sampled] if num_sampled else [0]
-    versions = draw(st.lists(st.integers(0, 2**40), min_size=len(bounds) - 1, max_size=len(bounds) - 1))
+    versions = draw(
+        st.lists(st.integers(0, 2**40), min_size=len(bounds) - 1, max_size=len(bounds) - 1)
+    )
     return Sample(
         index=index,
-        token_ids_S=np.array(draw(st.lists(st.integers(0, 2**32 - 1), min_size=num_tokens, max_size=num_tokens)), np.uint32),
+        token_ids_S=np.array(
+            draw(st.lists(st.integers(0, 2**32 - 1), min_size=num_tokens, max_size=num_tokens)),
+            np.uint32,
+        ),
         segment_lengths=segment_lengths,
-        logprobs_T=np.array(draw(st.lists(float32s, min_size=num_sampled, max_size=num_sampled)), np.float32),
+        logprobs_T=np.array(
+            draw(st.lists(float32s, min_size=num_sampled, max_size=num_sampled)), np.float32
+        ),
         version_runs=tuple(
-            VersionRun(version, end - start) for version, start, end in zip(versions, bounds, bounds[1:], strict=False)
+            VersionRun(version, end - start)
+            for version, start, end in zip(versions, bounds, bounds[1:], strict=False)
         ),
         reward=draw(float32s),
         finish_reason=draw(st.sampled_from(FinishReason)),
@@ -74,14 +96,18 @@ def groups(draw: st.DrawFn) -> SampleGroup:
 
 def join(payloads: list[bytes]) -> SampleGroup | None:
     joiner = GroupJoiner()
-    joined = [group for payload in payloads if (group := joiner.add(decode_part(payload))) is not None]
+    joined = [
+        group for payload in payloads if (group := joiner.add(decode_part(payload))) is not None
+    ]
     assert len(joiner) == (0 if joined else 1)
     return joined[0] if joined else None
 
 
 @settings(deadline=None)
 @given(groups(), st.randoms())
-def test_any_group_survives_the_wire_split_and_in_any_order(group: SampleGroup, random: Any) -> None:
+def test_any_group_survives_the_wire_split_and_in_any_order(
+    group: SampleGroup, random: Any
+) -> None:
     whole = encode_group(group, MEBIBYTE)
     assert len(whole) == 1
     assert whole[0].message_id == f"{group.group_id}:{group.attempt}:0"
@@ -89,7 +115,13 @@ def test_any_group_survives_the_wire_split_and_in_any_order(group: SampleGroup, 
     assert restored is not None
     assert facts(restored) == facts(group)
 
-    smallest = max(len(encode_group(replace(group, samples=(sample,)), MEBIBYTE)[0].payload) for sample in group.samples) + 16
+    smallest = (
+        max(
+            len(encode_group(replace(group, samples=(sample,)), MEBIBYTE)[0].payload)
+            for sample in group.samples
+        )
+        + 16
+    )
     parts = encode_group(group, smallest)
     assert all(len(part.payload) <= smallest for part in parts)
     assert len({part.message_id for part in parts}) == len(parts)
@@ -143,12 +175,22 @@ def test_parts_say_what_they_are_parts_of() -> None:
     group = make_group(num_samples=5, segment_lengths=(100, 100))
     one = len(encode_group(replace(group, samples=group.samples[:1]), MEBIBYTE)[0].payload)
     decoded = [decode_part(part.payload) for part in encode_group(group, 2 * one + 16)]
-    assert [(part.part, part.num_parts, part.num_samples) for part in decoded] == [(0, 3, 5), (1, 3, 5), (2, 3, 5)]
-    assert [[sample.index for sample in part.header.samples] for part in decoded] == [[0, 1], [2, 3], [4]]
+    assert [(part.part, part.num_parts, part.num_samples) for part in decoded] == [
+        (0, 3, 5),
+        (1, 3, 5),
+        (2, 3, 5),
+    ]
+    assert [[sample.index for sample in part.header.samples] for part in decoded] == [
+        [0, 1],
+        [2, 3],
+        [4],
+    ]
 
 
 def test_a_sample_over_the_limit_is_a_permanent_error_with_the_remedy() -> None:
-    with pytest.raises(PermanentError, match=r"group 0-0: sample 0 takes \d+ bytes.*limit of 1000: raise"):
+    with pytest.raises(
+        PermanentError, match=r"group 0-0: sample 0 takes \d+ bytes.*limit of 1000: raise"
+    ):
         encode_group(make_group(segment_lengths=(100, 200)), 1000)
 
 
@@ -216,12 +258,20 @@ def run(version: int, num_tokens: int) -> sample_pb2.VersionRun:
 @pytest.mark.parametrize(
     ("broken", "reason", "says"),
     [
-        (break_message(schema_version=0), "schema_version", "schema_version=0, this reader knows 1"),
+        (
+            break_message(schema_version=0),
+            "schema_version",
+            "schema_version=0, this reader knows 1",
+        ),
         (break_message(schema_version=2), "schema_version", "schema_version=2"),
         (break_message(group_id=""), "group_id", "empty"),
         (break_message(job=""), "job", "empty"),
         (break_message(num_samples=0), "num_samples", "num_samples=0"),
-        (break_message(num_samples=1), "num_samples", "2 samples in a part of a group of num_samples=1"),
+        (
+            break_message(num_samples=1),
+            "num_samples",
+            "2 samples in a part of a group of num_samples=1",
+        ),
         (break_message(num_samples=3), "num_samples", "2 samples in the only part, num_samples=3"),
         (break_message(part=1), "parts", "part=1 is not below num_parts=1"),
         (break_message(num_parts=0), "parts", "num_parts=0"),
@@ -262,7 +312,9 @@ def test_every_broken_message_is_malformed_with_its_reason(
 
 def test_non_finite_numbers_are_for_the_reader_to_judge() -> None:
     group = make_group(num_samples=1)
-    odd = replace(group.samples[0], reward=float("nan"), logprobs_T=np.array([-np.inf, np.nan, 0], np.float32))
+    odd = replace(
+        group.samples[0], reward=float("nan"), logprobs_T=np.array([-np.inf, np.nan, 0], np.float32)
+    )
     part = decode_part(encode_group(replace(group, samples=(odd,)), MEBIBYTE)[0].payload)
     assert np.isnan(part.header.samples[0].reward)
 
@@ -294,14 +346,26 @@ def test_a_repeated_part_replaces_itself() -> None:
         (lambda part: replace(part, num_parts=3), "parts", 1),
         (lambda part: replace(part, header=replace(part.header, temperature=1.0)), "parts", 1),
         (lambda part: replace(part, header=replace(part.header, job="other")), "parts", 1),
-        (lambda part: replace(part, header=replace(part.header, samples=(make_sample(0),))), "sample_index", 0),
-        (lambda part: replace(part, header=replace(part.header, samples=(make_sample(2), make_sample(3)))), "num_samples", 0),
+        (
+            lambda part: replace(part, header=replace(part.header, samples=(make_sample(0),))),
+            "sample_index",
+            0,
+        ),
+        (
+            lambda part: replace(
+                part, header=replace(part.header, samples=(make_sample(2), make_sample(3)))
+            ),
+            "num_samples",
+            0,
+        ),
     ],
 )
 def test_parts_that_contradict_each_other_are_malformed(
     change: Callable[[GroupPart], GroupPart], reason: str, num_left: int
 ) -> None:
-    """Where all parts are there the earlier ones are evicted, since nothing can complete them any more."""
+    """Where all parts are there the earlier ones are evicted, since nothing can complete them any
+    more.
+    """
     first, second = parts_of(make_group(num_samples=3), (2, 1))
     evicted: list[tuple[PartKey, list[GroupPart]]] = []
     joiner = GroupJoiner(on_evict=lambda key, parts: evicted.append((key, parts)))
@@ -315,7 +379,9 @@ def test_parts_that_contradict_each_other_are_malformed(
 
 def test_the_joiner_is_bounded_and_counts_what_it_evicts() -> None:
     evicted: list[tuple[PartKey, int]] = []
-    joiner = GroupJoiner(max_groups=2, on_evict=lambda key, parts: evicted.append((key, len(parts))))
+    joiner = GroupJoiner(
+        max_groups=2, on_evict=lambda key, parts: evicted.append((key, len(parts)))
+    )
     groups_ = [make_group(sequence, num_samples=3) for sequence in range(4)]
     for group in groups_:
         joiner.add(parts_of(group, (2, 1))[0])
@@ -366,10 +432,15 @@ def make_micro_batch(**changes: Any) -> MicroBatch:
 
 def batch_facts(batch: MicroBatch) -> dict[str, Any]:
     values = {name: getattr(batch, name) for name in MicroBatch.__dataclass_fields__}
-    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+    return {
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in values.items()
+    }
 
 
-@pytest.mark.parametrize("changes", [{}, {"ref_logprobs_L": None, "returns_L": np.ones(10, np.float32)}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"ref_logprobs_L": None, "returns_L": np.ones(10, np.float32)}]
+)
 def test_micro_batches_survive_the_wire(changes: dict[str, Any]) -> None:
     batch = make_micro_batch(**changes)
     message = batches_pb2.MicroBatch.FromString(micro_batch_to_proto(batch).SerializeToString())
@@ -454,7 +525,9 @@ def test_broken_plans_are_malformed(changes: dict[str, Any]) -> None:
 
 
 def golden(name: str, current: bytes) -> bytes:
-    """The committed bytes. PIPELINERL_WRITE_GOLDEN=1 writes those that are missing; a released version's are never changed."""
+    """The committed bytes. PIPELINERL_WRITE_GOLDEN=1 writes those that are missing; a released
+    version's are never changed.
+    """
     path = GOLDEN / name
     if not path.exists() and os.environ.get("PIPELINERL_WRITE_GOLDEN") == "1":
         path.write_bytes(current)
@@ -462,7 +535,10 @@ def golden(name: str, current: bytes) -> bytes:
 
 
 def test_schema_version_1_of_sample_groups_stays_readable_and_is_what_is_written() -> None:
-    group = replace(make_group(sequence=17, num_samples=2), samples=(make_sample(0), make_sample(1, (4, 3, 2, 1), version=9)))
+    group = replace(
+        make_group(sequence=17, num_samples=2),
+        samples=(make_sample(0), make_sample(1, (4, 3, 2, 1), version=9)),
+    )
     written = encode_group(group, MEBIBYTE)[0].payload
     committed = golden("sample_group_v1.bin", written)
     assert facts(decode_part(committed).header) == facts(group)
@@ -472,7 +548,9 @@ def test_schema_version_1_of_sample_groups_stays_readable_and_is_what_is_written
 def test_version_1_of_micro_batches_stays_readable_and_is_what_is_written() -> None:
     written = micro_batch_to_proto(make_micro_batch()).SerializeToString(deterministic=True)
     committed = golden("micro_batch_v1.bin", written)
-    assert batch_facts(micro_batch_from_proto(batches_pb2.MicroBatch.FromString(committed))) == batch_facts(make_micro_batch())
+    assert batch_facts(
+        micro_batch_from_proto(batches_pb2.MicroBatch.FromString(committed))
+    ) == batch_facts(make_micro_batch())
     assert written == committed
 
 
@@ -486,7 +564,10 @@ def admission_message() -> admission_pb2.ReportRequest:
         steps_total=1000, step_seconds_total=8.5, step_tokens_total=9000, prefill_tokens_total=450, running_seconds_total=77.5,
         kv_usage_seconds_total=2.25, kv_block_tokens=16, requested_seconds_total=80.5, answered_total=64,
     )  # fmt: skip
-    runs = [sample_pb2.VersionRun(policy_version=3, num_tokens=2), sample_pb2.VersionRun(policy_version=4, num_tokens=1)]
+    runs = [
+        sample_pb2.VersionRun(policy_version=3, num_tokens=2),
+        sample_pb2.VersionRun(policy_version=4, num_tokens=1),
+    ]
     answers = [
         admission_pb2.PartialAnswer(sample_index=0, token_ids=[5, 9, 300], logprobs=[-0.5, -1.25, 0.0], version_runs=runs),
         admission_pb2.PartialAnswer(

@@ -1,4 +1,6 @@
-"""The catalog's rules, what a process may record, and that Prometheus and the run's records read the same numbers."""
+"""The catalog's rules, what a process may record, and that Prometheus and the run's records read
+the same numbers.
+"""
 
 import gc
 import weakref
@@ -30,7 +32,10 @@ def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], f
     """By series and labels, without job and role."""
     families = text_string_to_metric_families(metrics.exposition().decode())
     return {
-        (sample.name, tuple(sorted((k, v) for k, v in sample.labels.items() if k not in ("job", "role")))): sample.value
+        (
+            sample.name,
+            tuple(sorted((k, v) for k, v in sample.labels.items() if k not in ("job", "role"))),
+        ): sample.value
         for family in families
         for sample in family.samples
     }
@@ -63,10 +68,21 @@ def test_the_same_number_is_in_the_series_and_in_the_record() -> None:
     record, series = metrics.values(), samples(metrics)
     assert record["groups_trained_total"] == series["pipelinerl_groups_trained_total", ()] == 32
     stale = (("reason", "stale"),)
-    assert record["groups_dropped_total{reason=stale}"] == series["pipelinerl_groups_dropped_total", stale] == 3
-    assert record["queue_groups{stage=ready}"] == series["pipelinerl_queue_groups", (("stage", "ready"),)] == 7
+    assert (
+        record["groups_dropped_total{reason=stale}"]
+        == series["pipelinerl_groups_dropped_total", stale]
+        == 3
+    )
+    assert (
+        record["queue_groups{stage=ready}"]
+        == series["pipelinerl_queue_groups", (("stage", "ready"),)]
+        == 7
+    )
     assert record["served_version"] == series["pipelinerl_served_version", ()] == 4
-    assert 'pipelinerl_groups_trained_total{job="sums",role="preprocessor"} 32.0' in metrics.exposition().decode()
+    assert (
+        'pipelinerl_groups_trained_total{job="sums",role="preprocessor"} 32.0'
+        in metrics.exposition().decode()
+    )
 
 
 def test_counters_begin_at_zero_for_what_is_known_beforehand() -> None:
@@ -78,18 +94,26 @@ def test_counters_begin_at_zero_for_what_is_known_beforehand() -> None:
         ("pipelinerl_stale_groups_total", (("layer", "assembly"),)): 0,
         ("pipelinerl_groups_trained_total", ()): 0,
     }
-    assert metrics.values() == {"groups_trained_total": 0}, "records leave out reasons that never were"
+    assert metrics.values() == {"groups_trained_total": 0}, (
+        "records leave out reasons that never were"
+    )
     stale.inc(layer="running")
     assert metrics.values() == {"groups_trained_total": 0, "stale_groups_total{layer=running}": 1}
 
 
 def test_totals_that_are_counted_elsewhere_are_read_or_reached() -> None:
     metrics = Metrics("coordinator", "sums")
-    updates, expulsions = metrics.counter("updates_coordinated_total"), metrics.counter("member_expulsions_total")
+    updates, expulsions = (
+        metrics.counter("updates_coordinated_total"),
+        metrics.counter("member_expulsions_total"),
+    )
     updates.read(lambda: 5.0, outcome="published")
     expulsions.reach(3)
     expulsions.reach(2)
-    assert metrics.values() == {"updates_coordinated_total{outcome=published}": 5, "member_expulsions_total": 3}
+    assert metrics.values() == {
+        "updates_coordinated_total{outcome=published}": 5,
+        "member_expulsions_total": 3,
+    }
 
 
 def test_several_jobs_of_one_process_share_their_families() -> None:
@@ -98,7 +122,11 @@ def test_several_jobs_of_one_process_share_their_families() -> None:
         metrics.gauge("transfer_group_members").set(2)
     text = b"".join(exposition_of(jobs)).decode()
     assert text.count("# TYPE pipelinerl_transfer_group_members gauge") == 1
-    assert {sample.labels["job"] for family in text_string_to_metric_families(text) for sample in family.samples} == {
+    assert {
+        sample.labels["job"]
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    } == {
         "sums",
         "maths",
     }
@@ -108,14 +136,20 @@ def test_jobs_of_one_name_in_two_namespaces_have_series_of_their_own() -> None:
     processes = [Metrics("coordinator", "sums", namespace) for namespace in ("lab", "prod")]
     for number, each in enumerate(processes):
         each.gauge("generators_absent").set(number)
-    assert [line for line in b"".join(exposition_of(processes)).decode().splitlines() if not line.startswith("#")] == [
+    assert [
+        line
+        for line in b"".join(exposition_of(processes)).decode().splitlines()
+        if not line.startswith("#")
+    ] == [
         'pipelinerl_generators_absent{job="sums",namespace="lab",role="coordinator"} 0.0',
         'pipelinerl_generators_absent{job="sums",namespace="prod",role="coordinator"} 1.0',
     ]
 
 
 def test_the_metrics_of_many_jobs_are_made_one_after_the_other_and_none_is_kept() -> None:
-    """An operator of a thousand jobs would hold them all, and those of several scrapes until a full garbage collection."""
+    """An operator of a thousand jobs would hold them all, and those of several scrapes until a full
+    garbage collection.
+    """
     alive: weakref.WeakSet[Metrics] = weakref.WeakSet()
 
     def make() -> Iterator[Metrics]:
@@ -143,7 +177,9 @@ def test_the_metrics_of_very_many_jobs_are_as_complete_as_those_of_few() -> None
     assert text.count("# TYPE pipelinerl_policy_version gauge") == 1
     families = {family.name: family for family in text_string_to_metric_families(text)}
     samples = families["pipelinerl_policy_version"].samples
-    assert [sample.labels["job"] for sample in samples] == [f"job-{number}" for number in (0, 1, *range(70, 100))]
+    assert [sample.labels["job"] for sample in samples] == [
+        f"job-{number}" for number in (0, 1, *range(70, 100))
+    ]
 
 
 def test_a_gauge_without_a_value_is_missing() -> None:
@@ -169,8 +205,14 @@ def test_a_histogram_counts_weighted_values_at_and_below_each_bound() -> None:
     for bound, count in expected.items():
         assert record[f"lag_steps_bucket{{le={bound}}}"] == count
         assert series["pipelinerl_lag_steps_bucket", (("le", bound),)] == count
-    assert series["pipelinerl_lag_steps_bucket", (("le", "+Inf"),)] == record["lag_steps_count"] == 160
-    assert series["pipelinerl_lag_steps_sum", ()] == record["lag_steps_sum"] == 0 * 100 + 2 * 50 + 40 * 10
+    assert (
+        series["pipelinerl_lag_steps_bucket", (("le", "+Inf"),)] == record["lag_steps_count"] == 160
+    )
+    assert (
+        series["pipelinerl_lag_steps_sum", ()]
+        == record["lag_steps_sum"]
+        == 0 * 100 + 2 * 50 + 40 * 10
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,7 +223,9 @@ def test_a_histogram_counts_weighted_values_at_and_below_each_bound() -> None:
         ("actor", "gauge", "ess", "not as a gauge of actor"),
     ],
 )
-def test_what_the_catalog_does_not_have_cannot_be_recorded(role: str, kind: str, name: str, message: str) -> None:
+def test_what_the_catalog_does_not_have_cannot_be_recorded(
+    role: str, kind: str, name: str, message: str
+) -> None:
     with pytest.raises(UndeclaredMetric, match=message):
         getattr(Metrics(role, "sums"), kind)(name)
 
@@ -211,7 +255,10 @@ async def test_metrics_are_served_over_http() -> None:
     metrics = Metrics("trainer", "sums")
     metrics.gauge("ess").set(0.75)
     async with serve_metrics("127.0.0.1:0", metrics.exposition, lambda: b"more 1\n") as address:
-        async with aiohttp.ClientSession() as session, session.get(f"http://{address}/metrics") as response:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"http://{address}/metrics") as response,
+        ):
             text = await response.text()
             assert response.headers["Content-Type"].startswith("text/plain")
         assert 'pipelinerl_ess{job="sums",role="trainer"} 0.75' in text
@@ -228,4 +275,6 @@ async def test_without_an_address_nothing_is_served() -> None:
 
 def test_the_documentation_is_the_catalog() -> None:
     page = Path(__file__).parents[3] / "charts" / "docs" / "metrics.md"
-    assert page.read_text() == document(), "run python -m pipelinerl_common.metrics.document > charts/docs/metrics.md"
+    assert page.read_text() == document(), (
+        "run python -m pipelinerl_common.metrics.document > charts/docs/metrics.md"
+    )

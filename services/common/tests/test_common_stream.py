@@ -1,4 +1,6 @@
-"""The job's streams on a real nats-server: delivery, acknowledgement, parts, malformed messages, limits, journal, metrics."""
+"""The job's streams on a real nats-server: delivery, acknowledgement, parts, malformed messages,
+limits, journal, metrics.
+"""
 
 import asyncio
 import shutil
@@ -52,7 +54,9 @@ async def test_groups_arrive_whole_and_leave_the_stream_when_acknowledged(stream
     assert await stream.num_waiting() == 20
     async with stream.samples(max_pending=20) as groups:
         received = await take(groups, 20)
-        assert {each.group.group_id: facts(each.group) for each in received} == {each.group_id: facts(each) for each in sent}
+        assert {each.group.group_id: facts(each.group) for each in received} == {
+            each.group_id: facts(each) for each in sent
+        }
         assert await stream.num_waiting() == 20
         for each in received[:15]:
             await each.ack()
@@ -111,7 +115,10 @@ async def test_a_group_put_back_comes_again(stream: Stream) -> None:
 
 
 async def test_a_group_over_the_payload_limit_is_split_and_joined(tmp_path: Path) -> None:
-    async with NatsServer.start(tmp_path / "nats", max_payload_bytes=16 << 10) as server, open_stream(server) as stream:
+    async with (
+        NatsServer.start(tmp_path / "nats", max_payload_bytes=16 << 10) as server,
+        open_stream(server) as stream,
+    ):
         large = make_group(0, num_samples=9, segment_lengths=(300, 400))  # 9 * 4.4 kB into 12 kB
         await stream.publish_group(large)
         await stream.publish_group(make_group(1))
@@ -126,8 +133,13 @@ async def test_a_group_over_the_payload_limit_is_split_and_joined(tmp_path: Path
 
 
 async def test_interleaved_parts_of_many_groups_do_not_block_each_other(tmp_path: Path) -> None:
-    async with NatsServer.start(tmp_path / "nats", max_payload_bytes=16 << 10) as server, open_stream(server) as stream:
-        sent = [make_group(sequence, num_samples=9, segment_lengths=(300, 400)) for sequence in range(8)]
+    async with (
+        NatsServer.start(tmp_path / "nats", max_payload_bytes=16 << 10) as server,
+        open_stream(server) as stream,
+    ):
+        sent = [
+            make_group(sequence, num_samples=9, segment_lengths=(300, 400)) for sequence in range(8)
+        ]
         parts = [encode_group(group, stream.max_payload_bytes) for group in sent]
         client = await nats.connect(server.url)
         for row in zip(*parts, strict=True):
@@ -142,7 +154,10 @@ async def test_interleaved_parts_of_many_groups_do_not_block_each_other(tmp_path
 
 
 async def test_a_sample_over_the_payload_limit_is_a_permanent_error(tmp_path: Path) -> None:
-    async with NatsServer.start(tmp_path / "nats", max_payload_bytes=16 << 10) as server, open_stream(server) as stream:
+    async with (
+        NatsServer.start(tmp_path / "nats", max_payload_bytes=16 << 10) as server,
+        open_stream(server) as stream,
+    ):
         with pytest.raises(PermanentError, match="lower task"):
             await stream.publish_group(make_group(0, segment_lengths=(300, 4000)))
 
@@ -152,7 +167,10 @@ async def dead_letters(server: NatsServer, number: int) -> list[tuple[dict[str, 
     subscription = await client.jetstream().subscribe("job.dead")
     messages = [await subscription.next_msg(timeout=DEADLINE_S) for _ in range(number)]
     await client.close()
-    return [({str(key): value for key, value in message.headers.items()}, message.data) for message in messages]
+    return [
+        ({str(key): value for key, value in message.headers.items()}, message.data)
+        for message in messages
+    ]
 
 
 async def publish_raw(server: NatsServer, payload: bytes) -> None:
@@ -161,7 +179,9 @@ async def publish_raw(server: NatsServer, payload: bytes) -> None:
     await client.close()
 
 
-async def test_malformed_messages_are_set_aside_counted_and_never_seen(server: NatsServer, stream: Stream) -> None:
+async def test_malformed_messages_are_set_aside_counted_and_never_seen(
+    server: NatsServer, stream: Stream
+) -> None:
     unknown = sample_pb2.SampleGroup.FromString(encode_group(make_group(7), 1 << 20)[0].payload)
     unknown.schema_version = 2
     foreign = encode_group(make_group(8, job="other"), 1 << 20)[0].payload
@@ -171,7 +191,9 @@ async def test_malformed_messages_are_set_aside_counted_and_never_seen(server: N
         await stream.publish_group(make_group(0))
         (received,) = await take(groups, 1)
         assert received.group.group_id == "0-0"
-    assert {name: count for name, count in stream.counters.items() if name.startswith("set_aside")} == {
+    assert {
+        name: count for name, count in stream.counters.items() if name.startswith("set_aside")
+    } == {
         "set_aside_unparsable": 1,
         "set_aside_schema_version": 1,
         "set_aside_job": 1,
@@ -179,12 +201,21 @@ async def test_malformed_messages_are_set_aside_counted_and_never_seen(server: N
     assert await stream.num_waiting() == 1
     letters = await dead_letters(server, 3)
     assert [headers["Reason"] for headers, _ in letters] == ["unparsable", "schema_version", "job"]
-    assert [payload for _, payload in letters] == [b"\xff\xff", unknown.SerializeToString(), foreign]
+    assert [payload for _, payload in letters] == [
+        b"\xff\xff",
+        unknown.SerializeToString(),
+        foreign,
+    ]
     assert "this reader knows 1" in letters[1][0]["Detail"]
 
 
-async def test_a_malformed_message_as_large_as_the_server_takes_is_set_aside_truncated(tmp_path: Path) -> None:
-    async with NatsServer.start(tmp_path / "nats", max_payload_bytes=16 << 10) as server, open_stream(server) as stream:
+async def test_a_malformed_message_as_large_as_the_server_takes_is_set_aside_truncated(
+    tmp_path: Path,
+) -> None:
+    async with (
+        NatsServer.start(tmp_path / "nats", max_payload_bytes=16 << 10) as server,
+        open_stream(server) as stream,
+    ):
         await publish_raw(server, bytes(16 << 10))
         async with stream.samples(max_pending=4) as groups:
             await stream.publish_group(make_group(0))
@@ -194,7 +225,9 @@ async def test_a_malformed_message_as_large_as_the_server_takes_is_set_aside_tru
         assert len(payload) == stream.max_payload_bytes
 
 
-async def test_parts_whose_group_was_granted_again_are_set_aside(server: NatsServer, stream: Stream) -> None:
+async def test_parts_whose_group_was_granted_again_are_set_aside(
+    server: NatsServer, stream: Stream
+) -> None:
     group = make_group(0, num_samples=3, segment_lengths=(300, 400))
     one_sample = len(encode_group(replace(group, samples=group.samples[:1]), 1 << 20)[0].payload)
     orphan = encode_group(group, 2 * one_sample + 16)[0]
@@ -211,7 +244,9 @@ async def test_parts_whose_group_was_granted_again_are_set_aside(server: NatsSer
     assert headers["Detail"] == "1 of 2 parts of attempt 1 came"
 
 
-async def test_parts_that_make_no_group_are_all_set_aside(server: NatsServer, stream: Stream) -> None:
+async def test_parts_that_make_no_group_are_all_set_aside(
+    server: NatsServer, stream: Stream
+) -> None:
     group = make_group(0, num_samples=3, segment_lengths=(300, 400))
     one_sample = len(encode_group(replace(group, samples=group.samples[:1]), 1 << 20)[0].payload)
     first, second = encode_group(group, 2 * one_sample + 16)
@@ -244,9 +279,16 @@ async def test_a_reader_can_set_a_group_aside(server: NatsServer, stream: Stream
 
 async def test_publishing_waits_while_the_stream_is_full(server: NatsServer) -> None:
     async with open_stream(server, max_bytes=1 << 20) as stream:
-        groups = [make_group(sequence, num_samples=8, segment_lengths=(400, 1600)) for sequence in range(12)]  # 115 kB each
-        published = [asyncio.ensure_future(stream.publish_group(group, timeout_s=60)) for group in groups]
-        await until(lambda: sum(task.done() for task in published) >= 8 and stream.counters["retries"] > 0)
+        groups = [
+            make_group(sequence, num_samples=8, segment_lengths=(400, 1600))
+            for sequence in range(12)
+        ]  # 115 kB each
+        published = [
+            asyncio.ensure_future(stream.publish_group(group, timeout_s=60)) for group in groups
+        ]
+        await until(
+            lambda: sum(task.done() for task in published) >= 8 and stream.counters["retries"] > 0
+        )
         assert not all(task.done() for task in published)
         async with stream.samples(max_pending=2) as received_groups:
             seen = set()
@@ -260,7 +302,10 @@ async def test_publishing_waits_while_the_stream_is_full(server: NatsServer) -> 
 
 async def test_a_full_stream_is_unavailable_at_the_deadline(server: NatsServer) -> None:
     async with open_stream(server, max_bytes=1 << 20) as stream:
-        groups = [make_group(sequence, num_samples=8, segment_lengths=(400, 1600)) for sequence in range(12)]
+        groups = [
+            make_group(sequence, num_samples=8, segment_lengths=(400, 1600))
+            for sequence in range(12)
+        ]
         with pytest.raises(Unavailable, match="maximum bytes exceeded"):
             await asyncio.gather(*(stream.publish_group(group, timeout_s=0.5) for group in groups))
 
@@ -277,8 +322,12 @@ async def test_settings_of_an_existing_stream_are_updated(server: NatsServer) ->
     assert info.state.messages == 1
 
 
-async def test_a_stream_that_fills_the_servers_store_can_be_connected_to_by_many(server: NatsServer, tmp_path: Path) -> None:
-    settings = StreamSettings(max_bytes=int(0.75 * 0.6 * shutil.disk_usage(tmp_path).free))  # the server takes 75 %
+async def test_a_stream_that_fills_the_servers_store_can_be_connected_to_by_many(
+    server: NatsServer, tmp_path: Path
+) -> None:
+    settings = StreamSettings(
+        max_bytes=int(0.75 * 0.6 * shutil.disk_usage(tmp_path).free)
+    )  # the server takes 75 %
     async with (
         connect(server.url, "large", settings, name="up") as first,
         connect(server.url, "large", settings, name="preprocessor", timeout_s=DEADLINE_S) as second,
@@ -304,21 +353,36 @@ async def test_a_job_name_that_is_no_stream_name_is_named(server: NatsServer) ->
             pass
 
 
-async def test_without_a_server_connecting_is_unavailable_at_the_deadline(server: NatsServer) -> None:
+async def test_without_a_server_connecting_is_unavailable_at_the_deadline(
+    server: NatsServer,
+) -> None:
     port_nobody_listens_on = 1
     with pytest.raises(Unavailable, match=r"no nats-server at nats://127.0.0.1:1 within 0.3 s"):
-        async with connect(f"nats://127.0.0.1:{port_nobody_listens_on}", "job", StreamSettings(), name="test", timeout_s=0.3):
+        async with connect(
+            f"nats://127.0.0.1:{port_nobody_listens_on}",
+            "job",
+            StreamSettings(),
+            name="test",
+            timeout_s=0.3,
+        ):
             pass
 
 
 @pytest.mark.parametrize("token", [None, "wrong"])
 async def test_a_wrong_token_is_refused_at_once(tmp_path: Path, token: str | None) -> None:
     async with NatsServer.start(tmp_path / "nats", token="secret") as server:
-        async with connect(server.url, "job", StreamSettings(), name="test", login=Login(token="secret")) as stream:
+        async with connect(
+            server.url, "job", StreamSettings(), name="test", login=Login(token="secret")
+        ) as stream:
             await stream.publish_group(make_group(0))
         with pytest.raises(SettingsError, match="refuses the token"):
             async with connect(
-                server.url, "job", StreamSettings(), name="test", login=Login(token=token), timeout_s=DEADLINE_S
+                server.url,
+                "job",
+                StreamSettings(),
+                name="test",
+                login=Login(token=token),
+                timeout_s=DEADLINE_S,
             ):
                 pass
 
@@ -333,7 +397,9 @@ async def test_a_second_reader_ends_the_first(server: NatsServer, stream: Stream
                 await take(groups, 1)
 
 
-async def test_the_journal_keeps_the_last_value_of_every_key(server: NatsServer, stream: Stream) -> None:
+async def test_the_journal_keeps_the_last_value_of_every_key(
+    server: NatsServer, stream: Stream
+) -> None:
     journal = await stream.journal()
     assert await journal.entries() == {}
     for number in range(600):
@@ -341,13 +407,17 @@ async def test_the_journal_keeps_the_last_value_of_every_key(server: NatsServer,
     await journal.put("cursor", b"")
     await journal.delete("groups/0-7")
     await journal.delete("never-there")
-    expected = {f"groups/0-{number}": str(number + 300).encode() for number in range(300) if number != 7} | {"cursor": b""}
+    expected = {
+        f"groups/0-{number}": str(number + 300).encode() for number in range(300) if number != 7
+    } | {"cursor": b""}
     assert await journal.entries() == expected
     async with open_stream(server) as other:
         assert await (await other.journal()).entries() == expected
 
 
-async def test_the_journal_does_not_grow_with_its_history(server: NatsServer, stream: Stream) -> None:
+async def test_the_journal_does_not_grow_with_its_history(
+    server: NatsServer, stream: Stream
+) -> None:
     journal = await stream.journal()
     for number in range(50):
         await journal.put(f"0-{number}", b"x" * 100)
@@ -366,7 +436,9 @@ async def test_impossible_journal_keys_are_refused(stream: Stream, key: str) -> 
 
 async def test_metrics_come_from_the_beginning_and_then_live(stream: Stream) -> None:
     def record(step: int) -> metrics_pb2.MetricsRecord:
-        return metrics_pb2.MetricsRecord(schema_version=1, job="job", role="trainer", step=step, values={"lag_mean": 0.5})
+        return metrics_pb2.MetricsRecord(
+            schema_version=1, job="job", role="trainer", step=step, values={"lag_mean": 0.5}
+        )
 
     for step in range(3):
         await stream.publish_metrics(record(step))

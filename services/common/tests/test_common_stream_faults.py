@@ -1,4 +1,6 @@
-"""The nats-server is killed, frozen, replaced by an empty one, or cuts connections, while services use it."""
+"""The nats-server is killed, frozen, replaced by an empty one, or cuts connections, while services
+use it.
+"""
 
 import asyncio
 import os
@@ -48,8 +50,12 @@ async def freeze(server: NatsServer) -> None:
     await until(lambda: Path(f"/proc/{server.pid}/stat").read_text().split()[2] == "T")
 
 
-async def test_nothing_is_lost_when_the_server_is_killed_again_and_again_while_groups_flow(tmp_path: Path) -> None:
-    """What the publisher was told is stored arrives; neither side ends; what was acknowledged does not come back."""
+async def test_nothing_is_lost_when_the_server_is_killed_again_and_again_while_groups_flow(
+    tmp_path: Path,
+) -> None:
+    """What the publisher was told is stored arrives; neither side ends; what was acknowledged does
+    not come back.
+    """
     store, num_groups, num_kills = tmp_path / "nats", 400, 3
     progress = asyncio.Event()
     seen: list[str] = []
@@ -59,7 +65,9 @@ async def test_nothing_is_lost_when_the_server_is_killed_again_and_again_while_g
 
         async def publish_one(sequence: int) -> None:
             async with slots:
-                await stream.publish_group(make_group(sequence, segment_lengths=(200, 200)), timeout_s=DEADLINE_S)
+                await stream.publish_group(
+                    make_group(sequence, segment_lengths=(200, 200)), timeout_s=DEADLINE_S
+                )
 
         await asyncio.gather(*(publish_one(sequence) for sequence in range(num_groups)))
 
@@ -96,7 +104,9 @@ async def test_nothing_is_lost_when_the_server_is_killed_again_and_again_while_g
         await context.__aexit__(None, None, None)
 
 
-async def test_acknowledgements_given_while_the_server_is_away_are_made_up_for(tmp_path: Path) -> None:
+async def test_acknowledgements_given_while_the_server_is_away_are_made_up_for(
+    tmp_path: Path,
+) -> None:
     async with NatsServer.start(tmp_path / "nats") as server, open_stream(server) as stream:
         for sequence in range(3):
             await stream.publish_group(make_group(sequence))
@@ -119,7 +129,9 @@ async def test_acknowledgements_given_while_the_server_is_away_are_made_up_for(t
                     await asyncio.sleep(0.01)
 
 
-async def test_publishing_to_a_server_that_stays_away_is_unavailable_at_the_deadline(tmp_path: Path) -> None:
+async def test_publishing_to_a_server_that_stays_away_is_unavailable_at_the_deadline(
+    tmp_path: Path,
+) -> None:
     async with NatsServer.start(tmp_path / "nats") as server, open_stream(server) as stream:
         await kill(server)
         with pytest.raises(Unavailable, match="not done within 0"):
@@ -130,10 +142,14 @@ async def test_publishing_to_a_server_that_stays_away_is_unavailable_at_the_dead
             await (await stream.journal()).entries(timeout_s=0.2)
 
 
-async def test_more_publishers_than_places_are_unavailable_at_the_deadline_too(tmp_path: Path) -> None:
+async def test_more_publishers_than_places_are_unavailable_at_the_deadline_too(
+    tmp_path: Path,
+) -> None:
     async with NatsServer.start(tmp_path / "nats") as server, open_stream(server) as stream:
         await kill(server)
-        publishing = [stream.publish_group(make_group(sequence), timeout_s=0.5) for sequence in range(200)]
+        publishing = [
+            stream.publish_group(make_group(sequence), timeout_s=0.5) for sequence in range(200)
+        ]
         outcomes = await asyncio.wait_for(asyncio.gather(*publishing, return_exceptions=True), 10)
         assert all(isinstance(outcome, Unavailable) for outcome in outcomes)
 
@@ -148,13 +164,20 @@ async def test_metrics_are_dropped_and_counted_while_the_server_is_away(tmp_path
 
 
 async def test_metrics_go_on_after_a_restart_without_a_repeat(tmp_path: Path) -> None:
-    async with NatsServer.start(tmp_path / "nats") as server, open_stream(server) as stream, stream.metrics() as records:
+    async with (
+        NatsServer.start(tmp_path / "nats") as server,
+        open_stream(server) as stream,
+        stream.metrics() as records,
+    ):
         await stream.publish_metrics(metrics_pb2.MetricsRecord(step=1))
         async with asyncio.timeout(DEADLINE_S):
             assert (await anext(records)).step == 1
         await kill(server)
         await until(lambda: not stream.is_connected)
-        async with NatsServer.start(tmp_path / "nats", port=server.port), asyncio.timeout(DEADLINE_S):
+        async with (
+            NatsServer.start(tmp_path / "nats", port=server.port),
+            asyncio.timeout(DEADLINE_S),
+        ):
             await until(lambda: stream.is_connected)
             await stream.publish_metrics(metrics_pb2.MetricsRecord(step=2))
             assert (await anext(records)).step == 2
@@ -168,7 +191,9 @@ async def test_the_journal_survives_a_killed_server(tmp_path: Path) -> None:
         await journal.delete("0-3")
         await kill(server)
         async with NatsServer.start(tmp_path / "nats", port=server.port):
-            assert sorted(await journal.entries()) == sorted(f"0-{number}" for number in range(50) if number != 3)
+            assert sorted(await journal.entries()) == sorted(
+                f"0-{number}" for number in range(50) if number != 3
+            )
 
 
 async def test_a_server_that_lost_its_disk_gets_its_streams_again(tmp_path: Path) -> None:
@@ -181,7 +206,9 @@ async def test_a_server_that_lost_its_disk_gets_its_streams_again(tmp_path: Path
                 await stream.publish_group(make_group(1))
                 (received,) = await take(groups, 1)
                 assert received.group.group_id == "0-1"
-                await old.ack()  # of a message that is no more: must not remove the new one of the same number
+                await (
+                    old.ack()
+                )  # of a message that is no more: must not remove the new one of the same number
                 assert await stream.num_waiting() == 1
                 await received.ack()
                 async with asyncio.timeout(DEADLINE_S):
@@ -191,8 +218,12 @@ async def test_a_server_that_lost_its_disk_gets_its_streams_again(tmp_path: Path
 
 
 async def test_a_server_that_cannot_write_is_unavailable_and_loses_nothing(tmp_path: Path) -> None:
-    """A file-size limit stands for the full disk. The server serves what it has and takes more after a restart with space."""
-    groups = [make_group(sequence, num_samples=8, segment_lengths=(400, 1600)) for sequence in range(40)]  # 115 kB each
+    """A file-size limit stands for the full disk. The server serves what it has and takes more
+    after a restart with space.
+    """
+    groups = [
+        make_group(sequence, num_samples=8, segment_lengths=(400, 1600)) for sequence in range(40)
+    ]  # 115 kB each
     limited = ("prlimit", "--fsize=2000000", "--core=0")
     stored: list[str] = []
 
@@ -201,7 +232,10 @@ async def test_a_server_that_cannot_write_is_unavailable_and_loses_nothing(tmp_p
             await stream.publish_group(group, timeout_s)
             stored.append(group.group_id)
 
-    async with NatsServer.start(tmp_path / "nats", launcher=limited) as server, open_stream(server) as stream:
+    async with (
+        NatsServer.start(tmp_path / "nats", launcher=limited) as server,
+        open_stream(server) as stream,
+    ):
         with pytest.raises(Unavailable, match="its disk may be full"):
             await publish(stream, timeout_s=0.5)
         assert 0 < len(stored) < len(groups)
@@ -216,7 +250,9 @@ async def test_a_frozen_server_only_delays(tmp_path: Path) -> None:
     async with NatsServer.start(tmp_path / "nats") as server, open_stream(server) as stream:
         await freeze(server)
         try:
-            publishing = asyncio.ensure_future(stream.publish_group(make_group(0), timeout_s=DEADLINE_S))
+            publishing = asyncio.ensure_future(
+                stream.publish_group(make_group(0), timeout_s=DEADLINE_S)
+            )
             await until(lambda: stream.counters["retries"] >= 1)
         finally:
             os.kill(server.pid, signal.SIGCONT)
@@ -224,14 +260,19 @@ async def test_a_frozen_server_only_delays(tmp_path: Path) -> None:
         assert await stream.num_waiting() == 1
 
 
-async def test_a_frozen_server_holds_nobody_beyond_the_deadline_and_no_memory_beyond_the_bound(tmp_path: Path) -> None:
+async def test_a_frozen_server_holds_nobody_beyond_the_deadline_and_no_memory_beyond_the_bound(
+    tmp_path: Path,
+) -> None:
     large = make_group(0, num_samples=8, segment_lengths=(1000, 120_000))  # 7.7 MB
     async with NatsServer.start(tmp_path / "nats") as server, open_stream(server) as stream:
         await freeze(server)
         try:
             async with asyncio.timeout(DEADLINE_S):
                 publishing = [
-                    stream.publish_group(replace(large, group_id=GroupId(f"0-{number}")), timeout_s=2) for number in range(20)
+                    stream.publish_group(
+                        replace(large, group_id=GroupId(f"0-{number}")), timeout_s=2
+                    )
+                    for number in range(20)
                 ]
                 outcomes = await asyncio.gather(*publishing, return_exceptions=True)
                 await stream.publish_metrics(metrics_pb2.MetricsRecord())
@@ -244,7 +285,9 @@ async def test_a_frozen_server_holds_nobody_beyond_the_deadline_and_no_memory_be
 
 
 async def test_a_client_that_gave_up_is_replaced(tmp_path: Path) -> None:
-    """The library closes its client for good after some errors of the protocol; here it is closed from outside."""
+    """The library closes its client for good after some errors of the protocol; here it is closed
+    from outside.
+    """
     async with NatsServer.start(tmp_path / "nats") as server, open_stream(server) as stream:
         async with stream.samples(max_pending=8) as groups:
             await stream.publish_group(make_group(0))
@@ -258,8 +301,14 @@ async def test_a_client_that_gave_up_is_replaced(tmp_path: Path) -> None:
         assert await stream.num_waiting() == 0
 
 
-async def test_leaving_while_the_server_is_away_takes_no_longer_than_its_deadline(tmp_path: Path) -> None:
-    async with NatsServer.start(tmp_path / "nats") as server, asyncio.timeout(DEADLINE_S), open_stream(server) as stream:  # noqa: SIM117
+async def test_leaving_while_the_server_is_away_takes_no_longer_than_its_deadline(
+    tmp_path: Path,
+) -> None:
+    async with (
+        NatsServer.start(tmp_path / "nats") as server,
+        asyncio.timeout(DEADLINE_S),
+        open_stream(server) as stream,
+    ):  # noqa: SIM117
         async with stream.samples(max_pending=8) as groups:
             await stream.publish_group(make_group(0))
             (received,) = await take(groups, 1)

@@ -1,4 +1,6 @@
-"""Spans as they reach a collector: parents, links, sampling, how contexts travel, and what happens without tracing."""
+"""Spans as they reach a collector: parents, links, sampling, how contexts travel, and what happens
+without tracing.
+"""
 
 import asyncio
 import logging
@@ -21,9 +23,18 @@ DEADLINE_S = 30.0
 
 
 def job(endpoint: str | None, ratio: float = 1.0) -> Job:
-    tracing = {} if endpoint is None else {"telemetry": {"tracing": {"endpoint": endpoint, "sampleRatio": ratio}}}
+    tracing = (
+        {}
+        if endpoint is None
+        else {"telemetry": {"tracing": {"endpoint": endpoint, "sampleRatio": ratio}}}
+    )
     spec = {"model": {"uri": "tiny://arithmetic"}, "task": {"path": "tasks:Sums"}, **tracing}
-    document = {"apiVersion": "pipelinerl.dev/v1alpha1", "kind": "PipelineRLJob", "metadata": {"name": "sums"}, "spec": spec}
+    document = {
+        "apiVersion": "pipelinerl.dev/v1alpha1",
+        "kind": "PipelineRLJob",
+        "metadata": {"name": "sums"},
+        "spec": spec,
+    }
     return parse_job(document, source="test")
 
 
@@ -56,7 +67,11 @@ async def test_spans_nest_link_and_go_on_elsewhere() -> None:
     [first], [inside], [rollout], [verify], [step] = (
         collector.named(name) for name in ("grant", "inner", "rollout", "verify", "optimizer step")
     )
-    assert (first.service, first.parent, first.attributes) == ("pipelinerl-actor", "", {"group": "0-1"})
+    assert (first.service, first.parent, first.attributes) == (
+        "pipelinerl-actor",
+        "",
+        {"group": "0-1"},
+    )
     assert (inside.parent, inside.trace, inside.attributes) == (first.id, first.trace, {"n": 2})
     assert (rollout.parent, rollout.trace, verify.parent) == (first.id, first.trace, rollout.id)
     assert (step.parent, step.links) == ("", (first.id,))
@@ -90,17 +105,23 @@ async def test_tasks_are_part_of_the_span_that_starts_them() -> None:
 class Policy(policy_pb2_grpc.PolicyServicer):
     callers: list[str] = []
 
-    async def GetPolicy(self, request: policy_pb2.GetPolicyRequest, context: object) -> policy_pb2.GetPolicyResponse:
+    async def GetPolicy(
+        self, request: policy_pb2.GetPolicyRequest, context: object
+    ) -> policy_pb2.GetPolicyResponse:
         self.callers.append(caller())
         return policy_pb2.GetPolicyResponse()
 
-    async def JoinGroup(self, request: policy_pb2.JoinGroupRequest, context: object) -> policy_pb2.JoinGroupResponse:
+    async def JoinGroup(
+        self, request: policy_pb2.JoinGroupRequest, context: object
+    ) -> policy_pb2.JoinGroupResponse:
         raise NotImplementedError
 
 
 async def test_calls_carry_the_context() -> None:
     policy = Policy()
-    service = rpc.RpcService(policy_pb2_grpc.add_PolicyServicer_to_server, policy, "pipelinerl.v1.Policy")
+    service = rpc.RpcService(
+        policy_pb2_grpc.add_PolicyServicer_to_server, policy, "pipelinerl.v1.Policy"
+    )
     async with (
         traced() as (tracer, _),
         rpc.serve("127.0.0.1:0", [service], token=None) as server,
@@ -122,7 +143,9 @@ async def test_log_lines_end_with_the_trace() -> None:
     assert formatter.format(record).endswith("step=3")
 
 
-async def test_a_collector_that_is_away_costs_spans_and_no_time(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_collector_that_is_away_costs_spans_and_no_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with open_tracer(job("http://127.0.0.1:9"), "actor", "actor-0") as tracer:
         began = time.monotonic()
         for _ in range(20_000):
@@ -147,5 +170,7 @@ async def main():
 asyncio.run(main())
 assert not [name for name in sys.modules if name.startswith("opentelemetry")]
 """
-    done = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr

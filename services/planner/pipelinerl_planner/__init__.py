@@ -1,1 +1,3 @@
-"""Planning without hardware: throughput model, simulator of asynchronous training, lengths, cost models, controllers."""
+"""Planning without hardware: throughput model, simulator of asynchronous training, lengths, cost
+models, controllers.
+"""

@@ -10,12 +10,17 @@ _WIDTH, _HEIGHT = 300, 230
 _LEFT, _TOP, _BOTTOM = 48, 34, 40
 _COLUMNS = 4
 _SHADES = ("#c6dbef", "#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c", "#08306b", "#041e42")
-_HATCHES = {"L2": ("waste L2 (cancelled)", 45, "#d95f0e"), "L3": ("waste L3 (dropped)", -45, "#7f7f7f")}
+_HATCHES = {
+    "L2": ("waste L2 (cancelled)", 45, "#d95f0e"),
+    "L3": ("waste L3 (dropped)", -45, "#7f7f7f"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One run. Example: Bar("2", {0: 400.0, 1: 900.0}, 120.0, 60.0, "max 1"): tokens per second by staleness, then waste."""
+    """One run. Example: Bar("2", {0: 400.0, 1: 900.0}, 120.0, 60.0, "max 1"): tokens per second by
+    staleness, then waste.
+    """
 
     label: str
     by_staleness: Mapping[int, float]
@@ -33,7 +38,11 @@ def write_chart(path: Path, panels: Mapping[str, Sequence[Bar]]) -> None:
     if path.suffix not in (".svg", ".html"):
         raise ValueError(f"plot file {path} must end in .svg or .html")
     svg = chart(panels)
-    page = f"<!doctype html><meta charset=utf-8><title>Staleness policies</title>{svg}\n" if path.suffix == ".html" else svg
+    page = (
+        f"<!doctype html><meta charset=utf-8><title>Staleness policies</title>{svg}\n"
+        if path.suffix == ".html"
+        else svg
+    )
     path.write_text(page, encoding="utf-8")
 
 
@@ -44,14 +53,19 @@ def chart(panels: Mapping[str, Sequence[Bar]]) -> str:
     rows = ceil(len(panels) / columns)
     width, height = max(columns * _WIDTH, 560), rows * _HEIGHT + 50
     drawn = [
-        f'<g transform="translate({index % columns * _WIDTH},{index // columns * _HEIGHT})">{_panel(name, bars, top)}</g>'
+        "<g "
+        f'transform="translate({index % columns * _WIDTH},{index // columns * _HEIGHT})">{_panel(name, bars, top)}</g>'
         for index, (name, bars) in enumerate(panels.items())
     ]
-    oldest = max((age for bars in panels.values() for bar in bars for age in bar.by_staleness), default=0)
+    oldest = max(
+        (age for bars in panels.values() for bar in bars for age in bar.by_staleness), default=0
+    )
     legend = f'<g transform="translate(12,{rows * _HEIGHT + 18})">{_legend(oldest)}</g>'
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'font-family="sans-serif" font-size="11">{_definitions()}<rect width="100%" height="100%" fill="white"/>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 '
+        f'{width} {height}" '
+        f'font-family="sans-serif" font-size="11">{_definitions()}<rect width="100%" height="100%" '
+        'fill="white"/>'
         f"{''.join(drawn)}{legend}</svg>"
     )
 
@@ -59,11 +73,19 @@ def chart(panels: Mapping[str, Sequence[Bar]]) -> str:
 def _panel(name: str, bars: Sequence[Bar], top: float) -> str:
     plot_height = _HEIGHT - _TOP - _BOTTOM
     plot_width = _WIDTH - _LEFT - 10
-    parts = [f'<text x="{_WIDTH / 2}" y="18" text-anchor="middle" font-weight="bold">{escape(name)}</text>']
+    parts = [
+        f'<text x="{_WIDTH / 2}" y="18" text-anchor="middle" '
+        f'font-weight="bold">{escape(name)}</text>'
+    ]
     for tick in range(5):
         y = _TOP + plot_height * (1 - tick / 4)
-        parts.append(f'<line x1="{_LEFT}" x2="{_LEFT + plot_width}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{_LEFT - 4}" y="{y + 4:.1f}" text-anchor="end">{top * tick / 4:.0f}</text>')
+        parts.append(
+            f'<line x1="{_LEFT}" x2="{_LEFT + plot_width}" y1="{y:.1f}" y2="{y:.1f}" '
+            'stroke="#ddd"/>'
+        )
+        parts.append(
+            f'<text x="{_LEFT - 4}" y="{y + 4:.1f}" text-anchor="end">{top * tick / 4:.0f}</text>'
+        )
     slot = plot_width / max(1, len(bars))
     for index, bar in enumerate(bars):
         x = _LEFT + index * slot + slot * 0.15
@@ -72,8 +94,13 @@ def _panel(name: str, bars: Sequence[Bar], top: float) -> str:
 
 
 def _stack(bar: Bar, x: float, width: float, plot_height: float, top: float) -> str:
-    layers = [(_shade(age), f"staleness {age}", value) for age, value in sorted(bar.by_staleness.items())]
-    layers += [(f"url(#{name})", _HATCHES[name][0], value) for name, value in (("L2", bar.waste_l2), ("L3", bar.waste_l3))]
+    layers = [
+        (_shade(age), f"staleness {age}", value) for age, value in sorted(bar.by_staleness.items())
+    ]
+    layers += [
+        (f"url(#{name})", _HATCHES[name][0], value)
+        for name, value in (("L2", bar.waste_l2), ("L3", bar.waste_l3))
+    ]
     y = _TOP + plot_height
     parts = []
     for fill, what, value in layers:
@@ -82,23 +109,35 @@ def _stack(bar: Bar, x: float, width: float, plot_height: float, top: float) -> 
             continue
         y -= height
         parts.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}" stroke="white" '
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
+            f'fill="{fill}" stroke="white" '
             f'stroke-width="0.4"><title>{what}: {value:.0f} tokens/s</title></rect>'
         )
     middle = x + width / 2
-    parts.append(f'<text x="{middle:.1f}" y="{y - 3:.1f}" text-anchor="middle" font-size="9">{escape(bar.note)}</text>')
+    parts.append(
+        f'<text x="{middle:.1f}" y="{y - 3:.1f}" text-anchor="middle" '
+        f'font-size="9">{escape(bar.note)}</text>'
+    )
     base = _TOP + plot_height + 14
-    parts.append(f'<text x="{middle:.1f}" y="{base}" text-anchor="middle">{escape(bar.label)}</text>')
+    parts.append(
+        f'<text x="{middle:.1f}" y="{base}" text-anchor="middle">{escape(bar.label)}</text>'
+    )
     return "".join(parts)
 
 
 def _legend(oldest: int) -> str:
-    entries = [(_shade(age), f"staleness {age}" + ("+" if age == len(_SHADES) - 1 else "")) for age in _ages(oldest)]
+    entries = [
+        (_shade(age), f"staleness {age}" + ("+" if age == len(_SHADES) - 1 else ""))
+        for age in _ages(oldest)
+    ]
     entries += [(f"url(#{name})", what) for name, (what, _, _) in _HATCHES.items()]
     parts = ['<text y="0">tokens per second:</text>']
     x = 110
     for fill, what in entries:
-        parts.append(f'<rect x="{x}" y="-10" width="12" height="12" fill="{fill}" stroke="#888" stroke-width="0.5"/>')
+        parts.append(
+            f'<rect x="{x}" y="-10" width="12" height="12" fill="{fill}" stroke="#888" '
+            'stroke-width="0.5"/>'
+        )
         parts.append(f'<text x="{x + 16}" y="0">{what}</text>')
         x += 28 + 6 * len(what)
     return "".join(parts)
@@ -114,7 +153,8 @@ def _shade(age: int) -> str:
 
 def _definitions() -> str:
     patterns = [
-        f'<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate({angle})">'
+        f'<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse" '
+        f'patternTransform="rotate({angle})">'
         '<rect width="6" height="6" fill="white"/>'
         f'<line x1="0" y1="0" x2="0" y2="6" stroke="{color}" stroke-width="2.5"/></pattern>'
         for name, (_, angle, color) in _HATCHES.items()
@@ -125,4 +165,6 @@ def _definitions() -> str:
 def round_up(value: float) -> float:
     """The next number of the form 1, 2, 2.5, 4, 5 or 8 times a power of ten; 1 for nothing."""
     power = 10.0 ** floor(log10(value)) if value > 0 else 1.0
-    return next((power * factor for factor in (1, 2, 2.5, 4, 5, 8, 10) if power * factor >= value), value)
+    return next(
+        (power * factor for factor in (1, 2, 2.5, 4, 5, 8, 10) if power * factor >= value), value
+    )

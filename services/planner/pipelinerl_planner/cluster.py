@@ -9,8 +9,9 @@ from pipelinerl_staleness.checks import check_flag, check_number, check_optional
 class Cluster:
     """Generators, trainer and the way between them.
 
-    The defaults are the article's machine: 8 GPUs, two of them generators with 500192 tokens of KV cache each (measured
-    there). Its speeds are not published; these are fitted, together with the lengths, to its throughputs.
+    The defaults are the article's machine: 8 GPUs, two of them generators with 500192 tokens of KV
+    cache each (measured there). Its speeds are not published; these are fitted, together with the
+    lengths, to its throughputs.
     """
 
     num_engines: int = 2
@@ -35,19 +36,27 @@ class Cluster:
     decode_sequence_s: float = 0.0
     """What every running sequence adds to a decode step, seconds."""
     pause_s: float | None = None
-    """How long decoding stands still at the end of a publish, seconds. Set, the rest of `publish_s` is beside decoding and
-    training, as in PipelineRL; None: both stand still for all of it, as in the article."""
+    """How long decoding stands still at the end of a publish, seconds. Set, the rest of `publish_s`
+    is beside decoding and training, as in PipelineRL; None: both stand still for all of it, as in
+    the article.
+    """
     keeps_kv: bool | None = None
-    """Whether running sequences keep their KV cache at a publish; None: as the policy's own framework does."""
+    """Whether running sequences keep their KV cache at a publish; None: as the policy's own
+    framework does.
+    """
     train_gap_s: float = 0.0
     """From the end of an optimizer step to the trainer's asking for the next batch, seconds."""
     request_s: float = 0.0
-    """What a request takes beside its decoding, seconds, half of it before and half behind; its place at the generator is
-    taken meanwhile."""
+    """What a request takes beside its decoding, seconds, half of it before and half behind; its
+    place at the generator is taken meanwhile.
+    """
     finish_s: float = 0.0
-    """From a group's last token to its being ready to be taken, seconds: verification and the way."""
+    """From a group's last token to its being ready to be taken, seconds: verification and the way.
+    """
     max_leased: int | None = None
-    """Trajectories that are leased and unfinished at most when one more group is; None: what the policy admits."""
+    """Trajectories that are leased and unfinished at most when one more group is; None: what the
+    policy admits.
+    """
 
     def __post_init__(self) -> None:
         for name in ("num_engines", "max_sequences", "block_tokens"):
@@ -71,4 +80,6 @@ class Cluster:
         if self.pause_s is not None:
             check_number("pause_s", self.pause_s, 0)
             if self.pause_s > self.publish_s:
-                raise ValueError(f"pause_s={self.pause_s} must be at most publish_s={self.publish_s}")
+                raise ValueError(
+                    f"pause_s={self.pause_s} must be at most publish_s={self.publish_s}"
+                )

@@ -1,4 +1,5 @@
-"""How many GPUs generate, adjusted while a job runs. Pure state machines: the caller observes, asks, and acts.
+"""How many GPUs generate, adjusted while a job runs. Pure state machines: the caller observes,
+asks, and acts.
 
 `ShareRule`        I follows the ratio of system throughput to generation throughput
 `HybridSchedule`   all GPUs generate in the beginning; later a share of them, which the rule may then adjust
@@ -34,13 +35,21 @@ class ShareRuleSettings:
     """Fewest GPUs that train."""
 
     def __post_init__(self) -> None:
-        if self.least < 1 or self.least_training < 1 or self.least + self.least_training > self.num_gpus:
+        if (
+            self.least < 1
+            or self.least_training < 1
+            or self.least + self.least_training > self.num_gpus
+        ):
             raise ValueError(
-                f"num_gpus={self.num_gpus} must hold least={self.least} and least_training={self.least_training}, "
+                f"num_gpus={self.num_gpus} must hold least={self.least} and "
+                f"least_training={self.least_training}, "
                 "each at least 1"
             )
         if not 0 < self.low_ratio < self.high_ratio <= 1:
-            raise ValueError(f"low_ratio={self.low_ratio} and high_ratio={self.high_ratio} must rise within 0 to 1")
+            raise ValueError(
+                f"low_ratio={self.low_ratio} and high_ratio={self.high_ratio} must rise within 0 "
+                "to 1"
+            )
         if min(self.period_steps, self.take_away, self.add, self.largest_start) < 1:
             raise ValueError(
                 f"period_steps={self.period_steps}, take_away={self.take_away}, add={self.add} and "
@@ -68,8 +77,9 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class ShareRule:
-    """I starts at min(N // 3, 64). Every 10 steps r / r_gen is looked at: below 0.9 five GPUs stop generating, above 0.95 two
-    begin to; never beyond the bounds."""
+    """I starts at min(N // 3, 64). Every 10 steps r / r_gen is looked at: below 0.9 five GPUs stop
+    generating, above 0.95 two begin to; never beyond the bounds.
+    """
 
     settings: ShareRuleSettings
 
@@ -78,10 +88,11 @@ class ShareRule:
         return Share(settings.clamped(min(settings.num_gpus // 3, settings.largest_start)), 0)
 
     def observe(self, share: Share, step: int, r: float, r_gen: float) -> Share:
-        """The share after `step` optimizer steps, with throughputs of the system and of generation alone in any common unit.
+        """The share after `step` optimizer steps, with throughputs of the system and of generation
+        alone in any common unit.
 
-        A step before the last look (the trainer went back to a checkpoint) starts a new period. Nothing generated (r_gen of 0)
-        says nothing about the balance and changes nothing.
+        A step before the last look (the trainer went back to a checkpoint) starts a new period.
+        Nothing generated (r_gen of 0) says nothing about the balance and changes nothing.
         """
         settings = self.settings
         if step < share.decided_at:
@@ -134,7 +145,9 @@ class HybridState:
 
 @dataclass(frozen=True, slots=True)
 class HybridSchedule:
-    """EXPLORE until `explore_steps`, then SPLIT for good: going back to a checkpoint does not bring EXPLORE back."""
+    """EXPLORE until `explore_steps`, then SPLIT for good: going back to a checkpoint does not bring
+    EXPLORE back.
+    """
 
     settings: HybridSettings
 
@@ -149,8 +162,12 @@ class HybridSchedule:
             return self._split(step) if step >= self.settings.explore_steps else state
         if not self.settings.adjust:
             return state
-        return replace(state, share=ShareRule(self.settings.rule).observe(state.share, step, r, r_gen))
+        return replace(
+            state, share=ShareRule(self.settings.rule).observe(state.share, step, r, r_gen)
+        )
 
     def _split(self, step: int) -> HybridState:
         rule = self.settings.rule
-        return HybridState(Phase.SPLIT, Share(rule.clamped(round(self.settings.split_share * rule.num_gpus)), step))
+        return HybridState(
+            Phase.SPLIT, Share(rule.clamped(round(self.settings.split_share * rule.num_gpus)), step)
+        )

@@ -1,9 +1,10 @@
-"""One simulated generator: continuous batching over KV blocks, with preemption and a second prefill.
+"""One simulated generator: continuous batching over KV blocks, with preemption and a second
+prefill.
 
-Every running sequence grows by one token per decode step, so between two changes of the set of running sequences all is
-closed form: n steps from context C with R sequences take n * (a + c * R) + b * (n * C + R * n * (n - 1) / 2) seconds, and a
-sequence needs a new block when its last one is full. Events are only the end of a sequence and the step for which blocks run
-out.
+Every running sequence grows by one token per decode step, so between two changes of the set of
+running sequences all is closed form: n steps from context C with R sequences take n * (a + c * R) +
+b * (n * C + R * n * (n - 1) / 2) seconds, and a sequence needs a new block when its last one is
+full. Events are only the end of a sequence and the step for which blocks run out.
 """
 
 from collections import deque
@@ -17,7 +18,9 @@ NEVER = float("inf")
 
 
 class Sequence:
-    """One trajectory. `num_generated` is right only while it does not run; ask the engine otherwise."""
+    """One trajectory. `num_generated` is right only while it does not run; ask the engine
+    otherwise.
+    """
 
     __slots__ = (
         "cancelled",
@@ -49,7 +52,9 @@ class Sequence:
 
 
 class Engine:
-    """`clock` is when the next decode step may begin: a step boundary in the past, or the end of a prefill."""
+    """`clock` is when the next decode step may begin: a step boundary in the past, or the end of a
+    prefill.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -134,7 +139,10 @@ class Engine:
                 ended.append(sequence)
         if ended:
             self._fill(self.clock)
-        while self.running and self._num_blocks - self._used < self._phases[-self._step % self._block_tokens]:
+        while (
+            self.running
+            and self._num_blocks - self._used < self._phases[-self._step % self._block_tokens]
+        ):
             self._preempt_last()
         if not self.running:
             self._fill(self.clock)
@@ -164,7 +172,8 @@ class Engine:
             if -(-(context + 1) // self._block_tokens) > self._num_blocks - self._used:
                 if not self.running:
                     raise ValueError(
-                        f"kv_tokens={self._cluster.kv_tokens} cannot hold one sequence of {context + 1} tokens: "
+                        f"kv_tokens={self._cluster.kv_tokens} cannot hold one sequence of "
+                        f"{context + 1} tokens: "
                         "raise it or cap the lengths"
                     )
                 return
@@ -224,7 +233,9 @@ class Engine:
 
     def _seconds(self, steps: int) -> float:
         growth = len(self.running) * steps * (steps - 1) / 2
-        return steps * self._step_s() + self._cluster.decode_token_s * (steps * self._context + growth)
+        return steps * self._step_s() + self._cluster.decode_token_s * (
+            steps * self._context + growth
+        )
 
     def _step_s(self) -> float:
         """A decode step apart from what its context adds."""
@@ -244,7 +255,11 @@ class Engine:
             heappop(ends)
         steps = ends[0][0] - self._step
         enough = (steps // self._block_tokens + 1) * len(self.running)
-        return steps if self._num_blocks - self._used >= enough else min(steps, self._steps_to_exhaustion())
+        return (
+            steps
+            if self._num_blocks - self._used >= enough
+            else min(steps, self._steps_to_exhaustion())
+        )
 
     def _steps_to_exhaustion(self) -> int:
         """Decode steps until one needs more blocks than are free."""

@@ -1,7 +1,8 @@
-"""A cost model of a recorded run, from what its parts cost: decode steps, training, publishes, pauses.
+"""A cost model of a recorded run, from what its parts cost: decode steps, training, publishes,
+pauses.
 
-Nothing here looks at how long the run took, how many sequences were in flight or how full the KV cache was: these are what the
-simulation is held against.
+Nothing here looks at how long the run took, how many sequences were in flight or how full the KV
+cache was: these are what the simulation is held against.
 """
 
 from itertools import pairwise
@@ -27,9 +28,17 @@ def fit_cluster(run: RecordedRun) -> Cluster:
     num_engines = loads[-1].num_generators
     step_s, sequence_s, token_s, prefill_s = _decode_costs(loads, _context_steps(run))
     train_s, train_token_s = _training_costs(run)
-    publishes = [run.published[step + 1] - times.done for step, times in run.steps.items() if step + 1 in run.published]
+    publishes = [
+        run.published[step + 1] - times.done
+        for step, times in run.steps.items()
+        if step + 1 in run.published
+    ]
     publish_s = fmean(publishes) if publishes else 0.0
-    gaps = [run.steps[step + 1].asked - times.done for step, times in run.steps.items() if step + 1 in run.steps]
+    gaps = [
+        run.steps[step + 1].asked - times.done
+        for step, times in run.steps.items()
+        if step + 1 in run.steps
+    ]
     return Cluster(
         num_engines=num_engines,
         kv_tokens=loads[-1].kv_tokens // num_engines,
@@ -52,29 +61,43 @@ def fit_cluster(run: RecordedRun) -> Cluster:
 
 
 def recorded_lengths(run: RecordedRun) -> TraceLengths:
-    """In dispatch order, without the groups that were still running at the end; behind the last one they begin again."""
+    """In dispatch order, without the groups that were still running at the end; behind the last one
+    they begin again.
+    """
     return TraceLengths(tuple(run.lengths[group] for group in run.admitted if group in run.lengths))
 
 
 def _context_steps(run: RecordedRun) -> float:
-    """Tokens of context that all decode steps have read: of one sequence its prompt and all sampled before, at every step."""
+    """Tokens of context that all decode steps have read: of one sequence its prompt and all sampled
+    before, at every step.
+    """
     return float(
-        sum(prompt * tokens + tokens * (tokens - 1) / 2 for prompt, sampled in run.lengths.values() for tokens in sampled)
+        sum(
+            prompt * tokens + tokens * (tokens - 1) / 2
+            for prompt, sampled in run.lengths.values()
+            for tokens in sampled
+        )
     )
 
 
 def _decode_costs(loads: list[LoadSums], context_steps: float) -> tuple[float, float, float, float]:
-    """Seconds per step, per running sequence and step, per token of context and step, per prefilled token: least squares over
-    the time between two reports. How the context is spread over these is taken from the KV use, which knows whole blocks
-    only; how much it is in all, from the lengths."""
+    """Seconds per step, per running sequence and step, per token of context and step, per prefilled
+    token: least squares over the time between two reports. How the context is spread over these is
+    taken from the KV use, which knows whole blocks only; how much it is in all, from the lengths.
+    """
     rows, seconds = [], []
     for before, after in pairwise(loads):
         steps = after.num_steps - before.num_steps
         elapsed = after.at - before.at
         if steps > 0 and elapsed > 0:
-            usage = (after.kv_usage_seconds - before.kv_usage_seconds) / elapsed / after.num_generators
+            usage = (
+                (after.kv_usage_seconds - before.kv_usage_seconds) / elapsed / after.num_generators
+            )
             context = usage * after.kv_tokens
-            tokens, prefilled = after.step_tokens - before.step_tokens, after.prefill_tokens - before.prefill_tokens
+            tokens, prefilled = (
+                after.step_tokens - before.step_tokens,
+                after.prefill_tokens - before.prefill_tokens,
+            )
             rows.append((steps, tokens, steps * context, prefilled))
             seconds.append(after.step_seconds - before.step_seconds)
     table = np.array(rows, dtype=float)
@@ -85,25 +108,33 @@ def _decode_costs(loads: list[LoadSums], context_steps: float) -> tuple[float, f
 
 
 def _request_seconds(loads: list[LoadSums]) -> float:
-    """What a request takes beside its decoding: the time that a sequence is asked for less that it runs, per answer."""
+    """What a request takes beside its decoding: the time that a sequence is asked for less that it
+    runs, per answer.
+    """
     first, last = loads[0], loads[-1]
-    beside = (last.requested_seconds - first.requested_seconds) - (last.running_seconds - first.running_seconds)
+    beside = (last.requested_seconds - first.requested_seconds) - (
+        last.running_seconds - first.running_seconds
+    )
     return max(0.0, beside) / max(1.0, last.num_answered - first.num_answered)
 
 
 def _training_costs(run: RecordedRun) -> tuple[float, float]:
-    """Seconds per step and per sampled token: from having the batch to its commit, or what the trainer tells of its own time
-    where the batch comes while it is trained."""
+    """Seconds per step and per sampled token: from having the batch to its commit, or what the
+    trainer tells of its own time where the batch comes while it is trained.
+    """
     rows = np.array([(1.0, times.tokens) for times in run.steps.values()])
     streams = make_policy(run.settings, run.groups_per_step).streams
-    seconds = np.array([times.trained_s if streams else times.done - times.taken for times in run.steps.values()])
+    seconds = np.array(
+        [times.trained_s if streams else times.done - times.taken for times in run.steps.values()]
+    )
     step_s, token_s = _non_negative_fit(rows, seconds)
     return step_s, token_s
 
 
 def _non_negative_fit(rows_NK: NDArray[np.float64], values_N: NDArray[np.float64]) -> list[float]:
-    """Least squares with no negative cost, scaled so that the sum of the values is met: what is most negative is left out
-    until none is."""
+    """Least squares with no negative cost, scaled so that the sum of the values is met: what is
+    most negative is left out until none is.
+    """
     kept = list(range(rows_NK.shape[1]))
     while True:
         scale_K = np.maximum(np.abs(rows_NK[:, kept]).max(axis=0), 1e-30)

@@ -1,11 +1,19 @@
-"""The search over (H, I): there is no closed form for the best pair (appendix A.3), so all of them are tried."""
+"""The search over (H, I): there is no closed form for the best pair (appendix A.3), so all of them
+are tried.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from pipelinerl_planner.throughput import Throughput, Workload, conventional, conventional_steps, max_lags
+from pipelinerl_planner.throughput import (
+    Throughput,
+    Workload,
+    conventional,
+    conventional_steps,
+    max_lags,
+)
 from pipelinerl_planner.throughput import lag as exact_lag
 
 BATCH_STEP = 8
@@ -25,7 +33,9 @@ class Grid:
 
     def num_pairs(self, num_gpus: int) -> int:
         """How many pairs (H, I) are tried. Example: 128 GPUs and H up to 512: 71 * 127 = 9,017."""
-        num_batches = min(self.most_per_gpu, BATCH_STEP) + max(self.most_per_gpu // BATCH_STEP - 1, 0)
+        num_batches = min(self.most_per_gpu, BATCH_STEP) + max(
+            self.most_per_gpu // BATCH_STEP - 1, 0
+        )
         return num_batches * ((num_gpus - 1) // self.gpus_per_actor)
 
 
@@ -54,9 +64,13 @@ class Point:
 def frontier(load: Workload, grid: Grid) -> tuple[Point, ...]:
     """Pairs in the order of rising lag and throughput; empty when none keeps the largest lag.
 
-    Of pairs with the same lag and throughput the one with the fewest sequences in progress is taken.
+    Of pairs with the same lag and throughput the one with the fewest sequences in progress is
+    taken.
     """
-    batch = np.array([h for h in range(1, grid.most_per_gpu + 1) if h <= BATCH_STEP or h % BATCH_STEP == 0], dtype=np.int64)
+    batch = np.array(
+        [h for h in range(1, grid.most_per_gpu + 1) if h <= BATCH_STEP or h % BATCH_STEP == 0],
+        dtype=np.int64,
+    )
     generating = np.arange(grid.gpus_per_actor, load.num_gpus, grid.gpus_per_actor, dtype=np.int64)
     pairs_HI = batch[:, None] * generating[None, :]
     lags_HI = max_lags(load, pairs_HI)
@@ -75,7 +89,9 @@ def frontier(load: Workload, grid: Grid) -> tuple[Point, ...]:
             slower = conventional(load, conventional_steps(lag)).r
             throughput = Throughput(float(gen_HI[h, i]), float(train_HI[h, i]), rate)
             pair = int(batch[h]), int(generating[i])
-            points.append(Point(*pair, lag, exact_lag(load, pair[0] * pair[1]), throughput, rate / slower))
+            points.append(
+                Point(*pair, lag, exact_lag(load, pair[0] * pair[1]), throughput, rate / slower)
+            )
     return tuple(points)
 
 

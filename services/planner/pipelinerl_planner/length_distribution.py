@@ -1,4 +1,6 @@
-"""Distributions of response lengths, as the throughput model needs them: how many sequences still run after l tokens."""
+"""Distributions of response lengths, as the throughput model needs them: how many sequences still
+run after l tokens.
+"""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -20,7 +22,9 @@ class LengthDistribution:
     """Example: lengths 1 and 3, equally likely, have survival [1, 0.5, 0.5], mean 2 and maximum 3."""
 
     survival: NDArray[np.float64]
-    """P(length >= l) for l = 1, ..., L, where L is the longest response. The first is 1, the last above 0."""
+    """P(length >= l) for l = 1, ..., L, where L is the longest response. The first is 1, the last
+    above 0.
+    """
     name: str
 
     @property
@@ -64,7 +68,9 @@ def empirical(lengths: list[int], name: str) -> LengthDistribution:
 
 
 def parse_lengths(text: str, group_size: int) -> LengthDistribution:
-    """`uniform:LEAST:MOST`, `lognormal:MEDIAN:SIGMA:CAP`, or a trace file of `pipelinerl simulate`. Raises SettingsError."""
+    """`uniform:LEAST:MOST`, `lognormal:MEDIAN:SIGMA:CAP`, or a trace file of `pipelinerl simulate`.
+    Raises SettingsError.
+    """
     kind, *parts = text.split(":")
     try:
         if kind == "uniform" and len(parts) == 2:
@@ -73,11 +79,14 @@ def parse_lengths(text: str, group_size: int) -> LengthDistribution:
             return lognormal(float(parts[0]), float(parts[1]), int(parts[2]))
         if kind not in ("uniform", "lognormal") and Path(text).suffix in (".csv", ".jsonl"):
             trace = read_trace(Path(text), group_size)
-            return empirical(list(chain.from_iterable(lengths for _, lengths in trace.groups)), f"trace {text}")
+            return empirical(
+                list(chain.from_iterable(lengths for _, lengths in trace.groups)), f"trace {text}"
+            )
     except (ValueError, OSError) as error:
         raise SettingsError(f"--lengths {text}: {error}") from error
     raise SettingsError(
-        f"--lengths {text}: expected uniform:LEAST:MOST, lognormal:MEDIAN:SIGMA:CAP, or a trace file: .csv or .jsonl"
+        f"--lengths {text}: expected uniform:LEAST:MOST, lognormal:MEDIAN:SIGMA:CAP, or a trace "
+        "file: .csv or .jsonl"
     )
 
 
@@ -90,6 +99,8 @@ def _normal_cdf(z: NDArray[np.float64]) -> NDArray[np.float64]:
     """Standard normal distribution function; error below 1.5e-7 (Abramowitz and Stegun 7.1.26)."""
     x = np.abs(z) / sqrt(2)
     t = 1 / (1 + 0.3275911 * x)
-    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    series = t * (
+        0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
+    )
     upper = 0.5 * series * np.exp(-(x**2))
     return np.where(z > 0, 1 - upper, upper)

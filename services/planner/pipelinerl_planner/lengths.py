@@ -1,4 +1,6 @@
-"""Where response lengths come from: a fitted distribution, the article's constructed load, or a user's own trace."""
+"""Where response lengths come from: a fitted distribution, the article's constructed load, or a
+user's own trace.
+"""
 
 import csv
 import json
@@ -13,15 +15,19 @@ class Lengths(Protocol):
     """Lengths of the groups in the order in which prompts are drawn, the same for every policy."""
 
     def group(self, index: int) -> tuple[int, tuple[int, ...]]:
-        """Prompt tokens and the response tokens of each trajectory of group `index`. Raises IndexError after the last."""
+        """Prompt tokens and the response tokens of each trajectory of group `index`. Raises
+        IndexError after the last.
+        """
         ...
 
 
 class LognormalLengths:
-    """Response lengths median * exp(group_sigma * z_group + own_sigma * z_own), capped; z standard normal.
+    """Response lengths median * exp(group_sigma * z_group + own_sigma * z_own), capped; z standard
+    normal.
 
-    The defaults are fitted to what the article tells of its load: preemptions, prefilled tokens, shares and mean lengths of
-    what is dropped. Their mean is near 11 thousand tokens, that of what a strict policy with drops trains near 9 thousand.
+    The defaults are fitted to what the article tells of its load: preemptions, prefilled tokens,
+    shares and mean lengths of what is dropped. Their mean is near 11 thousand tokens, that of what
+    a strict policy with drops trains near 9 thousand.
     """
 
     _CHUNK = 256
@@ -65,7 +71,9 @@ class LognormalLengths:
 class ConstructedLengths:
     """The article's adversarial load: a fast batch, two slow ones, then fast ones only."""
 
-    def __init__(self, seed: int, groups_per_step: int, group_size: int = 8, prompt: int = 150) -> None:
+    def __init__(
+        self, seed: int, groups_per_step: int, group_size: int = 8, prompt: int = 150
+    ) -> None:
         self._seed = seed
         self._slow = range(groups_per_step, 3 * groups_per_step)
         self._group_size = group_size
@@ -74,7 +82,9 @@ class ConstructedLengths:
     def group(self, index: int) -> tuple[int, tuple[int, ...]]:
         least, most = (25_000, 31_000) if index in self._slow else (300, 700)
         rng = np.random.default_rng([self._seed, index])
-        return self._prompt, tuple(rng.integers(least, most, self._group_size, endpoint=True).tolist())
+        return self._prompt, tuple(
+            rng.integers(least, most, self._group_size, endpoint=True).tolist()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +103,18 @@ class TraceLengths:
 def read_trace(path: Path, group_size: int) -> TraceLengths:
     """A trace of one trajectory per line, in the order of drawing: CSV with a header, or JSONL.
 
-    Columns: `response_tokens`, and if known `prompt_tokens` and `group` (lines of one group stand together). Without `group`
-    every `group_size` lines are one. Raises ValueError that names file, line and remedy.
+    Columns: `response_tokens`, and if known `prompt_tokens` and `group` (lines of one group stand
+    together). Without `group` every `group_size` lines are one. Raises ValueError that names file,
+    line and remedy.
     """
     rows = list(_rows(path))
     groups: list[tuple[int, tuple[int, ...]]] = []
     start = 0
     for index in range(1, len(rows) + 1):
         by_name = rows[start].group is not None
-        ends = index == len(rows) or (rows[index].group != rows[start].group if by_name else index - start == group_size)
+        ends = index == len(rows) or (
+            rows[index].group != rows[start].group if by_name else index - start == group_size
+        )
         if ends:
             groups.append((rows[start].prompt, tuple(row.response for row in rows[start:index])))
             start = index
@@ -109,7 +122,10 @@ def read_trace(path: Path, group_size: int) -> TraceLengths:
         raise ValueError(f"{path} has no line with response_tokens")
     sizes = {len(lengths) for _, lengths in groups}
     if sizes != {group_size}:
-        raise ValueError(f"{path} has groups of {sorted(sizes)} trajectories, expected {group_size}: set --group-size")
+        raise ValueError(
+            f"{path} has groups of {sorted(sizes)} trajectories, expected {group_size}: set "
+            "--group-size"
+        )
     return TraceLengths(tuple(groups))
 
 
@@ -128,19 +144,29 @@ def _rows(path: Path) -> list[_Row]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text: {error}") from error
     if path.suffix == ".csv":
-        return [_row(path, number, record) for number, record in enumerate(csv.DictReader(lines), start=2)]
+        return [
+            _row(path, number, record)
+            for number, record in enumerate(csv.DictReader(lines), start=2)
+        ]
     return [_row(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
 def _row(path: Path, number: int, line: str | dict[str, Any]) -> _Row:
     try:
         record = json.loads(line) if isinstance(line, str) else line
-        response, prompt = int(str(record["response_tokens"])), int(str(record.get("prompt_tokens") or 0))
+        response, prompt = (
+            int(str(record["response_tokens"])),
+            int(str(record.get("prompt_tokens") or 0)),
+        )
     except (KeyError, ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} line {number}: response_tokens (and prompt_tokens) must be whole numbers: {error}") from error
+        raise ValueError(
+            f"{path} line {number}: response_tokens (and prompt_tokens) must be whole numbers: "
+            f"{error}"
+        ) from error
     if response < 1 or prompt < 0:
         raise ValueError(
-            f"{path} line {number}: response_tokens={response} must be at least 1, prompt_tokens={prompt} at least 0"
+            f"{path} line {number}: response_tokens={response} must be at least 1, "
+            f"prompt_tokens={prompt} at least 0"
         )
     group = record.get("group")
     return _Row(None if group is None else str(group), prompt, response)

@@ -88,7 +88,9 @@ class Outcome:
 
     @property
     def drop_enrichment(self) -> float | None:
-        """Drop rate of the longest tenth of all trajectories over the drop rate of all; None if nothing was dropped."""
+        """Drop rate of the longest tenth of all trajectories over the drop rate of all; None if
+        nothing was dropped.
+        """
         if not self.dropped_lengths:
             return None
         tenth = self.num_trajectories / 10
@@ -105,14 +107,20 @@ class Outcome:
 
     @property
     def dropped_length_ratio(self) -> float | None:
-        """Mean full length of what was dropped over that of what was trained; None if nothing was dropped."""
+        """Mean full length of what was dropped over that of what was trained; None if nothing was
+        dropped.
+        """
         if not self.dropped_lengths or not self.trained_lengths:
             return None
         return _mean(self.dropped_lengths) / _mean(self.trained_lengths)
 
     def batches_over(self, limit: int) -> int:
         """Batches with at least one trajectory older than `limit`."""
-        return sum(number for staleness, number in self.batches_by_max_staleness.items() if staleness > limit)
+        return sum(
+            number
+            for staleness, number in self.batches_by_max_staleness.items()
+            if staleness > limit
+        )
 
     def _share(self, tokens: int) -> float:
         return tokens / max(1, self.generated_tokens)

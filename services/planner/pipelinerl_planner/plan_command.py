@@ -1,4 +1,6 @@
-"""`pipelinerl plan`: how many GPUs should generate, with how many sequences each, for the lag that one accepts."""
+"""`pipelinerl plan`: how many GPUs should generate, with how many sequences each, for the lag that
+one accepts.
+"""
 
 import argparse
 import json
@@ -10,7 +12,9 @@ __all__ = ["add_arguments", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan. Returns the exit status; raises SettingsError for arguments that make no sense."""
+    """Prints the plan. Returns the exit status; raises SettingsError for arguments that make no
+    sense.
+    """
     from pipelinerl_common.errors import SettingsError
     from pipelinerl_planner.frontier import chosen, frontier
     from pipelinerl_planner.plan_inputs import read_inputs
@@ -20,7 +24,8 @@ def run(args: argparse.Namespace) -> int:
     points = frontier(inputs.load, inputs.grid)
     if not points:
         raise SettingsError(
-            f"no pair of H and I keeps --max-lag {args.max_lag} with a batch of {inputs.load.batch_size}: "
+            f"no pair of H and I keeps --max-lag {args.max_lag} with a batch of "
+            f"{inputs.load.batch_size}: "
             "allow more lag or take a larger batch"
         )
     point = chosen(points, args.max_lag)
@@ -28,7 +33,9 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         write_plot(args.plot, inputs.load, points, point)
     if args.json:
-        sys.stdout.write(json.dumps(plan_record(inputs, points, point, compared_lag), indent=1) + "\n")
+        sys.stdout.write(
+            json.dumps(plan_record(inputs, points, point, compared_lag), indent=1) + "\n"
+        )
     else:
         sys.stdout.write(plan_text(inputs, points, point, compared_lag))
     return 0

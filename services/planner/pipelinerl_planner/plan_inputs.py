@@ -46,21 +46,32 @@ def read_inputs(args: argparse.Namespace) -> PlanInputs:
     job = None if args.job is None else load_job(args.job)
     num_gpus = _at_least(2, "--gpus", _gpus(job) if args.gpus is None else args.gpus)
     group_size, batch_size = _batch(args, job)
-    utilization: Utilization = FittedCurve() if args.utilization is None else read_utilization(args.utilization)
-    default_lengths = CASE_LENGTHS if job is None else f"uniform:1:{job.spec.task.sampling.max_tokens}"
+    utilization: Utilization = (
+        FittedCurve() if args.utilization is None else read_utilization(args.utilization)
+    )
+    default_lengths = (
+        CASE_LENGTHS if job is None else f"uniform:1:{job.spec.task.sampling.max_tokens}"
+    )
     lengths = parse_lengths(args.lengths or default_lengths, group_size)
     gpus_per_actor = 1
     if job is not None:
-        gpus_per_actor = job.spec.actors.generators_per_replica * job.spec.actors.generator.tensor_parallel_size
+        gpus_per_actor = (
+            job.spec.actors.generators_per_replica * job.spec.actors.generator.tensor_parallel_size
+        )
     if gpus_per_actor >= num_gpus:
-        raise SettingsError(f"--gpus {num_gpus}: one actor of the job takes {gpus_per_actor} and leaves none to train")
+        raise SettingsError(
+            f"--gpus {num_gpus}: one actor of the job takes {gpus_per_actor} and leaves none to "
+            "train"
+        )
     if args.max_lag is not None:
         _at_least(1, "--max-lag", args.max_lag)
     grid = Grid(_at_least(1, "--max-running", args.max_running), gpus_per_actor, args.max_lag)
     if grid.num_pairs(num_gpus) > MAX_PAIRS:
         raise SettingsError(
-            f"--gpus {num_gpus} with --max-running {grid.most_per_gpu}: {grid.num_pairs(num_gpus):,} pairs of H and I are more "
-            f"than the {MAX_PAIRS:,} that are searched: plan for fewer GPUs, or for a smaller --max-running"
+            f"--gpus {num_gpus} with --max-running {grid.most_per_gpu}: "
+            f"{grid.num_pairs(num_gpus):,} pairs of H and I are more "
+            f"than the {MAX_PAIRS:,} that are searched: plan for fewer GPUs, or for a smaller "
+            "--max-running"
         )
     load = Workload(num_gpus, batch_size, lengths, _tau(args, utilization), utilization)
     gpus_per_node = _at_least(1, "--gpus-per-node", args.gpus_per_node)
@@ -85,8 +96,13 @@ def _gpus(job: Job | None) -> int:
         return CASE_GPUS
     actors, trainers = job.spec.actors, job.spec.trainers
     if actors.gpus_per_replica == 0:
-        raise SettingsError("actors.gpusPerReplica=0: the job uses no GPU; say how many to plan for with --gpus")
-    return job.spec.most_actors * actors.gpus_per_replica + trainers.replicas * trainers.processes_per_node
+        raise SettingsError(
+            "actors.gpusPerReplica=0: the job uses no GPU; say how many to plan for with --gpus"
+        )
+    return (
+        job.spec.most_actors * actors.gpus_per_replica
+        + trainers.replicas * trainers.processes_per_node
+    )
 
 
 def _batch(args: argparse.Namespace, job: Job | None) -> tuple[int, int]:
@@ -96,11 +112,15 @@ def _batch(args: argparse.Namespace, job: Job | None) -> tuple[int, int]:
         group_size = gcd(batch, 8) if args.group_size is None else args.group_size
     else:
         group_size = job.spec.task.group_size if args.group_size is None else args.group_size
-        batch = job.spec.algorithm.groups_per_step * group_size if args.batch is None else args.batch
+        batch = (
+            job.spec.algorithm.groups_per_step * group_size if args.batch is None else args.batch
+        )
     _at_least(1, "--batch", batch)
     _at_least(1, "--group-size", group_size)
     if batch % group_size:
-        raise SettingsError(f"--batch {batch} is not a multiple of the group size {group_size}: set --group-size")
+        raise SettingsError(
+            f"--batch {batch} is not a multiple of the group size {group_size}: set --group-size"
+        )
     return group_size, batch
 
 
@@ -109,14 +129,18 @@ def _tau(args: argparse.Namespace, utilization: Utilization) -> float:
         return _positive("--tau", CASE_TAU if args.tau is None else args.tau)
     if args.tau is not None:
         raise SettingsError(
-            f"--tau {args.tau:g} and --train-tokens-per-second {args.train_tokens_per_second:g}: give one of them"
+            f"--tau {args.tau:g} and --train-tokens-per-second {args.train_tokens_per_second:g}: "
+            "give one of them"
         )
     if utilization.peak_tokens_per_second is None:
         raise SettingsError(
-            f"--train-tokens-per-second {args.train_tokens_per_second:g}: how long a flash is must be known; "
+            f"--train-tokens-per-second {args.train_tokens_per_second:g}: how long a flash is must "
+            "be known; "
             "give --utilization with a file of `pipelinerl calibrate`, or --tau"
         )
-    return utilization.peak_tokens_per_second / _positive("--train-tokens-per-second", args.train_tokens_per_second)
+    return utilization.peak_tokens_per_second / _positive(
+        "--train-tokens-per-second", args.train_tokens_per_second
+    )
 
 
 def _at_least(least: int, flag: str, value: int) -> int:

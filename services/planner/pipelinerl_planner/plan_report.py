@@ -39,7 +39,9 @@ def job_settings(inputs: PlanInputs, point: Point) -> dict[str, Any]:
     }
 
 
-def plan_record(inputs: PlanInputs, points: Sequence[Point], point: Point, compared_lag: int) -> dict[str, Any]:
+def plan_record(
+    inputs: PlanInputs, points: Sequence[Point], point: Point, compared_lag: int
+) -> dict[str, Any]:
     """The `--json` document; throughputs in tokens per flash."""
     return {
         "assumed": dict(inputs.assumed),
@@ -59,17 +61,23 @@ def plan_text(inputs: PlanInputs, points: Sequence[Point], point: Point, compare
     in_seconds = f" ({fast.r * speed:,.0f} tokens/s)" if speed is not None else ""
     return "\n".join(
         [
-            f"{load.num_gpus} GPUs, {counted(load.batch_size, 'sequence')} a step, lengths {load.lengths.name} "
-            f"(mean {load.lengths.mean:.0f}, longest {load.lengths.longest}), tau {load.tau:.3g} flashes a token",
+            f"{load.num_gpus} GPUs, {counted(load.batch_size, 'sequence')} a step, lengths "
+            f"{load.lengths.name} "
+            f"(mean {load.lengths.mean:.0f}, longest {load.lengths.longest}), tau {load.tau:.3g} "
+            "flashes a token",
             f"U(h): {load.utilization.source}",
             *_assumptions(inputs),
             "",
             _table(points, point),
-            "H: sequences at once on one generating GPU; I: GPUs that generate; r: the slower of r_gen and r_train",
-            "flash: the time of one token's forward pass at a GPU's peak; throughputs r in tokens per flash",
-            "g_max: largest lag in optimizer steps, and exactly; speed-up over conventional RL of the same largest lag",
+            "H: sequences at once on one generating GPU; I: GPUs that generate; r: the slower of "
+            "r_gen and r_train",
+            "flash: the time of one token's forward pass at a GPU's peak; throughputs r in tokens "
+            "per flash",
+            "g_max: largest lag in optimizer steps, and exactly; speed-up over conventional RL of "
+            "the same largest lag",
             "",
-            f"conventional, lag {compared_lag} ({counted(conventional_steps(compared_lag), 'step')} a round): "
+            f"conventional, lag {compared_lag} "
+            f"({counted(conventional_steps(compared_lag), 'step')} a round): "
             f"r_gen {slow.r_gen:.2f}  r_train {slow.r_train:.2f}  r {slow.r:.2f}",
             f"in-flight, lag {point.max_lag}, H={point.batch_per_gpu}, I={point.num_generating} "
             f"({100 * point.num_generating / load.num_gpus:.0f} % of the GPUs): "
@@ -88,7 +96,10 @@ def _assumptions(inputs: PlanInputs) -> list[str]:
     source = "the paper's case study" if inputs.job is None else "beside what the job says"
     told = ", ".join(f"{flag} {value}" for flag, value in inputs.assumed.items())
     own = "--job job.yaml for your job, and these flags" if inputs.job is None else "these flags"
-    return [f"assumed ({source}): {told}", f"for your own numbers give {own}; `pipelinerl calibrate` measures --utilization"]
+    return [
+        f"assumed ({source}): {told}",
+        f"for your own numbers give {own}; `pipelinerl calibrate` measures --utilization",
+    ]
 
 
 def write_plot(path: Path, load: Workload, points: Sequence[Point], point: Point) -> None:
@@ -96,9 +107,14 @@ def write_plot(path: Path, load: Workload, points: Sequence[Point], point: Point
     lags = sorted({1, *(one.max_lag for one in points)})
     lines = {
         "in-flight": [(float(one.max_lag), one.throughput.r) for one in points],
-        "conventional": [(float(lag), conventional(load, conventional_steps(lag)).r) for lag in lags],
+        "conventional": [
+            (float(lag), conventional(load, conventional_steps(lag)).r) for lag in lags
+        ],
     }
-    title = f"{load.num_gpus} GPUs, B={load.batch_size}: H={point.batch_per_gpu}, I={point.num_generating}"
+    title = (
+        f"{load.num_gpus} GPUs, B={load.batch_size}: H={point.batch_per_gpu}, "
+        f"I={point.num_generating}"
+    )
     axes = Axes(title, "largest lag g_max (optimizer steps)", "tokens per flash")
     write_line_chart(path, axes, lines, (point.max_lag, point.throughput.r))
 
@@ -115,12 +131,17 @@ def _point_record(point: Point) -> dict[str, Any]:
 
 
 def _table(points: Sequence[Point], chosen: Point) -> str:
-    lines = [f"  {'g_max':>6} {'exact':>8} {'H':>5} {'I':>5} {'r_gen':>8} {'r_train':>8} {'r':>8} {'speed-up':>9}"]
+    lines = [
+        f"  {'g_max':>6} {'exact':>8} {'H':>5} {'I':>5} {'r_gen':>8} {'r_train':>8} {'r':>8} "
+        f"{'speed-up':>9}"
+    ]
     for point in _thinned(points, chosen):
         rates = point.throughput
         lines.append(
-            f"{'>' if point is chosen else ' '} {point.max_lag:6} {point.lag:8.2f} {point.batch_per_gpu:5} "
-            f"{point.num_generating:5} {rates.r_gen:8.2f} {rates.r_train:8.2f} {rates.r:8.2f} {point.speedup:9.2f}"
+            f"{'>' if point is chosen else ' '} {point.max_lag:6} {point.lag:8.2f} "
+            f"{point.batch_per_gpu:5} "
+            f"{point.num_generating:5} {rates.r_gen:8.2f} {rates.r_train:8.2f} {rates.r:8.2f} "
+            f"{point.speedup:9.2f}"
         )
     return "\n".join(lines)
 

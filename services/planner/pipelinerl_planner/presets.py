@@ -28,7 +28,9 @@ class Preset:
     """Parameters by policy that follow from the set-up, where the policy's own defaults do not."""
 
     def policy_settings(self, policy: str, chosen: Mapping[str, Any]) -> PolicySettings:
-        """The policy's settings: what was chosen, over what the set-up gives, over the policy's defaults."""
+        """The policy's settings: what was chosen, over what the set-up gives, over the policy's
+        defaults.
+        """
         given = dict(self.parameters.get(policy, {}))
         if policy in POLICIES and "group_size" in POLICIES[policy].parameter_names():
             given["group_size"] = self.group_size
@@ -46,7 +48,8 @@ _ARTICLE_PARAMETERS: Mapping[str, Mapping[str, Any]] = {
 
 PRESETS: Mapping[str, Preset] = {
     "article": Preset(
-        about="the comparison article: 8B model, 2 generating and 6 training GPUs, 10 steps of 16 groups of 8",
+        about="the comparison article: 8B model, 2 generating and 6 training GPUs, 10 steps of 16 "
+        "groups of 8",
         cluster=Cluster(),
         groups_per_step=16,
         group_size=8,
@@ -55,7 +58,8 @@ PRESETS: Mapping[str, Preset] = {
         parameters=_ARTICLE_PARAMETERS,
     ),
     "article-constructed": Preset(
-        about="the article's adversarial load: a fast batch, two slow ones, then fast ones; training and publishing are short",
+        about="the article's adversarial load: a fast batch, two slow ones, then fast ones; "
+        "training and publishing are short",
         cluster=Cluster(train_tokens_per_s=9000.0, publish_s=4.0),
         groups_per_step=16,
         group_size=8,
@@ -64,7 +68,8 @@ PRESETS: Mapping[str, Preset] = {
         parameters=_ARTICLE_PARAMETERS,
     ),
     "paper-128": Preset(
-        about="the PipelineRL paper's main run: 7B model, 128 GPUs, 48 of them generating 64 sequences each, 128 groups of 8",
+        about="the PipelineRL paper's main run: 7B model, 128 GPUs, 48 of them generating 64 "
+        "sequences each, 128 groups of 8",
         cluster=Cluster(
             num_engines=48,
             kv_tokens=900_000,
@@ -79,6 +84,8 @@ PRESETS: Mapping[str, Preset] = {
         groups_per_step=128,
         group_size=8,
         num_steps=1000,
-        lengths=lambda seed, _, size: LognormalLengths(seed, size, median=700.0, group_sigma=0.7, own_sigma=0.5, cap=8192),
+        lengths=lambda seed, _, size: LognormalLengths(
+            seed, size, median=700.0, group_sigma=0.7, own_sigma=0.5, cap=8192
+        ),
     ),
 }

@@ -1,8 +1,9 @@
-"""A live run's folder as the simulator needs it: its policy, its lengths, what its parts cost, and what came of it.
+"""A live run's folder as the simulator needs it: its policy, its lengths, what its parts cost, and
+what came of it.
 
-events.jsonl    what the policy heard and decided, with times; lengths of groups; sums over the engines' decode steps
-metrics.jsonl   how long decoding stood still for new weights
-job.yaml        how many sequences the actors keep on the generators
+events.jsonl    what the policy heard and decided, with times; lengths of groups; sums over the
+engines' decode steps metrics.jsonl   how long decoding stood still for new weights job.yaml
+how many sequences the actors keep on the generators
 """
 
 import json
@@ -25,7 +26,9 @@ _LEAST_LOADS = 5
 
 @dataclass(frozen=True, slots=True)
 class LoadSums:
-    """One `load` note: see EngineLoads.values in the preprocessor. Sums are over all generators, from the start."""
+    """One `load` note: see EngineLoads.values in the preprocessor. Sums are over all generators,
+    from the start.
+    """
 
     at: float
     num_generators: int
@@ -49,14 +52,18 @@ class LoadSums:
 
 @dataclass(slots=True)
 class TrainedStep:
-    """When the trainer first asked for the batch of a step, had all of it, and had committed it; its sampled tokens."""
+    """When the trainer first asked for the batch of a step, had all of it, and had committed it;
+    its sampled tokens.
+    """
 
     asked: float = 0.0
     taken: float = 0.0
     done: float = 0.0
     tokens: int = 0
     trained_s: float = 0.0
-    """Training alone, as the trainer tells: for streaming policies, whose batches come while they are trained."""
+    """Training alone, as the trainer tells: for streaming policies, whose batches come while they
+    are trained.
+    """
 
 
 @dataclass(slots=True)
@@ -106,28 +113,46 @@ class RecordedRun:
     @property
     def mean_kv_usage(self) -> float:
         first, last = self.settled_loads()[0], self.settled_loads()[-1]
-        return (last.kv_usage_seconds - first.kv_usage_seconds) / (last.at - first.at) / last.num_generators
+        return (
+            (last.kv_usage_seconds - first.kv_usage_seconds)
+            / (last.at - first.at)
+            / last.num_generators
+        )
 
 
 def read_recorded_run(folder: Path) -> RecordedRun:
-    """Raises ValueError that names what the folder lacks and the remedy; SettingsError for its job file."""
+    """Raises ValueError that names what the folder lacks and the remedy; SettingsError for its job
+    file.
+    """
     for name in (EVENTS, METRICS, JOB):
         if not (folder / name).is_file():
             hint = did_you_mean_folder(folder)
-            raise ValueError(f"{folder} has no {name}: give the --output folder of a `pipelinerl up`{hint}")
+            raise ValueError(
+                f"{folder} has no {name}: give the --output folder of a `pipelinerl up`{hint}"
+            )
     run: RecordedRun | None = None
     for where, line in _whole_lines(folder / EVENTS):
         with _named(where):
             at, method, arguments, answer = json.loads(line)
             if method == START:
                 if run is not None and run.admitted:
-                    raise ValueError("the preprocessor was restarted in this run; give one that ran through")
+                    raise ValueError(
+                        "the preprocessor was restarted in this run; give one that ran through"
+                    )
                 name, parameters, groups_per_step = arguments
-                run = RecordedRun(load_job(folder / JOB), parse_policy_settings(name, parameters), groups_per_step, name)
+                run = RecordedRun(
+                    load_job(folder / JOB),
+                    parse_policy_settings(name, parameters),
+                    groups_per_step,
+                    name,
+                )
             elif run is not None:
                 _hear(run, float(at), method, arguments, answer)
     if run is None:
-        raise ValueError(f"{folder / EVENTS}: no policy was begun in it; it is not the event log of a preprocessor")
+        raise ValueError(
+            f"{folder / EVENTS}: no policy was begun in it; it is not the event log of a "
+            "preprocessor"
+        )
     run.steps = {step: times for step, times in run.steps.items() if times.done}
     _read_metrics(run, folder / METRICS)
     _check(run, folder)
@@ -175,7 +200,9 @@ def _hear(run: RecordedRun, at: float, method: str, arguments: list[Any], answer
     elif method == "lost":
         run.num_lost += 1
     elif method == "recover" and run.admitted:
-        raise ValueError("the trainer went back to a checkpoint in this run; give one that ran through")
+        raise ValueError(
+            "the trainer went back to a checkpoint in this run; give one that ran through"
+        )
 
 
 def _read_metrics(run: RecordedRun, path: Path) -> None:
@@ -196,13 +223,22 @@ def _read_metrics(run: RecordedRun, path: Path) -> None:
 
 def _check(run: RecordedRun, folder: Path) -> None:
     if run.num_steps < _LEAST_STEPS:
-        raise ValueError(f"{folder / EVENTS}: {run.num_steps} steps were trained; costs are fitted from {_LEAST_STEPS} on")
+        raise ValueError(
+            f"{folder / EVENTS}: {run.num_steps} steps were trained; costs are fitted from "
+            f"{_LEAST_STEPS} on"
+        )
     if len(run.settled_loads()) < _LEAST_LOADS or not run.settled_loads()[-1].num_steps:
         raise ValueError(
-            f"{folder / EVENTS}: the engines told their load {len(run.settled_loads())} times while it trained, "
+            f"{folder / EVENTS}: the engines told their load {len(run.settled_loads())} times "
+            "while it trained, "
             f"{_LEAST_LOADS} are needed: let it run longer"
         )
     if not run.settled_loads()[-1].kv_tokens:
-        raise ValueError(f"{folder}: its engine has no KV blocks; record a run with actors.generator.engine: vllm")
+        raise ValueError(
+            f"{folder}: its engine has no KV blocks; record a run with actors.generator.engine: "
+            "vllm"
+        )
     if not run.pauses:
-        raise ValueError(f"{folder / METRICS}: no weight update is told of; record a run that publishes")
+        raise ValueError(
+            f"{folder / METRICS}: no weight update is told of; record a run that publishes"
+        )

@@ -23,8 +23,10 @@ MAIN = "main"
 """Stands for each policy's first parameter in `--sweep` and `--parameter`."""
 LEGEND = (
     "main: the policy's first parameter; max/bound: largest lag seen, in steps, and the proven one",
-    "effective (trained) and total (generated) in tokens per second; preemptions and re-prefilled tokens per trajectory",
-    "waste: share of generated tokens not trained, cancelled while running (L2) or dropped when finished (L3); idle: trainer",
+    "effective (trained) and total (generated) in tokens per second; preemptions and re-prefilled "
+    "tokens per trajectory",
+    "waste: share of generated tokens not trained, cancelled while running (L2) or dropped when "
+    "finished (L3); idle: trainer",
 )
 
 
@@ -45,47 +47,82 @@ class Finished:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     presets = "; ".join(f"{name}: {preset.about}" for name, preset in PRESETS.items())
-    parser.add_argument("--policy", default="all", metavar="NAME", help="a policy, several with commas, or all (default)")
+    parser.add_argument(
+        "--policy",
+        default="all",
+        metavar="NAME",
+        help="a policy, several with commas, or all (default)",
+    )
     parser.add_argument("--preset", default="article", choices=sorted(PRESETS), help=presets)
     parser.add_argument(
         "--sweep",
         action="append",
         default=[],
         metavar="NAME=VALUES",
-        help="try every value: main=1:5, num_warmup_batches=1,2,4; main is each policy's first parameter; may be repeated",
+        help="try every value: main=1:5, num_warmup_batches=1,2,4; main is each policy's first "
+        "parameter; may be repeated",
     )
     parser.add_argument(
-        "--parameter", action="append", default=[], metavar="NAME=VALUE", help="a policy parameter to fix; may be repeated"
+        "--parameter",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a policy parameter to fix; may be repeated",
     )
     parser.add_argument(
         "--cluster",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help=f"a cost of the preset to replace: {', '.join(field.name for field in fields(Cluster))}; may be repeated",
+        help="a cost of the preset to replace: "
+        f"{', '.join(field.name for field in fields(Cluster))}; may be repeated",
     )
     parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="your own lengths, CSV or JSONL: response_tokens, prompt_tokens, group"
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="your own lengths, CSV or JSONL: response_tokens, prompt_tokens, group",
     )
-    parser.add_argument("--steps", type=int, help="optimizer steps to train (default: the preset's)")
-    parser.add_argument("--groups-per-step", type=int, help="groups of one optimizer step (default: the preset's)")
-    parser.add_argument("--group-size", type=int, help="trajectories of one group (default: the preset's)")
     parser.add_argument(
-        "--seed", "--seeds", default="0", metavar="N", help="seeds of the lengths: 3, or 0:4, or 1,5 (default 0)"
+        "--steps", type=int, help="optimizer steps to train (default: the preset's)"
+    )
+    parser.add_argument(
+        "--groups-per-step", type=int, help="groups of one optimizer step (default: the preset's)"
+    )
+    parser.add_argument(
+        "--group-size", type=int, help="trajectories of one group (default: the preset's)"
+    )
+    parser.add_argument(
+        "--seed",
+        "--seeds",
+        default="0",
+        metavar="N",
+        help="seeds of the lengths: 3, or 0:4, or 1,5 (default 0)",
     )
     parser.add_argument(
         "--from-run",
         type=Path,
         metavar="DIR",
-        help="simulate a live run from its output folder, with costs fitted to its parts, and compare the two as wholes",
+        help="simulate a live run from its output folder, with costs fitted to its parts, and "
+        "compare the two as wholes",
     )
-    parser.add_argument("--json", action="store_true", help="a list of runs on standard output instead of the table")
-    parser.add_argument("--details", action="store_true", help="with --json: histograms and the rest under `details`")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="bar charts to a .svg or .html file")
+    parser.add_argument(
+        "--json", action="store_true", help="a list of runs on standard output instead of the table"
+    )
+    parser.add_argument(
+        "--details",
+        action="store_true",
+        help="with --json: histograms and the rest under `details`",
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="bar charts to a .svg or .html file"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulates what the arguments ask for. Returns the exit status: 2 for arguments that make no sense."""
+    """Simulates what the arguments ask for. Returns the exit status: 2 for arguments that make no
+    sense.
+    """
     try:
         if args.from_run is not None:
             sys.stdout.write(_validated(args.from_run, as_json=args.json) + "\n")
@@ -97,7 +134,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"simulate: {error}", file=sys.stderr)  # noqa: T201
         return 2
     if args.json:
-        sys.stdout.write(json.dumps([_record(one, args.details) for one in finished], indent=1) + "\n")
+        sys.stdout.write(
+            json.dumps([_record(one, args.details) for one in finished], indent=1) + "\n"
+        )
     else:
         sys.stdout.write(_table(finished))
     return 0
@@ -132,7 +171,9 @@ def _plan(args: argparse.Namespace) -> list[_Job]:
     for name in names:
         for combination in _combinations(sweeps):
             try:
-                settings = preset.policy_settings(name, _for_policy(name, {**chosen, **combination}))
+                settings = preset.policy_settings(
+                    name, _for_policy(name, {**chosen, **combination})
+                )
                 make_policy(settings, preset.groups_per_step)
             except ValueError as error:
                 if len(names) == 1 and len(list(_combinations(sweeps))) == 1:
@@ -141,7 +182,15 @@ def _plan(args: argparse.Namespace) -> list[_Job]:
                 continue
             for seed in _seeds(args.seed):
                 lengths = _lengths(args, preset, seed)
-                jobs.append(_Job(name, settings, preset.groups_per_step, seed, Run(preset.cluster, lengths, preset.num_steps)))
+                jobs.append(
+                    _Job(
+                        name,
+                        settings,
+                        preset.groups_per_step,
+                        seed,
+                        Run(preset.cluster, lengths, preset.num_steps),
+                    )
+                )
     for reason in refused:
         print(f"simulate: skipped {reason}", file=sys.stderr)  # noqa: T201
     if not jobs:
@@ -151,7 +200,11 @@ def _plan(args: argparse.Namespace) -> list[_Job]:
 
 def _preset(args: argparse.Namespace) -> Preset:
     preset = PRESETS[args.preset]
-    for argument, name in (("steps", "num_steps"), ("groups_per_step", "groups_per_step"), ("group_size", "group_size")):
+    for argument, name in (
+        ("steps", "num_steps"),
+        ("groups_per_step", "groups_per_step"),
+        ("group_size", "group_size"),
+    ):
         value = getattr(args, argument)
         if value is not None:
             if value < 1:
@@ -160,7 +213,10 @@ def _preset(args: argparse.Namespace) -> Preset:
     costs = _assignments(args.cluster)
     unknown = set(costs) - {field.name for field in fields(Cluster)}
     if unknown:
-        raise ValueError(f"--cluster {sorted(unknown)[0]}: choose one of {', '.join(field.name for field in fields(Cluster))}")
+        raise ValueError(
+            f"--cluster {sorted(unknown)[0]}: choose one of "
+            f"{', '.join(field.name for field in fields(Cluster))}"
+        )
     values: dict[str, Any] = {name: _value(value) for name, value in costs.items()}
     return replace(preset, cluster=replace(preset.cluster, **values))
 
@@ -172,7 +228,9 @@ def _lengths(args: argparse.Namespace, preset: Preset, seed: int) -> Lengths:
 
 
 def _for_policy(policy: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """`main` by its name in this policy. Parameters that the policy lacks are refused by the policy itself."""
+    """`main` by its name in this policy. Parameters that the policy lacks are refused by the policy
+    itself.
+    """
     if policy not in POLICIES:
         return dict(parameters)
     main = POLICIES[policy].parameter_names()[0]
@@ -225,7 +283,8 @@ def _run_all(jobs: Sequence[_Job], screen: TextIO) -> list[Finished]:
     for job in jobs:
         policy = job.make()
         progress.begin(
-            f"{job.policy} {job.settings.parameter_names()[0]}={getattr(job.settings, job.settings.parameter_names()[0])}"
+            f"{job.policy} "
+            f"{job.settings.parameter_names()[0]}={getattr(job.settings, job.settings.parameter_names()[0])}"
         )
         outcome = simulate(policy, job.run, progress.advance)
         finished.append(Finished(job.policy, job.settings, policy.bound(), job.seed, outcome))
@@ -293,7 +352,20 @@ def _record(one: Finished, details: bool) -> dict[str, Any]:
 
 
 def _table(finished: Sequence[Finished]) -> str:
-    head = ("policy", "main", "seed", "max/bound", "effective", "total", "waste", "L2", "L3", "preempt", "re-prefill", "idle")
+    head = (
+        "policy",
+        "main",
+        "seed",
+        "max/bound",
+        "effective",
+        "total",
+        "waste",
+        "L2",
+        "L3",
+        "preempt",
+        "re-prefill",
+        "idle",
+    )
     rows: list[tuple[str, ...]] = [head]
     for one in finished:
         o = one.outcome
@@ -313,7 +385,10 @@ def _table(finished: Sequence[Finished]) -> str:
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = [
-        "  ".join(text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(
+            text.ljust(w) if i == 0 else text.rjust(w)
+            for i, (text, w) in enumerate(zip(row, widths, strict=True))
+        )
         for row in rows
     ]
     return "\n".join([*lines, *LEGEND, ""])
@@ -325,5 +400,7 @@ def _panels(finished: Sequence[Finished]) -> dict[str, list[Bar]]:
         o = one.outcome
         layers = {age: tokens / o.wall_seconds for age, tokens in o.tokens_by_staleness.items()}
         waste = (o.dropped_tokens_l2 / o.wall_seconds, o.dropped_tokens_l3 / o.wall_seconds)
-        panels.setdefault(one.policy, []).append(Bar(str(one.main_value), layers, *waste, f"max {o.max_staleness}"))
+        panels.setdefault(one.policy, []).append(
+            Bar(str(one.main_value), layers, *waste, f"max {o.max_staleness}")
+        )
     return panels

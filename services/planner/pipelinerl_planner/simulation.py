@@ -1,12 +1,14 @@
 """One run of asynchronous training in virtual time, driven by a real policy object.
 
-    lengths -> admission (policy) -> engines -> finished groups -> take (policy) -> trainer -> publish -> engines
+    lengths -> admission (policy) -> engines -> finished groups -> take (policy) -> trainer ->
+    publish -> engines
                     ^                                                                 |
                     +--------------------- slots come back ---------------------------+
 
-Everything happens at events: a sequence ends, blocks run out, a step (or, streaming, a group) is trained, weights arrive,
-a load report is due. After each event the policy is asked whether more groups may start, whether finished weights may be
-published and, if the trainer is free, for the next batch.
+Everything happens at events: a sequence ends, blocks run out, a step (or, streaming, a group) is
+trained, weights arrive, a load report is due. After each event the policy is asked whether more
+groups may start, whether finished weights may be published and, if the trainer is free, for the
+next batch.
 """
 
 from collections import deque
@@ -31,15 +33,19 @@ class Run:
     lengths: Lengths
     num_steps: int
     train_seconds: tuple[float, ...] = ()
-    """Of each step from its whole batch to its end, in place of the cluster's costs; behind the last they begin again."""
+    """Of each step from its whole batch to its end, in place of the cluster's costs; behind the
+    last they begin again.
+    """
     publish_seconds: tuple[float, ...] = ()
     """Of each publish, in place of the cluster's; behind the last they begin again."""
 
 
 def simulate(policy: Policy, run: Run, progress: Callable[[int], None] | None = None) -> Outcome:
-    """Trains `run.num_steps` steps, or until the data ends. Calls `progress` with the number of finished steps.
+    """Trains `run.num_steps` steps, or until the data ends. Calls `progress` with the number of
+    finished steps.
 
-    Raises RuntimeError when nothing can happen any more although the data has not ended: the policy is stuck.
+    Raises RuntimeError when nothing can happen any more although the data has not ended: the policy
+    is stuck.
     """
     return _Simulation(policy, run, progress).go()
 
@@ -81,12 +87,20 @@ class _Simulation:
         self._ask_policy()
         while self.step < self.run.num_steps:
             ways = (heap[0][0] if heap else None for heap in (self.answers, self.arriving))
-            upcoming = (self.generators.next_event(), self.trainer_free_at, self.pause_at, self.publish_ends_at, *ways)
+            upcoming = (
+                self.generators.next_event(),
+                self.trainer_free_at,
+                self.pause_at,
+                self.publish_ends_at,
+                *ways,
+            )
             next_at = min(at for at in upcoming if at is not None)
             if next_at == NEVER:
                 if self.data_ended:
                     break
-                raise RuntimeError(f"step {self.step} can never start: {self.policy.take(self.step).wait_reason}")
+                raise RuntimeError(
+                    f"step {self.step} can never start: {self.policy.take(self.step).wait_reason}"
+                )
             self._wait_until(min(next_at, self.next_report))
             self._handle()
             self._ask_policy()
@@ -117,11 +131,18 @@ class _Simulation:
             for sequence in self.generators.handle_event(self.now):
                 self._label(sequence)
                 self.num_answers += 1
-                heappush(self.answers, (self.now + self.run.cluster.request_s / 2, self.num_answers, sequence))
+                heappush(
+                    self.answers,
+                    (self.now + self.run.cluster.request_s / 2, self.num_answers, sequence),
+                )
 
     def _ask_policy(self) -> None:
         most = self.run.cluster.max_leased
-        while not self.data_ended and (most is None or self.num_leased < most) and self.policy.may_admit():
+        while (
+            not self.data_ended
+            and (most is None or self.num_leased < most)
+            and self.policy.may_admit()
+        ):
             self._admit()
         self.generators.limit = self.policy.trajectory_limit()
         self.generators.start(self.now)
@@ -151,7 +172,9 @@ class _Simulation:
         self.version_on_its_way = self.version_due
         recorded = self.run.publish_seconds
         self.publish_ends_at = self.now + (
-            recorded[(self.version_due - 1) % len(recorded)] if recorded else self.run.cluster.publish_s
+            recorded[(self.version_due - 1) % len(recorded)]
+            if recorded
+            else self.run.cluster.publish_s
         )
 
     def _admit(self) -> None:
@@ -271,7 +294,9 @@ class _Simulation:
         self._cancel(self.policy.observe(load))
 
     def _cancel(self, groups: tuple[str, ...]) -> None:
-        self.generators.cancel([sequence for group in groups for sequence in self.groups[group]], self.now)
+        self.generators.cancel(
+            [sequence for group in groups for sequence in self.groups[group]], self.now
+        )
         for group in groups:
             self.num_leased -= self.num_unfinished.pop(group)
             self.outcome.dropped_tokens_l2 += self._discard(group)
@@ -285,8 +310,9 @@ class _Simulation:
 
 
 class _Generators:
-    """All engines, and the requests that wait in front of them for a trajectory slot. A slot is held from the moment that a
-    request is sent to the one that its answer is there."""
+    """All engines, and the requests that wait in front of them for a trajectory slot. A slot is
+    held from the moment that a request is sent to the one that its answer is there.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self._request_s = cluster.request_s
@@ -352,10 +378,16 @@ class _Generators:
             self._loads[index] -= 1
 
     def generated(self, sequence: Sequence) -> int:
-        return sequence.engine.generated(sequence) if sequence.engine is not None else sequence.num_generated
+        return (
+            sequence.engine.generated(sequence)
+            if sequence.engine is not None
+            else sequence.num_generated
+        )
 
     def in_flight(self) -> list[Sequence]:
-        return [sequence for engine in self.engines for sequence in (*engine.running, *engine.waiting)]
+        return [
+            sequence for engine in self.engines for sequence in (*engine.running, *engine.waiting)
+        ]
 
     def cancel(self, sequences: list[Sequence], now: float) -> None:
         by_engine: dict[int, list[Sequence]] = {}
@@ -388,7 +420,9 @@ class _Generators:
         """KV usage of the fullest engine, and requests that wait for blocks."""
         for engine in self.engines:
             engine.advance(now)
-        return max(engine.kv_usage for engine in self.engines), sum(len(engine.waiting) for engine in self.engines)
+        return max(engine.kv_usage for engine in self.engines), sum(
+            len(engine.waiting) for engine in self.engines
+        )
 
     def integrals(self, now: float) -> tuple[float, float]:
         """Running sequences of all engines, and the mean KV usage, each integrated over time."""
@@ -399,7 +433,9 @@ class _Generators:
 
     def effort(self) -> tuple[int, int]:
         """Preemptions and tokens prefilled again so far."""
-        return sum(e.num_preemptions for e in self.engines), sum(e.num_refilled_tokens for e in self.engines)
+        return sum(e.num_preemptions for e in self.engines), sum(
+            e.num_refilled_tokens for e in self.engines
+        )
 
     def _schedule(self, index: int) -> None:
         self._epochs[index] += 1

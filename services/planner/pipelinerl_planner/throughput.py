@@ -1,7 +1,7 @@
 """The throughput model of the PipelineRL paper (arXiv 2509.19128, appendix A).
 
-A flash is the time that one token's forward pass takes at a GPU's peak: FLOPs of the pass / peak FLOP/s. All throughputs are in
-tokens per flash, over all N GPUs.
+A flash is the time that one token's forward pass takes at a GPU's peak: FLOPs of the pass / peak
+FLOP/s. All throughputs are in tokens per flash, over all N GPUs.
 
     N     GPUs; I of them generate in in-flight RL, the others train
     B     sequences of one optimizer step
@@ -29,7 +29,9 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is planned for. Example: the paper's case study is 128 GPUs, 128 sequences a step, lengths 1..L, tau 4.92."""
+    """What is planned for. Example: the paper's case study is 128 GPUs, 128 sequences a step,
+    lengths 1..L, tau 4.92.
+    """
 
     num_gpus: int
     """N"""
@@ -50,9 +52,11 @@ class Throughput:
 
 
 def conventional(load: Workload, num_steps: int) -> Throughput:
-    """Conventional RL with G = `num_steps` optimizer steps a round: first all GPUs generate, then all train.
+    """Conventional RL with G = `num_steps` optimizer steps a round: first all GPUs generate, then
+    all train.
 
-    r_gen = K / sum_{l=1..L} (h(l)/N) / U(h(l)/N), with h(l) = S * P(length >= l) sequences left after l tokens and K = S * mean
+    r_gen = K / sum_{l=1..L} (h(l)/N) / U(h(l)/N), with h(l) = S * P(length >= l) sequences left
+    after l tokens and K = S * mean
     r_train = N / tau,  r = 1 / (1/r_gen + 1/r_train)                                          (equations 11 to 13)
     """
     num_sequences = load.batch_size * num_steps
@@ -69,7 +73,8 @@ def conventional_steps(max_lag: int) -> int:
 
 
 def in_flight(load: Workload, batch_per_gpu: int, num_generating: int) -> Throughput:
-    """In-flight RL with H = `batch_per_gpu` and I = `num_generating`; generation and training go on at once.
+    """In-flight RL with H = `batch_per_gpu` and I = `num_generating`; generation and training go on
+    at once.
 
     r_gen = U(H) * I,  r_train = (N - I) / tau,  r = min(r_gen, r_train)                       (equations 14 to 16)
     """
@@ -79,13 +84,16 @@ def in_flight(load: Workload, batch_per_gpu: int, num_generating: int) -> Throug
 
 
 def lag(load: Workload, in_progress: int) -> float:
-    """g_max before it is rounded up: H * I * L / (mean * B). With B=2048 the case study's is 8.25: "about 8"."""
+    """g_max before it is rounded up: H * I * L / (mean * B). With B=2048 the case study's is 8.25:
+    "about 8".
+    """
     return in_progress * load.lengths.longest / (load.lengths.mean * load.batch_size)
 
 
 def max_lag(load: Workload, batch_per_gpu: int, num_generating: int) -> int:
-    """g_max = ceil(H * I * L / (mean * B)), in optimizer steps: while the longest response is generated, the generators finish
-    H * I * L / mean sequences (appendix A.3)."""
+    """g_max = ceil(H * I * L / (mean * B)), in optimizer steps: while the longest response is
+    generated, the generators finish H * I * L / mean sequences (appendix A.3).
+    """
     return int(max_lags(load, np.asarray(batch_per_gpu * num_generating))[()])
 
 

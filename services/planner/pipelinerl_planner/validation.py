@@ -1,7 +1,8 @@
 """A recorded live run against its simulation: a model fitted to the parts, checked on the whole.
 
-Taken from the run: lengths in dispatch order, the time of every training step and publish, and the costs of `fit`. Not taken:
-when anything was admitted, how many sequences ran, how full the cache was, how long it all took.
+Taken from the run: lengths in dispatch order, the time of every training step and publish, and the
+costs of `fit`. Not taken: when anything was admitted, how many sequences ran, how full the cache
+was, how long it all took.
 """
 
 from dataclasses import dataclass
@@ -52,7 +53,8 @@ def validate(folder: Path) -> Validation:
     cluster = fit_cluster(run)
     steps = [run.steps[step] for step in sorted(run.steps)]
     publishes = [
-        run.published.get(number + 1, times.done + cluster.publish_s) - times.done for number, times in enumerate(steps)
+        run.published.get(number + 1, times.done + cluster.publish_s) - times.done
+        for number, times in enumerate(steps)
     ]
     simulated = Run(
         cluster=cluster,
@@ -61,4 +63,6 @@ def validate(folder: Path) -> Validation:
         train_seconds=tuple(times.done - times.taken for times in steps),
         publish_seconds=tuple(max(0.0, seconds) for seconds in publishes),
     )
-    return Validation(run, cluster, simulate(make_policy(run.settings, run.groups_per_step), simulated))
+    return Validation(
+        run, cluster, simulate(make_policy(run.settings, run.groups_per_step), simulated)
+    )

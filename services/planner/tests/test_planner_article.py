@@ -1,8 +1,10 @@
-"""What the comparison article measured, line by line, on the preset `article` over three seeds of the fitted lengths.
+"""What the comparison article measured, line by line, on the preset `article` over three seeds of
+the fitted lengths.
 
-Exact where the lengths do not matter; within one version for the maxima of policies without a bound; within 5 points for
-shares of waste. Where the preset's lengths miss a line (TRL's and prime-rl's waste, verl_drop's at eta=1, slime's maxima from
-3 on), test_planner_spreads.py shows the spread of lengths under which the same code meets it.
+Exact where the lengths do not matter; within one version for the maxima of policies without a
+bound; within 5 points for shares of waste. Where the preset's lengths miss a line (TRL's and
+prime-rl's waste, verl_drop's at eta=1, slime's maxima from 3 on), test_planner_spreads.py shows the
+spread of lengths under which the same code meets it.
 """
 
 from functools import cache
@@ -16,17 +18,26 @@ from pipelinerl_planner.simulation import Run, simulate
 from pipelinerl_staleness.registry import make_policy
 
 SEEDS = (0, 1, 2)
-UNBOUNDED = [("areal", "eta"), ("skyrl", "max_staleness_steps"), ("nemo_ready_first", "eta"), ("slime", "prefetch_factor")]
+UNBOUNDED = [
+    ("areal", "eta"),
+    ("skyrl", "max_staleness_steps"),
+    ("nemo_ready_first", "eta"),
+    ("slime", "prefetch_factor"),
+]
 
 
 def outcomes(policy: str, **parameters: Any) -> tuple[Outcome, ...]:
-    """One outcome per seed. `preset` and `num_steps` belong to the run, everything else to the policy."""
+    """One outcome per seed. `preset` and `num_steps` belong to the run, everything else to the
+    policy.
+    """
     preset, num_steps = parameters.pop("preset", "article"), parameters.pop("num_steps", None)
     return _outcomes(policy, preset, num_steps, tuple(sorted(parameters.items())))
 
 
 @cache
-def _outcomes(policy: str, name: str, num_steps: int | None, parameters: tuple[tuple[str, Any], ...]) -> tuple[Outcome, ...]:
+def _outcomes(
+    policy: str, name: str, num_steps: int | None, parameters: tuple[tuple[str, Any], ...]
+) -> tuple[Outcome, ...]:
     preset = PRESETS[name]
     settings = preset.policy_settings(policy, dict(parameters))
     batch = preset.groups_per_step
@@ -57,18 +68,24 @@ def test_verl_drop_maxima(eta: int, oldest: int) -> None:
 
 
 def test_verl_drop_wastes_more_with_warmup_and_less_with_a_wider_threshold() -> None:
-    by_warmup = [mean("verl_drop", "waste", eta=1, num_warmup_batches=warmup) for warmup in range(1, 6)]
+    by_warmup = [
+        mean("verl_drop", "waste", eta=1, num_warmup_batches=warmup) for warmup in range(1, 6)
+    ]
     by_threshold = [mean("verl_drop", "waste", eta=eta) for eta in range(1, 6)]
     assert by_warmup == sorted(by_warmup)
     assert by_threshold == sorted(by_threshold, reverse=True)
     assert by_warmup[0] == pytest.approx(0.612, abs=0.055)
     assert by_warmup[-1] == pytest.approx(0.875, abs=0.05)
-    assert [effective("verl_drop", eta=eta) for eta in (2, 3, 4)] == pytest.approx([1436, 1816, 1945], rel=0.06)
+    assert [effective("verl_drop", eta=eta) for eta in (2, 3, 4)] == pytest.approx(
+        [1436, 1816, 1945], rel=0.06
+    )
 
 
 def test_verl_drop_gets_slower_with_warmup() -> None:
     for eta in (1, 2, 3):
-        by_warmup = [effective("verl_drop", eta=eta, num_warmup_batches=warmup) for warmup in (1, 2, 4)]
+        by_warmup = [
+            effective("verl_drop", eta=eta, num_warmup_batches=warmup) for warmup in (1, 2, 4)
+        ]
         assert by_warmup == sorted(by_warmup, reverse=True)
 
 
@@ -89,7 +106,12 @@ def test_verl_wait_exceeds_everywhere_on_the_constructed_load(warmup: int, eta: 
 
 @pytest.mark.parametrize("eta", range(6))
 def test_strict_policies_reach_their_parameter(eta: int) -> None:
-    for policy, parameter in (("trl", "eta"), ("roll", "rho"), ("nemo_weight_fifo", "eta"), ("nemo_in_order", "eta")):
+    for policy, parameter in (
+        ("trl", "eta"),
+        ("roll", "rho"),
+        ("nemo_weight_fifo", "eta"),
+        ("nemo_in_order", "eta"),
+    ):
         assert maxima(policy, **{parameter: eta}) == [eta] * 3, policy
 
 
@@ -122,7 +144,9 @@ def test_deeper_admission_preempts_and_gets_slower() -> None:
     assert mean("areal", "preemptions_per_trajectory", eta=2) == pytest.approx(4.64, abs=1.5)
     assert mean("areal", "reprefill_tokens_per_trajectory", eta=1) == pytest.approx(5268, rel=0.2)
     assert mean("areal", "reprefill_tokens_per_trajectory", eta=5) == pytest.approx(18094, rel=0.1)
-    assert mean("skyrl", "reprefill_tokens_per_trajectory", max_staleness_steps=1) == pytest.approx(1744, rel=0.4)
+    assert mean("skyrl", "reprefill_tokens_per_trajectory", max_staleness_steps=1) == pytest.approx(
+        1744, rel=0.4
+    )
     assert effective("areal", eta=1) == pytest.approx(1916, rel=0.06)
     assert effective("areal", eta=5) == pytest.approx(1787, rel=0.06)
     assert effective("skyrl", max_staleness_steps=1) > effective("areal", eta=1)
@@ -159,7 +183,9 @@ def test_prime_rl_stops_wasting_from_three_on() -> None:
     assert waste == sorted(waste, reverse=True)
     assert max(waste[2:]) < 0.03
     assert mean("prime_rl", "waste_l2", eta=1) > mean("prime_rl", "waste_l3", eta=1)
-    assert [effective("prime_rl", eta=eta) for eta in (1, 2, 3)] == pytest.approx([1405, 1749, 1865], rel=0.06)
+    assert [effective("prime_rl", eta=eta) for eta in (1, 2, 3)] == pytest.approx(
+        [1405, 1749, 1865], rel=0.06
+    )
 
 
 def test_dressage_drops_with_one_version_only_and_never_bounds() -> None:
@@ -168,7 +194,10 @@ def test_dressage_drops_with_one_version_only_and_never_bounds() -> None:
     assert mean("dressage", "waste", keep_versions=2) == 0
     assert all(oldest > 1 for oldest in maxima("dressage", keep_versions=1))
     assert all(oldest in (3, 4) for oldest in maxima("dressage", keep_versions=2))
-    assert mean("dressage", "waste", keep_versions=1, scope="trajectory") > mean("dressage", "waste", keep_versions=1) + 0.1
+    assert (
+        mean("dressage", "waste", keep_versions=1, scope="trajectory")
+        > mean("dressage", "waste", keep_versions=1) + 0.1
+    )
 
 
 def test_waiting_policies_waste_nothing() -> None:
@@ -181,17 +210,26 @@ def test_waiting_policies_waste_nothing() -> None:
 
 @pytest.mark.parametrize("eta", range(1, 6))
 def test_layers_one_by_one(eta: int) -> None:
-    """L1 alone and with L2 go over, L2 by one version; L3 makes it strict, L2 on top saves time but not waste."""
+    """L1 alone and with L2 go over, L2 by one version; L3 makes it strict, L2 on top saves time but
+    not waste.
+    """
 
     def layers(layer2: bool, layer3: bool) -> dict[str, Any]:
         return {"eta": eta, "layer2": layer2, "layer3": layer3}
 
     assert all(oldest > eta for oldest in maxima("layered", **layers(False, False)))
     assert all(eta <= oldest <= eta + 1 for oldest in maxima("layered", **layers(True, False)))
-    assert maxima("layered", **layers(False, True)) == maxima("layered", **layers(True, True)) == [eta] * 3
+    assert (
+        maxima("layered", **layers(False, True))
+        == maxima("layered", **layers(True, True))
+        == [eta] * 3
+    )
     assert effective("layered", **layers(True, True)) > effective("layered", **layers(False, True))
     assert 0.14 < mean("layered", "waste", **layers(False, True)) < 0.33
-    assert mean("layered", "waste", **layers(True, True)) > mean("layered", "waste", **layers(False, True)) - 0.02
+    assert (
+        mean("layered", "waste", **layers(True, True))
+        > mean("layered", "waste", **layers(False, True)) - 0.02
+    )
 
 
 def test_dropping_by_whole_trajectory_prefers_long_ones_and_dressage_hardly() -> None:

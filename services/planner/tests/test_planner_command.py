@@ -49,7 +49,9 @@ def test_all_policies_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(list(one) == KEYS for one in found)
 
 
-def test_main_sweeps_each_policys_first_parameter_and_skips_what_it_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_sweeps_each_policys_first_parameter_and_skips_what_it_refuses(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert command(*SMALL, "--policy", "verl_drop,roll", "--sweep", "main=0:2", "--json") == 0
     shown = capsys.readouterr()
     settings = [one["settings"] for one in json.loads(shown.out)]
@@ -61,19 +63,25 @@ def test_main_sweeps_each_policys_first_parameter_and_skips_what_it_refuses(caps
     assert "skipped verl_drop: eta=0 must be a whole number of at least 1" in shown.err
 
 
-def test_two_sweeps_make_a_grid_and_parameters_are_fixed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_sweeps_make_a_grid_and_parameters_are_fixed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     sweeps = ("--sweep", "main=1,3", "--sweep", "c_idle=4,6", "--parameter", "stream=false")
     found = records(capsys, *SMALL, "--policy", "slack", *sweeps, "--details", "--seeds", "0:1")
-    assert [(one["settings"]["eta"], one["settings"]["c_idle"], one["details"]["seed"]) for one in found] == [
-        (eta, c_idle, seed) for eta in (1, 3) for c_idle in (4, 6) for seed in (0, 1)
-    ]
+    assert [
+        (one["settings"]["eta"], one["settings"]["c_idle"], one["details"]["seed"]) for one in found
+    ] == [(eta, c_idle, seed) for eta in (1, 3) for c_idle in (4, 6) for seed in (0, 1)]
     assert not any(one["settings"]["stream"] for one in found)
-    assert sum(found[0]["details"]["tokens_by_staleness"].values()) == found[0]["details"]["trained_tokens"]
+    assert (
+        sum(found[0]["details"]["tokens_by_staleness"].values())
+        == found[0]["details"]["trained_tokens"]
+    )
 
 
 def test_costs_can_be_replaced(capsys: pytest.CaptureFixture[str]) -> None:
     slow, fast = (
-        records(capsys, *SMALL, "--policy", "areal", "--cluster", f"train_tokens_per_s={speed}")[0] for speed in (100, 1e9)
+        records(capsys, *SMALL, "--policy", "areal", "--cluster", f"train_tokens_per_s={speed}")[0]
+        for speed in (100, 1e9)
     )
     assert slow["wall_seconds"] > fast["wall_seconds"] + 2 * 100
 
@@ -91,32 +99,72 @@ def test_table_names_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["--policy", "fifo"], "unknown staleness policy 'fifo'"),
-        (["--policy", "roll", "--parameter", "eta=1"], "policy 'roll' has no parameter 'eta': it has rho"),
-        (["--policy", "roll", "--sweep", "main=3:1"], "range 3:1 must be two whole numbers in order"),
+        (
+            ["--policy", "roll", "--parameter", "eta=1"],
+            "policy 'roll' has no parameter 'eta': it has rho",
+        ),
+        (
+            ["--policy", "roll", "--sweep", "main=3:1"],
+            "range 3:1 must be two whole numbers in order",
+        ),
         (["--policy", "roll", "--sweep", "main"], "must have the form name=value"),
-        (["--policy", "roll", "--cluster", "speed=1"], "--cluster speed: choose one of num_engines"),
-        (["--policy", "roll", "--cluster", "kv_tokens=many"], "kv_tokens='many' must be a whole number of at least 16"),
-        (["--policy", "roll", "--cluster", "num_engines=1.5"], "num_engines=1.5 must be a whole number of at least 1"),
-        (["--policy", "roll", "--cluster", "publish_s=NaN"], "publish_s=nan must be a number of at least 0"),
-        (["--policy", "roll", "--cluster", "train_tokens_per_s=1e400"], "train_tokens_per_s=inf must be a number above 0"),
+        (
+            ["--policy", "roll", "--cluster", "speed=1"],
+            "--cluster speed: choose one of num_engines",
+        ),
+        (
+            ["--policy", "roll", "--cluster", "kv_tokens=many"],
+            "kv_tokens='many' must be a whole number of at least 16",
+        ),
+        (
+            ["--policy", "roll", "--cluster", "num_engines=1.5"],
+            "num_engines=1.5 must be a whole number of at least 1",
+        ),
+        (
+            ["--policy", "roll", "--cluster", "publish_s=NaN"],
+            "publish_s=nan must be a number of at least 0",
+        ),
+        (
+            ["--policy", "roll", "--cluster", "train_tokens_per_s=1e400"],
+            "train_tokens_per_s=inf must be a number above 0",
+        ),
         (["--policy", "roll", "--cluster", "keeps_kv=1"], "keeps_kv=1 must be true or false"),
         (["--policy", "roll", "--cluster", "pause_s=9"], "pause_s=9 must be at most publish_s=8.0"),
         (["--policy", "roll", "--seed", "1.5"], "--seed=1.5 must be a whole number of at least 0"),
         (["--policy", "roll", "--seed", "0,x"], "--seed='x' must be a whole number of at least 0"),
-        (["--policy", "roll", "--cluster", "kv_tokens=1024"], "kv_tokens=1024 cannot hold one sequence of"),
+        (
+            ["--policy", "roll", "--cluster", "kv_tokens=1024"],
+            "kv_tokens=1024 cannot hold one sequence of",
+        ),
         (["--policy", "roll", "--steps", "0"], "--steps 0 must be at least 1"),
         (["--policy", "roll", "--trace", "missing.csv"], "missing.csv"),
-        (["--policy", "roll", "--plot", "chart.png", *SMALL], "chart.png must end in .svg or .html"),
+        (
+            ["--policy", "roll", "--plot", "chart.png", *SMALL],
+            "chart.png must end in .svg or .html",
+        ),
     ],
 )
-def test_what_makes_no_sense_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_makes_no_sense_is_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command(*arguments) == 2
     assert message in capsys.readouterr().err
 
 
 def test_plot_has_one_panel_per_policy_and_hatched_waste(tmp_path: Path) -> None:
     for name in ("chart.svg", "chart.html"):
-        assert command(*SMALL, "--policy", "roll,trl", "--sweep", "main=1:2", "--plot", str(tmp_path / name)) == 0
+        assert (
+            command(
+                *SMALL,
+                "--policy",
+                "roll,trl",
+                "--sweep",
+                "main=1:2",
+                "--plot",
+                str(tmp_path / name),
+            )
+            == 0
+        )
     svg = (tmp_path / "chart.svg").read_text()
     ElementTree.fromstring(svg)
     assert svg.count('font-weight="bold"') == 2
@@ -124,7 +172,9 @@ def test_plot_has_one_panel_per_policy_and_hatched_waste(tmp_path: Path) -> None
 
 
 def test_bars_are_as_high_as_their_numbers() -> None:
-    svg = ElementTree.fromstring(chart({"p": [Bar("1", {0: 300.0, 1: 100.0}, 50.0, 50.0, "max 1")]}))
+    svg = ElementTree.fromstring(
+        chart({"p": [Bar("1", {0: 300.0, 1: 100.0}, 50.0, 50.0, "max 1")]})
+    )
     rectangles = [node for node in svg.iter("{http://www.w3.org/2000/svg}rect") if len(node)]
     heights = [float(node.attrib["height"]) for node in rectangles]
     assert heights == pytest.approx([156 * share for share in (0.6, 0.2, 0.1, 0.1)], abs=0.06)
@@ -133,14 +183,18 @@ def test_bars_are_as_high_as_their_numbers() -> None:
 
 def test_traces_in_csv_and_jsonl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [("a", 10, 40), ("a", 10, 60), ("b", 12, 50), ("b", 12, 90)]
-    (tmp_path / "t.csv").write_text("group,prompt_tokens,response_tokens\n" + "".join(f"{g},{p},{r}\n" for g, p, r in rows))
+    (tmp_path / "t.csv").write_text(
+        "group,prompt_tokens,response_tokens\n" + "".join(f"{g},{p},{r}\n" for g, p, r in rows)
+    )
     lines = (json.dumps({"prompt_tokens": p, "response_tokens": r}) + "\n" for _, p, r in rows)
     (tmp_path / "t.jsonl").write_text("".join(lines))
     for name in ("t.csv", "t.jsonl"):
         trace = read_trace(tmp_path / name, 2)
         assert trace.groups == ((10, (40, 60)), (12, (50, 90)))
         assert trace.group(3) == trace.group(1)
-        found = records(capsys, *SMALL, "--policy", "areal", "--details", "--trace", str(tmp_path / name))
+        found = records(
+            capsys, *SMALL, "--policy", "areal", "--details", "--trace", str(tmp_path / name)
+        )
         assert found[0]["details"]["trained_tokens"] == 2 * 240
 
 

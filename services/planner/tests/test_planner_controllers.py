@@ -1,4 +1,6 @@
-"""The controllers never leave their bounds, keep still between their thresholds, and settle where both sides are in balance."""
+"""The controllers never leave their bounds, keep still between their thresholds, and settle where
+both sides are in balance.
+"""
 
 import pytest
 from hypothesis import given
@@ -20,7 +22,9 @@ RATES = st.floats(0, 1e6)
 TRACES = st.lists(st.tuples(st.integers(0, 30), RATES, RATES), max_size=60)
 
 
-@pytest.mark.parametrize(("num_gpus", "start"), [(2, 1), (3, 1), (30, 10), (128, 42), (192, 64), (1000, 64)])
+@pytest.mark.parametrize(
+    ("num_gpus", "start"), [(2, 1), (3, 1), (30, 10), (128, 42), (192, 64), (1000, 64)]
+)
 def test_start_is_a_third_but_at_most_64(num_gpus: int, start: int) -> None:
     assert ShareRule(ShareRuleSettings(num_gpus)).initial() == Share(start, 0)
 
@@ -72,8 +76,10 @@ def test_rule_never_leaves_its_bounds(num_gpus: int, trace: list[tuple[int, floa
 @examples(deadline=None)
 @given(num_gpus=st.integers(16, 1000), speed=st.floats(0.05, 1.0), tau=st.floats(1.0, 10.0))
 def test_rule_settles_around_the_balance(num_gpus: int, speed: float, tau: float) -> None:
-    """With r_gen = speed * I and r_train = (N - I) / tau the ratio is q where I = N / (1 + tau * speed * q). Once reached, the
-    share stays between the places of the two thresholds, give or take the move that crossed one."""
+    """With r_gen = speed * I and r_train = (N - I) / tau the ratio is q where I = N / (1 + tau *
+    speed * q). Once reached, the share stays between the places of the two thresholds, give or take
+    the move that crossed one.
+    """
     settings = ShareRuleSettings(num_gpus)
     rule = ShareRule(settings)
     share, seen = rule.initial(), []
@@ -81,7 +87,9 @@ def test_rule_settles_around_the_balance(num_gpus: int, speed: float, tau: float
         r_gen, r_train = speed * share.num_generating, (num_gpus - share.num_generating) / tau
         share = rule.observe(share, 10 * look, min(r_gen, r_train), r_gen)
         seen.append(share.num_generating)
-    at_high, at_low = (num_gpus / (1 + tau * speed * ratio) for ratio in (settings.high_ratio, settings.low_ratio))
+    at_high, at_low = (
+        num_gpus / (1 + tau * speed * ratio) for ratio in (settings.high_ratio, settings.low_ratio)
+    )
     least, most = min(at_high, at_low - settings.take_away), max(at_low, at_high + settings.add)
     for num_generating in seen[num_gpus:]:
         assert num_generating >= least - 1e-6 or num_generating == settings.least

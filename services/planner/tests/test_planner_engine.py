@@ -10,11 +10,17 @@ from pipelinerl_planner.engine import NEVER, Engine, Sequence
 
 BLOCK_TOKENS = 16
 CLUSTER = Cluster(
-    kv_tokens=BLOCK_TOKENS * 40, max_sequences=6, decode_step_s=0.01, decode_token_s=1e-4, prefill_tokens_per_s=1000.0
+    kv_tokens=BLOCK_TOKENS * 40,
+    max_sequences=6,
+    decode_step_s=0.01,
+    decode_token_s=1e-4,
+    prefill_tokens_per_s=1000.0,
 )
 
 
-def run_closed(arrivals: list[tuple[float, Sequence]], cluster: Cluster) -> tuple[dict[str, float], Engine]:
+def run_closed(
+    arrivals: list[tuple[float, Sequence]], cluster: Cluster
+) -> tuple[dict[str, float], Engine]:
     """When each sequence ends."""
     engine = Engine(cluster)
     ends = {}
@@ -54,7 +60,9 @@ class TokenByToken:
             self.running.append(one)
 
     def step_seconds(self) -> float:
-        return self.cluster.decode_step_s + self.cluster.decode_token_s * sum(context for _, context, _ in self.running)
+        return self.cluster.decode_step_s + self.cluster.decode_token_s * sum(
+            context for _, context, _ in self.running
+        )
 
     def make_room(self) -> None:
         while sum(context % BLOCK_TOKENS == 0 for _, context, _ in self.running) > self.free():
@@ -120,7 +128,9 @@ def _preemptions(seed: int) -> int:
 
 
 def test_hand_computed_end_of_two_sequences() -> None:
-    """Prefill of 10 + 10 tokens at 1000/s, then steps of 10 ms and 0.1 ms per token of context, contexts 20, 22, 24."""
+    """Prefill of 10 + 10 tokens at 1000/s, then steps of 10 ms and 0.1 ms per token of context,
+    contexts 20, 22, 24.
+    """
     sequences = [(0.0, Sequence("a", 10, 3)), (0.0, Sequence("b", 10, 3))]
     ends, _ = run_closed(sequences, CLUSTER)
     assert ends == pytest.approx({"a": 0.02 + 0.03 + 1e-4 * 66, "b": 0.02 + 0.03 + 1e-4 * 66})

@@ -1,4 +1,6 @@
-"""The throughput model against the paper's published numbers, and `pipelinerl plan` from the command line's side."""
+"""The throughput model against the paper's published numbers, and `pipelinerl plan` from the
+command line's side.
+"""
 
 import argparse
 import json
@@ -102,7 +104,9 @@ def test_case_study_with_a_larger_batch_has_a_sixteenth_of_the_lag() -> None:
     assert 8 < same.lag <= 9
     assert max_lag(larger, 192, 44) == 9  # 8.2, rounded up
     assert max_lag(larger, 184, 44) == 8
-    assert least_batch_size(larger, in_progress, 9) <= 2048 < least_batch_size(larger, in_progress, 8)
+    assert (
+        least_batch_size(larger, in_progress, 9) <= 2048 < least_batch_size(larger, in_progress, 8)
+    )
 
 
 def test_built_in_curve_is_linear_at_first_and_saturates() -> None:
@@ -119,11 +123,15 @@ def test_built_in_curve_is_linear_at_first_and_saturates() -> None:
 
 
 def test_throughputs_by_hand() -> None:
-    """Lengths 1 and 3: two sequences run for one step, then one for two. With U(h) = h/4 a step takes 4 flashes."""
+    """Lengths 1 and 3: two sequences run for one step, then one for two. With U(h) = h/4 a step
+    takes 4 flashes.
+    """
     curve = MeasuredCurve((4.0,), (1.0,), "hand")
     load = Workload(1, 2, empirical([1, 3], "hand"), 2.0, curve)
     assert load.lengths.survival.tolist() == [1, 0.5, 0.5]
-    assert conventional(load, 1) == Throughput(4 / 12, 0.5, 0.2)  # 4 tokens in 12 flashes; 1 / (3 + 2)
+    assert conventional(load, 1) == Throughput(
+        4 / 12, 0.5, 0.2
+    )  # 4 tokens in 12 flashes; 1 / (3 + 2)
     two = Workload(2, 2, load.lengths, 2.0, curve)
     assert in_flight(two, 2, 1) == Throughput(0.5, 0.5, 0.5)
     assert max_lag(two, 2, 1) == 2  # ceil(2 * 1 * 3 / (2 * 2)) = ceil(1.5)
@@ -136,9 +144,15 @@ def test_frontier_agrees_with_trying_every_pair() -> None:
     batches = [*range(1, 9), 16, 24, 32]
     tried = [(max_lag(load, h, i), in_flight(load, h, i).r) for h in batches for i in range(1, 12)]
     for point in points:
-        assert point.throughput.r == pytest.approx(max(r for found, r in tried if found <= point.max_lag))
-        assert point.throughput == pytest.approx(in_flight(load, point.batch_per_gpu, point.num_generating))
-        assert point.speedup == pytest.approx(point.throughput.r / conventional(load, point.max_lag + 1).r)
+        assert point.throughput.r == pytest.approx(
+            max(r for found, r in tried if found <= point.max_lag)
+        )
+        assert point.throughput == pytest.approx(
+            in_flight(load, point.batch_per_gpu, point.num_generating)
+        )
+        assert point.speedup == pytest.approx(
+            point.throughput.r / conventional(load, point.max_lag + 1).r
+        )
     assert points[-1].throughput.r == pytest.approx(max(r for _, r in tried))
     assert sorted({point.max_lag for point in points}) == [point.max_lag for point in points]
 
@@ -189,7 +203,8 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         "--utilization": "an H100's",
     }
     assert all(
-        list(point) == ["H", "I", "g_max", "g_max_exact", "r_gen", "r_train", "r", "speedup"] for point in document["frontier"]
+        list(point) == ["H", "I", "g_max", "g_max_exact", "r_gen", "r_train", "r", "speedup"]
+        for point in document["frontier"]
     )
     assert list(document["conventional"]) == ["r_gen", "r_train", "r"]
     assert max(point["g_max"] for point in document["frontier"]) <= 133
@@ -209,16 +224,37 @@ def test_table_marks_the_choice_and_names_the_settings(capsys: pytest.CaptureFix
     assert spec["staleness"] == {"policy": "areal", "eta": 132}
 
 
-def test_what_is_assumed_is_said_with_how_to_give_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_assumed_is_said_with_how_to_give_ones_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command() == 0
     shown = capsys.readouterr().out
-    assert "assumed (the paper's case study): --gpus 128, --batch 128, --lengths uniform:1:2048, --tau 4.92, " in shown
-    assert "--max-lag any, for the greatest speed-up\nfor your own numbers give --job job.yaml" in shown
-    command("--job", str(write_job(tmp_path / "job.yaml")), "--lengths", "uniform:1:100", "--tau", "5", "--max-lag", "4")
-    assert "assumed (beside what the job says): --utilization an H100's\n" in capsys.readouterr().out
+    assert (
+        "assumed (the paper's case study): --gpus 128, --batch 128, --lengths uniform:1:2048, "
+        "--tau 4.92, " in shown
+    )
+    assert (
+        "--max-lag any, for the greatest speed-up\nfor your own numbers give --job job.yaml"
+        in shown
+    )
+    command(
+        "--job",
+        str(write_job(tmp_path / "job.yaml")),
+        "--lengths",
+        "uniform:1:100",
+        "--tau",
+        "5",
+        "--max-lag",
+        "4",
+    )
+    assert (
+        "assumed (beside what the job says): --utilization an H100's\n" in capsys.readouterr().out
+    )
 
 
-def test_job_gives_the_inputs_and_takes_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_job_gives_the_inputs_and_takes_the_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_job(tmp_path / "job.yaml")
     document = planned(capsys, "--job", str(path), "--max-lag", "8")
     by_flags = planned(capsys, "--gpus", "64", "--batch", "1024", "--max-lag", "8")
@@ -227,10 +263,16 @@ def test_job_gives_the_inputs_and_takes_the_settings(tmp_path: Path, capsys: pyt
     settings, point = document["settings"], document["chosen"]
     assert settings["staleness"] == {"policy": "slack", "eta": point["g_max"]}
     assert settings["actors"]["replicas"] * 4 == point["I"]
-    assert settings["actors"]["generator"] == {"tensorParallelSize": 2, "maxRunningRequests": 2 * point["H"]}
+    assert settings["actors"]["generator"] == {
+        "tensorParallelSize": 2,
+        "maxRunningRequests": 2 * point["H"],
+    }
     assert settings["algorithm"]["groupsPerStep"] == 64
     spec: Any = JOB["spec"]
-    merged = {**spec, **{name: {**spec.get(name, {}), **section} for name, section in settings.items()}}
+    merged = {
+        **spec,
+        **{name: {**spec.get(name, {}), **section} for name, section in settings.items()},
+    }
     merged["task"] = {**spec["task"], **settings["task"]}
     parsed = parse_job({**JOB, "spec": merged}, "merged").spec
     assert parsed.actors.generator.max_running_requests == 2 * point["H"]
@@ -240,10 +282,18 @@ def test_job_that_scales_by_itself_has_the_gpus_of_as_many_actors_as_there_may_b
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec: Any = JOB["spec"]
-    scaling = {"actors": {**spec["actors"], "replicas": 2, "maxReplicas": 8}, "autoscale": {"enabled": True}}
+    scaling = {
+        "actors": {**spec["actors"], "replicas": 2, "maxReplicas": 8},
+        "autoscale": {"enabled": True},
+    }
     path = write_job(tmp_path / "job.yaml", **scaling)
-    by_flags = planned(capsys, "--gpus", "64", "--batch", "1024", "--max-lag", "8")  # 8 actors of 4, 4 nodes of 8
-    assert planned(capsys, "--job", str(path), "--max-lag", "8")["conventional"] == by_flags["conventional"]
+    by_flags = planned(
+        capsys, "--gpus", "64", "--batch", "1024", "--max-lag", "8"
+    )  # 8 actors of 4, 4 nodes of 8
+    assert (
+        planned(capsys, "--job", str(path), "--max-lag", "8")["conventional"]
+        == by_flags["conventional"]
+    )
 
 
 def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,7 +313,12 @@ def test_lines_have_bands_and_small_numbers_fill_the_chart() -> None:
     root = ElementTree.fromstring(line_chart(Axes("t", "x", "y"), {"a": line}, bands={"a": band}))
     (polygon,) = root.findall("{http://www.w3.org/2000/svg}polygon")
     heights = [float(pair.split(",")[1]) for pair in polygon.attrib["points"].split()]
-    assert heights == [352.0, 55.6, 352.0, 352.0]  # of 352 to 40 for 0 to 0.02; what is below 0 ends there
+    assert heights == [
+        352.0,
+        55.6,
+        352.0,
+        352.0,
+    ]  # of 352 to 40 for 0 to 0.02; what is below 0 ends there
     assert root.find("{http://www.w3.org/2000/svg}circle") is None
 
 
@@ -284,10 +339,19 @@ def test_measured_curve_and_speeds(tmp_path: Path, capsys: pytest.CaptureFixture
     ("arguments", "message"),
     [
         (["--gpus", "1"], "--gpus 1 must be at least 2"),
-        (["--gpus", "100000000"], "7,099,999,929 pairs of H and I are more than the 5,000,000 that are searched"),
-        (["--max-running", "1000000000"], "--gpus 128 with --max-running 1000000000: 15,875,000,889 pairs"),
+        (
+            ["--gpus", "100000000"],
+            "7,099,999,929 pairs of H and I are more than the 5,000,000 that are searched",
+        ),
+        (
+            ["--max-running", "1000000000"],
+            "--gpus 128 with --max-running 1000000000: 15,875,000,889 pairs",
+        ),
         (["--batch", "0"], "--batch 0 must be at least 1"),
-        (["--batch", "100", "--group-size", "8"], "--batch 100 is not a multiple of the group size 8"),
+        (
+            ["--batch", "100", "--group-size", "8"],
+            "--batch 100 is not a multiple of the group size 8",
+        ),
         (["--group-size", "0"], "--group-size 0 must be at least 1"),
         (["--tau", "0"], "--tau 0 must be a number above 0"),
         (["--tau", "nan"], "--tau nan must be a number above 0"),
@@ -298,7 +362,10 @@ def test_measured_curve_and_speeds(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--lengths", "lognormal:5:0:9"], "needs median > 0, 0 < sigma"),
         (["--lengths", "missing.csv"], "missing.csv"),
         (["--max-lag", "0"], "--max-lag 0 must be at least 1"),
-        (["--max-lag", "1", "--gpus", "512", "--batch", "1"], "no pair of H and I keeps --max-lag 1"),
+        (
+            ["--max-lag", "1", "--gpus", "512", "--batch", "1"],
+            "no pair of H and I keeps --max-lag 1",
+        ),
         (["--plot", "chart.png"], "--plot chart.png: must end in .svg or .html"),
         (["--plot", "/nowhere/chart.svg"], "--plot /nowhere/chart.svg: cannot be written"),
         (["--utilization", "missing.json"], "--utilization missing.json: cannot be read"),
@@ -320,7 +387,10 @@ def test_what_makes_no_sense_is_named(arguments: list[str], message: str) -> Non
         ('{"points": [{"h": 0, "utilization": 0.1}]}', r"points[0]: h=0 must be a number above 0"),
         ('{"points": [{"h": 2, "utilization": 0.1}, {"h": 1, "utilization": 0.1}]}', "h must rise"),
         ('{"points": [{"h": 1, "utilization": 1.5}]}', "utilization=1.5 is above 1"),
-        ('{"points": [{"h": 1, "utilization": 0.5}], "peak_tokens_per_second": "x"}', "peak_tokens_per_second='x'"),
+        (
+            '{"points": [{"h": 1, "utilization": 0.5}], "peak_tokens_per_second": "x"}',
+            "peak_tokens_per_second='x'",
+        ),
     ],
 )
 def test_bad_utilization_files_are_refused(document: str, message: str, tmp_path: Path) -> None:
@@ -334,4 +404,6 @@ def test_job_without_gpus_asks_for_them(tmp_path: Path, capsys: pytest.CaptureFi
     path = write_job(tmp_path / "job.yaml", actors={"replicas": 1})
     with pytest.raises(SettingsError, match=r"actors\.gpusPerReplica=0"):
         command("--job", str(path))
-    assert planned(capsys, "--job", str(path), "--gpus", "8")["settings"]["task"] == {"groupSize": 16}
+    assert planned(capsys, "--job", str(path), "--gpus", "8")["settings"]["task"] == {
+        "groupSize": 16
+    }

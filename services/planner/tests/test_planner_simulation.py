@@ -29,10 +29,16 @@ def test_books_of_every_policy(name: str) -> None:
     assert outcome == again
     assert done == [1, 2, 3, 4, 5, 6]
     assert outcome.num_steps == 6
-    assert sum(outcome.trained_lengths.values()) == sum(outcome.trajectories_by_staleness.values()) == 6 * 4 * 8
+    assert (
+        sum(outcome.trained_lengths.values())
+        == sum(outcome.trajectories_by_staleness.values())
+        == 6 * 4 * 8
+    )
     assert sum(outcome.tokens_by_staleness.values()) == outcome.trained_tokens
     assert sum(outcome.batches_by_max_staleness.values()) == 6
-    assert outcome.effective_tokens_per_second == pytest.approx(outcome.total_tokens_per_second * (1 - outcome.waste))
+    assert outcome.effective_tokens_per_second == pytest.approx(
+        outcome.total_tokens_per_second * (1 - outcome.waste)
+    )
     assert outcome.waste == pytest.approx(outcome.waste_l2 + outcome.waste_l3)
     bound = policy_of(name).bound()
     assert bound is None or outcome.max_staleness <= bound
@@ -41,8 +47,9 @@ def test_books_of_every_policy(name: str) -> None:
 
 
 def test_synchronous_run_by_hand() -> None:
-    """Two groups of one trajectory per step. Step: prefill 2 x 10 tokens, 5 decode steps of 10 ms, 10 tokens trained in 0.1 s,
-    publish 1 s (not after the last step)."""
+    """Two groups of one trajectory per step. Step: prefill 2 x 10 tokens, 5 decode steps of 10 ms,
+    10 tokens trained in 0.1 s, publish 1 s (not after the last step).
+    """
     cluster = Cluster(1, 1600, 8, 0.01, 0.0, 1000.0, 1.0, 100.0, 0.5)
     lengths = TraceLengths(((10, (5,)),))
     outcome = simulate(policy_of("areal", batch=2, eta=0), Run(cluster, lengths, 3))
@@ -54,8 +61,10 @@ def test_synchronous_run_by_hand() -> None:
 
 
 def test_lag_by_hand() -> None:
-    """One group of one trajectory per step, two outstanding: the second one decodes 20 steps of 10 ms from the start, while
-    the first is trained at 0.03 .. 0.13 and version 1 arrives at 0.23: it has then 12 tokens, and 8 follow."""
+    """One group of one trajectory per step, two outstanding: the second one decodes 20 steps of 10
+    ms from the start, while the first is trained at 0.03 .. 0.13 and version 1 arrives at 0.23: it
+    has then 12 tokens, and 8 follow.
+    """
     cluster = Cluster(1, 16000, 8, 0.01, 0.0, 1e9, 0.1, 30.0, 0.0)
     lengths = TraceLengths(((1, (3,)), (1, (20,)), (1, (1000,))))
     outcome = simulate(policy_of("nemo_weight_fifo", batch=1, eta=1), Run(cluster, lengths, 2))
@@ -86,7 +95,9 @@ def test_publish_keeps_the_cache_of_some_policies() -> None:
 
 
 def test_drop_enrichment_by_hand() -> None:
-    """Ten of 100 trajectories are long; 6 of the long and 4 of the others are dropped: 60 % over 10 %."""
+    """Ten of 100 trajectories are long; 6 of the long and 4 of the others are dropped: 60 % over 10
+    %.
+    """
     outcome = Outcome(trained_lengths={16: 86, 1600: 4}, dropped_lengths={16: 4, 1600: 6})
     assert outcome.drop_rate == pytest.approx(0.1)
     assert outcome.drop_enrichment == pytest.approx(6.0)

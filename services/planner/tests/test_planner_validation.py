@@ -1,7 +1,8 @@
 """A recorded live run and its simulation, and what is said of folders that cannot be simulated.
 
 `recorded_run` is a run of 24 steps on two CPU cores beside other work: a tiny Qwen3 in vLLM, areal with eta=2. Its event log is
-cut down to what is read here; the take events that only waited are left out but the first of each step.
+cut down to what is read here; the take events that only waited are left out but the first of each
+step.
 """
 
 import gzip
@@ -50,13 +51,19 @@ def test_a_live_run_and_its_simulation_agree_within_five_percent(folder: Path) -
 
 
 def test_the_measured_side_is_the_recording_itself(folder: Path) -> None:
-    """Duration from the first published version to the last commit, means from the engine's integrals."""
+    """Duration from the first published version to the last commit, means from the engine's
+    integrals.
+    """
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     began = next(at for at, method, *_ in events if method == "published")
     ended = [at for at, method, *_ in events if method == "step_done"][-1]
     recorded = read_recorded_run(folder)
     assert recorded.seconds == pytest.approx(ended - began)
-    loads = [(at, values) for at, method, values, _ in events if method == "load" and began <= at <= ended]
+    loads = [
+        (at, values)
+        for at, method, values, _ in events
+        if method == "load" and began <= at <= ended
+    ]
     (first_at, first), (last_at, last) = loads[0], loads[-1]
     assert recorded.mean_running == pytest.approx((last[11] - first[11]) / (last_at - first_at))
     assert recorded.mean_kv_usage == pytest.approx((last[12] - first[12]) / (last_at - first_at))
@@ -69,15 +76,22 @@ def test_the_costs_account_for_the_measured_time_of_the_decode_steps(folder: Pat
     first, last = recorded.settled_loads()[0], recorded.settled_loads()[-1]
     steps, tokens = last.num_steps - first.num_steps, last.step_tokens - first.step_tokens
     prefilled = last.prefill_tokens - first.prefill_tokens
-    context = sum(p * n + n * (n - 1) / 2 for p, sampled in recorded.lengths.values() for n in sampled)
-    told = steps * cluster.decode_step_s + tokens * cluster.decode_sequence_s + context * cluster.decode_token_s
+    context = sum(
+        p * n + n * (n - 1) / 2 for p, sampled in recorded.lengths.values() for n in sampled
+    )
+    told = (
+        steps * cluster.decode_step_s
+        + tokens * cluster.decode_sequence_s
+        + context * cluster.decode_token_s
+    )
     told += prefilled / cluster.prefill_tokens_per_s
     assert told == pytest.approx(last.step_seconds - first.step_seconds, rel=0.01)
 
 
 def test_nothing_of_the_whole_goes_into_the_model(folder: Path) -> None:
-    """The same parts in a run that is said to have lasted longer, and to have had more in flight, are fitted to the same
-    decode and training costs."""
+    """The same parts in a run that is said to have lasted longer, and to have had more in flight,
+    are fitted to the same decode and training costs.
+    """
     before = fit_cluster(read_recorded_run(folder))
 
     def stretched(event: list[Any]) -> list[Any]:
@@ -88,11 +102,20 @@ def test_nothing_of_the_whole_goes_into_the_model(folder: Path) -> None:
 
     rewrite(folder / "events.jsonl", stretched)
     after = fit_cluster(read_recorded_run(folder))
-    for name in ("decode_step_s", "decode_sequence_s", "decode_token_s", "prefill_tokens_per_s", "train_step_s", "publish_s"):
+    for name in (
+        "decode_step_s",
+        "decode_sequence_s",
+        "decode_token_s",
+        "prefill_tokens_per_s",
+        "train_step_s",
+        "publish_s",
+    ):
         assert getattr(after, name) == pytest.approx(getattr(before, name)), name
 
 
-def test_the_command_prints_a_table_or_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_table_or_json(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command("--from-run", str(folder)) == 0
     table = capsys.readouterr().out
     assert "measured" in table
@@ -106,7 +129,9 @@ def test_the_command_prints_a_table_or_json(folder: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("missing", ["events.jsonl", "metrics.jsonl", "job.yaml"])
-def test_a_folder_that_lacks_a_file_is_told_by_its_name(folder: Path, missing: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_lacks_a_file_is_told_by_its_name(
+    folder: Path, missing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / missing).unlink()
     assert command("--from-run", str(folder)) == 2
     assert f"has no {missing}: give the --output folder" in capsys.readouterr().err
@@ -128,19 +153,27 @@ def without_blocks(event: list[Any]) -> list[Any]:
         (without("load"), "the engines told their load 0 times while it trained, 5 are needed"),
         (without("step_done"), "0 steps were trained; costs are fitted from 4 on"),
         (without("policy"), "no policy was begun in it"),
-        (without_blocks, "its engine has no KV blocks; record a run with actors.generator.engine: vllm"),
+        (
+            without_blocks,
+            "its engine has no KV blocks; record a run with actors.generator.engine: vllm",
+        ),
     ],
     ids=["load", "steps", "policy", "blocks"],
 )
 def test_a_recording_that_lacks_what_is_needed_says_what(
-    folder: Path, change: Callable[[list[Any]], list[Any] | None], message: str, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    change: Callable[[list[Any]], list[Any] | None],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     rewrite(folder / "events.jsonl", change)
     assert command("--from-run", str(folder)) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_run_that_was_interrupted_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_was_interrupted_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = (folder / "events.jsonl").read_text().splitlines(keepends=True)
     (folder / "events.jsonl").write_text("".join([*lines, lines[0]]))
     assert command("--from-run", str(folder)) == 2
@@ -148,16 +181,26 @@ def test_a_run_that_was_interrupted_is_refused(folder: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("file", ["events.jsonl", "metrics.jsonl"])
-@pytest.mark.parametrize("line", [b"[]", b"{}", b"null", b'[1, "take", [0], [["0-999"], [], ""]]', b"\xff", b"[" * 100_000])
-def test_a_broken_line_is_named_by_its_place(file: str, line: bytes, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [b"[]", b"{}", b"null", b'[1, "take", [0], [["0-999"], [], ""]]', b"\xff", b"[" * 100_000],
+)
+def test_a_broken_line_is_named_by_its_place(
+    file: str, line: bytes, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = (folder / file).read_bytes().splitlines(keepends=True)
     (folder / file).write_bytes(b"".join([*lines[:20], line + b"\n", *lines[20:]]))
     assert command("--from-run", str(folder)) == 2
     assert f"{file}:21: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", [b"\xff", b"[" * 100_000, b'[1, "observe", [], []]', b'[1, "policy", [], null]', b"[1, 2]"])
-def test_a_replay_names_a_broken_line(line: bytes, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff", b"[" * 100_000, b'[1, "observe", [], []]', b'[1, "policy", [], null]', b"[1, 2]"],
+)
+def test_a_replay_names_a_broken_line(
+    line: bytes, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = (folder / "events.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "events.jsonl").write_bytes(b"".join([*lines[:20], line + b"\n", *lines[20:]]))
     assert replay_command.run(Namespace(folder=folder)) == 1

@@ -1,1 +1,3 @@
-"""The preprocessor: ledger, reference log-probs, advantages, packing, the Admission and Batches services."""
+"""The preprocessor: ledger, reference log-probs, advantages, packing, the Admission and Batches
+services.
+"""

@@ -1,4 +1,6 @@
-"""`python -m pipelinerl_preprocessor --job job.yaml --listen HOST:PORT --nats-url URL --output DIR`."""
+"""`python -m pipelinerl_preprocessor --job job.yaml --listen HOST:PORT --nats-url URL --output
+DIR`.
+"""
 
 import asyncio
 import sys

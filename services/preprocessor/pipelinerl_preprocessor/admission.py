@@ -22,8 +22,9 @@ MAX_LOADS_PER_CALL = 256
 
 
 class ClosedTime:
-    """Time during which at least one actor asks for groups and the policy lets none start; before the first weights and after
-    the end nobody could."""
+    """Time during which at least one actor asks for groups and the policy lets none start; before
+    the first weights and after the end nobody could.
+    """
 
     def __init__(self, live: LiveLedger, seconds: Counter) -> None:
         self._live = live
@@ -63,14 +64,18 @@ class Admission:
         self._closed = closed
 
     async def Lease(self, request: pb.LeaseRequest, context: Any) -> pb.LeaseResponse:
-        """Waits for the policy, for a lease to cancel, for the end of the run, or for `wait_s`, whichever comes first."""
+        """Waits for the policy, for a lease to cancel, for the end of the run, or for `wait_s`,
+        whichever comes first.
+        """
         del context
         _check_actor(request.actor_id, request.session_id)
         _check_range("max_groups", request.max_groups, MAX_GROUPS_PER_CALL)
         _check_range("wait_s", request.wait_s, MAX_WAIT_S)
         live, ledger = self._live, self._live.ledger
         ledger.check_restored()
-        await live.given_up(ledger.heard_of(request.actor_id, request.session_id, live.now()), DropReason.EXPIRED)
+        await live.given_up(
+            ledger.heard_of(request.actor_id, request.session_id, live.now()), DropReason.EXPIRED
+        )
         give_up_at = live.now() + (request.wait_s if request.max_groups else 0.0)
         while True:
             cancelled, leases = self._decide(request)
@@ -89,7 +94,9 @@ class Admission:
             cancelled_lease_ids=cancelled,
             served_version=ledger.state.served_version if ledger.state.publishing else -1,
             state=pb.RUN_STATE_DONE if ledger.state.done else pb.RUN_STATE_RUNNING,
-            recalled_lease_ids=[lease_id for lease_id in cancelled if ledger.recalls.is_recalled(lease_id)],
+            recalled_lease_ids=[
+                lease_id for lease_id in cancelled if ledger.recalls.is_recalled(lease_id)
+            ],
             max_trajectories=ledger.trajectory_limit(request.actor_id),
         )
 
@@ -100,7 +107,10 @@ class Admission:
         if not request.actor_id:
             raise PermanentError("actor_id is empty: give the actor's name")
         if len(request.loads) > MAX_LOADS_PER_CALL:
-            raise PermanentError(f"loads has {len(request.loads)} generators: at most {MAX_LOADS_PER_CALL} of one actor")
+            raise PermanentError(
+                f"loads has {len(request.loads)} generators: at most {MAX_LOADS_PER_CALL} of one "
+                "actor"
+            )
         for load in request.loads:
             self._live.loads.heard(request.actor_id, load, self._live.now())
         for event in request.events:
@@ -113,14 +123,18 @@ class Admission:
         if not ledger.leases.sessions.is_current(request.actor_id, request.session_id):
             return list(request.running_lease_ids), []
         cancelled = ledger.leases.renew(request.actor_id, request.running_lease_ids, live.now())
-        return cancelled, ledger.grant(request.actor_id, request.session_id, request.max_groups, live.now())
+        return cancelled, ledger.grant(
+            request.actor_id, request.session_id, request.max_groups, live.now()
+        )
 
     def _begin_traces(self, leases: list[GroupLease]) -> None:
         """A group that is granted again goes on with its trace."""
         for lease in leases:
             group = self._live.ledger.groups.get(lease.group_id)
             if group is not None and not group.traceparent:
-                with self._live.tracer.sampled_root("grant", group=lease.group_id, prompt_index=lease.prompt_index) as span:
+                with self._live.tracer.sampled_root(
+                    "grant", group=lease.group_id, prompt_index=lease.prompt_index
+                ) as span:
                     group.traceparent = span.traceparent
 
     async def _make_durable(self, leases: list[GroupLease]) -> None:
@@ -152,8 +166,12 @@ class Admission:
                 ledger.started(actor_id, event.lease_id, event.served_version)
         elif event.outcome == pb.GROUP_OUTCOME_FAILED:
             if group is not None:
-                log.warning("lease=%s failed reason=%s %s", event.lease_id, event.reason, event.detail)
-                await live.drop(group.group_id, event.reason or DropReason.FAILED, event.tokens_wasted)
+                log.warning(
+                    "lease=%s failed reason=%s %s", event.lease_id, event.reason, event.detail
+                )
+                await live.drop(
+                    group.group_id, event.reason or DropReason.FAILED, event.tokens_wasted
+                )
         elif event.outcome == pb.GROUP_OUTCOME_HANDED_BACK:
             given_up = ledger.hand_back(actor_id, event.lease_id, partial)
             live.counters.wasted("handed_back", event.tokens_wasted)
@@ -164,7 +182,9 @@ class Admission:
             if ledger.recalls.brought(event.lease_id, partial):
                 live.changed()
         else:
-            raise PermanentError(f"outcome={event.outcome} of lease {event.lease_id!r} is not one of GroupOutcome")
+            raise PermanentError(
+                f"outcome={event.outcome} of lease {event.lease_id!r} is not one of GroupOutcome"
+            )
 
 
 def _check_actor(actor_id: str, session_id: str) -> None:

@@ -1,5 +1,5 @@
-"""Advantages of a group's trajectories from their rewards: a baseline that is subtracted, and a scale. A new baseline is one
-function and one line in `BASELINES`.
+"""Advantages of a group's trajectories from their rewards: a baseline that is subtracted, and a
+scale. A new baseline is one function and one line in `BASELINES`.
 
 Shape suffix: G trajectories of one group.
 """
@@ -28,7 +28,8 @@ class Baseline:
 
 
 def leave_one_out(rewards_G: Floats) -> Floats:
-    """A_i = r_i - mean of the others = G/(G-1) (r_i - mean): unbiased, since the baseline does not see r_i.
+    """A_i = r_i - mean of the others = G/(G-1) (r_i - mean): unbiased, since the baseline does not
+    see r_i.
 
     Source: RLOO (arXiv 2402.14740), section 3.
     """
@@ -37,13 +38,17 @@ def leave_one_out(rewards_G: Floats) -> Floats:
 
 
 def mean(rewards_G: Floats) -> Floats:
-    """A_i = r_i - mean of the group: leave-one-out shrunk by (G-1)/G. Source: Dr. GRPO (arXiv 2503.20783), section 3.2."""
+    """A_i = r_i - mean of the group: leave-one-out shrunk by (G-1)/G. Source: Dr. GRPO (arXiv
+    2503.20783), section 3.2.
+    """
     centred_G: Floats = rewards_G - rewards_G.mean()
     return centred_G
 
 
 def none(rewards_G: Floats) -> Floats:
-    """A_i = r_i: plain REINFORCE; also where the trainer subtracts its value head's prediction per token."""
+    """A_i = r_i: plain REINFORCE; also where the trainer subtracts its value head's prediction per
+    token.
+    """
     return rewards_G.copy()
 
 
@@ -56,7 +61,9 @@ BASELINES: Mapping[str, Baseline] = {
 
 
 def deviation(rewards_G: Floats) -> float:
-    """The sample standard deviation of the group's rewards. Source: GRPO (arXiv 2402.03300), section 4.1.2."""
+    """The sample standard deviation of the group's rewards. Source: GRPO (arXiv 2402.03300),
+    section 4.1.2.
+    """
     return float(rewards_G.std(ddof=1))
 
 

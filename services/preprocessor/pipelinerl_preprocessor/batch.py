@@ -30,9 +30,15 @@ class Batch:
     rows: tuple[tuple[MicroBatch, ...], ...]
 
 
-def assemble(step: int, groups: Sequence[PreparedGroup], layout: Layout, *, publish_after: bool) -> Batch:
-    """Packs the groups' sequences. The same groups and layout give the same rows and the same batch id."""
-    members = [(number, sequence) for number, group in enumerate(groups) for sequence in group.sequences]
+def assemble(
+    step: int, groups: Sequence[PreparedGroup], layout: Layout, *, publish_after: bool
+) -> Batch:
+    """Packs the groups' sequences. The same groups and layout give the same rows and the same batch
+    id.
+    """
+    members = [
+        (number, sequence) for number, group in enumerate(groups) for sequence in group.sequences
+    ]
     assignment, rows = pack_rows(members, layout)
     plan = StepPlan(
         step=step,
@@ -54,8 +60,12 @@ def assemble(step: int, groups: Sequence[PreparedGroup], layout: Layout, *, publ
 def pack_rows(
     members: Sequence[tuple[int, TrainSequence]], layout: Layout, first_index: int = 0
 ) -> tuple[Assignment, tuple[tuple[MicroBatch, ...], ...]]:
-    """Rows of every rank for `members`, (group number, sequence) pairs; micro-batches are numbered from `first_index`."""
-    assignment = pack([sequence.num_tokens for _, sequence in members], layout.row_tokens, layout.num_ranks)
+    """Rows of every rank for `members`, (group number, sequence) pairs; micro-batches are numbered
+    from `first_index`.
+    """
+    assignment = pack(
+        [sequence.num_tokens for _, sequence in members], layout.row_tokens, layout.num_ranks
+    )
     rows = tuple(
         tuple(
             build_row(
@@ -74,11 +84,15 @@ def pack_rows(
 
 
 def batch_metrics(groups: Sequence[PreparedGroup]) -> dict[str, float]:
-    """Means over all trajectories of the batch, masked and empty ones included. Without a success metric there is no mean."""
+    """Means over all trajectories of the batch, masked and empty ones included. Without a success
+    metric there is no mean.
+    """
     means = {
         "reward_mean": _mean(reward for group in groups for reward in group.rewards),
         "success_mean": _mean(success for group in groups for success in group.successes),
-        "completion_length_mean": _mean(length for group in groups for length in group.completion_lengths),
+        "completion_length_mean": _mean(
+            length for group in groups for length in group.completion_lengths
+        ),
         "completion_overflow_ratio": _mean(float(cut) for group in groups for cut in group.cut_off),
     }
     return {name: value for name, value in means.items() if not math.isnan(value)}
@@ -90,5 +104,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _batch_id(step: int, groups: Sequence[PreparedGroup], layout: Layout) -> str:
-    content = ",".join([str(layout.num_ranks), *(f"{group.group_id}:{group.attempt}" for group in groups)])
+    content = ",".join(
+        [str(layout.num_ranks), *(f"{group.group_id}:{group.attempt}" for group in groups)]
+    )
     return f"{step}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"

@@ -40,7 +40,9 @@ class Batches:
         self._growing: GrowingBatch | None = None
         self._unacknowledged: list[str] = []
 
-    async def PullStep(self, request: pb.PullStepRequest, context: Any) -> AsyncIterator[pb.PullStepResponse]:
+    async def PullStep(
+        self, request: pb.PullStepRequest, context: Any
+    ) -> AsyncIterator[pb.PullStepResponse]:
         del context
         _check_pull(request)
         live = self._live
@@ -59,8 +61,12 @@ class Batches:
         for row in pulled.rows[request.rank]:
             yield pb.PullStepResponse(micro_batch=micro_batch_to_proto(row))
 
-    async def CommitStep(self, request: pb.CommitStepRequest, context: Any) -> pb.CommitStepResponse:
-        """Acknowledges only when the commit is durable; a repeated call finishes what an earlier one could not."""
+    async def CommitStep(
+        self, request: pb.CommitStepRequest, context: Any
+    ) -> pb.CommitStepResponse:
+        """Acknowledges only when the commit is durable; a repeated call finishes what an earlier
+        one could not.
+        """
         del context
         live, ledger = self._live, self._live.ledger
         async with self._lock:
@@ -77,7 +83,9 @@ class Batches:
         live.changed(leases_ended=request.last)
         return pb.CommitStepResponse()
 
-    async def MarkPublished(self, request: pb.MarkPublishedRequest, context: Any) -> pb.MarkPublishedResponse:
+    async def MarkPublished(
+        self, request: pb.MarkPublishedRequest, context: Any
+    ) -> pb.MarkPublishedResponse:
         del context
         live = self._live
         cancelled = live.ledger.publish(request.policy_version)
@@ -86,7 +94,9 @@ class Batches:
         live.changed(leases_ended=True)
         return pb.MarkPublishedResponse()
 
-    async def WaitPublishable(self, request: pb.WaitPublishableRequest, context: Any) -> pb.WaitPublishableResponse:
+    async def WaitPublishable(
+        self, request: pb.WaitPublishableRequest, context: Any
+    ) -> pb.WaitPublishableResponse:
         del context
         _check_wait(request.wait_s)
         live = self._live
@@ -98,11 +108,16 @@ class Batches:
         live.changed()  # a batch may have waited for it
         return pb.WaitPublishableResponse(allowed=allowed)
 
-    async def GetSnapshot(self, request: pb.GetSnapshotRequest, context: Any) -> pb.GetSnapshotResponse:
+    async def GetSnapshot(
+        self, request: pb.GetSnapshotRequest, context: Any
+    ) -> pb.GetSnapshotResponse:
         del context
         snapshot = self._live.ledger.snapshot()
         if request.step != snapshot.num_committed_steps:
-            raise Refused(f"GetSnapshot: {snapshot.num_committed_steps} steps are committed, not {request.step}")
+            raise Refused(
+                f"GetSnapshot: {snapshot.num_committed_steps} steps are committed, not "
+                f"{request.step}"
+            )
         return pb.GetSnapshotResponse(
             snapshot=pb.LedgerSnapshot(
                 schema_version=SNAPSHOT_SCHEMA,
@@ -139,7 +154,9 @@ class Batches:
         return pb.RestoreResponse(rewound=rewound)
 
     async def _pull(self, request: pb.PullStepRequest, layout: Layout) -> Batch | str:
-        """The batch, or what is new of one that grows, or why it must be waited for. Raises Unavailable and Refused."""
+        """The batch, or what is new of one that grows, or why it must be waited for. Raises
+        Unavailable and Refused.
+        """
         step = request.step
         async with self._lock:
             ledger = self._live.ledger
@@ -148,7 +165,9 @@ class Batches:
             if step == current + 1:
                 return f"step {current} is not committed yet"
             if step != current:
-                raise Refused(f"PullStep: step {step} is neither the current one, {current}, nor the next")
+                raise Refused(
+                    f"PullStep: step {step} is neither the current one, {current}, nor the next"
+                )
             if not ledger.batch and self._live.gate.holds_back():
                 return f"the weights of version {step} are held back by the policy"
             if ledger.policy.streams:
@@ -166,9 +185,18 @@ class Batches:
         """Takes groups until there is a row that the caller does not have."""
         live, ledger = self._live, self._live.ledger
         growing = self._growing
-        if growing is None or (growing.step, growing.layout, growing.group_ids) != (request.step, layout, ledger.batch):
-            num_groups, publish_after = ledger.policy.groups_per_step, ledger.policy.publishes_after(request.step)
-            growing = self._growing = GrowingBatch(request.step, layout, num_groups, publish_after=publish_after)
+        if growing is None or (growing.step, growing.layout, growing.group_ids) != (
+            request.step,
+            layout,
+            ledger.batch,
+        ):
+            num_groups, publish_after = (
+                ledger.policy.groups_per_step,
+                ledger.policy.publishes_after(request.step),
+            )
+            growing = self._growing = GrowingBatch(
+                request.step, layout, num_groups, publish_after=publish_after
+            )
             for group_id in ledger.batch:
                 self._add(growing, group_id)
         num_had = request.first_micro_batch if request.batch_id == growing.batch_id else 0
@@ -191,7 +219,9 @@ class Batches:
             self._log(growing.after(growing.num_rows).plan)
 
     def _packing(self, step: int, group: PreparedGroup) -> AbstractContextManager[Span]:
-        return self._live.tracer.continued("pack", group.traceparent, group=group.group_id, step=step)
+        return self._live.tracer.continued(
+            "pack", group.traceparent, group=group.group_id, step=step
+        )
 
     def _log(self, plan: StepPlan) -> None:
         log.info(
@@ -208,14 +238,24 @@ class Batches:
             live.waiting.discard(group.group_id)
         publish_after = live.ledger.policy.publishes_after(step)
         with ExitStack() as packing:
-            traced = [packing.enter_context(self._packing(step, group)) for group in groups if group.traceparent]
-            batch = await asyncio.to_thread(assemble, step, groups, layout, publish_after=publish_after)
-        batch = replace(batch, plan=replace(batch.plan, traceparents=tuple(span.traceparent for span in traced)))
+            traced = [
+                packing.enter_context(self._packing(step, group))
+                for group in groups
+                if group.traceparent
+            ]
+            batch = await asyncio.to_thread(
+                assemble, step, groups, layout, publish_after=publish_after
+            )
+        batch = replace(
+            batch, plan=replace(batch.plan, traceparents=tuple(span.traceparent for span in traced))
+        )
         self._log(batch.plan)
         return batch
 
     def _log_trained(self, step: int, trained: list[Group]) -> None:
-        """Before the journal has the commit: a line that a crash leaves too many is cut at the next start."""
+        """Before the journal has the commit: a line that a crash leaves too many is cut at the next
+        start.
+        """
         try:
             self._trained.append(step, self._live.ledger.state.incarnation, trained)
         except OSError as error:
@@ -239,11 +279,19 @@ def _check_wait(wait_s: float) -> None:
 
 def _snapshot_of(message: pb.LedgerSnapshot) -> Snapshot:
     if message.schema_version != SNAPSHOT_SCHEMA:
-        raise PermanentError(f"snapshot.schema_version={message.schema_version}: this release reads {SNAPSHOT_SCHEMA}")
-    open_prompts = tuple(message.open_prompt_indices)
-    if message.num_committed_steps < 0 or any(prompt >= message.next_prompt_index for prompt in open_prompts):
         raise PermanentError(
-            f"snapshot of step {message.num_committed_steps}: open prompts {open_prompts[:8]} must lie before "
+            f"snapshot.schema_version={message.schema_version}: this release reads "
+            f"{SNAPSHOT_SCHEMA}"
+        )
+    open_prompts = tuple(message.open_prompt_indices)
+    if message.num_committed_steps < 0 or any(
+        prompt >= message.next_prompt_index for prompt in open_prompts
+    ):
+        raise PermanentError(
+            f"snapshot of step {message.num_committed_steps}: open prompts {open_prompts[:8]} must "
+            "lie before "
             f"next_prompt_index={message.next_prompt_index}"
         )
-    return Snapshot(message.num_committed_steps, message.next_prompt_index, open_prompts, message.incarnation)
+    return Snapshot(
+        message.num_committed_steps, message.next_prompt_index, open_prompts, message.incarnation
+    )

@@ -11,7 +11,9 @@ _REASON = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
 class Counters:
-    """Totals since this process started. Reasons come partly from actors; what is not one word is counted as `other`."""
+    """Totals since this process started. Reasons come partly from actors; what is not one word is
+    counted as `other`.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
@@ -28,14 +30,18 @@ class Counters:
         self._stale_tokens = metrics.counter("stale_tokens_total")
 
     def trained(self, step: int, groups: Sequence[Group]) -> None:
-        """`groups` were trained in `step`. The versions of a group that came before a restart are not known any more."""
+        """`groups` were trained in `step`. The versions of a group that came before a restart are
+        not known any more.
+        """
         self._groups_trained.inc(len(groups))
         for group in groups:
             if group.first_versions:
                 self._staleness.observe(max(0, step - min(group.first_versions)))
 
     def dropped(self, reason: str, num_tokens: int, num_samples: int) -> None:
-        """A group ended untrained, having cost `num_tokens` sampled tokens in `num_samples` finished trajectories."""
+        """A group ended untrained, having cost `num_tokens` sampled tokens in `num_samples`
+        finished trajectories.
+        """
         self._dropped_groups.inc(reason=_word(reason))
         self._dropped_samples.inc(num_samples, reason=_word(reason))
         if reason in LAYERS:

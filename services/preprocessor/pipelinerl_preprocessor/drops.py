@@ -16,7 +16,9 @@ class DropReason(StrEnum):
     MISMATCH = "mismatch"
     """The message contradicts the lease: another prompt, or more samples than the group has."""
     TEMPERATURE = "temperature"
-    """The tokens were drawn at another temperature than the job's, so their log-probs cannot be trained."""
+    """The tokens were drawn at another temperature than the job's, so their log-probs cannot be
+    trained.
+    """
     NON_FINITE = "non_finite"
     """A reward or log-prob is NaN or infinite."""
     BAD_VERSION = "bad_version"
@@ -34,7 +36,8 @@ class DropReason(StrEnum):
     STALE = "stale"
     """The staleness policy dropped it when a batch was assembled (layer 3)."""
     CANCELLED = "cancelled"
-    """The staleness policy cancelled it while it ran: at a publish, or on a load report (layer 2)."""
+    """The staleness policy cancelled it while it ran: at a publish, or on a load report (layer 2).
+    """
     UNFINISHED = "unfinished"
     """The run ended while it was generated."""
     EXPIRED = "expired"
@@ -44,4 +47,6 @@ class DropReason(StrEnum):
 
 
 LAYERS: Mapping[str, str] = {DropReason.CANCELLED: "running", DropReason.STALE: "assembly"}
-"""Layers of the staleness policy, beyond admission, by the reason under which their drops are counted."""
+"""Layers of the staleness policy, beyond admission, by the reason under which their drops are
+counted.
+"""

@@ -38,10 +38,14 @@ class EngineLoads:
     _preemptions_observed: float = 0.0
 
     def heard(self, actor_id: str, load: GeneratorLoad, now: float) -> None:
-        """A first report of a generator only sets where its totals begin, as does one after its restart."""
+        """A first report of a generator only sets where its totals begin, as does one after its
+        restart.
+        """
         key = (actor_id, load.generator)
         before = self._heard.pop(key, None)
-        if before is not None and all(getattr(load, name) >= getattr(before.load, name) for name in TOTALS):
+        if before is not None and all(
+            getattr(load, name) >= getattr(before.load, name) for name in TOTALS
+        ):
             for name in TOTALS:
                 self._sums[name] += getattr(load, name) - getattr(before.load, name)
         self._heard[key] = _Heard(load, now)
@@ -60,8 +64,10 @@ class EngineLoads:
         )
 
     def values(self, now: float) -> list[float | None]:
-        """For the event log: generators, KV tokens of all and of a block, KV use of the fullest, sequences that decode and
-        that wait, then the sums in the order of TOTALS. Empty when nothing is known."""
+        """For the event log: generators, KV tokens of all and of a block, KV use of the fullest,
+        sequences that decode and that wait, then the sums in the order of TOTALS. Empty when
+        nothing is known.
+        """
         fresh = self._fresh(now)
         if not fresh:
             return []
@@ -78,7 +84,9 @@ class EngineLoads:
 
     def kv_usage(self, now: float) -> float | None:
         """Of the fullest generator; None where nobody tells."""
-        return max((load.kv_usage for load in self._fresh(now) if load.HasField("kv_usage")), default=None)
+        return max(
+            (load.kv_usage for load in self._fresh(now) if load.HasField("kv_usage")), default=None
+        )
 
     def num_waiting(self, now: float) -> float | None:
         """Sequences that wait in all engines; None where nobody tells."""

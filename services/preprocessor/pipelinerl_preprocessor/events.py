@@ -1,9 +1,12 @@
-"""`events.jsonl`: every event that the staleness policy heard and everything that it decided, one line each.
+"""`events.jsonl`: every event that the staleness policy heard and everything that it decided, one
+line each.
 
-[1764450000.123, "take", [4], [["0-16", "0-17"], [], ""]]    seconds since the epoch, then a record of `recording`
+[1764450000.123, "take", [4], [["0-16", "0-17"], [], ""]]    seconds since the epoch, then a record
+of `recording`
 
 `pipelinerl replay` feeds them through a fresh policy. Every start of the preprocessor begins a new policy in the same file.
-A file that has grown to `MAX_BYTES` ends there; the next start moves it to `events.1.jsonl`, in place of an older one.
+A file that has grown to `MAX_BYTES` ends there; the next start moves it to `events.1.jsonl`, in
+place of an older one.
 """
 
 import json
@@ -37,7 +40,10 @@ class EventLog:
         """One record, unless the log has ended."""
         if self._file is None:
             return
-        line = json.dumps([round(time.time(), 3), method, arguments, answer], separators=(",", ":")) + "\n"
+        line = (
+            json.dumps([round(time.time(), 3), method, arguments, answer], separators=(",", ":"))
+            + "\n"
+        )
         try:
             self._file.write(line)
         except OSError as error:

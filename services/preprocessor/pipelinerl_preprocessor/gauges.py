@@ -17,7 +17,9 @@ _STATES = {
 
 
 class Depths:
-    """Depth and oldest age of each stage. A stage's groups are those between its beginning and the next one's."""
+    """Depth and oldest age of each stage. A stage's groups are those between its beginning and the
+    next one's.
+    """
 
     def __init__(self, live: LiveLedger, metrics: Metrics) -> None:
         self._live = live
@@ -35,9 +37,15 @@ class Depths:
         metrics.gauge("engine_kv_usage_ratio").read(lambda: live.loads.kv_usage(live.now()))
         metrics.gauge("engine_sequences_waiting").read(lambda: live.loads.num_waiting(live.now()))
         self._preemptions = metrics.counter("engine_preemptions_total")
-        self._messages, self._bytes = metrics.gauge("stream_messages"), metrics.gauge("stream_bytes")
+        self._messages, self._bytes = (
+            metrics.gauge("stream_messages"),
+            metrics.gauge("stream_bytes"),
+        )
         self._limit = metrics.gauge("stream_limit_bytes")
-        self._events, self._set_aside = metrics.counter("stream_events_total"), metrics.counter("stream_set_aside_total")
+        self._events, self._set_aside = (
+            metrics.counter("stream_events_total"),
+            metrics.counter("stream_set_aside_total"),
+        )
         self._forced = metrics.counter("publishes_forced_total")
 
     def depth(self, stage: str) -> float:
@@ -56,7 +64,10 @@ class Depths:
         leased = groups.within(GroupState.LEASED)
         if stage == "running":
             return (group for group in leased if group.started_version >= 0)
-        return [*groups.within(GroupState.WAITING), *(group for group in leased if group.started_version < 0)]
+        return [
+            *groups.within(GroupState.WAITING),
+            *(group for group in leased if group.started_version < 0),
+        ]
 
     async def look_at(self, stream: Stream, timeout_s: float) -> None:
         """Asks the stream's server how much it holds. Raises Unavailable."""

@@ -20,7 +20,9 @@ def split_group_id(group_id: str) -> tuple[int, int] | None:
 
 
 class GroupState(Enum):
-    """LEASED -> ARRIVED -> READY -> TAKEN -> trained; a lease that ends without a result leads to WAITING and a new lease."""
+    """LEASED -> ARRIVED -> READY -> TAKEN -> trained; a lease that ends without a result leads to
+    WAITING and a new lease.
+    """
 
     WAITING = "waiting"
     """To be granted again."""
@@ -69,7 +71,9 @@ class Group:
     since: float = 0.0
     """When it came into its state, or was started."""
     partial: bytes = b""
-    """A PartialGroup that an earlier attempt has handed back. In memory only: after a crash the group begins again."""
+    """A PartialGroup that an earlier attempt has handed back. In memory only: after a crash the
+    group begins again.
+    """
     traceparent: str = ""
     """Trace context of its grant; empty when it is not traced."""
 
@@ -101,7 +105,9 @@ class Snapshot:
 
 @dataclass(slots=True)
 class LedgerState:
-    """The ledger's own record, everything but the groups. `incarnation` is -1 before the first restore."""
+    """The ledger's own record, everything but the groups. `incarnation` is -1 before the first
+    restore.
+    """
 
     incarnation: int = -1
     next_sequence: int = 0
@@ -120,7 +126,9 @@ class LedgerState:
     """What the last restore answered."""
 
     def next_prompt(self, held: Container[int] = ()) -> int:
-        """Takes the next prompt: the first open one that is not `held`, otherwise the cursor moves on."""
+        """Takes the next prompt: the first open one that is not `held`, otherwise the cursor moves
+        on.
+        """
         for at, prompt in enumerate(self.open_prompts):
             if prompt not in held:
                 return self.open_prompts.pop(at)
@@ -128,19 +136,28 @@ class LedgerState:
         return self.next_prompt_index - 1
 
     def catch_up(self, groups: Iterable[Group]) -> None:
-        """Groups are journalled before this record, so a crash in between leaves groups beyond the cursor, and gaps where a
-        lease was never granted: both are mended."""
+        """Groups are journalled before this record, so a crash in between leaves groups beyond the
+        cursor, and gaps where a lease was never granted: both are mended.
+        """
         outstanding = list(groups)
         recorded = {group.prompt_index for group in outstanding}
         cursor = max([self.next_prompt_index, *(prompt + 1 for prompt in recorded)])
-        gaps = [prompt for prompt in range(self.next_prompt_index, cursor) if prompt not in recorded]
-        self.open_prompts = [prompt for prompt in self.open_prompts if prompt not in recorded] + gaps
+        gaps = [
+            prompt for prompt in range(self.next_prompt_index, cursor) if prompt not in recorded
+        ]
+        self.open_prompts = [
+            prompt for prompt in self.open_prompts if prompt not in recorded
+        ] + gaps
         self.next_prompt_index = cursor
-        self.next_sequence = max([self.next_sequence, *(group.sequence + 1 for group in outstanding)])
+        self.next_sequence = max(
+            [self.next_sequence, *(group.sequence + 1 for group in outstanding)]
+        )
 
 
 class GroupTable:
-    """The outstanding groups, in dispatch order, and by state in the order in which they came into it."""
+    """The outstanding groups, in dispatch order, and by state in the order in which they came into
+    it.
+    """
 
     def __init__(self, now: Callable[[], float] = lambda: 0.0) -> None:
         self._now = now

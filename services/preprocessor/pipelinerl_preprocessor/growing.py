@@ -1,4 +1,6 @@
-"""The batch of a streaming policy: it grows group by group, and rows go out before the last group is there."""
+"""The batch of a streaming policy: it grows group by group, and rows go out before the last group
+is there.
+"""
 
 import uuid
 
@@ -11,8 +13,8 @@ from pipelinerl_preprocessor.rows import TrainSequence
 class GrowingBatch:
     """Sequences wait until they fill a row of every rank; the last group brings out the rest.
 
-    Every rank has the same number of rows at any time. The batch id is this object's: after a crash another one is assembled,
-    perhaps of other groups.
+    Every rank has the same number of rows at any time. The batch id is this object's: after a crash
+    another one is assembled, perhaps of other groups.
     """
 
     def __init__(self, step: int, layout: Layout, num_groups: int, *, publish_after: bool) -> None:

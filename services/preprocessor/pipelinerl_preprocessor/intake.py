@@ -25,14 +25,18 @@ class Intake:
     With a reference, groups are scored concurrently, and the stream is read no faster than that.
     """
 
-    def __init__(self, live: LiveLedger, preparation: Preparation, reference: Reference | None) -> None:
+    def __init__(
+        self, live: LiveLedger, preparation: Preparation, reference: Reference | None
+    ) -> None:
         self._live = live
         self._preparation = preparation
         self._reference = reference
         self._scoring = asyncio.Semaphore(reference.max_concurrent if reference else 1)
 
     async def run(self, groups: AsyncIterator[ReceivedGroup]) -> None:
-        """Consumes `groups`, produces ready groups; waits for messages and for room at the reference."""
+        """Consumes `groups`, produces ready groups; waits for messages and for room at the
+        reference.
+        """
         async with asyncio.TaskGroup() as scoring:
             async for received in groups:
                 await self._handle(received, scoring)
@@ -47,7 +51,9 @@ class Intake:
             return
         live.received[group.group_id] = received
         live.note("lengths", _lengths(group))
-        with live.tracer.continued("preprocess", received.traceparent, group=group.group_id) as preprocessing:
+        with live.tracer.continued(
+            "preprocess", received.traceparent, group=group.group_id
+        ) as preprocessing:
             prepared = self._checked(received, leased)
             if isinstance(prepared, DropReason):
                 preprocessing.set(dropped=prepared.value)
@@ -63,7 +69,12 @@ class Intake:
     async def _turn_away(self, received: ReceivedGroup, arrival: Arrival) -> None:
         group = received.group
         if arrival is not Arrival.TRAINED:
-            log.info("dropped group=%s attempt=%d reason=%s", group.group_id, group.attempt, arrival.value)
+            log.info(
+                "dropped group=%s attempt=%d reason=%s",
+                group.group_id,
+                group.attempt,
+                arrival.value,
+            )
             self._live.counters.dropped(arrival.value, group.num_sampled, len(group.samples))
         await received.ack()
 
@@ -79,7 +90,9 @@ class Intake:
     async def _score(self, reference: Reference, prepared: PreparedGroup) -> None:
         try:
             with span("score"):
-                scored = self._preparation.with_reference(prepared, await reference.score(prepared.sequences))
+                scored = self._preparation.with_reference(
+                    prepared, await reference.score(prepared.sequences)
+                )
         except (TemporaryError, PermanentError) as error:
             log.warning("group=%s not scored by the reference: %s", prepared.group_id, error)
             await self._live.drop(prepared.group_id, DropReason.REFERENCE)

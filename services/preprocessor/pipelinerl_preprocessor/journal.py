@@ -1,9 +1,12 @@
 """Keeps the ledger's records durable in a key-value bucket.
 
-Keys       "ledger", and "group.<slot>" per outstanding group. Slots are used again, so the bucket never outgrows the largest
+Keys       "ledger", and "group.<slot>" per outstanding group. Slots are used again, so the bucket
+never outgrows the largest
            number of groups that were ever outstanding at once.
-Order      groups, then the ledger, then deletions. A crash between any two writes is mended by `Ledger.recover`: groups beyond
-           the cursor move it on; groups of the last commit or of an older incarnation are passed over.
+Order      groups, then the ledger, then deletions. A crash between any two writes is mended by
+`Ledger.recover`: groups beyond
+           the cursor move it on; groups of the last commit or of an older incarnation are passed
+           over.
 """
 
 import asyncio
@@ -55,7 +58,9 @@ class JournalWriter:
         ledger.on_change = self._mark
 
     async def recover(self, now: float) -> None:
-        """Brings the ledger to where the journal says it was; a bucket without a ledger record leaves it unrestored."""
+        """Brings the ledger to where the journal says it was; a bucket without a ledger record
+        leaves it unrestored.
+        """
         entries = await self._bucket.entries()
         groups: list[Group] = []
         for key in sorted((key for key in entries if key.startswith(GROUP_PREFIX)), key=_slot_of):
@@ -72,7 +77,9 @@ class JournalWriter:
                 self._mark(group.group_id)
 
     async def run(self) -> None:
-        """Consumes marks, produces writes; waits for marks, is unblocked by `Ledger.on_change`. Never returns."""
+        """Consumes marks, produces writes; waits for marks, is unblocked by `Ledger.on_change`.
+        Never returns.
+        """
         while True:
             if not self._changed:
                 await self._marked.wait(3600.0)
@@ -84,7 +91,9 @@ class JournalWriter:
             self._written.ring()
 
     async def sync(self, timeout_s: float = 10.0) -> None:
-        """Returns when everything that has changed until now is durable. Raises Unavailable at the deadline."""
+        """Returns when everything that has changed until now is durable. Raises Unavailable at the
+        deadline.
+        """
         loop = asyncio.get_running_loop()
         target, deadline = self._num_marked, loop.time() + timeout_s
         while self._num_written < target:
@@ -106,7 +115,9 @@ class JournalWriter:
                 groups.append((f"{GROUP_PREFIX}{self._slot(group.group_id)}", encode_group(group)))
             elif group_id in self._slots:
                 ended.append(group_id)
-        ledger: list[Write] = [(LEDGER_KEY, encode_ledger(self._ledger.state))] if self._ledger.restored else []
+        ledger: list[Write] = (
+            [(LEDGER_KEY, encode_ledger(self._ledger.state))] if self._ledger.restored else []
+        )
         await self._apply(groups)
         await self._apply(ledger)
         await self._apply([(f"{GROUP_PREFIX}{self._slots[group_id]}", None) for group_id in ended])
@@ -115,7 +126,9 @@ class JournalWriter:
 
     def _slot(self, group_id: GroupId) -> int:
         if group_id not in self._slots:
-            self._slots[group_id] = heapq.heappop(self._free_slots) if self._free_slots else next(self._next_slot)
+            self._slots[group_id] = (
+                heapq.heappop(self._free_slots) if self._free_slots else next(self._next_slot)
+            )
         return self._slots[group_id]
 
     async def _apply(self, writes: Sequence[Write]) -> None:
@@ -128,7 +141,9 @@ class JournalWriter:
         """Tries until the store is there again; `sync` has the deadline."""
         while True:
             try:
-                return await (self._bucket.delete(key) if value is None else self._bucket.put(key, value))
+                return await (
+                    self._bucket.delete(key) if value is None else self._bucket.put(key, value)
+                )
             except TemporaryError as error:
                 log.warning("journal key=%s not written, retrying: %s", key, error)
                 await asyncio.sleep(_RETRY_S)
@@ -138,4 +153,6 @@ def _slot_of(key: str) -> int:
     try:
         return int(key.removeprefix(GROUP_PREFIX))
     except ValueError as error:
-        raise FatalError(f"journal key {key!r} is not a group's slot: delete the job's journal bucket") from error
+        raise FatalError(
+            f"journal key {key!r} is not a group's slot: delete the job's journal bucket"
+        ) from error

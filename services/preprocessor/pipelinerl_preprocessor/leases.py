@@ -20,7 +20,9 @@ class Leases:
         group.attempt += 1
         group.actor_id, group.session_id = actor_id, session_id
         group.expires_at = now + self.lease_s
-        return GroupLease(group.lease_id, group.group_id, group.attempt, group.prompt_index, group.partial)
+        return GroupLease(
+            group.lease_id, group.group_id, group.attempt, group.prompt_index, group.partial
+        )
 
     def adopt(self, group: Group, now: float) -> None:
         """Adds a group from the journal: its actor may still be there."""
@@ -31,7 +33,11 @@ class Leases:
     def held(self, actor_id: str, lease_id: str) -> Group | None:
         """The group that the actor works on under this lease, if it still does."""
         group = self._groups.get(lease_id.rpartition(":")[0])
-        if group is None or group.state is not GroupState.LEASED or (group.actor_id, group.lease_id) != (actor_id, lease_id):
+        if (
+            group is None
+            or group.state is not GroupState.LEASED
+            or (group.actor_id, group.lease_id) != (actor_id, lease_id)
+        ):
             return None
         return group
 
@@ -51,12 +57,18 @@ class Leases:
         if not self.sessions.heard_of(actor_id, session_id, now):
             return []
         leased = self._groups.within(GroupState.LEASED)
-        return [group for group in leased if group.actor_id == actor_id and group.session_id != session_id]
+        return [
+            group
+            for group in leased
+            if group.actor_id == actor_id and group.session_id != session_id
+        ]
 
     def expired(self, now: float) -> list[Group]:
         """Groups whose lease was not renewed in time."""
         self.sessions.forget_silent(now)
-        return [group for group in self._groups.within(GroupState.LEASED) if group.expires_at <= now]
+        return [
+            group for group in self._groups.within(GroupState.LEASED) if group.expires_at <= now
+        ]
 
     def revoke(self, leases: Iterable[GroupLease]) -> list[Group]:
         """Takes back leases that no actor was ever told of, so they do not count as attempts."""
@@ -64,7 +76,9 @@ class Leases:
         revoked = [
             group
             for lease, group in held
-            if group is not None and group.state is GroupState.LEASED and group.lease_id == lease.lease_id
+            if group is not None
+            and group.state is GroupState.LEASED
+            and group.lease_id == lease.lease_id
         ]
         for group in revoked:
             self._groups.move(group, GroupState.WAITING)

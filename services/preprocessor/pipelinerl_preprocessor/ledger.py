@@ -1,4 +1,5 @@
-"""The ledger: which groups exist and what becomes of each. A pure state machine; the clock is passed in.
+"""The ledger: which groups exist and what becomes of each. A pure state machine; the clock is
+passed in.
 
     grant -> LEASED --arrive--> ARRIVED --ready--> READY --take--> TAKEN --commit--> trained
               |  ^                 |                 |
@@ -6,8 +7,8 @@
   handed back v  |
             WAITING
 
-Invariants: a group ends exactly once; ids are never used again; the policy holds exactly the groups that are neither taken nor
-ended; memory grows with outstanding groups only.
+Invariants: a group ends exactly once; ids are never used again; the policy holds exactly the groups
+that are neither taken nor ended; memory grows with outstanding groups only.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -39,7 +40,14 @@ class Ledger:
     record, must be journalled.
     """
 
-    def __init__(self, policy: Policy, *, lease_s: float, max_attempts: int, now: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        lease_s: float,
+        max_attempts: int,
+        now: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self.policy = policy
         self.max_attempts = max_attempts
         self.state = LedgerState()
@@ -59,8 +67,15 @@ class Ledger:
 
     def snapshot(self) -> Snapshot:
         self.check_restored()
-        open_prompts = sorted({*self.state.open_prompts, *(group.prompt_index for group in self.groups)})
-        return Snapshot(self.state.num_committed, self.state.next_prompt_index, tuple(open_prompts), self.state.incarnation)
+        open_prompts = sorted(
+            {*self.state.open_prompts, *(group.prompt_index for group in self.groups)}
+        )
+        return Snapshot(
+            self.state.num_committed,
+            self.state.next_prompt_index,
+            tuple(open_prompts),
+            self.state.incarnation,
+        )
 
     def check_restored(self) -> None:
         if not self.restored:
@@ -75,14 +90,27 @@ class Ledger:
         return self.groups.count(GroupState.WAITING) > 0 or self.policy.may_admit()
 
     def heard_of(self, actor_id: str, session_id: str, now: float) -> list[GroupId]:
-        """An actor calls: the leases of its older sessions are taken back. Returns the groups given up with them."""
+        """An actor calls: the leases of its older sessions are taken back. Returns the groups given
+        up with them.
+        """
         return self._take_back(self.leases.of_older_sessions(actor_id, session_id, now))
 
-    def grant(self, actor_id: str, session_id: str, max_groups: int, now: float) -> list[GroupLease]:
-        """Leases of up to `max_groups` groups: those that wait to be granted again first, then open prompts, then new ones."""
+    def grant(
+        self, actor_id: str, session_id: str, max_groups: int, now: float
+    ) -> list[GroupLease]:
+        """Leases of up to `max_groups` groups: those that wait to be granted again first, then open
+        prompts, then new ones.
+        """
         granted: list[GroupLease] = []
         while len(granted) < max_groups and self.may_grant():
-            group = min(self.groups.within(GroupState.WAITING), key=lambda each: each.sequence, default=None) or self._admit()
+            group = (
+                min(
+                    self.groups.within(GroupState.WAITING),
+                    key=lambda each: each.sequence,
+                    default=None,
+                )
+                or self._admit()
+            )
             granted.append(self.leases.assign(group, actor_id, session_id, now))
             self.on_change(group.group_id)
         return granted
@@ -101,22 +129,27 @@ class Ledger:
             self.on_change(group.group_id)
 
     def hand_back(self, actor_id: str, lease_id: str, partial: bytes = b"") -> list[GroupId]:
-        """The actor stops working on a lease, and the next attempt goes on from `partial`. Returns the group when it is given
-        up because this was its last attempt."""
+        """The actor stops working on a lease, and the next attempt goes on from `partial`. Returns
+        the group when it is given up because this was its last attempt.
+        """
         group = self.leases.held(actor_id, lease_id)
         if group is not None:
             group.partial = partial
         return self._take_back([group] if group else [])
 
     def expire(self, now: float) -> list[GroupId]:
-        """Takes back leases that were not renewed. Returns the groups given up because this was their last attempt."""
+        """Takes back leases that were not renewed. Returns the groups given up because this was
+        their last attempt.
+        """
         self.recalls.expire(now)
         return self._take_back(self.leases.expired(now))
 
     # Results
 
     def arrive(self, group_id: str) -> Arrival:
-        """A group's message came. ACCEPTED moves it to ARRIVED, whatever attempt it is, and ends its lease."""
+        """A group's message came. ACCEPTED moves it to ARRIVED, whatever attempt it is, and ends
+        its lease.
+        """
         identity = split_group_id(group_id)
         if identity is None or identity[0] > self.state.incarnation:
             return Arrival.UNKNOWN
@@ -135,7 +168,9 @@ class Ledger:
         return Arrival.DUPLICATE
 
     def trajectory_limit(self, actor_id: str) -> int | None:
-        """The actor's share of the trajectories that the policy lets decode at once: even shares, at least one each."""
+        """The actor's share of the trajectories that the policy lets decode at once: even shares,
+        at least one each.
+        """
         limit = self.policy.trajectory_limit()
         if limit is None:
             return None
@@ -143,9 +178,12 @@ class Ledger:
         share, rest = divmod(limit, max(1, len(actors)))
         return max(1, share + (actor_id in actors[:rest]))
 
-    def ready(self, group_id: str, first_versions: Sequence[int], last_versions: Sequence[int]) -> bool:
-        """An ARRIVED group passed every check. The versions are those of each trajectory's first and last sampled token.
-        False when the group has ended in the meantime."""
+    def ready(
+        self, group_id: str, first_versions: Sequence[int], last_versions: Sequence[int]
+    ) -> bool:
+        """An ARRIVED group passed every check. The versions are those of each trajectory's first
+        and last sampled token. False when the group has ended in the meantime.
+        """
         group = self.groups.get(group_id)
         if group is None or group.state is not GroupState.ARRIVED:
             return False
@@ -155,7 +193,9 @@ class Ledger:
         return True
 
     def drop(self, group_id: str) -> bool:
-        """Ends a group without training it; its slot comes back. False when it has ended already or is in the batch."""
+        """Ends a group without training it; its slot comes back. False when it has ended already or
+        is in the batch.
+        """
         group = self.groups.get(group_id)
         if group is None or group.state is GroupState.TAKEN:
             return False
@@ -174,27 +214,40 @@ class Ledger:
         return self._settle(step, self.policy.take(step))
 
     def take_next(self) -> Take:
-        """Asks a streaming policy for the next group of the batch of the next step. Groups that it drops have ended."""
+        """Asks a streaming policy for the next group of the batch of the next step. Groups that it
+        drops have ended.
+        """
         self.check_restored()
         step = self.state.num_committed
         return self._settle(step, self.policy.take_next(step))
 
     def commit(self, step: int, group_ids: Sequence[str], *, last: bool) -> list[Group]:
-        """Step `step` trained on these groups: they end and are returned; none when exactly this was committed before.
+        """Step `step` trained on these groups: they end and are returned; none when exactly this
+        was committed before.
 
-        Right also for groups that were taken before a restart and have not been delivered again since.
-        Raises Refused for another step or unknown groups, PermanentError for an empty or repeating list.
+        Right also for groups that were taken before a restart and have not been delivered again
+        since. Raises Refused for another step or unknown groups, PermanentError for an empty or
+        repeating list.
         """
         self.check_restored()
         if not group_ids or len(set(group_ids)) != len(group_ids):
-            raise PermanentError(f"CommitStep: group_ids of step {step} must name every group once, got {list(group_ids)[:8]}")
+            raise PermanentError(
+                f"CommitStep: group_ids of step {step} must name every group once, got "
+                f"{list(group_ids)[:8]}"
+            )
         if step == self.state.num_committed - 1 and self._is_last_commit(group_ids):
             return []
         if step != self.state.num_committed:
-            raise Refused(f"CommitStep: step {step} cannot be committed, the next one is {self.state.num_committed}")
+            raise Refused(
+                f"CommitStep: step {step} cannot be committed, the next one is "
+                f"{self.state.num_committed}"
+            )
         unknown = [group_id for group_id in group_ids if self.groups.get(group_id) is None]
         if unknown:
-            raise Refused(f"CommitStep: step {step} names group {unknown[0]}, which does not exist or has ended already")
+            raise Refused(
+                f"CommitStep: step {step} names group {unknown[0]}, which does not exist or has "
+                "ended already"
+            )
         trained = [self._outstanding(group_id) for group_id in group_ids]
         for group in trained:
             self._end(group)
@@ -212,11 +265,14 @@ class Ledger:
         return trained
 
     def publish(self, version: int) -> list[GroupId]:
-        """The generators serve `version` now. Returns the groups that the policy gave up; they have ended."""
+        """The generators serve `version` now. Returns the groups that the policy gave up; they have
+        ended.
+        """
         self.check_restored()
         if not 0 <= version <= self.state.num_committed + 1:
             raise Refused(
-                f"MarkPublished: version {version} cannot exist with {self.state.num_committed} committed steps; "
+                f"MarkPublished: version {version} cannot exist with {self.state.num_committed} "
+                "committed steps; "
                 "after a rollback call Restore first"
             )
         if self.state.publishing and version <= self.state.served_version:
@@ -231,20 +287,33 @@ class Ledger:
 
     # Going back, going on
 
-    def restore(self, restore_id: str, num_committed: int, snapshot: Snapshot | None) -> list[GroupId]:
-        """Rewinds to `snapshot`, or starts afresh without one; `state.rewound` tells whether anything changed.
+    def restore(
+        self, restore_id: str, num_committed: int, snapshot: Snapshot | None
+    ) -> list[GroupId]:
+        """Rewinds to `snapshot`, or starts afresh without one; `state.rewound` tells whether
+        anything changed.
 
-        Returns the groups that became void; their ids are never used again. Raises PermanentError for a contradiction.
+        Returns the groups that became void; their ids are never used again. Raises PermanentError
+        for a contradiction.
         """
         at = snapshot.num_committed_steps if snapshot else 0
         if not restore_id:
-            raise PermanentError("Restore: restore_id is empty: it must be unique to each start of the trainer")
+            raise PermanentError(
+                "Restore: restore_id is empty: it must be unique to each start of the trainer"
+            )
         if num_committed != at:
-            raise PermanentError(f"Restore: num_committed_steps={num_committed} but the snapshot is of step {at}")
+            raise PermanentError(
+                f"Restore: num_committed_steps={num_committed} but the snapshot is of step {at}"
+            )
         if restore_id == self.state.restore_id:
             return []
-        if snapshot and (snapshot.incarnation, at) == (self.state.incarnation, self.state.num_committed):
-            self.state = replace(self.state, restore_id=restore_id, rewound=False, publishing=False, done=False)
+        if snapshot and (snapshot.incarnation, at) == (
+            self.state.incarnation,
+            self.state.num_committed,
+        ):
+            self.state = replace(
+                self.state, restore_id=restore_id, rewound=False, publishing=False, done=False
+            )
             self.on_change(None)
             return []
         void = [group.group_id for group in self.groups]
@@ -264,12 +333,17 @@ class Ledger:
         return void
 
     def recover(self, state: LedgerState, groups: Iterable[Group], now: float) -> None:
-        """Goes on after a crash from journalled records. Leases live on for `lease_s` from `now`; messages of finished groups
-        are delivered again and arrive anew. Records of ended groups are passed over."""
+        """Goes on after a crash from journalled records. Leases live on for `lease_s` from `now`;
+        messages of finished groups are delivered again and arrive anew. Records of ended groups are
+        passed over.
+        """
         self.state = state
         ended = {make_group_id(state.incarnation, sequence) for sequence in state.last_commit}
         for group in sorted(groups, key=lambda group: group.sequence):
-            if group.group_id == make_group_id(state.incarnation, group.sequence) and group.group_id not in ended:
+            if (
+                group.group_id == make_group_id(state.incarnation, group.sequence)
+                and group.group_id not in ended
+            ):
                 self.leases.adopt(group, now)
         state.catch_up(self.groups)
         self._rebuild_policy()
@@ -295,7 +369,12 @@ class Ledger:
         sequence = self.state.next_sequence
         self.state.next_sequence += 1
         prompt = self.state.next_prompt(self.recalls.held)
-        group = Group(make_group_id(self.state.incarnation, sequence), sequence, prompt, partial=self.recalls.take(prompt))
+        group = Group(
+            make_group_id(self.state.incarnation, sequence),
+            sequence,
+            prompt,
+            partial=self.recalls.take(prompt),
+        )
         self.groups.add(group)
         self.policy.admitted(group.group_id)
         self.on_change(None)
@@ -312,8 +391,9 @@ class Ledger:
         return take
 
     def _cancel(self, group_ids: Iterable[str]) -> list[GroupId]:
-        """The policy has given these up: they end, and their prompts are granted again where the policy says so, once their
-        actors have brought what they had sampled."""
+        """The policy has given these up: they end, and their prompts are granted again where the
+        policy says so, once their actors have brought what they had sampled.
+        """
         cancelled = [self._outstanding(group_id) for group_id in group_ids]
         if self.policy.requeues_cancelled:
             self.state.open_prompts.extend(group.prompt_index for group in cancelled)
@@ -346,4 +426,6 @@ class Ledger:
         return group
 
     def _is_last_commit(self, group_ids: Sequence[str]) -> bool:
-        return set(group_ids) == {make_group_id(self.state.incarnation, sequence) for sequence in self.state.last_commit}
+        return set(group_ids) == {
+            make_group_id(self.state.incarnation, sequence) for sequence in self.state.last_commit
+        }

@@ -1,4 +1,5 @@
-"""The ledger at work: the same object for all services of this process, with its payloads, its journal and its clock.
+"""The ledger at work: the same object for all services of this process, with its payloads, its
+journal and its clock.
 
 One event loop, so between two awaits nobody else changes anything.
 """
@@ -30,7 +31,9 @@ _MAX_ENDED = 4096
 
 @dataclass(slots=True)
 class LiveLedger:
-    """`received` holds what is not acknowledged yet, by group: arrived, ready and taken ones; `prepared` the latter two."""
+    """`received` holds what is not acknowledged yet, by group: arrived, ready and taken ones;
+    `prepared` the latter two.
+    """
 
     ledger: Ledger
     journal: JournalWriter
@@ -49,10 +52,14 @@ class LiveLedger:
     batch_bell: Bell = field(default_factory=Bell)
     """Rings when a batch may be formed."""
     ended: dict[str, str] = field(default_factory=dict)
-    """Why the newest groups were given up while an actor worked on them, until it tells what they had cost."""
+    """Why the newest groups were given up while an actor worked on them, until it tells what they
+    had cost.
+    """
 
     def changed(self, *, leases_ended: bool = False) -> None:
-        """Wakes whoever can go on now. Actors are only woken for something to do: there may be thousands."""
+        """Wakes whoever can go on now. Actors are only woken for something to do: there may be
+        thousands.
+        """
         self.batch_bell.ring()
         if leases_ended or self.ledger.may_grant():
             self.admission_bell.ring()
@@ -69,7 +76,11 @@ class LiveLedger:
         if received is None:  # void since a restore, and counted there
             return
         runs = [sample.version_runs for sample in received.group.samples if sample.version_runs]
-        self.ledger.ready(prepared.group_id, [run[0].policy_version for run in runs], [run[-1].policy_version for run in runs])
+        self.ledger.ready(
+            prepared.group_id,
+            [run[0].policy_version for run in runs],
+            [run[-1].policy_version for run in runs],
+        )
         self.prepared[prepared.group_id] = prepared
         await self.wait_for_training(prepared.group_id)
 
@@ -109,7 +120,9 @@ class LiveLedger:
             self.changed(leases_ended=True)
 
     def stopped(self, group_id: str, num_wasted: int) -> None:
-        """An actor stopped a group: its tokens are counted where the group was, unless its message is here or came before."""
+        """An actor stopped a group: its tokens are counted where the group was, unless its message
+        is here or came before.
+        """
         reason = self.ended.pop(group_id, None) or self._reason_stopped(group_id)
         if reason is not None:
             self.counters.wasted(reason, num_wasted)

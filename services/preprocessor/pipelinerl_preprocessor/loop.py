@@ -6,7 +6,8 @@
                                      |
                                 JournalWriter --> key-value bucket
 
-The clock is the caller's `stop`; everything else runs until then. The services answer calls in between.
+The clock is the caller's `stop`; everything else runs until then. The services answer calls in
+between.
 """
 
 import asyncio
@@ -41,10 +42,18 @@ NOTES_PER_OBSERVATION = 5
 _LOOK_S = 60.0
 
 
-async def run(job: Job, wiring: Wiring, stop: asyncio.Event, address: "asyncio.Future[str] | None" = None) -> None:
-    """Serves until `stop`; `address`, when given, gets the bound one. Raises SettingsError for settings that cannot work."""
+async def run(
+    job: Job, wiring: Wiring, stop: asyncio.Event, address: "asyncio.Future[str] | None" = None
+) -> None:
+    """Serves until `stop`; `address`, when given, gets the bound one. Raises SettingsError for
+    settings that cannot work.
+    """
     spec = job.spec
-    preparation, layout, trained = Preparation(spec), layout_of(spec), TrainedLog(wiring.output / "trained.jsonl")
+    preparation, layout, trained = (
+        Preparation(spec),
+        layout_of(spec),
+        TrainedLog(wiring.output / "trained.jsonl"),
+    )
     metrics = Metrics(PREPROCESSOR, job.name)
     with closing(EventLog(wiring.output / "events.jsonl")) as events:
         async with (
@@ -66,9 +75,15 @@ async def run(job: Job, wiring: Wiring, stop: asyncio.Event, address: "asyncio.F
             depths = Depths(live, metrics)
             services = [
                 RpcService(
-                    add_AdmissionServicer_to_server, Admission(live, spec.task.group_size, closed), "pipelinerl.v1.Admission"
+                    add_AdmissionServicer_to_server,
+                    Admission(live, spec.task.group_size, closed),
+                    "pipelinerl.v1.Admission",
                 ),
-                RpcService(add_BatchesServicer_to_server, Batches(live, layout, trained), "pipelinerl.v1.Batches"),
+                RpcService(
+                    add_BatchesServicer_to_server,
+                    Batches(live, layout, trained),
+                    "pipelinerl.v1.Batches",
+                ),
             ]
             async with serve(wiring.listen, services, token=wiring.token) as server:
                 log.info("serving address=%s restored=%s", server.address, live.ledger.restored)
@@ -85,7 +100,9 @@ async def run(job: Job, wiring: Wiring, stop: asyncio.Event, address: "asyncio.F
 
 
 async def receive(live: LiveLedger, intake: Intake, stream: Stream) -> None:
-    """Consumes the sample stream, from the trainer's first Restore on: before, no group can be told from a void one."""
+    """Consumes the sample stream, from the trainer's first Restore on: before, no group can be told
+    from a void one.
+    """
     while not live.ledger.restored:
         await live.batch_bell.wait(_LOOK_S)
     max_pending = 2 * live.waiting.max_groups + live.ledger.policy.max_outstanding()
@@ -102,7 +119,9 @@ async def expire_leases(live: LiveLedger) -> None:
 
 
 async def observe_load(live: LiveLedger) -> None:
-    """Notes every second how the engines do, and tells the policy every few: policies are tuned to that."""
+    """Notes every second how the engines do, and tells the policy every few: policies are tuned to
+    that.
+    """
     while True:
         for _ in range(NOTES_PER_OBSERVATION):
             await asyncio.sleep(NOTE_EVERY_S)
@@ -111,7 +130,14 @@ async def observe_load(live: LiveLedger) -> None:
         await live.observe(live.loads.observation(live.now(), NOTE_EVERY_S * NOTES_PER_OBSERVATION))
 
 
-async def report(live: LiveLedger, stream: Stream, metrics: Metrics, depths: Depths, closed: ClosedTime, instance: str) -> None:
+async def report(
+    live: LiveLedger,
+    stream: Stream,
+    metrics: Metrics,
+    depths: Depths,
+    closed: ClosedTime,
+    instance: str,
+) -> None:
     """Produces a metrics record about every second."""
     while True:
         closed.count()

@@ -38,14 +38,20 @@ class Assignment:
         return len(self.rows[0])
 
     def num_slots(self, rank: int, micro_batch: int) -> int:
-        """Slots of a row: the used ones rounded up to SLOT_MULTIPLE, at most the budget; a filler row has the fewest."""
+        """Slots of a row: the used ones rounded up to SLOT_MULTIPLE, at most the budget; a filler
+        row has the fewest.
+        """
         used = self.tokens[rank][micro_batch]
         return min(max(-(-used // SLOT_MULTIPLE), 1) * SLOT_MULTIPLE, self.budget)
 
     @property
     def fill(self) -> float:
         """Share of slots that hold a token, padding and filler rows counted as empty."""
-        slots = sum(self.num_slots(rank, row) for rank, rows in enumerate(self.rows) for row in range(len(rows)))
+        slots = sum(
+            self.num_slots(rank, row)
+            for rank, rows in enumerate(self.rows)
+            for row in range(len(rows))
+        )
         return sum(map(sum, self.tokens)) / slots
 
     @property
@@ -61,7 +67,8 @@ class Assignment:
 
 
 def pack(lengths: Sequence[int] | NDArray[np.integer], budget: int, num_ranks: int) -> Assignment:
-    """Assigns every sequence to one row of one rank, the same number of rows for all ranks, at least one.
+    """Assigns every sequence to one row of one rank, the same number of rows for all ranks, at
+    least one.
 
     Deterministic. Raises ValueError for a length outside 1..budget or fewer than one rank.
     """
@@ -76,7 +83,10 @@ def pack(lengths: Sequence[int] | NDArray[np.integer], budget: int, num_ranks: i
     ranks = _spread(order, sizes, num_ranks)
     fitted = [_best_fit(indices, sizes, budget) for indices in ranks]
     num_rows = max(max(map(len, fitted)), 1)
-    rows = [_exactly(num_rows, indices, best, sizes, budget) for indices, best in zip(ranks, fitted, strict=True)]
+    rows = [
+        _exactly(num_rows, indices, best, sizes, budget)
+        for indices, best in zip(ranks, fitted, strict=True)
+    ]
     return Assignment(
         rows=tuple(tuple(tuple(row) for row in rank) for rank in rows),
         tokens=tuple(tuple(sum(sizes[index] for index in row) for row in rank) for rank in rows),
@@ -85,7 +95,9 @@ def pack(lengths: Sequence[int] | NDArray[np.integer], budget: int, num_ranks: i
 
 
 def _spread(order: Sequence[int], sizes: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Longest processing time first: each of `order` (longest first) to the bin with the fewest tokens."""
+    """Longest processing time first: each of `order` (longest first) to the bin with the fewest
+    tokens.
+    """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     if num_bins == 1:
         bins[0] = list(order)
@@ -99,8 +111,10 @@ def _spread(order: Sequence[int], sizes: Sequence[int], num_bins: int) -> list[l
 
 
 def _best_fit(order: Sequence[int], sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Best fit decreasing. `open_rows[r]` stacks the rows with r free slots and bit r of `free` tells whether there are any,
-    so the tightest row that still fits is the lowest set bit at or above the length."""
+    """Best fit decreasing. `open_rows[r]` stacks the rows with r free slots and bit r of `free`
+    tells whether there are any, so the tightest row that still fits is the lowest set bit at or
+    above the length.
+    """
     rows: list[list[int]] = []
     open_rows: dict[int, list[int]] = {}
     free = 0
@@ -124,8 +138,12 @@ def _best_fit(order: Sequence[int], sizes: Sequence[int], budget: int) -> list[l
     return rows
 
 
-def _exactly(num_rows: int, order: Sequence[int], best: list[list[int]], sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """`num_rows` rows for one rank, fullest first; filler rows (empty) only with fewer sequences than rows."""
+def _exactly(
+    num_rows: int, order: Sequence[int], best: list[list[int]], sizes: Sequence[int], budget: int
+) -> list[list[int]]:
+    """`num_rows` rows for one rank, fullest first; filler rows (empty) only with fewer sequences
+    than rows.
+    """
     rows = _spread(order, sizes, num_rows)
     if max((sum(sizes[index] for index in row) for row in rows), default=0) > budget:
         rows = _split(best, num_rows, sizes)
@@ -134,7 +152,11 @@ def _exactly(num_rows: int, order: Sequence[int], best: list[list[int]], sizes: 
 
 def _split(rows: list[list[int]], num_rows: int, sizes: Sequence[int]) -> list[list[int]]:
     """Halves the fullest rows that hold more than one sequence until there are `num_rows`."""
-    heap = [(-sum(sizes[index] for index in row), number) for number, row in enumerate(rows) if len(row) > 1]
+    heap = [
+        (-sum(sizes[index] for index in row), number)
+        for number, row in enumerate(rows)
+        if len(row) > 1
+    ]
     heapq.heapify(heap)
     rows = [list(row) for row in rows]
     while len(rows) < num_rows and heap:

@@ -28,13 +28,16 @@ from pipelinerl_staleness.registry import make_policy
 
 
 def policy_of(spec: JobSpec) -> Policy:
-    """Policies that count trajectories get the job's group size. Raises SettingsError when the job gives them another one."""
+    """Policies that count trajectories get the job's group size. Raises SettingsError when the job
+    gives them another one.
+    """
     settings, group_size = spec.staleness.parse(), spec.task.group_size
     if "group_size" in settings.parameter_names():
         given = spec.staleness.parameters.get("group_size", group_size)
         if given != group_size:
             raise SettingsError(
-                f"staleness.groupSize={given} differs from task.groupSize={group_size}: leave staleness.groupSize out"
+                f"staleness.groupSize={given} differs from task.groupSize={group_size}: leave "
+                "staleness.groupSize out"
             )
         settings = replace(settings, **{"group_size": group_size})
     return make_policy(settings, spec.algorithm.groups_per_step)
@@ -56,14 +59,22 @@ def layout_of(spec: JobSpec) -> Layout:
     )
 
 
-async def open_ledger(spec: JobSpec, stream: Stream, trained: TrainedLog, events: EventLog, metrics: Metrics) -> LiveLedger:
+async def open_ledger(
+    spec: JobSpec, stream: Stream, trained: TrainedLog, events: EventLog, metrics: Metrics
+) -> LiveLedger:
     """The ledger as the journal has it, or one that waits for the trainer's Restore."""
     policy = recorded(policy_of(spec), events.write)
     settings = spec.preprocessor
-    ledger = Ledger(policy, lease_s=settings.lease_seconds, max_attempts=settings.max_group_attempts, now=time.monotonic)
+    ledger = Ledger(
+        policy,
+        lease_s=settings.lease_seconds,
+        max_attempts=settings.max_group_attempts,
+        now=time.monotonic,
+    )
     journal = JournalWriter(await stream.journal(), ledger)
     room = RingBuffer(ring_buffer_groups(spec, policy))
-    # What runs ends within a trajectory's time, or its lease does: a policy that waits for it holds no publish back longer.
+    # What runs ends within a trajectory's time, or its lease does: a policy that waits for it holds
+    # no publish back longer.
     gate = PublishGate(ledger, spec.task.timeout_seconds + settings.lease_seconds, time.monotonic)
     note = partial(_note, events)
     live = LiveLedger(ledger, journal, room, gate, Counters(metrics), note)
@@ -84,5 +95,7 @@ async def open_reference(spec: JobSpec, wiring: Wiring) -> AsyncIterator[Referen
         yield None
         return
     temperature = spec.task.sampling.temperature
-    async with Reference.open(wiring.references, temperature=temperature, token=wiring.token) as reference:
+    async with Reference.open(
+        wiring.references, temperature=temperature, token=wiring.token
+    ) as reference:
         yield reference

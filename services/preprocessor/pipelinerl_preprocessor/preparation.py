@@ -27,7 +27,8 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True, slots=True)
 class PreparedGroup:
-    """A group that passed every check. `num_sequences` counts its trajectories for the loss's normaliser.
+    """A group that passed every check. `num_sequences` counts its trajectories for the loss's
+    normaliser.
 
     Example: of 4 trajectories the 2nd is over-long: 3 sequences, members (0, 2, 3), 4 rewards.
     """
@@ -67,16 +68,27 @@ class Preparation:
         self._max_tokens = min(spec.trainers.micro_batch_tokens, spec.model.max_model_len)
         self._group_size = spec.task.group_size
 
-    def fault(self, group: SampleGroup, prompt_index: int, newest_version: int) -> DropReason | None:
-        """Why the group, leased for `prompt_index`, cannot be trained while the trainer is at most at `newest_version`."""
+    def fault(
+        self, group: SampleGroup, prompt_index: int, newest_version: int
+    ) -> DropReason | None:
+        """Why the group, leased for `prompt_index`, cannot be trained while the trainer is at most
+        at `newest_version`.
+        """
         samples = group.samples
         if group.prompt_index != prompt_index or len(samples) > self._group_size:
             return DropReason.MISMATCH
         if not math.isclose(group.temperature, self._temperature, rel_tol=1e-5):
             return DropReason.TEMPERATURE
-        if not all(math.isfinite(sample.reward) and np.isfinite(sample.logprobs_T).all() for sample in samples):
+        if not all(
+            math.isfinite(sample.reward) and np.isfinite(sample.logprobs_T).all()
+            for sample in samples
+        ):
             return DropReason.NON_FINITE
-        if any(not 0 <= run.policy_version <= newest_version for sample in samples for run in sample.version_runs):
+        if any(
+            not 0 <= run.policy_version <= newest_version
+            for sample in samples
+            for run in sample.version_runs
+        ):
             return DropReason.BAD_VERSION
         if len(samples) < BASELINES[self._algorithm.baseline].min_samples:
             return DropReason.TOO_FEW_SAMPLES
@@ -86,14 +98,22 @@ class Preparation:
         """A group without a `fault` as sequences, or why nothing of it is trained."""
         samples = group.samples
         shaped_G = np.array(
-            [sample.reward + overlong_penalty(sample, self._overlong, self._max_completion) for sample in samples]
+            [
+                sample.reward + overlong_penalty(sample, self._overlong, self._max_completion)
+                for sample in samples
+            ]
         )
         if self._algorithm.drop_zero_advantage and np.all(shaped_G == shaped_G[0]):
             return DropReason.ZERO_ADVANTAGE
         overlong = [len(sample.token_ids_S) > self._max_tokens for sample in samples]
-        masked = [self._overlong.completions == "mask" and sample.finish_reason is FinishReason.LENGTH for sample in samples]
+        masked = [
+            self._overlong.completions == "mask" and sample.finish_reason is FinishReason.LENGTH
+            for sample in samples
+        ]
         trained = [not (long or hidden) for long, hidden in zip(overlong, masked, strict=True)]
-        candidates = [(index, _sequence(sample)) for index, sample in enumerate(samples) if trained[index]]
+        candidates = [
+            (index, _sequence(sample)) for index, sample in enumerate(samples) if trained[index]
+        ]
         kept = [(index, sequence) for index, sequence in candidates if sequence.num_trained > 0]
         if not kept:
             return DropReason.NO_TOKENS
@@ -108,44 +128,67 @@ class Preparation:
             rewards=tuple(sample.reward for sample in samples),
             shaped_rewards=tuple(shaped_G.tolist()),
             successes=tuple(
-                sample.metrics["success"] for sample in samples if math.isfinite(sample.metrics.get("success", math.nan))
+                sample.metrics["success"]
+                for sample in samples
+                if math.isfinite(sample.metrics.get("success", math.nan))
             ),
             completion_lengths=tuple(sample.num_sampled for sample in samples),
             cut_off=tuple(sample.finish_reason is FinishReason.LENGTH for sample in samples),
         )
         return self._rewarded(prepared, [np.zeros(sample.num_sampled) for sample in samples])
 
-    def with_reference(self, group: PreparedGroup, ref_logprobs: Iterable[NDArray[np.float32]]) -> PreparedGroup | DropReason:
-        """The same group with T reference log-probs for each sequence, in order, and the penalty of `kl.placement: reward`.
+    def with_reference(
+        self, group: PreparedGroup, ref_logprobs: Iterable[NDArray[np.float32]]
+    ) -> PreparedGroup | DropReason:
+        """The same group with T reference log-probs for each sequence, in order, and the penalty of
+        `kl.placement: reward`.
 
-        A trajectory that is not trained was not scored: the mean penalty of the group's others stands for its own.
+        A trajectory that is not trained was not scored: the mean penalty of the group's others
+        stands for its own.
         """
         pairs = zip(group.sequences, ref_logprobs, strict=True)
-        scored = replace(group, sequences=tuple(replace(sequence, ref_logprobs_T=column) for sequence, column in pairs))
+        scored = replace(
+            group,
+            sequences=tuple(replace(sequence, ref_logprobs_T=column) for sequence, column in pairs),
+        )
         if self._algorithm.kl.placement == "loss":
             return scored
         known = dict(zip(scored.members, map(self._penalties, scored.sequences), strict=True))
         unknown = np.array([np.mean([penalties_T.sum() for penalties_T in known.values()])])
-        return self._rewarded(scored, [known.get(index, unknown) for index in range(len(group.rewards))])
+        return self._rewarded(
+            scored, [known.get(index, unknown) for index in range(len(group.rewards))]
+        )
 
     def _penalties(self, sequence: TrainSequence) -> Floats:
         """Of each sampled token."""
         assert sequence.ref_logprobs_T is not None
         kl = self._algorithm.kl
-        return kl.coefficient * kl_per_token(sequence.logprobs_T, sequence.ref_logprobs_T, kl.estimator)
+        return kl.coefficient * kl_per_token(
+            sequence.logprobs_T, sequence.ref_logprobs_T, kl.estimator
+        )
 
-    def _rewarded(self, group: PreparedGroup, penalties: Sequence[Floats]) -> PreparedGroup | DropReason:
-        """The group with advantages, and returns for a value head, of its rewards less the `penalties` of G trajectories."""
+    def _rewarded(
+        self, group: PreparedGroup, penalties: Sequence[Floats]
+    ) -> PreparedGroup | DropReason:
+        """The group with advantages, and returns for a value head, of its rewards less the
+        `penalties` of G trajectories.
+        """
         rewards_G = np.array(group.shaped_rewards)
-        advantages_G = advantages(rewards_G - [penalties_T.sum() for penalties_T in penalties], self._algorithm)
+        advantages_G = advantages(
+            rewards_G - [penalties_T.sum() for penalties_T in penalties], self._algorithm
+        )
         if not np.all(np.abs(advantages_G) <= _LARGEST):
             return DropReason.NON_FINITE
         sequences = []
         for index, sequence in zip(group.members, group.sequences, strict=True):
             returns_T = None
             if self._algorithm.baseline == "value":
-                returns_T = returns(rewards_G[index], penalties[index], self._algorithm.discount).astype(np.float32)
-            sequences.append(replace(sequence, advantage=float(advantages_G[index]), returns_T=returns_T))
+                returns_T = returns(
+                    rewards_G[index], penalties[index], self._algorithm.discount
+                ).astype(np.float32)
+            sequences.append(
+                replace(sequence, advantage=float(advantages_G[index]), returns_T=returns_T)
+            )
         return replace(group, sequences=tuple(sequences))
 
 

@@ -9,7 +9,8 @@ log = logging.getLogger(__name__)
 
 
 class PublishGate:
-    """Asks the policy until it says yes, then remembers it; holds a version back for `max_hold_s` at most.
+    """Asks the policy until it says yes, then remembers it; holds a version back for `max_hold_s`
+    at most.
 
     As in the simulator, the next batch is not taken before the newest weights may go.
     """
@@ -32,7 +33,9 @@ class PublishGate:
                 self._held = (version, self._now())
             if self._now() - self._held[1] < self._max_hold_s:
                 return False
-            log.warning("version=%d was held back for %g s, it is published now", version, self._max_hold_s)
+            log.warning(
+                "version=%d was held back for %g s, it is published now", version, self._max_hold_s
+            )
             self.num_forced += 1
         self._allowed, self._held = version, None
         return True
@@ -40,7 +43,11 @@ class PublishGate:
     def holds_back(self) -> bool:
         """Whether the newest step's weights are wanted on the generators and may not go yet."""
         step = self._ledger.state.num_committed
-        return step > 0 and self._ledger.policy.publishes_after(step - 1) and not self.may_publish(step)
+        return (
+            step > 0
+            and self._ledger.policy.publishes_after(step - 1)
+            and not self.may_publish(step)
+        )
 
     def rewind(self) -> None:
         """Versions begin again at an older one."""

@@ -1,4 +1,6 @@
-"""Prompts of groups that the policy gave up and wants generated again, until their actors have brought what was sampled."""
+"""Prompts of groups that the policy gave up and wants generated again, until their actors have
+brought what was sampled.
+"""
 
 from collections.abc import Container
 from dataclasses import dataclass, field
@@ -8,7 +10,8 @@ from pipelinerl_preprocessor.groups import Group
 
 @dataclass(slots=True)
 class Recalls:
-    """An actor hears of a recalled lease within seconds; one that does not answer before the lease would have ended loses it.
+    """An actor hears of a recalled lease within seconds; one that does not answer before the lease
+    would have ended loses it.
 
     In memory only: after a crash the prompts are open like others.
     """
@@ -37,7 +40,9 @@ class Recalls:
         return prompt >= 0
 
     def expire(self, now: float) -> None:
-        self._awaited = {lease: (prompt, at) for lease, (prompt, at) in self._awaited.items() if at > now}
+        self._awaited = {
+            lease: (prompt, at) for lease, (prompt, at) in self._awaited.items() if at > now
+        }
 
     def take(self, prompt: int) -> bytes:
         """For a new group of this prompt."""

@@ -62,6 +62,7 @@ def _decode(payload: bytes) -> dict[str, Any]:
 
 def _unreadable(key: str, error: Exception) -> FatalError:
     return FatalError(
-        f"journal record {key!r} cannot be read ({error}): it was written by another release or damaged; delete the job's "
+        f"journal record {key!r} cannot be read ({error}): it was written by another release or "
+        "damaged; delete the job's "
         "journal bucket and let the trainer restore from its checkpoint"
     )

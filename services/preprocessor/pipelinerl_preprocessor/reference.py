@@ -1,4 +1,6 @@
-"""Log-probs of sampled tokens under the frozen reference model, from its generators' `POST /v1/score`."""
+"""Log-probs of sampled tokens under the frozen reference model, from its generators' `POST
+/v1/score`.
+"""
 
 import asyncio
 import logging
@@ -29,9 +31,17 @@ class ScoreResponse(BaseModel):
 
 
 class Reference:
-    """Calls go to the generator with the fewest tokens in flight; one that failed is tried again after the others."""
+    """Calls go to the generator with the fewest tokens in flight; one that failed is tried again
+    after the others.
+    """
 
-    def __init__(self, session: aiohttp.ClientSession, urls: Sequence[str], temperature: float, give_up_s: float) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        urls: Sequence[str],
+        temperature: float,
+        give_up_s: float,
+    ) -> None:
         self._session = session
         self._temperature = temperature
         self._give_up_s = give_up_s
@@ -41,12 +51,18 @@ class Reference:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, urls: Sequence[str], *, temperature: float, token: str | None, give_up_s: float = GIVE_UP_S
+        cls,
+        urls: Sequence[str],
+        *,
+        temperature: float,
+        token: str | None,
+        give_up_s: float = GIVE_UP_S,
     ) -> AsyncIterator["Reference"]:
         """Raises SettingsError without an address."""
         if not urls:
             raise SettingsError(
-                "spec.reference is set but no reference generator was given: pass --reference URL at least once"
+                "spec.reference is set but no reference generator was given: pass --reference URL "
+                "at least once"
             )
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         timeout = aiohttp.ClientTimeout(total=CALL_TIMEOUT_S)
@@ -56,7 +72,8 @@ class Reference:
     async def score(self, sequences: Sequence[TrainSequence]) -> list[NDArray[np.float32]]:
         """T log-probs for each sequence's sampled tokens, at the sampling temperature.
 
-        Raises Unavailable when no generator answered in time, PermanentError when one refuses or answers nonsense.
+        Raises Unavailable when no generator answered in time, PermanentError when one refuses or
+        answers nonsense.
         """
         starts = [sequence.segment_lengths[0] for sequence in sequences]
         body = {
@@ -68,7 +85,9 @@ class Reference:
         }
         answer = await self._call(body, sum(sequence.num_tokens for sequence in sequences))
         if len(answer.logprobs) != len(sequences):
-            raise PermanentError(f"/v1/score answered {len(answer.logprobs)} sequences instead of {len(sequences)}")
+            raise PermanentError(
+                f"/v1/score answered {len(answer.logprobs)} sequences instead of {len(sequences)}"
+            )
         return [_sampled(*each) for each in zip(sequences, starts, answer.logprobs, strict=True)]
 
     async def _call(self, body: object, num_tokens: int) -> ScoreResponse:
@@ -111,10 +130,14 @@ class Reference:
 def _sampled(sequence: TrainSequence, start: int, logprobs: list[float]) -> NDArray[np.float32]:
     """Picks the sampled tokens out of the scores of tokens `start` and later."""
     if len(logprobs) != sequence.num_tokens - start:
-        raise PermanentError(f"/v1/score answered {len(logprobs)} log-probs for {sequence.num_tokens - start} tokens")
+        raise PermanentError(
+            f"/v1/score answered {len(logprobs)} log-probs for {sequence.num_tokens - start} tokens"
+        )
     segments = sequence.segment_lengths
     sampled_S = np.repeat(np.tile([False, True], len(segments) // 2), segments)
-    scores_S = np.concatenate([np.zeros(start, dtype=np.float32), np.asarray(logprobs, dtype=np.float32)])
+    scores_S = np.concatenate(
+        [np.zeros(start, dtype=np.float32), np.asarray(logprobs, dtype=np.float32)]
+    )
     scores_T: NDArray[np.float32] = scores_S[sampled_S]
     if not np.isfinite(scores_T).all():
         raise PermanentError("/v1/score answered a log-prob that is not finite")

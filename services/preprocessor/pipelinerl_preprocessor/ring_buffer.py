@@ -14,7 +14,9 @@ class RingBuffer:
         self._waiting: dict[str, None] = {}
 
     def add(self, group_id: str) -> str | None:
-        """Returns the oldest group when it had to give way; the caller counts it and gives its slot back."""
+        """Returns the oldest group when it had to give way; the caller counts it and gives its slot
+        back.
+        """
         self._waiting[group_id] = None
         if len(self._waiting) <= self.max_groups:
             return None

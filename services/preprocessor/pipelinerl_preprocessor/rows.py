@@ -16,12 +16,15 @@ from pipelinerl_common.types import MicroBatch, VersionRun
 class TrainSequence:
     """One trajectory, ready to be packed.
 
-    Example: token_ids_S of 7, segment_lengths (4, 3), logprobs_T of 3: slots 4, 5 and 6 are trained.
+    Example: token_ids_S of 7, segment_lengths (4, 3), logprobs_T of 3: slots 4, 5 and 6 are
+    trained.
     """
 
     token_ids_S: NDArray[np.uint32]
     segment_lengths: tuple[int, ...]
-    """Alternating given, sampled, ...; an even number of them. The first is above 0: a sampled token has a context."""
+    """Alternating given, sampled, ...; an even number of them. The first is above 0: a sampled
+    token has a context.
+    """
     logprobs_T: NDArray[np.float32]
     ref_logprobs_T: NDArray[np.float32] | None
     version_runs: tuple[VersionRun, ...]
@@ -50,7 +53,8 @@ def build_row(
     reference: bool,
     returns: bool,
 ) -> MicroBatch:
-    """Lays `members`, (group number, sequence) pairs, one after another into `num_slots` slots; the rest is padding.
+    """Lays `members`, (group number, sequence) pairs, one after another into `num_slots` slots; the
+    rest is padding.
 
     `reference` and `returns` tell whether the row has those columns, filler rows included.
     """

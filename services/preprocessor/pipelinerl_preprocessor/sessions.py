@@ -1,4 +1,6 @@
-"""Which session of each actor is the current one: an actor that starts anew comes with a new session id."""
+"""Which session of each actor is the current one: an actor that starts anew comes with a new
+session id.
+"""
 
 
 class Sessions:
@@ -19,7 +21,9 @@ class Sessions:
         return self._newest.get(actor_id, (session_id, 0.0))[0] == session_id
 
     def forget_silent(self, now: float) -> None:
-        self._newest = {actor: seen for actor, seen in self._newest.items() if now - seen[1] < self._forget_s}
+        self._newest = {
+            actor: seen for actor, seen in self._newest.items() if now - seen[1] < self._forget_s
+        }
 
     def actors(self) -> list[str]:
         """Those that are there, in the order of their names."""

@@ -1,4 +1,5 @@
-"""`trained.jsonl`: one line per committed step, so that anybody can check what was trained and that nothing was twice.
+"""`trained.jsonl`: one line per committed step, so that anybody can check what was trained and that
+nothing was twice.
 
 {"step": 7, "incarnation": 0, "groups": [{"group_id": "0-56", "prompt_index": 56}, ...]}
 """
@@ -22,7 +23,9 @@ class TrainedLog:
         line = {
             "step": step,
             "incarnation": incarnation,
-            "groups": [{"group_id": group.group_id, "prompt_index": group.prompt_index} for group in groups],
+            "groups": [
+                {"group_id": group.group_id, "prompt_index": group.prompt_index} for group in groups
+            ],
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         cut_torn_line(self.path)  # of a disk that was full
@@ -30,7 +33,9 @@ class TrainedLog:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
     def rewind(self, num_committed: int) -> None:
-        """Keeps the lines of steps before `num_committed`; a line that a crash left unfinished goes as well."""
+        """Keeps the lines of steps before `num_committed`; a line that a crash left unfinished goes
+        as well.
+        """
         if not self.path.exists():
             return
         kept = self.path.with_suffix(".rewinding")

@@ -1,4 +1,6 @@
-"""A whole preprocessor on a real nats-server, with this test's own hands in the roles of actor and trainer."""
+"""A whole preprocessor on a real nats-server, with this test's own hands in the roles of actor and
+trainer.
+"""
 
 import asyncio
 import os
@@ -24,13 +26,23 @@ from pipelinerl_common.rpc import Channel, call, connect, stream_call
 from pipelinerl_common.settings import Job, parse_job
 from pipelinerl_common.stream import NatsServer, Stream
 from pipelinerl_common.stream import connect as connect_stream
-from pipelinerl_common.types import FinishReason, GroupId, MicroBatch, Sample, SampleGroup, StepPlan, VersionRun
+from pipelinerl_common.types import (
+    FinishReason,
+    GroupId,
+    MicroBatch,
+    Sample,
+    SampleGroup,
+    StepPlan,
+    VersionRun,
+)
 
 DEADLINE_S = 30.0
 
 
 def job_document(**sections: dict[str, Any]) -> dict[str, Any]:
-    """B=2 groups of 2 trajectories, areal with eta 1. `sections` are merged over the spec's sections."""
+    """B=2 groups of 2 trajectories, areal with eta 1. `sections` are merged over the spec's
+    sections.
+    """
     spec: dict[str, dict[str, Any]] = {
         "model": {"uri": "tiny://arithmetic", "maxModelLen": 64},
         "task": {"path": "tests.tasks:Task", "groupSize": 2, "sampling": {"maxTokens": 32}},
@@ -85,7 +97,9 @@ def make_group(
     job: str = "test",
 ) -> SampleGroup:
     chosen = samples or (make_sample(0, 1.0, version=version), make_sample(1, 0.0, version=version))
-    return SampleGroup(job, GroupId(group_id), attempt, prompt_index, temperature, tuple(chosen), finished_at=1.0)
+    return SampleGroup(
+        job, GroupId(group_id), attempt, prompt_index, temperature, tuple(chosen), finished_at=1.0
+    )
 
 
 @dataclass
@@ -98,7 +112,9 @@ class Pulled:
 
 @dataclass
 class Rig:
-    """One nats-server and one preprocessor process at a time; the process can be killed and started anew."""
+    """One nats-server and one preprocessor process at a time; the process can be killed and started
+    anew.
+    """
 
     job_file: Path
     output: Path
@@ -116,9 +132,22 @@ class Rig:
     # The process
 
     async def start(self, *flags: str) -> None:
-        arguments = ["--job", str(self.job_file), "--output", str(self.output), "--nats-url", self.nats.url, *flags]
+        arguments = [
+            "--job",
+            str(self.job_file),
+            "--output",
+            str(self.output),
+            "--nats-url",
+            self.nats.url,
+            *flags,
+        ]
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "pipelinerl_preprocessor", *arguments, stderr=asyncio.subprocess.PIPE, env=dict(os.environ)
+            sys.executable,
+            "-m",
+            "pipelinerl_preprocessor",
+            *arguments,
+            stderr=asyncio.subprocess.PIPE,
+            env=dict(os.environ),
         )
         address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._read_log(self.process, address))
@@ -127,7 +156,9 @@ class Rig:
             self._opened = connect(self.address, token=None)
         self._channel = await self._opened.__aenter__()
 
-    async def _read_log(self, process: asyncio.subprocess.Process, address: "asyncio.Future[str]") -> None:
+    async def _read_log(
+        self, process: asyncio.subprocess.Process, address: "asyncio.Future[str]"
+    ) -> None:
         assert process.stderr is not None
         async for raw in process.stderr:
             line = raw.decode(errors="replace").rstrip()
@@ -182,7 +213,13 @@ class Rig:
         )
         return await call(AdmissionStub(self.channel).Lease, request, timeout_s=DEADLINE_S)
 
-    async def report(self, lease_id: str, outcome: "apb.GroupOutcome.ValueType", actor: str = "actor-0", **fields: Any) -> None:
+    async def report(
+        self,
+        lease_id: str,
+        outcome: "apb.GroupOutcome.ValueType",
+        actor: str = "actor-0",
+        **fields: Any,
+    ) -> None:
         event = apb.GroupEvent(lease_id=lease_id, outcome=outcome, **fields)
         request = apb.ReportRequest(actor_id=actor, events=[event])
         await call(AdmissionStub(self.channel).Report, request, timeout_s=DEADLINE_S)
@@ -204,8 +241,15 @@ class Rig:
 
     # The trainer's part
 
-    async def restore(self, step: int = 0, snapshot: bpb.LedgerSnapshot | None = None, restore_id: str | None = None) -> bool:
-        request = bpb.RestoreRequest(restore_id=restore_id or uuid.uuid4().hex, num_committed_steps=step, snapshot=snapshot)
+    async def restore(
+        self,
+        step: int = 0,
+        snapshot: bpb.LedgerSnapshot | None = None,
+        restore_id: str | None = None,
+    ) -> bool:
+        request = bpb.RestoreRequest(
+            restore_id=restore_id or uuid.uuid4().hex, num_committed_steps=step, snapshot=snapshot
+        )
         response = await call(BatchesStub(self.channel).Restore, request, timeout_s=DEADLINE_S)
         return response.rewound
 
@@ -219,13 +263,29 @@ class Rig:
         await self.mark_published(0)
 
     async def pull_once(
-        self, step: int, rank: int = 0, num_ranks: int = 1, wait_s: float = 10.0, batch_id: str = "", num_had: int = 0
+        self,
+        step: int,
+        rank: int = 0,
+        num_ranks: int = 1,
+        wait_s: float = 10.0,
+        batch_id: str = "",
+        num_had: int = 0,
     ) -> Pulled | str | None:
         """The batch, or what is new of `batch_id`; the reason to wait; None at the end of the run."""
         request = bpb.PullStepRequest(
-            step=step, rank=rank, num_ranks=num_ranks, wait_s=wait_s, batch_id=batch_id, first_micro_batch=num_had
+            step=step,
+            rank=rank,
+            num_ranks=num_ranks,
+            wait_s=wait_s,
+            batch_id=batch_id,
+            first_micro_batch=num_had,
         )
-        responses = [each async for each in stream_call(BatchesStub(self.channel).PullStep, request, timeout_s=DEADLINE_S)]
+        responses = [
+            each
+            async for each in stream_call(
+                BatchesStub(self.channel).PullStep, request, timeout_s=DEADLINE_S
+            )
+        ]
         first = responses[0]
         if first.HasField("wait"):
             return str(first.wait.reason)
@@ -241,7 +301,9 @@ class Rig:
         pulled = await self.pull(step, rank, num_ranks)
         rows = list(pulled.rows)
         while pulled.plan.provisional:
-            more = await self.pull_once(step, rank, num_ranks, batch_id=pulled.plan.batch_id, num_had=len(rows))
+            more = await self.pull_once(
+                step, rank, num_ranks, batch_id=pulled.plan.batch_id, num_had=len(rows)
+            )
             assert isinstance(more, Pulled), more
             pulled = more
             rows += more.rows
@@ -249,7 +311,9 @@ class Rig:
 
     async def may_publish(self, version: int, wait_s: float = 0.0) -> bool:
         request = bpb.WaitPublishableRequest(policy_version=version, wait_s=wait_s)
-        return (await call(BatchesStub(self.channel).WaitPublishable, request, timeout_s=DEADLINE_S)).allowed
+        return (
+            await call(BatchesStub(self.channel).WaitPublishable, request, timeout_s=DEADLINE_S)
+        ).allowed
 
     async def pull(self, step: int, rank: int = 0, num_ranks: int = 1) -> Pulled:
         pulled = await self.pull_once(step, rank, num_ranks)
@@ -269,7 +333,9 @@ class Rig:
 
     async def snapshot(self, step: int) -> bpb.LedgerSnapshot:
         request = bpb.GetSnapshotRequest(step=step)
-        return (await call(BatchesStub(self.channel).GetSnapshot, request, timeout_s=DEADLINE_S)).snapshot
+        return (
+            await call(BatchesStub(self.channel).GetSnapshot, request, timeout_s=DEADLINE_S)
+        ).snapshot
 
     # Looking inside
 
@@ -277,7 +343,9 @@ class Rig:
         return (await self.metrics_with(name, at_least))[name]
 
     async def metrics_with(self, name: str, at_least: float) -> dict[str, float]:
-        """Waits for a metrics record that has `name` at `at_least` or above and returns all its values."""
+        """Waits for a metrics record that has `name` at `at_least` or above and returns all its
+        values.
+        """
         async with asyncio.timeout(DEADLINE_S), self.stream.metrics() as records:
             async for record in records:
                 if record.values.get(name, -1.0) >= at_least:
@@ -292,12 +360,17 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(tmp_path: Path, *flags: str, started: bool = True, **sections: dict[str, Any]) -> AsyncIterator[Rig]:
+async def rig(
+    tmp_path: Path, *flags: str, started: bool = True, **sections: dict[str, Any]
+) -> AsyncIterator[Rig]:
     document = job_document(**sections)
     job_file = tmp_path / "job.yaml"
     job_file.write_text(yaml.safe_dump(document))
     settings = parse_job(document, source="test").spec.stream
-    async with NatsServer.start(tmp_path / "nats") as nats, connect_stream(nats.url, "test", settings, name="test") as stream:
+    async with (
+        NatsServer.start(tmp_path / "nats") as nats,
+        connect_stream(nats.url, "test", settings, name="test") as stream,
+    ):
         made = Rig(job_file, tmp_path / "output", nats, stream)
         if started:
             await made.start(*flags)

@@ -54,18 +54,30 @@ def test_the_deviation_is_that_of_a_sample() -> None:
         ({"loss": "ppo"}, [3, 0, 0], [3, 0, 0]),
         ({"loss": "rloo"}, [3, 0, 0], [3, -1.5, -1.5]),
         ({"loss": "dr_grpo"}, [3, 0, 0], [2, -1, -1]),
-        ({"loss": "grpo"}, [3, 0, 0], [2 / (3**0.5 + 1e-6), -1 / (3**0.5 + 1e-6), -1 / (3**0.5 + 1e-6)]),
+        (
+            {"loss": "grpo"},
+            [3, 0, 0],
+            [2 / (3**0.5 + 1e-6), -1 / (3**0.5 + 1e-6), -1 / (3**0.5 + 1e-6)],
+        ),
         ({"loss": "grpo"}, [5, 5, 5], [0, 0, 0]),
         ({"loss": "grpo", "divideByStd": False}, [3, 0, 0], [2, -1, -1]),
         ({"loss": "dapo"}, [1, 0], [0.5 / (0.5**0.5 + 1e-6), -0.5 / (0.5**0.5 + 1e-6)]),
         ({"loss": "gspo"}, [1, 0], [0.5 / (0.5**0.5 + 1e-6), -0.5 / (0.5**0.5 + 1e-6)]),
         ({"loss": "cispo"}, [1, 0], [0.5 / (0.5**0.5 + 1e-6), -0.5 / (0.5**0.5 + 1e-6)]),
-        ({"baseline": "leave_one_out", "divideByStd": True}, [1, 0], [1 / (0.5**0.5 + 1e-6), -1 / (0.5**0.5 + 1e-6)]),
+        (
+            {"baseline": "leave_one_out", "divideByStd": True},
+            [1, 0],
+            [1 / (0.5**0.5 + 1e-6), -1 / (0.5**0.5 + 1e-6)],
+        ),
     ],
 )
-def test_the_job_chooses_baseline_and_scale(settings: dict[str, object], rewards: list[float], expected: list[float]) -> None:
+def test_the_job_chooses_baseline_and_scale(
+    settings: dict[str, object], rewards: list[float], expected: list[float]
+) -> None:
     algorithm = AlgorithmSettings.model_validate(settings)
-    np.testing.assert_allclose(advantages(np.array(rewards, dtype=np.float64), algorithm), expected, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(
+        advantages(np.array(rewards, dtype=np.float64), algorithm), expected, rtol=1e-12, atol=1e-12
+    )
 
 
 def test_rewards_that_differ_by_rounding_alone_do_not_get_advantages_of_order_one() -> None:

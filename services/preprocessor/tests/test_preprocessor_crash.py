@@ -1,4 +1,6 @@
-"""kill -9 at every point of a step, rewinds of the trainer, an absent stream: what goes on and what does not."""
+"""kill -9 at every point of a step, rewinds of the trainer, an absent stream: what goes on and what
+does not.
+"""
 
 import asyncio
 import json
@@ -57,11 +59,15 @@ async def test_killed_with_leases_out_and_a_new_actor_grants_them_again(tmp_path
         leases = (await preprocessor.lease(4)).leases
         await preprocessor.crash()
         again = (await preprocessor.lease(9, actor="actor-1", wait_s=20)).leases
-        assert [(lease.group_id, lease.attempt) for lease in again] == [(lease.group_id, 1) for lease in leases]
+        assert [(lease.group_id, lease.attempt) for lease in again] == [
+            (lease.group_id, 1) for lease in leases
+        ]
 
 
 async def test_killed_with_groups_ready_they_come_back_in_order(tmp_path: Path) -> None:
-    async with rig(tmp_path, staleness={"policy": "conventional", "stepsPerGeneration": 2}) as preprocessor:
+    async with rig(
+        tmp_path, staleness={"policy": "conventional", "stepsPerGeneration": 2}
+    ) as preprocessor:
         await preprocessor.begin()
         leases = (await preprocessor.lease(4)).leases
         for place in (2, 0, 3, 1):
@@ -72,7 +78,9 @@ async def test_killed_with_groups_ready_they_come_back_in_order(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("num_crashes", [1, 2])
-async def test_killed_between_pull_and_commit_the_commit_counts(tmp_path: Path, num_crashes: int) -> None:
+async def test_killed_between_pull_and_commit_the_commit_counts(
+    tmp_path: Path, num_crashes: int
+) -> None:
     async with rig(tmp_path) as preprocessor:
         await preprocessor.begin()
         await preprocessor.roll_out(4)
@@ -85,7 +93,9 @@ async def test_killed_between_pull_and_commit_the_commit_counts(tmp_path: Path, 
         assert trained(tmp_path / "output") == [(0, ["0-0", "0-1"])]
 
 
-async def test_killed_between_pull_and_commit_another_pull_gives_the_same_batch(tmp_path: Path) -> None:
+async def test_killed_between_pull_and_commit_another_pull_gives_the_same_batch(
+    tmp_path: Path,
+) -> None:
     async with rig(tmp_path) as preprocessor:
         await preprocessor.begin()
         await preprocessor.roll_out(4)
@@ -95,7 +105,9 @@ async def test_killed_between_pull_and_commit_another_pull_gives_the_same_batch(
         assert again.plan.batch_id == pulled.plan.batch_id
 
 
-async def test_a_commit_of_another_assembly_takes_what_was_trained_and_keeps_the_rest(tmp_path: Path) -> None:
+async def test_a_commit_of_another_assembly_takes_what_was_trained_and_keeps_the_rest(
+    tmp_path: Path,
+) -> None:
     async with rig(tmp_path) as preprocessor:
         await preprocessor.begin()
         await preprocessor.roll_out(4)
@@ -135,22 +147,33 @@ async def test_a_commit_whose_journal_entry_was_lost_leaves_no_line_behind(tmp_p
         assert trained(tmp_path / "output") == [(0, ["0-0", "0-1"])]
 
 
-async def test_the_trainer_resumes_at_the_last_commit_without_losing_anything(tmp_path: Path) -> None:
+async def test_the_trainer_resumes_at_the_last_commit_without_losing_anything(
+    tmp_path: Path,
+) -> None:
     async with rig(tmp_path) as preprocessor:
         await preprocessor.begin()
         leases = await preprocessor.roll_out(4)
         pulled = await preprocessor.pull(0)
         await preprocessor.commit(0, pulled.plan.group_ids)
         snapshot = await preprocessor.snapshot(1)
-        assert (snapshot.next_prompt_index, list(snapshot.open_prompt_indices), snapshot.incarnation) == (4, [2, 3], 0)
+        assert (
+            snapshot.next_prompt_index,
+            list(snapshot.open_prompt_indices),
+            snapshot.incarnation,
+        ) == (4, [2, 3], 0)
         assert await preprocessor.restore(1, snapshot, "again") is False
         assert await preprocessor.restore(1, snapshot, "again") is False
         assert not (await preprocessor.lease(1, wait_s=0.05)).leases
         await preprocessor.mark_published(1)
-        assert (await preprocessor.pull(1)).plan.group_ids == (leases[2].group_id, leases[3].group_id)
+        assert (await preprocessor.pull(1)).plan.group_ids == (
+            leases[2].group_id,
+            leases[3].group_id,
+        )
 
 
-async def test_a_rewind_voids_the_lost_timeline_and_replays_no_trained_prompt(tmp_path: Path) -> None:
+async def test_a_rewind_voids_the_lost_timeline_and_replays_no_trained_prompt(
+    tmp_path: Path,
+) -> None:
     async with rig(tmp_path) as preprocessor:
         await preprocessor.begin()
         await preprocessor.roll_out(4)
@@ -172,7 +195,12 @@ async def test_a_rewind_voids_the_lost_timeline_and_replays_no_trained_prompt(tm
 
         await preprocessor.mark_published(1)
         leases = await preprocessor.roll_out(4, version=1)
-        assert [(lease.group_id, lease.prompt_index) for lease in leases] == [("1-0", 2), ("1-1", 3), ("1-2", 4), ("1-3", 5)]
+        assert [(lease.group_id, lease.prompt_index) for lease in leases] == [
+            ("1-0", 2),
+            ("1-1", 3),
+            ("1-2", 4),
+            ("1-3", 5),
+        ]
         await preprocessor.train(1)
         await preprocessor.train(2)
         assert trained_prompts(tmp_path / "output") == [0, 1, 2, 3, 4, 5]
@@ -192,7 +220,11 @@ async def test_killed_after_a_rewind_the_new_timeline_holds(tmp_path: Path) -> N
 
 async def test_a_lost_store_is_replaced_by_the_snapshot(tmp_path: Path) -> None:
     snapshot = pb.LedgerSnapshot(
-        schema_version=1, num_committed_steps=7, next_prompt_index=20, open_prompt_indices=[15, 18], incarnation=2
+        schema_version=1,
+        num_committed_steps=7,
+        next_prompt_index=20,
+        open_prompt_indices=[15, 18],
+        incarnation=2,
     )
     async with rig(tmp_path) as preprocessor:
         assert await preprocessor.restore(7, snapshot) is True
@@ -214,7 +246,9 @@ async def test_contradictions_in_a_restore_are_refused(tmp_path: Path) -> None:
         with pytest.raises(PermanentError, match="schema_version=0"):
             await preprocessor.restore(0, pb.LedgerSnapshot())
         with pytest.raises(PermanentError, match="open prompts"):
-            await preprocessor.restore(0, pb.LedgerSnapshot(schema_version=1, open_prompt_indices=[4], next_prompt_index=2))
+            await preprocessor.restore(
+                0, pb.LedgerSnapshot(schema_version=1, open_prompt_indices=[4], next_prompt_index=2)
+            )
 
 
 async def test_many_steps_with_a_kill_in_each_train_every_prompt_once(tmp_path: Path) -> None:

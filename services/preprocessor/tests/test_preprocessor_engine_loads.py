@@ -46,7 +46,9 @@ def test_totals_are_what_is_new_and_survive_a_restart_of_the_generator() -> None
     loads.heard("actor-0", load(preemptions_total=5, steps_total=100, step_seconds_total=1.0), 0.0)
     assert loads.observation(0.0, 5.0).num_preemptions == 0  # they were before anybody listened
     loads.heard("actor-0", load(preemptions_total=7, steps_total=150, step_seconds_total=1.5), 1.0)
-    loads.heard("actor-0", load(preemptions_total=1, steps_total=10, step_seconds_total=0.1), 2.0)  # a new process
+    loads.heard(
+        "actor-0", load(preemptions_total=1, steps_total=10, step_seconds_total=0.1), 2.0
+    )  # a new process
     loads.heard("actor-0", load(preemptions_total=4, steps_total=30, step_seconds_total=0.3), 3.0)
     assert loads.observation(3.0, 5.0).num_preemptions == 2 + 3
     assert loads.observation(3.0, 5.0).num_preemptions == 0
@@ -67,11 +69,17 @@ def events(preprocessor: Rig, method: str) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize(
-    "policy", [{"policy": "slack", "eta": 3}, {"policy": "prime_rl", "eta": 3, "initialInflight": 4}], ids=["slack", "prime_rl"]
+    "policy",
+    [{"policy": "slack", "eta": 3}, {"policy": "prime_rl", "eta": 3, "initialInflight": 4}],
+    ids=["slack", "prime_rl"],
 )
-async def test_nearly_empty_engines_let_the_adaptive_policies_admit_more(tmp_path: Path, policy: dict[str, Any]) -> None:
-    """SLACK begins at one and a half batches of 2 groups and grows by a group with a report; prime-rl's cap of 4 trajectories
-    grows while groups of 2 finish. The run then replays to the same decisions, the load among what is heard."""
+async def test_nearly_empty_engines_let_the_adaptive_policies_admit_more(
+    tmp_path: Path, policy: dict[str, Any]
+) -> None:
+    """SLACK begins at one and a half batches of 2 groups and grows by a group with a report;
+    prime-rl's cap of 4 trajectories grows while groups of 2 finish. The run then replays to the
+    same decisions, the load among what is heard.
+    """
     async with rig(tmp_path, staleness=policy) as preprocessor:
         await preprocessor.begin()
         held = list((await preprocessor.lease(9)).leases)
@@ -79,7 +87,11 @@ async def test_nearly_empty_engines_let_the_adaptive_policies_admit_more(tmp_pat
         async with asyncio.timeout(DEADLINE_S):
             while len(held) <= most:
                 await tell(preprocessor, load(kv_usage=0.05, kv_tokens=1600, num_running=4))
-                if policy["policy"] == "prime_rl" and len(held) == most and events(preprocessor, "observe"):
+                if (
+                    policy["policy"] == "prime_rl"
+                    and len(held) == most
+                    and events(preprocessor, "observe")
+                ):
                     await preprocessor.publish(held.pop(0))
                 running = [lease.lease_id for lease in held]
                 held += (await preprocessor.lease(9, running=running, wait_s=0.3)).leases
@@ -101,25 +113,39 @@ async def test_a_report_of_too_many_generators_is_refused(tmp_path: Path) -> Non
 
 def partial(*tokens: int) -> pb.PartialGroup:
     runs = [sample_pb2.VersionRun(policy_version=0, num_tokens=len(tokens))]
-    answer = pb.PartialAnswer(sample_index=0, token_ids=tokens, logprobs=[-0.5] * len(tokens), version_runs=runs)
+    answer = pb.PartialAnswer(
+        sample_index=0, token_ids=tokens, logprobs=[-0.5] * len(tokens), version_runs=runs
+    )
     return pb.PartialGroup(prompt_token_ids=[4, 2], answers=[answer])
 
 
-async def test_a_group_that_one_actor_hands_back_is_granted_to_another_with_its_tokens(tmp_path: Path) -> None:
+async def test_a_group_that_one_actor_hands_back_is_granted_to_another_with_its_tokens(
+    tmp_path: Path,
+) -> None:
     async with rig(tmp_path) as preprocessor:
         await preprocessor.begin()
         (lease,) = (await preprocessor.lease(1)).leases
         assert not lease.HasField("partial")
-        await preprocessor.report(lease.lease_id, pb.GROUP_OUTCOME_HANDED_BACK, partial=partial(7, 8, 9))
+        await preprocessor.report(
+            lease.lease_id, pb.GROUP_OUTCOME_HANDED_BACK, partial=partial(7, 8, 9)
+        )
         (again,) = (await preprocessor.lease(1, actor="actor-1")).leases
-        assert (again.group_id, again.attempt, again.partial) == (lease.group_id, 1, partial(7, 8, 9))
+        assert (again.group_id, again.attempt, again.partial) == (
+            lease.group_id,
+            1,
+            partial(7, 8, 9),
+        )
         await preprocessor.publish(again)
         await preprocessor.metric("queue_groups{stage=ready}", 1)
 
 
 async def test_the_policy_s_limit_of_trajectories_reaches_the_actors(tmp_path: Path) -> None:
-    """prime-rl begins with a cap of 5: three for the first actor, two for the second. areal has no limit."""
-    async with rig(tmp_path, staleness={"policy": "prime_rl", "eta": 2, "initialInflight": 5}) as preprocessor:
+    """prime-rl begins with a cap of 5: three for the first actor, two for the second. areal has no
+    limit.
+    """
+    async with rig(
+        tmp_path, staleness={"policy": "prime_rl", "eta": 2, "initialInflight": 5}
+    ) as preprocessor:
         await preprocessor.begin()
         assert (await preprocessor.lease(0)).max_trajectories == 5
         assert (await preprocessor.lease(0, actor="actor-1")).max_trajectories == 2

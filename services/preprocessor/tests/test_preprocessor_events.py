@@ -19,7 +19,9 @@ def events_of(output: Path) -> list[list[object]]:
 
 
 async def live_run(preprocessor: Rig) -> None:
-    """Three steps, a group that is cancelled or dropped for its age, a group that fails, and a crash between steps."""
+    """Three steps, a group that is cancelled or dropped for its age, a group that fails, and a
+    crash between steps.
+    """
     await preprocessor.begin()
     late = (await preprocessor.lease(1)).leases
     for step in range(3):
@@ -53,23 +55,37 @@ async def test_a_recorded_run_replays_to_the_same_decisions(
     methods = [str(event[1]) for event in events_of(preprocessor.output)]
     assert methods.count("policy") == 2
     assert methods.count("step_done") == 3
-    assert {"admitted", "first_token", "last_token", "trajectory_finished", "published", "may_admit"} <= set(methods)
+    assert {
+        "admitted",
+        "first_token",
+        "last_token",
+        "trajectory_finished",
+        "published",
+        "may_admit",
+    } <= set(methods)
     assert run(Namespace(folder=preprocessor.output)) == status == 0
     told = re.fullmatch(
-        r"(?s).*\n(\d+) events fed to a fresh policy, (\d+) decisions compared: all agree\n", capsys.readouterr().out
+        r"(?s).*\n(\d+) events fed to a fresh policy, (\d+) decisions compared: all agree\n",
+        capsys.readouterr().out,
     )
     assert told is not None
-    assert sum(map(int, told.groups())) == len([name for name in methods if name not in ("policy", *NOTES)])
+    assert sum(map(int, told.groups())) == len(
+        [name for name in methods if name not in ("policy", *NOTES)]
+    )
 
 
-async def test_a_tampered_log_is_told_by_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_tampered_log_is_told_by_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     async with rig(tmp_path) as preprocessor:
         await live_run(preprocessor)
     path = preprocessor.output / "events.jsonl"
     lines = path.read_text().splitlines()
     number = next(n for n, line in enumerate(lines) if '"take"' in line and '["0-' in line)
     seconds, method, arguments, (groups, dropped, reason) = json.loads(lines[number])
-    lines[number] = json.dumps([seconds, method, arguments, [[*groups[:-1], "0-99"], dropped, reason]])
+    lines[number] = json.dumps(
+        [seconds, method, arguments, [[*groups[:-1], "0-99"], dropped, reason]]
+    )
     path.write_text("\n".join(lines) + "\n")
     assert run(Namespace(folder=preprocessor.output)) == 1
     shown = capsys.readouterr().out
@@ -81,7 +97,9 @@ async def test_a_tampered_log_is_told_by_its_line(tmp_path: Path, capsys: pytest
     assert f"events.jsonl:{number + 1}: not an event" in capsys.readouterr().err
 
 
-def test_a_folder_without_events_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_events_is_bad_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(Namespace(folder=tmp_path)) == 2
     assert "events.jsonl" in capsys.readouterr().err
 
@@ -92,7 +110,10 @@ def test_a_line_that_a_crash_left_unfinished_is_cut(tmp_path: Path) -> None:
     log = EventLog(path)
     log.write("lost", ["0-1"], None)
     log.close()
-    assert [event[1:] for event in events_of(tmp_path)] == [["finished", ["0-1"], None], ["lost", ["0-1"], None]]
+    assert [event[1:] for event in events_of(tmp_path)] == [
+        ["finished", ["0-1"], None],
+        ["lost", ["0-1"], None],
+    ]
 
 
 def test_a_full_log_ends_and_the_next_start_begins_another(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Depth and age of every stage on a clock of the test's own, and the time during which the policy admits nothing."""
+"""Depth and age of every stage on a clock of the test's own, and the time during which the policy
+admits nothing.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,7 +87,10 @@ def test_a_group_is_in_one_stage_at_a_time_and_its_age_begins_anew_in_each() -> 
 
 
 def test_limits_are_those_of_the_policy_and_a_policy_without_a_promise_has_no_bound() -> None:
-    for policy, bound in ((Slack(SlackSettings(eta=3), B), 3.0), (Areal(ArealSettings(eta=2), B), None)):
+    for policy, bound in (
+        (Slack(SlackSettings(eta=3), B), 3.0),
+        (Areal(ArealSettings(eta=2), B), None),
+    ):
         live, metrics = live_ledger(policy, Clock())
         Depths(live, metrics)
         values = metrics.values()
@@ -105,7 +110,11 @@ async def test_what_has_not_been_fetched_yet_counts_for_the_stream() -> None:
     await depths.look_at(cast(Stream, stream), 1.0)
     values = metrics.values()
     assert values["queue_groups{stage=stream}"] == 4
-    assert (values["stream_messages"], values["stream_bytes"], values["stream_limit_bytes"]) == (7, 7000, 10_000)
+    assert (values["stream_messages"], values["stream_bytes"], values["stream_limit_bytes"]) == (
+        7,
+        7000,
+        10_000,
+    )
     assert values["stream_events_total{event=retries}"] == 3
     assert values["stream_set_aside_total{reason=job}"] == 1
 
@@ -130,4 +139,6 @@ def test_closed_time_is_counted_once_however_many_actors_wait() -> None:
     live.ledger.state.done = True
     with closed.refusing():
         clock.now += 50
-    assert metrics.values()["admission_closed_seconds_total"] == 10, "after the end nobody could be let in"
+    assert metrics.values()["admission_closed_seconds_total"] == 10, (
+        "after the end nobody could be let in"
+    )

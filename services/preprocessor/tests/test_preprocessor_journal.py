@@ -1,4 +1,6 @@
-"""The journal: what a crash between any two writes leaves, slots that are used again, a store that is away."""
+"""The journal: what a crash between any two writes leaves, slots that are used again, a store that
+is away.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -118,10 +120,17 @@ async def check_goes_on(bucket: MemoryBucket, dies_after: int) -> None:
             return
         snapshot = ledger.snapshot()
         trained = {0: [], 1: [0, 2]}[snapshot.num_committed_steps]
-        unheard = set(range(snapshot.next_prompt_index)) - set(trained) - set(snapshot.open_prompt_indices)
+        unheard = (
+            set(range(snapshot.next_prompt_index))
+            - set(trained)
+            - set(snapshot.open_prompt_indices)
+        )
         assert unheard <= {1}, "only the prompt that failed may be gone"
         assert not set(trained) & set(snapshot.open_prompt_indices)
-        assert all(ledger.arrive(group_id) is not Arrival.ACCEPTED for group_id in ("0-0", "0-2")) or not trained
+        assert (
+            all(ledger.arrive(group_id) is not Arrival.ACCEPTED for group_id in ("0-0", "0-2"))
+            or not trained
+        )
         ledger.publish(snapshot.num_committed_steps)
         ledger.expire(100.0)
         leases = ledger.grant("b", "s", 9, 100.0)
@@ -146,7 +155,9 @@ async def test_the_bucket_holds_no_more_than_what_is_outstanding() -> None:
         assert max(int(key.removeprefix("group.")) for key in bucket.stored if key != "ledger") < 8
 
 
-async def test_a_store_that_is_away_is_tried_again_and_sync_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_store_that_is_away_is_tried_again_and_sync_has_a_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("pipelinerl_preprocessor.journal._RETRY_S", 0.01)
     bucket = MemoryBucket()
     async with writing(bucket) as (ledger, journal):

@@ -41,19 +41,32 @@ def test_the_ring_buffer_keeps_the_newest(room: int, ids: list[int]) -> None:
     gone = [buffer.add(str(each)) for each in ids]
     kept = [str(each) for each in ids if str(each) in buffer]
     assert kept == [str(each) for each in ids[-room:]]
-    assert [each for each in gone if each is not None] == [str(each) for each in ids[: len(ids) - len(kept)]]
+    assert [each for each in gone if each is not None] == [
+        str(each) for each in ids[: len(ids) - len(kept)]
+    ]
 
 
 @pytest.mark.parametrize(
     ("staleness", "wanted", "least"),
-    [({"policy": "areal", "eta": 3}, 3, 4), ({"policy": "conventional", "stepsPerGeneration": 4}, 15, 16)],
+    [
+        ({"policy": "areal", "eta": 3}, 3, 4),
+        ({"policy": "conventional", "stepsPerGeneration": 4}, 15, 16),
+    ],
 )
-def test_a_ring_buffer_in_which_no_batch_can_form_is_refused(staleness: dict[str, object], wanted: int, least: int) -> None:
+def test_a_ring_buffer_in_which_no_batch_can_form_is_refused(
+    staleness: dict[str, object], wanted: int, least: int
+) -> None:
     def groups(size: int | None) -> int:
-        spec = make_job(algorithm={"groupsPerStep": 4}, staleness=staleness, preprocessor={"ringBufferGroups": size}).spec
+        spec = make_job(
+            algorithm={"groupsPerStep": 4},
+            staleness=staleness,
+            preprocessor={"ringBufferGroups": size},
+        ).spec
         return ring_buffer_groups(spec, policy_of(spec))
 
-    with pytest.raises(SettingsError, match=f"ringBufferGroups={wanted} is too small.*needs {least} waiting"):
+    with pytest.raises(
+        SettingsError, match=f"ringBufferGroups={wanted} is too small.*needs {least} waiting"
+    ):
         groups(wanted)
     assert groups(least) == least
     assert groups(None) == 16
@@ -69,7 +82,11 @@ def test_sessions_are_replaced_and_forgotten() -> None:
     assert sessions.heard_of("a", "1", now=0.0)
     assert not sessions.heard_of("a", "1", now=1.0)
     assert sessions.heard_of("a", "2", now=2.0)
-    assert (sessions.is_current("a", "1"), sessions.is_current("a", "2"), sessions.is_current("b", "9")) == (False, True, True)
+    assert (
+        sessions.is_current("a", "1"),
+        sessions.is_current("a", "2"),
+        sessions.is_current("b", "9"),
+    ) == (False, True, True)
     sessions.forget_silent(now=11.9)
     assert len(sessions) == 1
     sessions.forget_silent(now=12.0)

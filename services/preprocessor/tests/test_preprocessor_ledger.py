@@ -1,4 +1,6 @@
-"""The ledger under random events, crashes and rewinds included: nothing is lost, trained twice, or leaked."""
+"""The ledger under random events, crashes and rewinds included: nothing is lost, trained twice, or
+leaked.
+"""
 
 import copy
 from dataclasses import dataclass, field
@@ -31,7 +33,9 @@ B = 2
 
 
 def make_ledger(policy: Policy | None = None) -> Ledger:
-    return Ledger(policy or Areal(ArealSettings(eta=1), B), lease_s=LEASE_S, max_attempts=MAX_ATTEMPTS)
+    return Ledger(
+        policy or Areal(ArealSettings(eta=1), B), lease_s=LEASE_S, max_attempts=MAX_ATTEMPTS
+    )
 
 
 def running_ledger(policy: Policy | None = None) -> Ledger:
@@ -55,7 +59,12 @@ def test_leases_of_waiting_groups_come_before_open_prompts_before_new_ones() -> 
     ledger.restore("r", 3, Snapshot(3, 10, (4, 7), 0))
     ledger.publish(3)
     [first] = ledger.grant("a", "s", 1, now=0.0)
-    assert (first.group_id, first.prompt_index, first.attempt, first.lease_id) == ("1-0", 4, 0, "1-0:0")
+    assert (first.group_id, first.prompt_index, first.attempt, first.lease_id) == (
+        "1-0",
+        4,
+        0,
+        "1-0:0",
+    )
     ledger.hand_back("a", first.lease_id)
     again, second, third, fourth = ledger.grant("a", "s", 9, now=0.0)
     assert (again.group_id, again.attempt) == ("1-0", 1)
@@ -65,7 +74,12 @@ def test_leases_of_waiting_groups_come_before_open_prompts_before_new_ones() -> 
 def test_nothing_happens_before_a_restore() -> None:
     ledger = make_ledger()
     assert not ledger.may_grant()
-    for call in (ledger.take, ledger.snapshot, lambda: ledger.publish(0), lambda: ledger.commit(0, ["0-0"], last=False)):
+    for call in (
+        ledger.take,
+        ledger.snapshot,
+        lambda: ledger.publish(0),
+        lambda: ledger.commit(0, ["0-0"], last=False),
+    ):
         with pytest.raises(Unavailable):
             call()
 
@@ -115,7 +129,9 @@ def test_messages_are_told_apart_by_their_ids() -> None:
     ledger.publish(0)
     ledger.grant("a", "s", 4, now=0.0)
     assert ledger.arrive("0-0") is Arrival.ROLLBACK
-    assert [ledger.arrive(text) for text in ("1-4", "2-0", "", "x", "1-", "-1", "1-0-0")] == [Arrival.UNKNOWN] * 7
+    assert [ledger.arrive(text) for text in ("1-4", "2-0", "", "x", "1-", "-1", "1-0-0")] == [
+        Arrival.UNKNOWN
+    ] * 7
     finish(ledger, "1-0")
     finish(ledger, "1-1")
     ledger.commit(0, take(ledger), last=False)
@@ -158,10 +174,20 @@ def test_a_recalled_prompt_waits_for_what_its_actor_brings_and_goes_on_from_it()
     assert not ledger.recalls.brought("0-1:0", b"again")
     granted = ledger.grant("a", "s", 2, now=2.0)
     assert [(lease.prompt_index, lease.partial) for lease in granted] == [(1, b"sampled"), (3, b"")]
-    assert ledger.snapshot().open_prompt_indices == (0, 1, 2, 3)  # nothing is lost if a checkpoint is taken now
+    assert ledger.snapshot().open_prompt_indices == (
+        0,
+        1,
+        2,
+        3,
+    )  # nothing is lost if a checkpoint is taken now
     ledger.expire(LEASE_S + 1)  # the actor never answers for the others
     again = ledger.grant("b", "t", 2, now=LEASE_S + 2)
-    assert {(lease.prompt_index, lease.partial) for lease in again} <= {(0, b""), (1, b"sampled"), (2, b""), (3, b"")}
+    assert {(lease.prompt_index, lease.partial) for lease in again} <= {
+        (0, b""),
+        (1, b"sampled"),
+        (2, b""),
+        (3, b""),
+    }
     assert ledger.restore("other", 0, None)
     ledger.publish(0)
     assert ledger.grant("a", "s", 1, now=0.0)[0].partial == b""
@@ -210,7 +236,10 @@ def test_groups_of_an_assembly_that_was_not_trained_wait_again() -> None:
     for group_id in ("0-0", "0-1", "0-2", "0-3"):
         finish(ledger, group_id)
     assert take(ledger) == ("0-0", "0-1")
-    assert [group.group_id for group in ledger.commit(0, ["0-2", "0-1"], last=False)] == ["0-2", "0-1"]
+    assert [group.group_id for group in ledger.commit(0, ["0-2", "0-1"], last=False)] == [
+        "0-2",
+        "0-1",
+    ]
     assert take(ledger) == ("0-0", "0-3")
 
 
@@ -250,7 +279,9 @@ class Store:
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Actors, stream and trainer around one ledger. `stream` holds unacknowledged messages in their order."""
+    """Actors, stream and trainer around one ledger. `stream` holds unacknowledged messages in their
+    order.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +298,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.restore(None)
 
     def new_ledger(self) -> Ledger:
-        policies = (Areal(ArealSettings(eta=1), B), Conventional(ConventionalSettings(steps_per_generation=2), B))
+        policies = (
+            Areal(ArealSettings(eta=1), B),
+            Conventional(ConventionalSettings(steps_per_generation=2), B),
+        )
         ledger = make_ledger(policies[self.policy_kind])
         self.store.attach(ledger)
         return ledger
@@ -277,17 +311,23 @@ class LedgerMachine(RuleBasedStateMachine):
         step = snapshot.num_committed_steps if snapshot else 0
         self.ledger.restore(f"restore-{self.num_restores}", step, snapshot)
         del self.trained[step:]
-        self.checkpoints = [each for each in self.checkpoints if each[0].num_committed_steps <= step]
+        self.checkpoints = [
+            each for each in self.checkpoints if each[0].num_committed_steps <= step
+        ]
         if self.ledger.state.rewound:
             self.stream.clear()
-            self.checkpoints = [each for each in self.checkpoints if snapshot and each[0] == snapshot]
+            self.checkpoints = [
+                each for each in self.checkpoints if snapshot and each[0] == snapshot
+            ]
         self.ledger.publish(step)
 
     @rule(actor=st.sampled_from(["a", "b"]), num=st.integers(1, 4))
     def lease(self, actor: str, num: int) -> None:
         for lease in self.ledger.grant(actor, f"session-of-{actor}", num, self.now):
             self.leases.append((actor, lease))
-            assert self.prompt_of.setdefault(lease.group_id, lease.prompt_index) == lease.prompt_index
+            assert (
+                self.prompt_of.setdefault(lease.group_id, lease.prompt_index) == lease.prompt_index
+            )
 
     @precondition(lambda self: self.leases)
     @rule(place=st.integers(0, 99), new=st.booleans())
@@ -352,7 +392,9 @@ class LedgerMachine(RuleBasedStateMachine):
         """kill -9: a new ledger from the journal, then the unacknowledged messages again."""
         before = self.ledger
         self.ledger = self.new_ledger()
-        self.ledger.recover(self.store.state, [copy.copy(group) for group in self.store.groups.values()], self.now)
+        self.ledger.recover(
+            self.store.state, [copy.copy(group) for group in self.store.groups.values()], self.now
+        )
         assert self.ledger.snapshot() == before.snapshot()
         if redelivered:
             self.redeliver()
@@ -376,12 +418,19 @@ class LedgerMachine(RuleBasedStateMachine):
         assert len(trained) == len(set(trained))
         snapshot = self.ledger.snapshot()
         assert not set(trained) & set(snapshot.open_prompt_indices)
-        assert all(prompt < snapshot.next_prompt_index for prompt in [*trained, *snapshot.open_prompt_indices])
-        assert len(snapshot.open_prompt_indices) == len(self.ledger.groups) + len(self.ledger.state.open_prompts)
+        assert all(
+            prompt < snapshot.next_prompt_index
+            for prompt in [*trained, *snapshot.open_prompt_indices]
+        )
+        assert len(snapshot.open_prompt_indices) == len(self.ledger.groups) + len(
+            self.ledger.state.open_prompts
+        )
 
     @invariant()
     def policy_and_ledger_agree(self) -> None:
-        expected = {group.group_id for group in self.ledger.groups if group.state is not GroupState.TAKEN}
+        expected = {
+            group.group_id for group in self.ledger.groups if group.state is not GroupState.TAKEN
+        }
         assert set(self.ledger.policy.outstanding()) == expected
         assert len(self.ledger.groups) <= self.ledger.policy.max_outstanding() + B
 
@@ -398,7 +447,9 @@ class ConventionalMachine(LedgerMachine):
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-ConventionalMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+ConventionalMachine.TestCase.settings = settings(
+    max_examples=80, stateful_step_count=40, deadline=None
+)
 TestLedgerWithAreal = LedgerMachine.TestCase
 TestLedgerWithConventional = ConventionalMachine.TestCase
 
@@ -410,9 +461,13 @@ def test_group_ids_round_trip() -> None:
 
 def test_a_crash_inside_a_lease_loses_no_prompt() -> None:
     """Only the second of three groups was journalled, and not the ledger's own record."""
-    state = LedgerState(incarnation=0, next_sequence=5, next_prompt_index=5, publishing=True, served_version=0)
+    state = LedgerState(
+        incarnation=0, next_sequence=5, next_prompt_index=5, publishing=True, served_version=0
+    )
     ledger = make_ledger()
-    ledger.recover(state, [Group(GroupId("0-6"), 6, 6, attempt=0, actor_id="a", session_id="s")], now=0.0)
+    ledger.recover(
+        state, [Group(GroupId("0-6"), 6, 6, attempt=0, actor_id="a", session_id="s")], now=0.0
+    )
     assert ledger.snapshot().open_prompt_indices == (5, 6)
     [lease] = ledger.grant("a", "s", 1, now=0.0)
     assert (lease.group_id, lease.prompt_index) == ("0-7", 5)
@@ -428,7 +483,10 @@ def test_records_of_ended_groups_are_passed_over() -> None:
         publishing=True,
         served_version=1,
     )
-    records = [Group(GroupId(text), sequence, sequence, attempt=0) for text, sequence in (("0-7", 7), ("1-0", 0), ("1-2", 2))]
+    records = [
+        Group(GroupId(text), sequence, sequence, attempt=0)
+        for text, sequence in (("0-7", 7), ("1-0", 0), ("1-2", 2))
+    ]
     ledger = make_ledger()
     ledger.recover(state, records, now=0.0)
     assert [group.group_id for group in ledger.groups] == ["1-2"]

@@ -1,4 +1,6 @@
-"""What policies get and do live: publishes that are held back, cancels that reach the actors and stop their decoding."""
+"""What policies get and do live: publishes that are held back, cancels that reach the actors and
+stop their decoding.
+"""
 
 import asyncio
 import os
@@ -45,7 +47,13 @@ def live_ledger(policy: Policy, now: Callable[[], float] = lambda: 0.0) -> LiveL
     """With version 0 served and as many leases as the policy grants."""
     ledger = Ledger(policy, lease_s=60, max_attempts=3)
     counters = Counters(Metrics("preprocessor", "test"))
-    live = LiveLedger(ledger, JournalWriter(Bucket(), ledger), RingBuffer(100), PublishGate(ledger, 10.0, now), counters)
+    live = LiveLedger(
+        ledger,
+        JournalWriter(Bucket(), ledger),
+        RingBuffer(100),
+        PublishGate(ledger, 10.0, now),
+        counters,
+    )
     ledger.restore("start", 0, None)
     ledger.publish(0)
     return live
@@ -116,8 +124,12 @@ async def test_a_commit_that_is_cut_short_is_finished_by_the_next_call(tmp_path:
     journal.cancel()
 
 
-async def test_a_policy_that_never_publishes_a_version_does_not_hold_it_either(tmp_path: Path) -> None:
-    async with rig(tmp_path, staleness={"policy": "conventional", "stepsPerGeneration": 2}) as preprocessor:
+async def test_a_policy_that_never_publishes_a_version_does_not_hold_it_either(
+    tmp_path: Path,
+) -> None:
+    async with rig(
+        tmp_path, staleness={"policy": "conventional", "stepsPerGeneration": 2}
+    ) as preprocessor:
         await preprocessor.begin()
         await preprocessor.roll_out(4)
         pulled = await preprocessor.pull(0)
@@ -127,9 +139,13 @@ async def test_a_policy_that_never_publishes_a_version_does_not_hold_it_either(t
 
 
 @pytest.mark.parametrize(
-    "policy", [{"policy": "openrlhf"}, {"policy": "slime", "prefetchFactor": 2}], ids=["openrlhf", "slime"]
+    "policy",
+    [{"policy": "openrlhf"}, {"policy": "slime", "prefetchFactor": 2}],
+    ids=["openrlhf", "slime"],
 )
-async def test_a_publish_is_held_back_until_what_runs_is_complete(tmp_path: Path, policy: dict[str, Any]) -> None:
+async def test_a_publish_is_held_back_until_what_runs_is_complete(
+    tmp_path: Path, policy: dict[str, Any]
+) -> None:
     """openrlhf: one version per batch. slime: the next batch is there before the weights change."""
     async with rig(tmp_path, staleness=policy) as preprocessor:
         await preprocessor.begin()
@@ -158,10 +174,16 @@ async def test_groups_that_a_load_report_gives_up_are_cancelled_at_their_actor()
     await live.observe(EngineLoad(kv_usage=None, num_waiting=0, num_preemptions=0, seconds=5.0))
     assert live.ledger.leases.renew("actor", [lease.lease_id for lease in leases], 0.0) == []
     await live.observe(EngineLoad(kv_usage=None, num_waiting=0, num_preemptions=3, seconds=5.0))
-    assert live.ledger.leases.renew("actor", [lease.lease_id for lease in leases], 0.0) == [leases[-1].lease_id]
+    assert live.ledger.leases.renew("actor", [lease.lease_id for lease in leases], 0.0) == [
+        leases[-1].lease_id
+    ]
     live.stopped(leases[-1].group_id, 7)  # the actor tells what it had cost
     live.stopped(leases[0].group_id, 5)  # the run has ended meanwhile
-    counted = {name: value for name, value in live.counters.metrics.values().items() if "_dropped_total" in name and value}
+    counted = {
+        name: value
+        for name, value in live.counters.metrics.values().items()
+        if "_dropped_total" in name and value
+    }
     assert counted == {
         "groups_dropped_total{reason=cancelled}": 1,
         "tokens_dropped_total{reason=cancelled}": 7,
@@ -170,7 +192,9 @@ async def test_groups_that_a_load_report_gives_up_are_cancelled_at_their_actor()
 
 
 def test_what_a_group_that_was_delivered_had_cost_is_no_waste() -> None:
-    """An actor that waits for the stream's acknowledgement is told to stop: its lease ended when the message came."""
+    """An actor that waits for the stream's acknowledgement is told to stop: its lease ended when
+    the message came.
+    """
     live = live_ledger(Openrlhf(OpenrlhfSettings(), B))
     ledger = live.ledger
     leases = ledger.grant("actor", "session", 9, 0.0)
@@ -180,7 +204,9 @@ def test_what_a_group_that_was_delivered_had_cost_is_no_waste() -> None:
     live.stopped(leases[0].group_id, 20)
     ledger.commit(0, ledger.take().groups, last=False)
     live.stopped(leases[1].group_id, 30)
-    assert not any("dropped" in name and value for name, value in live.counters.metrics.values().items())
+    assert not any(
+        "dropped" in name and value for name, value in live.counters.metrics.values().items()
+    )
 
 
 def test_what_a_group_of_a_time_that_was_left_had_cost_is_counted_as_rollback() -> None:
@@ -222,7 +248,9 @@ class Generator:
         body = await request.json()
         if self.num_answers > 0:
             self.num_answers -= 1
-            return web.json_response({"prompt_token_ids": [3, 4], "choices": [self._choice(n) for n in range(body["n"])]})
+            return web.json_response(
+                {"prompt_token_ids": [3, 4], "choices": [self._choice(n) for n in range(body["n"])]}
+            )
         self.num_running += 1
         self.changed.set()
         try:
@@ -283,13 +311,24 @@ async def real_actor(preprocessor: Rig, generator: Generator) -> AsyncIterator[N
         await process.wait()
 
 
-@pytest.mark.parametrize("policy", [{"policy": "roll", "rho": 1}, {"policy": "layered", "eta": 1}], ids=["roll", "layered"])
-async def test_a_group_that_a_publish_cancels_stops_decoding_at_the_generator(tmp_path: Path, policy: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "policy",
+    [{"policy": "roll", "rho": 1}, {"policy": "layered", "eta": 1}],
+    ids=["roll", "layered"],
+)
+async def test_a_group_that_a_publish_cancels_stops_decoding_at_the_generator(
+    tmp_path: Path, policy: dict[str, Any]
+) -> None:
     task = {"path": "pipelinerl_actor.tasks.arithmetic:Arithmetic", "args": {"digits": 1}}
-    async with rig(tmp_path, staleness=policy, task=task) as preprocessor, Generator(num_answers=2).serving() as generator:
+    async with (
+        rig(tmp_path, staleness=policy, task=task) as preprocessor,
+        Generator(num_answers=2).serving() as generator,
+    ):
         await preprocessor.begin()
         async with real_actor(preprocessor, generator):
-            await generator.until(lambda: generator.num_running == 2)  # two of four groups of version 0 hang
+            await generator.until(
+                lambda: generator.num_running == 2
+            )  # two of four groups of version 0 hang
             pulled = await preprocessor.pull(0)
             await preprocessor.commit(0, pulled.plan.group_ids)
             generator.num_answers, generator.version = 2, 1
@@ -301,4 +340,6 @@ async def test_a_group_that_a_publish_cancels_stops_decoding_at_the_generator(tm
             await generator.until(lambda: generator.num_closed == 2)
             metrics = await preprocessor.metrics_with("groups_dropped_total{reason=cancelled}", 2)
             assert metrics["groups_dropped_total{reason=cancelled}"] == 2
-            assert metrics.get("tokens_dropped_total{reason=cancelled}", 0) == 0  # an answer that never came is not counted
+            assert (
+                metrics.get("tokens_dropped_total{reason=cancelled}", 0) == 0
+            )  # an answer that never came is not counted

@@ -1,4 +1,6 @@
-"""A wrong sign, an off-by-one or a swapped argument in advantages and penalties is noticed by the hand-computed tests."""
+"""A wrong sign, an off-by-one or a swapped argument in advantages and penalties is noticed by the
+hand-computed tests.
+"""
 
 import test_preprocessor_advantage
 import test_preprocessor_penalty

@@ -1,4 +1,6 @@
-"""Packing: every sequence once, rows within the budget, ranks equal; and the targets on heavy-tailed lengths."""
+"""Packing: every sequence once, rows within the budget, ranks equal; and the targets on
+heavy-tailed lengths.
+"""
 
 import time
 
@@ -11,7 +13,9 @@ from pipelinerl_preprocessor.packing import Assignment, pack
 
 
 def heavy_tailed(num: int, budget: int, seed: int) -> np.ndarray:
-    """Lognormal with sigma 1 around a twelfth of the budget, so that a few sequences nearly fill a row."""
+    """Lognormal with sigma 1 around a twelfth of the budget, so that a few sequences nearly fill a
+    row.
+    """
     lengths = np.random.default_rng(seed).lognormal(np.log(budget / 12), 1.0, num)
     return np.clip(lengths, 8, budget).astype(np.int64)
 
@@ -33,10 +37,14 @@ def test_every_sequence_is_in_one_row_that_it_fits(lengths: list[int], num_ranks
     for rank, rows in enumerate(assignment.rows):
         for number, row in enumerate(rows):
             used = sum(lengths[index] for index in row)
-            assert used == assignment.tokens[rank][number] <= assignment.num_slots(rank, number) <= 64
+            assert (
+                used == assignment.tokens[rank][number] <= assignment.num_slots(rank, number) <= 64
+            )
             assert assignment.num_slots(rank, number) % 8 == 0
     if len(lengths) >= 2 * num_ranks * assignment.num_micro_batches:
-        assert all(row for rank in assignment.rows for row in rank), "a filler row though there are sequences enough"
+        assert all(row for rank in assignment.rows for row in rank), (
+            "a filler row though there are sequences enough"
+        )
     assert pack(lengths, 64, num_ranks) == assignment
 
 
@@ -61,7 +69,8 @@ def test_best_fit_needs_fewer_rows_than_arrival_order() -> None:
 
 
 def test_a_rank_short_of_rows_splits_and_only_then_fills() -> None:
-    # Rank 0 has one sequence that fills a row, rank 1 the others; both need as many rows as the neediest.
+    # Rank 0 has one sequence that fills a row, rank 1 the others; both need as many rows as the
+    # neediest.
     assignment = pack([10, 6, 6], 10, 2)
     assert [len(rank) for rank in assignment.rows] == [2, 2]
     assert sorted(map(len, assignment.rows[0])) in ([0, 1], [1, 1])
@@ -81,9 +90,14 @@ def test_lengths_that_cannot_be_packed_are_refused(lengths: list[int], match: st
         pack(lengths, 64, 1)
 
 
-@pytest.mark.parametrize(("num", "budget", "num_ranks"), [(1024, 12000, 8), (256, 4096, 2), (8192, 20000, 64), (512, 4096, 1)])
+@pytest.mark.parametrize(
+    ("num", "budget", "num_ranks"),
+    [(1024, 12000, 8), (256, 4096, 2), (8192, 20000, 64), (512, 4096, 1)],
+)
 @pytest.mark.parametrize("seed", range(3))
-def test_heavy_tails_fill_97_percent_and_balance_within_2_percent(num: int, budget: int, num_ranks: int, seed: int) -> None:
+def test_heavy_tails_fill_97_percent_and_balance_within_2_percent(
+    num: int, budget: int, num_ranks: int, seed: int
+) -> None:
     assignment = pack(heavy_tailed(num, budget, seed), budget, num_ranks)
     assert assignment.fill >= 0.97
     assert assignment.imbalance <= 0.02

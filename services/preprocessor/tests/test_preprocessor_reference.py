@@ -41,7 +41,10 @@ class Scorer:
         if self.answers:
             status, answer = self.answers.pop(0)
             return web.json_response(answer, status=status)
-        logprobs = [[-token / 1000 for token in each["token_ids"][each["start"] :]] for each in body["sequences"]]
+        logprobs = [
+            [-token / 1000 for token in each["token_ids"][each["start"] :]]
+            for each in body["sequences"]
+        ]
         return web.json_response({"logprobs": logprobs, "weight_version": 0})
 
 
@@ -77,9 +80,18 @@ def sequence(segments: tuple[int, ...], first_id: int = 0) -> TrainSequence:
 
 
 async def test_sampled_tokens_are_picked_and_the_temperature_is_sent() -> None:
-    async with scorer() as server, Reference.open([server.url + "/"], temperature=0.7, token="secret") as reference:
-        columns = await reference.score([sequence((2, 3), 10), sequence((1, 1, 2, 1), 20), sequence((1, 1), 30)])
-    assert [np.round(column * -1000).tolist() for column in columns] == [[12, 13, 14], [21, 24], [31]]
+    async with (
+        scorer() as server,
+        Reference.open([server.url + "/"], temperature=0.7, token="secret") as reference,
+    ):
+        columns = await reference.score(
+            [sequence((2, 3), 10), sequence((1, 1, 2, 1), 20), sequence((1, 1), 30)]
+        )
+    assert [np.round(column * -1000).tolist() for column in columns] == [
+        [12, 13, 14],
+        [21, 24],
+        [31],
+    ]
     [request] = server.requests
     assert request["temperature"] == 0.7
     assert [each["start"] for each in request["sequences"]] == [2, 1, 1]
@@ -89,7 +101,9 @@ async def test_sampled_tokens_are_picked_and_the_temperature_is_sent() -> None:
 async def test_another_generator_is_asked_when_one_fails() -> None:
     async with scorer() as first, scorer() as second:
         first.answers = [(503, {}), (503, {})]
-        async with Reference.open([first.url, second.url], temperature=1.0, token=None) as reference:
+        async with Reference.open(
+            [first.url, second.url], temperature=1.0, token=None
+        ) as reference:
             [column] = await reference.score([sequence((1, 1), 5)])
     assert column.tolist() == [np.float32(-0.006)]
     assert (len(first.requests), len(second.requests)) == (1, 1)
@@ -100,8 +114,13 @@ async def test_calls_go_to_the_least_loaded() -> None:
         arrived = first.arrived = second.arrived
         first.hold.clear()
         second.hold.clear()
-        async with Reference.open([first.url, second.url], temperature=1.0, token=None) as reference:
-            calls = [asyncio.create_task(reference.score([sequence((1, length))])) for length in (100, 10, 10, 10)]
+        async with Reference.open(
+            [first.url, second.url], temperature=1.0, token=None
+        ) as reference:
+            calls = [
+                asyncio.create_task(reference.score([sequence((1, length))]))
+                for length in (100, 10, 10, 10)
+            ]
             async with asyncio.timeout(10):
                 for _ in range(4):
                     await arrived.get()
@@ -114,10 +133,14 @@ async def test_calls_go_to_the_least_loaded() -> None:
 async def test_it_gives_up_at_the_deadline() -> None:
     async with scorer() as server:
         server.answers = [(500, {})] * 50
-        async with Reference.open([server.url], temperature=1.0, token=None, give_up_s=0.5) as reference:
+        async with Reference.open(
+            [server.url], temperature=1.0, token=None, give_up_s=0.5
+        ) as reference:
             with pytest.raises(Unavailable, match="status 500"):
                 await reference.score([sequence((1, 1))])
-    async with Reference.open([server.url], temperature=1.0, token=None, give_up_s=0.1) as reference:
+    async with Reference.open(
+        [server.url], temperature=1.0, token=None, give_up_s=0.1
+    ) as reference:
         with pytest.raises(Unavailable, match="ClientConnectorError"):
             await reference.score([sequence((1, 1))])
 
@@ -147,7 +170,9 @@ async def test_a_reference_without_an_address_is_refused() -> None:
             raise AssertionError("opened")
 
 
-async def test_a_job_with_a_reference_gets_the_column_and_drops_what_is_refused(tmp_path: Path) -> None:
+async def test_a_job_with_a_reference_gets_the_column_and_drops_what_is_refused(
+    tmp_path: Path,
+) -> None:
     async with (
         scorer() as server,
         rig(tmp_path, "--reference", server.url, algorithm=WITH_KL, reference={}) as preprocessor,
@@ -184,7 +209,9 @@ async def test_a_rewind_while_a_group_is_scored_drops_it_once(tmp_path: Path) ->
 
 
 async def test_a_job_with_a_reference_and_no_address_says_so(tmp_path: Path) -> None:
-    async with rig(tmp_path, started=False, algorithm={"kl": {"coefficient": 0.1}}, reference={}) as preprocessor:
+    async with rig(
+        tmp_path, started=False, algorithm={"kl": {"coefficient": 0.1}}, reference={}
+    ) as preprocessor:
         with pytest.raises(AssertionError, match="--reference URL"):
             await preprocessor.start()
         assert await preprocessor.stop() == 2

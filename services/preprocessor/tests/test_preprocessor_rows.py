@@ -12,7 +12,11 @@ from pipelinerl_preprocessor.rows import TrainSequence, build_row, merge_runs
 
 
 def sequence(
-    segments: tuple[int, ...], runs: tuple[VersionRun, ...], *, first_id: int = 0, advantage: float = 1.0
+    segments: tuple[int, ...],
+    runs: tuple[VersionRun, ...],
+    *,
+    first_id: int = 0,
+    advantage: float = 1.0,
 ) -> TrainSequence:
     num_tokens, num_sampled = sum(segments), sum(segments[1::2])
     return TrainSequence(
@@ -38,7 +42,20 @@ def test_two_sequences_and_padding() -> None:
     assert row.sequence_weights == (1.0, 1.0)
     assert row.input_ids_L.tolist() == [10, 11, 12, 13, 14, 20, 21, 22, 23, 0, 0, 0]
     assert row.loss_mask_L.tolist() == [0, 0, 1, 1, 1, 0, 1, 0, 1, 0, 0, 0]
-    assert row.old_logprobs_L.tolist() == [0, 0, -0.125, -0.25, -0.375, 0, -0.125, 0, -0.25, 0, 0, 0]
+    assert row.old_logprobs_L.tolist() == [
+        0,
+        0,
+        -0.125,
+        -0.25,
+        -0.375,
+        0,
+        -0.125,
+        0,
+        -0.25,
+        0,
+        0,
+        0,
+    ]
     assert row.ref_logprobs_L is not None
     assert row.ref_logprobs_L.tolist() == [0, 0, -0.25, -0.5, -0.75, 0, -0.25, 0, -0.5, 0, 0, 0]
     assert row.advantages_L.tolist() == [0, 0, 2, 2, 2, 0, -1, 0, -1, 0, 0, 0]
@@ -62,8 +79,15 @@ def test_neighbouring_runs_of_a_version_join() -> None:
 
 
 def prepared(group_id: str, lengths: list[int]) -> PreparedGroup:
-    samples = [make_sample(index, float(index % 2), prompt=8, sampled=length) for index, length in enumerate(lengths)]
-    job = make_job(task={"groupSize": len(samples)}, model={"maxModelLen": 4096}, trainers={"microBatchTokens": 4096})
+    samples = [
+        make_sample(index, float(index % 2), prompt=8, sampled=length)
+        for index, length in enumerate(lengths)
+    ]
+    job = make_job(
+        task={"groupSize": len(samples)},
+        model={"maxModelLen": 4096},
+        trainers={"microBatchTokens": 4096},
+    )
     result = Preparation(job.spec).prepare(make_group(group_id, samples=samples))
     assert isinstance(result, PreparedGroup)
     return result
@@ -71,21 +95,30 @@ def prepared(group_id: str, lengths: list[int]) -> PreparedGroup:
 
 def test_the_plan_sums_over_all_ranks_and_rows() -> None:
     groups = [prepared("0-0", [5, 9, 20, 1]), prepared("0-1", [7, 7, 0, 30])]
-    batch = assemble(3, groups, Layout(2, 64, 1.0, reference=False, returns=False), publish_after=True)
+    batch = assemble(
+        3, groups, Layout(2, 64, 1.0, reference=False, returns=False), publish_after=True
+    )
     rows = [row for rank in batch.rows for row in rank]
     assert batch.plan.num_sequences == 8
     assert sum(len(row.sequence_lengths) for row in rows) == 7
-    assert batch.plan.num_trained_tokens == sum(row.num_trained for row in rows) == 5 + 9 + 20 + 1 + 7 + 7 + 30
+    assert (
+        batch.plan.num_trained_tokens
+        == sum(row.num_trained for row in rows)
+        == 5 + 9 + 20 + 1 + 7 + 7 + 30
+    )
     assert {len(rank) for rank in batch.rows} == {batch.plan.num_micro_batches}
     assert batch.plan.metrics["completion_length_mean"] == 79 / 8
-    same = assemble(3, groups, Layout(2, 64, 1.0, reference=False, returns=False), publish_after=True)
+    same = assemble(
+        3, groups, Layout(2, 64, 1.0, reference=False, returns=False), publish_after=True
+    )
     assert same.plan.batch_id == batch.plan.batch_id
 
 
 def test_a_million_samples_a_minute_are_packed_to_columns() -> None:
     rng = np.random.default_rng(0)
     groups = [
-        prepared(f"0-{number}", np.clip(rng.lognormal(5.5, 1.0, 8), 1, 4000).astype(int).tolist()) for number in range(256)
+        prepared(f"0-{number}", np.clip(rng.lognormal(5.5, 1.0, 8), 1, 4000).astype(int).tolist())
+        for number in range(256)
     ]
     layout = Layout(8, 4096, 1.0, reference=False, returns=False)
     times = []

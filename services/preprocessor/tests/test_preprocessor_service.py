@@ -31,7 +31,10 @@ async def test_a_step_goes_from_lease_to_acknowledgement(tmp_path: Path) -> None
         assert pulled.plan.metrics["packing_fill"] == 28 / 32
         [row] = pulled.rows
         assert row.sequence_lengths == (7, 7, 7, 7)
-        assert row.advantages_L[row.loss_mask_L == 1].tolist() == [1.0] * 4 + [-1.0] * 4 + [1.0] * 4 + [-1.0] * 4
+        assert (
+            row.advantages_L[row.loss_mask_L == 1].tolist()
+            == [1.0] * 4 + [-1.0] * 4 + [1.0] * 4 + [-1.0] * 4
+        )
         await preprocessor.unacknowledged(4)
 
         await preprocessor.commit(0, pulled.plan.group_ids)
@@ -42,7 +45,9 @@ async def test_a_step_goes_from_lease_to_acknowledgement(tmp_path: Path) -> None
         assert await preprocessor.metric("groups_trained_total", 2) == 2
 
 
-async def test_nothing_is_served_before_restore_and_nothing_granted_before_publish(tmp_path: Path) -> None:
+async def test_nothing_is_served_before_restore_and_nothing_granted_before_publish(
+    tmp_path: Path,
+) -> None:
     async with rig(tmp_path) as preprocessor:
         with pytest.raises(Unavailable, match="Restore"):
             await preprocessor.lease(1)
@@ -121,7 +126,11 @@ async def test_two_ranks_get_equal_rows_of_one_batch(tmp_path: Path) -> None:
         await preprocessor.roll_out(2)
         first, second = await asyncio.gather(preprocessor.pull(0, 0, 2), preprocessor.pull(0, 1, 2))
         assert first.plan == second.plan
-        assert [row.sequence_lengths for row in first.rows] == [row.sequence_lengths for row in second.rows] == [(7, 7)]
+        assert (
+            [row.sequence_lengths for row in first.rows]
+            == [row.sequence_lengths for row in second.rows]
+            == [(7, 7)]
+        )
         assert sorted(first.rows[0].group_numbers + second.rows[0].group_numbers) == [0, 0, 1, 1]
         again = await preprocessor.pull(0, 1, 2)
         assert again.plan == second.plan
@@ -153,7 +162,9 @@ async def test_the_last_commit_ends_the_run_for_all(tmp_path: Path) -> None:
         assert not (await preprocessor.lease(1)).leases
 
 
-async def test_groups_that_cannot_be_trained_are_dropped_with_a_reason_and_their_slots_come_back(tmp_path: Path) -> None:
+async def test_groups_that_cannot_be_trained_are_dropped_with_a_reason_and_their_slots_come_back(
+    tmp_path: Path,
+) -> None:
     async with rig(tmp_path) as preprocessor:
         await preprocessor.begin()
         good = make_sample(1, 1.0)
@@ -172,7 +183,10 @@ async def test_groups_that_cannot_be_trained_are_dropped_with_a_reason_and_their
         expected = {f"groups_dropped_total{{reason={reason}}}": 1.0 for reason in cases}
         assert await preprocessor.metric("tokens_dropped_total{reason=non_finite}", 16) == 16
         counted = await preprocessor.metrics_with("groups_dropped_total{reason=no_tokens}", 1)
-        assert {name: counted[name] for name in expected} == {**expected, "groups_dropped_total{reason=non_finite}": 2.0}
+        assert {name: counted[name] for name in expected} == {
+            **expected,
+            "groups_dropped_total{reason=non_finite}": 2.0,
+        }
         await preprocessor.unacknowledged(0)
         assert len((await preprocessor.lease(9)).leases) == 4
 
@@ -199,12 +213,17 @@ async def test_the_ring_buffer_drops_the_oldest_and_gives_its_slot_back(tmp_path
         await preprocessor.begin()
         leases = await preprocessor.roll_out(3)
         assert await preprocessor.metric("groups_dropped_total{reason=ring_buffer}", 1) == 1
-        assert (await preprocessor.pull(0)).plan.group_ids == (leases[1].group_id, leases[2].group_id)
+        assert (await preprocessor.pull(0)).plan.group_ids == (
+            leases[1].group_id,
+            leases[2].group_id,
+        )
         assert len((await preprocessor.lease(9)).leases) == 2
 
 
 async def test_groups_without_a_signal_are_dropped_when_asked(tmp_path: Path) -> None:
-    async with rig(tmp_path, algorithm={"groupsPerStep": 2, "dropZeroAdvantage": True}) as preprocessor:
+    async with rig(
+        tmp_path, algorithm={"groupsPerStep": 2, "dropZeroAdvantage": True}
+    ) as preprocessor:
         await preprocessor.begin()
         [lease] = (await preprocessor.lease(1)).leases
         await preprocessor.publish(lease, samples=(make_sample(0, 1.0), make_sample(1, 1.0)))
@@ -217,8 +236,12 @@ async def test_reports_give_slots_back(tmp_path: Path) -> None:
         await preprocessor.begin()
         first, second, *_ = (await preprocessor.lease(4)).leases
         await preprocessor.report(first.lease_id, pb.GROUP_OUTCOME_STARTED, served_version=0)
-        await preprocessor.report(first.lease_id, pb.GROUP_OUTCOME_FAILED, reason="verifier_timeout", tokens_wasted=5)
-        await preprocessor.report(first.lease_id, pb.GROUP_OUTCOME_FAILED, reason="verifier_timeout", tokens_wasted=5)
+        await preprocessor.report(
+            first.lease_id, pb.GROUP_OUTCOME_FAILED, reason="verifier_timeout", tokens_wasted=5
+        )
+        await preprocessor.report(
+            first.lease_id, pb.GROUP_OUTCOME_FAILED, reason="verifier_timeout", tokens_wasted=5
+        )
         assert await preprocessor.metric("groups_dropped_total{reason=verifier_timeout}", 1) == 1
         assert await preprocessor.metric("tokens_dropped_total{reason=verifier_timeout}", 5) == 5
         [replacement] = (await preprocessor.lease(9)).leases
@@ -242,7 +265,9 @@ async def test_a_new_session_takes_the_old_ones_leases_at_once(tmp_path: Path) -
         assert list((await waiting).cancelled_lease_ids) == [old[0].lease_id]
 
 
-async def test_a_silent_actor_loses_its_leases_and_the_late_result_still_counts(tmp_path: Path) -> None:
+async def test_a_silent_actor_loses_its_leases_and_the_late_result_still_counts(
+    tmp_path: Path,
+) -> None:
     async with rig(tmp_path, preprocessor={"leaseSeconds": 1.5}) as preprocessor:
         await preprocessor.begin()
         old = (await preprocessor.lease(2, actor="silent")).leases

@@ -36,18 +36,28 @@ async def test_a_row_is_sent_before_the_last_group_is_there(tmp_path: Path) -> N
         assert await preprocessor.pull_once(0, wait_s=0.05) == "no group ready, 0 running"
         await roll_out(preprocessor, 1)
         first = await part(preprocessor, 0)
-        assert (first.plan.provisional, first.plan.group_ids, len(first.rows)) == (True, ("0-0",), 1)
+        assert (first.plan.provisional, first.plan.group_ids, len(first.rows)) == (
+            True,
+            ("0-0",),
+            1,
+        )
         assert first.rows[0].sequence_lengths == (8, 8)
         again = await part(preprocessor, 0)
         assert again.plan == first.plan
-        waiting = await preprocessor.pull_once(0, wait_s=0.05, batch_id=first.plan.batch_id, num_had=1)
+        waiting = await preprocessor.pull_once(
+            0, wait_s=0.05, batch_id=first.plan.batch_id, num_had=1
+        )
         assert waiting == "no group ready, 0 running"
         await roll_out(preprocessor, 2)
         second = await part(preprocessor, 0, first.plan.batch_id, 1)
         assert not second.plan.provisional
         assert second.plan.batch_id == first.plan.batch_id
         assert second.plan.group_ids == ("0-0", "0-1")
-        assert (second.plan.num_micro_batches, second.plan.num_sequences, second.plan.num_trained_tokens) == (2, 4, 20)
+        assert (
+            second.plan.num_micro_batches,
+            second.plan.num_sequences,
+            second.plan.num_trained_tokens,
+        ) == (2, 4, 20)
         assert [row.index for row in second.rows] == [1]
         assert second.rows[0].group_numbers == (1, 1)
         assert second.plan.metrics["packing_fill"] == 1.0
@@ -85,7 +95,11 @@ async def test_a_crash_half_way_gives_another_batch_from_its_first_row_on(tmp_pa
         await preprocessor.crash()
         again = await part(preprocessor, 0, first.plan.batch_id, 1)
         assert again.plan.batch_id != first.plan.batch_id
-        assert (again.plan.group_ids, again.plan.provisional, len(again.rows)) == (("0-0",), True, 1)
+        assert (again.plan.group_ids, again.plan.provisional, len(again.rows)) == (
+            ("0-0",),
+            True,
+            1,
+        )
         await roll_out(preprocessor, 1)
         whole = await preprocessor.pull_grown(0)
         assert whole.plan.group_ids == ("0-0", "0-1")
@@ -115,7 +129,9 @@ async def test_a_run_of_a_streaming_policy_keeps_its_bound(tmp_path: Path, eta: 
         for step in range(5):
             for lease in (await preprocessor.lease(9, wait_s=0.05)).leases:
                 births[lease.group_id] = step
-                samples = [make_sample(index, float(index), sampled=5, version=step) for index in (0, 1)]
+                samples = [
+                    make_sample(index, float(index), sampled=5, version=step) for index in (0, 1)
+                ]
                 await preprocessor.publish(lease, samples=samples)
             pulled = await preprocessor.pull_grown(step)
             lags += [step - births[group_id] for group_id in pulled.plan.group_ids]

@@ -1,4 +1,6 @@
-"""The adaptive concurrency cap of prime-rl: multiplicative growth with completions, cuts on overload."""
+"""The adaptive concurrency cap of prime-rl: multiplicative growth with completions, cuts on
+overload.
+"""
 
 from pipelinerl_staleness.policy import EngineLoad
 
@@ -13,11 +15,12 @@ _BURST_WINDOW_S = 5.0
 
 
 class AdaptiveCap:
-    """Most trajectories in flight. Grows by a quarter per turnover while the last report was quiet and the cap is used;
-    is cut to what would use 70 % of the KV blocks when they run full, to 80 % of the running ones after preemptions and
-    to 90 % when requests keep queueing.
+    """Most trajectories in flight. Grows by a quarter per turnover while the last report was quiet
+    and the cap is used; is cut to what would use 70 % of the KV blocks when they run full, to 80 %
+    of the running ones after preemptions and to 90 % when requests keep queueing.
 
-    Growth between reports is limited too: opening more than a tenth of the cap within 5 s waits for the next window.
+    Growth between reports is limited too: opening more than a tenth of the cap within 5 s waits for
+    the next window.
     """
 
     def __init__(self, initial: int, least: int, most: int, group_size: int) -> None:
@@ -32,7 +35,9 @@ class AdaptiveCap:
         self._window_s = 0.0
 
     def admits(self, num_in_flight: int) -> bool:
-        return num_in_flight < int(self.value) and (self._burst_left is None or self._burst_left > 0)
+        return num_in_flight < int(self.value) and (
+            self._burst_left is None or self._burst_left > 0
+        )
 
     def opened(self, num_trajectories: int) -> None:
         if self._burst_left is not None:
@@ -51,7 +56,9 @@ class AdaptiveCap:
         self._window_s = 0.0
 
     def observe(self, load: EngineLoad, num_in_flight: int) -> bool:
-        """Adapts to a report. Whether trajectories over the new cap are to be cancelled, youngest first."""
+        """Adapts to a report. Whether trajectories over the new cap are to be cancelled, youngest
+        first.
+        """
         self._burst_left = 0.0 if self._burst_left is None else self._burst_left
         self._window_s += load.seconds
         if self._window_s >= _BURST_WINDOW_S:
@@ -59,7 +66,9 @@ class AdaptiveCap:
         idle = load.kv_usage is not None and load.kv_usage < _GROWTH_KV_USAGE
         quiet = load.num_waiting == 0 and load.num_preemptions == 0 and idle
         self._growth_left_s = _GROWTH_GATE_S if quiet else self._growth_left_s - load.seconds
-        self._num_queueing_reports = self._num_queueing_reports + 1 if load.num_waiting > num_in_flight / 3 else 0
+        self._num_queueing_reports = (
+            self._num_queueing_reports + 1 if load.num_waiting > num_in_flight / 3 else 0
+        )
         self._cooldown = max(0, self._cooldown - 1)
         return self._cut(load, num_in_flight)
 

@@ -1,4 +1,6 @@
-"""AReaL's rule: a capacity that grows by one batch per published version, nothing cancelled, nothing dropped."""
+"""AReaL's rule: a capacity that grows by one batch per published version, nothing cancelled,
+nothing dropped.
+"""
 
 from dataclasses import dataclass
 
@@ -12,7 +14,9 @@ class ArealSettings(PolicySettings):
     eta: int = 1
     """Batches of head start (AReaL `max_head_offpolicyness`), at least 0; 0 is synchronous."""
     max_concurrent: int | None = None
-    """Most groups generated at once (AReaL `max_concurrent_rollouts`); unset is (eta + 1) batches, which never binds."""
+    """Most groups generated at once (AReaL `max_concurrent_rollouts`); unset is (eta + 1) batches,
+    which never binds.
+    """
 
     def __post_init__(self) -> None:
         check_whole("eta", self.eta, 0)
@@ -20,15 +24,19 @@ class ArealSettings(PolicySettings):
 
 
 class Areal(GroupPolicy):
-    """Admits while min(C - running, (eta + w + 1) B - (accepted + running)) > 0; takes the B earliest started of the
-    finished. A slow group can be overtaken for ever, so there is no bound except with eta = 0."""
+    """Admits while min(C - running, (eta + w + 1) B - (accepted + running)) > 0; takes the B
+    earliest started of the finished. A slow group can be overtaken for ever, so there is no bound
+    except with eta = 0.
+    """
 
     settings_type = ArealSettings
     settings: ArealSettings
 
     def may_admit(self) -> bool:
         limit = self.settings.max_concurrent
-        return self.within_capacity(self.settings.eta) and (limit is None or len(self.groups.running) < limit)
+        return self.within_capacity(self.settings.eta) and (
+            limit is None or len(self.groups.running) < limit
+        )
 
     def take(self, step: int) -> Take:
         return self.deliver(self.groups.ready_by_dispatch())

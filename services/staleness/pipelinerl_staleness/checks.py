@@ -1,4 +1,6 @@
-"""Strict checks of policy parameters. Each raises ValueError that names the field, its value and what is allowed."""
+"""Strict checks of policy parameters. Each raises ValueError that names the field, its value and
+what is allowed.
+"""
 
 LARGEST = 1_000_000_000
 """As of algorithm.steps."""
@@ -21,8 +23,14 @@ def check_optional_whole(name: str, value: object, at_least: int) -> None:
 def check_number(name: str, value: object, at_least: float, *, above: bool = False) -> None:
     """A finite number of at least `at_least`, or greater than it with `above`."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not at_least <= float(value) < float("inf") or (above and float(value) == at_least):  # type: ignore[arg-type]
-        raise ValueError(f"{name}={value!r} must be a number {'above' if above else 'of at least'} {at_least:g}")
+    if (
+        not number
+        or not at_least <= float(value) < float("inf")
+        or (above and float(value) == at_least)
+    ):  # type: ignore[arg-type]
+        raise ValueError(
+            f"{name}={value!r} must be a number {'above' if above else 'of at least'} {at_least:g}"
+        )
 
 
 def check_flag(name: str, value: object) -> None:

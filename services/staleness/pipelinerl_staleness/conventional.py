@@ -1,4 +1,6 @@
-"""Conventional RL: generate `steps_per_generation` batches at once, train them all, publish, generate again."""
+"""Conventional RL: generate `steps_per_generation` batches at once, train them all, publish,
+generate again.
+"""
 
 from dataclasses import dataclass
 
@@ -10,15 +12,19 @@ from pipelinerl_staleness.policy import PolicySettings, Take
 @dataclass(frozen=True, slots=True)
 class ConventionalSettings(PolicySettings):
     steps_per_generation: int = 1
-    """Optimizer steps trained on one generation phase (the paper's G), at least 1; 1 is strictly on-policy."""
+    """Optimizer steps trained on one generation phase (the paper's G), at least 1; 1 is strictly
+    on-policy.
+    """
 
     def __post_init__(self) -> None:
         check_whole("steps_per_generation", self.steps_per_generation, 1)
 
 
 class Conventional(GroupPolicy):
-    """One phase: B * G_steps groups are admitted at once and none after; when all have finished they are trained in the
-    order in which they finished; the weights are published after the last of the phase's steps, which opens the next."""
+    """One phase: B * G_steps groups are admitted at once and none after; when all have finished
+    they are trained in the order in which they finished; the weights are published after the last
+    of the phase's steps, which opens the next.
+    """
 
     settings_type = ConventionalSettings
     settings: ConventionalSettings

@@ -1,4 +1,6 @@
-"""Dressage's rule: keep the groups whose last tokens come from the newest K versions that were seen."""
+"""Dressage's rule: keep the groups whose last tokens come from the newest K versions that were
+seen.
+"""
 
 from dataclasses import dataclass
 
@@ -10,16 +12,22 @@ from pipelinerl_staleness.policy import PolicySettings, Take
 @dataclass(frozen=True, slots=True)
 class DressageSettings(PolicySettings):
     keep_versions: int = 0
-    """How many of the newest end versions are kept (Dressage `dressage_staleness_keep_versions`), 0 keeps all."""
+    """How many of the newest end versions are kept (Dressage `dressage_staleness_keep_versions`), 0
+    keeps all.
+    """
     scope: str = "group"
-    """`group`: the end version of the group's last trajectory decides. `trajectory`: any trajectory that ended too early
-    drops its group (Dressage's code)."""
+    """`group`: the end version of the group's last trajectory decides. `trajectory`: any trajectory
+    that ended too early drops its group (Dressage's code).
+    """
     max_active: int | None = None
     """Groups that run at once (Dressage `DRESSAGE_ASYNC_MAX_ACTIVE_GROUPS`); unset is one batch."""
     max_queue: int = 800
-    """Finished groups that wait at most before admission stops (80 % of Dressage's queue of 1000)."""
+    """Finished groups that wait at most before admission stops (80 % of Dressage's queue of 1000).
+    """
     max_version_switches: int | None = None
-    """Weight changes that one trajectory may see before its group is cancelled (Dressage `max_partial_rollout_preempts`)."""
+    """Weight changes that one trajectory may see before its group is cancelled (Dressage
+    `max_partial_rollout_preempts`).
+    """
 
     def __post_init__(self) -> None:
         check_whole("keep_versions", self.keep_versions, 0)
@@ -30,10 +38,12 @@ class DressageSettings(PolicySettings):
 
 
 class Dressage(GroupPolicy):
-    """Versions are labels in the order in which they were first seen at the end of a trajectory of a finished group, so
-    the window lags behind the trainer and looks at a group's youngest tokens: no bound on the oldest ones.
+    """Versions are labels in the order in which they were first seen at the end of a trajectory of
+    a finished group, so the window lags behind the trainer and looks at a group's youngest tokens:
+    no bound on the oldest ones.
 
-    Groups are observed when a batch is assembled, in the order of finishing. A group without labels is kept.
+    Groups are observed when a batch is assembled, in the order of finishing. A group without labels
+    is kept.
     """
 
     settings_type = DressageSettings
@@ -48,7 +58,9 @@ class Dressage(GroupPolicy):
         self._seen: dict[int, int] = {}
 
     def may_admit(self) -> bool:
-        return len(self.groups.running) < self._max_active and len(self.groups.ready) < self._max_queue
+        return (
+            len(self.groups.running) < self._max_active and len(self.groups.ready) < self._max_queue
+        )
 
     def first_token(self, group: str, version: int) -> None:
         super().first_token(group, version)
@@ -68,7 +80,11 @@ class Dressage(GroupPolicy):
         limit = self.settings.max_version_switches
         if limit is None:
             return ()
-        over = tuple(g for g in self.groups.running if self.version - self._first_versions.get(g, self.version) > limit)
+        over = tuple(
+            g
+            for g in self.groups.running
+            if self.version - self._first_versions.get(g, self.version) > limit
+        )
         self._forget(over)
         return self.cancel(over)
 

@@ -1,4 +1,6 @@
-"""What almost every policy keeps: the groups admitted and not ended, each running or ready, with a version stamp."""
+"""What almost every policy keeps: the groups admitted and not ended, each running or ready, with a
+version stamp.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -7,9 +9,11 @@ from pipelinerl_staleness.policy import Policy, Take
 
 
 class Groups:
-    """Running and ready groups, each with its stamp: a version never newer than the one that sampled its first token.
+    """Running and ready groups, each with its stamp: a version never newer than the one that
+    sampled its first token.
 
-    Example: after admit("a", 3), admit("b", 3), finish("b"): running {"a": 3}, ready {"b": 3} in order of finishing.
+    Example: after admit("a", 3), admit("b", 3), finish("b"): running {"a": 3}, ready {"b": 3} in
+    order of finishing.
     """
 
     def __init__(self) -> None:
@@ -93,11 +97,13 @@ class Groups:
 
 
 class GroupPolicy(Policy):
-    """A policy of whole groups. Credit is never stored: it is recomputed from the groups that are still outstanding, so a
-    drop, a failure or a restart can return neither too little nor too much of it.
+    """A policy of whole groups. Credit is never stored: it is recomputed from the groups that are
+    still outstanding, so a drop, a failure or a restart can return neither too little nor too much
+    of it.
 
-    The stamp of a group is the version served when it was admitted or, newest report, started. A first token corrects it
-    downwards only, so the age that the policy sees is never less than the true one.
+    The stamp of a group is the version served when it was admitted or, newest report, started. A
+    first token corrects it downwards only, so the age that the policy sees is never less than the
+    true one.
     """
 
     def __init__(self, settings: Any, groups_per_step: int) -> None:
@@ -129,10 +135,13 @@ class GroupPolicy(Policy):
         return self.groups.in_dispatch_order()
 
     def within_capacity(self, head_start: float) -> bool:
-        """The capacity law: while version w is served, at most (w + 1 + head_start) B groups, rounded down, are ever
-        admitted and not lost."""
+        """The capacity law: while version w is served, at most (w + 1 + head_start) B groups,
+        rounded down, are ever admitted and not lost.
+        """
         batch = self.groups_per_step
-        return self.num_taken + len(self.groups) < (self.version + 1) * batch + int(head_start * batch)
+        return self.num_taken + len(self.groups) < (self.version + 1) * batch + int(
+            head_start * batch
+        )
 
     def cancel(self, groups: tuple[str, ...]) -> tuple[str, ...]:
         """Removes `groups` and hands them back as the groups to cancel or drop."""
@@ -154,7 +163,11 @@ class GroupPolicy(Policy):
         """The B earliest dispatched of all outstanding groups, once every one of them has finished."""
         batch = self.groups.in_dispatch_order()[: self.groups_per_step]
         running = sum(group in self.groups.running for group in batch)
-        return self.wait(f"{running} of the earliest {len(batch)} groups unfinished") if running else self.deliver(batch)
+        return (
+            self.wait(f"{running} of the earliest {len(batch)} groups unfinished")
+            if running
+            else self.deliver(batch)
+        )
 
     def wait(self, why: str, dropped: tuple[str, ...] = ()) -> Take:
         return Take(dropped=dropped, wait_reason=f"{why}, {len(self.groups.running)} running")

@@ -1,4 +1,6 @@
-"""The comparison article's ablation: AReaL's admission, ROLL's cancelling and verl's filter, each on or off."""
+"""The comparison article's ablation: AReaL's admission, ROLL's cancelling and verl's filter, each
+on or off.
+"""
 
 from dataclasses import dataclass
 
@@ -25,8 +27,9 @@ class LayeredSettings(PolicySettings):
 
 
 class Layered(GroupPolicy):
-    """Takes the B earliest started of the finished. Only layer 3 makes the bound strict: layer 2 leaves alone what has
-    finished and waits, layer 1 lets a slow group be overtaken for ever."""
+    """Takes the B earliest started of the finished. Only layer 3 makes the bound strict: layer 2
+    leaves alone what has finished and waits, layer 1 lets a slow group be overtaken for ever.
+    """
 
     settings_type = LayeredSettings
     settings: LayeredSettings
@@ -40,7 +43,11 @@ class Layered(GroupPolicy):
 
     def published(self, version: int) -> tuple[str, ...]:
         super().published(version)
-        stale = self.groups.running_before(self.version - self.settings.eta) if self.settings.layer2 else ()
+        stale = (
+            self.groups.running_before(self.version - self.settings.eta)
+            if self.settings.layer2
+            else ()
+        )
         return self.cancel(stale)
 
     def take(self, step: int) -> Take:

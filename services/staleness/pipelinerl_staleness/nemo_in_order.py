@@ -12,9 +12,11 @@ class NemoInOrderSettings(NemoSettings):
 
 
 class NemoInOrder(Nemo):
-    """Batch k is the B earliest dispatched of all outstanding groups, waited for to the last one. Strict: at most eta.
+    """Batch k is the B earliest dispatched of all outstanding groups, waited for to the last one.
+    Strict: at most eta.
 
-    When a group fails, later ones move up (NeMo-RL's `promote`), so a step never waits for a group that is gone.
+    When a group fails, later ones move up (NeMo-RL's `promote`), so a step never waits for a group
+    that is gone.
     """
 
     settings_type = NemoInOrderSettings

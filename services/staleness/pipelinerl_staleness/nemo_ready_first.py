@@ -12,7 +12,9 @@ class NemoReadyFirstSettings(NemoSettings):
 
 
 class NemoReadyFirst(Nemo):
-    """Takes the B earliest dispatched of the ready groups, whatever their age: no bound except with eta = 0."""
+    """Takes the B earliest dispatched of the ready groups, whatever their age: no bound except with
+    eta = 0.
+    """
 
     settings_type = NemoReadyFirstSettings
 

@@ -1,4 +1,6 @@
-"""NeMo-RL's `weight_fifo` sampler: the oldest start weight among all groups is trained first; nothing is dropped."""
+"""NeMo-RL's `weight_fifo` sampler: the oldest start weight among all groups is trained first;
+nothing is dropped.
+"""
 
 from dataclasses import dataclass
 
@@ -13,9 +15,11 @@ class NemoWeightFifoSettings(NemoSettings):
 
 
 class NemoWeightFifo(Nemo):
-    """Waits for the oldest stamp among running and ready groups. Strict: at most (w + eta + 1) B groups have a stamp of w
-    or less, they are trained before all younger ones, hence by step w + eta. NeMo-RL stalls when a stamp has fewer than B
-    groups; here such a batch is completed from the next stamp."""
+    """Waits for the oldest stamp among running and ready groups. Strict: at most (w + eta + 1) B
+    groups have a stamp of w or less, they are trained before all younger ones, hence by step w +
+    eta. NeMo-RL stalls when a stamp has fewer than B groups; here such a batch is completed from
+    the next stamp.
+    """
 
     settings_type = NemoWeightFifoSettings
 

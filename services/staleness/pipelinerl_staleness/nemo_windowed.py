@@ -10,7 +10,9 @@ from pipelinerl_staleness.policy import Take
 @dataclass(frozen=True, slots=True)
 class NemoWindowedSettings(NemoSettings):
     sample_freshest_first: bool = False
-    """Whether the youngest ready groups are trained first (NeMo-RL `sample_freshest_first`), not the earliest dispatched."""
+    """Whether the youngest ready groups are trained first (NeMo-RL `sample_freshest_first`), not
+    the earliest dispatched.
+    """
 
     def __post_init__(self) -> None:
         NemoSettings.__post_init__(self)
@@ -18,8 +20,10 @@ class NemoWindowedSettings(NemoSettings):
 
 
 class NemoWindowed(Nemo):
-    """Admission knows the buffer and the running cap only. A publish cancels running groups stamped before v - eta, a
-    batch evicts ready ones stamped before k - eta. Strict: at most eta, paid with drops."""
+    """Admission knows the buffer and the running cap only. A publish cancels running groups stamped
+    before v - eta, a batch evicts ready ones stamped before k - eta. Strict: at most eta, paid with
+    drops.
+    """
 
     settings_type = NemoWindowedSettings
     settings: NemoWindowedSettings

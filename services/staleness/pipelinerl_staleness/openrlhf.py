@@ -1,4 +1,6 @@
-"""OpenRLHF's asynchronous loop as its code has it: whole batches, one generated at a time, a queue of permits."""
+"""OpenRLHF's asynchronous loop as its code has it: whole batches, one generated at a time, a queue
+of permits.
+"""
 
 from dataclasses import dataclass
 
@@ -12,8 +14,10 @@ class OpenrlhfSettings(PolicySettings):
     async_queue_size: int = 1
     """Batches generated or queued and not yet taken (OpenRLHF `async_queue_size`), at least 1."""
     partial_rollout: bool = False
-    """Whether weights change while a batch is generated (OpenRLHF `partial_rollout`). Without it the publish waits for
-    the running batch and no new one starts meanwhile, so that each batch has one version."""
+    """Whether weights change while a batch is generated (OpenRLHF `partial_rollout`). Without it
+    the publish waits for the running batch and no new one starts meanwhile, so that each batch has
+    one version.
+    """
 
     def __post_init__(self) -> None:
         check_whole("async_queue_size", self.async_queue_size, 1)
@@ -21,12 +25,12 @@ class OpenrlhfSettings(PolicySettings):
 
 
 class Openrlhf(GroupPolicy):
-    """Batches are B groups in a row of the dispatch order. Batch j opens when no group runs and at most q - 1 batches wait
-    (the permit comes back when a batch is taken), and not before version j - q is served; they are trained in order, each
-    when it is complete. Strict: at most q.
+    """Batches are B groups in a row of the dispatch order. Batch j opens when no group runs and at
+    most q - 1 batches wait (the permit comes back when a batch is taken), and not before version j
+    - q is served; they are trained in order, each when it is complete. Strict: at most q.
 
-    A group that fails leaves a short batch, which is filled up at once by the next group, younger than the batch and hence
-    within the bound.
+    A group that fails leaves a short batch, which is filled up at once by the next group, younger
+    than the batch and hence within the bound.
     """
 
     settings_type = OpenrlhfSettings
@@ -65,5 +69,7 @@ class Openrlhf(GroupPolicy):
 
     def _may_open(self) -> bool:
         weights_wait = not self.settings.partial_rollout and self._num_trained > self.version
-        has_permit = len(self.groups) < self.max_outstanding() and self.within_capacity(self.settings.async_queue_size)
+        has_permit = len(self.groups) < self.max_outstanding() and self.within_capacity(
+            self.settings.async_queue_size
+        )
         return has_permit and not self.groups.running and not weights_wait

@@ -1,4 +1,6 @@
-"""OpenRLHF as the comparison article models it: permits of groups, which is AReaL's capacity with one batch less."""
+"""OpenRLHF as the comparison article models it: permits of groups, which is AReaL's capacity with
+one batch less.
+"""
 
 from dataclasses import dataclass
 
@@ -10,14 +12,18 @@ from pipelinerl_staleness.policy import PolicySettings, Take
 @dataclass(frozen=True, slots=True)
 class OpenrlhfArticleSettings(PolicySettings):
     async_queue_size: int = 1
-    """Batches outstanding (OpenRLHF `async_queue_size`), at least 1; 1 is synchronous here, unlike in OpenRLHF's code."""
+    """Batches outstanding (OpenRLHF `async_queue_size`), at least 1; 1 is synchronous here, unlike
+    in OpenRLHF's code.
+    """
 
     def __post_init__(self) -> None:
         check_whole("async_queue_size", self.async_queue_size, 1)
 
 
 class OpenrlhfArticle(GroupPolicy):
-    """Decides as `areal` does with eta = async_queue_size - 1: B earliest started of the finished, no bound beyond q = 1."""
+    """Decides as `areal` does with eta = async_queue_size - 1: B earliest started of the finished,
+    no bound beyond q = 1.
+    """
 
     settings_type = OpenrlhfArticleSettings
     settings: OpenrlhfArticleSettings

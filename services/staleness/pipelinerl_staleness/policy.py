@@ -1,4 +1,5 @@
-"""The interface of a staleness policy: a state machine driven by events, with no clock, no I/O and no randomness.
+"""The interface of a staleness policy: a state machine driven by events, with no clock, no I/O and
+no randomness.
 
 Vocabulary (the same in the live system and in the simulator):
 B   groups per optimizer step
@@ -7,12 +8,13 @@ v   trainer version: optimizer steps finished
 w   version that the generators serve, w <= v
 birth(g)   lowest version of any first token of group g; staleness of g when trained = k - birth(g)
 
-Order of events of one group: `admitted` -> `started` -> `first_token` and `last_token` (once per trajectory) -> `finished`
+Order of events of one group: `admitted` -> `started` -> `first_token` and `last_token` (once per
+trajectory) -> `finished`
 -> in a `take`, or `lost` at any time after `admitted` (failed, filtered, expired): its slot comes back.
 Ties are broken by dispatch order, the order of `admitted`.
 
-A group that is granted again, because its actor went away, stays the same group with the same slot: it may start again, and
-then the newest `started` counts.
+A group that is granted again, because its actor went away, stays the same group with the same slot:
+it may start again, and then the newest `started` counts.
 """
 
 from abc import ABC, abstractmethod
@@ -23,7 +25,9 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """Base of every policy's own parameters. Fields carry meaning, unit and the framework's name in their docstrings."""
+    """Base of every policy's own parameters. Fields carry meaning, unit and the framework's name in
+    their docstrings.
+    """
 
     @classmethod
     def parameter_names(cls) -> tuple[str, ...]:
@@ -32,7 +36,8 @@ class PolicySettings:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """What a `take` decided. `groups` is empty when the trainer must wait; `dropped` leave the ledger either way.
+    """What a `take` decided. `groups` is empty when the trainer must wait; `dropped` leave the
+    ledger either way.
 
     Example: Take(groups=("0-3", "0-1"), dropped=("0-2",)).
     """
@@ -50,7 +55,9 @@ class EngineLoad:
     """
 
     kv_usage: float | None
-    """Share of the KV blocks in use on the fullest generator, 0 to 1; None where nobody tells: then nothing grows on it."""
+    """Share of the KV blocks in use on the fullest generator, 0 to 1; None where nobody tells: then
+    nothing grows on it.
+    """
     num_waiting: int
     """Requests that wait for KV blocks, all generators together."""
     num_preemptions: int
@@ -62,14 +69,19 @@ class EngineLoad:
 class Policy(ABC):
     """One staleness policy at work. Every method is an event or a question; none blocks.
 
-    Invariant: each admitted group ends exactly once, in a `Take`, in a cancel that `published` returned, or in `lost`.
+    Invariant: each admitted group ends exactly once, in a `Take`, in a cancel that `published`
+    returned, or in `lost`.
     """
 
     settings_type: ClassVar[type[PolicySettings]]
     keeps_kv: ClassVar[bool] = False
-    """Whether running requests keep their KV cache when the weights change; otherwise they are prefilled again."""
+    """Whether running requests keep their KV cache when the weights change; otherwise they are
+    prefilled again.
+    """
     requeues_cancelled: ClassVar[bool] = False
-    """Prompts of groups that `published` cancels are generated again, before any new prompt; otherwise they are given up."""
+    """Prompts of groups that `published` cancels are generated again, before any new prompt;
+    otherwise they are given up.
+    """
 
     def __init__(self, settings: Any, groups_per_step: int) -> None:
         self.settings = settings
@@ -88,10 +100,14 @@ class Policy(ABC):
         """The group's first request runs on a generator that serves `version`."""
 
     def first_token(self, group: str, version: int) -> None:
-        """A trajectory's first token was sampled by `version`. Live, this is only known when the group finishes."""
+        """A trajectory's first token was sampled by `version`. Live, this is only known when the
+        group finishes.
+        """
 
     def last_token(self, group: str, version: int) -> None:
-        """A trajectory's last token was sampled by `version`. Live, this is only known when the group finishes."""
+        """A trajectory's last token was sampled by `version`. Live, this is only known when the
+        group finishes.
+        """
 
     @abstractmethod
     def finished(self, group: str) -> None:
@@ -99,10 +115,13 @@ class Policy(ABC):
 
     @abstractmethod
     def lost(self, group: str) -> None:
-        """The group failed or was filtered before or after it finished: its slot comes back. Unknown groups are ignored."""
+        """The group failed or was filtered before or after it finished: its slot comes back.
+        Unknown groups are ignored.
+        """
 
     def published(self, version: int) -> tuple[str, ...]:
-        """The generators serve `version` from now on (it never falls, may skip numbers, may repeat).
+        """The generators serve `version` from now on (it never falls, may skip numbers, may
+        repeat).
 
         Returns groups to cancel; they have left the policy.
         """
@@ -111,7 +130,9 @@ class Policy(ABC):
 
     @abstractmethod
     def take(self, step: int) -> Take:
-        """Assembles the batch for `step`. Asked again after a wait, never again once it returned groups for that step."""
+        """Assembles the batch for `step`. Asked again after a wait, never again once it returned
+        groups for that step.
+        """
 
     def step_begun(self, step: int) -> None:
         """The trainer computes on the batch of `step` now."""
@@ -126,8 +147,10 @@ class Policy(ABC):
 
     @abstractmethod
     def recover(self, step: int, version: int) -> None:
-        """Starts over with `step` batches taken and `version` served, nothing outstanding. `admitted` and `started` of what is
-        still outstanding follow in dispatch order, then tokens and `finished` of what is ready, in the order of finishing."""
+        """Starts over with `step` batches taken and `version` served, nothing outstanding.
+        `admitted` and `started` of what is still outstanding follow in dispatch order, then tokens
+        and `finished` of what is ready, in the order of finishing.
+        """
 
     @abstractmethod
     def bound(self) -> int | None:
@@ -138,7 +161,9 @@ class Policy(ABC):
         """Most groups that can be admitted and not yet taken; sizes queues."""
 
     def min_waiting(self) -> int:
-        """Fewest finished groups that must be able to wait for a batch to form: a smaller ring buffer stalls the run."""
+        """Fewest finished groups that must be able to wait for a batch to form: a smaller ring
+        buffer stalls the run.
+        """
         return self.groups_per_step
 
     @abstractmethod
@@ -146,7 +171,9 @@ class Policy(ABC):
         """Groups admitted and not ended, in dispatch order."""
 
     def trajectory_finished(self, group: str) -> None:
-        """One trajectory of a running group has stopped decoding. Optional: some policies count trajectories."""
+        """One trajectory of a running group has stopped decoding. Optional: some policies count
+        trajectories.
+        """
 
     def observe(self, load: EngineLoad) -> tuple[str, ...]:
         """A load report. Returns groups to cancel; they have left the policy."""
@@ -154,7 +181,9 @@ class Policy(ABC):
         return ()
 
     def trajectory_limit(self) -> int | None:
-        """Most trajectories to decode at once, the rest of an admitted group waiting its turn; None without a limit."""
+        """Most trajectories to decode at once, the rest of an admitted group waiting its turn; None
+        without a limit.
+        """
         return None
 
     def may_publish(self) -> bool:
@@ -163,9 +192,15 @@ class Policy(ABC):
 
     @property
     def streams(self) -> bool:
-        """Whether `take_next` may be used: groups are trained one by one as they come, the optimizer steps after B."""
+        """Whether `take_next` may be used: groups are trained one by one as they come, the
+        optimizer steps after B.
+        """
         return False
 
     def take_next(self, step: int) -> Take:
-        """The next single group of the batch of `step`, or a reason to wait. After B groups the step is complete."""
-        raise NotImplementedError(f"{type(self).__name__} assembles whole batches: use take({step})")
+        """The next single group of the batch of `step`, or a reason to wait. After B groups the
+        step is complete.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} assembles whole batches: use take({step})"
+        )

@@ -1,4 +1,6 @@
-"""prime-rl's rule: an adaptive cap on what is in flight, cancelling at the publish, and a sweep before each batch."""
+"""prime-rl's rule: an adaptive cap on what is in flight, cancelling at the publish, and a sweep
+before each batch.
+"""
 
 from dataclasses import dataclass
 
@@ -20,12 +22,16 @@ class PrimeRlSettings(PolicySettings):
     min_inflight: int = 1
     """Lower end of the adaptive cap, trajectories (prime-rl `concurrency.min_inflight`)."""
     initial_inflight: int | None = None
-    """The cap at the start, trajectories (prime-rl `concurrency.initial_inflight`); unset is one batch. prime-rl itself
-    starts with the KV tokens of all generators divided by the longest sequence."""
+    """The cap at the start, trajectories (prime-rl `concurrency.initial_inflight`); unset is one
+    batch. prime-rl itself starts with the KV tokens of all generators divided by the longest
+    sequence.
+    """
     group_size: int = 8
     """Trajectories per group."""
     max_ready: int | None = None
-    """Finished groups that wait at most before admission stops; unset is eta + 2 batches, more than can ever be trained."""
+    """Finished groups that wait at most before admission stops; unset is eta + 2 batches, more than
+    can ever be trained.
+    """
 
     def __post_init__(self) -> None:
         check_whole("eta", self.eta, 0)
@@ -37,10 +43,12 @@ class PrimeRlSettings(PolicySettings):
 
 
 class PrimeRl(GroupPolicy):
-    """Admits while the batch being collected is at most one version ahead of the engines and trajectories in flight are
-    under the cap; a publish cancels running groups stamped before k - eta; the sweep drops finished ones of that age, and
-    the batch is the B earliest finished. Strict: at most eta. With eta = 0 the lag gate is 0 as well, since a group
-    admitted one version behind could never be trained."""
+    """Admits while the batch being collected is at most one version ahead of the engines and
+    trajectories in flight are under the cap; a publish cancels running groups stamped before k -
+    eta; the sweep drops finished ones of that age, and the batch is the B earliest finished.
+    Strict: at most eta. With eta = 0 the lag gate is 0 as well, since a group admitted one version
+    behind could never be trained.
+    """
 
     settings_type = PrimeRlSettings
     settings: PrimeRlSettings
@@ -48,14 +56,23 @@ class PrimeRl(GroupPolicy):
 
     def __init__(self, settings: PrimeRlSettings, groups_per_step: int) -> None:
         super().__init__(settings, groups_per_step)
-        self._max_ready = (settings.eta + 2) * groups_per_step if settings.max_ready is None else settings.max_ready
+        self._max_ready = (
+            (settings.eta + 2) * groups_per_step
+            if settings.max_ready is None
+            else settings.max_ready
+        )
         if self._max_ready < groups_per_step:
-            raise ValueError(f"max_ready={self._max_ready} must be at least the {groups_per_step} groups of a step")
+            raise ValueError(
+                f"max_ready={self._max_ready} must be at least the {groups_per_step} groups of a "
+                "step"
+            )
         self._reset()
 
     def may_admit(self) -> bool:
         lag = self._collecting() - self.version
-        has_room = len(self.groups.ready) < self._max_ready and self._cap.admits(self._slots.num_held)
+        has_room = len(self.groups.ready) < self._max_ready and self._cap.admits(
+            self._slots.num_held
+        )
         return has_room and lag <= min(_TARGET_LAG, self.settings.eta)
 
     def admitted(self, group: str) -> None:
@@ -79,20 +96,27 @@ class PrimeRl(GroupPolicy):
     def published(self, version: int) -> tuple[str, ...]:
         super().published(version)
         self._cap.new_window()
-        return self._cancel_running(self.groups.running_before(self._collecting() - self.settings.eta))
+        return self._cancel_running(
+            self.groups.running_before(self._collecting() - self.settings.eta)
+        )
 
     def observe(self, load: EngineLoad) -> tuple[str, ...]:
         youngest: list[str] = []
         if self._cap.observe(load, self._slots.num_held):
             excess = self._slots.num_held - int(self._cap.value)
-            candidates = list(self.groups.running)[:0:-1]  # the oldest running group is never cancelled
+            candidates = list(self.groups.running)[
+                :0:-1
+            ]  # the oldest running group is never cancelled
             youngest = candidates[: max(0, excess // self.settings.group_size)]
         return self._cancel_running(tuple(youngest))
 
     def take(self, step: int) -> Take:
         dropped = self.cancel(self.groups.ready_before(step - self.settings.eta))
         if step - self.version > _TARGET_LAG:
-            return self.wait(f"version {self.version} is served, batch {step} needs {step - _TARGET_LAG}", dropped)
+            return self.wait(
+                f"version {self.version} is served, batch {step} needs {step - _TARGET_LAG}",
+                dropped,
+            )
         return self.deliver(self.groups.ready, dropped)
 
     def trajectory_limit(self) -> int:
@@ -112,7 +136,9 @@ class PrimeRl(GroupPolicy):
         settings = self.settings
         batch = self.groups_per_step * settings.group_size
         initial = batch if settings.initial_inflight is None else settings.initial_inflight
-        self._cap = AdaptiveCap(initial, settings.min_inflight, settings.max_inflight, settings.group_size)
+        self._cap = AdaptiveCap(
+            initial, settings.min_inflight, settings.max_inflight, settings.group_size
+        )
         self._slots = TrajectorySlots(settings.group_size)
 
     def _collecting(self) -> int:

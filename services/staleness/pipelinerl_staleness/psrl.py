@@ -1,4 +1,6 @@
-"""PSRL's reserve, occupy, consume: every group reserves a slot in a batch that it can certainly reach."""
+"""PSRL's reserve, occupy, consume: every group reserves a slot in a batch that it can certainly
+reach.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,20 +14,22 @@ from pipelinerl_staleness.policy import PolicySettings, Take
 @dataclass(frozen=True, slots=True)
 class PsrlSettings(PolicySettings):
     eta: int = 0
-    """Oldest age of a trained group in versions (PSRL `staleness`), at least 0; 0 is synchronous."""
+    """Oldest age of a trained group in versions (PSRL `staleness`), at least 0; 0 is synchronous.
+    """
 
     def __post_init__(self) -> None:
         check_whole("eta", self.eta, 0)
 
 
 class Psrl(GroupPolicy):
-    """Buffer b has B slots and becomes the batch of step b. A group admitted at version w reserves a slot in the latest
-    buffer of [w, w + eta] that has a free one. When it finishes it gives that up and occupies the earliest free slot it may
-    use, after one swap: the first reservation of an earlier buffer that may also live in the given-up slot moves there.
-    Buffer k is trained when all its slots are occupied. Strict, because no slot is later than stamp + eta.
+    """Buffer b has B slots and becomes the batch of step b. A group admitted at version w reserves
+    a slot in the latest buffer of [w, w + eta] that has a free one. When it finishes it gives that
+    up and occupies the earliest free slot it may use, after one swap: the first reservation of an
+    earlier buffer that may also live in the given-up slot moves there. Buffer k is trained when all
+    its slots are occupied. Strict, because no slot is later than stamp + eta.
 
-    A restored ledger may not know the newest version yet, and its groups then outnumber the slots: the earliest buffer behind
-    the window takes what was admitted under that version.
+    A restored ledger may not know the newest version yet, and its groups then outnumber the slots:
+    the earliest buffer behind the window takes what was admitted under that version.
     """
 
     settings_type = PsrlSettings
@@ -59,7 +63,9 @@ class Psrl(GroupPolicy):
             return
         own = self._buffer_of[group]
         self._leave(group)
-        swapped = next((other for other in self._earlier_reservations(own) if self._may_hold(own, other)), None)
+        swapped = next(
+            (other for other in self._earlier_reservations(own) if self._may_hold(own, other)), None
+        )
         if swapped is not None:
             self._leave(swapped)
             self._enter(swapped, own)
@@ -75,7 +81,10 @@ class Psrl(GroupPolicy):
         batch = tuple(self._slots.get(step, ()))
         unfinished = [group for group in batch if group in self.groups.running]
         if unfinished or len(batch) < self.groups_per_step:
-            return self.wait(f"buffer {step} has {len(batch) - len(unfinished)} of {self.groups_per_step} slots occupied")
+            return self.wait(
+                f"buffer {step} has {len(batch) - len(unfinished)} of {self.groups_per_step} slots "
+                "occupied"
+            )
         for group in batch:
             self._leave(group)
         return self.deliver(batch)
@@ -101,7 +110,14 @@ class Psrl(GroupPolicy):
         return len(self._slots.get(buffer, ())) < self.groups_per_step
 
     def _latest_free(self, stamp: int) -> int | None:
-        return next((b for b in range(stamp + self.settings.eta, self._step() - 1, -1) if self._has_free(b)), None)
+        return next(
+            (
+                b
+                for b in range(stamp + self.settings.eta, self._step() - 1, -1)
+                if self._has_free(b)
+            ),
+            None,
+        )
 
     def _may_hold(self, buffer: int, group: str) -> bool:
         return buffer <= self.groups.running[group] + self.settings.eta
@@ -126,7 +142,12 @@ class Psrl(GroupPolicy):
 
     def _earlier_reservations(self, buffer: int) -> Iterator[str]:
         earlier = range(self._step(), buffer)
-        return (group for b in earlier for group in self._slots.get(b, ()) if group in self.groups.running)
+        return (
+            group
+            for b in earlier
+            for group in self._slots.get(b, ())
+            if group in self.groups.running
+        )
 
     def _move_forward(self, group: str, version: int) -> None:
         """A restored group is older than the version served now: it needs a slot that it can reach."""
@@ -134,7 +155,9 @@ class Psrl(GroupPolicy):
         self._reserve(group, version)
 
     def _fill_holes(self, step: int) -> None:
-        """A slot that a failed group left moves to the end: ready groups of later buffers move up, the oldest first."""
+        """A slot that a failed group left moves to the end: ready groups of later buffers move up,
+        the oldest first.
+        """
         for group in self.groups.ready_by_stamp():
             if not self._has_free(step):
                 return

@@ -1,11 +1,13 @@
 """What a policy heard and answered, as records, and the same events through a fresh policy.
 
 A record is (method, arguments, answer), all plain JSON values:
-["policy", ["areal", {"eta": 1, "max_concurrent": null}, 2], null]     a process begins with a fresh policy, B = 2
-["admitted", ["0-17"], null]                                           an event
-["take", [4], [["0-16", "0-17"], [], ""]]                              a decision: groups, dropped, wait reason
+["policy", ["areal", {"eta": 1, "max_concurrent": null}, 2], null]     a process begins with a fresh
+policy, B = 2 ["admitted", ["0-17"], null]                                           an event
+["take", [4], [["0-16", "0-17"], [], ""]]                              a decision: groups, dropped,
+wait reason
 
-Policies have no clock and no randomness, so the same events give the same answers: anything else is a difference.
+Policies have no clock and no randomness, so the same events give the same answers: anything else is
+a difference.
 """
 
 from collections.abc import Callable, Iterable
@@ -75,7 +77,9 @@ class _Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first record that a fresh policy answers differently, or that cannot be replayed. `number` counts from 0."""
+    """The first record that a fresh policy answers differently, or that cannot be replayed.
+    `number` counts from 0.
+    """
 
     number: int
     what: str
@@ -105,10 +109,14 @@ def replay(records: Iterable[Record]) -> Replay:
                 continue
             answer = _asked(policy, method, arguments)
         except (ValueError, LookupError, TypeError, AttributeError, NotImplementedError) as error:
-            outcome.difference = Difference(number, f"{method}{tuple(arguments)} cannot be replayed: {error!r}")
+            outcome.difference = Difference(
+                number, f"{method}{tuple(arguments)} cannot be replayed: {error!r}"
+            )
             return outcome
         if answer != recorded_answer:
-            what = f"{method}{tuple(arguments)} was answered {recorded_answer} then and {answer} now"
+            what = (
+                f"{method}{tuple(arguments)} was answered {recorded_answer} then and {answer} now"
+            )
             outcome.difference = Difference(number, what)
             return outcome
         if method in EVENTS:

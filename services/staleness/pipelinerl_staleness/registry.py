@@ -49,20 +49,33 @@ _POLICY_TYPES: Mapping[str, type[Policy]] = {
     "verl_wait": VerlWait,
 }
 
-POLICIES: Mapping[str, type[PolicySettings]] = {name: policy.settings_type for name, policy in _POLICY_TYPES.items()}
+POLICIES: Mapping[str, type[PolicySettings]] = {
+    name: policy.settings_type for name, policy in _POLICY_TYPES.items()
+}
 """Settings type of every policy, by the policy's name."""
 
 
 def parse_policy_settings(name: str, parameters: Mapping[str, Any]) -> PolicySettings:
-    """The settings of policy `name`. Raises ValueError that names what is wrong and what is allowed."""
+    """The settings of policy `name`. Raises ValueError that names what is wrong and what is
+    allowed.
+    """
     if name not in POLICIES:
-        raise ValueError(f"unknown staleness policy {name!r}: choose one of {', '.join(sorted(POLICIES))}")
+        raise ValueError(
+            f"unknown staleness policy {name!r}: choose one of {', '.join(sorted(POLICIES))}"
+        )
     settings_type = POLICIES[name]
     allowed = settings_type.parameter_names()
     unknown = sorted(set(parameters) - set(allowed))
     if unknown:
-        raise ValueError(f"policy {name!r} has no parameter {unknown[0]!r}: it has {', '.join(allowed) or 'none'}")
-    required = [f.name for f in fields(settings_type) if f.default is MISSING and f.default_factory is MISSING]
+        raise ValueError(
+            f"policy {name!r} has no parameter {unknown[0]!r}: it has "
+            f"{', '.join(allowed) or 'none'}"
+        )
+    required = [
+        f.name
+        for f in fields(settings_type)
+        if f.default is MISSING and f.default_factory is MISSING
+    ]
     missing = [parameter for parameter in required if parameter not in parameters]
     if missing:
         raise ValueError(f"policy {name!r} needs the parameter {missing[0]!r}")

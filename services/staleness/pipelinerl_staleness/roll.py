@@ -10,15 +10,19 @@ from pipelinerl_staleness.policy import PolicySettings, Take
 @dataclass(frozen=True, slots=True)
 class RollSettings(PolicySettings):
     rho: int = 0
-    """Oldest age of a trained group in versions (ROLL `async_generation_ratio`), at least 0; 0 is synchronous."""
+    """Oldest age of a trained group in versions (ROLL `async_generation_ratio`), at least 0; 0 is
+    synchronous.
+    """
 
     def __post_init__(self) -> None:
         check_whole("rho", self.rho, 0)
 
 
 class Roll(GroupPolicy):
-    """Admits (rho + 1 + w) B groups in all; a publish of v cancels running groups stamped before v - rho; a batch takes
-    the finished stamps from k - rho on, oldest first, by order of finishing within a stamp, and drops older ones."""
+    """Admits (rho + 1 + w) B groups in all; a publish of v cancels running groups stamped before v
+    - rho; a batch takes the finished stamps from k - rho on, oldest first, by order of finishing
+    within a stamp, and drops older ones.
+    """
 
     settings_type = RollSettings
     settings: RollSettings

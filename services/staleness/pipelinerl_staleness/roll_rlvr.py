@@ -1,4 +1,6 @@
-"""ROLL's scheduler for verifiable rewards as its code has it: each start step is used up before the next one."""
+"""ROLL's scheduler for verifiable rewards as its code has it: each start step is used up before the
+next one.
+"""
 
 from dataclasses import dataclass
 
@@ -13,8 +15,10 @@ class RollRlvrSettings(RollSettings):
 
 
 class RollRlvr(Roll):
-    """Admission and cancelling as in `roll`, but the batch blocks on every older start step in turn. With whole ratios
-    this is the same as `nemo_weight_fifo`: nothing is ever old enough to be cancelled or dropped."""
+    """Admission and cancelling as in `roll`, but the batch blocks on every older start step in
+    turn. With whole ratios this is the same as `nemo_weight_fifo`: nothing is ever old enough to be
+    cancelled or dropped.
+    """
 
     settings_type = RollRlvrSettings
 

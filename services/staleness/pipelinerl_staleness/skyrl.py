@@ -1,4 +1,6 @@
-"""SkyRL's rule, fully asynchronous mode: AReaL's capacity, batches in the order of finishing, violations only counted."""
+"""SkyRL's rule, fully asynchronous mode: AReaL's capacity, batches in the order of finishing,
+violations only counted.
+"""
 
 from dataclasses import dataclass
 
@@ -12,8 +14,9 @@ class SkyrlSettings(PolicySettings):
     max_staleness_steps: int = 4
     """Batches of head start (SkyRL `max_staleness_steps`), at least 0; 0 is synchronous."""
     num_workers: int | None = None
-    """Groups generated at once (SkyRL `num_parallel_generation_workers`), between B and B * (max_staleness_steps + 1);
-    unset is the largest of these."""
+    """Groups generated at once (SkyRL `num_parallel_generation_workers`), between B and B *
+    (max_staleness_steps + 1); unset is the largest of these.
+    """
 
     def __post_init__(self) -> None:
         check_whole("max_staleness_steps", self.max_staleness_steps, 0)
@@ -21,8 +24,10 @@ class SkyrlSettings(PolicySettings):
 
 
 class Skyrl(GroupPolicy):
-    """Admits while min(workers - running, (S + w + 1) B - (accepted + running)) > 0; takes the B earliest finished.
-    A group older than S when trained is counted in `num_violations` and trained all the same: no bound except with S = 0."""
+    """Admits while min(workers - running, (S + w + 1) B - (accepted + running)) > 0; takes the B
+    earliest finished. A group older than S when trained is counted in `num_violations` and trained
+    all the same: no bound except with S = 0.
+    """
 
     settings_type = SkyrlSettings
     settings: SkyrlSettings
@@ -34,18 +39,23 @@ class Skyrl(GroupPolicy):
         self._workers = most if settings.num_workers is None else settings.num_workers
         if not groups_per_step <= self._workers <= most:
             raise ValueError(
-                f"num_workers={self._workers} must be between the {groups_per_step} groups of a step and {most}, "
+                f"num_workers={self._workers} must be between the {groups_per_step} groups of a "
+                f"step and {most}, "
                 f"which is that times max_staleness_steps + 1"
             )
         self.num_violations = 0
 
     def may_admit(self) -> bool:
-        return len(self.groups.running) < self._workers and self.within_capacity(self.settings.max_staleness_steps)
+        return len(self.groups.running) < self._workers and self.within_capacity(
+            self.settings.max_staleness_steps
+        )
 
     def take(self, step: int) -> Take:
         stamps = dict(self.groups.ready)
         taken = self.deliver(self.groups.ready)
-        self.num_violations += sum(step - stamps[group] > self.settings.max_staleness_steps for group in taken.groups)
+        self.num_violations += sum(
+            step - stamps[group] > self.settings.max_staleness_steps for group in taken.groups
+        )
         return taken
 
     def bound(self) -> int | None:

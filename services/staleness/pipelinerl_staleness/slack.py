@@ -1,31 +1,37 @@
 """SLACK: a strict age bound without drops, with as little waiting as any such rule can have.
 
-Every group has a deadline d = birth + eta, the last step that may train it. The rule keeps one inequality. Let k be the
-step in assembly, r its slots still empty, N(d) the outstanding groups with deadline d or earlier and I(d) those of them
-that still run. Steps k .. d have (d - k) B + r slots left, so
+Every group has a deadline d = birth + eta, the last step that may train it. The rule keeps one
+inequality. Let k be the step in assembly, r its slots still empty, N(d) the outstanding groups with
+deadline d or earlier and I(d) those of them that still run. Steps k .. d have (d - k) B + r slots
+left, so
 
     H:  N(d) <= (d - k) B + r   for every d >= k
 
 says exactly that everything can still meet its deadline (Hall's condition for unit jobs).
 
-Why it is safe. Admission keeps H: a newcomer has the latest deadline of all, so only the total can break. A whole batch is
-taken only if I(d) <= (d - k) B for every d, and then consists of the r ready groups of earliest deadline. Look at one d.
-If r ready groups had a deadline of at most d, N(d) falls by r and H becomes N(d) <= (d - k) B. Otherwise all of them are in
-the batch and N(d) = I(d), which the test bounds by the same number. Either way H holds for step k + 1 with B fresh slots,
-and d = k says that nothing whose time has come is left. A single group g is taken only if one slot less still suffices for
-the running groups due before g; no ready group is due before g, and from d(g) on both sides fall by one. Tokens sampled
-later in a group are younger than its birth, so weight updates during generation need nothing extra.
+Why it is safe. Admission keeps H: a newcomer has the latest deadline of all, so only the total can
+break. A whole batch is taken only if I(d) <= (d - k) B for every d, and then consists of the r
+ready groups of earliest deadline. Look at one d. If r ready groups had a deadline of at most d,
+N(d) falls by r and H becomes N(d) <= (d - k) B. Otherwise all of them are in the batch and N(d) =
+I(d), which the test bounds by the same number. Either way H holds for step k + 1 with B fresh
+slots, and d = k says that nothing whose time has come is left. A single group g is taken only if
+one slot less still suffices for the running groups due before g; no ready group is due before g,
+and from d(g) on both sides fall by one. Tokens sampled later in a group are younger than its birth,
+so weight updates during generation need nothing extra.
 
-Why it never locks up. Nothing is cancelled, so running groups finish; once none runs, I = 0 and every test passes as soon
-as r groups are ready, and admission allows a whole batch whenever the served version has caught up.
+Why it never locks up. Nothing is cancelled, so running groups finish; once none runs, I = 0 and
+every test passes as soon as r groups are ready, and admission allows a whole batch whenever the
+served version has caught up.
 
-Why nothing strict can start a step sooner. The test looks at running groups only. A rule that starts step k while
-I(d) > (d - k) B for some d leaves more groups due by d than the steps up to d can train, so it must drop one or break the
-bound. This holds for the same births and finishing times; engines that slow down under load are outside of it.
+Why nothing strict can start a step sooner. The test looks at running groups only. A rule that
+starts step k while I(d) > (d - k) B for some d leaves more groups due by d than the steps up to d
+can train, so it must drop one or break the bound. This holds for the same births and finishing
+times; engines that slow down under load are outside of it.
 
-Admission up to (eta + 1) B would make H tight everywhere and leave one possible batch, the oldest version's. What buys
-throughput is slack in H: fewer groups outstanding than the bound allows (`c_busy`, `c_idle`), and training each group
-as it comes, because a step needs its last straggler only for its last slot.
+Admission up to (eta + 1) B would make H tight everywhere and leave one possible batch, the oldest
+version's. What buys throughput is slack in H: fewer groups outstanding than the bound allows
+(`c_busy`, `c_idle`), and training each group as it comes, because a step needs its last straggler
+only for its last slot.
 """
 
 from dataclasses import dataclass
@@ -44,12 +50,16 @@ class SlackSettings(PolicySettings):
     c_busy: int | None = None
     """Groups outstanding at most while the trainer computes; unset is one and a half batches."""
     c_idle: int | None = None
-    """Groups outstanding at most while the trainer waits, at least B; unset is one and a half batches."""
+    """Groups outstanding at most while the trainer waits, at least B; unset is one and a half
+    batches.
+    """
     stream: bool = True
     """Whether groups are trained one by one as they come, where the trainer can do that."""
     adaptive: bool = True
-    """Whether the knobs move with the load reports, between the values above and eta + 1 batches: the one in force up while
-    the KV cache is nearly empty, both down after a preemption or a wait for a group at its deadline."""
+    """Whether the knobs move with the load reports, between the values above and eta + 1 batches:
+    the one in force up while the KV cache is nearly empty, both down after a preemption or a wait
+    for a group at its deadline.
+    """
 
     def __post_init__(self) -> None:
         check_whole("eta", self.eta, 0)
@@ -60,10 +70,11 @@ class SlackSettings(PolicySettings):
 
 
 class Slack(GroupPolicy):
-    """Admits under H and the slack knob; takes by earliest deadline when the running groups leave room. Strict: eta.
+    """Admits under H and the slack knob; takes by earliest deadline when the running groups leave
+    room. Strict: eta.
 
-    The birth of a group is the version of its first token, reported at any time before its `finished`; until then it is
-    the version served at admission, which is never newer.
+    The birth of a group is the version of its first token, reported at any time before its
+    `finished`; until then it is the version served at admission, which is never newer.
     """
 
     settings_type = SlackSettings
@@ -76,7 +87,9 @@ class Slack(GroupPolicy):
         self.c_busy = default if settings.c_busy is None else settings.c_busy
         self.c_idle = default if settings.c_idle is None else settings.c_idle
         if self.c_idle < groups_per_step:
-            raise ValueError(f"c_idle={self.c_idle} must be at least the {groups_per_step} groups of a step")
+            raise ValueError(
+                f"c_idle={self.c_idle} must be at least the {groups_per_step} groups of a step"
+            )
         self._start = self.c_busy, self.c_idle
         self._busy = False
         self._waited_for_deadline = False
@@ -129,7 +142,9 @@ class Slack(GroupPolicy):
         self._busy = False
 
     def observe(self, load: EngineLoad) -> tuple[str, ...]:
-        """Engines that are nearly empty cannot be crowded by more groups, so they outweigh a wait for a deadline."""
+        """Engines that are nearly empty cannot be crowded by more groups, so they outweigh a wait
+        for a deadline.
+        """
         crowded = load.num_waiting > 0 or load.num_preemptions > 0
         if not self.settings.adaptive:
             return ()
@@ -171,7 +186,9 @@ class Slack(GroupPolicy):
         return (deadline + 1) * self.groups_per_step - self.num_taken
 
     def _leaves_room(self, num_taken: int, before: int | None) -> bool:
-        """Whether the running groups born before `before` (all, if None) still fit after `num_taken` slots are used."""
+        """Whether the running groups born before `before` (all, if None) still fit after
+        `num_taken` slots are used.
+        """
         due = 0
         for birth, number in sorted(self.groups.num_running_by_stamp.items()):
             if before is not None and birth >= before:

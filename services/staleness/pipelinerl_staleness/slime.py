@@ -10,10 +10,13 @@ from pipelinerl_staleness.policy import PolicySettings, Take
 @dataclass(frozen=True, slots=True)
 class SlimeSettings(PolicySettings):
     prefetch_factor: float = 1.0
-    """Groups at once as a multiple of what fills the engines (slime `fully_async_group_prefetch_factor`), above 0."""
+    """Groups at once as a multiple of what fills the engines (slime
+    `fully_async_group_prefetch_factor`), above 0.
+    """
     concurrency: int | None = None
-    """Trajectories decoded at once by all engines together (the sum of slime's `sglang_server_concurrency`); unset is one
-    batch of them."""
+    """Trajectories decoded at once by all engines together (the sum of slime's
+    `sglang_server_concurrency`); unset is one batch of them.
+    """
     group_size: int = 8
     """Trajectories per group (slime `n_samples_per_prompt`)."""
 
@@ -24,11 +27,13 @@ class SlimeSettings(PolicySettings):
 
 
 class Slime(GroupPolicy):
-    """Admits while fewer than C groups run and fewer than C finished ones wait, C = f * concurrency / G; takes the B
-    earliest finished. The next batch is complete before the weights of this one are published, so the engines never see
-    new weights while the trainer waits. A publish aborts every request; groups continue from the tokens they have.
+    """Admits while fewer than C groups run and fewer than C finished ones wait, C = f * concurrency
+    / G; takes the B earliest finished. The next batch is complete before the weights of this one
+    are published, so the engines never see new weights while the trainer waits. A publish aborts
+    every request; groups continue from the tokens they have.
 
-    The second gate is at least B wide, because a depth below one batch would otherwise never fill a batch.
+    The second gate is at least B wide, because a depth below one batch would otherwise never fill a
+    batch.
     """
 
     settings_type = SlimeSettings
@@ -37,19 +42,29 @@ class Slime(GroupPolicy):
     def __init__(self, settings: SlimeSettings, groups_per_step: int) -> None:
         super().__init__(settings, groups_per_step)
         unset = settings.concurrency is None
-        self._concurrency = groups_per_step * settings.group_size if settings.concurrency is None else settings.concurrency
-        groups = settings.prefetch_factor * (groups_per_step if unset else self._concurrency / settings.group_size)
+        self._concurrency = (
+            groups_per_step * settings.group_size
+            if settings.concurrency is None
+            else settings.concurrency
+        )
+        groups = settings.prefetch_factor * (
+            groups_per_step if unset else self._concurrency / settings.group_size
+        )
         self._max_active = max(1, int(groups))
         self._max_queue = max(self._max_active, groups_per_step)
 
     def may_admit(self) -> bool:
-        return len(self.groups.running) < self._max_active and len(self.groups.ready) < self._max_queue
+        return (
+            len(self.groups.running) < self._max_active and len(self.groups.ready) < self._max_queue
+        )
 
     def take(self, step: int) -> Take:
         return self.deliver(self.groups.ready)
 
     def may_publish(self) -> bool:
-        """Also when nothing runs: then the data has ended and the next batch will never be complete."""
+        """Also when nothing runs: then the data has ended and the next batch will never be
+        complete.
+        """
         return len(self.groups.ready) >= self.groups_per_step or not self.groups.running
 
     def trajectory_limit(self) -> int | None:

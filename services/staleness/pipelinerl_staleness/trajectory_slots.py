@@ -2,7 +2,8 @@
 
 
 class TrajectorySlots:
-    """A group holds one slot per trajectory from its admission; each finished trajectory frees its own.
+    """A group holds one slot per trajectory from its admission; each finished trajectory frees its
+    own.
 
     Example with groups of 8: hold("a"), hold("b"), free_one("a"): num_held 15.
     """

@@ -11,17 +11,23 @@ from pipelinerl_staleness.trajectory_slots import TrajectorySlots
 @dataclass(frozen=True, slots=True)
 class TrlSettings(PolicySettings):
     eta: int = 4
-    """Oldest age of a group that is trained, in versions (TRL `max_staleness`), at least 0. Also the number of batches
-    that may run at once, at least one (TRL `max_inflight_tasks=-1`)."""
+    """Oldest age of a group that is trained, in versions (TRL `max_staleness`), at least 0. Also
+    the number of batches that may run at once, at least one (TRL `max_inflight_tasks=-1`).
+    """
     slots: str = "group"
-    """`group`: a slot is held until the whole group has finished. `trajectory`: each trajectory frees its own (TRL)."""
+    """`group`: a slot is held until the whole group has finished. `trajectory`: each trajectory
+    frees its own (TRL).
+    """
     group_size: int = 8
     """Trajectories per group (TRL `num_generations`); counts only with slots=trajectory."""
     queue_groups: int = 144
-    """Finished groups that wait at most before generation blocks (TRL: 16 to be scored and `queue_maxsize=1024` rows)."""
+    """Finished groups that wait at most before generation blocks (TRL: 16 to be scored and
+    `queue_maxsize=1024` rows).
+    """
     prefetch: bool = False
-    """Whether the batch is checked one publish before it is trained, as a prefetching data loader does: the bound is
-    then eta + 1."""
+    """Whether the batch is checked one publish before it is trained, as a prefetching data loader
+    does: the bound is then eta + 1.
+    """
 
     def __post_init__(self) -> None:
         check_whole("eta", self.eta, 0)
@@ -32,8 +38,10 @@ class TrlSettings(PolicySettings):
 
 
 class Trl(GroupPolicy):
-    """Running work is capped at max(eta, 1) batches and finished groups do not count, so generation runs ahead of the
-    trainer and pays with drops. Queue order is the order of finishing; older than eta at the queue's head is dropped."""
+    """Running work is capped at max(eta, 1) batches and finished groups do not count, so generation
+    runs ahead of the trainer and pays with drops. Queue order is the order of finishing; older than
+    eta at the queue's head is dropped.
+    """
 
     settings_type = TrlSettings
     settings: TrlSettings
@@ -71,7 +79,11 @@ class Trl(GroupPolicy):
         self._slots = TrajectorySlots(self.settings.group_size)
 
     def trajectory_limit(self) -> int | None:
-        return self._max_running * self.settings.group_size if self.settings.slots == "trajectory" else None
+        return (
+            self._max_running * self.settings.group_size
+            if self.settings.slots == "trajectory"
+            else None
+        )
 
     def take(self, step: int) -> Take:
         oldest = step - self.settings.eta - (1 if self.settings.prefetch else 0)

@@ -1,4 +1,6 @@
-"""What verl's two strategies share: the warm-up, the span of a group, and which ready groups make the batch."""
+"""What verl's two strategies share: the warm-up, the span of a group, and which ready groups make
+the batch.
+"""
 
 from dataclasses import dataclass
 
@@ -10,9 +12,12 @@ from pipelinerl_staleness.policy import PolicySettings
 @dataclass(frozen=True, slots=True)
 class VerlSettings(PolicySettings):
     eta: int = 8
-    """Threshold of the span k - stamp + 1 of a group (verl `max_off_policy_threshold`), at least 1."""
+    """Threshold of the span k - stamp + 1 of a group (verl `max_off_policy_threshold`), at least 1.
+    """
     num_warmup_batches: float = 1
-    """Batches admitted at the start beyond the first one (verl `num_warmup_batches`), at least 0, fractions allowed."""
+    """Batches admitted at the start beyond the first one (verl `num_warmup_batches`), at least 0,
+    fractions allowed.
+    """
 
     def __post_init__(self) -> None:
         check_whole("eta", self.eta, 1)
@@ -20,7 +25,9 @@ class VerlSettings(PolicySettings):
 
 
 class Verl(GroupPolicy):
-    """W batches once and B groups with each version, one more for every group that was evicted or failed."""
+    """W batches once and B groups with each version, one more for every group that was evicted or
+    failed.
+    """
 
     settings: VerlSettings
 
@@ -28,7 +35,9 @@ class Verl(GroupPolicy):
         return self.within_capacity(self.settings.num_warmup_batches)
 
     def span(self, stamp: int, step: int) -> int:
-        """Versions that a group touches from its admission to the step that would train it, both counted."""
+        """Versions that a group touches from its admission to the step that would train it, both
+        counted.
+        """
         return step - stamp + 1
 
     def max_outstanding(self) -> int:

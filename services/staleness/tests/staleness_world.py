@@ -1,4 +1,6 @@
-"""A small world that drives one policy with arbitrary events and checks what every policy must keep."""
+"""A small world that drives one policy with arbitrary events and checks what every policy must
+keep.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,12 +23,15 @@ class Group:
 
 
 class World:
-    """Generators that serve `served`, a trainer that has done `done` steps, and what each group has gone through.
+    """Generators that serve `served`, a trainer that has done `done` steps, and what each group has
+    gone through.
 
     The world keeps its own books and compares them with the policy's after every event.
     """
 
-    def __init__(self, name: str, parameters: dict[str, Any], groups_per_step: int, lagging: bool = False) -> None:
+    def __init__(
+        self, name: str, parameters: dict[str, Any], groups_per_step: int, lagging: bool = False
+    ) -> None:
         self.name = name
         self.parameters = parameters
         self.batch = groups_per_step
@@ -47,7 +52,8 @@ class World:
     def _new_policy(self) -> Policy:
         return make_policy(parse_policy_settings(self.name, self.parameters), self.batch)
 
-    # What an arbitrary byte does: its low half says which event, its high half which group or how many.
+    # What an arbitrary byte does: its low half says which event, its high half which group or how
+    # many.
 
     def event(self, byte: int) -> None:
         kind, argument = byte % 16, byte // 16
@@ -79,7 +85,9 @@ class World:
         return number
 
     def sample_first_token(self, index: int) -> None:
-        waiting = [name for name, group in self.running.items() if len(group.first_tokens) < GROUP_SIZE]
+        waiting = [
+            name for name, group in self.running.items() if len(group.first_tokens) < GROUP_SIZE
+        ]
         if waiting:
             name = waiting[index % len(waiting)]
             self.running[name].first_tokens.append(self.served)
@@ -120,7 +128,11 @@ class World:
                 self.publishable = self.step + 1
             self.step += 1
         elif self.lagging or self.served >= self.publishable:
-            taken = self.policy.take_next(self.step) if self.policy.streams else self.policy.take(self.step)
+            taken = (
+                self.policy.take_next(self.step)
+                if self.policy.streams
+                else self.policy.take(self.step)
+            )
             self._check_take(taken)
 
     def _check_take(self, taken: Take) -> None:
@@ -135,7 +147,9 @@ class World:
             age = self.step - group.birth
             self.oldest = max(self.oldest, age)
             bound = self.policy.bound()
-            assert bound is None or age <= bound, f"{name} born at {group.birth} is trained at step {self.step}"
+            assert bound is None or age <= bound, (
+                f"{name} born at {group.birth} is trained at step {self.step}"
+            )
         if taken.groups:
             assert len(taken.groups) == (1 if self.policy.streams else self.batch)
             if not self.training:
@@ -153,18 +167,29 @@ class World:
             del self.running[name]
 
     def observe(self, argument: int) -> None:
-        load = EngineLoad(kv_usage=argument / 16, num_waiting=argument % 3, num_preemptions=argument % 2, seconds=2.0)
+        load = EngineLoad(
+            kv_usage=argument / 16,
+            num_waiting=argument % 3,
+            num_preemptions=argument % 2,
+            seconds=2.0,
+        )
         for name in self.policy.observe(load):
             del self.running[name]
 
     def check_books(self) -> None:
         known = {*self.running, *self.ready}
         assert set(self.policy.outstanding()) == known
-        assert len(self.policy.outstanding()) == len(known) <= self.policy.max_outstanding() + self.num_returned
+        assert (
+            len(self.policy.outstanding())
+            == len(known)
+            <= self.policy.max_outstanding() + self.num_returned
+        )
 
     def restart(self, behind: int = 0) -> None:
-        """The controller dies: the batch in training comes back, a new policy is filled from the ledger, which knows the served
-        version, or one that was served `behind` versions before and hears of the newest once it is filled."""
+        """The controller dies: the batch in training comes back, a new policy is filled from the
+        ledger, which knows the served version, or one that was served `behind` versions before and
+        hears of the newest once it is filled.
+        """
         self.num_returned = len(self.in_training)
         self.ready = {**self.in_training, **self.ready}
         self.in_training = {}
@@ -185,7 +210,9 @@ class World:
         self.check_books()
 
     def run_steps(self, number: int, patience: int = 60) -> None:
-        """Everything that runs finishes, the trainer asks again and again: `number` steps must follow."""
+        """Everything that runs finishes, the trainer asks again and again: `number` steps must
+        follow.
+        """
         goal = self.step + number
         rounds = 0
         while self.step < goal:

@@ -1,4 +1,6 @@
-"""What every policy keeps on arbitrary event traces: bound, liveness, credit, determinism, restart, end of data."""
+"""What every policy keeps on arbitrary event traces: bound, liveness, credit, determinism, restart,
+end of data.
+"""
 
 import random
 from typing import Any
@@ -17,24 +19,50 @@ CASES: list[Case] = [
     ("areal", {"eta": 2, "max_concurrent": 2}),
     *(("conventional", {"steps_per_generation": steps}) for steps in (1, 3)),
     *(("skyrl", {"max_staleness_steps": eta}) for eta in (0, 2)),
-    *(("verl_drop", {"eta": eta, "num_warmup_batches": warmup}) for eta, warmup in ((1, 0), (1, 2), (2, 0.5), (3, 2))),
-    *(("verl_wait", {"eta": eta, "num_warmup_batches": w}) for eta, w in ((1, 0), (1, 2), (2, 0.5), (2, 2), (4, 2))),
+    *(
+        ("verl_drop", {"eta": eta, "num_warmup_batches": warmup})
+        for eta, warmup in ((1, 0), (1, 2), (2, 0.5), (3, 2))
+    ),
+    *(
+        ("verl_wait", {"eta": eta, "num_warmup_batches": w})
+        for eta, w in ((1, 0), (1, 2), (2, 0.5), (2, 2), (4, 2))
+    ),
     *(("trl", {"eta": eta, "group_size": GROUP_SIZE, "queue_groups": 6}) for eta in (0, 1, 3)),
     ("trl", {"eta": 2, "group_size": GROUP_SIZE, "slots": "trajectory"}),
     ("trl", {"eta": 1, "prefetch": True}),
-    *(("openrlhf", {"async_queue_size": q, "partial_rollout": p}) for q in (1, 3) for p in (False, True)),
+    *(
+        ("openrlhf", {"async_queue_size": q, "partial_rollout": p})
+        for q in (1, 3)
+        for p in (False, True)
+    ),
     *(("openrlhf_article", {"async_queue_size": q}) for q in (1, 3)),
     *(("slime", {"prefetch_factor": factor, "group_size": GROUP_SIZE}) for factor in (0.1, 1, 2.5)),
     *(("roll", {"rho": rho}) for rho in (0, 1, 3)),
     *(("roll_rlvr", {"rho": rho}) for rho in (0, 1, 3)),
-    *(("prime_rl", {"eta": eta, "group_size": GROUP_SIZE, "max_inflight": 16}) for eta in (0, 1, 3)),
-    *(("dressage", {"keep_versions": keep, "scope": scope}) for keep in (0, 1, 2) for scope in ("group", "trajectory")),
+    *(
+        ("prime_rl", {"eta": eta, "group_size": GROUP_SIZE, "max_inflight": 16})
+        for eta in (0, 1, 3)
+    ),
+    *(
+        ("dressage", {"keep_versions": keep, "scope": scope})
+        for keep in (0, 1, 2)
+        for scope in ("group", "trajectory")
+    ),
     ("dressage", {"max_version_switches": 1, "max_queue": 1}),
     *(("nemo_windowed", {"eta": eta}) for eta in (0, 1, 3)),
     ("nemo_windowed", {"eta": 1, "sample_freshest_first": True, "max_buffered_rollouts": 20}),
-    *((f"nemo_{name}", {"eta": eta}) for name in ("weight_fifo", "ready_first", "in_order") for eta in (0, 1, 3)),
+    *(
+        (f"nemo_{name}", {"eta": eta})
+        for name in ("weight_fifo", "ready_first", "in_order")
+        for eta in (0, 1, 3)
+    ),
     ("nemo_weight_fifo", {"eta": 2, "max_inflight_prompts": 1}),
-    *(("layered", {"eta": eta, "layer2": l2, "layer3": l3}) for eta in (0, 2) for l2 in (False, True) for l3 in (False, True)),
+    *(
+        ("layered", {"eta": eta, "layer2": l2, "layer3": l3})
+        for eta in (0, 2)
+        for l2 in (False, True)
+        for l3 in (False, True)
+    ),
     ("layered", {"eta": 1, "layer1": False}),
     *(("psrl", {"eta": eta}) for eta in (0, 1, 3)),
     *(("slack", {"eta": eta, "stream": stream}) for eta in (0, 1, 3) for stream in (False, True)),
@@ -44,7 +72,9 @@ CASES: list[Case] = [
 EXAMPLES = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 traces = st.binary(min_size=20, max_size=250)
 batches = st.integers(1, 3)
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{'-'.join(map(str, case[1].values()))}")
+each_case = pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case[0]}-{'-'.join(map(str, case[1].values()))}"
+)
 
 
 def driven(case: Case, batch: int, trace: bytes, lagging: bool) -> World:
@@ -62,11 +92,17 @@ def test_every_policy_is_covered() -> None:
 @EXAMPLES
 @given(trace=traces, batch=batches, lagging=st.booleans())
 def test_bound_books_and_liveness(case: Case, batch: int, trace: bytes, lagging: bool) -> None:
-    """The world asserts the bound at every take and the books after every event; then training must go on."""
+    """The world asserts the bound at every take and the books after every event; then training must
+    go on.
+    """
     driven(case, batch, trace, lagging).run_steps(3)
 
 
-_STRICT = [case for case in CASES if World(*case, 1).policy.bound() is not None and case[0] != "conventional"]
+_STRICT = [
+    case
+    for case in CASES
+    if World(*case, 1).policy.bound() is not None and case[0] != "conventional"
+]
 
 
 @pytest.mark.parametrize("case", _STRICT, ids=str)
@@ -97,7 +133,9 @@ _OVERTAKING: list[Case] = [
 
 @pytest.mark.parametrize("case", _OVERTAKING, ids=str)
 def test_without_a_bound_a_slow_group_is_overtaken_for_ever(case: Case) -> None:
-    """One group never finishes while the rest does; when it does at last it is trained, as old as the run."""
+    """One group never finishes while the rest does; when it does at last it is trained, as old as
+    the run.
+    """
     world = World(*case, 2)
     assert world.policy.bound() is None
     world.admit(1000)
@@ -127,7 +165,9 @@ def test_without_a_bound_a_slow_group_is_overtaken_for_ever(case: Case) -> None:
 @each_case
 @EXAMPLES
 @given(trace=traces, batch=batches, behind=st.integers(0, 1))
-def test_restart_keeps_the_bound_and_goes_on(case: Case, batch: int, trace: bytes, behind: int) -> None:
+def test_restart_keeps_the_bound_and_goes_on(
+    case: Case, batch: int, trace: bytes, behind: int
+) -> None:
     """Groups are journalled before the ledger's own record, so that one may be a version behind."""
     world = driven(case, batch, trace, lagging=False)
     world.restart(behind)
@@ -147,7 +187,9 @@ def test_same_trace_gives_same_decisions(case: Case, batch: int, trace: bytes) -
 @EXAMPLES
 @given(trace=traces, batch=batches)
 def test_all_credit_comes_back(case: Case, batch: int, trace: bytes) -> None:
-    """After every outstanding group is lost, as many are admitted as by a fresh policy at the same step and version."""
+    """After every outstanding group is lost, as many are admitted as by a fresh policy at the same
+    step and version.
+    """
     world = driven(case, batch, bytes(byte for byte in trace if byte % 16 != 15), lagging=False)
     while world.in_training:
         world.train()
@@ -169,7 +211,9 @@ def test_roll_rlvr_decides_as_weight_fifo(trace: bytes, batch: int, eta: int) ->
     for byte in trace:
         for world in worlds:
             world.event(byte)
-    roll, fifo = ([getattr(decision, "groups", decision) for decision in world.log] for world in worlds)
+    roll, fifo = (
+        [getattr(decision, "groups", decision) for decision in world.log] for world in worlds
+    )
     assert roll == fifo
 
 
@@ -177,7 +221,9 @@ def test_roll_rlvr_decides_as_weight_fifo(trace: bytes, batch: int, eta: int) ->
 @EXAMPLES
 @given(trace=traces, batch=batches)
 def test_end_of_data_drains(case: Case, batch: int, trace: bytes) -> None:
-    """No group comes any more: what is outstanding is trained or dropped until less than a batch (or phase) is left."""
+    """No group comes any more: what is outstanding is trained or dropped until less than a batch
+    (or phase) is left.
+    """
     world = driven(case, batch, trace, lagging=False)
     for index in range(len(world.running)):
         world.finish(index * 5)
@@ -189,10 +235,13 @@ def test_end_of_data_drains(case: Case, batch: int, trace: bytes) -> None:
     assert world.policy.may_publish()
 
 
-# After a restart these decide from what the ledger restores alone. The others have memory of their own: prime_rl and an
+# After a restart these decide from what the ledger restores alone. The others have memory of their
+# own: prime_rl and an
 # adaptive slack their caps, dressage the order in which versions were seen, psrl its buffers.
 _MEMORYLESS = [case for case in CASES if case[0] not in ("prime_rl", "dressage", "psrl", "slack")]
-_MEMORYLESS.append(("slack", {"eta": 2, "c_busy": 4, "c_idle": 4, "adaptive": False, "stream": False}))
+_MEMORYLESS.append(
+    ("slack", {"eta": 2, "c_busy": 4, "c_idle": 4, "adaptive": False, "stream": False})
+)
 
 
 @pytest.mark.parametrize("case", _MEMORYLESS, ids=str)

@@ -1,4 +1,6 @@
-"""Every policy under random event traces: slots conserved, bound kept, never stuck, deterministic, recoverable."""
+"""Every policy under random event traces: slots conserved, bound kept, never stuck, deterministic,
+recoverable.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +19,27 @@ from pipelinerl_staleness.registry import make_policy
 Event = tuple[str, int]
 
 SETTINGS = st.one_of(
-    st.builds(ArealSettings, eta=st.integers(0, 3), max_concurrent=st.one_of(st.none(), st.integers(1, 6))),
+    st.builds(
+        ArealSettings, eta=st.integers(0, 3), max_concurrent=st.one_of(st.none(), st.integers(1, 6))
+    ),
     st.builds(ConventionalSettings, steps_per_generation=st.integers(1, 4)),
 )
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["admit", "admit", "finish", "finish", "lose", "take", "take", "publish", "publish_twice", "recover"]),
+        st.sampled_from(
+            [
+                "admit",
+                "admit",
+                "finish",
+                "finish",
+                "lose",
+                "take",
+                "take",
+                "publish",
+                "publish_twice",
+                "recover",
+            ]
+        ),
         st.integers(0, 99),
     ),
     max_size=120,
@@ -31,8 +48,9 @@ EVENTS = st.lists(
 
 @dataclass
 class World:
-    """Generators and trainer around a policy. `births` are the versions served when groups were admitted: the earliest that
-    their tokens can have, and so the worst case for staleness."""
+    """Generators and trainer around a policy. `births` are the versions served when groups were
+    admitted: the earliest that their tokens can have, and so the worst case for staleness.
+    """
 
     policy: Policy
     step: int = 0
@@ -126,7 +144,9 @@ class World:
         self.replay()
 
     def replay(self) -> None:
-        outstanding = sorted([*self.running, *self.ready], key=lambda group: int(group.removeprefix("0-")))
+        outstanding = sorted(
+            [*self.running, *self.ready], key=lambda group: int(group.removeprefix("0-"))
+        )
         for group in outstanding:
             self.policy.admitted(group)
             self.policy.started(group, self.births[group])
@@ -135,7 +155,12 @@ class World:
             self.policy.finished(group)
 
 
-def run(chosen: PolicySettings, groups_per_step: int, events: Sequence[Event], check: Callable[[World], None]) -> World:
+def run(
+    chosen: PolicySettings,
+    groups_per_step: int,
+    events: Sequence[Event],
+    check: Callable[[World], None],
+) -> World:
     world = World(make_policy(chosen, groups_per_step))
     for event in events:
         world.apply(event)
@@ -148,12 +173,16 @@ def nothing(world: World) -> None:
 
 
 def everywhere(test: Callable[[PolicySettings, int, list[Event]], None]) -> Callable[..., None]:
-    given_test: Callable[..., None] = given(chosen=SETTINGS, groups_per_step=st.integers(1, 4), events=EVENTS)(test)
+    given_test: Callable[..., None] = given(
+        chosen=SETTINGS, groups_per_step=st.integers(1, 4), events=EVENTS
+    )(test)
     return settings(max_examples=300, deadline=None)(given_test)
 
 
 @everywhere
-def test_slots_are_conserved(chosen: PolicySettings, groups_per_step: int, events: list[Event]) -> None:
+def test_slots_are_conserved(
+    chosen: PolicySettings, groups_per_step: int, events: list[Event]
+) -> None:
     def check(world: World) -> None:
         outstanding = world.policy.outstanding()
         assert len(set(outstanding)) == len(outstanding)
@@ -165,19 +194,28 @@ def test_slots_are_conserved(chosen: PolicySettings, groups_per_step: int, event
 
 
 @everywhere
-def test_the_promised_bound_holds(chosen: PolicySettings, groups_per_step: int, events: list[Event]) -> None:
+def test_the_promised_bound_holds(
+    chosen: PolicySettings, groups_per_step: int, events: list[Event]
+) -> None:
     world = run(chosen, groups_per_step, events, nothing)
     bound = world.policy.bound()
     assert bound is None or max(world.staleness, default=0) <= bound
 
 
 @everywhere
-def test_the_same_trace_gives_the_same_decisions(chosen: PolicySettings, groups_per_step: int, events: list[Event]) -> None:
-    assert run(chosen, groups_per_step, events, nothing).decisions == run(chosen, groups_per_step, events, nothing).decisions
+def test_the_same_trace_gives_the_same_decisions(
+    chosen: PolicySettings, groups_per_step: int, events: list[Event]
+) -> None:
+    assert (
+        run(chosen, groups_per_step, events, nothing).decisions
+        == run(chosen, groups_per_step, events, nothing).decisions
+    )
 
 
 @everywhere
-def test_a_recovery_changes_no_decision(chosen: PolicySettings, groups_per_step: int, events: list[Event]) -> None:
+def test_a_recovery_changes_no_decision(
+    chosen: PolicySettings, groups_per_step: int, events: list[Event]
+) -> None:
     without = [event for event in events if event[0] != "recover"]
     plain = run(chosen, groups_per_step, without, nothing)
     recovering = World(make_policy(chosen, groups_per_step))
@@ -190,8 +228,12 @@ def test_a_recovery_changes_no_decision(chosen: PolicySettings, groups_per_step:
 
 
 @everywhere
-def test_it_is_never_stuck(chosen: PolicySettings, groups_per_step: int, events: list[Event]) -> None:
-    """From wherever a trace ends, a trainer that waits gets its batch once everything that may run has finished."""
+def test_it_is_never_stuck(
+    chosen: PolicySettings, groups_per_step: int, events: list[Event]
+) -> None:
+    """From wherever a trace ends, a trainer that waits gets its batch once everything that may run
+    has finished.
+    """
     world = run(chosen, groups_per_step, events, nothing)
     for _ in range(3):
         step = world.step
@@ -205,23 +247,36 @@ def test_it_is_never_stuck(chosen: PolicySettings, groups_per_step: int, events:
                 world._take(1)
             if world.step > step:
                 break
-        assert world.step == step + 1, f"stuck at step {step}: {len(world.running)} running, {len(world.ready)} ready"
+        assert world.step == step + 1, (
+            f"stuck at step {step}: {len(world.running)} running, {len(world.ready)} ready"
+        )
 
 
 @everywhere
-def test_the_capacity_law(chosen: PolicySettings, groups_per_step: int, events: list[Event]) -> None:
+def test_the_capacity_law(
+    chosen: PolicySettings, groups_per_step: int, events: list[Event]
+) -> None:
     """AReaL's s is eta; a generation phase of G steps is s = G-1 at its first step."""
-    head_start = chosen.eta if isinstance(chosen, ArealSettings) else chosen.steps_per_generation - 1  # type: ignore[attr-defined]
+    head_start = (
+        chosen.eta if isinstance(chosen, ArealSettings) else chosen.steps_per_generation - 1
+    )  # type: ignore[attr-defined]
 
     def check(world: World) -> None:
-        assert world.num_admitted - world.num_lost <= (world.served + 1 + head_start) * groups_per_step
+        assert (
+            world.num_admitted - world.num_lost <= (world.served + 1 + head_start) * groups_per_step
+        )
 
     run(chosen, groups_per_step, events, check)
 
 
 @pytest.mark.parametrize("version", [0, 3, 7])
-@pytest.mark.parametrize("chosen", [ArealSettings(eta=0), ArealSettings(eta=2), ConventionalSettings(steps_per_generation=2)])
-def test_after_a_restart_from_a_checkpoint_it_goes_on_as_at_the_start(chosen: PolicySettings, version: int) -> None:
+@pytest.mark.parametrize(
+    "chosen",
+    [ArealSettings(eta=0), ArealSettings(eta=2), ConventionalSettings(steps_per_generation=2)],
+)
+def test_after_a_restart_from_a_checkpoint_it_goes_on_as_at_the_start(
+    chosen: PolicySettings, version: int
+) -> None:
     """Counters are rebased: the capacity at version v after v steps is that at version 0."""
     policy = make_policy(chosen, 3)
     policy.recover(version, version)
@@ -238,7 +293,10 @@ def test_after_a_restart_from_a_checkpoint_it_goes_on_as_at_the_start(chosen: Po
 
 
 def test_a_straggler_is_overtaken_by_areal_and_waited_for_by_conventional() -> None:
-    for chosen, overtaken in ((ArealSettings(eta=1), True), (ConventionalSettings(steps_per_generation=2), False)):
+    for chosen, overtaken in (
+        (ArealSettings(eta=1), True),
+        (ConventionalSettings(steps_per_generation=2), False),
+    ):
         world = World(make_policy(chosen, 2))
         while world.policy.may_admit():
             world.admit()
@@ -246,7 +304,9 @@ def test_a_straggler_is_overtaken_by_areal_and_waited_for_by_conventional() -> N
             world._finish(1)
         take = world.policy.take(0)
         assert take.groups == (("0-1", "0-2") if overtaken else ())
-        assert take.wait_reason == ("" if overtaken else "3 of 4 groups of the phase ready, 1 running")
+        assert take.wait_reason == (
+            "" if overtaken else "3 of 4 groups of the phase ready, 1 running"
+        )
 
 
 def test_areal_takes_the_earliest_started_of_the_finished() -> None:

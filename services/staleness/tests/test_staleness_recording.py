@@ -1,4 +1,6 @@
-"""What was recorded replays to the same decisions, for every policy; what was changed afterwards is found."""
+"""What was recorded replays to the same decisions, for every policy; what was changed afterwards is
+found.
+"""
 
 import json
 import random
@@ -37,7 +39,9 @@ def recording(case: Case, seed: int = 0) -> list[Record]:
     return world.records
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{'-'.join(map(str, case[1].values()))}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case[0]}-{'-'.join(map(str, case[1].values()))}"
+)
 def test_every_policy_replays_over_a_restart(case: Case) -> None:
     records = recording(case)
     outcome = replay(records)
@@ -48,15 +52,22 @@ def test_every_policy_replays_over_a_restart(case: Case) -> None:
 
 def test_a_changed_answer_or_a_missing_event_is_found() -> None:
     records = recording(("roll", {"rho": 1}))
-    number = next(number for number, record in enumerate(records) if record[0] == "take" and record[2][0])
+    number = next(
+        number for number, record in enumerate(records) if record[0] == "take" and record[2][0]
+    )
     method, arguments, (groups, dropped, reason) = records[number]
     changed = [*records]
     changed[number] = (method, arguments, [groups[::-1], dropped, reason])
     difference = replay(changed).difference
     assert difference is not None
     assert difference.number == number
-    assert f"was answered {[groups[::-1], dropped, reason]} then and {[groups, dropped, reason]} now" in difference.what
-    first_admitted = next(number for number, record in enumerate(records) if record[0] == "admitted")
+    assert (
+        f"was answered {[groups[::-1], dropped, reason]} then and {[groups, dropped, reason]} now"
+        in difference.what
+    )
+    first_admitted = next(
+        number for number, record in enumerate(records) if record[0] == "admitted"
+    )
     assert replay(records[:first_admitted] + records[first_admitted + 1 :]).difference is not None
 
 
@@ -77,7 +88,9 @@ def test_records_that_make_no_sense_are_named(records: list[Record], what: str) 
 
 def test_a_question_is_recorded_once_until_something_happens() -> None:
     written: list[str] = []
-    policy = recorded(make_policy(POLICIES["areal"](), 2), lambda method, *_: written.append(method))
+    policy = recorded(
+        make_policy(POLICIES["areal"](), 2), lambda method, *_: written.append(method)
+    )
     assert policy.may_admit()
     assert policy.may_admit()
     policy.observe(EngineLoad(None, 0, 0, 1.0))
@@ -87,4 +100,6 @@ def test_a_question_is_recorded_once_until_something_happens() -> None:
 
 
 def test_settings_know_their_policys_name() -> None:
-    assert [name_of(parse_policy_settings(name, {})) for name in sorted(POLICIES)] == sorted(POLICIES)
+    assert [name_of(parse_policy_settings(name, {})) for name in sorted(POLICIES)] == sorted(
+        POLICIES
+    )

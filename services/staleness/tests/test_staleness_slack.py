@@ -1,4 +1,6 @@
-"""SLACK's claims: safe, live, and no strict no-drop rule starts a step sooner for the same births and finishing times."""
+"""SLACK's claims: safe, live, and no strict no-drop rule starts a step sooner for the same births
+and finishing times.
+"""
 
 import random
 from dataclasses import dataclass, replace
@@ -19,7 +21,8 @@ QUIET = EngineLoad(kv_usage=0.1, num_waiting=0, num_preemptions=0, seconds=1.0)
 
 @dataclass(frozen=True)
 class Trace:
-    """Births and finishing times, both fixed. Group i is admitted when version births[i] appears, i in dispatch order.
+    """Births and finishing times, both fixed. Group i is admitted when version births[i] appears, i
+    in dispatch order.
 
     Example with B=1, eta=1, two steps: Trace(births=(0, 0), finish_times=(7.0, 3.0)).
     """
@@ -32,13 +35,18 @@ class Trace:
 
 
 def random_trace(rng: random.Random, batch: int, eta: int, num_steps: int) -> Trace:
-    """As many groups as the steps need; by version w at least (w + 1) B, so that step w can be filled, and at most
-    (w + 1 + eta) B, so that a schedule within the bound exists."""
+    """As many groups as the steps need; by version w at least (w + 1) B, so that step w can be
+    filled, and at most (w + 1 + eta) B, so that a schedule within the bound exists.
+    """
     births: list[int] = []
     for version in range(num_steps):
         most = min(version + 1 + eta, num_steps) * batch
-        births += [version] * (rng.randint(max(len(births), (version + 1) * batch), most) - len(births))
-    finish_times = tuple(rng.choice((1.0, rng.uniform(0, 3 * num_steps))) + birth for birth in births)
+        births += [version] * (
+            rng.randint(max(len(births), (version + 1) * batch), most) - len(births)
+        )
+    finish_times = tuple(
+        rng.choice((1.0, rng.uniform(0, 3 * num_steps))) + birth for birth in births
+    )
     return Trace(batch, eta, num_steps, tuple(births), finish_times)
 
 
@@ -72,12 +80,20 @@ def batch_starts(trace: Trace, policy: Policy, train_s: float) -> list[float]:
 
 def slack_of(trace: Trace, stream: bool) -> Policy:
     everything = (trace.eta + 1) * trace.groups_per_step
-    parameters = {"eta": trace.eta, "c_busy": everything, "c_idle": everything, "adaptive": False, "stream": stream}
+    parameters = {
+        "eta": trace.eta,
+        "c_busy": everything,
+        "c_idle": everything,
+        "adaptive": False,
+        "stream": stream,
+    }
     return make_policy(parse_policy_settings("slack", parameters), trace.groups_per_step)
 
 
 def earliest_batch_starts(trace: Trace, train_s: float) -> list[float]:
-    """By trying every choice of groups for every step: the earliest start of each step over all safe complete schedules."""
+    """By trying every choice of groups for every step: the earliest start of each step over all
+    safe complete schedules.
+    """
     best = [NEVER] * trace.num_steps
 
     def search(step: int, used: frozenset[int], now: float, starts: tuple[float, ...]) -> None:
@@ -85,7 +101,11 @@ def earliest_batch_starts(trace: Trace, train_s: float) -> list[float]:
             for index, start in enumerate(starts):
                 best[index] = min(best[index], start)
             return
-        usable = [g for g, birth in enumerate(trace.births) if g not in used and step - trace.eta <= birth <= step]
+        usable = [
+            g
+            for g, birth in enumerate(trace.births)
+            if g not in used and step - trace.eta <= birth <= step
+        ]
         for choice in combinations(usable, trace.groups_per_step):
             start = max(now, *(trace.finish_times[group] for group in choice))
             search(step + 1, used | set(choice), start + train_s, (*starts, start))
@@ -95,7 +115,9 @@ def earliest_batch_starts(trace: Trace, train_s: float) -> list[float]:
 
 
 def stream_starts(trace: Trace, policy: Policy, train_s: float) -> list[float]:
-    """When each single group starts to be trained, `train_s` after another; weights are published after every B groups."""
+    """When each single group starts to be trained, `train_s` after another; weights are published
+    after every B groups.
+    """
     now = 0.0
     admitted = 0
     unfinished: set[int] = set()
@@ -142,27 +164,39 @@ def earliest_stream_starts(trace: Trace, train_s: float) -> list[float]:
     return best
 
 
-tiny = st.tuples(st.integers(0, 2**32), st.sampled_from([(1, 0, 4), (1, 1, 5), (1, 2, 5), (2, 1, 3), (2, 2, 3)]))
+tiny = st.tuples(
+    st.integers(0, 2**32), st.sampled_from([(1, 0, 4), (1, 1, 5), (1, 2, 5), (2, 1, 3), (2, 2, 3)])
+)
 train_times = st.sampled_from([0.0, 0.7, 2.0])
 
 
 @settings(max_examples=400, deadline=None)
 @given(shape=tiny, train_s=train_times)
-def test_no_safe_schedule_starts_a_step_sooner(shape: tuple[int, tuple[int, int, int]], train_s: float) -> None:
+def test_no_safe_schedule_starts_a_step_sooner(
+    shape: tuple[int, tuple[int, int, int]], train_s: float
+) -> None:
     trace = random_trace(random.Random(shape[0]), *shape[1])
-    assert batch_starts(trace, slack_of(trace, stream=False), train_s) == earliest_batch_starts(trace, train_s)
+    assert batch_starts(trace, slack_of(trace, stream=False), train_s) == earliest_batch_starts(
+        trace, train_s
+    )
 
 
 @settings(max_examples=250, deadline=None)
 @given(shape=tiny, train_s=train_times)
-def test_no_safe_schedule_trains_a_group_sooner_when_streaming(shape: tuple[int, tuple[int, int, int]], train_s: float) -> None:
+def test_no_safe_schedule_trains_a_group_sooner_when_streaming(
+    shape: tuple[int, tuple[int, int, int]], train_s: float
+) -> None:
     trace = random_trace(random.Random(shape[0]), *shape[1])
-    assert stream_starts(trace, slack_of(trace, stream=True), train_s) == earliest_stream_starts(trace, train_s)
+    assert stream_starts(trace, slack_of(trace, stream=True), train_s) == earliest_stream_starts(
+        trace, train_s
+    )
 
 
 def test_never_later_than_weight_fifo_or_psrl() -> None:
-    """Open loop, 3000 traces of up to 8 steps of 4 groups. How often it is earlier is part of the claim: often than
-    weight_fifo, hardly ever than psrl, whose single swap finds nearly always the same batches."""
+    """Open loop, 3000 traces of up to 8 steps of 4 groups. How often it is earlier is part of the
+    claim: often than weight_fifo, hardly ever than psrl, whose single swap finds nearly always the
+    same batches.
+    """
     earlier = {"psrl": 0, "nemo_weight_fifo": 0}
     rng = random.Random(7)
     for _ in range(3000):
@@ -170,7 +204,9 @@ def test_never_later_than_weight_fifo_or_psrl() -> None:
         trace = random_trace(rng, rng.randint(1, 4), eta, rng.randint(2, 8))
         starts = batch_starts(trace, slack_of(trace, stream=False), 1.0)
         for name in ("psrl", "nemo_weight_fifo"):
-            other_policy = make_policy(parse_policy_settings(name, {"eta": eta}), trace.groups_per_step)
+            other_policy = make_policy(
+                parse_policy_settings(name, {"eta": eta}), trace.groups_per_step
+            )
             other = batch_starts(trace, other_policy, 1.0)
             assert all(ours <= theirs for ours, theirs in zip(starts, other, strict=True))
             earlier[name] += starts != other
@@ -194,19 +230,27 @@ def test_admission_at_the_bound_makes_every_flexible_rule_the_oldest_class_first
     for _ in range(300):
         eta, batch, num_steps = rng.randint(1, 3), rng.randint(1, 3), 8
         births = tuple(max(0, group // batch - eta) for group in range(batch * num_steps))
-        trace = Trace(batch, eta, num_steps, births, tuple(rng.uniform(0, 9) + birth for birth in births))
+        trace = Trace(
+            batch, eta, num_steps, births, tuple(rng.uniform(0, 9) + birth for birth in births)
+        )
         fifo = make_policy(parse_policy_settings("nemo_weight_fifo", {"eta": eta}), batch)
-        assert batch_starts(trace, slack_of(trace, stream=False), 1.0) == batch_starts(trace, fifo, 1.0)
+        assert batch_starts(trace, slack_of(trace, stream=False), 1.0) == batch_starts(
+            trace, fifo, 1.0
+        )
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("eta", [0, 1, 2, 3])
 def test_safe_and_live_on_thousands_of_closed_loops(stream: bool, eta: int) -> None:
-    """The world asserts the bound at every take; over all traces it is attained and nothing is ever cancelled or dropped."""
+    """The world asserts the bound at every take; over all traces it is attained and nothing is ever
+    cancelled or dropped.
+    """
     oldest = 0
     for seed in range(400):
         rng = random.Random(seed)
-        world = World("slack", {"eta": eta, "stream": stream}, rng.randint(1, 4), lagging=rng.random() < 0.3)
+        world = World(
+            "slack", {"eta": eta, "stream": stream}, rng.randint(1, 4), lagging=rng.random() < 0.3
+        )
         for byte in rng.randbytes(rng.randint(100, 300)):
             world.event(byte if byte % 16 != 10 else byte + 1)  # no losses
         world.run_steps(2)
@@ -244,8 +288,9 @@ def test_first_token_of_newer_weights_moves_the_deadline_back() -> None:
 
 @pytest.mark.parametrize("restored", [False, True])
 def test_a_group_that_starts_again_is_born_again(restored: bool) -> None:
-    """Its first attempt sampled at version 0 and went away; the second one starts at 1 and samples its first token at 2, so
-    with eta = 0 it is due at step 2, and step 1 need not wait for it."""
+    """Its first attempt sampled at version 0 and went away; the second one starts at 1 and samples
+    its first token at 2, so with eta = 0 it is due at step 2, and step 1 need not wait for it.
+    """
     policy = make_policy(parse_policy_settings("slack", {"eta": 0, "stream": False}), 1)
     policy.admitted("b")
     policy.finished("b")
@@ -263,8 +308,12 @@ def test_a_group_that_starts_again_is_born_again(restored: bool) -> None:
     assert policy.take(1).groups == ("c",)
 
 
-def test_knobs_rise_while_the_cache_is_empty_and_fall_when_it_is_crowded_or_a_deadline_was_waited_for() -> None:
-    policy = make_policy(parse_policy_settings("slack", {"eta": 3, "c_busy": 12, "c_idle": 18, "stream": True}), 8)
+def test_knobs_rise_while_the_cache_is_empty_and_fall_when_it_is_crowded_or_a_deadline_was_waited_for() -> (
+    None
+):
+    policy = make_policy(
+        parse_policy_settings("slack", {"eta": 3, "c_busy": 12, "c_idle": 18, "stream": True}), 8
+    )
     assert isinstance(policy, Slack)
 
     def knobs_after(load: EngineLoad) -> tuple[int, int]:

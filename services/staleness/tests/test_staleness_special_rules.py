@@ -1,4 +1,6 @@
-"""The special rule of each policy, on traces made by hand. Two groups per step unless said otherwise."""
+"""The special rule of each policy, on traces made by hand. Two groups per step unless said
+otherwise.
+"""
 
 import ast
 import inspect
@@ -74,7 +76,9 @@ class TestAdmission:
             ("slack", {"eta": 3, "c_busy": 3, "c_idle": 5}, 5, 2),
         ],
     )
-    def test_first_groups_and_refill(self, name: str, parameters: dict[str, Any], at_start: int, after_one_step: int) -> None:
+    def test_first_groups_and_refill(
+        self, name: str, parameters: dict[str, Any], at_start: int, after_one_step: int
+    ) -> None:
         policy = policy_of(name, **parameters)
         admitted = admit_all(policy, (f"a{i}" for i in range(100)))
         assert len(admitted) == at_start
@@ -104,7 +108,9 @@ class TestAdmission:
     def test_prime_rl_cancels_the_youngest_when_blocks_run_out(self) -> None:
         policy = policy_of("prime_rl", groups_per_step=4, group_size=2)
         running = admit_all(policy, "abcd")
-        assert policy.observe(EngineLoad(kv_usage=0.95, num_waiting=3, num_preemptions=2, seconds=5.0)) == ("d",)
+        assert policy.observe(
+            EngineLoad(kv_usage=0.95, num_waiting=3, num_preemptions=2, seconds=5.0)
+        ) == ("d",)
         assert running == ["a", "b", "c", "d"]
 
     def test_prime_rl_admits_at_most_one_version_behind(self) -> None:
@@ -257,7 +263,9 @@ class TestBatch:
     @pytest.mark.parametrize("warmup", [1, 2, 3])
     @pytest.mark.parametrize("eta", [1, 2, 3, 4])
     def test_verl_wait_bound_is_attained(self, warmup: int, eta: int) -> None:
-        """Nothing but the first B groups is fast until the check blocks; then everything finishes at once."""
+        """Nothing but the first B groups is fast until the check blocks; then everything finishes
+        at once.
+        """
         policy = policy_of("verl_wait", groups_per_step=1, eta=eta, num_warmup_batches=warmup)
         births = {}
         oldest = step = 0
@@ -359,7 +367,11 @@ class TestBatch:
     def test_dressage_orders_versions_by_first_sight(self) -> None:
         policy = policy_of("dressage", keep_versions=1, max_active=4)
         admit_all(policy, "abcd")
-        for group, end in (("a", 5), ("b", 3), ("c", 3)):  # 3 is seen after 5 and counts as the newer one
+        for group, end in (
+            ("a", 5),
+            ("b", 3),
+            ("c", 3),
+        ):  # 3 is seen after 5 and counts as the newer one
             finish(policy, group, end)
         assert policy.take(5) == Take(groups=("b", "c"), dropped=("a",))
 
@@ -380,7 +392,9 @@ class TestBatch:
 
     def test_nemo_windowed_cancels_evicts_and_may_prefer_fresh(self) -> None:
         for freshest, expected in ((False, ("d", "e")), (True, ("e", "f"))):
-            policy = policy_of("nemo_windowed", eta=1, max_buffered_rollouts=6, sample_freshest_first=freshest)
+            policy = policy_of(
+                "nemo_windowed", eta=1, max_buffered_rollouts=6, sample_freshest_first=freshest
+            )
             admit_all(policy, "abc")
             finish(policy, "a")
             policy.published(1)
@@ -462,7 +476,11 @@ class TestSettings:
             ("verl_wait", {"num_warmup_batches": float("nan")}, "num_warmup_batches=nan"),
             ("openrlhf", {"async_queue_size": 0}, "async_queue_size=0"),
             ("slime", {"prefetch_factor": 0}, "prefetch_factor=0 must be a number above 0"),
-            ("prime_rl", {"min_inflight": 9, "max_inflight": 8}, "max_inflight=8 must be a whole number of at least 9"),
+            (
+                "prime_rl",
+                {"min_inflight": 9, "max_inflight": 8},
+                "max_inflight=8 must be a whole number of at least 9",
+            ),
             ("layered", {"layer2": 1}, "layer2=1 must be true or false"),
             ("slack", {"stream": "yes"}, "stream='yes'"),
             ("roll", {"rho": 0.5}, "rho=0.5"),
@@ -480,12 +498,18 @@ class TestSettings:
                 {"max_staleness_steps": 1, "num_workers": 5},
                 "num_workers=5 must be between the 2 groups of a step and 4",
             ),
-            ("nemo_in_order", {"eta": 2, "max_buffered_rollouts": 5}, "max_buffered_rollouts=5 must be at least 6"),
+            (
+                "nemo_in_order",
+                {"eta": 2, "max_buffered_rollouts": 5},
+                "max_buffered_rollouts=5 must be at least 6",
+            ),
             ("slack", {"c_idle": 1}, "c_idle=1 must be at least the 2"),
             ("prime_rl", {"max_ready": 1}, "max_ready=1 must be at least the 2"),
         ],
     )
-    def test_refused_for_the_batch(self, name: str, parameters: dict[str, Any], message: str) -> None:
+    def test_refused_for_the_batch(
+        self, name: str, parameters: dict[str, Any], message: str
+    ) -> None:
         with pytest.raises(ValueError, match=message):
             policy_of(name, **parameters)
 
@@ -494,11 +518,15 @@ class TestSettings:
             for ancestor in settings_type.__mro__[:-2]:
                 tree = ast.parse(inspect.getsource(sys.modules[ancestor.__module__]))
                 body = next(
-                    node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == ancestor.__name__
+                    node
+                    for node in tree.body
+                    if isinstance(node, ast.ClassDef) and node.name == ancestor.__name__
                 ).body
                 for field, after in pairwise(body):
                     if isinstance(field, ast.AnnAssign):
-                        assert isinstance(after, ast.Expr), f"{ancestor.__name__}: {ast.unparse(field)} has no docstring"
+                        assert isinstance(after, ast.Expr), (
+                            f"{ancestor.__name__}: {ast.unparse(field)} has no docstring"
+                        )
 
     def test_batch_policies_do_not_stream(self) -> None:
         policy = policy_of("areal")

@@ -33,17 +33,35 @@ def parse_flags(argv: Sequence[str] | None = None) -> tuple[Wiring, RankFlags]:
     own.add_argument("--rank", type=int, default=0, help="this process, from 0")
     own.add_argument("--num-ranks", type=int, default=1, help="processes that train together")
     own.add_argument("--master-address", default="127.0.0.1", help="host of rank 0")
-    own.add_argument("--master-port", type=int, default=0, help="port that rank 0 opens for the others")
-    own.add_argument("--resume", action="store_true", help="go on from the newest checkpoint below --output, if there is one")
-    own.add_argument("--last-metrics", type=Path, help="file that gets the newest step's numbers when training is finished")
+    own.add_argument(
+        "--master-port", type=int, default=0, help="port that rank 0 opens for the others"
+    )
+    own.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint below --output, if there is one",
+    )
+    own.add_argument(
+        "--last-metrics",
+        type=Path,
+        help="file that gets the newest step's numbers when training is finished",
+    )
     flags, rest = parser.parse_known_args(argv)
     if {"-h", "--help"} & set(rest):
         sys.stdout.write(parser.format_help() + "\n")
     wiring = parse_wiring("trainer", rest)
     if not 0 <= flags.rank < flags.num_ranks:
-        parser.exit(2, f"pipelinerl trainer: --rank {flags.rank} must be from 0 to --num-ranks {flags.num_ranks} minus 1\n")
+        parser.exit(
+            2,
+            f"pipelinerl trainer: --rank {flags.rank} must be from 0 to --num-ranks "
+            f"{flags.num_ranks} minus 1\n",
+        )
     if flags.num_ranks > 1 and not 0 < flags.master_port < 65536:
-        parser.exit(2, f"pipelinerl trainer: --master-port {flags.master_port} must be a port when there are several ranks\n")
+        parser.exit(
+            2,
+            f"pipelinerl trainer: --master-port {flags.master_port} must be a port when there are "
+            "several ranks\n",
+        )
     return wiring, RankFlags(**vars(flags))
 
 
@@ -64,11 +82,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         sequence_size = job.spec.trainers.sequence_parallel_size
         if flags.num_ranks % sequence_size:
             raise SettingsError(
-                f"--num-ranks {flags.num_ranks} is no multiple of trainers.sequenceParallelSize={sequence_size}"
+                f"--num-ranks {flags.num_ranks} is no multiple of "
+                f"trainers.sequenceParallelSize={sequence_size}"
             )
         local_rank = flags.rank % job.spec.trainers.processes_per_node
         prepare_environment(local_rank, flags.rank, flags.num_ranks)
-        place = Place(flags.rank, flags.num_ranks, local_rank, flags.master_address, flags.master_port, sequence_size)
+        place = Place(
+            flags.rank,
+            flags.num_ranks,
+            local_rank,
+            flags.master_address,
+            flags.master_port,
+            sequence_size,
+        )
         await run_rank(Run(job, wiring, place, flags.resume, flags.last_metrics), stop)
 
     return run_service(run, name=wiring.name, log_level=wiring.log_level)
@@ -79,4 +105,8 @@ if __name__ == "__main__":
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # the training thread may hang in a collective with a rank that died, which nothing can interrupt
+    os._exit(
+        status
+        # the training thread may hang in a collective with a rank that died, which nothing can
+        # interrupt
+    )

@@ -1,8 +1,9 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): y = W x + (alpha / rank) B A x, with W frozen and A, B trained.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): y = W x + (alpha / rank) B A x, with W frozen and A,
+B trained.
 
-A is drawn as PEFT draws it (Kaiming uniform with a = sqrt 5) and B is 0, so that training begins at the model itself.
-Our own layer and not the `peft` package's: a layer keeps its name and its weight's, and with them what is loaded, gathered
-and exported by those names.
+A is drawn as PEFT draws it (Kaiming uniform with a = sqrt 5) and B is 0, so that training begins at
+the model itself. Our own layer and not the `peft` package's: a layer keeps its name and its
+weight's, and with them what is loaded, gathered and exported by those names.
 """
 
 import math
@@ -29,7 +30,9 @@ class AdaptedLinear(nn.Linear):
 
     def __init__(self, frozen: nn.Linear, rank: int, scale: float) -> None:
         weight_OI = frozen.weight
-        super().__init__(frozen.in_features, frozen.out_features, bias=frozen.bias is not None, device="meta")
+        super().__init__(
+            frozen.in_features, frozen.out_features, bias=frozen.bias is not None, device="meta"
+        )
         self.weight, self.bias = frozen.weight, frozen.bias
         kind: dict[str, Any] = {"bias": False, "device": weight_OI.device, "dtype": weight_OI.dtype}
         self.lora_A: Any = nn.Linear(self.in_features, rank, **kind)
@@ -54,8 +57,11 @@ class Adapter:
     """The shortest names that pick these layers and no other."""
 
     @classmethod
-    def attach(cls, language_model: nn.Module, settings: AdapterSettings, seed: int, base_model: str = "") -> "Adapter":
-        """Freezes the model and gives the chosen layers of its decoder an adapter each, the same for the same seed.
+    def attach(
+        cls, language_model: nn.Module, settings: AdapterSettings, seed: int, base_model: str = ""
+    ) -> "Adapter":
+        """Freezes the model and gives the chosen layers of its decoder an adapter each, the same
+        for the same seed.
 
         Raises SettingsError for a target that is no linear layer of the decoder.
         """
@@ -85,7 +91,11 @@ class Adapter:
     def merged(self, name: str, weight: Tensor) -> Tensor:
         """`weight` with its adapter, if it has one."""
         layer = self._layer(name)
-        return weight if layer is None else merge(weight, layer.lora_A.weight, layer.lora_B.weight, layer.scale)
+        return (
+            weight
+            if layer is None
+            else merge(weight, layer.lora_A.weight, layer.lora_B.weight, layer.scale)
+        )
 
     def _layer(self, name: str) -> AdaptedLinear | None:
         return self.layers.get(name.removesuffix(WEIGHT)) if name.endswith(WEIGHT) else None
@@ -95,15 +105,25 @@ class Adapter:
         """Raises ValueError when they are not those of these layers."""
         parameters = dict(self.parameters())
         different = sorted(parameters.keys() ^ tensors.keys())
-        different += [name for name in parameters if name in tensors and tensors[name].shape != parameters[name].shape]
+        different += [
+            name
+            for name in parameters
+            if name in tensors and tensors[name].shape != parameters[name].shape
+        ]
         if different:
             raise ValueError(f"the adapter has other tensors or shapes, such as {different[0]}")
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
 
     def facts(self) -> dict[str, Any]:
-        """What two adapters must have in common for the tensors of one to fit the other and to mean the same."""
-        return {"rank": self.settings.rank, "alpha": self.settings.alpha, "targets": list(self.targets)}
+        """What two adapters must have in common for the tensors of one to fit the other and to mean
+        the same.
+        """
+        return {
+            "rank": self.settings.rank,
+            "alpha": self.settings.alpha,
+            "targets": list(self.targets),
+        }
 
     def peft_config(self) -> dict[str, Any]:
         """adapter_config.json of PEFT."""
@@ -148,7 +168,8 @@ def _choose(linears: Mapping[str, nn.Linear], targets: list[str] | None) -> list
     for target in targets:
         if not any(_matches(name, target) for name in linears):
             raise SettingsError(
-                f"model.adapter.targetModules: no linear layer of the decoder is called {target}; {_near(target, linears)}"
+                f"model.adapter.targetModules: no linear layer of the decoder is called {target}; "
+                f"{_near(target, linears)}"
             )
     return [name for name in linears if any(_matches(name, target) for target in targets)]
 
@@ -169,6 +190,8 @@ def _near(target: str, linears: Mapping[str, nn.Linear]) -> str:
 def _targets(chosen: list[str], language_model: nn.Module) -> tuple[str, ...]:
     """The last parts of the names, where no other linear layer ends so; else the whole names."""
     leaves = tuple(dict.fromkeys(name.rpartition(".")[2] for name in chosen))
-    linears = [name for name, module in language_model.named_modules() if isinstance(module, nn.Linear)]
+    linears = [
+        name for name, module in language_model.named_modules() if isinstance(module, nn.Linear)
+    ]
     picked = {name for name in linears if any(_matches(name, leaf) for leaf in leaves)}
     return leaves if picked == set(chosen) else tuple(chosen)

@@ -1,4 +1,6 @@
-"""What runs in the training thread of one rank: join the others, load, put the loop together, run it."""
+"""What runs in the training thread of one rank: join the others, load, put the loop together, run
+it.
+"""
 
 import logging
 from dataclasses import dataclass
@@ -11,7 +13,13 @@ from pipelinerl_common.service import Wiring
 from pipelinerl_common.settings import Job, JobSpec
 from pipelinerl_trainer.batches import BatchesClient
 from pipelinerl_trainer.bridge import Bridge
-from pipelinerl_trainer.checkpoint import Checkpointer, ledger_of, load_adapter, load_optimizer, load_value_head
+from pipelinerl_trainer.checkpoint import (
+    Checkpointer,
+    ledger_of,
+    load_adapter,
+    load_optimizer,
+    load_value_head,
+)
 from pipelinerl_trainer.checkpoint_store import Checkpoint, CheckpointStore
 from pipelinerl_trainer.engine import Engine
 from pipelinerl_trainer.export import export_final
@@ -52,11 +60,15 @@ class Run:
 
     @property
     def store(self) -> CheckpointStore:
-        return CheckpointStore(self.wiring.output / "checkpoints", self.job.spec.trainers.checkpoint.keep)
+        return CheckpointStore(
+            self.wiring.output / "checkpoints", self.job.spec.trainers.checkpoint.keep
+        )
 
     @property
     def advertised_address(self) -> str:
-        """Where generators reach this host: the host that is listened on, or rank 0's own when that is every one."""
+        """Where generators reach this host: the host that is listened on, or rank 0's own when that
+        is every one.
+        """
         host = self.wiring.listen.rpartition(":")[0]
         return self.place.master_address if host in ANY_HOST else host
 
@@ -74,29 +86,39 @@ def train(run: Run, bridge: Bridge, client: BatchesClient, desk: Desk | None) ->
 
 
 def choose_checkpoint(run: Run, ranks: Ranks) -> Checkpoint | None:
-    """The one to go on from: rank 0's choice. Raises SettingsError when a run without --resume would mix with an older one."""
+    """The one to go on from: rank 0's choice. Raises SettingsError when a run without --resume
+    would mix with an older one.
+    """
     newest = run.store.newest() if ranks.is_leader else None
     step = int(ranks.gather([-1 if newest is None else newest.step])[0].item())
     if step < 0:
         return None
     if not run.resume:
         raise SettingsError(
-            f"{run.store.folder} already holds a checkpoint of step {step}: pass --resume to go on from it, or choose another "
+            f"{run.store.folder} already holds a checkpoint of step {step}: pass --resume to go on "
+            "from it, or choose another "
             "--output for a new run"
         )
     chosen = run.store.newest()
     if chosen is None or chosen.step != step:
         raise SettingsError(
-            f"{run.store.folder}: rank 0 sees a checkpoint of step {step} and rank {ranks.rank} does not; share it"
+            f"{run.store.folder}: rank 0 sees a checkpoint of step {step} and rank {ranks.rank} "
+            "does not; share it"
         )
     log.info("resuming from %s", chosen.folder)
     return chosen
 
 
-def make_engine(spec: JobSpec, prepared: Path, ranks: Ranks, checkpoint: Checkpoint | None) -> Engine:
-    """The model and its optimizer, as they were at the checkpoint, or without one as the model folder `prepared` has them."""
+def make_engine(
+    spec: JobSpec, prepared: Path, ranks: Ranks, checkpoint: Checkpoint | None
+) -> Engine:
+    """The model and its optimizer, as they were at the checkpoint, or without one as the model
+    folder `prepared` has them.
+    """
     folder = prepared
-    if checkpoint is not None and spec.model.adapter is None:  # an adapter goes on from what it was begun on
+    if (
+        checkpoint is not None and spec.model.adapter is None
+    ):  # an adapter goes on from what it was begun on
         folder = checkpoint.folder / MODEL
     policy = load_policy(folder, spec, ranks.device, ranks.sequence)
     if checkpoint is not None:
@@ -109,9 +131,13 @@ def make_engine(spec: JobSpec, prepared: Path, ranks: Ranks, checkpoint: Checkpo
 
 
 def manifest_of(engine: Engine, run: Run) -> Manifest:
-    """What is broadcast: every weight, or the adapter's, in the job's element type and the engine's order."""
+    """What is broadcast: every weight, or the adapter's, in the job's element type and the engine's
+    order.
+    """
     spec = run.job.spec
-    tensors = tuple(TensorSpec(name, spec.model.dtype, shape) for name, shape in engine.served_shapes.items())
+    tensors = tuple(
+        TensorSpec(name, spec.model.dtype, shape) for name, shape in engine.served_shapes.items()
+    )
     return Manifest(tensors, spec.weight_transfer.bucket_bytes)
 
 

@@ -1,10 +1,12 @@
-"""Attention over packed rows. Two implementations of one rule: no token attends outside its own sequence.
+"""Attention over packed rows. Two implementations of one rule: no token attends outside its own
+sequence.
 
 `packed`            torch's scaled dot-product attention on the row's sequences, batched by similar length: exact, any device,
                     and also where several ranks share the row.
 `flash_attention_2` the varlen kernel, where the flash-attn package and a GPU are there.
 
-The model's forward hands keyword arguments on to its attention; those made by `attention_arguments` mark the boundaries.
+The model's forward hands keyword arguments on to its attention; those made by `attention_arguments`
+mark the boundaries.
 """
 
 from typing import Any
@@ -25,7 +27,9 @@ _UNSUPPORTED = ("s_aux", "softcap")
 """Keyword arguments of attention variants that `packed` does not compute."""
 
 
-def choose_attention(device: torch.device, dtype: torch.dtype, sequence: SequenceGroup = ALONE) -> str:
+def choose_attention(
+    device: torch.device, dtype: torch.dtype, sequence: SequenceGroup = ALONE
+) -> str:
     """The fastest implementation that this device and element type have."""
     if (
         sequence.size == 1
@@ -40,8 +44,9 @@ def choose_attention(device: torch.device, dtype: torch.dtype, sequence: Sequenc
 def attention_arguments(
     sequence_lengths: tuple[int, ...], device: torch.device, sequence: SequenceGroup = ALONE
 ) -> dict[str, Any]:
-    """Keyword arguments of the model's forward that mark the boundaries of a packed row's sequences: of the whole row, also
-    where the model is given one rank's slice of it."""
+    """Keyword arguments of the model's forward that mark the boundaries of a packed row's
+    sequences: of the whole row, also where the model is given one rank's slice of it.
+    """
     cumulative = torch.tensor((0, *sequence_lengths)).cumsum(0).to(device, torch.int32)
     longest = max(sequence_lengths)
     slots = length_buckets(sequence_lengths)
@@ -58,7 +63,8 @@ def attention_arguments(
 
 
 def length_buckets(sequence_lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Slots of the row, one [N, S] tensor per bucket of N sequences up to S long; -1 fills behind a shorter sequence.
+    """Slots of the row, one [N, S] tensor per bucket of N sequences up to S long; -1 fills behind a
+    shorter sequence.
 
     Lengths in a bucket are within a factor of two, so at most half of a bucket is filling.
     Example: lengths (3, 9, 4) give [[0, 1, 2, -1], [12, 13, 14, 15]] and [[3, ..., 11]].
@@ -86,8 +92,8 @@ def packed_attention(
     attention_mask: Tensor | None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence: query [1, heads, C, D], key and value [1, kv_heads, C, D] to [1, C, heads, D], for
-    the C slots of the row that this rank has.
+    """Causal attention within each sequence: query [1, heads, C, D], key and value [1, kv_heads, C,
+    D] to [1, C, heads, D], for the C slots of the row that this rank has.
 
     Raises SettingsError for a model whose attention cannot be computed this way.
     """
@@ -100,13 +106,16 @@ def packed_attention(
         return _attend(query[0], key[0], value[0], arguments)
 
     sequence: SequenceGroup = arguments["packed_sequence"]
-    return sequence.attention(attend)(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), None
+    return sequence.attention(attend)(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    ), None
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Tensor:
     """On the whole row: query [L, heads, D], key and value [L, kv_heads, D] to [1, L, heads, D].
 
-    Behind the end of a shorter sequence there are only later positions, which a causal query never sees, so no mask is needed.
+    Behind the end of a shorter sequence there are only later positions, which a causal query never
+    sees, so no mask is needed.
     """
     window: int | None = arguments.get("sliding_window")
     results = []
@@ -130,11 +139,15 @@ def _check_supported(module: nn.Module, arguments: dict[str, Any]) -> None:
     name = type(module).__name__
     if "packed_slots" not in arguments:
         raise SettingsError(
-            f"model.uri: {name} does not pass keyword arguments on, so packed sequences would mix: not supported"
+            f"model.uri: {name} does not pass keyword arguments on, so packed sequences would mix: "
+            "not supported"
         )
     unsupported = [key for key in _UNSUPPORTED if arguments.get(key) is not None]
     if unsupported:
-        raise SettingsError(f"model.uri: {name} needs {', '.join(unsupported)}, which only flash-attn on a GPU computes")
+        raise SettingsError(
+            f"model.uri: {name} needs {', '.join(unsupported)}, which only flash-attn on a GPU "
+            "computes"
+        )
 
 
 def _gather(states: Tensor, slots_NS: Tensor) -> Tensor:

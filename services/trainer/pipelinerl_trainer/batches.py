@@ -40,8 +40,10 @@ class BatchesClient:
         self._num_ranks = num_ranks
 
     async def pull(self, step: int, batch_id: str = "", num_had: int = 0) -> Pulled:
-        """The batch of `step`, as soon as it is there within `WAIT_S`; of one that grows and whose first `num_had` rows were
-        received under `batch_id`, the rows after those. Raises MalformedMessage for a broken answer."""
+        """The batch of `step`, as soon as it is there within `WAIT_S`; of one that grows and whose
+        first `num_had` rows were received under `batch_id`, the rows after those. Raises
+        MalformedMessage for a broken answer.
+        """
         request = batches_pb2.PullStepRequest(
             step=step,
             rank=self._rank,
@@ -52,7 +54,9 @@ class BatchesClient:
         )
         plan: StepPlan | None = None
         micro_batches: list[MicroBatch] = []
-        async for response in rpc.stream_call(self._stub.PullStep, request, timeout_s=WAIT_S + TRANSFER_S):
+        async for response in rpc.stream_call(
+            self._stub.PullStep, request, timeout_s=WAIT_S + TRANSFER_S
+        ):
             kind = response.WhichOneof("body")
             if kind == "wait":
                 return Pulled(wait_reason=response.wait.reason or "no reason given")
@@ -65,14 +69,22 @@ class BatchesClient:
         return Pulled(batch=_checked(step, plan, micro_batches, batch_id, num_had))
 
     async def commit(self, plan: StepPlan, *, last: bool) -> None:
-        request = batches_pb2.CommitStepRequest(step=plan.step, batch_id=plan.batch_id, group_ids=plan.group_ids, last=last)
+        request = batches_pb2.CommitStepRequest(
+            step=plan.step, batch_id=plan.batch_id, group_ids=plan.group_ids, last=last
+        )
         await rpc.call(self._stub.CommitStep, request, timeout_s=CALL_S)
 
     async def mark_published(self, version: int) -> None:
-        await rpc.call(self._stub.MarkPublished, batches_pb2.MarkPublishedRequest(policy_version=version), timeout_s=CALL_S)
+        await rpc.call(
+            self._stub.MarkPublished,
+            batches_pb2.MarkPublishedRequest(policy_version=version),
+            timeout_s=CALL_S,
+        )
 
     async def may_publish(self, version: int) -> bool:
-        """Whether the staleness policy lets `version` go to the generators; waits up to `WAIT_S` for it."""
+        """Whether the staleness policy lets `version` go to the generators; waits up to `WAIT_S`
+        for it.
+        """
         request = batches_pb2.WaitPublishableRequest(policy_version=version, wait_s=WAIT_S)
         response = await rpc.call(self._stub.WaitPublishable, request, timeout_s=WAIT_S + CALL_S)
         return bool(response.allowed)
@@ -83,14 +95,26 @@ class BatchesClient:
         response = await rpc.call(self._stub.GetSnapshot, request, timeout_s=CALL_S)
         return response.snapshot
 
-    async def restore(self, restore_id: str, num_committed_steps: int, snapshot: batches_pb2.LedgerSnapshot | None) -> bool:
-        """Rewinds the ledger, or starts a fresh one without a snapshot. True if it was elsewhere before."""
-        request = batches_pb2.RestoreRequest(restore_id=restore_id, num_committed_steps=num_committed_steps, snapshot=snapshot)
+    async def restore(
+        self, restore_id: str, num_committed_steps: int, snapshot: batches_pb2.LedgerSnapshot | None
+    ) -> bool:
+        """Rewinds the ledger, or starts a fresh one without a snapshot. True if it was elsewhere
+        before.
+        """
+        request = batches_pb2.RestoreRequest(
+            restore_id=restore_id, num_committed_steps=num_committed_steps, snapshot=snapshot
+        )
         response = await rpc.call(self._stub.Restore, request, timeout_s=CALL_S)
         return bool(response.rewound)
 
 
-def _checked(step: int, plan: StepPlan | None, micro_batches: list[MicroBatch], batch_id: str = "", num_had: int = 0) -> Batch:
+def _checked(
+    step: int,
+    plan: StepPlan | None,
+    micro_batches: list[MicroBatch],
+    batch_id: str = "",
+    num_had: int = 0,
+) -> Batch:
     if plan is None:
         raise MalformedMessage(f"PullStep({step}) sent no plan")
     if plan.step != step:
@@ -98,6 +122,7 @@ def _checked(step: int, plan: StepPlan | None, micro_batches: list[MicroBatch], 
     expected = plan.num_micro_batches - (num_had if plan.batch_id == batch_id else 0)
     if len(micro_batches) != expected or not micro_batches:
         raise MalformedMessage(
-            f"PullStep({step}) sent {len(micro_batches)} micro-batches, {expected} are due by the plan; at least 1"
+            f"PullStep({step}) sent {len(micro_batches)} micro-batches, {expected} are due by the "
+            "plan; at least 1"
         )
     return Batch(plan, tuple(micro_batches))

@@ -1,7 +1,7 @@
 """From the training thread into the event loop.
 
-The event loop runs in the main thread: gRPC, the publisher, signals. Training blocks, so it has a thread of its own, and asks
-for what it needs of the network here.
+The event loop runs in the main thread: gRPC, the publisher, signals. Training blocks, so it has a
+thread of its own, and asks for what it needs of the network here.
 """
 
 import asyncio
@@ -30,13 +30,17 @@ class Bridge:
         return self._stopping.is_set()
 
     def wait(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float) -> Result:
-        """Runs `coroutine` in the event loop and returns its result. Raises Unavailable after `timeout_s`."""
+        """Runs `coroutine` in the event loop and returns its result. Raises Unavailable after
+        `timeout_s`.
+        """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result(timeout_s)
         except TimeoutError as error:
             future.cancel()
-            raise Unavailable(f"{getattr(coroutine, '__qualname__', 'a call')} did not end within {timeout_s:g} s") from error
+            raise Unavailable(
+                f"{getattr(coroutine, '__qualname__', 'a call')} did not end within {timeout_s:g} s"
+            ) from error
 
     def call(self, function: Any, *arguments: Any) -> None:
         """Calls a plain function in the event loop's thread, soon."""

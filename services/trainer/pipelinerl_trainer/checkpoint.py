@@ -1,11 +1,11 @@
 """What a checkpoint holds, and how all ranks write and read it together.
 
 model/                          the policy as a Hugging Face folder, adapters merged
-adapter/                        with `model.adapter`, in PEFT's format: training goes on from it and the prepared model
-value_head.safetensors          with `baseline: value`
-optimizer/rank-0.safetensors    each rank's float32 master weights and moments
-rng/rank-0.json                 each rank's random number generators
-manifest.json                   written last; its facts: step, policy version, ranks, ZeRO stage, element type, ledger
+adapter/                        with `model.adapter`, in PEFT's format: training goes on from it and
+the prepared model value_head.safetensors          with `baseline: value`
+optimizer/rank-0.safetensors    each rank's float32 master weights and moments rng/rank-0.json
+each rank's random number generators manifest.json                   written last; its facts: step,
+policy version, ranks, ZeRO stage, element type, ledger
 """
 
 import logging
@@ -42,9 +42,13 @@ VALUE_HEAD, OPTIMIZER, RANDOMNESS = "value_head.safetensors", "optimizer", "rng"
 
 
 class Checkpointer:
-    """Writes checkpoints of a running engine. Every rank calls `save`; a failure is counted and training goes on."""
+    """Writes checkpoints of a running engine. Every rank calls `save`; a failure is counted and
+    training goes on.
+    """
 
-    def __init__(self, store: CheckpointStore, engine: Engine, ranks: Ranks, model_folder: Path) -> None:
+    def __init__(
+        self, store: CheckpointStore, engine: Engine, ranks: Ranks, model_folder: Path
+    ) -> None:
         self._store = store
         self._engine = engine
         self._ranks = ranks
@@ -52,9 +56,17 @@ class Checkpointer:
         self.num_failures = 0
 
     def save(self, step: int, ledger: batches_pb2.LedgerSnapshot | None) -> bool:
-        """The state after `step` optimizer steps. `ledger` is rank 0's. False when it could not be written."""
-        for action in (lambda: self._begin(step, ledger), lambda: self._write(step), lambda: self._finish(step, ledger)):
-            if not together(self._ranks, action, f"the checkpoint of step {step}, older ones are intact"):
+        """The state after `step` optimizer steps. `ledger` is rank 0's. False when it could not be
+        written.
+        """
+        for action in (
+            lambda: self._begin(step, ledger),
+            lambda: self._write(step),
+            lambda: self._finish(step, ledger),
+        ):
+            if not together(
+                self._ranks, action, f"the checkpoint of step {step}, older ones are intact"
+            ):
                 self.num_failures += 1
                 if self._ranks.is_leader:
                     self._store.abandon(step)
@@ -76,20 +88,28 @@ class Checkpointer:
     def _write(self, step: int) -> None:
         """Collectives come first and are finished on every rank before anything can fail there."""
         folder, rank = self._store.partial(step), self._ranks.rank
-        value_head = {name: weight.to("cpu", copy=True) for name, weight in self._engine.value_head_weights()}
+        value_head = {
+            name: weight.to("cpu", copy=True) for name, weight in self._engine.value_head_weights()
+        }
         adapter = adapter_tensors(self._engine)
         export_policy(self._engine, self._ranks, self._model_folder, folder / MODEL)
         if self._ranks.is_leader and value_head:
             save_tensors(folder / VALUE_HEAD, value_head)
         if self._ranks.is_leader:
             save_adapter(self._engine, adapter, folder / ADAPTER)
-        tensors = {name: tensor.detach().cpu() for name, tensor in self._engine.optimizer_tensors().items()}
+        tensors = {
+            name: tensor.detach().cpu() for name, tensor in self._engine.optimizer_tensors().items()
+        }
         save_tensors(folder / OPTIMIZER / f"rank-{rank}.safetensors", tensors)
         save_randomness(folder / RANDOMNESS / f"rank-{rank}.json")
 
     def _finish(self, step: int, ledger: batches_pb2.LedgerSnapshot | None) -> None:
         if self._ranks.is_leader and ledger is not None:
-            self._store.finish(step, layout_of(self._engine, self._ranks) | {"ledger": json_format.MessageToDict(ledger)})
+            self._store.finish(
+                step,
+                layout_of(self._engine, self._ranks)
+                | {"ledger": json_format.MessageToDict(ledger)},
+            )
 
 
 def layout_of(engine: Engine, ranks: Ranks) -> dict[str, Any]:
@@ -125,7 +145,9 @@ def load_value_head(policy: PolicyModel, checkpoint: Checkpoint) -> None:
 
 
 def load_optimizer(engine: Engine, ranks: Ranks, checkpoint: Checkpoint) -> None:
-    """Into an engine whose weights are those of the checkpoint. Raises SettingsError when it was written by another layout."""
+    """Into an engine whose weights are those of the checkpoint. Raises SettingsError when it was
+    written by another layout.
+    """
     _refuse_other_settings(checkpoint, layout_of(engine, ranks))
     path = checkpoint.folder / OPTIMIZER / f"rank-{ranks.rank}.safetensors"
     try:
@@ -153,7 +175,9 @@ def ledger_of(checkpoint: Checkpoint) -> batches_pb2.LedgerSnapshot:
     try:
         return json_format.ParseDict(checkpoint.facts["ledger"], batches_pb2.LedgerSnapshot())
     except (KeyError, json_format.ParseError) as error:
-        raise SettingsError(f"{checkpoint.folder}: the ledger snapshot cannot be read: {error}") from error
+        raise SettingsError(
+            f"{checkpoint.folder}: the ledger snapshot cannot be read: {error}"
+        ) from error
 
 
 def _load_tensors(path: Path) -> dict[str, Any]:

@@ -1,10 +1,12 @@
-"""DeepSpeed as this trainer uses it: one optimizer step over any number of micro-batches, with an exact gradient.
+"""DeepSpeed as this trainer uses it: one optimizer step over any number of micro-batches, with an
+exact gradient.
 
 What DeepSpeed does to a loss and how it is undone here:
 - it divides by `gradient_accumulation_steps`: that is 1, and the boundary is set by hand at the last micro-batch;
 - it averages gradients over ranks: the loss is multiplied by the number of ranks, so that the gradient is the sum over all
-  ranks and micro-batches. The caller's loss is already divided by the whole step's normaliser. Ranks that share a row each
-  have its whole loss and the gradient through their own slice, so the sum is right for them too. ZeRO partitions over all.
+  ranks and micro-batches. The caller's loss is already divided by the whole step's normaliser.
+  Ranks that share a row each have its whole loss and the gradient through their own slice, so the
+  sum is right for them too. ZeRO partitions over all.
 - it skips a step whose gradient is not finite and clears it: `apply` reports that.
 """
 
@@ -28,7 +30,8 @@ from pipelinerl_trainer.scoring import TokenScores
 log = logging.getLogger(__name__)
 
 _GATHER_BYTES = 256 << 20
-"""ZeRO-3: parameters are gathered this many bytes at a time, so that small ones share a collective."""
+"""ZeRO-3: parameters are gathered this many bytes at a time, so that small ones share a collective.
+"""
 
 
 COLLECTIVE_WARNING = r"`torch\.distributed\..*` is deprecated"
@@ -36,11 +39,17 @@ COLLECTIVE_WARNING = r"`torch\.distributed\..*` is deprecated"
 
 
 def prepare_environment(local_rank: int, rank: int, num_ranks: int) -> None:
-    """The environment variables that DeepSpeed reads; called once, at the entry point, before it is imported.
+    """The environment variables that DeepSpeed reads; called once, at the entry point, before it is
+    imported.
 
-    Nothing is ever compiled: the only operator that a CPU run would build is a shared-memory all-reduce for inference.
+    Nothing is ever compiled: the only operator that a CPU run would build is a shared-memory
+    all-reduce for inference.
     """
-    os.environ |= {"LOCAL_RANK": str(cuda_index(local_rank)), "RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+    os.environ |= {
+        "LOCAL_RANK": str(cuda_index(local_rank)),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+    }
     os.environ |= {"DS_BUILD_OPS": "0", "DEEPSPEED_LOG_LEVEL": "warning"}
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -66,15 +75,23 @@ class StepOutcome:
 
 
 class Engine:
-    """The policy under DeepSpeed ZeRO 1, 2 or 3. Every method must be called by every rank, in the same order."""
+    """The policy under DeepSpeed ZeRO 1, 2 or 3. Every method must be called by every rank, in the
+    same order.
+    """
 
-    def __init__(self, policy: PolicyModel, ranks: Ranks, zero_stage: int, settings: OptimizerSettings) -> None:
+    def __init__(
+        self, policy: PolicyModel, ranks: Ranks, zero_stage: int, settings: OptimizerSettings
+    ) -> None:
         self._ranks = ranks
         self.zero_stage = zero_stage
         self.policy = policy.to(ranks.device)
         self.dtype: torch.dtype = next(policy.parameters()).dtype
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in policy.model_parameters()}
-        self._model_shapes = dict(pair for item in self._shapes.items() for pair in policy.tensors.shapes_of(*item))
+        self._shapes = {
+            name: tuple(parameter.shape) for name, parameter in policy.model_parameters()
+        }
+        self._model_shapes = dict(
+            pair for item in self._shapes.items() for pair in policy.tensors.shapes_of(*item)
+        )
         adapted = () if policy.adapter is None else policy.adapter.parameters()
         self._adapter_shapes = {name: tuple(parameter.shape) for name, parameter in adapted}
         self._engine, self._optimizer = _initialize(self.policy, zero_stage, self.dtype, settings)
@@ -101,9 +118,11 @@ class Engine:
         return scores
 
     def accumulate(self, loss: Tensor, *, is_last: bool) -> None:
-        """Backward of one micro-batch. `loss` is this micro-batch's share of the step's loss; `is_last` the step's last.
+        """Backward of one micro-batch. `loss` is this micro-batch's share of the step's loss;
+        `is_last` the step's last.
 
-        A loss that is not finite makes the whole gradient so, and `apply` then skips the step on every rank.
+        A loss that is not finite makes the whole gradient so, and `apply` then skips the step on
+        every rank.
         """
         if not bool(torch.isfinite(loss)):
             loss = loss * float("nan")
@@ -111,39 +130,58 @@ class Engine:
         self._engine.backward(loss * self._ranks.num_ranks)
 
     def scale_gradient(self, factor: float) -> None:
-        """Multiplies the gradient of a step whose last micro-batch is accumulated; each rank scales what it holds."""
+        """Multiplies the gradient of a step whose last micro-batch is accumulated; each rank scales
+        what it holds.
+        """
         for gradient in self._gradients():
             gradient.mul_(factor)
 
     def apply(self, learning_rate: float, lag: float = 0.0) -> StepOutcome:
-        """Clips and applies the accumulated gradient; `lag` is its tokens' mean lag, for an optimizer that uses it."""
+        """Clips and applies the accumulated gradient; `lag` is its tokens' mean lag, for an
+        optimizer that uses it.
+        """
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
             if LAG in group:
                 group[LAG] = lag
         self._engine.step()
         norm = self._engine.get_global_grad_norm()
-        return StepOutcome(bool(self._engine.was_step_applied()), float("inf") if norm is None else float(norm))
+        return StepOutcome(
+            bool(self._engine.was_step_applied()), float("inf") if norm is None else float(norm)
+        )
 
     def weights_are_finite(self) -> bool:
-        """Whether no rank's share of the trained weights has an infinity or a NaN; the same answer on every rank."""
+        """Whether no rank's share of the trained weights has an infinity or a NaN; the same answer
+        on every rank.
+        """
         mine = all(bool(torch.isfinite(master.sum())) for master in self._masters())
         return bool(self._ranks.gather([float(mine)]).all())
 
     @property
     def model_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Full shapes of the model, by the checkpoint's names, in the order in which `model_weights` gives them."""
+        """Full shapes of the model, by the checkpoint's names, in the order in which
+        `model_weights` gives them.
+        """
         return self._model_shapes
 
     def model_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full weights by the checkpoint's names, one after another, adapters merged into them; each valid until the next one.
-        Every rank must exhaust the iterator."""
+        """Full weights by the checkpoint's names, one after another, adapters merged into them;
+        each valid until the next one. Every rank must exhaust the iterator.
+        """
         adapter = self.policy.adapter
         for members in _by_size(self.policy.model_parameters(), self._shapes, self.dtype.itemsize):
-            parts = [] if adapter is None else [part for name, _ in members for part in adapter.parts_of(name)]
+            parts = (
+                []
+                if adapter is None
+                else [part for name, _ in members for part in adapter.parts_of(name)]
+            )
             with self._gathered([*(parameter for _, parameter in members), *parts]):
                 for name, parameter in members:
-                    weight = parameter.detach() if adapter is None else adapter.merged(name, parameter.detach())
+                    weight = (
+                        parameter.detach()
+                        if adapter is None
+                        else adapter.merged(name, parameter.detach())
+                    )
                     yield from self.policy.tensors.of(name, weight)
 
     @property
@@ -152,7 +190,9 @@ class Engine:
         return self._model_shapes if self.policy.adapter is None else self._adapter_shapes
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What generators need: `model_weights`, or the adapter alone, because they have the rest from the model folder."""
+        """What generators need: `model_weights`, or the adapter alone, because they have the rest
+        from the model folder.
+        """
         adapter = self.policy.adapter
         if adapter is None:
             yield from self.model_weights()
@@ -176,23 +216,39 @@ class Engine:
         return GatheredParameters(parameters, enabled=self.zero_stage == 3)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """This rank's share of the optimizer: float32 master weights and both moments, flat. Views, not copies."""
+        """This rank's share of the optimizer: float32 master weights and both moments, flat. Views,
+        not copies.
+        """
         tensors: dict[str, Tensor] = {}
         for index, master in enumerate(self._masters()):
             tensors[f"{index}.master"] = master
             state = self._optimizer.optimizer.state.get(master, {})
-            tensors.update({f"{index}.{key}": value for key, value in state.items() if isinstance(value, Tensor)})
+            tensors.update(
+                {
+                    f"{index}.{key}": value
+                    for key, value in state.items()
+                    if isinstance(value, Tensor)
+                }
+            )
         return tensors
 
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse, into an engine of the same layout whose weights are already those of the checkpoint.
+        """The inverse, into an engine of the same layout whose weights are already those of the
+        checkpoint.
 
         Raises ValueError that names the first tensor which is missing or of another size.
         """
         for index, master in enumerate(self._masters()):
-            saved = {key.partition(".")[2]: value for key, value in tensors.items() if key.partition(".")[0] == str(index)}
+            saved = {
+                key.partition(".")[2]: value
+                for key, value in tensors.items()
+                if key.partition(".")[0] == str(index)
+            }
             if "master" not in saved or saved["master"].shape != master.shape:
-                raise ValueError(f"optimizer tensor {index}.master of {tuple(master.shape)} is missing or of another shape")
+                raise ValueError(
+                    f"optimizer tensor {index}.master of {tuple(master.shape)} is missing or of "
+                    "another shape"
+                )
             master.data.copy_(saved.pop("master"))
             state = self._optimizer.optimizer.state[master]
             for key, value in saved.items():
@@ -202,32 +258,55 @@ class Engine:
         """This rank's share of the reduced gradient, under DeepSpeed's two names for it."""
         optimizer = self._optimizer
         if hasattr(optimizer, "averaged_gradients"):
-            return [gradient for group in optimizer.averaged_gradients.values() for gradient in group or ()]
+            return [
+                gradient
+                for group in optimizer.averaged_gradients.values()
+                for gradient in group or ()
+            ]
         if hasattr(optimizer, "fp32_groups_gradients_flat"):
             return list(optimizer.fp32_groups_gradients_flat)
-        raise TypeError(f"{type(optimizer).__name__} is not an optimizer of DeepSpeed ZeRO that this trainer knows")
+        raise TypeError(
+            f"{type(optimizer).__name__} is not an optimizer of DeepSpeed ZeRO that this trainer "
+            "knows"
+        )
 
     def _masters(self) -> list[Tensor]:
-        """The flat float32 partitions that the base optimizer updates, under DeepSpeed's three names for them."""
+        """The flat float32 partitions that the base optimizer updates, under DeepSpeed's three
+        names for them.
+        """
         optimizer = self._optimizer
-        for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+        for name in (
+            "fp32_partitioned_groups_flat",
+            "single_partition_of_fp32_groups",
+            "fp32_groups_flat_partition",
+        ):
             if hasattr(optimizer, name):
                 return list(getattr(optimizer, name))
-        raise TypeError(f"{type(optimizer).__name__} is not an optimizer of DeepSpeed ZeRO that this trainer knows")
+        raise TypeError(
+            f"{type(optimizer).__name__} is not an optimizer of DeepSpeed ZeRO that this trainer "
+            "knows"
+        )
 
 
-def _initialize(policy: PolicyModel, zero_stage: int, dtype: torch.dtype, settings: OptimizerSettings) -> tuple[Any, Any]:
+def _initialize(
+    policy: PolicyModel, zero_stage: int, dtype: torch.dtype, settings: OptimizerSettings
+) -> tuple[Any, Any]:
     import deepspeed
 
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(trained, settings)
     engine, zero_optimizer, _, _ = deepspeed.initialize(
-        model=policy, optimizer=optimizer, config=deepspeed_config(zero_stage, dtype, settings), dist_init_required=False
+        model=policy,
+        optimizer=optimizer,
+        config=deepspeed_config(zero_stage, dtype, settings),
+        dist_init_required=False,
     )
     return engine, zero_optimizer
 
 
-def deepspeed_config(zero_stage: int, dtype: torch.dtype, settings: OptimizerSettings) -> dict[str, Any]:
+def deepspeed_config(
+    zero_stage: int, dtype: torch.dtype, settings: OptimizerSettings
+) -> dict[str, Any]:
     """Gradients are accumulated in float32 whatever the weights' type is."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -246,7 +325,9 @@ def deepspeed_config(zero_stage: int, dtype: torch.dtype, settings: OptimizerSet
 
 
 def _by_size(
-    parameters: Iterable[tuple[str, nn.Parameter]], shapes: dict[str, tuple[int, ...]], item_bytes: int
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    shapes: dict[str, tuple[int, ...]],
+    item_bytes: int,
 ) -> Iterator[list[tuple[str, nn.Parameter]]]:
     """Groups of parameters of up to `_GATHER_BYTES` in all, at least one each."""
     members: list[tuple[str, nn.Parameter]] = []

@@ -1,4 +1,5 @@
-"""The policy as a Hugging Face folder that transformers and vLLM load: safetensors, configuration, tokenizer.
+"""The policy as a Hugging Face folder that transformers and vLLM load: safetensors, configuration,
+tokenizer.
 
 Adapters are merged into its weights. Alone they are a folder of their own in PEFT's format.
 """
@@ -27,19 +28,35 @@ ADAPTER = "adapter"
 """Folder of the adapter, in the exported model's or beside the checkpoint's."""
 
 SHARD_BYTES = 4 << 30
-"""A file holds whole tensors up to this size, at least one; so much host memory is used at a time."""
+"""A file holds whole tensors up to this size, at least one; so much host memory is used at a time.
+"""
 
-_ADAPTER_WEIGHTS, _ADAPTER_CONFIG, _PEFT_PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
+_ADAPTER_WEIGHTS, _ADAPTER_CONFIG, _PEFT_PREFIX = (
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "base_model.model.",
+)
 
-_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+_WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    ".gguf",
+)
 
 
 class WriteFailed(Exception):
     """A file could not be written, as on a full disk."""
 
 
-def export_policy(engine: Engine, ranks: Ranks, source: Path, target: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes the weights to `target` (which exists), with everything but the weights copied from the model folder `source`.
+def export_policy(
+    engine: Engine, ranks: Ranks, source: Path, target: Path, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Writes the weights to `target` (which exists), with everything but the weights copied from
+    the model folder `source`.
 
     Every rank must call it; rank 0 writes, and raises WriteFailed. The others then go on unharmed.
     """
@@ -60,7 +77,8 @@ def adapter_tensors(engine: Engine) -> dict[str, Tensor]:
 
 
 def save_adapter(engine: Engine, tensors: Mapping[str, Tensor], target: Path) -> None:
-    """Writes `adapter_tensors` to the new folder `target` as `peft.PeftModel.from_pretrained` loads them, if there are any.
+    """Writes `adapter_tensors` to the new folder `target` as `peft.PeftModel.from_pretrained` loads
+    them, if there are any.
 
     For rank 0. Raises WriteFailed.
     """
@@ -68,17 +86,24 @@ def save_adapter(engine: Engine, tensors: Mapping[str, Tensor], target: Path) ->
         return
     with writing():
         target.mkdir()
-    save_tensors(target / _ADAPTER_WEIGHTS, {f"{_PEFT_PREFIX}{name}": tensor for name, tensor in tensors.items()})
+    save_tensors(
+        target / _ADAPTER_WEIGHTS,
+        {f"{_PEFT_PREFIX}{name}": tensor for name, tensor in tensors.items()},
+    )
     save_json(target / _ADAPTER_CONFIG, engine.policy.adapter.peft_config())
 
 
 def load_adapter_tensors(folder: Path) -> dict[str, Tensor]:
     """What `save_adapter` wrote, by the names of the wire. Raises OSError or SafetensorError."""
-    return {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in load_file(folder / _ADAPTER_WEIGHTS).items()}
+    return {
+        name.removeprefix(_PEFT_PREFIX): tensor
+        for name, tensor in load_file(folder / _ADAPTER_WEIGHTS).items()
+    }
 
 
 def export_final(engine: Engine, ranks: Ranks, source: Path, target: Path) -> None:
-    """The policy to `target`, which appears as a whole or not at all, in place of an older one; its adapter to a folder in it.
+    """The policy to `target`, which appears as a whole or not at all, in place of an older one; its
+    adapter to a folder in it.
 
     Raises FatalError on every rank when it cannot be written.
     """
@@ -106,7 +131,10 @@ def export_final(engine: Engine, ranks: Ranks, source: Path, target: Path) -> No
 
     for action in (lambda: by_leader(begin), write, lambda: by_leader(finish)):
         if not together(ranks, action, f"the export to {target}"):
-            raise FatalError(f"the trained model could not be written to {target}; with --resume it is tried again")
+            raise FatalError(
+                f"the trained model could not be written to {target}; with --resume it is tried "
+                "again"
+            )
 
 
 def together(ranks: Ranks, action: Callable[[], None], what: str) -> bool:
@@ -133,11 +161,16 @@ def _shards(engine: Engine, shard_bytes: int) -> dict[str, list[str]]:
         size += num_bytes
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
-    return {f"model-{index:05d}-of-{len(groups):05d}.safetensors": names for index, names in enumerate(groups, start=1)}
+    return {
+        f"model-{index:05d}-of-{len(groups):05d}.safetensors": names
+        for index, names in enumerate(groups, start=1)
+    }
 
 
 class _ShardWriter:
-    """Takes tensors in order and writes a file when its last tensor has come. Remembers a failure until `finish`."""
+    """Takes tensors in order and writes a file when its last tensor has come. Remembers a failure
+    until `finish`.
+    """
 
     def __init__(self, folder: Path, shards: Mapping[str, list[str]]) -> None:
         self._folder = folder
@@ -170,7 +203,9 @@ class _ShardWriter:
         if len(self._shards) > 1:
             index = {
                 "metadata": {"total_size": self._num_bytes},
-                "weight_map": {name: file for file, names in self._shards.items() for name in names},
+                "weight_map": {
+                    name: file for file, names in self._shards.items() for name in names
+                },
             }
             save_json(self._folder / "model.safetensors.index.json", index)
 
@@ -178,7 +213,11 @@ class _ShardWriter:
 def _copy_companions(source: Path, target: Path, dtype: str) -> None:
     with writing():
         for file in sorted(source.iterdir()):
-            if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and not file.name.startswith("."):
+            if (
+                file.is_file()
+                and not file.name.endswith(_WEIGHT_SUFFIXES)
+                and not file.name.startswith(".")
+            ):
                 shutil.copyfile(file, target / file.name)
         config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
         config.pop("torch_dtype", None)

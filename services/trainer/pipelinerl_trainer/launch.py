@@ -1,7 +1,8 @@
-"""`python -m pipelinerl_trainer.launch --processes N --rank FIRST ...`: the N ranks of one node, as processes.
+"""`python -m pipelinerl_trainer.launch --processes N --rank FIRST ...`: the N ranks of one node, as
+processes.
 
-Every other flag is the first rank's; the others get the same but for their rank, their name and the metrics. Signals go on to
-all. One that fails ends all: the rest would wait for it in a collective.
+Every other flag is the first rank's; the others get the same but for their rank, their name and the
+metrics. Signals go on to all. One that fails ends all: the rest would wait for it in a collective.
 """
 
 import argparse
@@ -19,10 +20,14 @@ log = logging.getLogger(__name__)
 
 RANK_MODULE = "pipelinerl_trainer"
 FAILED_GRACE_S = 10.0
-"""Time for the others to end by themselves after one has failed; one that hangs in a collective does not."""
+"""Time for the others to end by themselves after one has failed; one that hangs in a collective
+does not.
+"""
 FORWARD_PERIOD_S = 0.2
 LAST_S = 1800.0
-"""Longest time between the first rank's orderly end and the last one's: rank 0 exports the model meanwhile."""
+"""Longest time between the first rank's orderly end and the last one's: rank 0 exports the model
+meanwhile.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +43,27 @@ class Node:
 
     def argv(self, local_rank: int) -> tuple[str, ...]:
         rank = self.first_rank + local_rank
-        metrics = ("--metrics-listen", self.metrics_listen) if self.metrics_listen and local_rank == 0 else ()
+        metrics = (
+            ("--metrics-listen", self.metrics_listen)
+            if self.metrics_listen and local_rank == 0
+            else ()
+        )
         own = ("--rank", str(rank), "--name", f"trainer-{rank}", "--log-level", self.log_level)
         return (sys.executable, "-m", self.module, *self.flags, *own, *metrics)
 
 
 def parse_node(argv: Sequence[str] | None = None) -> Node:
     parser = argparse.ArgumentParser(
-        prog="pipelinerl trainer-node", description="Several ranks of the trainer on one node.", allow_abbrev=False
+        prog="pipelinerl trainer-node",
+        description="Several ranks of the trainer on one node.",
+        allow_abbrev=False,
     )
     parser.add_argument("--processes", type=int, required=True, help="ranks on this node")
     parser.add_argument("--rank", type=int, default=0, help="the first of them")
     parser.add_argument("--name", help="ignored: ranks are named after their number")
-    parser.add_argument("--metrics-listen", default="", help="host:port of the first rank's /metrics")
+    parser.add_argument(
+        "--metrics-listen", default="", help="host:port of the first rank's /metrics"
+    )
     parser.add_argument("--log-level", choices=LEVELS, default="info")
     own, rest = parser.parse_known_args(argv)
     if own.processes < 1:
@@ -59,7 +72,9 @@ def parse_node(argv: Sequence[str] | None = None) -> Node:
 
 
 async def run_node(node: Node, stop: asyncio.Event) -> int:
-    """Runs the ranks to their end and returns the node's exit status: the first failed rank's, or 0."""
+    """Runs the ranks to their end and returns the node's exit status: the first failed rank's, or
+    0.
+    """
     ranks: list[asyncio.subprocess.Process] = []
     waiting: dict[asyncio.Task[int], int] = {}
     forwarding = asyncio.create_task(_forward(stop, ranks), name="forward")
@@ -69,9 +84,15 @@ async def run_node(node: Node, stop: asyncio.Event) -> int:
             ranks.append(await asyncio.create_subprocess_exec(*node.argv(local)))
             waiting[asyncio.create_task(ranks[-1].wait())] = node.first_rank + local
         while waiting and status == EXIT_DONE:
-            done, _ = await asyncio.wait(waiting, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                waiting, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
+            )
             if not done:
-                log.error("ranks=%s still run %g s after another has ended", sorted(waiting.values()), LAST_S)
+                log.error(
+                    "ranks=%s still run %g s after another has ended",
+                    sorted(waiting.values()),
+                    LAST_S,
+                )
                 status = 1
             for task in done:
                 rank, code = waiting.pop(task), _status(task.result())

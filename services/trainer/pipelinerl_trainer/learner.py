@@ -21,25 +21,35 @@ log = logging.getLogger(__name__)
 SKIPPED_STEPS = "skipped_steps_total"
 
 MAX_SKIPPED_IN_A_ROW = 50
-"""Steps without a finite gradient. DeepSpeed finds its loss scale for float16 within about 30 of them."""
+"""Steps without a finite gradient. DeepSpeed finds its loss scale for float16 within about 30 of
+them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one rank trains in one step: the plan, equal on all ranks, and this rank's rows, which it may share with others."""
+    """What one rank trains in one step: the plan, equal on all ranks, and this rank's rows, which
+    it may share with others.
+    """
 
     plan: StepPlan
     micro_batches: tuple[MicroBatch, ...]
 
 
 class BatchReplaced(Exception):
-    """The preprocessor began the batch anew while it was trained: what was accumulated of it is discarded."""
+    """The preprocessor began the batch anew while it was trained: what was accumulated of it is
+    discarded.
+    """
 
 
 class Learner:
-    """Forward and backward over a batch's micro-batches, then the optimizer. Every rank calls it with its part of one batch."""
+    """Forward and backward over a batch's micro-batches, then the optimizer. Every rank calls it
+    with its part of one batch.
+    """
 
-    def __init__(self, engine: Engine, ranks: Ranks, settings: AlgorithmSettings, max_tokens: int) -> None:
+    def __init__(
+        self, engine: Engine, ranks: Ranks, settings: AlgorithmSettings, max_tokens: int
+    ) -> None:
         self._engine = engine
         self._ranks = ranks
         self._settings = settings
@@ -50,8 +60,9 @@ class Learner:
     def train_step(self, batch: Batch) -> dict[str, float]:
         """Trains a whole `batch` and returns the step's metrics by name, the same on every rank.
 
-        A step whose loss or gradient is not finite leaves the weights as they are; it is counted and logged as an error.
-        Raises FatalError after too many of those in a row, and when the step made weights that are not finite.
+        A step whose loss or gradient is not finite leaves the weights as they are; it is counted
+        and logged as an error. Raises FatalError after too many of those in a row, and when the
+        step made weights that are not finite.
         """
         return self.train_parts((batch,))[1]
 
@@ -76,8 +87,8 @@ class Learner:
     def accumulate(self, parts: Iterable[Batch]) -> tuple[StepPlan, StepMetrics]:
         """Forward and backward only: the gradient is there afterwards, and not yet applied.
 
-        While the plan is provisional, losses are divided by a guess, the same on every rank; once the final plan is known the
-        gradient is scaled by what the guess was wrong by.
+        While the plan is provisional, losses are divided by a guess, the same on every rank; once
+        the final plan is known the gradient is scaled by what the guess was wrong by.
         """
         metrics, num_done = StepMetrics(), 0
         guess: float | None = None
@@ -103,11 +114,23 @@ class Learner:
         return plan, metrics
 
     def _guess(self, plan: StepPlan) -> float:
-        """A whole plan's own normaliser; while a plan grows, ranks may have seen more or less of it, so it cannot tell."""
-        return float(self._settings.groups_per_step) if plan.provisional else self._objective.normalizer(plan)
+        """A whole plan's own normaliser; while a plan grows, ranks may have seen more or less of
+        it, so it cannot tell.
+        """
+        return (
+            float(self._settings.groups_per_step)
+            if plan.provisional
+            else self._objective.normalizer(plan)
+        )
 
     def _accumulate_row(
-        self, micro_batch: MicroBatch, step: int, normalizer: float, metrics: StepMetrics, *, is_last: bool
+        self,
+        micro_batch: MicroBatch,
+        step: int,
+        normalizer: float,
+        metrics: StepMetrics,
+        *,
+        is_last: bool,
     ) -> None:
         row, columns = pack_row(micro_batch, self._ranks.device)
         scores = self._engine.score(row, entropy_gradient=self._objective.needs_entropy_gradient)
@@ -118,24 +141,33 @@ class Learner:
             metrics.add_row(micro_batch, step, row_loss, float(loss.detach()))
 
     def _discard(self) -> None:
-        """Ends the accumulation the way every ZeRO stage can: a gradient that is not finite is cleared and not applied."""
+        """Ends the accumulation the way every ZeRO stage can: a gradient that is not finite is
+        cleared and not applied.
+        """
         row, _ = pack_row(_two_tokens(), self._ranks.device)
-        self._engine.accumulate(self._engine.score(row).logprobs_T.sum() * float("nan"), is_last=True)
+        self._engine.accumulate(
+            self._engine.score(row).logprobs_T.sum() * float("nan"), is_last=True
+        )
         if self._engine.apply(learning_rate=0.0).applied:
-            raise FatalError("a gradient that is not a number was applied: restart from the last checkpoint")
+            raise FatalError(
+                "a gradient that is not a number was applied: restart from the last checkpoint"
+            )
 
     def _check_weights(self, plan: StepPlan, rate: float, grad_norm: float) -> None:
         if not self._engine.weights_are_finite():
             raise FatalError(
-                f"step {plan.step}: the optimizer made weights that are not finite, with a gradient of norm {grad_norm:.3g} "
-                f"and a learning rate of {rate:.3g}: lower algorithm.optimizer.learningRate; of this step nothing is kept"
+                f"step {plan.step}: the optimizer made weights that are not finite, with a "
+                f"gradient of norm {grad_norm:.3g} "
+                f"and a learning rate of {rate:.3g}: lower algorithm.optimizer.learningRate; of "
+                "this step nothing is kept"
             )
 
     def _count_skipped(self, plan: StepPlan, metrics: StepMetrics) -> None:
         self.num_skipped_steps += 1
         self._num_skipped_in_a_row += 1
         log.error(
-            "alert=non_finite_step step=%d the gradient is not finite, the weights stay as they were: %d micro-batches had a "
+            "alert=non_finite_step step=%d the gradient is not finite, the weights stay as they "
+            "were: %d micro-batches had a "
             "loss that is not finite; groups %s",
             plan.step,
             int(metrics.non_finite_micro_batches.value),
@@ -143,7 +175,8 @@ class Learner:
         )
         if self._num_skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise FatalError(
-                f"step {plan.step}: {MAX_SKIPPED_IN_A_ROW} steps in a row had a gradient that is not finite, so nothing is "
+                f"step {plan.step}: {MAX_SKIPPED_IN_A_ROW} steps in a row had a gradient that is "
+                "not finite, so nothing is "
                 "learned; model.dtype bfloat16 or float32 has a larger range than float16"
             )
 

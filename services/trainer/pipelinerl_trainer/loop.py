@@ -10,8 +10,9 @@
     checkpoint, when due
     report                            ------>    log, metrics stream
 
-Weights of version k have seen k optimizer steps; step k (from 0) is trained at version k and makes version k+1. A step that was
-skipped because its gradient was not finite makes a version too, with the same weights: its samples are used up.
+Weights of version k have seen k optimizer steps; step k (from 0) is trained at version k and makes
+version k+1. A step that was skipped because its gradient was not finite makes a version too, with
+the same weights: its samples are used up.
 """
 
 import logging
@@ -80,7 +81,9 @@ class TrainingLoop:
         """Optimizer steps done, which is the policy version."""
 
     def run(self) -> None:
-        """Trains to the last step, the end of the run, or a stop; leaves a checkpoint, and at the end the exported model."""
+        """Trains to the last step, the end of the run, or a stop; leaves a checkpoint, and at the
+        end the exported model.
+        """
         try:
             self._start()
             while self.step < self._parts.spec.algorithm.steps:
@@ -105,7 +108,9 @@ class TrainingLoop:
             self._publish()
             if self._parts.parity.is_wanted:
                 self._wait_published()
-                self._parts.parity.run(self._parts.engine, self._parts.ranks, self._parts.bridge, self.step)
+                self._parts.parity.run(
+                    self._parts.engine, self._parts.ranks, self._parts.bridge, self.step
+                )
 
     def _train(self, batch: Batch, phases: Phases) -> None:
         """One step. A batch that was replaced half-way is left untrained, and the step not counted."""
@@ -116,7 +121,8 @@ class TrainingLoop:
         except BatchReplaced as error:
             log.warning("step=%d batch=%s was replaced, training begins it again", self.step, error)
             return
-        self.step += 1  # before the commit: a stop during it must not save these weights with an older ledger
+        # before the commit: a stop during it must not save these weights with an older ledger
+        self.step += 1
         is_last = self.step == self._parts.spec.algorithm.steps
         with phases.of("commit"), span("commit"):
             self._ledger = self._parts.source.commit(plan, last=is_last)
@@ -138,7 +144,9 @@ class TrainingLoop:
                 pass
             return
         on_host = self._parts.spec.weight_transfer.backend == "gloo"
-        snapshot = Snapshot.pack(self._parts.manifest, weights, device="cpu" if on_host else self._parts.ranks.device)
+        snapshot = Snapshot.pack(
+            self._parts.manifest, weights, device="cpu" if on_host else self._parts.ranks.device
+        )
         self._parts.bridge.call(desk.publisher.offer, Offer(snapshot, self.step))
 
     def _wait_published(self) -> None:
@@ -155,7 +163,11 @@ class TrainingLoop:
             bridge.pause(PUBLISHED_POLL_S)
 
     def _save(self) -> None:
-        if self._saved_step != self.step and self.step > 0 and self._parts.checkpointer.save(self.step, self._ledger):
+        if (
+            self._saved_step != self.step
+            and self.step > 0
+            and self._parts.checkpointer.save(self.step, self._ledger)
+        ):
             self._saved_step = self.step
 
     def _report(self, plan: StepPlan, values: dict[str, float], phases: Phases) -> None:

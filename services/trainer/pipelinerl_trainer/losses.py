@@ -1,6 +1,8 @@
-"""What one trained token contributes to the loss. A new surrogate or KL estimator is one function and one line in its table.
+"""What one trained token contributes to the loss. A new surrogate or KL estimator is one function
+and one line in its table.
 
-Shape suffix T: the trained tokens of a packed row. All losses are per token and not yet normalised: see normalization.py.
+Shape suffix T: the trained tokens of a packed row. All losses are per token and not yet normalised:
+see normalization.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +17,9 @@ from pipelinerl_trainer.importance import MAX_LOG_RATIO
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """Per token: the loss, whose gradient is the policy gradient, and what the metrics need about the importance weight."""
+    """Per token: the loss, whose gradient is the policy gradient, and what the metrics need about
+    the importance weight.
+    """
 
     loss_T: Tensor
     effective_weights_T: Tensor
@@ -28,37 +32,53 @@ SurrogateFunction = Callable[[Tensor, Tensor, Tensor, AlgorithmSettings], Policy
 """(logprobs_T, weights_T, advantages_T, settings); only logprobs_T has a gradient."""
 
 
-def score(logprobs_T: Tensor, weights_T: Tensor, advantages_T: Tensor, settings: AlgorithmSettings) -> PolicyLoss:
-    """REINFORCE with bounded importance weights: loss_t = -f(w_t) A_t log pi(y_t), no gradient through the weight.
+def score(
+    logprobs_T: Tensor, weights_T: Tensor, advantages_T: Tensor, settings: AlgorithmSettings
+) -> PolicyLoss:
+    """REINFORCE with bounded importance weights: loss_t = -f(w_t) A_t log pi(y_t), no gradient
+    through the weight.
 
-    f truncates: min(c, w), or max(low, min(c, w)) with a lower bound; or it masks: w inside the bounds and 0 outside. c is
+    f truncates: min(c, w), or max(low, min(c, w)) with a lower bound; or it masks: w inside the
+    bounds and 0 outside. c is
     `truncation` and low `truncation_low`.
-    Source: PipelineRL (arXiv 2509.19128), equation 5; with the tokens' mean, CISPO (arXiv 2506.13585), equation 4. Truncation
-    biases the estimator only where a weight is beyond its bound.
+    Source: PipelineRL (arXiv 2509.19128), equation 5; with the tokens' mean, CISPO (arXiv
+    2506.13585), equation 4. Truncation biases the estimator only where a weight is beyond its
+    bound.
     """
     low, high = settings.truncation_low, settings.truncation or torch.inf
     clipped_T = (weights_T > high) | (weights_T < low)
-    bounded_T = weights_T.masked_fill(clipped_T, 0.0) if settings.outside == "mask" else weights_T.clamp(low, high)
+    bounded_T = (
+        weights_T.masked_fill(clipped_T, 0.0)
+        if settings.outside == "mask"
+        else weights_T.clamp(low, high)
+    )
     if settings.gradient_mixing > 0:
         bounded_T = mixed(bounded_T, settings.gradient_mixing)
     return PolicyLoss(-bounded_T * advantages_T * logprobs_T, bounded_T, clipped_T)
 
 
 def mixed(weights_T: Tensor, share: float) -> Tensor:
-    """(1 + m w) / (1 + m): the delayed gradient, whose weights are 1, and the importance-weighted one, mixed as 1 to m.
+    """(1 + m w) / (1 + m): the delayed gradient, whose weights are 1, and the importance-weighted
+    one, mixed as 1 to m.
 
-    Experimental: less variance than the weights alone, more bias; m to infinity is importance sampling, 0 none.
+    Experimental: less variance than the weights alone, more bias; m to infinity is importance
+    sampling, 0 none.
     """
     return (1.0 + share * weights_T) / (1.0 + share)
 
 
-def clip(logprobs_T: Tensor, weights_T: Tensor, advantages_T: Tensor, settings: AlgorithmSettings) -> PolicyLoss:
-    """The clipped surrogate: loss_t = -min(w_t A_t, clip(w_t, 1 - low, 1 + high) A_t), whose gradient is that of the ratio.
+def clip(
+    logprobs_T: Tensor, weights_T: Tensor, advantages_T: Tensor, settings: AlgorithmSettings
+) -> PolicyLoss:
+    """The clipped surrogate: loss_t = -min(w_t A_t, clip(w_t, 1 - low, 1 + high) A_t), whose
+    gradient is that of the ratio.
 
-    Source: PPO (arXiv 1707.06347), equation 7, per token as in GRPO (arXiv 2402.03300), equation 3; separate bounds as in DAPO
-    (arXiv 2503.14476), equation 10. A token stops contributing once its weight is past the bound in its advantage's direction.
-    With a weight of the whole sequence, each token has the sequence's weight and the gradient of its own log-probability, as in
-    GSPO-token (arXiv 2507.18071), equation 14: summed over a sequence of one advantage it is the sequence weight's gradient.
+    Source: PPO (arXiv 1707.06347), equation 7, per token as in GRPO (arXiv 2402.03300), equation 3;
+    separate bounds as in DAPO (arXiv 2503.14476), equation 10. A token stops contributing once its
+    weight is past the bound in its advantage's direction. With a weight of the whole sequence, each
+    token has the sequence's weight and the gradient of its own log-probability, as in GSPO-token
+    (arXiv 2507.18071), equation 14: summed over a sequence of one advantage it is the sequence
+    weight's gradient.
     """
     low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
     ratio_T = weights_T * torch.exp(logprobs_T - logprobs_T.detach())
@@ -73,9 +93,9 @@ SURROGATES: Mapping[str, SurrogateFunction] = {"score": score, "clip": clip}
 KLFunction = Callable[[Tensor], Tensor]
 """log_ratios_T = log ref - log pi of sampled tokens -> an estimate of KL(pi || ref) per token.
 
-Source: Schulman, "Approximating KL divergence" (2020). Exact in expectation (k1, k3) for tokens sampled from pi; tokens of
-older versions bring an off-policy bias that the importance weights of the policy loss correct and a penalty in the loss does
-not.
+Source: Schulman, "Approximating KL divergence" (2020). Exact in expectation (k1, k3) for tokens
+sampled from pi; tokens of older versions bring an off-policy bias that the importance weights of
+the policy loss correct and a penalty in the loss does not.
 """
 
 
@@ -85,7 +105,9 @@ def k1(log_ratios_T: Tensor) -> Tensor:
 
 
 def k2(log_ratios_T: Tensor) -> Tensor:
-    """r^2 / 2: biased and never negative; its gradient is k1 times that of log pi, which is the gradient of the divergence."""
+    """r^2 / 2: biased and never negative; its gradient is k1 times that of log pi, which is the
+    gradient of the divergence.
+    """
     return 0.5 * log_ratios_T**2
 
 
@@ -99,12 +121,15 @@ KL_ESTIMATORS: Mapping[str, KLFunction] = {"k1": k1, "k2": k2, "k3": k3}
 
 def kl_to_reference(logprobs_T: Tensor, ref_logprobs_T: Tensor, estimator: str) -> Tensor:
     """The estimate per token, with gradient; log-ratios are limited as importance weights are."""
-    return KL_ESTIMATORS[estimator]((ref_logprobs_T - logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return KL_ESTIMATORS[estimator](
+        (ref_logprobs_T - logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    )
 
 
 def value_loss(values_T: Tensor, returns_T: Tensor) -> Tensor:
     """Half the squared error of the value head, whose gradient is v - R.
 
-    Source: PipelineRL (arXiv 2509.19128), equation 5: v_phi is learned by squared error to the return.
+    Source: PipelineRL (arXiv 2509.19128), equation 5: v_phi is learned by squared error to the
+    return.
     """
     return 0.5 * (values_T - returns_T) ** 2

@@ -1,4 +1,6 @@
-"""The weight-transfer group that trainer rank 0 is in, and the `Policy` service through which the coordinator changes it."""
+"""The weight-transfer group that trainer rank 0 is in, and the `Policy` service through which the
+coordinator changes it.
+"""
 
 import asyncio
 import logging
@@ -21,7 +23,8 @@ CALL_OFF_S = 5.0
 
 
 class Membership:
-    """One group at a time. It is being formed, formed, or gone; a group of the trainer alone counts as formed.
+    """One group at a time. It is being formed, formed, or gone; a group of the trainer alone counts
+    as formed.
 
     Lives in the event loop; joining blocks in a thread.
     """
@@ -40,7 +43,9 @@ class Membership:
 
     @property
     def epoch(self) -> int:
-        """Of the group that the trainer is in, or about to be in; 0 for none, also after a transfer on it failed."""
+        """Of the group that the trainer is in, or about to be in; 0 for none, also after a transfer
+        on it failed.
+        """
         is_forming = self._joining is not None and not self._joining.done()
         return self._epoch if is_forming or self._is_alone or self.group is not None else 0
 
@@ -49,9 +54,13 @@ class Membership:
         """The formed group, if there is one that can be sent to."""
         return None if self._group is None or self._group.aborted is not None else self._group
 
-    async def join(self, epoch: int, world_size: int, backend: str, port: int, timeout_s: float) -> tuple[str, int]:
-        """Opens the rendezvous and returns its address; the group forms in the background and replaces the old one, whose
-        transfer or forming, if it is under way, is aborted. Raises Refused or Unavailable."""
+    async def join(
+        self, epoch: int, world_size: int, backend: str, port: int, timeout_s: float
+    ) -> tuple[str, int]:
+        """Opens the rendezvous and returns its address; the group forms in the background and
+        replaces the old one, whose transfer or forming, if it is under way, is aborted. Raises
+        Refused or Unavailable.
+        """
         if epoch <= self.epoch:
             raise Refused(f"epoch {epoch} is not newer than the current one, {self.epoch}")
         await self._leave(f"epoch {epoch} begins")
@@ -66,14 +75,18 @@ class Membership:
         except TransferFailed as error:
             raise Unavailable(str(error)) from error
         self._forming = rendezvous
-        self._joining = asyncio.create_task(self._join(rendezvous, epoch, world_size, backend, timeout_s), name=f"join {epoch}")
+        self._joining = asyncio.create_task(
+            self._join(rendezvous, epoch, world_size, backend, timeout_s), name=f"join {epoch}"
+        )
         return rendezvous.address, rendezvous.port
 
     async def close(self) -> None:
         """Leaves the group; whoever waits in it, or for it to form, fails at once."""
         await self._leave("the trainer ends")
 
-    async def _join(self, rendezvous: Rendezvous, epoch: int, world_size: int, backend: str, timeout_s: float) -> None:
+    async def _join(
+        self, rendezvous: Rendezvous, epoch: int, world_size: int, backend: str, timeout_s: float
+    ) -> None:
         def join() -> TransferGroup:
             return TransferGroup.join(
                 rendezvous.address,
@@ -124,11 +137,15 @@ class PolicyServicer(policy_pb2_grpc.PolicyServicer):
         self._policy_version: Callable[[], int] = lambda: -1
 
     def open(self, manifest: Manifest, policy_version: Callable[[], int]) -> None:
-        """`policy_version` gives the trainer's own version, which may be ahead of what was published."""
+        """`policy_version` gives the trainer's own version, which may be ahead of what was
+        published.
+        """
         self._policy_version = policy_version
         self._manifest = manifest
 
-    async def JoinGroup(self, request: policy_pb2.JoinGroupRequest, context: Any) -> policy_pb2.JoinGroupResponse:
+    async def JoinGroup(
+        self, request: policy_pb2.JoinGroupRequest, context: Any
+    ) -> policy_pb2.JoinGroupResponse:
         _check(request)
         self._loaded()
         address, port = await self._membership.join(
@@ -136,9 +153,13 @@ class PolicyServicer(policy_pb2_grpc.PolicyServicer):
         )
         return policy_pb2.JoinGroupResponse(master_address=address, master_port=port)
 
-    async def GetPolicy(self, request: policy_pb2.GetPolicyRequest, context: Any) -> policy_pb2.GetPolicyResponse:
+    async def GetPolicy(
+        self, request: policy_pb2.GetPolicyRequest, context: Any
+    ) -> policy_pb2.GetPolicyResponse:
         return policy_pb2.GetPolicyResponse(
-            policy_version=self._policy_version(), epoch=self._membership.epoch, manifest=self._loaded().to_proto()
+            policy_version=self._policy_version(),
+            epoch=self._membership.epoch,
+            manifest=self._loaded().to_proto(),
         )
 
     def _loaded(self) -> Manifest:
@@ -155,6 +176,10 @@ def _check(request: policy_pb2.JoinGroupRequest) -> None:
         "port": (request.port, request.port <= 65535, "at most 65535"),
         "timeout_s": (request.timeout_s, request.timeout_s > 0, "above 0"),
     }
-    wrong = [f"{field}={value!r} must be {rule}" for field, (value, right, rule) in faults.items() if not right]
+    wrong = [
+        f"{field}={value!r} must be {rule}"
+        for field, (value, right, rule) in faults.items()
+        if not right
+    ]
     if wrong:
         raise PermanentError("JoinGroup: " + "; ".join(wrong))

@@ -15,7 +15,10 @@ from pipelinerl_trainer.ranks import Ranks
 MAX_LAG_BIN = MAX_LAG_BUCKET + 1
 """Tokens with this lag or more share the histogram's last bin."""
 
-LAG_BINS = (*(f"lag_histogram_{lag}" for lag in range(MAX_LAG_BIN)), f"lag_histogram_{MAX_LAG_BIN}_plus")
+LAG_BINS = (
+    *(f"lag_histogram_{lag}" for lag in range(MAX_LAG_BIN)),
+    f"lag_histogram_{MAX_LAG_BIN}_plus",
+)
 """Names of a step's tokens by lag."""
 
 
@@ -78,7 +81,8 @@ class Mean(Metric):
 
 @dataclass
 class EffectiveSampleSize(Metric):
-    """(sum w)^2 / (N sum w^2), in (0, 1]; 1 when all weights are equal, as they are on-policy. 0 when there were none.
+    """(sum w)^2 / (N sum w^2), in (0, 1]; 1 when all weights are equal, as they are on-policy. 0
+    when there were none.
 
     Source: PipelineRL (arXiv 2509.19128), equation 6.
     """
@@ -128,7 +132,9 @@ class StepMetrics:
     entropy: Mean = field(default_factory=Mean)
     kl_ref: Mean = field(default_factory=Mean)
     kl_behavior: Mean = field(default_factory=Mean)
-    """Of the policy from the distribution that sampled the tokens: the mean of w - 1 - log w, never negative."""
+    """Of the policy from the distribution that sampled the tokens: the mean of w - 1 - log w, never
+    negative.
+    """
     ratio_mean: Mean = field(default_factory=Mean)
     ratio_max: Maximum = field(default_factory=Maximum)
     clip_fraction: Mean = field(default_factory=Mean)
@@ -141,7 +147,9 @@ class StepMetrics:
     """Left out of `values` when nothing was added, since 0 would be a claim."""
 
     def add_row(self, batch: MicroBatch, step: int, row: RowLoss, loss: float) -> None:
-        """`loss` is the row's share of the step's loss. A row whose loss is not finite is counted and nothing else of it."""
+        """`loss` is the row's share of the step's loss. A row whose loss is not finite is counted
+        and nothing else of it.
+        """
         self.num_trained_tokens.add(batch.num_trained)
         self._add_lags(batch, step)
         if loss != loss or abs(loss) == float("inf"):
@@ -195,7 +203,11 @@ class StepMetrics:
 
     def values(self) -> dict[str, float]:
         """By the names of the run metrics."""
-        named = {each.name: float(getattr(self, each.name).value) for each in fields(self) if each.name != "lag_histogram"}
+        named = {
+            each.name: float(getattr(self, each.name).value)
+            for each in fields(self)
+            if each.name != "lag_histogram"
+        }
         for name in self.OPTIONAL:
             if not getattr(self, name).count:
                 del named[name]

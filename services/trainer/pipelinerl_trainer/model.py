@@ -24,8 +24,9 @@ from pipelinerl_weights.adapter import WEIGHT, layer_of
 class PolicyModel(nn.Module):
     """`forward(row)` gives log-probabilities, entropies and values of the row's trained tokens.
 
-    The value of token t is read where token t is chosen, at the hidden state that predicts it, so that it is a baseline: it
-    knows the tokens before t and not t itself. All ranks of `sequence` are given the same row and have the same result.
+    The value of token t is read where token t is chosen, at the hidden state that predicts it, so
+    that it is a baseline: it knows the tokens before t and not t itself. All ranks of `sequence`
+    are given the same row and have the same result.
     """
 
     def __init__(
@@ -45,11 +46,15 @@ class PolicyModel(nn.Module):
         self.language_model = language_model
         self.adapter = adapter
         transform = LogitTransform.of(language_model.config)
-        self.token_head = TokenHead(language_model.get_output_embeddings(), transform, in_float32=head_in_float32)
+        self.token_head = TokenHead(
+            language_model.get_output_embeddings(), transform, in_float32=head_in_float32
+        )
         self.value_head: nn.Linear | None = None
         if with_value_head:
             weight = language_model.get_output_embeddings().weight
-            self.value_head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=weight.dtype)
+            self.value_head = nn.Linear(
+                weight.shape[1], 1, device=weight.device, dtype=weight.dtype
+            )
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
 
@@ -59,28 +64,42 @@ class PolicyModel(nn.Module):
             input_ids=mine.input_ids_C[None],
             position_ids=mine.position_ids_C[None],
             use_cache=False,
-            **attention.attention_arguments(mine.sequence_lengths, row.input_ids_L.device, self._sequence),
+            **attention.attention_arguments(
+                mine.sequence_lengths, row.input_ids_L.device, self._sequence
+            ),
         ).last_hidden_state[0]
         hidden_UH = hidden_CH[mine.predicting_slots_U]
         targets_U = row.targets_T[mine.scored_U]
-        logprobs_U, entropy_U = self.token_head(hidden_UH, targets_U, row.temperature, entropy_gradient)
+        logprobs_U, entropy_U = self.token_head(
+            hidden_UH, targets_U, row.temperature, entropy_gradient
+        )
         values_U = None if self.value_head is None else self.value_head(hidden_UH)[:, 0].float()
-        return self._sequence.whole(TokenScores(logprobs_U, entropy_U, values_U), mine.scored_U, len(row.target_slots_T))
+        return self._sequence.whole(
+            TokenScores(logprobs_U, entropy_U, values_U), mine.scored_U, len(row.target_slots_T)
+        )
 
     def model_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The language model's own, by the names in memory; a tied head is not listed beside the embedding."""
+        """The language model's own, by the names in memory; a tied head is not listed beside the
+        embedding.
+        """
         for name, parameter in self.language_model.named_parameters():
             if layer_of(name) is None:
                 yield name, parameter
 
 
-def load_policy(folder: Path, spec: JobSpec, device: torch.device, sequence: SequenceGroup = ALONE) -> PolicyModel:
-    """Reads a Hugging Face folder for the job's loss. Raises SettingsError when there is no model that this trainer can train.
+def load_policy(
+    folder: Path, spec: JobSpec, device: torch.device, sequence: SequenceGroup = ALONE
+) -> PolicyModel:
+    """Reads a Hugging Face folder for the job's loss. Raises SettingsError when there is no model
+    that this trainer can train.
 
-    Dropout is off: generators have none, and the trained log-probabilities must be those of the same distribution.
+    Dropout is off: generators have none, and the trained log-probabilities must be those of the
+    same distribution.
     """
     if not (folder / "config.json").is_file():
-        raise SettingsError(f"model folder {folder}: there is no config.json in it; prepare the model first")
+        raise SettingsError(
+            f"model folder {folder}: there is no config.json in it; prepare the model first"
+        )
     attention.register()
     disable_progress_bar()
     dtype: torch.dtype = getattr(torch, spec.model.dtype)
@@ -92,7 +111,12 @@ def load_policy(folder: Path, spec: JobSpec, device: torch.device, sequence: Seq
             attn_implementation=attention.choose_attention(device, dtype, sequence),
             local_files_only=True,
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # RuntimeError: tensors that do not fit together
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:  # RuntimeError: tensors that do not fit together
         raise SettingsError(f"model folder {folder}: cannot be loaded: {error}") from error
     language_model.config.use_cache = False
     stored = stored_shapes(folder)
@@ -102,7 +126,9 @@ def load_policy(folder: Path, spec: JobSpec, device: torch.device, sequence: Seq
     sequence.check_model(language_model.config)
     adapter = None
     if spec.model.adapter is not None:
-        adapter = Adapter.attach(language_model, spec.model.adapter, spec.seed, spec.model.uri.removeprefix("hf://"))
+        adapter = Adapter.attach(
+            language_model, spec.model.adapter, spec.seed, spec.model.uri.removeprefix("hf://")
+        )
         _check_layers(adapter, stored)
     if spec.trainers.activation_checkpointing:
         language_model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -126,7 +152,9 @@ def _without_dropout(config: Any) -> Any:
 def _check_length(config: Any, settings: ModelSettings) -> None:
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and settings.max_model_len > limit:
-        raise SettingsError(f"model.maxModelLen={settings.max_model_len} is more than the model's {limit} positions")
+        raise SettingsError(
+            f"model.maxModelLen={settings.max_model_len} is more than the model's {limit} positions"
+        )
 
 
 def _check_layers(adapter: Adapter, stored: Mapping[str, tuple[int, ...]]) -> None:
@@ -134,5 +162,6 @@ def _check_layers(adapter: Adapter, stored: Mapping[str, tuple[int, ...]]) -> No
     elsewhere = [layer for layer in adapter.layers if stored and f"{layer}{WEIGHT}" not in stored]
     if elsewhere:
         raise SettingsError(
-            f"model.adapter: the checkpoint has the weight of {elsewhere[0]} under another name; choose others in targetModules"
+            f"model.adapter: the checkpoint has the weight of {elsewhere[0]} under another name; "
+            "choose others in targetModules"
         )

@@ -1,9 +1,11 @@
-"""The loss of one packed row: policy loss, KL penalty, entropy bonus and value loss of its trained tokens, summed.
+"""The loss of one packed row: policy loss, KL penalty, entropy bonus and value loss of its trained
+tokens, summed.
 
     total = sum_t weight_t * ( policy_t + kl * k_t - entropy * H_t + value * 0.5 (v_t - R_t)^2 )
 
-weight_t is that of the token's sequence times what the normalisation gives it. Dividing by the whole step's normaliser is the
-caller's: it is the same number for every row, on every rank, so that the gradient does not depend on how sequences were packed.
+weight_t is that of the token's sequence times what the normalisation gives it. Dividing by the
+whole step's normaliser is the caller's: it is the same number for every row, on every rank, so that
+the gradient does not depend on how sequences were packed.
 """
 
 from dataclasses import dataclass
@@ -37,7 +39,9 @@ class RowLoss:
 
 
 class Objective:
-    """The job's loss, from its settings. `max_tokens` is the longest completion, for the normaliser of that name."""
+    """The job's loss, from its settings. `max_tokens` is the longest completion, for the normaliser
+    of that name.
+    """
 
     def __init__(self, settings: AlgorithmSettings, max_tokens: int) -> None:
         self._settings = settings
@@ -59,7 +63,9 @@ class Objective:
         settings = self._settings
         log_ratios_T = scores.logprobs_T.detach() - columns.old_logprobs_T
         weights_T = self._importance(log_ratios_T, columns.sequence_T)
-        policy = self._surrogate(scores.logprobs_T, weights_T, self._advantages(scores, columns), settings)
+        policy = self._surrogate(
+            scores.logprobs_T, weights_T, self._advantages(scores, columns), settings
+        )
         loss_T = policy.loss_T
         kl_T = None
         if columns.ref_logprobs_T is not None:
@@ -89,12 +95,15 @@ class Objective:
             return columns.advantages_T
         returns_T = _required(columns.returns_T, "returns")
         lam, discount = self._settings.gae_lambda, self._settings.discount
-        return generalized_advantages(returns_T, scores.values_T, columns.sequence_T, discount=discount, gae_lambda=lam)
+        return generalized_advantages(
+            returns_T, scores.values_T, columns.sequence_T, discount=discount, gae_lambda=lam
+        )
 
 
 def _required(column: Tensor | None, name: str) -> Tensor:
     if column is None:
         raise FatalError(
-            f"the micro-batch has no {name}, which this job's loss needs: preprocessor and trainer disagree on the job"
+            f"the micro-batch has no {name}, which this job's loss needs: preprocessor and trainer "
+            "disagree on the job"
         )
     return column

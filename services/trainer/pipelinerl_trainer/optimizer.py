@@ -1,6 +1,7 @@
 """The optimizer: AdamW, or experimentally one that moves a delayed gradient to the current weights.
 
-Its state holds one float32 tensor more per parameter; DeepSpeed hands it flat partitions, on which it works as on any tensor.
+Its state holds one float32 tensor more per parameter; DeepSpeed hands it flat partitions, on which
+it works as on any tensor.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,17 +18,22 @@ LAG = "lag"
 
 
 class DelayCompensatedAdamW(AdamW):
-    """AdamW with g + lambda (g * g / (sqrt(v) + eps)) * (w - w_delayed) in the place of the gradient g.
+    """AdamW with g + lambda (g * g / (sqrt(v) + eps)) * (w - w_delayed) in the place of the
+    gradient g.
 
-    The added term is a first-order expansion of the gradient around the delayed weights, with the diagonal g * g in the place
-    of the Hessian and Adam's second moment v as its scale. Source: DC-ASGD with an adaptive lambda (arXiv 1609.08326).
-    w - w_delayed is lag times the moving average of past updates, so that no old weights are kept: exact for a steady course.
+    The added term is a first-order expansion of the gradient around the delayed weights, with the
+    diagonal g * g in the place of the Hessian and Adam's second moment v as its scale. Source:
+    DC-ASGD with an adaptive lambda (arXiv 1609.08326). w - w_delayed is lag times the moving
+    average of past updates, so that no old weights are kept: exact for a steady course.
 
-    Experimental. The source's gradients are computed at the delayed weights; a policy gradient is computed at the current
-    weights from delayed samples, and importance weights correct most of that already.
+    Experimental. The source's gradients are computed at the delayed weights; a policy gradient is
+    computed at the current weights from delayed samples, and importance weights correct most of
+    that already.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, compensation: float, **arguments: Any) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], *, compensation: float, **arguments: Any
+    ) -> None:
         super().__init__(parameters, **arguments)
         self._compensation = compensation
         for group in self.param_groups:
@@ -50,7 +56,9 @@ class DelayCompensatedAdamW(AdamW):
             for parameter in (each for each in group["params"] if each in before):
                 update = parameter.detach() - before[parameter]
                 state = self.state[parameter]
-                state["update"] = update * (1 - decay) + state.get("update", torch.zeros_like(update)) * decay
+                state["update"] = (
+                    update * (1 - decay) + state.get("update", torch.zeros_like(update)) * decay
+                )
         return None
 
     def _compensate(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
@@ -73,5 +81,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettin
         "weight_decay": settings.weight_decay,
     }
     if settings.delay_compensation > 0:
-        return DelayCompensatedAdamW(parameters, compensation=settings.delay_compensation, **arguments)
+        return DelayCompensatedAdamW(
+            parameters, compensation=settings.delay_compensation, **arguments
+        )
     return AdamW(parameters, **arguments)

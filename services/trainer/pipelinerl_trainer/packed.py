@@ -1,6 +1,8 @@
-"""A packed row as the model's inputs: position ids restart with each sequence and attention never crosses sequences.
+"""A packed row as the model's inputs: position ids restart with each sequence and attention never
+crosses sequences.
 
-Shape suffixes: L token slots of the row that sequences use (padding is cut off), T trained tokens of it.
+Shape suffixes: L token slots of the row that sequences use (padding is cut off), T trained tokens
+of it.
 """
 
 from dataclasses import dataclass
@@ -20,8 +22,9 @@ Columns = NDArray[np.float32]
 class PackedRow:
     """One micro-batch on the device.
 
-    Example: sequences of 5 and 3 tokens in 10 slots, sampled from their 3rd and 2nd token on: L = 8, position_ids_L
-    0 1 2 3 4 0 1 2, sequence_lengths (5, 3), target_slots_T 2 3 4 6 7 and input_ids_L[target_slots_T] the 5 trained tokens.
+    Example: sequences of 5 and 3 tokens in 10 slots, sampled from their 3rd and 2nd token on: L =
+    8, position_ids_L 0 1 2 3 4 0 1 2, sequence_lengths (5, 3), target_slots_T 2 3 4 6 7 and
+    input_ids_L[target_slots_T] the 5 trained tokens.
     """
 
     input_ids_L: Tensor
@@ -29,7 +32,9 @@ class PackedRow:
     sequence_lengths: tuple[int, ...]
     """They add up to L, so every slot belongs to a sequence."""
     target_slots_T: Tensor
-    """Slots of the trained tokens. The logits that predict the token of slot t are those of slot t - 1."""
+    """Slots of the trained tokens. The logits that predict the token of slot t are those of slot t
+    - 1.
+    """
     temperature: float
 
     @property
@@ -52,19 +57,26 @@ class TokenColumns:
 
 
 def pack_row(batch: MicroBatch, device: torch.device) -> tuple[PackedRow, TokenColumns]:
-    """Cuts the padding off and keeps the columns of trained tokens only. Raises MalformedMessage for an impossible row.
+    """Cuts the padding off and keeps the columns of trained tokens only. Raises MalformedMessage
+    for an impossible row.
 
-    A filler row (no sequences) becomes a row of one token and no trained ones: its loss is zero, but every rank runs the same
-    collectives. A sequence's first token has nothing that predicts it, so it is never trained, whatever the mask says.
+    A filler row (no sequences) becomes a row of one token and no trained ones: its loss is zero,
+    but every rank runs the same collectives. A sequence's first token has nothing that predicts it,
+    so it is never trained, whatever the mask says.
     """
     if not batch.sequence_lengths:
         return _filler(device, batch)
     lengths = batch.sequence_lengths
     num_used = sum(lengths)
     if min(lengths) < 1 or num_used > batch.num_slots:
-        raise MalformedMessage(f"micro-batch {batch.index}: sequence lengths {lengths} do not fit {batch.num_slots} slots")
+        raise MalformedMessage(
+            f"micro-batch {batch.index}: sequence lengths {lengths} do not fit {batch.num_slots} "
+            "slots"
+        )
     if batch.temperature <= 0:
-        raise MalformedMessage(f"micro-batch {batch.index}: temperature {batch.temperature} is not above 0")
+        raise MalformedMessage(
+            f"micro-batch {batch.index}: temperature {batch.temperature} is not above 0"
+        )
     starts = np.cumsum((0, *lengths[:-1]))
     mask_L = batch.loss_mask_L[:num_used] != 0
     mask_L[starts] = False
@@ -81,7 +93,9 @@ def pack_row(batch: MicroBatch, device: torch.device) -> tuple[PackedRow, TokenC
     columns = TokenColumns(
         old_logprobs_T=_column(batch.old_logprobs_L, slots_T, device),
         advantages_T=_column(batch.advantages_L, slots_T, device),
-        ref_logprobs_T=None if batch.ref_logprobs_L is None else _column(batch.ref_logprobs_L, slots_T, device),
+        ref_logprobs_T=None
+        if batch.ref_logprobs_L is None
+        else _column(batch.ref_logprobs_L, slots_T, device),
         returns_T=None if batch.returns_L is None else _column(batch.returns_L, slots_T, device),
         weights_T=_column(weights, owners_L[slots_T], device),
         sequence_T=_integers(owners_L[slots_T], device),

@@ -1,7 +1,9 @@
-"""The start-up check that generators and trainer compute the same log-probabilities from the same weights.
+"""The start-up check that generators and trainer compute the same log-probabilities from the same
+weights.
 
-Generators complete random token ids; the trainer scores what they sampled, at the same temperature. A difference beyond
-numerics means a wrong element type, temperature, position or weight, and training on it would be training on noise.
+Generators complete random token ids; the trainer scores what they sampled, at the same temperature.
+A difference beyond numerics means a wrong element type, temperature, position or weight, and
+training on it would be training on noise.
 """
 
 import json
@@ -49,7 +51,9 @@ class Completion:
 class ParityCheck:
     """Every rank calls `run`; rank 0 asks the generators, all ranks score the same row."""
 
-    def __init__(self, spec: JobSpec, generators: Sequence[str], token: str | None, vocabulary: int) -> None:
+    def __init__(
+        self, spec: JobSpec, generators: Sequence[str], token: str | None, vocabulary: int
+    ) -> None:
         self._settings = spec.trainers.parity
         self._temperature = spec.task.sampling.temperature
         self._max_tokens = max(1, min(COMPLETION_TOKENS, spec.model.max_model_len - PROMPT_TOKENS))
@@ -60,14 +64,21 @@ class ParityCheck:
     @property
     def is_wanted(self) -> bool:
         if self._prompts and not self._generators:
-            log.warning("no generator's address is known: log-probabilities of generators and trainer are not compared")
+            log.warning(
+                "no generator's address is known: log-probabilities of generators and trainer are "
+                "not compared"
+            )
         return bool(self._prompts and self._generators)
 
     def run(self, engine: Engine, ranks: Ranks, bridge: Bridge, version: int) -> float:
-        """The mean absolute difference per token. Raises SettingsError beyond the bound, FatalError without answers."""
+        """The mean absolute difference per token. Raises SettingsError beyond the bound, FatalError
+        without answers.
+        """
         completed = _row(self._collect(ranks, bridge, version), self._temperature, version)
         message = ranks.from_leader(micro_batch_to_proto(completed).SerializeToString())
-        row, columns = pack_row(micro_batch_from_proto(batches_pb2.MicroBatch.FromString(message)), ranks.device)
+        row, columns = pack_row(
+            micro_batch_from_proto(batches_pb2.MicroBatch.FromString(message)), ranks.device
+        )
         logprobs_T = engine.score_only(row).logprobs_T
         differences_T = (logprobs_T - columns.old_logprobs_T).abs().double()
         sums = [
@@ -79,9 +90,12 @@ class ParityCheck:
         mean, bound = total / max(count, 1.0), self._settings.max_logprob_difference
         if not mean <= bound:
             raise SettingsError(
-                f"generators and trainer disagree on the same weights: over {count:.0f} tokens their log-probabilities differ "
-                f"by {mean:.4g} on average and {largest:.4g} at most; trainers.parity.maxLogprobDifference={bound:g} allows "
-                "no more. Check model.dtype, the engine's arguments and the sampling settings; raise the bound only for a "
+                f"generators and trainer disagree on the same weights: over {count:.0f} tokens "
+                "their log-probabilities differ "
+                f"by {mean:.4g} on average and {largest:.4g} at most; "
+                f"trainers.parity.maxLogprobDifference={bound:g} allows "
+                "no more. Check model.dtype, the engine's arguments and the sampling settings; "
+                "raise the bound only for a "
                 "difference that you can explain"
             )
         log.info("parity mean=%.3g max=%.3g tokens=%d bound=%g", mean, largest, count, bound)
@@ -96,7 +110,11 @@ class ParityCheck:
             if ranks.is_leader and len(found) < len(self._prompts):
                 vote = self._next(found, version)
                 if vote is Vote.WAIT and time.monotonic() > deadline:
-                    log.error("the generators did not complete %d prompts within %g s", len(self._prompts), PATIENCE_S)
+                    log.error(
+                        "the generators did not complete %d prompts within %g s",
+                        len(self._prompts),
+                        PATIENCE_S,
+                    )
                     vote = Vote.FAILED
             outcome = ranks.vote(Vote.STOP if bridge.is_stopping else vote)
             if outcome is Vote.READY:
@@ -104,7 +122,9 @@ class ParityCheck:
             if outcome is Vote.STOP:
                 raise Stopped
             if outcome is Vote.FAILED:
-                raise FatalError("the parity check got no answers from the generators; see rank 0's log")
+                raise FatalError(
+                    "the parity check got no answers from the generators; see rank 0's log"
+                )
             if vote is Vote.WAIT and len(found) < len(self._prompts):
                 bridge.pause(PAUSE_S)
 
@@ -129,14 +149,20 @@ class ParityCheck:
             "logprobs": True,
             "seed": len(prompt),
         }
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._token}"} if self._token else {})
-        request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+        headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        )
+        request = urllib.request.Request(
+            f"{url}/v1/chat/completions", json.dumps(body).encode(), headers
+        )
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=REQUEST_S) as response:
                 choice: dict[str, Any] = json.load(response)["choices"][0]
         except urllib.error.HTTPError as error:
-            raise OSError(f"HTTP {error.code}: {error.read(2000).decode(errors='replace')}") from error
+            raise OSError(
+                f"HTTP {error.code}: {error.read(2000).decode(errors='replace')}"
+            ) from error
         served = {int(run[0]) for run in choice["weight_versions"]}
         if served != {version}:
             raise ValueError(f"it served version {sorted(served)}, not {version}")
@@ -148,7 +174,9 @@ class ParityCheck:
 
 def _prompts(seed: int, count: int, vocabulary: int) -> list[tuple[int, ...]]:
     generator = random.Random(seed)
-    return [tuple(generator.randrange(vocabulary) for _ in range(PROMPT_TOKENS)) for _ in range(count)]
+    return [
+        tuple(generator.randrange(vocabulary) for _ in range(PROMPT_TOKENS)) for _ in range(count)
+    ]
 
 
 def _row(completions: Sequence[Completion], temperature: float, version: int) -> MicroBatch:
@@ -156,8 +184,14 @@ def _row(completions: Sequence[Completion], temperature: float, version: int) ->
     num_slots = sum(len(each.prompt_ids) + len(each.token_ids) for each in completions)
     zeros_L = np.zeros(num_slots, np.float32)
     ids = [token for each in completions for token in (*each.prompt_ids, *each.token_ids)]
-    mask = [bit for each in completions for bit in (*[0] * len(each.prompt_ids), *[1] * len(each.token_ids))]
-    logprobs = [value for each in completions for value in (*[0.0] * len(each.prompt_ids), *each.logprobs)]
+    mask = [
+        bit
+        for each in completions
+        for bit in (*[0] * len(each.prompt_ids), *[1] * len(each.token_ids))
+    ]
+    logprobs = [
+        value for each in completions for value in (*[0.0] * len(each.prompt_ids), *each.logprobs)
+    ]
     return MicroBatch(
         index=0,
         sequence_lengths=tuple(len(each.prompt_ids) + len(each.token_ids) for each in completions),

@@ -46,7 +46,9 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class PublisherStatus:
-    """What the metrics say about publication; seconds and bytes are those of the newest successful update."""
+    """What the metrics say about publication; seconds and bytes are those of the newest successful
+    update.
+    """
 
     served_version: int = -1
     num_updates: int = 0
@@ -69,7 +71,10 @@ class PublisherStatus:
             "apply_seconds": self.apply_s,
             "update_bytes": float(self.update_bytes),
         }
-        return {"served_version": float(self.served_version), **(newest if self.num_updates else {})}
+        return {
+            "served_version": float(self.served_version),
+            **(newest if self.num_updates else {}),
+        }
 
 
 class Publisher:
@@ -116,7 +121,9 @@ class Publisher:
         return self._sending.locked()
 
     async def run(self, membership: Membership) -> None:
-        """Publishes and marks for ever. Consumes offers and new groups; waits for either, or for a retry's time."""
+        """Publishes and marks for ever. Consumes offers and new groups; waits for either, or for a
+        retry's time.
+        """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._publish_all(membership), name="publish")
             tasks.create_task(self._mark_all(), name="mark published")
@@ -127,7 +134,10 @@ class Publisher:
             async with asyncio.timeout(timeout_s), self._sending:
                 pass
         except TimeoutError:
-            log.warning("the weights of version %s were still being sent at the end", self._offer and self._offer.version)
+            log.warning(
+                "the weights of version %s were still being sent at the end",
+                self._offer and self._offer.version,
+            )
 
     async def _publish_all(self, membership: Membership) -> None:
         while True:
@@ -149,7 +159,12 @@ class Publisher:
                 await self._back_off()
             except (TemporaryError, Refused) as error:
                 self._set_status(replace(self.status, num_failures=self.status.num_failures + 1))
-                log.warning("version=%d epoch=%d not published, trying again: %s", offer.version, epoch, error)
+                log.warning(
+                    "version=%d epoch=%d not published, trying again: %s",
+                    offer.version,
+                    epoch,
+                    error,
+                )
                 await self._back_off()
 
     def _set_status(self, status: PublisherStatus) -> None:
@@ -171,7 +186,8 @@ class Publisher:
             epoch=epoch,
             policy_version=offer.version,
             manifest=offer.snapshot.manifest.to_proto(),
-            allow_rollback=self._may_roll_back and (self._published is None or self._published[0] != epoch),
+            allow_rollback=self._may_roll_back
+            and (self._published is None or self._published[0] != epoch),
             timeout_s=self._timeout_s,
         )
         asking = asyncio.create_task(self._ask(request), name=f"PublishVersion {offer.version}")
@@ -187,7 +203,8 @@ class Publisher:
         self._record(offer, response, time.monotonic() - started)
 
     async def _check_allowed(self, offer: Offer, epoch: int) -> None:
-        """A version goes out when the staleness policy lets it; to a new group at once, since its newcomers serve nothing yet.
+        """A version goes out when the staleness policy lets it; to a new group at once, since its
+        newcomers serve nothing yet.
 
         The preprocessor has the deadline for a policy that never would. Raises NotYet.
         """
@@ -203,19 +220,29 @@ class Publisher:
             raise NotYet("the staleness policy holds it back")
 
     async def _check_epoch(self, epoch: int) -> None:
-        """A group that the coordinator does not count on is not touched: it may be about to be replaced. Raises NotYet."""
+        """A group that the coordinator does not count on is not touched: it may be about to be
+        replaced. Raises NotYet.
+        """
         try:
-            known = await rpc.call(self._coordinator.GetGroup, weights_pb2.GetGroupRequest(), timeout_s=PROBE_S)
+            known = await rpc.call(
+                self._coordinator.GetGroup, weights_pb2.GetGroupRequest(), timeout_s=PROBE_S
+            )
         except Unavailable as error:
             raise NotYet(f"the coordinator is away: {error}") from error
         if known.epoch != epoch:
             raise NotYet(f"the coordinator is in epoch {known.epoch}")
 
-    async def _ask(self, request: weights_pb2.PublishVersionRequest) -> weights_pb2.PublishVersionResponse:
+    async def _ask(
+        self, request: weights_pb2.PublishVersionRequest
+    ) -> weights_pb2.PublishVersionResponse:
         timeout_s = self._timeout_s + ANSWER_GRACE_S
         response = await rpc.call(self._coordinator.PublishVersion, request, timeout_s=timeout_s)
         if not response.published:
-            failed = [f"{member.generator}: {member.error}" for member in response.members if not member.ok]
+            failed = [
+                f"{member.generator}: {member.error}"
+                for member in response.members
+                if not member.ok
+            ]
             raise TemporaryError("; ".join(failed) or "no member serves it")
         for member in response.members:
             if not member.ok:
@@ -224,9 +251,13 @@ class Publisher:
 
     async def _send(self, group: TransferGroup, offer: Offer) -> SendReport:
         with span("broadcast", bytes=offer.snapshot.manifest.num_bytes):
-            return await asyncio.to_thread(send_snapshot, group, offer.snapshot, offer.version, self._timeout_s)
+            return await asyncio.to_thread(
+                send_snapshot, group, offer.snapshot, offer.version, self._timeout_s
+            )
 
-    def _record(self, offer: Offer, response: weights_pb2.PublishVersionResponse, seconds: float) -> None:
+    def _record(
+        self, offer: Offer, response: weights_pb2.PublishVersionResponse, seconds: float
+    ) -> None:
         members = [member for member in response.members if member.ok]
         self._backoff_s = FIRST_BACKOFF_S
         self._set_status(
@@ -255,7 +286,9 @@ class Publisher:
         )
 
     async def _mark_all(self) -> None:
-        """Tells the preprocessor what is served, until it has heard it. Versions that were overtaken meanwhile are skipped."""
+        """Tells the preprocessor what is served, until it has heard it. Versions that were
+        overtaken meanwhile are skipped.
+        """
         marked, backoff_s = -1, FIRST_BACKOFF_S
         while True:
             await self._mark_wake.wait()
@@ -267,19 +300,24 @@ class Publisher:
                 await self._mark_published(version)
                 marked, backoff_s = version, FIRST_BACKOFF_S
             except (TemporaryError, PermanentError) as error:
-                log.warning("version=%d could not be marked as published, trying again: %s", version, error)
+                log.warning(
+                    "version=%d could not be marked as published, trying again: %s", version, error
+                )
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
                 self._mark_wake.set()
 
 
 async def _both(
-    asking: asyncio.Task[weights_pb2.PublishVersionResponse], sending: asyncio.Task[SendReport], group: TransferGroup
+    asking: asyncio.Task[weights_pb2.PublishVersionResponse],
+    sending: asyncio.Task[SendReport],
+    group: TransferGroup,
 ) -> weights_pb2.PublishVersionResponse:
     """The coordinator's answer, once the broadcast is over too.
 
-    When the coordinator said no, the broadcast can never begin: the group is aborted. When the coordinator is lost, the members
-    may still be receiving, and are given a moment. When the broadcast failed, the answer tells who was the cause.
+    When the coordinator said no, the broadcast can never begin: the group is aborted. When the
+    coordinator is lost, the members may still be receiving, and are given a moment. When the
+    broadcast failed, the answer tells who was the cause.
     """
     await asyncio.wait({asking, sending}, return_when=asyncio.FIRST_EXCEPTION)
     if asking.done() and asking.exception() is not None and not sending.done():

@@ -13,7 +13,9 @@ from pipelinerl_trainer.export import save_json
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds torch, numpy and Python. The same on every rank: ranks differ by their data, and their weights must begin equal."""
+    """Seeds torch, numpy and Python. The same on every rank: ranks differ by their data, and their
+    weights must begin equal.
+    """
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
     torch.manual_seed(seed)
@@ -25,7 +27,9 @@ def save_randomness(path: Path) -> None:
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": _encode(torch.get_rng_state()),
-        "cuda": [_encode(each) for each in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
+        "cuda": [_encode(each) for each in torch.cuda.get_rng_state_all()]
+        if torch.cuda.is_available()
+        else [],
         "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
         "python": [version, list(words), gauss],
     }

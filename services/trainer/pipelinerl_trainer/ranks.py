@@ -1,10 +1,10 @@
 """The trainer's ranks: their process group, and how they agree.
 
-Gradients and weights travel through DeepSpeed. Control travels here, over gloo on the host whatever the device is: small
-messages, never pickled objects.
+Gradients and weights travel through DeepSpeed. Control travels here, over gloo on the host whatever
+the device is: small messages, never pickled objects.
 
-Ranks that follow one another share their rows with sequence parallelism. Example: 4 ranks, 2 to a row: ranks 0 and 1 are data
-rank 0, ranks 2 and 3 data rank 1.
+Ranks that follow one another share their rows with sequence parallelism. Example: 4 ranks, 2 to a
+row: ranks 0 and 1 are data rank 0, ranks 2 and 3 data rank 1.
 """
 
 import hashlib
@@ -27,7 +27,9 @@ from pipelinerl_weights.rendezvous import first_line
 log = logging.getLogger(__name__)
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""Longest time that one rank waits for another. Ranks wait in rounds of seconds; a checkpoint on a slow disk takes longest."""
+"""Longest time that one rank waits for another. Ranks wait in rounds of seconds; a checkpoint on a
+slow disk takes longest.
+"""
 
 
 class Vote(IntEnum):
@@ -65,7 +67,9 @@ class Place:
 
 
 class Ranks:
-    """Collectives over all ranks. Every rank calls every method in the same order; with one rank nothing communicates."""
+    """Collectives over all ranks. Every rank calls every method in the same order; with one rank
+    nothing communicates.
+    """
 
     def __init__(
         self,
@@ -107,10 +111,13 @@ class Ranks:
         return bytes(content)
 
     def vote(self, vote: Vote, about: str = "") -> Vote:
-        """One round: the highest vote of all ranks. READY is the outcome only if all are ready about the same thing;
-        otherwise it becomes WAIT: try again."""
+        """One round: the highest vote of all ranks. READY is the outcome only if all are ready
+        about the same thing; otherwise it becomes WAIT: try again.
+        """
         digest = hashlib.sha256(about.encode()).digest()
-        fingerprint = [float(int.from_bytes(digest[start : start + 6], "big")) for start in (0, 6, 12)]
+        fingerprint = [
+            float(int.from_bytes(digest[start : start + 6], "big")) for start in (0, 6, 12)
+        ]
         rows = self.gather([float(vote), *fingerprint])
         outcome = Vote(int(rows[:, 0].max()))
         if outcome is Vote.READY and bool((rows != rows[0]).any()):
@@ -123,19 +130,27 @@ class Ranks:
 
 
 def cuda_index(local_rank: int) -> int:
-    """Which of the devices that this process sees is its own: the only one, or the one of its place on the node."""
+    """Which of the devices that this process sees is its own: the only one, or the one of its place
+    on the node.
+    """
     count = torch.cuda.device_count()
     return local_rank % count if count else local_rank
 
 
 @contextmanager
 def join_ranks(place: Place) -> Iterator[Ranks]:
-    """Forms the process group. Raises FatalError when the others do not come, and when one of them is lost inside.
+    """Forms the process group. Raises FatalError when the others do not come, and when one of them
+    is lost inside.
 
-    With gloo that is noticed at once; with nccl, in the middle of a collective, after `COLLECTIVE_TIMEOUT` unless the launcher
-    or the operator, who see the process end, end all ranks before.
+    With gloo that is noticed at once; with nccl, in the middle of a collective, after
+    `COLLECTIVE_TIMEOUT` unless the launcher or the operator, who see the process end, end all ranks
+    before.
     """
-    device = torch.device("cuda", cuda_index(place.local_rank)) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", cuda_index(place.local_rank))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -147,11 +162,17 @@ def join_ranks(place: Place) -> Iterator[Ranks]:
             world_size=place.num_ranks,
             timeout=COLLECTIVE_TIMEOUT,
         )
-        control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if place.num_ranks > 1 else None
+        control = (
+            dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+            if place.num_ranks > 1
+            else None
+        )
         sequence = _sequence_group(place)
     except RuntimeError as error:
         where = f"{place.master_address}:{place.master_port}"
-        raise FatalError(f"rank {place.rank} of {place.num_ranks} could not join the others at {where}: {error}") from error
+        raise FatalError(
+            f"rank {place.rank} of {place.num_ranks} could not join the others at {where}: {error}"
+        ) from error
     clean = False
     try:
         yield Ranks(place, device, control, sequence)
@@ -160,10 +181,13 @@ def join_ranks(place: Place) -> Iterator[Ranks]:
         if not _is_lost_rank(error):
             raise
         where = f"rank {place.rank} of {place.num_ranks}"
-        raise FatalError(f"{where}: another rank is gone, and its log says why: {first_line(error)}") from error
+        raise FatalError(
+            f"{where}: another rank is gone, and its log says why: {first_line(error)}"
+        ) from error
     finally:
         if clean or place.num_ranks == 1:
-            _leave()  # after a failure it could wait for a rank that is gone; the process ends anyway
+            # after a failure it could wait for a rank that is gone; the process ends anyway
+            _leave()
 
 
 def _is_lost_rank(error: RuntimeError) -> bool:
@@ -193,5 +217,9 @@ def _store(place: Place) -> Store:
     if place.num_ranks == 1:
         return HashStore()
     return TCPStore(
-        place.master_address, place.master_port, place.num_ranks, is_master=place.rank == 0, timeout=timedelta(minutes=5)
+        place.master_address,
+        place.master_port,
+        place.num_ranks,
+        is_master=place.rank == 0,
+        timeout=timedelta(minutes=5),
     )

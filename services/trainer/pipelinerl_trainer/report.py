@@ -68,7 +68,9 @@ class StepReport:
 
 
 class Reporter:
-    """Lives in the event loop of rank 0 and speaks for all ranks: their numbers are reduced before they come here."""
+    """Lives in the event loop of rank 0 and speaks for all ranks: their numbers are reduced before
+    they come here.
+    """
 
     def __init__(self, metrics: Metrics, instance: str, namespace: str | None = None) -> None:
         self._metrics = metrics
@@ -97,7 +99,11 @@ class Reporter:
     def step_done(self, num_steps: int, step: StepReport) -> None:
         """After `num_steps` optimizer steps. Event loop's thread."""
         values = _gauges(num_steps, step)
-        log.info("step=%d %s", num_steps, fields(**{name: float(values[name]) for name in _LOGGED if name in values}))
+        log.info(
+            "step=%d %s",
+            num_steps,
+            fields(**{name: float(values[name]) for name in _LOGGED if name in values}),
+        )
         for name in self._told | values.keys():
             self._metrics.gauge(name).set(values.get(name))
         self._told = set(values)
@@ -127,11 +133,18 @@ class Reporter:
         self._update_failures.reach(status.num_failures)
 
     async def run(self, url: str, settings: StreamSettings, login: stream.Login) -> None:
-        """Publishes records for ever; while the server is away they wait. Raises SettingsError when it refuses the login."""
+        """Publishes records for ever; while the server is away they wait. Raises SettingsError when
+        it refuses the login.
+        """
         while True:
             try:
                 async with stream.connect(
-                    url, self._metrics.job, settings, name=self._instance, namespace=self._namespace, login=login
+                    url,
+                    self._metrics.job,
+                    settings,
+                    name=self._instance,
+                    namespace=self._namespace,
+                    login=login,
                 ) as connection:
                     await self._publish(connection)
             except Unavailable as error:
@@ -149,7 +162,9 @@ class Reporter:
             await self._wake.wait()
 
     def write_last(self, file: Path) -> None:
-        """The newest step's numbers, as lines of Prometheus' text format. A file that cannot be written is logged."""
+        """The newest step's numbers, as lines of Prometheus' text format. A file that cannot be
+        written is logged.
+        """
         values = self._metrics.values()
         lines = [f"{PREFIX}{name} {values[name]!r}\n" for name in _LAST if name in values]
         try:

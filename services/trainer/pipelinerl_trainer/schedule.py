@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from pipelinerl_common.settings import OptimizerSettings
 
 Shape = Callable[[float], float]
-"""Share of the way from the floor (0) to the peak (1), by the progress after warm-up from 0 to 1."""
+"""Share of the way from the floor (0) to the peak (1), by the progress after warm-up from 0 to 1.
+"""
 
 SHAPES: Mapping[str, Shape] = {
     "constant": lambda progress: 1.0,
@@ -18,8 +19,9 @@ SHAPES: Mapping[str, Shape] = {
 def learning_rate(step: int, num_steps: int, settings: OptimizerSettings) -> float:
     """Of optimizer step `step` (from 0) of `num_steps`.
 
-    Warm-up is linear and its first step is not 0: step s of w warm-up steps has (s + 1) / (w + 1) of the peak. After it the
-    shape runs from the peak at the first step to `min_learning_rate_ratio` of it at the last.
+    Warm-up is linear and its first step is not 0: step s of w warm-up steps has (s + 1) / (w + 1)
+    of the peak. After it the shape runs from the peak at the first step to
+    `min_learning_rate_ratio` of it at the last.
     """
     warmup = settings.warmup_steps
     if step < warmup:

@@ -1,8 +1,9 @@
-"""Log-probabilities, entropies and values of a row's trained tokens, without ever holding all of their logits.
+"""Log-probabilities, entropies and values of a row's trained tokens, without ever holding all of
+their logits.
 
-Shape suffixes: T trained tokens of a row, H hidden, V vocabulary. With a vocabulary of 150 000 the logits of 4096 tokens are
-2.5 GB in float32, twice that with their gradient; a chunk of tokens is scored at a time and its logits are computed again in
-backward.
+Shape suffixes: T trained tokens of a row, H hidden, V vocabulary. With a vocabulary of 150 000 the
+logits of 4096 tokens are 2.5 GB in float32, twice that with their gradient; a chunk of tokens is
+scored at a time and its logits are computed again in backward.
 """
 
 from typing import NamedTuple
@@ -34,28 +35,43 @@ class LogitTransform(NamedTuple):
 
     @classmethod
     def of(cls, config: object) -> "LogitTransform":
-        scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        scale = (getattr(config, "logit_scale", None) or 1.0) / (
+            getattr(config, "logits_scaling", None) or 1.0
+        )
         return cls(scale, getattr(config, "final_logit_softcapping", None))
 
     def __call__(self, logits_TV: Tensor) -> Tensor:
         if self.scale != 1.0:
             logits_TV = logits_TV * self.scale
-        return logits_TV if self.softcap is None else self.softcap * torch.tanh(logits_TV / self.softcap)
+        return (
+            logits_TV
+            if self.softcap is None
+            else self.softcap * torch.tanh(logits_TV / self.softcap)
+        )
 
 
 class TokenHead(nn.Module):
-    """Scores hidden states with a language model's head. The head stays the language model's own submodule.
+    """Scores hidden states with a language model's head. The head stays the language model's own
+    submodule.
 
     `in_float32` computes the head's product in float32, of weights that stay in their element type; a float32 copy of them
-    exists while a chunk is scored. Without it logits are rounded to the weights' type before the softmax.
+    exists while a chunk is scored. Without it logits are rounded to the weights' type before the
+    softmax.
     """
 
     def __init__(
-        self, lm_head: nn.Linear, transform: LogitTransform, chunk_bytes: int = CHUNK_BYTES, *, in_float32: bool = False
+        self,
+        lm_head: nn.Linear,
+        transform: LogitTransform,
+        chunk_bytes: int = CHUNK_BYTES,
+        *,
+        in_float32: bool = False,
     ) -> None:
         super().__init__()
         self._in_float32 = in_float32
-        self._lm_head = (lm_head,)  # a tuple hides it from nn.Module, which would list its weight twice
+        self._lm_head = (
+            lm_head,
+        )  # a tuple hides it from nn.Module, which would list its weight twice
         self._transform = transform
         self._chunk_bytes = chunk_bytes
 
@@ -67,17 +83,30 @@ class TokenHead(nn.Module):
     def forward(
         self, hidden_TH: Tensor, targets_T: Tensor, temperature: float, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of `targets_T` and entropies, both [T] float32, of softmax(logits / temperature)."""
+        """Log-probabilities of `targets_T` and entropies, both [T] float32, of softmax(logits /
+        temperature).
+        """
         weight_VH, bias_V = self._lm_head[0].weight, self._lm_head[0].bias
         chunk_size = max(1, self._chunk_bytes // (4 * self._lm_head[0].out_features))
         arguments = (weight_VH, bias_V, temperature, entropy_gradient)
         if len(targets_T) <= chunk_size:
             return self._score(hidden_TH, targets_T, *arguments)
         scores = [
-            checkpoint(self._score, hidden, targets, *arguments, use_reentrant=False, preserve_rng_state=False)
-            for hidden, targets in zip(torch.split(hidden_TH, chunk_size), torch.split(targets_T, chunk_size), strict=True)
+            checkpoint(
+                self._score,
+                hidden,
+                targets,
+                *arguments,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            for hidden, targets in zip(
+                torch.split(hidden_TH, chunk_size), torch.split(targets_T, chunk_size), strict=True
+            )
         ]
-        return torch.cat([logprobs for logprobs, _ in scores]), torch.cat([entropy for _, entropy in scores])
+        return torch.cat([logprobs for logprobs, _ in scores]), torch.cat(
+            [entropy for _, entropy in scores]
+        )
 
     def _score(
         self,

@@ -1,19 +1,23 @@
-"""Sequence parallelism: S ranks train one packed row together, so that a row may be S times as long as one device holds.
+"""Sequence parallelism: S ranks train one packed row together, so that a row may be S times as long
+as one device holds.
 
     slots of the row     0 ........ L/S ........ 2L/S ........ L
     rank 0               [ slots, all heads ]
     rank 1                           [ slots, all heads ]
     in attention         all slots, heads / S, on every rank
 
-Every rank of a group is given the whole row, which is small, and computes an equal slice of its slots: embeddings, norms, MLPs,
-the head. Only attention looks at other slots: there slots are swapped for heads by all-to-all and back again (DeepSpeed's
-DistributedAttention around ours), and the boundaries of the sequences are those of the whole row. A token is scored by the rank
-that holds the hidden state which predicts it, of the slot before its own. The scores are then added up over the group, so that
-every rank computes the loss of the whole row: importance weights and advantages of a sequence need all of its tokens.
+Every rank of a group is given the whole row, which is small, and computes an equal slice of its
+slots: embeddings, norms, MLPs, the head. Only attention looks at other slots: there slots are
+swapped for heads by all-to-all and back again (DeepSpeed's DistributedAttention around ours), and
+the boundaries of the sequences are those of the whole row. A token is scored by the rank that holds
+the hidden state which predicts it, of the slot before its own. The scores are then added up over
+the group, so that every rank computes the loss of the whole row: importance weights and advantages
+of a sequence need all of its tokens.
 
 Source: DeepSpeed Ulysses (arXiv 2309.14509).
 
-Shape suffixes: L token slots of the row, C those of this rank, T trained tokens of the row, U those that this rank scores.
+Shape suffixes: L token slots of the row, C those of this rank, T trained tokens of the row, U those
+that this rank scores.
 """
 
 from collections.abc import Callable
@@ -40,9 +44,10 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 class RowSlice(NamedTuple):
     """This rank's part of a row.
 
-    Example: sequences of 5 and 2 tokens on two ranks: L = 7 is filled up to 8 by a sequence of one slot, so sequence_lengths
-    are (5, 2, 1). Rank 1 has slots 4 to 7, position_ids_C 4 0 1 0. Of target_slots_T 2 3 4 6 it scores the last one, whose
-    predicting slot is 5: scored_U (3), predicting_slots_U (1).
+    Example: sequences of 5 and 2 tokens on two ranks: L = 7 is filled up to 8 by a sequence of one
+    slot, so sequence_lengths are (5, 2, 1). Rank 1 has slots 4 to 7, position_ids_C 4 0 1 0. Of
+    target_slots_T 2 3 4 6 it scores the last one, whose predicting slot is 5: scored_U (3),
+    predicting_slots_U (1).
     """
 
     input_ids_C: Tensor
@@ -69,13 +74,21 @@ class SequenceGroup:
         if self.size == 1:
             everything_U = torch.arange(len(row.target_slots_T), device=row.target_slots_T.device)
             predicting_slots_U = row.target_slots_T - 1
-            return RowSlice(row.input_ids_L, row.position_ids_L, row.sequence_lengths, everything_U, predicting_slots_U)
+            return RowSlice(
+                row.input_ids_L,
+                row.position_ids_L,
+                row.sequence_lengths,
+                everything_U,
+                predicting_slots_U,
+            )
         filling = -len(row.input_ids_L) % self.size
         num_slots = (len(row.input_ids_L) + filling) // self.size
         first = self.index * num_slots
         filling_ids = torch.arange(filling, device=row.position_ids_L.device)
         predicting_slots_T = row.target_slots_T - 1 - first
-        (scored_U,) = torch.nonzero((predicting_slots_T >= 0) & (predicting_slots_T < num_slots), as_tuple=True)
+        (scored_U,) = torch.nonzero(
+            (predicting_slots_T >= 0) & (predicting_slots_T < num_slots), as_tuple=True
+        )
         return RowSlice(
             input_ids_C=pad(row.input_ids_L, (0, filling))[first : first + num_slots],
             position_ids_C=torch.cat([row.position_ids_L, filling_ids])[first : first + num_slots],
@@ -85,25 +98,32 @@ class SequenceGroup:
         )
 
     def whole(self, scores: TokenScores, scored_U: Tensor, num_tokens: int) -> TokenScores:
-        """The scores of all `num_tokens` tokens of the row, on every rank of the group, from each rank's own.
+        """The scores of all `num_tokens` tokens of the row, on every rank of the group, from each
+        rank's own.
 
-        The gradient of a rank's own scores comes back to it alone. Every rank computes the same loss from the whole scores, so
-        nothing is to be added up there: the ranks' gradients of the weights, added up, are those of one loss.
+        The gradient of a rank's own scores comes back to it alone. Every rank computes the same
+        loss from the whole scores, so nothing is to be added up there: the ranks' gradients of the
+        weights, added up, are those of one loss.
         """
         if self.size == 1 or not num_tokens:
             return scores
         columns_KU = torch.stack([column for column in scores if column is not None])
-        columns_KT = columns_KU.new_zeros(len(columns_KU), num_tokens).index_copy(1, scored_U, columns_KU)
+        columns_KT = columns_KU.new_zeros(len(columns_KU), num_tokens).index_copy(
+            1, scored_U, columns_KU
+        )
         total_KT: Tensor = _SumOverGroup.apply(columns_KT, self.process_group)  # type: ignore[no-untyped-call]
         logprobs_T, entropy_T, *values = total_KT
         return TokenScores(
-            logprobs_T, entropy_T if scores.entropy_T.requires_grad else entropy_T.detach(), values[0] if values else None
+            logprobs_T,
+            entropy_T if scores.entropy_T.requires_grad else entropy_T.detach(),
+            values[0] if values else None,
         )
 
     def attention(self, attend: AttentionFunction) -> AttentionFunction:
         """`attend`, which needs all slots, as a function of this rank's slots and all heads.
 
-        Key-value heads that are fewer than ranks are repeated, so that each rank has the one that its query heads belong to.
+        Key-value heads that are fewer than ranks are repeated, so that each rank has the one that
+        its query heads belong to.
         """
         if self.size == 1:
             return attend
@@ -113,33 +133,43 @@ class SequenceGroup:
 
         def on_slices(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             repeats = self.size // key.shape[2] if key.shape[2] % self.size else 1
-            key, value = (states.repeat_interleave(repeats, dim=2) for states in (key, value)) if repeats > 1 else (key, value)
+            key, value = (
+                (states.repeat_interleave(repeats, dim=2) for states in (key, value))
+                if repeats > 1
+                else (key, value)
+            )
             output: Tensor = swapped(query, key, value, batch_dim_idx=0)
             return output
 
         return on_slices
 
     def check_model(self, config: Any) -> None:
-        """Raises SettingsError for a model whose heads cannot be shared out, or with layers that are not attention."""
+        """Raises SettingsError for a model whose heads cannot be shared out, or with layers that
+        are not attention.
+        """
         if self.size == 1:
             return
         text = config.get_text_config()
         unknown = sorted(set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES)
         if unknown:
             raise SettingsError(
-                f"trainers.sequenceParallelSize={self.size}: in the model's layers of {unknown[0]} tokens would not see those "
+                f"trainers.sequenceParallelSize={self.size}: in the model's layers of {unknown[0]} "
+                "tokens would not see those "
                 "of other ranks: set it to 1"
             )
         heads = int(text.num_attention_heads)
         kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
         if heads % self.size:
             raise SettingsError(
-                f"trainers.sequenceParallelSize={self.size} does not divide the model's {heads} attention heads: set a divisor"
+                f"trainers.sequenceParallelSize={self.size} does not divide the model's {heads} "
+                "attention heads: set a divisor"
             )
         if kv_heads % self.size and self.size % kv_heads:
             raise SettingsError(
-                f"trainers.sequenceParallelSize={self.size}: the model's {kv_heads} key-value heads can neither be shared out "
-                f"among {self.size} ranks nor repeated for them: set a divisor or a multiple of {kv_heads}"
+                f"trainers.sequenceParallelSize={self.size}: the model's {kv_heads} key-value "
+                "heads can neither be shared out "
+                f"among {self.size} ranks nor repeated for them: set a divisor or a multiple of "
+                f"{kv_heads}"
             )
 
 

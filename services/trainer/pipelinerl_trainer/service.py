@@ -1,4 +1,6 @@
-"""Puts one rank together: the event loop with its servers and clients, and the training thread beside it."""
+"""Puts one rank together: the event loop with its servers and clients, and the training thread
+beside it.
+"""
 
 import asyncio
 import logging
@@ -33,7 +35,9 @@ TRANSFER_END_S, METRICS_END_S = 20.0, 5.0
 
 
 async def run_rank(run: Run, stop: asyncio.Event) -> None:
-    """One rank from start to end. Raises SettingsError, or another error when the rank must be restarted."""
+    """One rank from start to end. Raises SettingsError, or another error when the rank must be
+    restarted.
+    """
     bridge = Bridge()
     forwarding = asyncio.create_task(_forward(stop, bridge), name="stop")
     try:
@@ -50,15 +54,22 @@ async def run_rank(run: Run, stop: asyncio.Event) -> None:
 
 @asynccontextmanager
 async def _serve_memory(run: Run) -> AsyncIterator[None]:
-    """Metrics are rank 0's, for all; the first rank of another node tells no more than its own memory."""
+    """Metrics are rank 0's, for all; the first rank of another node tells no more than its own
+    memory.
+    """
     metrics = Metrics(TRAINER, run.job.name)
     metrics.gauge("memory_bytes").read(memory_bytes)
-    async with serve_metrics(run.wiring.metrics_listen if run.place.local_rank == 0 else "", metrics.exposition):
+    async with serve_metrics(
+        run.wiring.metrics_listen if run.place.local_rank == 0 else "", metrics.exposition
+    ):
         yield
 
 
 async def _run_leader(run: Run, bridge: Bridge, client: BatchesClient) -> None:
-    async with _membership(run) as membership, rpc.connect(run.wiring.coordinator, token=run.wiring.token) as channel:
+    async with (
+        _membership(run) as membership,
+        rpc.connect(run.wiring.coordinator, token=run.wiring.token) as channel,
+    ):
         publisher = Publisher(
             channel,
             client.mark_published,
@@ -89,7 +100,9 @@ async def _run_leader(run: Run, bridge: Bridge, client: BatchesClient) -> None:
             )
 
 
-async def _train_as_leader(run: Run, bridge: Bridge, client: BatchesClient, desk: Desk, sinks: SinkKeeper) -> None:
+async def _train_as_leader(
+    run: Run, bridge: Bridge, client: BatchesClient, desk: Desk, sinks: SinkKeeper
+) -> None:
     """The clock: training, then what is still on its way."""
     await in_thread(partial(train, run, bridge, client, desk))
     await desk.publisher.finish(TRANSFER_END_S)
@@ -109,7 +122,9 @@ async def _membership(run: Run) -> AsyncIterator[Membership]:
 
 
 async def in_thread(function: Callable[[], Result]) -> Result:
-    """Runs `function` in a daemon thread: a rank that hangs in a collective must not keep its process from ending."""
+    """Runs `function` in a daemon thread: a rank that hangs in a collective must not keep its
+    process from ending.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
 

@@ -1,7 +1,9 @@
-"""Where batches come from, for all ranks together: each rank pulls its own part, and they agree before they train.
+"""Where batches come from, for all ranks together: each rank pulls its own part, and they agree
+before they train.
 
-Every wait is a round of some seconds, and every rank takes part in every round, so that no rank waits for another much longer
-than that, a stop is heard in any wait, and a preprocessor that is away is simply another round.
+Every wait is a round of some seconds, and every rank takes part in every round, so that no rank
+waits for another much longer than that, a stop is heard in any wait, and a preprocessor that is
+away is simply another round.
 """
 
 import logging
@@ -23,7 +25,9 @@ log = logging.getLogger(__name__)
 MARGIN_S = 5.0
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
 REFUSED_FOR_S = 60.0
-"""A preprocessor that refuses for this long has another ledger than the trainer: only a restart from a checkpoint helps."""
+"""A preprocessor that refuses for this long has another ledger than the trainer: only a restart
+from a checkpoint helps.
+"""
 REPORT_EVERY_S = 30.0
 
 
@@ -49,7 +53,8 @@ class BatchSource:
     def restore(
         self, num_committed_steps: int, snapshot: batches_pb2.LedgerSnapshot | None
     ) -> batches_pb2.LedgerSnapshot | None:
-        """Puts the ledger where the trainer is; the leader's ledger afterwards, nothing on other ranks.
+        """Puts the ledger where the trainer is; the leader's ledger afterwards, nothing on other
+        ranks.
 
         Raises Stopped or FatalError.
         """
@@ -63,7 +68,9 @@ class BatchSource:
         return self._leader_until_done(restore, "to restore the ledger")
 
     def next_batch(self, step: int) -> Batch | None:
-        """This rank's part of the batch of `step`, the same batch on all ranks. None at the end of the run. Raises Stopped."""
+        """This rank's part of the batch of `step`, the same batch on all ranks. None at the end of
+        the run. Raises Stopped.
+        """
         while True:
             vote, batch = self._pull(step)
             outcome = self._ranks.vote(vote, _identity(batch))
@@ -77,11 +84,15 @@ class BatchSource:
                 self._back_off("other ranks do not have this batch yet")
 
     def parts(self, first: Batch) -> Iterator[Batch]:
-        """The batch that `first` begins, as it comes: the same number of rows on every rank in each part, and the final plan
-        with the last. Raises BatchReplaced, Stopped or FatalError, on every rank alike."""
+        """The batch that `first` begins, as it comes: the same number of rows on every rank in each
+        part, and the final plan with the last. Raises BatchReplaced, Stopped or FatalError, on
+        every rank alike.
+        """
         plan, rows, num_given = first.plan, first.micro_batches, 0
         while True:
-            num_ready = int(self._ranks.gather([float(len(rows))]).min())  # ranks may have heard of more or fewer rows
+            num_ready = int(
+                self._ranks.gather([float(len(rows))]).min()
+            )  # ranks may have heard of more or fewer rows
             num_given += num_ready
             yield Batch(plan, rows[:num_ready])
             rows = rows[num_ready:]
@@ -103,7 +114,8 @@ class BatchSource:
             self._calm()
 
     def commit(self, plan: StepPlan, *, last: bool) -> batches_pb2.LedgerSnapshot | None:
-        """Tells the preprocessor that the step is done; the leader's ledger afterwards, nothing on other ranks.
+        """Tells the preprocessor that the step is done; the leader's ledger afterwards, nothing on
+        other ranks.
 
         Raises Stopped, after which the step may be committed or not, or FatalError.
         """
@@ -118,7 +130,9 @@ class BatchSource:
         if self._bridge.is_stopping:
             return Vote.STOP, None
         try:
-            pulled = self._bridge.wait(self._client.pull(step, batch_id, num_had), WAIT_S + TRANSFER_S + MARGIN_S)
+            pulled = self._bridge.wait(
+                self._client.pull(step, batch_id, num_had), WAIT_S + TRANSFER_S + MARGIN_S
+            )
         except (TemporaryError, PermanentError) as error:
             return self._excuse(error, f"for step {step}"), None
         if pulled.batch is not None:
@@ -129,17 +143,25 @@ class BatchSource:
         self._report(f"waiting for step {step}: {pulled.wait_reason}")
         return Vote.WAIT, None
 
-    def _leader_until_done(self, attempt: Callable[[], Coroutine[Any, Any, Result]], purpose: str) -> Result | None:
-        """The leader tries two calls until they succeed, and has their result; the others follow in rounds."""
+    def _leader_until_done(
+        self, attempt: Callable[[], Coroutine[Any, Any, Result]], purpose: str
+    ) -> Result | None:
+        """The leader tries two calls until they succeed, and has their result; the others follow in
+        rounds.
+        """
         while True:
-            vote, result = self._try(attempt, purpose) if self._ranks.is_leader else (Vote.READY, None)
+            vote, result = (
+                self._try(attempt, purpose) if self._ranks.is_leader else (Vote.READY, None)
+            )
             outcome = self._ranks.vote(vote)
             if outcome is Vote.READY:
                 self._calm()
                 return result
             self._raise_on(outcome)
 
-    def _try(self, attempt: Callable[[], Coroutine[Any, Any, Result]], purpose: str) -> tuple[Vote, Result | None]:
+    def _try(
+        self, attempt: Callable[[], Coroutine[Any, Any, Result]], purpose: str
+    ) -> tuple[Vote, Result | None]:
         try:
             return Vote.READY, self._bridge.wait(attempt(), 2 * CALL_S + MARGIN_S)
         except (TemporaryError, PermanentError) as error:
@@ -149,7 +171,10 @@ class BatchSource:
         """Whether a failed call is worth another round; waits a little if so."""
         if isinstance(error, PermanentError):
             self._refused_since = self._refused_since or time.monotonic()
-            if not isinstance(error, Refused) or time.monotonic() - self._refused_since > REFUSED_FOR_S:
+            if (
+                not isinstance(error, Refused)
+                or time.monotonic() - self._refused_since > REFUSED_FOR_S
+            ):
                 self._refusal = f"the preprocessor refuses {purpose}: {error}"
                 if isinstance(error, Refused):
                     self._refusal += "; its ledger and the trainer do not fit together: restart the trainer with --resume"
@@ -179,5 +204,7 @@ class BatchSource:
 
 
 def _identity(batch: Batch | None) -> str:
-    """What ranks must have in common to train together: one that grows is trained in parts, by all ranks or by none."""
+    """What ranks must have in common to train together: one that grows is trained in parts, by all
+    ranks or by none.
+    """
     return "" if batch is None else f"{batch.plan.batch_id} {batch.plan.provisional}"

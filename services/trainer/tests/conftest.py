@@ -1,4 +1,6 @@
-"""DeepSpeed is set up once, before any test imports it; what other tests of the same process could notice is set back."""
+"""DeepSpeed is set up once, before any test imports it; what other tests of the same process could
+notice is set back.
+"""
 
 import os
 from collections.abc import Iterator
@@ -18,7 +20,9 @@ os.environ.update(_BEFORE)
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", f"ignore:{COLLECTIVE_WARNING}:FutureWarning")
-    config.addinivalue_line("filterwarnings", "ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+    config.addinivalue_line(
+        "filterwarnings", "ignore:`torch.jit.*` is deprecated:DeprecationWarning"
+    )
 
 
 @pytest.fixture(autouse=True)

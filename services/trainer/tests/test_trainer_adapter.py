@@ -76,7 +76,9 @@ def test_an_adapted_layer_by_hand() -> None:
 
 
 def attach(targets: list[str] | None = None, seed: int = 0, rank: int = 4) -> Adapter:
-    return Adapter.attach(toys.tiny_model(), AdapterSettings(rank=rank, alpha=8, target_modules=targets), seed)
+    return Adapter.attach(
+        toys.tiny_model(), AdapterSettings(rank=rank, alpha=8, target_modules=targets), seed
+    )
 
 
 def test_by_default_every_linear_layer_of_the_decoder_and_not_the_head_has_one() -> None:
@@ -93,7 +95,9 @@ def test_targets_are_names_or_their_ends() -> None:
         "model.layers.1.mlp.up_proj",
     ]
     one = attach(["model.layers.0.self_attn.v_proj"])
-    assert one.targets == ("model.layers.0.self_attn.v_proj",)  # the last part alone would pick another layer too
+    assert one.targets == (
+        "model.layers.0.self_attn.v_proj",
+    )  # the last part alone would pick another layer too
 
 
 @pytest.mark.parametrize(
@@ -157,8 +161,12 @@ def expected_gradient() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "activation checkpointing"])
-def test_only_adapters_have_gradients_and_theirs_are_the_chain_rule_s(tmp_path: Path, stage: int, checkpointing: bool) -> None:
-    spec = toys.job(model={"adapter": toys.ADAPTER}, trainers={"activationCheckpointing": checkpointing}).spec
+def test_only_adapters_have_gradients_and_theirs_are_the_chain_rule_s(
+    tmp_path: Path, stage: int, checkpointing: bool
+) -> None:
+    spec = toys.job(
+        model={"adapter": toys.ADAPTER}, trainers={"activationCheckpointing": checkpointing}
+    ).spec
     settings = toys.full_algorithm()
     toys.save_tiny_model(tmp_path)
     with join_ranks(Place()) as ranks:
@@ -169,43 +177,72 @@ def test_only_adapters_have_gradients_and_theirs_are_the_chain_rule_s(tmp_path: 
         rows = [EVERYTHING[5:], [], EVERYTHING[2:5], EVERYTHING[:2]]
         toys.learner(made, ranks, settings).accumulate((toys.batch_of(rows, EVERYTHING),))
         found = {name: safe_get_full_grad(weight) for name, weight in policy.adapter.parameters()}
-        assert all(safe_get_full_grad(weight) is None for _, weight in policy.model_parameters() if not weight.requires_grad)
+        assert all(
+            safe_get_full_grad(weight) is None
+            for _, weight in policy.model_parameters()
+            if not weight.requires_grad
+        )
         assert not any(weight.requires_grad for _, weight in policy.model_parameters())
         found = {name: gradient.clone() for name, gradient in found.items()}
     expected = expected_gradient()
     assert set(found) == set(expected)
     assert max(float(gradient.abs().max()) for gradient in expected.values()) > 0.1
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, atol=TOLERANCE, rtol=TOLERANCE, msg=f"the gradient of {name}")
+        torch.testing.assert_close(
+            found[name], gradient, atol=TOLERANCE, rtol=TOLERANCE, msg=f"the gradient of {name}"
+        )
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_frozen_weights_keep_every_bit_and_only_adapters_are_optimized(tmp_path: Path, stage: int, dtype: str) -> None:
+def test_frozen_weights_keep_every_bit_and_only_adapters_are_optimized(
+    tmp_path: Path, stage: int, dtype: str
+) -> None:
     with adapted(tmp_path, stage, dtype=dtype) as run:
         frozen, served = frozen_weights(run), run.served()
         run.train(range(20))
-        assert all(torch.equal(weight, frozen[name]) for name, weight in frozen_weights(run).items())
+        assert all(
+            torch.equal(weight, frozen[name]) for name, weight in frozen_weights(run).items()
+        )
         moved = run.served()
         assert all(not torch.equal(weight, served[name]) for name, weight in moved.items())
-        assert all(weight.dtype == getattr(torch, dtype) for weight in (*moved.values(), *frozen.values()))
-        masters = [tensor for name, tensor in run.engine.optimizer_tensors().items() if name.endswith("master")]
+        assert all(
+            weight.dtype == getattr(torch, dtype) for weight in (*moved.values(), *frozen.values())
+        )
+        masters = [
+            tensor
+            for name, tensor in run.engine.optimizer_tensors().items()
+            if name.endswith("master")
+        ]
         num_trained = sum(weight.numel() for weight in served.values())
-        assert num_trained <= sum(master.numel() for master in masters) < num_trained + 64  # DeepSpeed pads
+        assert (
+            num_trained <= sum(master.numel() for master in masters) < num_trained + 64
+        )  # DeepSpeed pads
 
 
-def test_with_zero_3_the_frozen_weights_stay_and_the_adapter_is_that_of_zero_1(tmp_path: Path) -> None:
+def test_with_zero_3_the_frozen_weights_stay_and_the_adapter_is_that_of_zero_1(
+    tmp_path: Path,
+) -> None:
     found = {}
     for stage in (1, 3):
         with adapted(tmp_path, stage) as run:
             run.train(range(3))
-            found[stage] = (run.served(), {name: weight.clone() for name, weight in run.engine.model_weights()})
+            found[stage] = (
+                run.served(),
+                {name: weight.clone() for name, weight in run.engine.model_weights()},
+            )
     for one, three in zip(found[1], found[3], strict=True):
         assert list(one) == list(three)
         for name, weight in one.items():
-            torch.testing.assert_close(three[name], weight, atol=TOLERANCE, rtol=TOLERANCE, msg=name)
+            torch.testing.assert_close(
+                three[name], weight, atol=TOLERANCE, rtol=TOLERANCE, msg=name
+            )
     original = load_file(tmp_path / "model" / "model.safetensors")
-    changed = {f"model.layers.{layer}.{kind}.weight" for layer in (0, 1) for kind in ("mlp.up_proj", "self_attn.q_proj")}
+    changed = {
+        f"model.layers.{layer}.{kind}.weight"
+        for layer in (0, 1)
+        for kind in ("mlp.up_proj", "self_attn.q_proj")
+    }
     merged = found[3][1]
     assert {name for name in changed if torch.equal(merged[name], original[name])} == set()
     assert torch.equal(merged["model.embed_tokens.weight"], original["model.embed_tokens.weight"])
@@ -225,18 +262,27 @@ def test_a_value_head_is_trained_beside_the_adapter(tmp_path: Path) -> None:
 
 def test_what_is_served_is_the_adapter_alone(tmp_path: Path) -> None:
     with adapted(tmp_path, adapter={"rank": 2, "targetModules": ["q_proj", "v_proj"]}) as run:
-        assert {name: tuple(weight.shape) for name, weight in run.served().items()} == run.engine.served_shapes
+        assert {
+            name: tuple(weight.shape) for name, weight in run.served().items()
+        } == run.engine.served_shapes
         assert run.engine.served_shapes["model.layers.1.self_attn.q_proj.lora_A.weight"] == (2, 16)
         assert run.engine.served_shapes["model.layers.1.self_attn.q_proj.lora_B.weight"] == (32, 2)
         assert len(run.engine.served_shapes) == 8
-        assert sum(weight.numel() for weight in run.served().values()) == 2 * (2 * 16 + 32 * 2 + 2 * 16 + 16 * 2)
-        assert set(run.engine.model_shapes) == set(load_file(tmp_path / "model" / "model.safetensors"))
+        assert sum(weight.numel() for weight in run.served().values()) == 2 * (
+            2 * 16 + 32 * 2 + 2 * 16 + 16 * 2
+        )
+        assert set(run.engine.model_shapes) == set(
+            load_file(tmp_path / "model" / "model.safetensors")
+        )
 
 
 # Checkpoints and exports
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(1, "float32"), (2, "float32"), (3, "float32"), (1, "bfloat16"), (3, "bfloat16")])
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [(1, "float32"), (2, "float32"), (3, "float32"), (1, "bfloat16"), (3, "bfloat16")],
+)
 def test_a_resumed_run_goes_on_bit_by_bit(tmp_path: Path, stage: int, dtype: str) -> None:
     with adapted(tmp_path, stage, dtype=dtype) as run:
         run.train(range(2))
@@ -253,19 +299,29 @@ def test_a_resumed_run_goes_on_bit_by_bit(tmp_path: Path, stage: int, dtype: str
     [
         ({"adapter": {"rank": 8, "alpha": 6}}, "adapter {'rank': 4, .* now"),
         ({"adapter": {"rank": 4, "alpha": 7}}, "'alpha': 6.0, .* 'alpha': 7.0"),
-        ({"adapter": {"rank": 4, "alpha": 6, "targetModules": ["q_proj"]}}, r"'targets': \['q_proj'\]"),
+        (
+            {"adapter": {"rank": 4, "alpha": 6, "targetModules": ["q_proj"]}},
+            r"'targets': \['q_proj'\]",
+        ),
     ],
 )
-def test_a_checkpoint_of_another_adapter_is_refused(tmp_path: Path, changed: dict[str, Any], says: str) -> None:
+def test_a_checkpoint_of_another_adapter_is_refused(
+    tmp_path: Path, changed: dict[str, Any], says: str
+) -> None:
     with adapted(tmp_path) as run:
         run.train(range(1))
         assert run.save(1)
-    with pytest.raises(SettingsError, match=says), adapted(tmp_path, checkpoint=newest(tmp_path), **changed):
+    with (
+        pytest.raises(SettingsError, match=says),
+        adapted(tmp_path, checkpoint=newest(tmp_path), **changed),
+    ):
         pass
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("targets", [None, ["q_proj", "layers.1.mlp.down_proj"]], ids=["all", "some"])
+@pytest.mark.parametrize(
+    "targets", [None, ["q_proj", "layers.1.mlp.down_proj"]], ids=["all", "some"]
+)
 def test_the_export_is_the_merged_model_and_peft_loads_the_adapter(
     tmp_path: Path, dtype: str, targets: list[str] | None
 ) -> None:
@@ -278,7 +334,10 @@ def test_the_export_is_the_merged_model_and_peft_loads_the_adapter(
         logprobs = run.engine.score_only(row).logprobs_T
         served = run.served()
     checkpoint = newest(tmp_path).folder
-    for model, saved in ((tmp_path / "final", tmp_path / "final" / "adapter"), (checkpoint / "model", checkpoint / "adapter")):
+    for model, saved in (
+        (tmp_path / "final", tmp_path / "final" / "adapter"),
+        (checkpoint / "model", checkpoint / "adapter"),
+    ):
         merged = AutoModelForCausalLM.from_pretrained(model)
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=getattr(torch, dtype))
         before = base.model.layers[1].mlp.down_proj.weight.clone()
@@ -296,17 +355,26 @@ def test_the_export_is_the_merged_model_and_peft_loads_the_adapter(
         assert not torch.equal(base.model.layers[1].mlp.down_proj.weight, before)
         if dtype == "float32":
             torch.testing.assert_close(
-                base.model.layers[1].mlp.down_proj.weight, merged.model.layers[1].mlp.down_proj.weight, atol=1e-6, rtol=1e-6
+                base.model.layers[1].mlp.down_proj.weight,
+                merged.model.layers[1].mlp.down_proj.weight,
+                atol=1e-6,
+                rtol=1e-6,
             )
     config = json.loads((tmp_path / "final" / "adapter" / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 6.0, "tiny://arithmetic")
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (
+        4,
+        6.0,
+        "tiny://arithmetic",
+    )
 
 
 # Settings
 
 
 def test_dropout_is_refused_with_the_reason() -> None:
-    with pytest.raises(SettingsError, match=r"dropout is not offered: generators sample without it"):
+    with pytest.raises(
+        SettingsError, match=r"dropout is not offered: generators sample without it"
+    ):
         toys.job(model={"adapter": {"dropout": 0.1}})
 
 

@@ -31,7 +31,9 @@ from pipelinerl_trainer.model import load_policy
         (3, "bfloat16", {}),
     ],
 )
-def test_a_resumed_run_goes_on_bit_by_bit(tmp_path: Path, stage: int, dtype: str, options: dict[str, Any]) -> None:
+def test_a_resumed_run_goes_on_bit_by_bit(
+    tmp_path: Path, stage: int, dtype: str, options: dict[str, Any]
+) -> None:
     spec: dict[str, Any] = {"model": {"dtype": dtype}, "algorithm": options}
     with setup(tmp_path, stage, **spec) as run:
         run.train(range(2))
@@ -75,7 +77,9 @@ def full_disk(limit_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("limit_bytes", [100, 8000, 30000], ids=["configuration", "model", "optimizer"])
+@pytest.mark.parametrize(
+    "limit_bytes", [100, 8000, 30000], ids=["configuration", "model", "optimizer"]
+)
 def test_a_full_disk_costs_a_checkpoint_and_neither_the_run_nor_the_older_one(
     tmp_path: Path, limit_bytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -95,7 +99,9 @@ def test_a_full_disk_costs_a_checkpoint_and_neither_the_run_nor_the_older_one(
     assert newest(tmp_path).step == 3
 
 
-def test_without_the_ledger_of_this_step_there_is_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_the_ledger_of_this_step_there_is_no_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with setup(tmp_path) as run:
         checkpointer = run.checkpointer
         assert not checkpointer.save(2, None)
@@ -107,7 +113,10 @@ def test_a_checkpoint_of_another_layout_is_refused_with_both_values(tmp_path: Pa
     with setup(tmp_path) as run:
         run.train(range(1))
         assert run.save(1)
-    with pytest.raises(SettingsError, match="zero_stage 1 there, 2 now"), setup(tmp_path, 2, checkpoint=newest(tmp_path)):
+    with (
+        pytest.raises(SettingsError, match="zero_stage 1 there, 2 now"),
+        setup(tmp_path, 2, checkpoint=newest(tmp_path)),
+    ):
         pass
 
 
@@ -132,7 +141,9 @@ def test_the_export_is_a_folder_that_transformers_loads(tmp_path: Path, tied: bo
 def test_a_large_model_is_split_into_files_with_an_index(tmp_path: Path) -> None:
     with setup(tmp_path) as run:
         (tmp_path / "sharded").mkdir()
-        export_policy(run.engine, run.ranks, tmp_path / "model", tmp_path / "sharded", shard_bytes=6000)
+        export_policy(
+            run.engine, run.ranks, tmp_path / "model", tmp_path / "sharded", shard_bytes=6000
+        )
         weights = run.served()
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
     state = AutoModelForCausalLM.from_pretrained(tmp_path / "sharded").state_dict()
@@ -154,12 +165,22 @@ def test_an_export_that_cannot_be_written_says_so_and_leaves_the_older_one(tmp_p
     ("prepare", "message"),
     [
         (lambda folder: None, "there is no config.json"),
-        (lambda folder: (folder / "config.json").write_text('{"model_type": "nothing-known"}'), "cannot be loaded"),
-        (lambda folder: toys.save_tiny_model(folder) and (folder / "model.safetensors").write_bytes(b"torn"), "cannot be"),
+        (
+            lambda folder: (folder / "config.json").write_text('{"model_type": "nothing-known"}'),
+            "cannot be loaded",
+        ),
+        (
+            lambda folder: (
+                toys.save_tiny_model(folder) and (folder / "model.safetensors").write_bytes(b"torn")
+            ),
+            "cannot be",
+        ),
     ],
     ids=["empty", "unknown", "torn"],
 )
-def test_a_folder_without_a_model_is_a_settings_error(tmp_path: Path, prepare: Any, message: str) -> None:
+def test_a_folder_without_a_model_is_a_settings_error(
+    tmp_path: Path, prepare: Any, message: str
+) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     prepare(folder)
@@ -170,5 +191,7 @@ def test_a_folder_without_a_model_is_a_settings_error(tmp_path: Path, prepare: A
 def test_a_model_that_is_too_short_is_a_settings_error(tmp_path: Path) -> None:
     toys.save_tiny_model(tmp_path)
     settings = toys.job(model={"maxModelLen": 129}, trainers={"microBatchTokens": 200}).spec
-    with pytest.raises(SettingsError, match=r"maxModelLen=129 is more than the model's 128 positions"):
+    with pytest.raises(
+        SettingsError, match=r"maxModelLen=129 is more than the model's 128 positions"
+    ):
         load_policy(tmp_path, settings, torch.device("cpu"))

@@ -37,7 +37,9 @@ def test_only_the_newest_are_kept(store: CheckpointStore) -> None:
     assert sorted(path.name for path in store.folder.iterdir()) == ["step-2", "step-3"]
 
 
-@pytest.mark.parametrize("fault", ["file gone", "file cut off", "no manifest", "half a manifest", "other schema"])
+@pytest.mark.parametrize(
+    "fault", ["file gone", "file cut off", "no manifest", "half a manifest", "other schema"]
+)
 def test_a_torn_checkpoint_is_passed_over_with_a_warning(
     store: CheckpointStore, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -61,7 +63,9 @@ def test_a_torn_checkpoint_is_passed_over_with_a_warning(
     assert "step-2" in caplog.text
 
 
-def test_one_that_is_being_written_is_not_seen_and_what_a_dead_process_left_is_removed(store: CheckpointStore) -> None:
+def test_one_that_is_being_written_is_not_seen_and_what_a_dead_process_left_is_removed(
+    store: CheckpointStore,
+) -> None:
     (store.begin(5) / "half").write_text("x")
     assert store.newest() is None
     store.begin(6)  # before anything is written: the disk may not hold both

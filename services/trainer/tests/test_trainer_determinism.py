@@ -1,4 +1,6 @@
-"""The same seed and the same data give the same numbers to the last bit, on one rank; from process to process too."""
+"""The same seed and the same data give the same numbers to the last bit, on one rank; from process
+to process too.
+"""
 
 import json
 import math
@@ -33,9 +35,15 @@ def run(name: str) -> list[dict[str, str]]:
         learner = toys.learner(engine, ranks, settings)
         for step in range(NUM_STEPS):
             everything = toys.trajectories(6, seed=20 + step)
-            values = learner.train_step(toys.batch_of([everything[:4], everything[4:]], everything, step))
-            weights = math.fsum(float(weight.detach().double().sum()) for weight in engine.policy.parameters())
-            steps.append({key: value.hex() for key, value in {**values, "weights": weights}.items()})
+            values = learner.train_step(
+                toys.batch_of([everything[:4], everything[4:]], everything, step)
+            )
+            weights = math.fsum(
+                float(weight.detach().double().sum()) for weight in engine.policy.parameters()
+            )
+            steps.append(
+                {key: value.hex() for key, value in {**values, "weights": weights}.items()}
+            )
     return steps
 
 

@@ -12,7 +12,9 @@ from pipelinerl_common.settings import parse_job
 from pipelinerl_common.settings.presets import PRESETS
 
 DOCUMENT = (Path(__file__).parents[1] / "ALGORITHMS.md").read_text(encoding="utf-8")
-EXAMPLES: list[dict[str, Any]] = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL)]
+EXAMPLES: list[dict[str, Any]] = [
+    yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL)
+]
 
 
 def number(value: float) -> str:
@@ -20,8 +22,16 @@ def number(value: float) -> str:
 
 
 def test_the_table_of_names_is_that_of_the_presets() -> None:
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in DOCUMENT.splitlines() if line.startswith("| `")]
-    documented = {row[0].strip("`"): row[1:8] for row in rows if row[0].strip("`") in PRESETS and len(row) == 9}
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in DOCUMENT.splitlines()
+        if line.startswith("| `")
+    ]
+    documented = {
+        row[0].strip("`"): row[1:8]
+        for row in rows
+        if row[0].strip("`") in PRESETS and len(row) == 9
+    }
     expected = {}
     for name, preset in PRESETS.items():
         bounds = f"{number(preset.clip_low)} / {number(preset.clip_high)}"
@@ -38,10 +48,16 @@ def test_the_table_of_names_is_that_of_the_presets() -> None:
     assert documented == expected
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=[str(example["algorithm"]["loss"]) for example in EXAMPLES])
+@pytest.mark.parametrize(
+    "example", EXAMPLES, ids=[str(example["algorithm"]["loss"]) for example in EXAMPLES]
+)
 def test_every_example_is_a_job(example: dict[str, Any]) -> None:
     base = {"model": {"uri": "hf://organisation/model"}, "task": {"path": "my.tasks:Maths"}}
-    document = {"apiVersion": "pipelinerl.dev/v1alpha1", "kind": "PipelineRLJob", "metadata": {"name": "example"}}
+    document = {
+        "apiVersion": "pipelinerl.dev/v1alpha1",
+        "kind": "PipelineRLJob",
+        "metadata": {"name": "example"},
+    }
     job = parse_job({**document, "spec": {**base, **example}}, "ALGORITHMS.md")
     for key, value in example["algorithm"].items():
         if not isinstance(value, dict):

@@ -1,4 +1,6 @@
-"""The gradient is that of the plainest computation, whatever the packing, the ranks, the accumulation and the ZeRO stage."""
+"""The gradient is that of the plainest computation, whatever the packing, the ranks, the
+accumulation and the ZeRO stage.
+"""
 
 import json
 from pathlib import Path
@@ -26,17 +28,26 @@ EVERYTHING = toys.trajectories(7)
 
 
 def assert_same_gradient(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert max(float(gradient.abs().max()) for gradient in expected.values()) > 0.1  # the comparison means something
+    assert (
+        max(float(gradient.abs().max()) for gradient in expected.values()) > 0.1
+    )  # the comparison means something
     assert set(found) == set(expected)
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, atol=TOLERANCE, rtol=TOLERANCE, msg=f"the gradient of {name}")
+        torch.testing.assert_close(
+            found[name], gradient, atol=TOLERANCE, rtol=TOLERANCE, msg=f"the gradient of {name}"
+        )
 
 
 def full_gradient(engine: Engine) -> dict[str, torch.Tensor]:
-    return {name: safe_get_full_grad(weight).clone() for name, weight in engine.policy.named_parameters()}
+    return {
+        name: safe_get_full_grad(weight).clone()
+        for name, weight in engine.policy.named_parameters()
+    }
 
 
-def gradient_of(settings: AlgorithmSettings, rows: list[list[toys.Trajectory]], stage: int) -> dict[str, torch.Tensor]:
+def gradient_of(
+    settings: AlgorithmSettings, rows: list[list[toys.Trajectory]], stage: int
+) -> dict[str, torch.Tensor]:
     with join_ranks(Place()) as ranks:
         engine = Engine(toys.tiny_policy(settings), ranks, stage, settings.optimizer)
         toys.learner(engine, ranks, settings).accumulate((toys.batch_of(rows, EVERYTHING),))
@@ -53,18 +64,30 @@ def test_every_algorithm_gives_the_plain_gradient(name: str) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
     "rows",
-    [[EVERYTHING], [[member] for member in EVERYTHING], [EVERYTHING[5:], [], EVERYTHING[2:5], EVERYTHING[:2]]],
+    [
+        [EVERYTHING],
+        [[member] for member in EVERYTHING],
+        [EVERYTHING[5:], [], EVERYTHING[2:5], EVERYTHING[:2]],
+    ],
     ids=["one row", "a row each", "other neighbours and a filler"],
 )
-def test_packing_and_accumulation_change_nothing(stage: int, rows: list[list[toys.Trajectory]]) -> None:
+def test_packing_and_accumulation_change_nothing(
+    stage: int, rows: list[list[toys.Trajectory]]
+) -> None:
     settings = toys.full_algorithm()
-    assert_same_gradient(gradient_of(settings, rows, stage), toys.reference_gradient(settings, EVERYTHING))
+    assert_same_gradient(
+        gradient_of(settings, rows, stage), toys.reference_gradient(settings, EVERYTHING)
+    )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("normalize_by", ["sequences", "tokens"])
-def test_a_batch_that_comes_in_parts_gives_the_plain_gradient(stage: int, normalize_by: str) -> None:
-    """Also after an earlier assembly of it was given up half-way, and whatever was believed of its size before the end."""
+def test_a_batch_that_comes_in_parts_gives_the_plain_gradient(
+    stage: int, normalize_by: str
+) -> None:
+    """Also after an earlier assembly of it was given up half-way, and whatever was believed of its
+    size before the end.
+    """
     settings = toys.full_algorithm(normalizeBy=normalize_by)
     parts = toys.parts_of([EVERYTHING[5:], [], EVERYTHING[2:5], EVERYTHING[:2]], EVERYTHING)
     with join_ranks(Place()) as ranks:
@@ -112,17 +135,23 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("packing", ["even", "uneven", "streamed"])
-def test_two_ranks_give_the_plain_gradient(two_ranks: tuple[Path, dict[str, Any]], stage: int, packing: str) -> None:
+def test_two_ranks_give_the_plain_gradient(
+    two_ranks: tuple[Path, dict[str, Any]], stage: int, packing: str
+) -> None:
     folder, _ = two_ranks
     found = load_file(folder / f"gradient-{stage}-{packing}.safetensors")
     assert_same_gradient(found, toys.reference_gradient(toys.full_algorithm(), EVERYTHING))
 
 
 @pytest.mark.parametrize("name", toys.ALGORITHMS)
-def test_two_ranks_give_every_algorithm_the_plain_gradient(two_ranks: tuple[Path, dict[str, Any]], name: str) -> None:
+def test_two_ranks_give_every_algorithm_the_plain_gradient(
+    two_ranks: tuple[Path, dict[str, Any]], name: str
+) -> None:
     folder, _ = two_ranks
     found = load_file(folder / f"gradient-algorithm-{name}.safetensors")
-    assert_same_gradient(found, toys.reference_gradient(toys.full_algorithm(**toys.ALGORITHMS[name]), EVERYTHING))
+    assert_same_gradient(
+        found, toys.reference_gradient(toys.full_algorithm(**toys.ALGORITHMS[name]), EVERYTHING)
+    )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -137,13 +166,21 @@ def test_two_ranks_resume_bit_by_bit(two_ranks: tuple[Path, dict[str, Any]], sta
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_number_that_is_not_one_on_one_rank_skips_the_step_on_all(two_ranks: tuple[Path, dict[str, Any]], stage: int) -> None:
+def test_a_number_that_is_not_one_on_one_rank_skips_the_step_on_all(
+    two_ranks: tuple[Path, dict[str, Any]], stage: int
+) -> None:
     _, results = two_ranks
-    assert results[f"straight-{stage}"]["skipped"] == {"unchanged": True, "skipped": 1.0, "has_norm": False}
+    assert results[f"straight-{stage}"]["skipped"] == {
+        "unchanged": True,
+        "skipped": 1.0,
+        "has_norm": False,
+    }
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_number_that_is_not_one_skips_the_step_with_half_precision_weights_too(tmp_path: Path, stage: int) -> None:
+def test_a_number_that_is_not_one_skips_the_step_with_half_precision_weights_too(
+    tmp_path: Path, stage: int
+) -> None:
     batch = toys.batch_of([EVERYTHING[:4], EVERYTHING[4:]], EVERYTHING)
     row = batch.micro_batches[0]
     row.advantages_L[row.loss_mask_L == 1] = float("nan")
@@ -151,18 +188,25 @@ def test_a_number_that_is_not_one_skips_the_step_with_half_precision_weights_too
         before = run.served()
         assert run.learner.train_step(batch)["skipped_steps_total"] == 1
         assert all(torch.equal(weight, before[name]) for name, weight in run.served().items())
-        assert run.learner.train_step(toys.batch_of([EVERYTHING], EVERYTHING))["skipped_steps_total"] == 1
+        assert (
+            run.learner.train_step(toys.batch_of([EVERYTHING], EVERYTHING))["skipped_steps_total"]
+            == 1
+        )
         assert any(not torch.equal(weight, before[name]) for name, weight in run.served().items())
 
 
 def test_stages_train_alike(two_ranks: tuple[Path, dict[str, Any]]) -> None:
     _, results = two_ranks
-    losses = [[step["loss"] for step in results[f"straight-{stage}"]["second"]] for stage in (1, 2, 3)]
+    losses = [
+        [step["loss"] for step in results[f"straight-{stage}"]["second"]] for stage in (1, 2, 3)
+    ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert losses[2] == pytest.approx(losses[0], rel=1e-4)
 
 
-def test_ranks_agree_on_the_highest_vote_and_on_the_same_batch_only(two_ranks: tuple[Path, dict[str, Any]]) -> None:
+def test_ranks_agree_on_the_highest_vote_and_on_the_same_batch_only(
+    two_ranks: tuple[Path, dict[str, Any]],
+) -> None:
     _, results = two_ranks
     assert results["replaced"] == {"raised": True, "unchanged": True}
     assert results["votes"] == ["READY", "WAIT", "WAIT", "STOP"]
@@ -170,7 +214,9 @@ def test_ranks_agree_on_the_highest_vote_and_on_the_same_batch_only(two_ranks: t
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_two_ranks_train_the_adapter_that_one_trains(two_ranks: tuple[Path, dict[str, Any]], stage: int) -> None:
+def test_two_ranks_train_the_adapter_that_one_trains(
+    two_ranks: tuple[Path, dict[str, Any]], stage: int
+) -> None:
     folder, _ = two_ranks
     spec = toys.full_spec(model={"adapter": toys.ADAPTER})
     with join_ranks(Place()) as ranks:
@@ -178,18 +224,24 @@ def test_two_ranks_train_the_adapter_that_one_trains(two_ranks: tuple[Path, dict
         before = made.served()
         for step in range(4):
             everything = toys.trajectories(6, seed=10 + step)
-            made.learner.train_step(toys.batch_of([everything[:3], everything[3:]], everything, step))
+            made.learner.train_step(
+                toys.batch_of([everything[:3], everything[3:]], everything, step)
+            )
         expected = made.served()
     found = load_file(folder / f"adapter-{stage}.safetensors")
     assert set(found) == set(expected)
-    assert min(float((weight - before[name]).abs().max()) for name, weight in expected.items()) > 1e-3
+    assert (
+        min(float((weight - before[name]).abs().max()) for name, weight in expected.items()) > 1e-3
+    )
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, atol=TOLERANCE, rtol=0, msg=name)
 
 
 def test_two_ranks_resume_an_adapter_bit_by_bit(two_ranks: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = two_ranks
-    straight, resumed = (load_file(folder / f"adapter-{name}3.safetensors") for name in ("", "resumed-"))
+    straight, resumed = (
+        load_file(folder / f"adapter-{name}3.safetensors") for name in ("", "resumed-")
+    )
     assert all(torch.equal(weight, straight[name]) for name, weight in resumed.items())
     assert set(straight) == set(resumed)
 
@@ -226,7 +278,10 @@ def test_weights_that_are_no_longer_finite_end_the_process_at_the_step_that_made
         learner = toys.learner(engine, ranks, settings)
         learner.train_step(toys.batch_of([EVERYTHING], EVERYTHING, 0))
         monkeypatch.setattr("pipelinerl_trainer.learner.learning_rate", lambda *_: float("inf"))
-        with pytest.raises(FatalError, match=r"step 1: .* not finite, .* a learning rate of inf: lower algorithm\.optimizer"):
+        with pytest.raises(
+            FatalError,
+            match=r"step 1: .* not finite, .* a learning rate of inf: lower algorithm\.optimizer",
+        ):
             learner.train_step(toys.batch_of([EVERYTHING], EVERYTHING, 1))
 
 
@@ -248,6 +303,9 @@ def test_a_run_whose_gradients_stay_not_finite_ends() -> None:
         learner.train_step(toys.batch_of([few], few, 2))
         for step in range(3, MAX_SKIPPED_IN_A_ROW + 2):
             learner.train_step(spoiled(toys.batch_of([few], few, step)))
-        with pytest.raises(FatalError, match=f"{MAX_SKIPPED_IN_A_ROW} steps in a row had a gradient that is not finite"):
+        with pytest.raises(
+            FatalError,
+            match=f"{MAX_SKIPPED_IN_A_ROW} steps in a row had a gradient that is not finite",
+        ):
             learner.train_step(spoiled(toys.batch_of([few], few, MAX_SKIPPED_IN_A_ROW + 2)))
         assert learner.num_skipped_steps == 2 + MAX_SKIPPED_IN_A_ROW

@@ -47,7 +47,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def node(folder: Path, program: str, num_processes: int = 2) -> Node:
-    return Node(4, num_processes, ("--folder", str(folder), "--program", program), "127.0.0.1:1", module="rank_stand_in")
+    return Node(
+        4,
+        num_processes,
+        ("--folder", str(folder), "--program", program),
+        "127.0.0.1:1",
+        module="rank_stand_in",
+    )
 
 
 async def run(started: Node, stop: asyncio.Event | None = None) -> int:
@@ -61,9 +67,14 @@ def wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
-async def test_every_rank_runs_under_its_own_number_and_the_first_serves_metrics(folder: Path) -> None:
+async def test_every_rank_runs_under_its_own_number_and_the_first_serves_metrics(
+    folder: Path,
+) -> None:
     assert await run(node(folder, "finish")) == 0
-    assert "--rank 4 --name trainer-4 --log-level info --metrics-listen 127.0.0.1:1" in (folder / "started-4").read_text()
+    assert (
+        "--rank 4 --name trainer-4 --log-level info --metrics-listen 127.0.0.1:1"
+        in (folder / "started-4").read_text()
+    )
     assert (folder / "started-5").read_text().endswith("--rank 5 --name trainer-5 --log-level info")
 
 
@@ -71,7 +82,9 @@ async def test_one_failed_rank_ends_the_others_and_gives_its_status(folder: Path
     assert await run(node(folder, "fail5", num_processes=3)) == 3
 
 
-async def test_a_rank_that_hangs_is_killed_after_another_has_failed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rank_that_hangs_is_killed_after_another_has_failed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pipelinerl_trainer.launch.FAILED_GRACE_S", 0.5)
     assert await run(node(folder, "deaf,fail4")) == 3
 
@@ -97,7 +110,18 @@ async def test_wrong_settings_of_real_ranks_come_out_as_the_nodes_status(folder:
 
 
 def test_ranks_understand_what_the_launcher_gives_them() -> None:
-    argv = ["--job", "j", "--listen", "10.0.0.1:7000", "--rank", "2", "--num-ranks", "4", "--master-port", "29500"]
+    argv = [
+        "--job",
+        "j",
+        "--listen",
+        "10.0.0.1:7000",
+        "--rank",
+        "2",
+        "--num-ranks",
+        "4",
+        "--master-port",
+        "29500",
+    ]
     flags = [
         "--name",
         "trainer-2",
@@ -125,7 +149,9 @@ def test_no_processes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--processes 0 must be at least 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("num_devices", "indices"), [(0, [0, 1, 2]), (1, [0, 0, 0]), (4, [0, 1, 2])])
+@pytest.mark.parametrize(
+    ("num_devices", "indices"), [(0, [0, 1, 2]), (1, [0, 0, 0]), (4, [0, 1, 2])]
+)
 def test_a_rank_has_the_only_device_that_it_sees_or_the_one_of_its_place(
     num_devices: int, indices: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,15 +9,26 @@ import trainer_toys as toys
 
 from pipelinerl_common.types import VersionRun
 from pipelinerl_trainer.losses import PolicyLoss
-from pipelinerl_trainer.metrics import EffectiveSampleSize, LagHistogram, Maximum, Mean, StepMetrics, Total
+from pipelinerl_trainer.metrics import (
+    EffectiveSampleSize,
+    LagHistogram,
+    Maximum,
+    Mean,
+    StepMetrics,
+    Total,
+)
 from pipelinerl_trainer.objective import RowLoss
 
 
-def row_loss(weights: list[float], effective: list[float], *, kl: list[float] | None = None) -> RowLoss:
+def row_loss(
+    weights: list[float], effective: list[float], *, kl: list[float] | None = None
+) -> RowLoss:
     weights_T, effective_T = torch.tensor(weights), torch.tensor(effective)
     policy = PolicyLoss(torch.zeros_like(weights_T), effective_T, weights_T != effective_T)
     kl_T = None if kl is None else torch.tensor(kl)
-    return RowLoss(torch.tensor(0.0), policy, weights_T, kl_T, torch.full_like(weights_T, 0.5), None)
+    return RowLoss(
+        torch.tensor(0.0), policy, weights_T, kl_T, torch.full_like(weights_T, 0.5), None
+    )
 
 
 def test_effective_sample_size_is_one_for_equal_weights_and_falls_with_their_spread() -> None:
@@ -47,13 +58,17 @@ def test_ess_is_taken_before_truncation_and_the_truncated_one_is_beside_it() -> 
 
 def test_lag_is_counted_per_token_from_the_version_that_trains() -> None:
     members = toys.trajectories(2)
-    batch = dataclasses.replace(toys.pack(members), version_runs=(VersionRun(7, 2), VersionRun(9, 1), VersionRun(-20, 1)))
+    batch = dataclasses.replace(
+        toys.pack(members), version_runs=(VersionRun(7, 2), VersionRun(9, 1), VersionRun(-20, 1))
+    )
     metrics = StepMetrics()
     metrics.add_row(batch, 9, row_loss([1.0], [1.0], kl=[0.25]), loss=0.0)
     values = metrics.values()
     assert values["lag_mean"] == pytest.approx((2 * 2 + 0 + 29) / 4)
     assert values["lag_max"] == 29
-    assert {key: value for key, value in values.items() if key.startswith("lag_histogram") and value} == {
+    assert {
+        key: value for key, value in values.items() if key.startswith("lag_histogram") and value
+    } == {
         "lag_histogram_0": 1,
         "lag_histogram_2": 2,
         "lag_histogram_16_plus": 1,
@@ -65,7 +80,9 @@ def test_lag_is_counted_per_token_from_the_version_that_trains() -> None:
 def test_a_row_whose_loss_is_not_finite_is_counted_and_spoils_nothing(loss: float) -> None:
     metrics = StepMetrics()
     metrics.add_row(toys.pack(toys.trajectories(1)), 0, row_loss([1.0], [1.0]), loss=1.0)
-    metrics.add_row(toys.pack(toys.trajectories(1)), 0, row_loss([float("nan")], [float("nan")]), loss=loss)
+    metrics.add_row(
+        toys.pack(toys.trajectories(1)), 0, row_loss([float("nan")], [float("nan")]), loss=loss
+    )
     values = metrics.values()
     assert values["non_finite_micro_batches"] == 1
     assert values["loss"] == 1.0
@@ -73,7 +90,13 @@ def test_a_row_whose_loss_is_not_finite_is_counted_and_spoils_nothing(loss: floa
 
 
 def test_every_metric_knows_how_ranks_combine() -> None:
-    total, largest, mean, ess, lags = Total(), Maximum(), Mean(), EffectiveSampleSize(), LagHistogram()
+    total, largest, mean, ess, lags = (
+        Total(),
+        Maximum(),
+        Mean(),
+        EffectiveSampleSize(),
+        LagHistogram(),
+    )
     total.load(torch.tensor([[1.0], [2.0]]))
     largest.load(torch.tensor([[1.0], [2.0]]))
     mean.load(torch.tensor([[1.0, 1.0], [9.0, 4.0]]))

@@ -1,4 +1,6 @@
-"""Mixtures of experts: fused in memory, one tensor per expert in the checkpoint and on the way to the generators."""
+"""Mixtures of experts: fused in memory, one tensor per expert in the checkpoint and on the way to
+the generators.
+"""
 
 from pathlib import Path
 
@@ -29,19 +31,25 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_every_tensor_is_sent_as_the_checkpoint_has_it(kind: str, tmp_path: Path, stage: int) -> None:
+def test_every_tensor_is_sent_as_the_checkpoint_has_it(
+    kind: str, tmp_path: Path, stage: int
+) -> None:
     stored = load_file(tmp_path / "model" / "model.safetensors")
     assert KINDS[kind] in stored
     with setup(tmp_path, stage) as run:
         sent = run.served()
-        assert list(run.engine.served_shapes.items()) == [(name, tuple(weight.shape)) for name, weight in sent.items()]
+        assert list(run.engine.served_shapes.items()) == [
+            (name, tuple(weight.shape)) for name, weight in sent.items()
+        ]
     assert sent.keys() == stored.keys()
     for name, weight in sent.items():
         assert torch.equal(weight, stored[name]), name
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_the_gradient_is_the_plain_one_and_has_no_router_loss(kind: str, tmp_path: Path, stage: int) -> None:
+def test_the_gradient_is_the_plain_one_and_has_no_router_loss(
+    kind: str, tmp_path: Path, stage: int
+) -> None:
     """The model's configuration asks for a router loss; the plain computation has none."""
     spec = toys.full_spec(trainers={"zeroStage": stage})
     with join_ranks(Place()) as ranks:
@@ -63,7 +71,10 @@ def test_a_trained_mixture_is_exported_and_loads_again(kind: str, tmp_path: Path
         (tmp_path / "trained").mkdir()
         export_policy(run.engine, run.ranks, tmp_path / "model", tmp_path / "trained")
         policy = run.engine.policy
-        weights = {name: weight.detach().clone() for name, weight in policy.language_model.named_parameters()}
+        weights = {
+            name: weight.detach().clone()
+            for name, weight in policy.language_model.named_parameters()
+        }
     assert stored_shapes(tmp_path / "trained") == stored_shapes(tmp_path / "model")
     again = load_policy(tmp_path / "trained", toys.job().spec, torch.device("cpu"))
     before = load_policy(tmp_path / "model", toys.job().spec, torch.device("cpu"))
@@ -85,8 +96,13 @@ def test_weights_that_generators_would_not_know_are_refused(kind: str, tmp_path:
     stored = stored_shapes(tmp_path / "model")
     model = toys.tiny_mixture(kind)
     check_tensors(CheckpointTensors(model, stored), model, stored)
-    for wrong in (stored | {KINDS[kind]: (16, 24)}, {name: shape for name, shape in stored.items() if name != KINDS[kind]}):
-        with pytest.raises(SettingsError, match=f"1 weight named or shaped otherwise.*such as {KINDS[kind]}"):
+    for wrong in (
+        stored | {KINDS[kind]: (16, 24)},
+        {name: shape for name, shape in stored.items() if name != KINDS[kind]},
+    ):
+        with pytest.raises(
+            SettingsError, match=f"1 weight named or shaped otherwise.*such as {KINDS[kind]}"
+        ):
             check_tensors(CheckpointTensors(model, wrong), model, wrong)
 
 
@@ -94,7 +110,9 @@ def test_experts_that_are_stored_fused_keep_their_names(tmp_path: Path) -> None:
     model = toys.tiny_mixture("qwen3_moe")
     model.config.save_pretrained(tmp_path)
     save_file(
-        {name: weight.detach() for name, weight in model.named_parameters()}, tmp_path / "model.safetensors", {"format": "pt"}
+        {name: weight.detach() for name, weight in model.named_parameters()},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
     )
     policy = load_policy(tmp_path, toys.job().spec, torch.device("cpu"))
     name = "model.layers.0.mlp.experts.gate_up_proj"

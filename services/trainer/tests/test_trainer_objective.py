@@ -52,7 +52,9 @@ def test_the_objective_adds_its_terms_with_their_signs_and_sequence_weights() ->
 
 
 def test_a_penalty_in_the_reward_is_measured_and_not_added_again() -> None:
-    settings = toys.full_algorithm(entropyCoefficient=0, kl={"coefficient": 0.2, "estimator": "k1", "placement": "reward"})
+    settings = toys.full_algorithm(
+        entropyCoefficient=0, kl={"coefficient": 0.2, "estimator": "k1", "placement": "reward"}
+    )
     row = objective(settings)(scores(), COLUMNS)
     assert row.total.item() == pytest.approx(-math.log(0.5) + 0.5 * math.log(0.25))
     assert row.kl_T is not None
@@ -80,7 +82,9 @@ def test_the_entropy_bonus_rewards_entropy() -> None:
     assert gradient(bonus(given, COLUMNS).total, given.entropy_T) == pytest.approx([-0.1, -0.05])
 
 
-def test_with_a_value_head_the_advantage_is_return_minus_value_and_does_not_train_the_head() -> None:
+def test_with_a_value_head_the_advantage_is_return_minus_value_and_does_not_train_the_head() -> (
+    None
+):
     given = scores(values=True)
     row = objective(toys.algorithm(baseline="value", valueCoefficient=0.1))(given, COLUMNS)
     policy = -(1.0 - 0.5) * math.log(0.5) - 0.5 * 2.0 * math.log(0.25)
@@ -103,7 +107,14 @@ def test_the_value_head_s_discount_and_lambda_are_those_of_the_job() -> None:
 
 
 def test_a_row_without_a_needed_column_is_an_error_and_never_silently_zero() -> None:
-    without = TokenColumns(COLUMNS.old_logprobs_T, COLUMNS.advantages_T, None, None, COLUMNS.weights_T, COLUMNS.sequence_T)
+    without = TokenColumns(
+        COLUMNS.old_logprobs_T,
+        COLUMNS.advantages_T,
+        None,
+        None,
+        COLUMNS.weights_T,
+        COLUMNS.sequence_T,
+    )
     with pytest.raises(FatalError, match="ref_logprobs"):
         objective(toys.full_algorithm())(scores(), without)
     with pytest.raises(FatalError, match="returns"):
@@ -119,7 +130,9 @@ def test_a_row_without_a_needed_column_is_an_error_and_never_silently_zero() -> 
         ("max_tokens", [1, 1, 1], 50),
     ],
 )
-def test_the_normalizer_counts_the_whole_step(normalize_by: str, weights: list[float], divisor: float) -> None:
+def test_the_normalizer_counts_the_whole_step(
+    normalize_by: str, weights: list[float], divisor: float
+) -> None:
     plan = toys.plan_of(toys.trajectories(5))
     assert (plan.num_sequences, plan.num_trained_tokens) == (5, 26)
     assert objective(toys.algorithm(normalizeBy=normalize_by)).normalizer(plan) == divisor
@@ -131,7 +144,8 @@ def test_a_step_without_anything_to_train_is_divided_by_one() -> None:
     assert objective(toys.algorithm(normalizeBy="tokens")).normalizer(toys.plan_of([])) == 1.0
 
 
-# Two sequences, of two tokens and of one. pi = 0.6 0.3 | 0.8, mu = 0.2 0.4 | 0.1: w = 3 0.75 | 8, products 2.25 | 8, geometric
+# Two sequences, of two tokens and of one. pi = 0.6 0.3 | 0.8, mu = 0.2 0.4 | 0.1: w = 3 0.75 | 8,
+# products 2.25 | 8, geometric
 # means 1.5 | 8. Advantages 1 | -2.
 A, B, C = math.log(0.6), math.log(0.3), math.log(0.8)
 
@@ -164,8 +178,12 @@ def test_every_named_algorithm(name: str, loss: float, slopes: list[float]) -> N
     )
     # PPO's value head is another test's: here its advantages come with the batch.
     options = {"baseline": "leave_one_out"} if name == "ppo" else {}
-    row = objective(toys.algorithm(loss=name, **options))(TokenScores(logprobs, torch.zeros(3), None), columns)
-    divisor = {"sequences": 2, "sequence_means": 2, "tokens": 3, "max_tokens": 2 * 10}[toys.algorithm(loss=name).normalize_by]
+    row = objective(toys.algorithm(loss=name, **options))(
+        TokenScores(logprobs, torch.zeros(3), None), columns
+    )
+    divisor = {"sequences": 2, "sequence_means": 2, "tokens": 3, "max_tokens": 2 * 10}[
+        toys.algorithm(loss=name).normalize_by
+    ]
     assert row.total.item() / divisor == pytest.approx(loss)
     assert [slope / divisor for slope in gradient(row.total, logprobs)] == pytest.approx(slopes)
     assert row.ratios_T.tolist() == pytest.approx([3, 0.75, 8])
@@ -175,6 +193,8 @@ def test_gspo_moves_all_tokens_of_a_sequence_that_is_within_its_bounds() -> None
     # Ratios 1.25 and 0.8: geometric mean 1, not clipped; d(s A)/dlogp of each token is s A / 2.
     logprobs = log_of(0.5, 0.4, grad=True)
     columns = TokenColumns(log_of(0.4, 0.5), column(3, 3), None, None, column(1, 1), numbers(0, 0))
-    row = objective(toys.algorithm(loss="gspo"))(TokenScores(logprobs, torch.zeros(2), None), columns)
+    row = objective(toys.algorithm(loss="gspo"))(
+        TokenScores(logprobs, torch.zeros(2), None), columns
+    )
     assert row.total.item() == pytest.approx(-3)
     assert gradient(row.total, logprobs) == pytest.approx([-1.5, -1.5])

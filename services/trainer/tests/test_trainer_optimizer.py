@@ -12,10 +12,14 @@ from pipelinerl_trainer.ranks import Place, join_ranks
 
 
 def settings(**options: object) -> OptimizerSettings:
-    return OptimizerSettings.model_validate({"learningRate": 0.1, "betas": (0.5, 0.5), "eps": 1e-12, **options})
+    return OptimizerSettings.model_validate(
+        {"learningRate": 0.1, "betas": (0.5, 0.5), "eps": 1e-12, **options}
+    )
 
 
-def steps(optimizer: torch.optim.AdamW, weight: nn.Parameter, gradients: list[float], lag: float) -> list[float]:
+def steps(
+    optimizer: torch.optim.AdamW, weight: nn.Parameter, gradients: list[float], lag: float
+) -> list[float]:
     seen = []
     for gradient in gradients:
         weight.grad = torch.tensor([gradient], dtype=torch.float64)
@@ -30,7 +34,8 @@ def test_the_gradient_is_moved_along_the_course_of_the_weights() -> None:
     weight = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
     optimizer = make_optimizer([weight], settings(delayCompensation=0.5))
     assert isinstance(optimizer, DelayCompensatedAdamW)
-    # Step 1: Adam's first update is -lr: 0.9. The moving average of updates is 0.5 * -0.1 = -0.05, v = 0.5 * 4 = 2.
+    # Step 1: Adam's first update is -lr: 0.9. The moving average of updates is 0.5 * -0.1 = -0.05,
+    # v = 0.5 * 4 = 2.
     # Step 2: drift = 3 * -0.05 = -0.15; g = 2 + 0.5 / sqrt(2) * 4 * -0.15 = 2 - 0.2121320...
     gradient = 2 - 0.5 / 2**0.5 * 4 * 0.15
     mean = (0.5 * 0.5 * 2 + 0.5 * gradient) / 0.75
@@ -38,14 +43,21 @@ def test_the_gradient_is_moved_along_the_course_of_the_weights() -> None:
     expected = 0.9 - 0.1 * mean / variance**0.5
     assert steps(optimizer, weight, [2.0, 2.0], lag=3.0) == pytest.approx([0.9, expected])
     # The average after it: 0.5 * -0.05 + 0.5 * (second update).
-    assert float(optimizer.state[weight]["update"]) == pytest.approx(0.5 * -0.05 + 0.5 * (expected - 0.9))
+    assert float(optimizer.state[weight]["update"]) == pytest.approx(
+        0.5 * -0.05 + 0.5 * (expected - 0.9)
+    )
 
 
 def test_without_lag_it_is_adamw() -> None:
     gradients = [2.0, -1.0, 0.5]
     plain, compensated = (nn.Parameter(torch.tensor([1.0], dtype=torch.float64)) for _ in range(2))
     expected = steps(make_optimizer([plain], settings()), plain, gradients, lag=0.0)
-    found = steps(make_optimizer([compensated], settings(delayCompensation=0.5)), compensated, gradients, lag=0.0)
+    found = steps(
+        make_optimizer([compensated], settings(delayCompensation=0.5)),
+        compensated,
+        gradients,
+        lag=0.0,
+    )
     assert found == expected
     assert type(make_optimizer([plain], settings())) is torch.optim.AdamW
 
@@ -64,7 +76,9 @@ def test_a_weight_without_a_gradient_is_left_alone() -> None:
 def test_under_deepspeed_the_lag_of_the_batch_counts_and_the_state_is_saved(stage: int) -> None:
     weights = {}
     for compensation in (0.0, 20.0):
-        job = toys.full_algorithm(optimizer={"learningRate": 1e-2, "delayCompensation": compensation})
+        job = toys.full_algorithm(
+            optimizer={"learningRate": 1e-2, "delayCompensation": compensation}
+        )
         with join_ranks(Place()) as ranks:
             engine = Engine(toys.tiny_policy(job), ranks, stage, job.optimizer)
             learner = toys.learner(engine, ranks, job)
@@ -72,7 +86,11 @@ def test_under_deepspeed_the_lag_of_the_batch_counts_and_the_state_is_saved(stag
                 everything = toys.trajectories(4, seed=step)
                 values = learner.train_step(toys.batch_of([everything], everything, step))
             assert values["lag_mean"] > 0
-            weights[compensation] = torch.cat([weight.flatten().clone() for _, weight in engine.served_weights()])
-            assert any(name.endswith(".update") for name in engine.optimizer_tensors()) is (compensation > 0)
+            weights[compensation] = torch.cat(
+                [weight.flatten().clone() for _, weight in engine.served_weights()]
+            )
+            assert any(name.endswith(".update") for name in engine.optimizer_tensors()) is (
+                compensation > 0
+            )
     difference = float((weights[0.0] - weights[20.0]).abs().max())
     assert 1e-6 < difference < 0.1

@@ -22,7 +22,9 @@ CPU = torch.device("cpu")
 
 
 def alone(model: Qwen3ForCausalLM, sequence: toys.Trajectory, temperature: float) -> torch.Tensor:
-    """Log-probabilities of the sampled tokens by the plainest means: whole softmax, one sequence, torch's own attention."""
+    """Log-probabilities of the sampled tokens by the plainest means: whole softmax, one sequence,
+    torch's own attention.
+    """
     ids = torch.tensor([sequence.tokens])
     logits = model(input_ids=ids).logits[0, :-1].float() / temperature
     logprobs: torch.Tensor = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
@@ -43,8 +45,12 @@ def test_packed_logprobs_are_those_of_each_sequence_alone() -> None:
 def test_a_sequence_does_not_see_its_neighbours() -> None:
     first, second, other = toys.trajectories(3)
     policy = PolicyModel(toys.tiny_model(), with_value_head=False)
-    with_second = policy(pack_row(toys.pack([second, first]), CPU)[0]).logprobs_T[-first.num_sampled :]
-    with_other = policy(pack_row(toys.pack([other, other, first]), CPU)[0]).logprobs_T[-first.num_sampled :]
+    with_second = policy(pack_row(toys.pack([second, first]), CPU)[0]).logprobs_T[
+        -first.num_sampled :
+    ]
+    with_other = policy(pack_row(toys.pack([other, other, first]), CPU)[0]).logprobs_T[
+        -first.num_sampled :
+    ]
     torch.testing.assert_close(with_second, with_other, atol=1e-6, rtol=0)
 
 
@@ -66,10 +72,16 @@ def test_row_columns_are_those_of_the_trained_tokens() -> None:
     assert len(row.input_ids_L) == sum(row.sequence_lengths)  # padding is cut off
     expected_positions = [position for length in row.sequence_lengths for position in range(length)]
     assert row.position_ids_L.tolist() == expected_positions
-    assert row.targets_T.tolist() == [token for each in sequences for token in each.tokens[each.num_prompt :]]
+    assert row.targets_T.tolist() == [
+        token for each in sequences for token in each.tokens[each.num_prompt :]
+    ]
     old = [value for each in sequences for value in each.old_logprobs]
     torch.testing.assert_close(columns.old_logprobs_T, torch.tensor(old))
-    expected_weights = [w for w, each in zip((1.0, 0.5, 0.0), sequences, strict=True) for _ in range(each.num_sampled)]
+    expected_weights = [
+        w
+        for w, each in zip((1.0, 0.5, 0.0), sequences, strict=True)
+        for _ in range(each.num_sampled)
+    ]
     assert columns.weights_T.tolist() == expected_weights
 
 
@@ -96,7 +108,10 @@ def test_a_filler_row_has_no_loss_and_gives_every_weight_a_zero_gradient() -> No
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"sequence_lengths": (70,)}, "do not fit 64 slots"), ({"temperature": 0.0}, "temperature 0.0 is not above 0")],
+    [
+        ({"sequence_lengths": (70,)}, "do not fit 64 slots"),
+        ({"temperature": 0.0}, "temperature 0.0 is not above 0"),
+    ],
 )
 def test_impossible_rows_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(MalformedMessage, match=message):
@@ -117,11 +132,15 @@ def test_chunked_scoring_equals_whole_scoring_with_its_gradients() -> None:
     for chunk_bytes in (1 << 20, 2 * 4 * 11):  # everything at once; two tokens at a time
         inputs = hidden.clone().requires_grad_()
         lm_head.zero_grad()
-        logprobs, entropy = TokenHead(lm_head, LogitTransform(), chunk_bytes)(inputs, targets, 0.5, True)
+        logprobs, entropy = TokenHead(lm_head, LogitTransform(), chunk_bytes)(
+            inputs, targets, 0.5, True
+        )
         (logprobs.sum() - 0.3 * entropy.sum()).backward()
         assert inputs.grad is not None
         assert lm_head.weight.grad is not None
-        results.append((logprobs.detach(), entropy.detach(), inputs.grad, lm_head.weight.grad.clone()))
+        results.append(
+            (logprobs.detach(), entropy.detach(), inputs.grad, lm_head.weight.grad.clone())
+        )
     for whole, chunked in zip(*results, strict=True):
         torch.testing.assert_close(whole, chunked)
 
@@ -158,7 +177,9 @@ def test_the_job_s_head_dtype_reaches_the_model(tmp_path: Path) -> None:
 
 
 class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Remembers the most elements that any tensor of an operation had, backward and recomputation included."""
+    """Remembers the most elements that any tensor of an operation had, backward and recomputation
+    included.
+    """
 
     num_elements = 0
 
@@ -179,11 +200,15 @@ def test_the_logits_of_all_tokens_never_exist_at_once(entropy_gradient: bool) ->
     largest = {}
     for name, chunk_bytes in (("whole", 1 << 20), ("chunked", 4 * vocabulary * chunk)):
         with LargestTensor() as mode:  # type: ignore[no-untyped-call]
-            logprobs, entropy = TokenHead(lm_head, LogitTransform(), chunk_bytes)(hidden, targets, 1.0, entropy_gradient)
+            logprobs, entropy = TokenHead(lm_head, LogitTransform(), chunk_bytes)(
+                hidden, targets, 1.0, entropy_gradient
+            )
             (logprobs.sum() + (entropy.sum() if entropy_gradient else 0.0)).backward()
         largest[name] = mode.num_elements
     assert largest["whole"] == num_tokens * vocabulary
-    assert largest["chunked"] == max(chunk * vocabulary, vocabulary * 8)  # the latter is the head's own gradient
+    assert largest["chunked"] == max(
+        chunk * vocabulary, vocabulary * 8
+    )  # the latter is the head's own gradient
 
 
 def test_logprobs_and_entropy_are_of_the_tempered_distribution() -> None:
@@ -215,4 +240,6 @@ def test_attention_that_would_mix_sequences_is_refused() -> None:
         attention.packed_attention(torch.nn.Identity(), heads, heads, heads, None)
     arguments = attention.attention_arguments((2,), CPU)
     with pytest.raises(SettingsError, match="softcap"):
-        attention.packed_attention(torch.nn.Identity(), heads, heads, heads, None, softcap=50.0, **arguments)
+        attention.packed_attention(
+            torch.nn.Identity(), heads, heads, heads, None, softcap=50.0, **arguments
+        )

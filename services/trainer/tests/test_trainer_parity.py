@@ -21,7 +21,9 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "PAUSE_S", 0.01)
 
 
-async def check(*urls: str, token: str | None = None, stage: int = 1, stop: bool = False, version: int = 0) -> float:
+async def check(
+    *urls: str, token: str | None = None, stage: int = 1, stop: bool = False, version: int = 0
+) -> float:
     """Runs the check as the loop does, in a thread beside the event loop."""
     spec = toys.job(trainers={"parity": {"numPrompts": 3, "maxLogprobDifference": 0.01}}).spec
     bridge = Bridge()
@@ -66,7 +68,9 @@ async def test_the_token_is_sent() -> None:
         await check(generator.url, token="secret")
 
 
-async def test_other_weights_are_no_answer_and_no_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_weights_are_no_answer_and_no_answer_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(parity, "PATIENCE_S", 0.2)
     with Generator() as generator:
         generator.version = 4
@@ -79,7 +83,9 @@ async def test_a_stop_ends_the_check() -> None:
         await check(generator.url, stop=True)
 
 
-@pytest.mark.parametrize(("prompts", "urls"), [(0, ("http://127.0.0.1:1",)), (2, ())], ids=["off", "no generator known"])
+@pytest.mark.parametrize(
+    ("prompts", "urls"), [(0, ("http://127.0.0.1:1",)), (2, ())], ids=["off", "no generator known"]
+)
 def test_the_check_can_be_off(prompts: int, urls: tuple[str, ...]) -> None:
     spec = toys.job(trainers={"parity": {"numPrompts": prompts}}).spec
     assert not ParityCheck(spec, urls, None, toys.VOCABULARY).is_wanted

@@ -1,4 +1,6 @@
-"""The trainer as it is started: `python -m pipelinerl_trainer`, with two ranks, signals, and kill -9."""
+"""The trainer as it is started: `python -m pipelinerl_trainer`, with two ranks, signals, and kill
+-9.
+"""
 
 import asyncio
 import json
@@ -54,12 +56,20 @@ class Launcher:
     @asynccontextmanager
     async def start(self, *flags: str, as_node: bool = False) -> AsyncIterator[list[Rank]]:
         """Ranks from 0 on, or the one process that starts them all; killed when the block is left."""
-        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as one,
+            socket.create_server(("127.0.0.1", 0)) as two,
+        ):
             listen, master = (f"127.0.0.1:{probe.getsockname()[1]}" for probe in (one, two))
         self.peers.coordinator.trainer = listen
-        modules = ["pipelinerl_trainer.launch"] if as_node else ["pipelinerl_trainer"] * self.num_ranks
+        modules = (
+            ["pipelinerl_trainer.launch"] if as_node else ["pipelinerl_trainer"] * self.num_ranks
+        )
         flags = (*flags, "--processes", str(self.num_ranks)) if as_node else flags
-        ranks = [await self._launch(rank, module, (listen, master), flags) for rank, module in enumerate(modules)]
+        ranks = [
+            await self._launch(rank, module, (listen, master), flags)
+            for rank, module in enumerate(modules)
+        ]
         try:
             yield ranks
         finally:
@@ -68,7 +78,9 @@ class Launcher:
                     rank.process.kill()
                 await rank.process.wait()
 
-    async def _launch(self, rank: int, module: str, addresses: tuple[str, str], flags: Sequence[str]) -> Rank:
+    async def _launch(
+        self, rank: int, module: str, addresses: tuple[str, str], flags: Sequence[str]
+    ) -> Rank:
         listen, master = addresses
         host, _, port = master.rpartition(":")
         log_file = self.output / f"trainer-{rank}.log"
@@ -92,22 +104,36 @@ class Launcher:
                 *(sys.executable, "-m", module, *given, *urls, *flags),
                 stdout=log,
                 stderr=log,
-                env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **SOURCES},
+                env={
+                    "PATH": "/usr/bin:/bin",
+                    "OMP_NUM_THREADS": "1",
+                    "HF_HUB_OFFLINE": "1",
+                    **SOURCES,
+                },
             )
         return Rank(process, log_file)
 
 
 @asynccontextmanager
-async def launcher(output: Path, preprocessor: Preprocessor, num_ranks: int, **spec: Any) -> AsyncIterator[Launcher]:
+async def launcher(
+    output: Path, preprocessor: Preprocessor, num_ranks: int, **spec: Any
+) -> AsyncIterator[Launcher]:
     toys.save_tiny_model(output / "model")
     job_file = output / "job.yaml"
-    job_file.write_text(json.dumps(toys.job(**spec).model_dump(mode="json", by_alias=True, exclude_none=True)))
-    async with serving(preprocessor, Coordinator()) as peers, NatsServer.start(output / "nats") as nats:
+    job_file.write_text(
+        json.dumps(toys.job(**spec).model_dump(mode="json", by_alias=True, exclude_none=True))
+    )
+    async with (
+        serving(preprocessor, Coordinator()) as peers,
+        NatsServer.start(output / "nats") as nats,
+    ):
         yield Launcher(output, peers, nats, job_file, num_ranks)
 
 
 async def test_two_ranks_are_killed_and_the_same_run_goes_on(tmp_path: Path) -> None:
-    """ZeRO 3: parity check over both ranks, a rank with another batch, kill -9, resume as one node's ranks, the end."""
+    """ZeRO 3: parity check over both ranks, a rank with another batch, kill -9, resume as one
+    node's ranks, the end.
+    """
     preprocessor = Preprocessor(num_steps=9, hold_at=2, lost_ranks={1})
     spec = {
         "algorithm": {"steps": 4},
@@ -123,7 +149,11 @@ async def test_two_ranks_are_killed_and_the_same_run_goes_on(tmp_path: Path) -> 
             launch.generators = [generator.url]
             async with launch.start("--resume") as (leader, follower):
                 await launch.peers.coordinator.form()
-                await until(lambda: preprocessor.num_held > 0 or leader.process.returncode is not None, "step 2", START_S)
+                await until(
+                    lambda: preprocessor.num_held > 0 or leader.process.returncode is not None,
+                    "step 2",
+                    START_S,
+                )
                 assert "parity mean=" in leader.log, leader.log[-3000:]
                 follower.process.kill()
                 assert await leader.status() == 1, leader.log[-3000:]
@@ -147,7 +177,11 @@ async def test_a_signal_ends_a_rank_with_a_checkpoint_and_status_0(tmp_path: Pat
     preprocessor = Preprocessor(num_steps=9, hold_at=1)
     async with launcher(tmp_path, preprocessor, 1) as launch, launch.start() as (rank,):
         await launch.peers.coordinator.form()
-        await until(lambda: preprocessor.num_held > 0 or rank.process.returncode is not None, "step 1", START_S)
+        await until(
+            lambda: preprocessor.num_held > 0 or rank.process.returncode is not None,
+            "step 1",
+            START_S,
+        )
         rank.process.send_signal(signal.SIGTERM)
         assert await rank.status() == 0, rank.log[-3000:]
     assert (tmp_path / "checkpoints" / "step-1" / "manifest.json").exists()
@@ -163,7 +197,9 @@ async def test_a_signal_ends_a_rank_with_a_checkpoint_and_status_0(tmp_path: Pat
         (["--nonsense"], "--nonsense"),
     ],
 )
-def test_wrong_flags_are_named(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_are_named(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as raised:
         parse_flags(["--job", "job.yaml", *argv])
     assert raised.value.code == 2
@@ -180,16 +216,35 @@ def test_help_tells_of_all_flags(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_flags_are_split_into_wiring_and_ranks() -> None:
-    argv = ["--job", "j.yaml", "--rank", "1", "--num-ranks", "2", "--master-port", "9", "--reference", "http://r", "--resume"]
+    argv = [
+        "--job",
+        "j.yaml",
+        "--rank",
+        "1",
+        "--num-ranks",
+        "2",
+        "--master-port",
+        "9",
+        "--reference",
+        "http://r",
+        "--resume",
+    ]
     wiring, flags = parse_flags(argv)
     assert wiring.references == ("http://r",)
     assert (flags.rank, flags.num_ranks, flags.master_port, flags.resume) == (1, 2, 9, True)
 
 
 def test_a_job_file_that_is_not_there_ends_with_status_2(tmp_path: Path) -> None:
-    assert main(["--job", str(tmp_path / "none.yaml"), "--preprocessor", "a:1", "--coordinator", "b:1"]) == 2
+    assert (
+        main(
+            ["--job", str(tmp_path / "none.yaml"), "--preprocessor", "a:1", "--coordinator", "b:1"]
+        )
+        == 2
+    )
 
 
 def test_a_missing_peer_ends_with_status_2(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(json.dumps(toys.job().model_dump(mode="json", by_alias=True, exclude_none=True)))
+    (tmp_path / "job.yaml").write_text(
+        json.dumps(toys.job().model_dump(mode="json", by_alias=True, exclude_none=True))
+    )
     assert main(["--job", str(tmp_path / "job.yaml"), "--preprocessor", "a:1"]) == 2

@@ -23,7 +23,9 @@ from pipelinerl_weights.manifest import Manifest, TensorSpec
 from pipelinerl_weights.rendezvous import connect_store, scope
 from pipelinerl_weights.sender import Snapshot
 
-MANIFEST = Manifest((TensorSpec("weight", "float32", (3,)), TensorSpec("bias", "float32", (1,))), bucket_bytes=16)
+MANIFEST = Manifest(
+    (TensorSpec("weight", "float32", (3,)), TensorSpec("bias", "float32", (1,))), bucket_bytes=16
+)
 UPDATE_S = 10.0
 
 
@@ -54,7 +56,9 @@ async def publishing(*, may_roll_back: bool = False) -> AsyncIterator[Harness]:
     coordinator = Coordinator()
     async with AsyncExitStack() as stack:
         peers = await stack.enter_async_context(serving(Preprocessor(), coordinator))
-        channel = await stack.enter_async_context(rpc.connect(peers.coordinator_address, token=None))
+        channel = await stack.enter_async_context(
+            rpc.connect(peers.coordinator_address, token=None)
+        )
         membership = Membership("127.0.0.1")
         stack.push_async_callback(membership.close)
         servicer = PolicyServicer(membership)
@@ -71,11 +75,15 @@ async def publishing(*, may_roll_back: bool = False) -> AsyncIterator[Harness]:
             await asyncio.sleep(0)
             return version not in harness.held
 
-        publisher = Publisher(channel, mark, may_publish, timeout_s=UPDATE_S, may_roll_back=may_roll_back)
+        publisher = Publisher(
+            channel, mark, may_publish, timeout_s=UPDATE_S, may_roll_back=may_roll_back
+        )
         membership.on_change = publisher.wake
         harness = Harness(publisher, membership, servicer, coordinator)
         service = rpc.RpcService(policy_pb2_grpc.add_PolicyServicer_to_server, servicer, FULL_NAME)
-        server = await stack.enter_async_context(rpc.serve("127.0.0.1:0", [service], token=None, grace_s=0.5))
+        server = await stack.enter_async_context(
+            rpc.serve("127.0.0.1:0", [service], token=None, grace_s=0.5)
+        )
         coordinator.trainer = server.address
         servicer.open(MANIFEST, lambda: 7)
         task = asyncio.create_task(publisher.run(membership))
@@ -117,7 +125,9 @@ async def test_an_offer_that_is_overtaken_while_the_group_is_looked_at_is_not_se
         assert harness.coordinator.versions == [2]
 
 
-async def test_a_version_is_held_back_until_the_policy_lets_it_go_but_never_for_a_new_group() -> None:
+async def test_a_version_is_held_back_until_the_policy_lets_it_go_but_never_for_a_new_group() -> (
+    None
+):
     async with publishing() as harness:
         harness.held = {1, 2}
         harness.publisher.offer(offer(1))
@@ -153,7 +163,9 @@ async def test_a_restored_trainer_may_roll_back_once_in_each_epoch() -> None:
         harness.publisher.offer(offer(2))
         await until(lambda: harness.coordinator.versions == [1, 2], "version 2")
         await harness.coordinator.form()
-        await until(lambda: harness.coordinator.versions == [1, 2, 2], "version 2 in the next epoch")
+        await until(
+            lambda: harness.coordinator.versions == [1, 2, 2], "version 2 in the next epoch"
+        )
         assert harness.coordinator.rollbacks == [True, False, True]
 
 
@@ -187,14 +199,20 @@ async def test_a_receiver_that_leaves_fails_the_update_at_once_and_training_is_n
         harness.coordinator.die_before_receiving = True
         harness.publisher.offer(offer(4))
         await harness.coordinator.form()
-        await until(lambda: harness.publisher.status.num_failures == 1, "the failure", timeout_s=UPDATE_S / 2)
+        await until(
+            lambda: harness.publisher.status.num_failures == 1,
+            "the failure",
+            timeout_s=UPDATE_S / 2,
+        )
         assert harness.marked == []
         harness.publisher.offer(offer(5))
         await harness.coordinator.form()
         await until(lambda: harness.marked == [5], "version 5")
 
 
-async def test_marking_is_tried_until_the_preprocessor_is_there_and_skips_what_was_overtaken() -> None:
+async def test_marking_is_tried_until_the_preprocessor_is_there_and_skips_what_was_overtaken() -> (
+    None
+):
     async with publishing() as harness:
         harness.is_preprocessor_away = True
         harness.publisher.offer(offer(1))
@@ -210,13 +228,23 @@ async def test_finish_waits_for_a_transfer_under_way() -> None:
     async with publishing() as harness:
         harness.publisher.offer(offer(1))
         await harness.coordinator.form()
-        await until(lambda: harness.publisher.is_sending or bool(harness.coordinator.versions), "the transfer")
+        await until(
+            lambda: harness.publisher.is_sending or bool(harness.coordinator.versions),
+            "the transfer",
+        )
         await harness.publisher.finish(UPDATE_S)
         assert harness.coordinator.versions == [1]
 
 
 async def ask(harness: Harness, **fields: Any) -> policy_pb2.JoinGroupResponse:
-    request: dict[str, Any] = {"epoch": 1, "world_size": 2, "backend": "gloo", "port": 0, "timeout_s": 5.0, **fields}
+    request: dict[str, Any] = {
+        "epoch": 1,
+        "world_size": 2,
+        "backend": "gloo",
+        "port": 0,
+        "timeout_s": 5.0,
+        **fields,
+    }
     async with rpc.connect(harness.coordinator.trainer, token=None) as channel:
         method = policy_pb2_grpc.PolicyStub(channel).JoinGroup
         return await rpc.call(method, policy_pb2.JoinGroupRequest(**request), timeout_s=10)
@@ -267,18 +295,33 @@ async def test_a_newer_group_replaces_one_that_never_forms() -> None:
         await until(lambda: harness.coordinator.versions == [1], "version 1 in epoch 2")
 
 
-async def test_a_group_that_is_replaced_while_it_forms_ends_for_all_who_wait_and_frees_its_port() -> None:
+async def test_a_group_that_is_replaced_while_it_forms_ends_for_all_who_wait_and_frees_its_port() -> (
+    None
+):
     port = int(free_ports(1)[0])
     async with publishing() as harness:
         await ask(harness, epoch=1, world_size=3, port=port, timeout_s=DEADLINE_S)
         joining = asyncio.to_thread(
-            TransferGroup.join, "127.0.0.1", port, rank=1, world_size=3, backend="gloo", epoch=1, timeout_s=DEADLINE_S
+            TransferGroup.join,
+            "127.0.0.1",
+            port,
+            rank=1,
+            world_size=3,
+            backend="gloo",
+            epoch=1,
+            timeout_s=DEADLINE_S,
         )
         receiver = asyncio.create_task(joining)
-        store = PrefixStore(scope(1), await asyncio.to_thread(connect_store, "127.0.0.1", port, DEADLINE_S))
-        await until(lambda: store.check(["joined/1"]), "the receiver that waits for the third member")
+        store = PrefixStore(
+            scope(1), await asyncio.to_thread(connect_store, "127.0.0.1", port, DEADLINE_S)
+        )
+        await until(
+            lambda: store.check(["joined/1"]), "the receiver that waits for the third member"
+        )
         assert (await ask(harness, epoch=2, port=port)).master_port == port
-        with pytest.raises(TransferFailed) as ended:  # by the flag, or by the end of the store behind it
+        with pytest.raises(
+            TransferFailed
+        ) as ended:  # by the flag, or by the end of the store behind it
             await receiver
         assert not isinstance(ended.value, TransferTimeout)
 

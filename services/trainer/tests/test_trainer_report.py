@@ -35,11 +35,18 @@ async def test_steps_that_are_done_while_the_stream_s_server_is_away_are_told_wh
             async with connection.metrics() as records, asyncio.timeout(DEADLINE_S):
                 assert (await anext(records)).step == 1
             await first.aclose()
-            await until(lambda: caplog.text.count("the connection to nats is lost") == 2, "the loss of both connections")
+            await until(
+                lambda: caplog.text.count("the connection to nats is lost") == 2,
+                "the loss of both connections",
+            )
             for step in (2, 3):
                 reporter.step_done(step, report(step - 1))
             await reporter.finish(0.1)
-            async with NatsServer.start(tmp_path, server.port), connection.metrics() as records, asyncio.timeout(DEADLINE_S):
+            async with (
+                NatsServer.start(tmp_path, server.port),
+                connection.metrics() as records,
+                asyncio.timeout(DEADLINE_S),
+            ):
                 assert [(await anext(records)).step for _ in range(3)] == [1, 2, 3]
                 running.cancel()
                 await asyncio.gather(running, return_exceptions=True)

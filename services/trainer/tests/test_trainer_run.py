@@ -28,7 +28,9 @@ from pipelinerl_trainer.ranks import Place
 LAST_METRICS = "last-metrics"
 
 
-def run_of(job: Job, output: Path, peers: Peers, nats_url: str, *, listen: str, resume: bool = False) -> Run:
+def run_of(
+    job: Job, output: Path, peers: Peers, nats_url: str, *, listen: str, resume: bool = False
+) -> Run:
     wiring = Wiring(
         job_file=Path("job.yaml"),
         name="trainer-0",
@@ -73,7 +75,13 @@ async def nats(tmp_path: Path) -> AsyncIterator[NatsServer]:
 
 @asynccontextmanager
 async def running(
-    output: Path, nats: NatsServer, peers: Peers, *, form: bool = True, resume: bool = False, **spec: Any
+    output: Path,
+    nats: NatsServer,
+    peers: Peers,
+    *,
+    form: bool = True,
+    resume: bool = False,
+    **spec: Any,
 ) -> AsyncIterator[Running]:
     """A trainer on a tiny model with its group formed; ended by force when the block is left."""
     if not (output / "model").exists():
@@ -128,7 +136,9 @@ async def test_a_run_trains_publishes_commits_and_exports(tmp_path: Path, nats: 
     assert (first.step, last.step, last.role, last.instance) == (1, 4, "trainer", "trainer-0")
     assert last.values["policy_version"] == 4
     left = dict(line.split() for line in (tmp_path / LAST_METRICS).read_text().splitlines())
-    assert set(left) == {f"pipelinerl_{name}" for name in ("policy_version", "reward_mean", "lag_mean", "ess")}
+    assert set(left) == {
+        f"pipelinerl_{name}" for name in ("policy_version", "reward_mean", "lag_mean", "ess")
+    }
     assert {name: float(value) for name, value in left.items()} == {
         name: last.values[name.removeprefix("pipelinerl_")] for name in left
     }
@@ -136,14 +146,28 @@ async def test_a_run_trains_publishes_commits_and_exports(tmp_path: Path, nats: 
     assert last.values["success_mean"] == 0.5
     assert last.values["optimizer_steps_total"] == 4
     assert last.values["samples_trained_total"] == 16
-    assert last.values["tokens_trained_total"] == last.values["lag_steps_count"] > first.values["lag_steps_count"] > 0
+    assert (
+        last.values["tokens_trained_total"]
+        == last.values["lag_steps_count"]
+        > first.values["lag_steps_count"]
+        > 0
+    )
     assert last.values["trainer_phase_seconds_total{phase=train}"] > 0
-    for name in ("reward_mean", "ess", "ess_truncated", "lag_mean", "grad_norm", "wait_seconds", "lag_steps_bucket{le=0}"):
+    for name in (
+        "reward_mean",
+        "ess",
+        "ess_truncated",
+        "lag_mean",
+        "grad_norm",
+        "wait_seconds",
+        "lag_steps_bucket{le=0}",
+    ):
         assert name in last.values, name
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
     initial = toys.tiny_model()
     moved = [
-        float((a - b).abs().max()) for a, b in zip(exported.state_dict().values(), initial.state_dict().values(), strict=True)
+        float((a - b).abs().max())
+        for a, b in zip(exported.state_dict().values(), initial.state_dict().values(), strict=True)
     ]
     assert 0 < max(moved) < 0.01  # 4 steps of AdamW at 1e-3
 
@@ -154,28 +178,43 @@ async def test_batches_that_come_row_by_row_train_the_same_even_when_one_is_repl
     exported = []
     for preprocessor in (Preprocessor(), Preprocessor(streams=True, replaced_steps={1})):
         output = tmp_path / str(preprocessor.streams)
-        async with serving(preprocessor, Coordinator()) as peers, running(output, nats, peers) as trainer:
+        async with (
+            serving(preprocessor, Coordinator()) as peers,
+            running(output, nats, peers) as trainer,
+        ):
             await trainer.end()
         assert preprocessor.trained == [0, 1, 2, 3]
         exported.append(load_file(output / "final" / "model.safetensors"))
-    assert preprocessor.pulls[2:6] == [(1, "", 0), (1, "to be replaced", 1), (1, "", 0), (1, "batch-1", 1)]
+    assert preprocessor.pulls[2:6] == [
+        (1, "", 0),
+        (1, "to be replaced", 1),
+        (1, "", 0),
+        (1, "batch-1", 1),
+    ]
     whole, streamed = exported
     for name, weight in whole.items():
         torch.testing.assert_close(streamed[name], weight, atol=1e-6, rtol=1e-5)
 
 
-async def test_a_publish_that_the_policy_holds_back_goes_out_later(tmp_path: Path, nats: NatsServer) -> None:
+async def test_a_publish_that_the_policy_holds_back_goes_out_later(
+    tmp_path: Path, nats: NatsServer
+) -> None:
     preprocessor = Preprocessor(num_steps=3)
     preprocessor.may_publish = lambda version: version != 2 or preprocessor.num_publishes_held > 3
     preprocessor.hold_at = 2
-    async with serving(preprocessor, Coordinator()) as peers, running(tmp_path, nats, peers) as trainer:
+    async with (
+        serving(preprocessor, Coordinator()) as peers,
+        running(tmp_path, nats, peers) as trainer,
+    ):
         await until(lambda: 2 in preprocessor.published, "the publication that was held back")
         assert preprocessor.num_publishes_held == 4
         preprocessor.hold_at = None
         await trainer.end()
 
 
-async def test_a_stopped_run_leaves_a_checkpoint_and_the_same_run_goes_on_from_it(tmp_path: Path, nats: NatsServer) -> None:
+async def test_a_stopped_run_leaves_a_checkpoint_and_the_same_run_goes_on_from_it(
+    tmp_path: Path, nats: NatsServer
+) -> None:
     """No step is trained twice, and the two halves make the same model as one whole run."""
     async with serving(Preprocessor(num_steps=9), Coordinator()) as peers:
         peers.preprocessor.hold_at = 2
@@ -187,7 +226,9 @@ async def test_a_stopped_run_leaves_a_checkpoint_and_the_same_run_goes_on_from_i
         assert not (tmp_path / "halves" / "final").exists()
         peers.preprocessor.hold_at = None
         peers.coordinator.versions.clear()
-        async with running(tmp_path / "halves", nats, peers, resume=True, algorithm={"steps": 4}) as trainer:
+        async with running(
+            tmp_path / "halves", nats, peers, resume=True, algorithm={"steps": 4}
+        ) as trainer:
             await trainer.end()
         assert peers.preprocessor.trained == [0, 1, 2, 3]
         assert peers.preprocessor.restores == [(0, False), (2, True)]
@@ -198,11 +239,15 @@ async def test_a_stopped_run_leaves_a_checkpoint_and_the_same_run_goes_on_from_i
         running(tmp_path / "whole", nats, peers, algorithm={"steps": 4}) as trainer,
     ):
         await trainer.end()
-    halves, whole = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("halves", "whole"))
+    halves, whole = (
+        load_file(tmp_path / name / "final" / "model.safetensors") for name in ("halves", "whole")
+    )
     assert all(torch.equal(halves[name], whole[name]) for name in whole)
 
 
-async def test_weights_of_a_step_that_is_not_committed_are_never_in_a_checkpoint(tmp_path: Path, nats: NatsServer) -> None:
+async def test_weights_of_a_step_that_is_not_committed_are_never_in_a_checkpoint(
+    tmp_path: Path, nats: NatsServer
+) -> None:
     """Their step would be trained again on top of them."""
     preprocessor = Preprocessor(num_steps=9, lost_commits=1)
     async with serving(preprocessor, Coordinator()) as peers:
@@ -219,7 +264,9 @@ async def test_weights_of_a_step_that_is_not_committed_are_never_in_a_checkpoint
     assert preprocessor.trained == [0, 0, 1, 2, 3]
 
 
-async def test_resuming_without_a_checkpoint_starts_over_with_a_fresh_ledger(tmp_path: Path, nats: NatsServer) -> None:
+async def test_resuming_without_a_checkpoint_starts_over_with_a_fresh_ledger(
+    tmp_path: Path, nats: NatsServer
+) -> None:
     async with serving(Preprocessor(num_steps=4, committed=3), Coordinator()) as peers:
         async with running(tmp_path, nats, peers, resume=True) as trainer:
             await trainer.end()
@@ -227,7 +274,9 @@ async def test_resuming_without_a_checkpoint_starts_over_with_a_fresh_ledger(tmp
         assert peers.preprocessor.trained == [0, 1, 2, 3]
 
 
-async def test_a_finished_run_that_is_resumed_trains_nothing_and_exports_again(tmp_path: Path, nats: NatsServer) -> None:
+async def test_a_finished_run_that_is_resumed_trains_nothing_and_exports_again(
+    tmp_path: Path, nats: NatsServer
+) -> None:
     async with serving(Preprocessor(num_steps=4), Coordinator()) as peers:
         async with running(tmp_path, nats, peers) as trainer:
             await trainer.end()
@@ -239,22 +288,33 @@ async def test_a_finished_run_that_is_resumed_trains_nothing_and_exports_again(t
     assert (tmp_path / "final" / "model.safetensors").exists()
 
 
-async def test_a_new_run_never_mixes_with_the_checkpoints_of_an_older_one(tmp_path: Path, nats: NatsServer) -> None:
+async def test_a_new_run_never_mixes_with_the_checkpoints_of_an_older_one(
+    tmp_path: Path, nats: NatsServer
+) -> None:
     async with serving(Preprocessor(num_steps=4), Coordinator()) as peers:
         async with running(tmp_path, nats, peers) as trainer:
             await trainer.end()
-        with pytest.raises(SettingsError, match="already holds a checkpoint of step 4: pass --resume"):
+        with pytest.raises(
+            SettingsError, match="already holds a checkpoint of step 4: pass --resume"
+        ):
             async with running(tmp_path, nats, peers, form=False) as trainer:
                 await trainer.end()
 
 
-async def test_checkpoints_are_written_when_due_and_a_torn_one_is_passed_over(tmp_path: Path, nats: NatsServer) -> None:
+async def test_checkpoints_are_written_when_due_and_a_torn_one_is_passed_over(
+    tmp_path: Path, nats: NatsServer
+) -> None:
     trainers = {"checkpoint": {"everySteps": 1, "keep": 5}}
     async with serving(Preprocessor(num_steps=4), Coordinator()) as peers:
         async with running(tmp_path, nats, peers, trainers=trainers) as trainer:
             await trainer.end()
         checkpoints = tmp_path / "checkpoints"
-        assert sorted(path.name for path in checkpoints.iterdir()) == ["step-1", "step-2", "step-3", "step-4"]
+        assert sorted(path.name for path in checkpoints.iterdir()) == [
+            "step-1",
+            "step-2",
+            "step-3",
+            "step-4",
+        ]
         (checkpoints / "step-4" / "manifest.json").unlink()
         (checkpoints / "step-3" / "optimizer" / "rank-0.safetensors").write_bytes(b"torn")
         async with running(tmp_path, nats, peers, trainers=trainers, resume=True) as trainer:
@@ -274,7 +334,10 @@ async def test_a_preprocessor_that_is_away_is_waited_for(tmp_path: Path, nats: N
             await until(lambda: preprocessor.committed >= 1, "the first step")
             preprocessor.is_away = True
             turned_away = preprocessor.num_turned_away
-            await until(lambda: preprocessor.num_turned_away >= turned_away + 2 or trainer.task.done(), "two more attempts")
+            await until(
+                lambda: preprocessor.num_turned_away >= turned_away + 2 or trainer.task.done(),
+                "two more attempts",
+            )
             preprocessor.is_away = False
             await trainer.end()
             await forming
@@ -296,10 +359,18 @@ async def test_training_goes_on_while_the_coordinator_is_away_and_publication_ca
         assert peers.coordinator.versions[0] == 4
 
 
-async def test_a_newcomer_is_brought_up_while_the_trainer_waits(tmp_path: Path, nats: NatsServer) -> None:
+async def test_a_newcomer_is_brought_up_while_the_trainer_waits(
+    tmp_path: Path, nats: NatsServer
+) -> None:
     preprocessor = Preprocessor(num_steps=9, hold_at=1)
-    async with serving(preprocessor, Coordinator()) as peers, running(tmp_path, nats, peers) as trainer:
-        await until(lambda: preprocessor.num_held > 0 and preprocessor.published[-1:] == [1], "waiting for step 1")
+    async with (
+        serving(preprocessor, Coordinator()) as peers,
+        running(tmp_path, nats, peers) as trainer,
+    ):
+        await until(
+            lambda: preprocessor.num_held > 0 and preprocessor.published[-1:] == [1],
+            "waiting for step 1",
+        )
         peers.coordinator.weights.clear()
         await peers.coordinator.form()
         await until(lambda: bool(peers.coordinator.weights), "the same weights in the new group")
@@ -308,10 +379,18 @@ async def test_a_newcomer_is_brought_up_while_the_trainer_waits(tmp_path: Path, 
         await trainer.end()
 
 
-async def test_nothing_is_published_where_the_plan_says_so(tmp_path: Path, nats: NatsServer) -> None:
+async def test_nothing_is_published_where_the_plan_says_so(
+    tmp_path: Path, nats: NatsServer
+) -> None:
     preprocessor = Preprocessor(num_steps=9, publish_after=lambda step: step == 1, hold_at=3)
-    async with serving(preprocessor, Coordinator()) as peers, running(tmp_path, nats, peers) as trainer:
-        await until(lambda: preprocessor.num_held > 0 and peers.coordinator.versions[-1:] == [2], "version 2")
+    async with (
+        serving(preprocessor, Coordinator()) as peers,
+        running(tmp_path, nats, peers) as trainer,
+    ):
+        await until(
+            lambda: preprocessor.num_held > 0 and peers.coordinator.versions[-1:] == [2],
+            "version 2",
+        )
         trainer.stop.set()
         await trainer.end()
         assert peers.coordinator.versions == [0, 2]
@@ -345,16 +424,27 @@ async def test_a_ledger_that_is_elsewhere_for_good_ends_the_process_with_the_rea
 ) -> None:
     monkeypatch.setattr("pipelinerl_trainer.source.REFUSED_FOR_S", 0.3)
     preprocessor = Preprocessor(num_steps=9, hold_at=1)
-    async with serving(preprocessor, Coordinator()) as peers, running(tmp_path, nats, peers) as trainer:
+    async with (
+        serving(preprocessor, Coordinator()) as peers,
+        running(tmp_path, nats, peers) as trainer,
+    ):
         await until(lambda: preprocessor.num_held > 0, "waiting for step 1")
         preprocessor.committed, preprocessor.hold_at = 0, None
-        with pytest.raises(FatalError, match=r"refuses for step 1: .* is not the next.* restart the trainer with --resume"):
+        with pytest.raises(
+            FatalError,
+            match=r"refuses for step 1: .* is not the next.* restart the trainer with --resume",
+        ):
             await trainer.end()
 
 
-async def test_a_stop_is_heard_while_waiting_for_the_preprocessor(tmp_path: Path, nats: NatsServer) -> None:
+async def test_a_stop_is_heard_while_waiting_for_the_preprocessor(
+    tmp_path: Path, nats: NatsServer
+) -> None:
     preprocessor = Preprocessor(is_away=True)
-    async with serving(preprocessor, Coordinator()) as peers, running(tmp_path, nats, peers, form=False) as trainer:
+    async with (
+        serving(preprocessor, Coordinator()) as peers,
+        running(tmp_path, nats, peers, form=False) as trainer,
+    ):
         await until(lambda: preprocessor.num_turned_away > 0, "an attempt")
         trainer.stop.set()
         await trainer.end()
@@ -372,23 +462,36 @@ async def test_generators_get_the_whole_model_by_its_checkpoint_names(
         serving(preprocessor, Coordinator()) as peers,
         running(tmp_path, nats, peers, trainers={"zeroStage": stage}) as trainer,
     ):
-        await until(lambda: preprocessor.num_held > 0 and preprocessor.published[-1:] == [2], "version 2")
+        await until(
+            lambda: preprocessor.num_held > 0 and preprocessor.published[-1:] == [2], "version 2"
+        )
         trainer.stop.set()
         await trainer.end()
-    sent, saved = peers.coordinator.weights, load_file(tmp_path / "checkpoints" / "step-2" / "model" / "model.safetensors")
+    sent, saved = (
+        peers.coordinator.weights,
+        load_file(tmp_path / "checkpoints" / "step-2" / "model" / "model.safetensors"),
+    )
     assert set(sent) == set(load_file(tmp_path / "model" / "model.safetensors"))
     assert ("lm_head.weight" in sent) is not tied
     assert all(torch.equal(sent[name], saved[name]) for name in saved)
 
 
-async def test_a_run_with_adapters_sends_only_them_and_goes_on_from_its_checkpoint(tmp_path: Path, nats: NatsServer) -> None:
-    spec: dict[str, Any] = {"model": {"adapter": {"rank": 4, "targetModules": ["q_proj"]}}, "algorithm": {"steps": 4}}
+async def test_a_run_with_adapters_sends_only_them_and_goes_on_from_its_checkpoint(
+    tmp_path: Path, nats: NatsServer
+) -> None:
+    spec: dict[str, Any] = {
+        "model": {"adapter": {"rank": 4, "targetModules": ["q_proj"]}},
+        "algorithm": {"steps": 4},
+    }
     base = toys.save_tiny_model(tmp_path / "model") / "model.safetensors"
     before = base.read_bytes()
     preprocessor = Preprocessor(num_steps=9, hold_at=2)
     async with serving(preprocessor, Coordinator()) as peers:
         async with running(tmp_path, nats, peers, **spec) as trainer:
-            await until(lambda: preprocessor.num_held > 0 and preprocessor.published[-1:] == [2], "version 2")
+            await until(
+                lambda: preprocessor.num_held > 0 and preprocessor.published[-1:] == [2],
+                "version 2",
+            )
             trainer.stop.set()
             await trainer.end()
         second = peers.coordinator.weights
@@ -399,10 +502,20 @@ async def test_a_run_with_adapters_sends_only_them_and_goes_on_from_its_checkpoi
     assert preprocessor.trained == [0, 1, 2, 3]
     saved = load_file(tmp_path / "checkpoints" / "step-2" / "adapter" / "adapter_model.safetensors")
     assert {f"base_model.model.{name}" for name in second} == set(saved)
-    assert all(torch.equal(saved[f"base_model.model.{name}"], tensor) for name, tensor in second.items())
-    assert set(sent) == {f"model.layers.{layer}.self_attn.q_proj.lora_{half}.weight" for layer in (0, 1) for half in "AB"}
+    assert all(
+        torch.equal(saved[f"base_model.model.{name}"], tensor) for name, tensor in second.items()
+    )
+    assert set(sent) == {
+        f"model.layers.{layer}.self_attn.q_proj.lora_{half}.weight"
+        for layer in (0, 1)
+        for half in "AB"
+    }
     assert manifest is not None
-    assert manifest.num_bytes == sum(tensor.nbytes for tensor in sent.values()) == 2 * 4 * (4 * 16 + 32 * 4)
+    assert (
+        manifest.num_bytes
+        == sum(tensor.nbytes for tensor in sent.values())
+        == 2 * 4 * (4 * 16 + 32 * 4)
+    )
     assert (await records_of(nats, 4))[-1].values["update_bytes"] == manifest.num_bytes
     assert base.read_bytes() == before
     final, frozen = load_file(tmp_path / "final" / "model.safetensors"), load_file(base)

@@ -29,8 +29,12 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
     """The program's folder and rank 0's results, which rank 1 has too."""
     folder = tmp_path_factory.mktemp("sequence")
     cases.save_models(folder)
-    run_two_ranks(folder, "trainer_sequence_program.py", [str(folder), *free_ports(NUM_PORTS)], PROGRAM_S)
-    first, second = (json.loads((folder / f"results-{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1))
+    run_two_ranks(
+        folder, "trainer_sequence_program.py", [str(folder), *free_ports(NUM_PORTS)], PROGRAM_S
+    )
+    first, second = (
+        json.loads((folder / f"results-{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)
+    )
     assert first == second
     return folder, first
 
@@ -47,19 +51,28 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: floa
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("packing", cases.PACKINGS)
-def test_shared_rows_give_the_plain_gradient(ran: tuple[Path, dict[str, Any]], stage: int, packing: str) -> None:
+def test_shared_rows_give_the_plain_gradient(
+    ran: tuple[Path, dict[str, Any]], stage: int, packing: str
+) -> None:
     found = load_file(ran[0] / f"gradient-{stage}-{packing}.safetensors")
     assert_same_gradient(found, toys.reference_gradient(toys.full_algorithm(), cases.EVERYTHING))
 
 
 @pytest.mark.parametrize("name", toys.ALGORITHMS)
-def test_shared_rows_give_every_algorithm_the_plain_gradient(ran: tuple[Path, dict[str, Any]], name: str) -> None:
+def test_shared_rows_give_every_algorithm_the_plain_gradient(
+    ran: tuple[Path, dict[str, Any]], name: str
+) -> None:
     found = load_file(ran[0] / f"gradient-algorithm-{name}.safetensors")
-    assert_same_gradient(found, toys.reference_gradient(toys.full_algorithm(**toys.ALGORITHMS[name]), cases.EVERYTHING))
+    assert_same_gradient(
+        found,
+        toys.reference_gradient(toys.full_algorithm(**toys.ALGORITHMS[name]), cases.EVERYTHING),
+    )
 
 
 @pytest.mark.parametrize("name", cases.CASES)
-def test_one_rank_two_that_share_and_two_apart_train_alike(ran: tuple[Path, dict[str, Any]], name: str) -> None:
+def test_one_rank_two_that_share_and_two_apart_train_alike(
+    ran: tuple[Path, dict[str, Any]], name: str
+) -> None:
     folder, results = ran
     case = cases.CASES[name]
     with join_ranks(Place()) as ranks:
@@ -70,7 +83,9 @@ def test_one_rank_two_that_share_and_two_apart_train_alike(ran: tuple[Path, dict
     assert_same(results[f"{name}-apart"], alone, case.tolerance)
 
 
-def test_a_checkpoint_of_shared_rows_goes_on_with_and_without_them(ran: tuple[Path, dict[str, Any]]) -> None:
+def test_a_checkpoint_of_shared_rows_goes_on_with_and_without_them(
+    ran: tuple[Path, dict[str, Any]],
+) -> None:
     results = ran[1]
     assert results["resumed-shared"] == results["straight"]  # bit by bit
     assert_same(results["resumed-apart"], results["straight"])
@@ -92,8 +107,12 @@ def test_slices_cover_every_slot_and_every_trained_token_once(size: int) -> None
     expected = [position for length in slices[0].sequence_lengths for position in range(length)]
     assert positions.tolist() == expected
     assert len(positions) == size * num_slots.pop()
-    assert torch.cat([each.scored_U for each in slices]).tolist() == list(range(len(row.target_slots_T)))
-    predicting = [each.predicting_slots_U + index * len(each.input_ids_C) for index, each in enumerate(slices)]
+    assert torch.cat([each.scored_U for each in slices]).tolist() == list(
+        range(len(row.target_slots_T))
+    )
+    predicting = [
+        each.predicting_slots_U + index * len(each.input_ids_C) for index, each in enumerate(slices)
+    ]
     assert torch.equal(torch.cat(predicting), row.target_slots_T - 1)
 
 
@@ -122,21 +141,33 @@ def _trajectory(tokens: list[int], num_prompt: int) -> toys.Trajectory:
         (8, "sequenceParallelSize=8 does not divide the model's 4 attention heads"),
     ],
 )
-def test_a_model_whose_heads_cannot_be_shared_out_is_refused(tmp_path: Path, size: int, says: str) -> None:
+def test_a_model_whose_heads_cannot_be_shared_out_is_refused(
+    tmp_path: Path, size: int, says: str
+) -> None:
     toys.save_tiny_model(tmp_path)
     with pytest.raises(SettingsError, match=says):
         load_policy(tmp_path, toys.job().spec, CPU, SequenceGroup(0, size))
 
 
 def test_a_model_with_layers_that_are_not_attention_is_refused() -> None:
-    for config in (Qwen3Config(layer_types=["linear_attention"], num_hidden_layers=1), MambaConfig()):
+    for config in (
+        Qwen3Config(layer_types=["linear_attention"], num_hidden_layers=1),
+        MambaConfig(),
+    ):
         SequenceGroup().check_model(config)
-        with pytest.raises(SettingsError, match="=2: in the model's layers of linear_attention tokens would not see"):
+        with pytest.raises(
+            SettingsError,
+            match="=2: in the model's layers of linear_attention tokens would not see",
+        ):
             SequenceGroup(0, 2).check_model(config)
 
 
-def test_key_value_heads_that_can_neither_be_shared_nor_repeated_are_refused(tmp_path: Path) -> None:
+def test_key_value_heads_that_can_neither_be_shared_nor_repeated_are_refused(
+    tmp_path: Path,
+) -> None:
     toys.save_tiny_model(tmp_path, num_attention_heads=12, num_key_value_heads=6)
     load_policy(tmp_path, toys.job().spec, CPU, SequenceGroup(0, 12))
-    with pytest.raises(SettingsError, match="the model's 6 key-value heads can neither be shared out among 4 ranks"):
+    with pytest.raises(
+        SettingsError, match="the model's 6 key-value heads can neither be shared out among 4 ranks"
+    ):
         load_policy(tmp_path, toys.job().spec, CPU, SequenceGroup(0, 4))

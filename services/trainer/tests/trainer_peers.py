@@ -1,5 +1,7 @@
-"""The trainer's neighbours for tests, behind our gRPC contracts: a preprocessor with given batches, a coordinator with a real
-receiver in a real weight-transfer group, a generator that completes with the tiny model."""
+"""The trainer's neighbours for tests, behind our gRPC contracts: a preprocessor with given batches,
+a coordinator with a real receiver in a real weight-transfer group, a generator that completes with
+the tiny model.
+"""
 
 import asyncio
 import json
@@ -14,7 +16,14 @@ import torch
 import trainer_toys as toys
 from torch import Tensor
 
-from pipelinerl.v1 import batches_pb2, batches_pb2_grpc, policy_pb2, policy_pb2_grpc, weights_pb2, weights_pb2_grpc
+from pipelinerl.v1 import (
+    batches_pb2,
+    batches_pb2_grpc,
+    policy_pb2,
+    policy_pb2_grpc,
+    weights_pb2,
+    weights_pb2_grpc,
+)
 from pipelinerl_common import rpc
 from pipelinerl_common.codec import micro_batch_to_proto, plan_to_proto
 from pipelinerl_common.errors import Refused, TemporaryError, Unavailable
@@ -36,8 +45,12 @@ async def until(condition: Callable[[], bool], what: str, timeout_s: float = DEA
         raise AssertionError(f"{what} did not happen within {timeout_s:g} s") from None
 
 
-def rows_of(step: int, num_ranks: int) -> tuple[list[toys.Trajectory], list[list[list[toys.Trajectory]]]]:
-    """The batch of a step: everything, and the rows by rank. The same step always gives the same batch."""
+def rows_of(
+    step: int, num_ranks: int
+) -> tuple[list[toys.Trajectory], list[list[list[toys.Trajectory]]]]:
+    """The batch of a step: everything, and the rows by rank. The same step always gives the same
+    batch.
+    """
     everything = toys.trajectories(4, seed=100 + step)
     if num_ranks == 1:
         return everything, [[everything[:2], everything[2:]]]
@@ -46,7 +59,9 @@ def rows_of(step: int, num_ranks: int) -> tuple[list[toys.Trajectory], list[list
 
 @dataclass
 class Preprocessor(batches_pb2_grpc.BatchesServicer):
-    """Serves `rows_of(step)` for as many steps as there are, once something is published; knows the rules of the ledger."""
+    """Serves `rows_of(step)` for as many steps as there are, once something is published; knows the
+    rules of the ledger.
+    """
 
     num_steps: int = 4
     needs_publication: bool = True
@@ -84,7 +99,9 @@ class Preprocessor(batches_pb2_grpc.BatchesServicer):
             self.num_turned_away += 1
             raise Unavailable("the preprocessor restarts")
 
-    async def PullStep(self, request: batches_pb2.PullStepRequest, context: Any) -> AsyncIterator[batches_pb2.PullStepResponse]:
+    async def PullStep(
+        self, request: batches_pb2.PullStepRequest, context: Any
+    ) -> AsyncIterator[batches_pb2.PullStepResponse]:
         self._check()
         if not self.restores:
             raise Unavailable("not restored")
@@ -108,7 +125,13 @@ class Preprocessor(batches_pb2_grpc.BatchesServicer):
         if request.rank in self.lost_ranks:
             self.lost_ranks.discard(request.rank)
             batch_id = "another assembly"
-        plan = toys.plan_of(everything, request.step, len(rows), batch_id, publish_after=self.publish_after(request.step))
+        plan = toys.plan_of(
+            everything,
+            request.step,
+            len(rows),
+            batch_id,
+            publish_after=self.publish_after(request.step),
+        )
         yield batches_pb2.PullStepResponse(plan=plan_to_proto(plan))
         for index, row in enumerate(rows):
             packed = toys.pack(row, index)
@@ -124,14 +147,22 @@ class Preprocessor(batches_pb2_grpc.BatchesServicer):
             return "3 of 4 groups ready"
         return ""
 
-    def _grow(self, request: batches_pb2.PullStepRequest, parts: list[Batch]) -> Iterator[batches_pb2.PullStepResponse]:
+    def _grow(
+        self, request: batches_pb2.PullStepRequest, parts: list[Batch]
+    ) -> Iterator[batches_pb2.PullStepResponse]:
         if request.first_micro_batch == 1:
             self.replaced_steps.discard(request.step)
-        batch_id = "to be replaced" if request.step in self.replaced_steps else f"batch-{request.step}"
+        batch_id = (
+            "to be replaced" if request.step in self.replaced_steps else f"batch-{request.step}"
+        )
         num_had = request.first_micro_batch if request.batch_id == batch_id else 0
         self.pulls.append((request.step, request.batch_id, request.first_micro_batch))
-        yield batches_pb2.PullStepResponse(plan=plan_to_proto(replace(parts[num_had].plan, batch_id=batch_id)))
-        yield batches_pb2.PullStepResponse(micro_batch=micro_batch_to_proto(parts[num_had].micro_batches[0]))
+        yield batches_pb2.PullStepResponse(
+            plan=plan_to_proto(replace(parts[num_had].plan, batch_id=batch_id))
+        )
+        yield batches_pb2.PullStepResponse(
+            micro_batch=micro_batch_to_proto(parts[num_had].micro_batches[0])
+        )
 
     async def WaitPublishable(
         self, request: batches_pb2.WaitPublishableRequest, context: Any
@@ -143,7 +174,9 @@ class Preprocessor(batches_pb2_grpc.BatchesServicer):
             await asyncio.sleep(0.01)
         return batches_pb2.WaitPublishableResponse(allowed=allowed)
 
-    async def CommitStep(self, request: batches_pb2.CommitStepRequest, context: Any) -> batches_pb2.CommitStepResponse:
+    async def CommitStep(
+        self, request: batches_pb2.CommitStepRequest, context: Any
+    ) -> batches_pb2.CommitStepResponse:
         self._check()
         if self.lost_commits is not None and request.step >= self.lost_commits:
             self.num_turned_away += 1
@@ -156,21 +189,30 @@ class Preprocessor(batches_pb2_grpc.BatchesServicer):
             raise Refused(f"step {request.step} is not the current one, {self.committed}")
         return batches_pb2.CommitStepResponse()
 
-    async def MarkPublished(self, request: batches_pb2.MarkPublishedRequest, context: Any) -> batches_pb2.MarkPublishedResponse:
+    async def MarkPublished(
+        self, request: batches_pb2.MarkPublishedRequest, context: Any
+    ) -> batches_pb2.MarkPublishedResponse:
         self._check()
         self.published.append(request.policy_version)
         return batches_pb2.MarkPublishedResponse()
 
-    async def GetSnapshot(self, request: batches_pb2.GetSnapshotRequest, context: Any) -> batches_pb2.GetSnapshotResponse:
+    async def GetSnapshot(
+        self, request: batches_pb2.GetSnapshotRequest, context: Any
+    ) -> batches_pb2.GetSnapshotResponse:
         self._check()
         if request.step != self.committed:
             raise Refused(f"step {request.step} expected, {self.committed} committed")
         snapshot = batches_pb2.LedgerSnapshot(
-            schema_version=1, num_committed_steps=self.committed, next_prompt_index=7 * self.committed, incarnation=1
+            schema_version=1,
+            num_committed_steps=self.committed,
+            next_prompt_index=7 * self.committed,
+            incarnation=1,
         )
         return batches_pb2.GetSnapshotResponse(snapshot=snapshot)
 
-    async def Restore(self, request: batches_pb2.RestoreRequest, context: Any) -> batches_pb2.RestoreResponse:
+    async def Restore(
+        self, request: batches_pb2.RestoreRequest, context: Any
+    ) -> batches_pb2.RestoreResponse:
         self._check()
         if request.restore_id in self.restore_ids:
             return batches_pb2.RestoreResponse(rewound=False)
@@ -210,7 +252,9 @@ class Coordinator(weights_pb2_grpc.WeightTransferServicer):
         async with rpc.connect(self.trainer, token=None) as channel:
             response = await rpc.call(
                 policy_pb2_grpc.PolicyStub(channel).JoinGroup,
-                policy_pb2.JoinGroupRequest(epoch=self.epoch, world_size=2, backend="gloo", port=0, timeout_s=timeout_s),
+                policy_pb2.JoinGroupRequest(
+                    epoch=self.epoch, world_size=2, backend="gloo", port=0, timeout_s=timeout_s
+                ),
                 timeout_s=timeout_s,
                 retry_s=DEADLINE_S,
             )
@@ -233,9 +277,13 @@ class Coordinator(weights_pb2_grpc.WeightTransferServicer):
     async def policy(self) -> policy_pb2.GetPolicyResponse:
         async with rpc.connect(self.trainer, token=None) as channel:
             method = policy_pb2_grpc.PolicyStub(channel).GetPolicy
-            return await rpc.call(method, policy_pb2.GetPolicyRequest(), timeout_s=5, retry_s=DEADLINE_S)
+            return await rpc.call(
+                method, policy_pb2.GetPolicyRequest(), timeout_s=5, retry_s=DEADLINE_S
+            )
 
-    async def GetGroup(self, request: weights_pb2.GetGroupRequest, context: Any) -> weights_pb2.GetGroupResponse:
+    async def GetGroup(
+        self, request: weights_pb2.GetGroupRequest, context: Any
+    ) -> weights_pb2.GetGroupResponse:
         if self.is_away:
             raise Unavailable("the coordinator restarts")
         self.on_probe()
@@ -252,7 +300,9 @@ class Coordinator(weights_pb2_grpc.WeightTransferServicer):
         if self.die_before_receiving:
             self.die_before_receiving = False
             self.leave()
-            failed = weights_pb2.MemberResult(generator="generator-0-0", ok=False, error="no answer", policy_version=-1)
+            failed = weights_pb2.MemberResult(
+                generator="generator-0-0", ok=False, error="no answer", policy_version=-1
+            )
             return weights_pb2.PublishVersionResponse(published=False, members=[failed])
         self.manifest = Manifest.from_proto(request.manifest)
         received: dict[str, Tensor] = {}
@@ -265,7 +315,9 @@ class Coordinator(weights_pb2_grpc.WeightTransferServicer):
                 receive, self.group, self.manifest, request.policy_version, request.timeout_s, take
             )
         except TemporaryError as error:
-            failed = weights_pb2.MemberResult(generator="generator-0-0", ok=False, error=str(error), policy_version=-1)
+            failed = weights_pb2.MemberResult(
+                generator="generator-0-0", ok=False, error=str(error), policy_version=-1
+            )
             return weights_pb2.PublishVersionResponse(published=False, members=[failed])
         self.weights = received
         self.versions.append(request.policy_version)
@@ -294,21 +346,34 @@ class Peers:
 async def serving(preprocessor: Preprocessor, coordinator: Coordinator) -> AsyncIterator[Peers]:
     """Both peers on the loopback interface."""
     services: Sequence[rpc.RpcService] = (
-        rpc.RpcService(batches_pb2_grpc.add_BatchesServicer_to_server, preprocessor, "pipelinerl.v1.Batches"),
-        rpc.RpcService(weights_pb2_grpc.add_WeightTransferServicer_to_server, coordinator, "pipelinerl.v1.WeightTransfer"),
+        rpc.RpcService(
+            batches_pb2_grpc.add_BatchesServicer_to_server, preprocessor, "pipelinerl.v1.Batches"
+        ),
+        rpc.RpcService(
+            weights_pb2_grpc.add_WeightTransferServicer_to_server,
+            coordinator,
+            "pipelinerl.v1.WeightTransfer",
+        ),
     )
     async with AsyncExitStack() as stack:
         servers = [
-            await stack.enter_async_context(rpc.serve("127.0.0.1:0", [each], token=None, grace_s=0.5)) for each in services
+            await stack.enter_async_context(
+                rpc.serve("127.0.0.1:0", [each], token=None, grace_s=0.5)
+            )
+            for each in services
         ]
         stack.callback(coordinator.leave)
         yield Peers(preprocessor, coordinator, servers[0].address, servers[1].address)
 
 
 class Generator:
-    """Answers /v1/chat/completions over HTTP with tokens and log-probabilities of the tiny model, in a thread."""
+    """Answers /v1/chat/completions over HTTP with tokens and log-probabilities of the tiny model,
+    in a thread.
+    """
 
-    def __init__(self, *, temperature_error: float = 1.0, busy: int = 0, token: str | None = None) -> None:
+    def __init__(
+        self, *, temperature_error: float = 1.0, busy: int = 0, token: str | None = None
+    ) -> None:
         self.num_busy = busy
         """Requests that are turned away before the first answer."""
         self.num_answers = 0
@@ -321,7 +386,9 @@ class Generator:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> "Generator":
-        Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+        ).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -334,8 +401,13 @@ class Generator:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                authorized = generator.token is None or self.headers["Authorization"] == f"Bearer {generator.token}"
-                status, body = generator.answer(request) if authorized else (401, {"error": "token"})
+                authorized = (
+                    generator.token is None
+                    or self.headers["Authorization"] == f"Bearer {generator.token}"
+                )
+                status, body = (
+                    generator.answer(request) if authorized else (401, {"error": "token"})
+                )
                 content = json.dumps(body).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
@@ -353,11 +425,16 @@ class Generator:
             self.num_busy -= 1
             return 503, {"error": {"message": "no weights yet"}}
         self.num_answers += 1
-        ids, sampler = list(request["prompt_token_ids"]), torch.Generator().manual_seed(self.num_answers)
+        ids, sampler = (
+            list(request["prompt_token_ids"]),
+            torch.Generator().manual_seed(self.num_answers),
+        )
         logprobs: list[float] = []
         for _ in range(request["max_tokens"]):
             logits = self._model(input_ids=torch.tensor([ids])).logits[0, -1]
-            distribution = (logits / (request["temperature"] * self._temperature_error)).log_softmax(-1)
+            distribution = (
+                logits / (request["temperature"] * self._temperature_error)
+            ).log_softmax(-1)
             token = int(torch.multinomial(distribution.exp(), 1, generator=sampler))
             ids.append(token)
             logprobs.append(float(distribution[token]))

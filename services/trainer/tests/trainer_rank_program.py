@@ -1,8 +1,10 @@
-"""What each rank of the multi-rank tests runs; one launch covers every ZeRO stage, so that the start is paid once.
+"""What each rank of the multi-rank tests runs; one launch covers every ZeRO stage, so that the
+start is paid once.
 
     python trainer_rank_program.py RANK NUM_RANKS FOLDER PORT...
 
-Ports: three per stage, two for the algorithms without and with a value head, four for adapters. Rank 0 leaves in FOLDER
+Ports: three per stage, two for the algorithms without and with a value head, four for adapters.
+Rank 0 leaves in FOLDER
 `gradient-<stage>-<packing>.safetensors`, `gradient-algorithm-<name>.safetensors`, `adapter-<stage>.safetensors` and
 `results.json`.
 """
@@ -60,19 +62,30 @@ def gradients(engine: Engine, learner: Learner, stage: int) -> None:
 def algorithms(ranks: Ranks, *, with_value_head: bool) -> None:
     """The gradient of each algorithm; one engine serves all that have the same heads."""
     settings = {name: toys.full_algorithm(**options) for name, options in toys.ALGORITHMS.items()}
-    chosen = {name: each for name, each in settings.items() if (each.baseline == "value") is with_value_head}
+    chosen = {
+        name: each
+        for name, each in settings.items()
+        if (each.baseline == "value") is with_value_head
+    }
     first = next(iter(chosen.values()))
     engine = Engine(toys.tiny_policy(first), ranks, 2, first.optimizer)
     for name, each in chosen.items():
-        toys.learner(engine, ranks, each).accumulate((toys.batch_of(PACKINGS["uneven"][RANK], EVERYTHING),))
+        toys.learner(engine, ranks, each).accumulate(
+            (toys.batch_of(PACKINGS["uneven"][RANK], EVERYTHING),)
+        )
         save_gradient(engine, f"algorithm-{name}")
 
 
 def save_gradient(engine: Engine, name: str) -> None:
-    found = {key: safe_get_full_grad(parameter) for key, parameter in engine.policy.named_parameters()}
+    found = {
+        key: safe_get_full_grad(parameter) for key, parameter in engine.policy.named_parameters()
+    }
     engine.apply(learning_rate=0.0)
     if RANK == 0:
-        save_file({key: value.clone() for key, value in found.items()}, FOLDER / f"gradient-{name}.safetensors")
+        save_file(
+            {key: value.clone() for key, value in found.items()},
+            FOLDER / f"gradient-{name}.safetensors",
+        )
 
 
 class Script:
@@ -98,8 +111,9 @@ class Script:
 
 
 def streamed(ranks: Ranks, engine: Engine, learner: Learner, stage: int) -> dict[str, bool]:
-    """Rank 0 hears of one row, then of two; rank 1 of two, then must wait, then of one. Before that rank 1 alone hears that the
-    batch was replaced."""
+    """Rank 0 hears of one row, then of two; rank 1 of two, then must wait, then of one. Before that
+    rank 1 alone hears that the batch was replaced.
+    """
     parts = toys.parts_of(PACKINGS["uneven"][RANK], EVERYTHING)
     first, second, third = parts
     other = Pulled(batch=Batch(replace(first.plan, batch_id="other"), first.micro_batches))
@@ -122,7 +136,9 @@ def streamed(ranks: Ranks, engine: Engine, learner: Learner, stage: int) -> dict
 
 
 def pulled(ranks: Ranks) -> bool:
-    """Rank 0 hears of a batch that grows, rank 1 that it is complete: they pull again until they know the same."""
+    """Rank 0 hears of a batch that grows, rank 1 that it is complete: they pull again until they
+    know the same.
+    """
     parts = toys.parts_of(PACKINGS["uneven"][RANK], EVERYTHING)
     whole = Pulled(batch=toys.batch_of(PACKINGS["uneven"][RANK], EVERYTHING))
     script = Script(whole if RANK else Pulled(batch=parts[0]), whole)
@@ -143,14 +159,20 @@ def poisoned(learner: Learner, engine: Engine) -> dict[str, object]:
         row.advantages_L[row.loss_mask_L == 1] = float("nan")
     before = weights(engine)
     values = learner.train_step(bad)
-    return {"unchanged": weights(engine) == before, "skipped": values["skipped_steps_total"], "has_norm": "grad_norm" in values}
+    return {
+        "unchanged": weights(engine) == before,
+        "skipped": values["skipped_steps_total"],
+        "has_norm": "grad_norm" in values,
+    }
 
 
 def setup(ranks: Ranks, stage: int, *, resumes: bool = False, **spec: Any) -> Setup:
     """With a folder for the checkpoints of each stage, with adapters and without."""
     folder = FOLDER / f"{'adapter' if spec else 'whole'}-{stage}"
     full = toys.full_spec(trainers={"zeroStage": stage}, **spec)
-    return Setup.of(full, folder, ranks, newest(folder) if resumes else None, prepared=FOLDER / "model")
+    return Setup.of(
+        full, folder, ranks, newest(folder) if resumes else None, prepared=FOLDER / "model"
+    )
 
 
 def train_and_save(ranks: Ranks, stage: int) -> dict[str, object]:
@@ -159,7 +181,13 @@ def train_and_save(ranks: Ranks, stage: int) -> dict[str, object]:
     skipped = poisoned(learner, engine)
     first = [learner.train_step(batch(step)) for step in (0, 1)]
     saved = made.save(2)
-    return {"skipped": skipped, "saved": saved, "first": first, "second": second_half(learner), "weights": weights(engine)}
+    return {
+        "skipped": skipped,
+        "saved": saved,
+        "first": first,
+        "second": second_half(learner),
+        "weights": weights(engine),
+    }
 
 
 def second_half(learner: Learner) -> list[dict[str, float]]:
@@ -210,7 +238,12 @@ def main() -> None:
     for with_value_head, port in ((False, PORTS[9]), (True, PORTS[10])):
         with join_ranks(place(port)) as ranks:
             algorithms(ranks, with_value_head=with_value_head)
-    for stage, resumes, port in ((1, False, PORTS[11]), (2, False, PORTS[12]), (3, False, PORTS[13]), (3, True, PORTS[14])):
+    for stage, resumes, port in (
+        (1, False, PORTS[11]),
+        (2, False, PORTS[12]),
+        (3, False, PORTS[13]),
+        (3, True, PORTS[14]),
+    ):
         with join_ranks(place(port)) as ranks:
             adapters(ranks, stage, resumes=resumes)
     if RANK == 0:

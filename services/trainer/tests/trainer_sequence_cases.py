@@ -1,4 +1,6 @@
-"""What is trained on one rank, on two that share every row and on two that have rows of their own, all to the same result."""
+"""What is trained on one rank, on two that share every row and on two that have rows of their own,
+all to the same result.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +22,9 @@ PACKINGS: Mapping[str, list[list[toys.Trajectory]]] = {
     "one row": [EVERYTHING],
     "rows": [EVERYTHING[3:], [], EVERYTHING[:1], EVERYTHING[1:3]],
 }
-"""Rows of both ranks. With two ranks every slice border falls inside a sequence or right before one; one row is a filler."""
+"""Rows of both ranks. With two ranks every slice border falls inside a sequence or right before
+one; one row is a filler.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,9 @@ class Case:
 
     @cached_property
     def spec(self) -> JobSpec:
-        return toys.full_spec(self.options, trainers={"zeroStage": 1, **self.trainers}, model=self.model_options)
+        return toys.full_spec(
+            self.options, trainers={"zeroStage": 1, **self.trainers}, model=self.model_options
+        )
 
     def engine(self, folder: Path, ranks: Ranks) -> Engine:
         policy = load_policy(folder / self.model, self.spec, ranks.device, ranks.sequence)
@@ -50,12 +56,17 @@ class Case:
         """Rows of different lengths; with rows of their own, two ranks get one each."""
         members = toys.trajectories(6, seed=10 + step)
         rows = [members[: 3 + step % 2], members[3 + step % 2 :]]
-        num_data_ranks, data_rank = ranks.num_ranks // ranks.sequence.size, ranks.rank // ranks.sequence.size
+        num_data_ranks, data_rank = (
+            ranks.num_ranks // ranks.sequence.size,
+            ranks.rank // ranks.sequence.size,
+        )
         return toys.batch_of(rows[data_rank::num_data_ranks], members, step)
 
     def train(self, folder: Path, ranks: Ranks) -> dict[str, Any]:
         engine = self.engine(folder, ranks)
-        return self.go_on(engine, toys.learner(engine, ranks, self.spec.algorithm), ranks, range(NUM_STEPS))
+        return self.go_on(
+            engine, toys.learner(engine, ranks, self.spec.algorithm), ranks, range(NUM_STEPS)
+        )
 
     def go_on(self, engine: Engine, learner: Learner, ranks: Ranks, steps: range) -> dict[str, Any]:
         return trained(engine, [learner.train_step(self.batch(step, ranks)) for step in steps])
@@ -63,8 +74,12 @@ class Case:
 
 def trained(engine: Engine, values: list[dict[str, float]]) -> dict[str, Any]:
     """What must come out the same: metrics of every step, and the weights."""
-    weights = [(name, weight.float().flatten().tolist()) for name, weight in engine.served_weights()]
-    weights += [(name, weight.float().flatten().tolist()) for name, weight in engine.value_head_weights()]
+    weights = [
+        (name, weight.float().flatten().tolist()) for name, weight in engine.served_weights()
+    ]
+    weights += [
+        (name, weight.float().flatten().tolist()) for name, weight in engine.value_head_weights()
+    ]
     return {"metrics": values, "weights": dict(weights)}
 
 
@@ -75,11 +90,19 @@ CASES: Mapping[str, Case] = {
     "one key-value head": Case(model="one-key-value-head"),
     "sliding windows": Case(model="sliding-windows"),
     "adapters": Case({"loss": "gspo"}, {"zeroStage": 2}, {"adapter": toys.ADAPTER}),
-    "adapters and a value head": Case({"baseline": "value"}, {"zeroStage": 3}, {"adapter": toys.ADAPTER}),
-    "mixture of experts": Case({"loss": "gspo"}, {"activationCheckpointing": True}, model="mixture"),
-    "activation checkpointing": Case({"baseline": "value"}, {"zeroStage": 3, "activationCheckpointing": True}),
+    "adapters and a value head": Case(
+        {"baseline": "value"}, {"zeroStage": 3}, {"adapter": toys.ADAPTER}
+    ),
+    "mixture of experts": Case(
+        {"loss": "gspo"}, {"activationCheckpointing": True}, model="mixture"
+    ),
+    "activation checkpointing": Case(
+        {"baseline": "value"}, {"zeroStage": 3, "activationCheckpointing": True}
+    ),
     "chunks": Case(chunk_tokens=3, trainers={"activationCheckpointing": True}),
-    "bfloat16, head in float32": Case(model_options={"dtype": "bfloat16", "headDtype": "float32"}, tolerance=2e-2),
+    "bfloat16, head in float32": Case(
+        model_options={"dtype": "bfloat16", "headDtype": "float32"}, tolerance=2e-2
+    ),
 }
 
 

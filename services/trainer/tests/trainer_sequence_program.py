@@ -1,9 +1,11 @@
-"""What each of two ranks runs that share every row; one launch covers all cases, so that the start is paid once.
+"""What each of two ranks runs that share every row; one launch covers all cases, so that the start
+is paid once.
 
     python trainer_sequence_program.py RANK FOLDER PORT...
 
-Rank 0 leaves in FOLDER `gradient-<stage>-<packing>.safetensors`, `gradient-algorithm-<name>.safetensors` and `results.json`.
-Both ranks must come to the same results: each writes its own `results-<rank>.json`.
+Rank 0 leaves in FOLDER `gradient-<stage>-<packing>.safetensors`,
+`gradient-algorithm-<name>.safetensors` and `results.json`. Both ranks must come to the same
+results: each writes its own `results-<rank>.json`.
 """
 
 import json
@@ -33,10 +35,15 @@ def place(port: int, *, shared: bool = True) -> Place:
 
 
 def save_gradient(engine: Engine, name: str) -> None:
-    found = {key: safe_get_full_grad(parameter) for key, parameter in engine.policy.named_parameters()}
+    found = {
+        key: safe_get_full_grad(parameter) for key, parameter in engine.policy.named_parameters()
+    }
     engine.apply(learning_rate=0.0)
     if RANK == 0:
-        save_file({key: value.clone() for key, value in found.items()}, FOLDER / f"gradient-{name}.safetensors")
+        save_file(
+            {key: value.clone() for key, value in found.items()},
+            FOLDER / f"gradient-{name}.safetensors",
+        )
 
 
 def gradients(ranks: Ranks, stage: int) -> None:
@@ -50,11 +57,17 @@ def gradients(ranks: Ranks, stage: int) -> None:
 def algorithms(ranks: Ranks, *, with_value_head: bool) -> None:
     """The gradient of each algorithm; one engine serves all that have the same heads."""
     settings = {name: toys.full_algorithm(**options) for name, options in toys.ALGORITHMS.items()}
-    chosen = {name: each for name, each in settings.items() if (each.baseline == "value") is with_value_head}
+    chosen = {
+        name: each
+        for name, each in settings.items()
+        if (each.baseline == "value") is with_value_head
+    }
     first = next(iter(chosen.values()))
     engine = Engine(toys.tiny_policy(first, ranks.sequence), ranks, 2, first.optimizer)
     for name, each in chosen.items():
-        toys.learner(engine, ranks, each).accumulate((toys.batch_of(cases.PACKINGS["rows"], cases.EVERYTHING),))
+        toys.learner(engine, ranks, each).accumulate(
+            (toys.batch_of(cases.PACKINGS["rows"], cases.EVERYTHING),)
+        )
         save_gradient(engine, f"algorithm-{name}")
 
 
@@ -62,7 +75,9 @@ def checkpoint_of(ranks: Ranks) -> dict[str, object]:
     """Two steps, a checkpoint, two more."""
     case = cases.CASES["value head"]
     engine = case.engine(FOLDER, ranks)
-    made = Setup(FOLDER, FOLDER / case.model, ranks, engine, toys.learner(engine, ranks, case.spec.algorithm))
+    made = Setup(
+        FOLDER, FOLDER / case.model, ranks, engine, toys.learner(engine, ranks, case.spec.algorithm)
+    )
     case.go_on(engine, made.learner, ranks, range(2))
     assert made.save(2)
     return case.go_on(engine, made.learner, ranks, range(2, 4))
@@ -90,7 +105,10 @@ def main() -> None:
                 results[f"{name}-{'shared' if shared else 'apart'}"] = case.train(FOLDER, ranks)
     with join_ranks(place(next(ports))) as ranks:
         results["straight"] = checkpoint_of(ranks)
-        results["from leader"] = len(ranks.from_leader(bytes(RANK + 5))), len(ranks.from_leader(b"" if RANK == 0 else b"x"))
+        results["from leader"] = (
+            len(ranks.from_leader(bytes(RANK + 5))),
+            len(ranks.from_leader(b"" if RANK == 0 else b"x")),
+        )
     for shared in (True, False):
         with join_ranks(place(next(ports), shared=shared)) as ranks:
             results[f"resumed-{'shared' if shared else 'apart'}"] = resumed(ranks)

@@ -31,7 +31,13 @@ class Setup:
 
     @classmethod
     def of(
-        cls, spec: JobSpec, folder: Path, ranks: Ranks, checkpoint: Checkpoint | None = None, *, prepared: Path | None = None
+        cls,
+        spec: JobSpec,
+        folder: Path,
+        ranks: Ranks,
+        checkpoint: Checkpoint | None = None,
+        *,
+        prepared: Path | None = None,
     ) -> "Setup":
         """`prepared` is `folder`/model unless it is given."""
         prepared = prepared or folder / "model"
@@ -50,7 +56,9 @@ class Setup:
         """On one rank. The losses."""
         batches = [toys.trajectories(4, seed=50 + step) for step in steps]
         return [
-            self.learner.train_step(toys.batch_of([members[:3], members[3:]], members, step))["loss"]
+            self.learner.train_step(toys.batch_of([members[:3], members[3:]], members, step))[
+                "loss"
+            ]
             for step, members in zip(steps, batches, strict=True)
         ]
 
@@ -63,7 +71,9 @@ class Setup:
 
 
 @contextmanager
-def setup(folder: Path, stage: int = 1, checkpoint: Checkpoint | None = None, **spec: Any) -> Iterator[Setup]:
+def setup(
+    folder: Path, stage: int = 1, checkpoint: Checkpoint | None = None, **spec: Any
+) -> Iterator[Setup]:
     """The only rank. The model is made if it is not there; `spec` is laid over a minimal job."""
     if not (folder / "model").exists():
         toys.save_tiny_model(folder / "model")
@@ -84,5 +94,9 @@ def newest(folder: Path) -> Checkpoint:
 
 def ledger(step: int) -> batches_pb2.LedgerSnapshot:
     return batches_pb2.LedgerSnapshot(
-        schema_version=1, num_committed_steps=step, next_prompt_index=2**40 + step, open_prompt_indices=[3, 5], incarnation=2
+        schema_version=1,
+        num_committed_steps=step,
+        next_prompt_index=2**40 + step,
+        open_prompt_indices=[3, 5],
+        incarnation=2,
     )

@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from pipelinerl_common.settings import AlgorithmSettings, Job, JobSpec, parse_job
 from pipelinerl_common.settings.presets import PRESETS
@@ -37,17 +44,25 @@ SHAPE: Mapping[str, Any] = {
 }
 """Of every tiny model, in transformers' words."""
 
-SLIDING_WINDOWS: Mapping[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+SLIDING_WINDOWS: Mapping[str, Any] = {
+    "use_sliding_window": True,
+    "sliding_window": 4,
+    "max_window_layers": 0,
+}
 
 ADAPTER: Mapping[str, Any] = {"rank": 4, "alpha": 6}
 """model.adapter of a job; B A is multiplied by 1.5."""
 
 
 def tiny_model(seed: int = 0, *, tied: bool = True, **options: Any) -> Any:
-    """Qwen3 with 2 layers, grouped-query attention, float32; the same weights for the same seed. `options` are its config's."""
+    """Qwen3 with 2 layers, grouped-query attention, float32; the same weights for the same seed.
+    `options` are its config's.
+    """
     attention.register()
     torch.manual_seed(seed)
-    return Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "tie_word_embeddings": tied, **options})).float()
+    return Qwen3ForCausalLM(
+        Qwen3Config(**{**SHAPE, "tie_word_embeddings": tied, **options})
+    ).float()
 
 
 def save_tiny_model(folder: Path, seed: int = 0, *, tied: bool = True, **options: Any) -> Path:
@@ -56,16 +71,34 @@ def save_tiny_model(folder: Path, seed: int = 0, *, tied: bool = True, **options
 
 
 def job(**spec: Any) -> Job:
-    """A job file's content with `spec` laid over a minimal one; trainers' options are given as `trainers={...}`."""
+    """A job file's content with `spec` laid over a minimal one; trainers' options are given as
+    `trainers={...}`.
+    """
     base: dict[str, Any] = {
         "model": {"uri": "tiny://arithmetic", "dtype": "float32", "maxModelLen": 64},
-        "task": {"path": "tests:Task", "groupSize": 2, "sampling": {"maxTokens": MAX_TOKENS, "temperature": 0.7}},
+        "task": {
+            "path": "tests:Task",
+            "groupSize": 2,
+            "sampling": {"maxTokens": MAX_TOKENS, "temperature": 0.7},
+        },
         "algorithm": {"steps": 4, "groupsPerStep": 2, "optimizer": {"learningRate": 1e-3}},
         "trainers": {"microBatchTokens": 64, "parity": {"numPrompts": 0}},
-        "weightTransfer": {"backend": "gloo", "bucketBytes": 2048, "formTimeoutSeconds": 20, "syncTimeoutSeconds": 20},
+        "weightTransfer": {
+            "backend": "gloo",
+            "bucketBytes": 2048,
+            "formTimeoutSeconds": 20,
+            "syncTimeoutSeconds": 20,
+        },
     }
-    merged = {key: {**base.get(key, {}), **value} if isinstance(value, dict) else value for key, value in spec.items()}
-    document = {"apiVersion": "pipelinerl.dev/v1alpha1", "kind": "PipelineRLJob", "metadata": {"name": "toy"}}
+    merged = {
+        key: {**base.get(key, {}), **value} if isinstance(value, dict) else value
+        for key, value in spec.items()
+    }
+    document = {
+        "apiVersion": "pipelinerl.dev/v1alpha1",
+        "kind": "PipelineRLJob",
+        "metadata": {"name": "toy"},
+    }
     return parse_job({**document, "spec": {**base, **merged}}, source="test")
 
 
@@ -74,13 +107,22 @@ def algorithm(**options: Any) -> AlgorithmSettings:
 
 
 def tiny_mixture(kind: str, seed: int = 0) -> Any:
-    """A mixture of 4 experts, 2 of them for each token; `kind` is its transformers model type. Asks for a router loss."""
+    """A mixture of 4 experts, 2 of them for each token; `kind` is its transformers model type. Asks
+    for a router loss.
+    """
     attention.register()
     torch.manual_seed(seed)
     router = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 1.0}
     if kind == "mixtral":
-        return MixtralForCausalLM(MixtralConfig(**SHAPE, **router, num_local_experts=NUM_EXPERTS)).float()
-    experts = {"num_experts": NUM_EXPERTS, "moe_intermediate_size": 24, "norm_topk_prob": True, "decoder_sparse_step": 1}
+        return MixtralForCausalLM(
+            MixtralConfig(**SHAPE, **router, num_local_experts=NUM_EXPERTS)
+        ).float()
+    experts = {
+        "num_experts": NUM_EXPERTS,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+    }
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **router, **experts)).float()
 
 
@@ -122,9 +164,14 @@ def trajectories(count: int, seed: int = 1) -> list[Trajectory]:
     return made
 
 
-def pack(members: Sequence[Trajectory], index: int = 0, num_slots: int = 64, temperature: float = 0.7) -> MicroBatch:
+def pack(
+    members: Sequence[Trajectory], index: int = 0, num_slots: int = 64, temperature: float = 0.7
+) -> MicroBatch:
     """One row, its sequences in the given order; no members make a filler row."""
-    columns = {name: np.zeros(num_slots, np.float32) for name in ("old_logprobs", "ref_logprobs", "advantages", "returns")}
+    columns = {
+        name: np.zeros(num_slots, np.float32)
+        for name in ("old_logprobs", "ref_logprobs", "advantages", "returns")
+    }
     ids, mask = np.zeros(num_slots, np.uint32), np.zeros(num_slots, np.uint8)
     start = 0
     for member in members:
@@ -167,22 +214,38 @@ def plan_of(
         num_sequences=len(members),
         num_trained_tokens=sum(member.num_sampled for member in members),
         publish_after=publish_after,
-        metrics={"success_mean": 0.5, "reward_mean": sum(member.returns[0] for member in members) / max(1, len(members))},
+        metrics={
+            "success_mean": 0.5,
+            "reward_mean": sum(member.returns[0] for member in members) / max(1, len(members)),
+        },
     )
 
 
-def batch_of(rows: Sequence[Sequence[Trajectory]], everything: Sequence[Trajectory], step: int = 0) -> Batch:
+def batch_of(
+    rows: Sequence[Sequence[Trajectory]], everything: Sequence[Trajectory], step: int = 0
+) -> Batch:
     """This rank's rows of a batch that trains `everything` over all ranks."""
     micro_batches = tuple(pack(members, index) for index, members in enumerate(rows))
     return Batch(plan_of(everything, step, len(rows)), micro_batches)
 
 
-def parts_of(rows: Sequence[Sequence[Trajectory]], everything: Sequence[Trajectory], step: int = 0) -> list[Batch]:
-    """The same batch as it comes from a streaming policy: row by row, with counts that are wrong until the last row."""
+def parts_of(
+    rows: Sequence[Sequence[Trajectory]], everything: Sequence[Trajectory], step: int = 0
+) -> list[Batch]:
+    """The same batch as it comes from a streaming policy: row by row, with counts that are wrong
+    until the last row.
+    """
     batch = batch_of(rows, everything, step)
     parts = [
         Batch(
-            replace(batch.plan, num_micro_batches=number, num_sequences=number, num_trained_tokens=1, provisional=True), (row,)
+            replace(
+                batch.plan,
+                num_micro_batches=number,
+                num_sequences=number,
+                num_trained_tokens=1,
+                provisional=True,
+            ),
+            (row,),
         )
         for number, row in enumerate(batch.micro_batches, start=1)
     ]
@@ -201,7 +264,9 @@ def learner(engine: Engine, ranks: Ranks, settings: AlgorithmSettings) -> Learne
 
 def tiny_policy(settings: AlgorithmSettings, sequence: SequenceGroup = ALONE) -> PolicyModel:
     """The tiny model with the head that the algorithm needs."""
-    policy = PolicyModel(tiny_model(), with_value_head=settings.baseline == "value", sequence=sequence)
+    policy = PolicyModel(
+        tiny_model(), with_value_head=settings.baseline == "value", sequence=sequence
+    )
     spread_value_head(policy)
     return policy
 
@@ -210,19 +275,34 @@ def spread_value_head(policy: PolicyModel) -> None:
     """A value head that is not 0, so that its error reaches the model."""
     if policy.value_head is not None:
         with torch.no_grad():
-            policy.value_head.weight.copy_(torch.linspace(-0.4, 0.5, policy.value_head.weight.numel())[None])
+            policy.value_head.weight.copy_(
+                torch.linspace(-0.4, 0.5, policy.value_head.weight.numel())[None]
+            )
             policy.value_head.bias.fill_(0.2)
 
 
 ALGORITHMS: Mapping[str, dict[str, Any]] = {
     **{name: {"loss": name} for name in PRESETS},
     "value head, lambda 1": {"baseline": "value", "gaeLambda": 1.0},
-    "value head, discounted": {"baseline": "value", "gaeLambda": 0.5, "discount": 0.9, "normalizeBy": "sequence_means"},
+    "value head, discounted": {
+        "baseline": "value",
+        "gaeLambda": 0.5,
+        "discount": 0.9,
+        "normalizeBy": "sequence_means",
+    },
     "masked tokens": {"truncation": 2.0, "truncationLow": 0.5, "outside": "mask"},
-    "masked sequences": {"importance": "geometric", "truncation": 1.3, "truncationLow": 0.7, "outside": "mask"},
+    "masked sequences": {
+        "importance": "geometric",
+        "truncation": 1.3,
+        "truncationLow": 0.7,
+        "outside": "mask",
+    },
     "bounded on both sides": {"truncation": 1.5, "truncationLow": 0.8, "normalizeBy": "max_tokens"},
     "no importance": {"importance": "none", "kl": {"coefficient": 0.1, "estimator": "k2"}},
-    "no bound": {"truncation": 0, "kl": {"coefficient": 0.1, "estimator": "k1", "placement": "reward"}},
+    "no bound": {
+        "truncation": 0,
+        "kl": {"coefficient": 0.1, "estimator": "k1", "placement": "reward"},
+    },
     "mixed": {"gradientMixing": 0.3},
 }
 """Every family of algorithms, as settings."""
@@ -231,7 +311,9 @@ ALGORITHMS: Mapping[str, dict[str, Any]] = {
 def reference_gradient(
     settings: AlgorithmSettings, members: Sequence[Trajectory], policy: PolicyModel | None = None
 ) -> dict[str, torch.Tensor]:
-    """The gradient of the step's loss by the plainest means: no packing, no DeepSpeed, one sequence at a time."""
+    """The gradient of the step's loss by the plainest means: no packing, no DeepSpeed, one sequence
+    at a time.
+    """
     policy = policy or tiny_policy(settings)
     policy.language_model.set_attn_implementation("eager")
     total = torch.zeros(())
@@ -245,9 +327,13 @@ def reference_gradient(
     return dict(zip(names, torch.autograd.grad(total, parameters), strict=True))
 
 
-def _plain_loss(settings: AlgorithmSettings, policy: PolicyModel, member: Trajectory) -> torch.Tensor:
+def _plain_loss(
+    settings: AlgorithmSettings, policy: PolicyModel, member: Trajectory
+) -> torch.Tensor:
     ids = torch.tensor([member.tokens])
-    hidden = policy.language_model.get_decoder()(input_ids=ids).last_hidden_state[0, member.num_prompt - 1 : -1]
+    hidden = policy.language_model.get_decoder()(input_ids=ids).last_hidden_state[
+        0, member.num_prompt - 1 : -1
+    ]
     logits = policy.language_model.get_output_embeddings()(hidden).float() / 0.7
     distribution = logits.log_softmax(-1)
     logprobs = distribution.gather(-1, ids[0, member.num_prompt :, None])[:, 0]
@@ -257,10 +343,16 @@ def _plain_loss(settings: AlgorithmSettings, policy: PolicyModel, member: Trajec
         values = policy.value_head(hidden)[:, 0]
         loss = loss + settings.value_coefficient * 0.5 * ((values - returns) ** 2).sum()
         advantages = _plain_advantages(settings, returns.tolist(), values.tolist())
-    loss = loss + _plain_policy_loss(settings, logprobs, torch.tensor(member.old_logprobs), advantages)
+    loss = loss + _plain_policy_loss(
+        settings, logprobs, torch.tensor(member.old_logprobs), advantages
+    )
     if settings.kl.placement == "loss":
         r = torch.tensor(member.ref_logprobs) - logprobs
-        loss = loss + settings.kl.coefficient * {"k2": r * r / 2, "k3": torch.exp(r) - r - 1}[settings.kl.estimator].sum()
+        loss = (
+            loss
+            + settings.kl.coefficient
+            * {"k2": r * r / 2, "k3": torch.exp(r) - r - 1}[settings.kl.estimator].sum()
+        )
     negative_entropy: torch.Tensor = (distribution.exp() * distribution).sum()
     return loss + settings.entropy_coefficient * negative_entropy
 
@@ -271,12 +363,23 @@ def _plain_policy_loss(
     log_ratios = logprobs - old
     if settings.surrogate == "clip":
         # GSPO's is one term a sequence; the sum over tokens counts it once for each.
-        ratios = torch.exp(log_ratios if settings.importance == "token" else log_ratios.mean().expand(len(log_ratios)))
+        ratios = torch.exp(
+            log_ratios
+            if settings.importance == "token"
+            else log_ratios.mean().expand(len(log_ratios))
+        )
         clipped = ratios.clamp(1 - settings.clip_low, 1 + settings.clip_high)
         return -torch.minimum(ratios * advantages, clipped * advantages).sum()
-    logs = {"token": log_ratios, "sequence": log_ratios.sum(), "geometric": log_ratios.mean(), "none": torch.zeros(())}
+    logs = {
+        "token": log_ratios,
+        "sequence": log_ratios.sum(),
+        "geometric": log_ratios.mean(),
+        "none": torch.zeros(()),
+    }
     loss = torch.zeros(())
-    for t, weight in enumerate(torch.exp(logs[settings.importance]).expand(len(log_ratios)).tolist()):
+    for t, weight in enumerate(
+        torch.exp(logs[settings.importance]).expand(len(log_ratios)).tolist()
+    ):
         low, high = settings.truncation_low, settings.truncation or float("inf")
         if not low <= weight <= high:
             weight = 0.0 if settings.outside == "mask" else min(max(weight, low), high)
@@ -286,14 +389,21 @@ def _plain_policy_loss(
     return loss
 
 
-def _plain_advantages(settings: AlgorithmSettings, returns: list[float], values: list[float]) -> torch.Tensor:
+def _plain_advantages(
+    settings: AlgorithmSettings, returns: list[float], values: list[float]
+) -> torch.Tensor:
     """GAE from its definition: a sum of one-step errors, each from the reward."""
     discount, decay = settings.discount, settings.discount * settings.gae_lambda
     following = [*values[1:], 0.0]
-    rewards = [now - discount * later for now, later in zip(returns, [*returns[1:], 0.0], strict=True)]
-    deltas = [r + discount * after - v for r, after, v in zip(rewards, following, values, strict=True)]
+    rewards = [
+        now - discount * later for now, later in zip(returns, [*returns[1:], 0.0], strict=True)
+    ]
+    deltas = [
+        r + discount * after - v for r, after, v in zip(rewards, following, values, strict=True)
+    ]
     return torch.tensor(
-        [sum(decay**k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))], dtype=torch.float32
+        [sum(decay**k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))],
+        dtype=torch.float32,
     )
 
 

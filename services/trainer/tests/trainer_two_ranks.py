@@ -9,7 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 FIRST, LAST = 20_000, 32_000
-"""Below the range that Linux gives away by itself: a group's own connections would take ports that a later group needs."""
+"""Below the range that Linux gives away by itself: a group's own connections would take ports that
+a later group needs.
+"""
 
 
 def free_ports(count: int) -> list[str]:
@@ -24,7 +26,9 @@ def free_ports(count: int) -> list[str]:
 
 
 def run_two_ranks(folder: Path, program: str, arguments: list[str], timeout_s: float) -> None:
-    """`program RANK arguments...` of this folder, twice. Raises AssertionError with the log of the one that failed."""
+    """`program RANK arguments...` of this folder, twice. Raises AssertionError with the log of the
+    one that failed.
+    """
     path = str(Path(__file__).with_name(program))
     logs = [folder / f"rank-{rank}.log" for rank in (0, 1)]
     processes = []
@@ -34,7 +38,10 @@ def run_two_ranks(folder: Path, program: str, arguments: list[str], timeout_s: f
             processes.append(subprocess.Popen(command, stdout=output, stderr=output))
     deadline = time.monotonic() + timeout_s
     try:
-        while None in (statuses := [process.poll() for process in processes]) and time.monotonic() < deadline:
+        while (
+            None in (statuses := [process.poll() for process in processes])
+            and time.monotonic() < deadline
+        ):
             if any(statuses):
                 break  # the other one would wait for it
             with suppress(subprocess.TimeoutExpired):
@@ -45,4 +52,6 @@ def run_two_ranks(folder: Path, program: str, arguments: list[str], timeout_s: f
             process.wait()
     for status, log in zip(statuses, logs, strict=True):
         assert not status, log.read_text(errors="replace")[-3000:]
-    assert None not in statuses, f"not done after {timeout_s:g} s:\n" + logs[0].read_text(errors="replace")[-3000:]
+    assert None not in statuses, (
+        f"not done after {timeout_s:g} s:\n" + logs[0].read_text(errors="replace")[-3000:]
+    )

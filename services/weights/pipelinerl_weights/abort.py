@@ -15,9 +15,11 @@ _MEMBERS_PER_POLL = 64
 
 
 class AbortFlag:
-    """A key of the group's store, mirrored in this process by a thread that looks at it while a transfer is under way.
+    """A key of the group's store, mirrored in this process by a thread that looks at it while a
+    transfer is under way.
 
-    The thread has its own connection: a sender that was stopped (not killed) blocks it, but nobody else.
+    The thread has its own connection: a sender that was stopped (not killed) blocks it, but nobody
+    else.
     """
 
     def __init__(self, store: Store, world_size: int) -> None:
@@ -49,10 +51,14 @@ class AbortFlag:
             self._armed.clear()
 
     def set(self, reason: str, store: Store) -> bool:
-        """Tells everyone, over `store` (the caller's connection). False if it was called off before."""
+        """Tells everyone, over `store` (the caller's connection). False if it was called off
+        before.
+        """
         if not self._set_here(reason):
             return False
-        with contextlib.suppress(RuntimeError):  # the store is gone with the sender, and everyone sees that too
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the store is gone with the sender, and everyone sees that too
             store.set(ABORTED, reason)
         return True
 

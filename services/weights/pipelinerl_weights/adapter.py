@@ -1,4 +1,5 @@
-"""Names of adapters' matrices on the wire: those of the layers that they belong to, with PEFT's endings. Imports no torch.
+"""Names of adapters' matrices on the wire: those of the layers that they belong to, with PEFT's
+endings. Imports no torch.
 
     model.layers.0.mlp.up_proj.weight          the frozen weight W [out, in], which every side has from the model folder
     model.layers.0.mlp.up_proj.lora_A.weight   A [rank, in]

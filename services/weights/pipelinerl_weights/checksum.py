@@ -1,10 +1,11 @@
-"""A checksum of packed buckets, computed where the bytes lie (host or device) with wrapping 64-bit integers.
+"""A checksum of packed buckets, computed where the bytes lie (host or device) with wrapping 64-bit
+integers.
 
     checksum(bucket) = sum over 64-bit words w at row r and column c of  w * COLUMN[c] * ROW[r]   (mod 2**64)
     checksum(version) = fold of the buckets' checksums and sizes, in order
 
-All factors are odd and differ by position: a changed, moved or missing word changes the sum. It guards against faults of
-transport and of layout, not against an adversary.
+All factors are odd and differ by position: a changed, moved or missing word changes the sum. It
+guards against faults of transport and of layout, not against an adversary.
 """
 
 import torch
@@ -16,12 +17,16 @@ _COLUMN_STEP = 0x9E3779B97F4A7C15
 _ROW_STEP = 0xC2B2AE3D27D4EB4F
 _FOLD = 0x100000001B3
 _HOST_ROWS = 32
-"""Rows per pass on the host: the products (1 MiB) stay in the cache, which makes it several times faster."""
+"""Rows per pass on the host: the products (1 MiB) stay in the cache, which makes it several times
+faster.
+"""
 _DEVICE_ROWS = 4096
 
 
 def bucket_checksum(bucket: Tensor) -> Tensor:
-    """`bucket`: 1-d uint8 of a multiple of 8 bytes. Returns a 0-d int64 tensor on its device and does not wait for it."""
+    """`bucket`: 1-d uint8 of a multiple of 8 bytes. Returns a 0-d int64 tensor on its device and
+    does not wait for it.
+    """
     words = bucket.view(torch.int64)
     rows = words.numel() // _COLUMNS
     columns_C = _odd_factors(_COLUMNS, _COLUMN_STEP, bucket.device)

@@ -1,4 +1,5 @@
-"""Errors of a weight transfer. Every one of them means: this group is finished, form a new one in the next epoch.
+"""Errors of a weight transfer. Every one of them means: this group is finished, form a new one in
+the next epoch.
 
 TemporaryError
 └── TransferFailed          a peer died, or the collective library gave up

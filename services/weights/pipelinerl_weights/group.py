@@ -1,14 +1,17 @@
-"""The weight-transfer group: trainer rank 0 as the sender (rank 0) and every generator worker as a receiver.
+"""The weight-transfer group: trainer rank 0 as the sender (rank 0) and every generator worker as a
+receiver.
 
-It is a process group of torch's c10d beside any other group of the process; gloo and nccl differ only in how it is made. Beside
-the collectives there is a small key-value store, held by the sender, with these keys (below the epoch's prefix):
+It is a process group of torch's c10d beside any other group of the process; gloo and nccl differ
+only in how it is made. Beside the collectives there is a small key-value store, held by the sender,
+with these keys (below the epoch's prefix):
 
     joined/<rank>            the rank is ready to form the group
     receiving/<n>/<rank>     the rank is about to receive the n-th transfer; the value is the version
     aborted                  someone called it off; the value says who and why
 
-c10d cannot wake a thread from a pending gloo collective. So nobody ever blocks in one: waiting is a loop that looks at the
-work, at the deadline and at the abort flag, and an abandoned collective is left behind until its connections close.
+c10d cannot wake a thread from a pending gloo collective. So nobody ever blocks in one: waiting is a
+loop that looks at the work, at the deadline and at the abort flag, and an abandoned collective is
+left behind until its connections close.
 """
 
 import threading
@@ -54,14 +57,20 @@ class Pending:
     what: str
 
     def wait(self) -> None:
-        """Raises TransferAborted, TransferTimeout or TransferFailed; after any of them the group is aborted for everyone."""
+        """Raises TransferAborted, TransferTimeout or TransferFailed; after any of them the group is
+        aborted for everyone.
+        """
         self.group.finish(self)
 
 
 class TransferGroup:
-    """One epoch's group. Every blocking call has a deadline; `abort` and `close` may be called from any thread."""
+    """One epoch's group. Every blocking call has a deadline; `abort` and `close` may be called from
+    any thread.
+    """
 
-    def __init__(self, store: Store, flag: AbortFlag, *, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: Store, flag: AbortFlag, *, rank: int, world_size: int, timeout_s: float
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
@@ -77,7 +86,8 @@ class TransferGroup:
         cls, address: str, port: int, *, rank: int, world_size: int, backend: str, epoch: int, timeout_s: float,
         store: Rendezvous | None = None,
     ) -> "TransferGroup":  # fmt: skip
-        """Blocks until every rank has joined. Rank 0 passes its Rendezvous as `store`, which the group then owns.
+        """Blocks until every rank has joined. Rank 0 passes its Rendezvous as `store`, which the
+        group then owns.
 
         `timeout_s`: for forming, and afterwards for every operation without a deadline of its own.
         Raises TransferTimeout (names the missing ranks), TransferAborted or TransferFailed.
@@ -85,7 +95,9 @@ class TransferGroup:
         deadline = time.monotonic() + timeout_s
         host, port = ("127.0.0.1", store.port) if store else (address, port)
         base = store.store if store and store.store else connect_store(host, port, timeout_s)
-        flag = AbortFlag(PrefixStore(scope(epoch), connect_store(host, port, timeout_s)), world_size)
+        flag = AbortFlag(
+            PrefixStore(scope(epoch), connect_store(host, port, timeout_s)), world_size
+        )
         scoped = PrefixStore(scope(epoch), base)
         group = cls(scoped, flag, rank=rank, world_size=world_size, timeout_s=timeout_s)
         group._rendezvous = store
@@ -104,7 +116,12 @@ class TransferGroup:
         remaining_s = max(1.0, deadline - time.monotonic())
         store = PrefixStore("c10d", self._store)
         self._process_group = make_process_group(
-            backend, store, rank=self.rank, world_size=self.world_size, interface=interface, timeout_s=remaining_s
+            backend,
+            store,
+            rank=self.rank,
+            world_size=self.world_size,
+            interface=interface,
+            timeout_s=remaining_s,
         )
         self._flag.disarm()
 
@@ -118,7 +135,9 @@ class TransferGroup:
         self._set(f"receiving/{self._num_transfers}/{self.rank}", str(version))
 
     def wait_all_receiving(self, version: int, timeout_s: float) -> None:
-        """Sender: waits until every receiver is about to receive `version`. Raises as `Pending.wait` does."""
+        """Sender: waits until every receiver is about to receive `version`. Raises as
+        `Pending.wait` does.
+        """
         self._flag.raise_if_set()
         self._flag.arm()
         self._num_transfers += 1
@@ -131,13 +150,23 @@ class TransferGroup:
         for rank in receivers:
             expected = self._get(f"{key}/{rank}")
             if expected != str(version):
-                self._fail(TransferFailed(f"rank {rank} expects version {expected}, but {version} is about to be sent"))
+                self._fail(
+                    TransferFailed(
+                        f"rank {rank} expects version {expected}, but {version} is about to be sent"
+                    )
+                )
 
     def start_broadcast(self, buffer: Tensor, timeout_s: float | None = None) -> Pending:
-        """Starts the broadcast of rank 0's contiguous `buffer` into everyone's. The buffer is in use until `wait` returns."""
+        """Starts the broadcast of rank 0's contiguous `buffer` into everyone's. The buffer is in
+        use until `wait` returns.
+        """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         options = BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=limit_s + _SLACK_S)
+        options.rootRank, options.rootTensor, options.timeout = (
+            0,
+            0,
+            timedelta(seconds=limit_s + _SLACK_S),
+        )
         try:
             work = self._collectives().broadcast([buffer], options)
         except RuntimeError as error:
@@ -149,9 +178,13 @@ class TransferGroup:
         self.start_broadcast(buffer, timeout_s).wait()
 
     def gather_checksums(self, checksum: str, timeout_s: float, device: torch.device) -> list[str]:
-        """Ends a transfer: rank 0 gets every rank's checksum, the others nothing. A dead peer shows here at the latest."""
+        """Ends a transfer: rank 0 gets every rank's checksum, the others nothing. A dead peer shows
+        here at the latest.
+        """
         mine = torch.tensor([to_int64(checksum)], dtype=torch.int64, device=device)
-        gathered = [torch.empty_like(mine) for _ in range(self.world_size)] if self.rank == 0 else []
+        gathered = (
+            [torch.empty_like(mine) for _ in range(self.world_size)] if self.rank == 0 else []
+        )
         options = GatherOptions()
         options.rootRank, options.timeout = 0, timedelta(seconds=timeout_s + _SLACK_S)
         try:
@@ -193,22 +226,30 @@ class TransferGroup:
         return self._flag.reason is not None
 
     def abort(self, reason: str = "aborted") -> None:
-        """Wakes everyone who waits in this group, here and in the other processes. Any later call raises TransferAborted."""
+        """Wakes everyone who waits in this group, here and in the other processes. Any later call
+        raises TransferAborted.
+        """
         if not self._flag.set(reason, self._store):
             return
         process_group = self._process_group
         if process_group is not None and process_group.name() == "nccl":
-            process_group.abort()  # frees the kernels that wait on the device; gloo has nothing alike
+            # frees the kernels that wait on the device; gloo has nothing alike
+            process_group.abort()
 
     def close(self) -> None:
-        """Leaves the group and frees it: peers that still wait for this rank fail at once. Idempotent."""
+        """Leaves the group and frees it: peers that still wait for this rank fail at once.
+        Idempotent.
+        """
         self._flag.close()
         process_group, self._process_group = self._process_group, None
         pending = [item.work for item in self._abandoned if not item.work.is_completed()]
         self._abandoned = []
         if process_group is not None and pending:
-            # Destroying a gloo group blocks while a collective is pending, which ends when the peers close or at its timeout.
-            threading.Thread(target=_bury, args=([process_group], pending), name="weights-bury", daemon=True).start()
+            # Destroying a gloo group blocks while a collective is pending, which ends when the
+            # peers close or at its timeout.
+            threading.Thread(
+                target=_bury, args=([process_group], pending), name="weights-bury", daemon=True
+            ).start()
         del process_group
         if self._rendezvous is not None:
             self._rendezvous.close()
@@ -237,19 +278,25 @@ class TransferGroup:
         try:
             self._store.set(key, value)
         except RuntimeError as error:
-            self._fail(TransferFailed(f"the sender's store does not answer: {first_line(error)}"), error)
+            self._fail(
+                TransferFailed(f"the sender's store does not answer: {first_line(error)}"), error
+            )
 
     def _get(self, key: str) -> str:
         try:
             return self._store.get(key).decode()
         except RuntimeError as error:
-            self._fail(TransferFailed(f"the sender's store does not answer: {first_line(error)}"), error)
+            self._fail(
+                TransferFailed(f"the sender's store does not answer: {first_line(error)}"), error
+            )
 
     def _has(self, key: str) -> bool:
         try:
             return self._store.check([key])
         except RuntimeError as error:
-            self._fail(TransferFailed(f"the sender's store does not answer: {first_line(error)}"), error)
+            self._fail(
+                TransferFailed(f"the sender's store does not answer: {first_line(error)}"), error
+            )
 
     def _wait_for(self, key: str, ranks: Iterable[int], deadline: float) -> None:
         """Waits for `<key>/<rank>` of every rank, looking less and less often."""

@@ -1,6 +1,8 @@
-"""Which tensors one policy version consists of, and how they are packed into buckets. Imports no torch.
+"""Which tensors one policy version consists of, and how they are packed into buckets. Imports no
+torch.
 
-Sender and receivers compute the same layout from the same manifest, so only bytes travel during an update.
+Sender and receivers compute the same layout from the same manifest, so only bytes travel during an
+update.
 """
 
 import json
@@ -14,7 +16,9 @@ from pipelinerl.v1 import weights_pb2
 from pipelinerl_common.errors import MalformedMessage
 
 ALIGNMENT = 16
-"""Bytes. Every tensor starts on a multiple of it, so that a slice of a bucket can be viewed as any dtype."""
+"""Bytes. Every tensor starts on a multiple of it, so that a slice of a bucket can be viewed as any
+dtype.
+"""
 
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -24,7 +28,9 @@ ITEM_BYTES: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor. Example: TensorSpec("lm_head.weight", "bfloat16", (151936, 896)) of 272 269 312 bytes."""
+    """One tensor. Example: TensorSpec("lm_head.weight", "bfloat16", (151936, 896)) of 272 269 312
+    bytes.
+    """
 
     name: str
     dtype: str
@@ -34,7 +40,9 @@ class TensorSpec:
         if not self.name:
             raise MalformedMessage("a tensor of the manifest has an empty name")
         if self.dtype not in ITEM_BYTES:
-            raise MalformedMessage(f"{self.name}: unknown dtype {self.dtype!r}; known are {', '.join(ITEM_BYTES)}")
+            raise MalformedMessage(
+                f"{self.name}: unknown dtype {self.dtype!r}; known are {', '.join(ITEM_BYTES)}"
+            )
         if any(size < 0 for size in self.shape):
             raise MalformedMessage(f"{self.name}: negative size in shape {self.shape}")
 
@@ -64,7 +72,9 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Tensors in the order in which they are sent. The order and `bucket_bytes` alone give the layout."""
+    """Tensors in the order in which they are sent. The order and `bucket_bytes` alone give the
+    layout.
+    """
 
     tensors: tuple[TensorSpec, ...]
     bucket_bytes: int
@@ -86,7 +96,9 @@ class Manifest:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     def buckets(self) -> tuple[Bucket, ...]:
-        """At most `bucket_bytes` each, except that a tensor larger than this has a bucket of its own."""
+        """At most `bucket_bytes` each, except that a tensor larger than this has a bucket of its
+        own.
+        """
         return self._buckets
 
     @cached_property
@@ -106,7 +118,10 @@ class Manifest:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form that /request_weight_update takes."""
-        tensors = [{"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)} for tensor in self.tensors]
+        tensors = [
+            {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)}
+            for tensor in self.tensors
+        ]
         return {"tensors": tensors, "bucket_bytes": self.bucket_bytes}
 
     @classmethod
@@ -114,7 +129,11 @@ class Manifest:
         """Raises MalformedMessage."""
         try:
             tensors = tuple(
-                TensorSpec(str(item["name"]), str(item["dtype"]), tuple(int(size) for size in item["shape"]))
+                TensorSpec(
+                    str(item["name"]),
+                    str(item["dtype"]),
+                    tuple(int(size) for size in item["shape"]),
+                )
                 for item in document["tensors"]
             )
             return cls(tensors, int(document["bucket_bytes"]))
@@ -134,11 +153,16 @@ class Manifest:
         return cls.from_dict(document)
 
     def to_proto(self) -> weights_pb2.WeightManifest:
-        tensors = [weights_pb2.TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape) for tensor in self.tensors]
+        tensors = [
+            weights_pb2.TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
+            for tensor in self.tensors
+        ]
         return weights_pb2.WeightManifest(tensors=tensors, bucket_bytes=self.bucket_bytes)
 
     @classmethod
     def from_proto(cls, message: weights_pb2.WeightManifest) -> "Manifest":
         """Raises MalformedMessage."""
-        tensors = tuple(TensorSpec(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in message.tensors)
+        tensors = tuple(
+            TensorSpec(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in message.tensors
+        )
         return cls(tensors, message.bucket_bytes)

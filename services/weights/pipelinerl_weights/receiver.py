@@ -23,12 +23,13 @@ def receive(
     *,
     device: torch.device | str = "cpu",
 ) -> str:
-    """Receives every bucket of `version` and returns the checksum, which the sender compares with its own.
+    """Receives every bucket of `version` and returns the checksum, which the sender compares with
+    its own.
 
     `on_bucket(bucket, buffer)` is called in order, while the next bucket already arrives. The buffer (uint8) is its to keep:
-    every bucket has a fresh one, so two of them exist besides what is kept. `timeout_s` is for the whole call, waiting for the
-    sender included. What `on_bucket` raises aborts the group.
-    Raises TransferAborted, TransferTimeout or TransferFailed; the group is then aborted for everyone.
+    every bucket has a fresh one, so two of them exist besides what is kept. `timeout_s` is for the
+    whole call, waiting for the sender included. What `on_bucket` raises aborts the group. Raises
+    TransferAborted, TransferTimeout or TransferFailed; the group is then aborted for everyone.
     """
     deadline = time.monotonic() + timeout_s
     layout = manifest.buckets()

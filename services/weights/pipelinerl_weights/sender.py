@@ -37,18 +37,27 @@ class Snapshot:
 
     @classmethod
     def pack(
-        cls, manifest: Manifest, tensors: Iterable[tuple[str, Tensor]], *, device: torch.device | str = "cpu"
+        cls,
+        manifest: Manifest,
+        tensors: Iterable[tuple[str, Tensor]],
+        *,
+        device: torch.device | str = "cpu",
     ) -> "Snapshot":
         """Copies `tensors` (any order, cast to the manifest's dtypes) into buckets on `device`.
 
         An iterator that gathers one tensor at a time keeps only that one alive beside the buckets.
-        Raises PermanentError that lists tensors which are missing, unknown, given twice, or of the wrong shape.
+        Raises PermanentError that lists tensors which are missing, unknown, given twice, or of the
+        wrong shape.
         """
         layout = manifest.buckets()
         # Zeros: the padding between tensors is part of the checksum.
-        buckets = tuple(torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=device) for bucket in layout)
+        buckets = tuple(
+            torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=device) for bucket in layout
+        )
         targets = {
-            slot.tensor.name: slot_view(buckets[bucket.index], slot.offset, slot.tensor.dtype, slot.tensor.shape)
+            slot.tensor.name: slot_view(
+                buckets[bucket.index], slot.offset, slot.tensor.dtype, slot.tensor.shape
+            )
             for bucket in layout
             for slot in bucket.slots
         }
@@ -58,11 +67,16 @@ class Snapshot:
                 if target is None:
                     raise PermanentError(f"{name} is not in the manifest, or was given twice")
                 if target.shape != tensor.shape:
-                    raise PermanentError(f"{name} has shape {tuple(tensor.shape)}, the manifest says {tuple(target.shape)}")
+                    raise PermanentError(
+                        f"{name} has shape {tuple(tensor.shape)}, the manifest says "
+                        f"{tuple(target.shape)}"
+                    )
                 target.copy_(tensor)
         if targets:
             missing = counted(len(targets), "tensor")
-            raise PermanentError(f"{missing} of the manifest not given: {', '.join(list(targets)[:5])}")
+            raise PermanentError(
+                f"{missing} of the manifest not given: {', '.join(list(targets)[:5])}"
+            )
         sums = [bucket_checksum(bucket) for bucket in buckets]
         return cls(manifest, buckets, fold_checksums(sums, [len(bucket) for bucket in buckets]))
 
@@ -72,12 +86,18 @@ class Snapshot:
 
 
 def send_snapshot(
-    group: TransferGroup, snapshot: Snapshot, version: int, timeout_s: float, pace_bytes_per_s: float | None = None
+    group: TransferGroup,
+    snapshot: Snapshot,
+    version: int,
+    timeout_s: float,
+    pace_bytes_per_s: float | None = None,
 ) -> SendReport:
-    """Waits until every receiver is ready, broadcasts the buckets, and collects the receivers' checksums.
+    """Waits until every receiver is ready, broadcasts the buckets, and collects the receivers'
+    checksums.
 
     `pace_bytes_per_s` slows the transfer to that rate, as a slower link would. `timeout_s` is for the whole call.
-    Raises TransferAborted, TransferTimeout or TransferFailed; the group is then aborted for everyone.
+    Raises TransferAborted, TransferTimeout or TransferFailed; the group is then aborted for
+    everyone.
     """
     deadline = time.monotonic() + timeout_s
     group.wait_all_receiving(version, timeout_s)
@@ -87,7 +107,9 @@ def send_snapshot(
         if pace_bytes_per_s is not None:
             group.wait_aborted(start + sent / pace_bytes_per_s - time.monotonic())
         group.broadcast(bucket, _remaining(deadline))
-    checksums = group.gather_checksums(snapshot.checksum, _remaining(deadline), snapshot.buckets[0].device)
+    checksums = group.gather_checksums(
+        snapshot.checksum, _remaining(deadline), snapshot.buckets[0].device
+    )
     wrong = [rank for rank, checksum in enumerate(checksums) if checksum != snapshot.checksum]
     if wrong:
         ranks = f"{nouns(len(wrong), 'rank')} {', '.join(map(str, wrong))}"

@@ -27,14 +27,21 @@ def test_one_changed_byte_shows(bucket: torch.Tensor, byte: int) -> None:
     assert bucket_checksum(changed) != bucket_checksum(bucket)
 
 
-@pytest.mark.parametrize(("first", "second"), [(0, 8), (0, 4096 * 8), (16, 3 * 4096 * 8 + 40), (4096 * 8, 2 * 4096 * 8)])
+@pytest.mark.parametrize(
+    ("first", "second"), [(0, 8), (0, 4096 * 8), (16, 3 * 4096 * 8 + 40), (4096 * 8, 2 * 4096 * 8)]
+)
 def test_swapped_words_show(bucket: torch.Tensor, first: int, second: int) -> None:
     swapped = bucket.clone()
-    swapped[first : first + 8], swapped[second : second + 8] = bucket[second : second + 8], bucket[first : first + 8]
+    swapped[first : first + 8], swapped[second : second + 8] = (
+        bucket[second : second + 8],
+        bucket[first : first + 8],
+    )
     assert bucket_checksum(swapped) != bucket_checksum(bucket)
 
 
-def test_the_pass_size_does_not_matter(bucket: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pass_size_does_not_matter(
+    bucket: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = bucket_checksum(bucket)
     monkeypatch.setattr(checksum, "_HOST_ROWS", 1)
     assert bucket_checksum(bucket) == expected
@@ -46,6 +53,8 @@ def test_the_order_of_buckets_matters() -> None:
     assert fold_checksums([one], [16]) != fold_checksums([one], [32])
 
 
-@pytest.mark.parametrize("text", ["0000000000000000", "8000000000000000", "ffffffffffffffff", "0123456789abcdef"])
+@pytest.mark.parametrize(
+    "text", ["0000000000000000", "8000000000000000", "ffffffffffffffff", "0123456789abcdef"]
+)
 def test_a_checksum_travels_as_int64(text: str) -> None:
     assert from_int64(to_int64(text)) == text

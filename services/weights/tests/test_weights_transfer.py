@@ -1,4 +1,6 @@
-"""Transfers between real processes over gloo on the loopback interface, and everything that can go wrong with them."""
+"""Transfers between real processes over gloo on the loopback interface, and everything that can go
+wrong with them.
+"""
 
 import os
 import signal
@@ -33,7 +35,9 @@ MANIFEST = Manifest(
 def tensors(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
-        spec.name: (torch.randn(spec.shape, generator=generator) * 100).to(getattr(torch, spec.dtype))
+        spec.name: (torch.randn(spec.shape, generator=generator) * 100).to(
+            getattr(torch, spec.dtype)
+        )
         for spec in MANIFEST.tensors
     }
 
@@ -70,7 +74,9 @@ def test_every_receiver_gets_the_exact_bytes(peers: list[Peer]) -> None:
             for peer in peers:
                 checksum, received = peer.result()
                 assert checksum == report.checksum == snapshot.checksum
-                assert received == {name: (t.dtype, tuple(t.shape), raw(t)) for name, t in sent.items()}
+                assert received == {
+                    name: (t.dtype, tuple(t.shape), raw(t)) for name, t in sent.items()
+                }
             assert report.num_bytes == sum(bucket.num_bytes for bucket in MANIFEST.buckets())
 
 
@@ -79,12 +85,16 @@ def test_the_pace_is_kept(peers: list[Peer]) -> None:
     with form(peers, epoch=1) as group:
         for peer in peers:
             peer.start("receive", MANIFEST, 1, TIMEOUT_S)
-        report = send_snapshot(group, snapshot, 1, TIMEOUT_S, pace_bytes_per_s=snapshot.num_bytes / 0.4)
+        report = send_snapshot(
+            group, snapshot, 1, TIMEOUT_S, pace_bytes_per_s=snapshot.num_bytes / 0.4
+        )
         assert report.seconds >= 0.4
         assert [peer.result()[0] for peer in peers] == [snapshot.checksum] * 2
 
 
-def test_an_abort_wakes_waiting_receivers_at_once_and_the_next_epoch_works(peers: list[Peer]) -> None:
+def test_an_abort_wakes_waiting_receivers_at_once_and_the_next_epoch_works(
+    peers: list[Peer],
+) -> None:
     with form(peers, epoch=1) as group:
         for peer in peers:
             peer.start("receive", MANIFEST, 3, TIMEOUT_S)
@@ -92,7 +102,11 @@ def test_an_abort_wakes_waiting_receivers_at_once_and_the_next_epoch_works(peers
         with prompt():
             group.abort("a generator refused version 3")
             for peer in peers:
-                assert peer.result() == ("failed", "TransferAborted", "a generator refused version 3")
+                assert peer.result() == (
+                    "failed",
+                    "TransferAborted",
+                    "a generator refused version 3",
+                )
         with pytest.raises(TransferAborted, match="refused version 3"):
             send_snapshot(group, Snapshot.pack(MANIFEST, tensors(3).items()), 3, TIMEOUT_S)
     test_every_receiver_gets_the_exact_bytes(peers)
@@ -118,7 +132,9 @@ def test_an_abort_in_the_middle_wakes_everyone(peers: list[Peer]) -> None:
 
         def send() -> None:
             try:
-                send_snapshot(group, snapshot, 1, TIMEOUT_S, pace_bytes_per_s=snapshot.num_bytes / TIMEOUT_S)
+                send_snapshot(
+                    group, snapshot, 1, TIMEOUT_S, pace_bytes_per_s=snapshot.num_bytes / TIMEOUT_S
+                )
             except TransferAborted as error:
                 failures.append(str(error))
 
@@ -129,11 +145,15 @@ def test_an_abort_in_the_middle_wakes_everyone(peers: list[Peer]) -> None:
             group.abort("training ends")
             thread.join()
             assert failures == ["training ends"]
-            assert [peer.result() for peer in peers] == [("failed", "TransferAborted", "training ends")] * 2
+            assert [peer.result() for peer in peers] == [
+                ("failed", "TransferAborted", "training ends")
+            ] * 2
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_receiver_that_dies_fails_the_sender_and_the_others_promptly(peers: list[Peer], victim: int) -> None:
+def test_a_receiver_that_dies_fails_the_sender_and_the_others_promptly(
+    peers: list[Peer], victim: int
+) -> None:
     with form(peers, epoch=1) as group:
         peers[victim].start("mark", 1)
         peers[1 - victim].start("receive", MANIFEST, 1, TIMEOUT_S)
@@ -152,7 +172,8 @@ def test_a_sender_that_dies_fails_the_receivers_promptly() -> None:
             for peer in receivers:
                 peer.start("receive", MANIFEST, 1, TIMEOUT_S)
             group.wait_all_receiving(1, TIMEOUT_S)
-            # Leaving the block closes the store and every connection, as the end of the process does.
+            # Leaving the block closes the store and every connection, as the end of the process
+            # does.
         with prompt():
             assert [peer.result()[0] for peer in receivers] == ["failed", "failed"]
     finally:
@@ -161,7 +182,9 @@ def test_a_sender_that_dies_fails_the_receivers_promptly() -> None:
 
 
 def test_a_stopped_receiver_ends_at_the_deadline_and_frees_the_others(peers: list[Peer]) -> None:
-    large = Manifest((TensorSpec("large", "float32", (4 << 20,)),), bucket_bytes=1024)  # more than a socket buffers
+    large = Manifest(
+        (TensorSpec("large", "float32", (4 << 20,)),), bucket_bytes=1024
+    )  # more than a socket buffers
     snapshot = Snapshot.pack(large, [("large", torch.zeros(4 << 20))])
     with form(peers, epoch=1) as group:
         peers[0].start("mark", 1)
@@ -188,7 +211,9 @@ def test_a_receiver_that_expects_another_version_is_named(peers: list[Peer]) -> 
     with form(peers, epoch=1) as group:
         peers[0].start("receive", MANIFEST, 1, TIMEOUT_S)
         peers[1].start("receive", MANIFEST, 2, TIMEOUT_S)
-        with pytest.raises(TransferFailed, match="rank 2 expects version 2, but 1 is about to be sent"):
+        with pytest.raises(
+            TransferFailed, match="rank 2 expects version 2, but 1 is about to be sent"
+        ):
             send_snapshot(group, Snapshot.pack(MANIFEST, tensors(1).items()), 1, TIMEOUT_S)
         with prompt():
             assert [peer.result()[1] for peer in peers] == ["TransferAborted"] * 2
@@ -210,7 +235,14 @@ def test_a_rank_that_never_joins_is_named_and_the_others_go_on(peers: list[Peer]
     peers[0].start("join", rendezvous.port, 1, 3, 1, TIMEOUT_S)
     with pytest.raises(TransferTimeout, match=r"rank 2 did not join"):
         TransferGroup.join(
-            "127.0.0.1", rendezvous.port, rank=0, world_size=3, backend="gloo", epoch=1, timeout_s=1.0, store=rendezvous
+            "127.0.0.1",
+            rendezvous.port,
+            rank=0,
+            world_size=3,
+            backend="gloo",
+            epoch=1,
+            timeout_s=1.0,
+            store=rendezvous,
         )
     with prompt():
         assert peers[0].result()[0] == "failed"
@@ -221,11 +253,15 @@ def test_joining_where_nobody_listens_ends_at_the_deadline() -> None:
     port = free.port
     free.close()
     with prompt(), pytest.raises(TransferTimeout, match=f"127.0.0.1:{port}"):
-        TransferGroup.join("127.0.0.1", port, rank=1, world_size=2, backend="gloo", epoch=1, timeout_s=0.5)
+        TransferGroup.join(
+            "127.0.0.1", port, rank=1, world_size=2, backend="gloo", epoch=1, timeout_s=0.5
+        )
 
 
 def test_an_unknown_backend_and_a_taken_port_are_named() -> None:
-    with pytest.raises(TransferFailed, match="unknown backend 'carrier-pigeon'; known are gloo, nccl"):
+    with pytest.raises(
+        TransferFailed, match="unknown backend 'carrier-pigeon'; known are gloo, nccl"
+    ):
         TransferGroup.join(
             "127.0.0.1", 0, rank=0, world_size=1, backend="carrier-pigeon", epoch=1, timeout_s=5.0,
             store=Rendezvous.open("127.0.0.1", 0, 1, 5.0),
@@ -236,8 +272,12 @@ def test_an_unknown_backend_and_a_taken_port_are_named() -> None:
 
 
 def test_a_snapshot_casts_and_refuses_what_does_not_fit() -> None:
-    manifest = Manifest((TensorSpec("w", "bfloat16", (2,)), TensorSpec("b", "float32", (1,))), bucket_bytes=64)
-    snapshot = Snapshot.pack(manifest, [("b", torch.tensor([1.0])), ("w", torch.tensor([1.0, 2.0]))])
+    manifest = Manifest(
+        (TensorSpec("w", "bfloat16", (2,)), TensorSpec("b", "float32", (1,))), bucket_bytes=64
+    )
+    snapshot = Snapshot.pack(
+        manifest, [("b", torch.tensor([1.0])), ("w", torch.tensor([1.0, 2.0]))]
+    )
     assert snapshot.buckets[0][:4].view(torch.bfloat16).tolist() == [1.0, 2.0]
     with pytest.raises(PermanentError, match=r"1 tensor.*w"):
         Snapshot.pack(manifest, [("b", torch.tensor([1.0]))])

@@ -58,12 +58,20 @@ class _Receiver:
         if self.group:
             self.group.close()
         self.group = TransferGroup.join(
-            "127.0.0.1", port, rank=rank, world_size=world_size, backend="gloo", epoch=epoch, timeout_s=timeout_s
+            "127.0.0.1",
+            port,
+            rank=rank,
+            world_size=world_size,
+            backend="gloo",
+            epoch=epoch,
+            timeout_s=timeout_s,
         )
         return "joined"
 
     def receive(self, manifest: Manifest, version: int, timeout_s: float, fault: str = "") -> Any:
-        """Returns (checksum, tensors). `fault`: "announce" reports when the first bucket came, "raise" raises then."""
+        """Returns (checksum, tensors). `fault`: "announce" reports when the first bucket came,
+        "raise" raises then.
+        """
         assert self.group is not None
         tensors: dict[str, torch.Tensor] = {}
 
@@ -75,7 +83,10 @@ class _Receiver:
             tensors.update((name, tensor.clone()) for name, tensor in tensors_of(bucket, buffer))
 
         checksum = receive(self.group, manifest, version, timeout_s, on_bucket)
-        return checksum, {name: (tensor.dtype, tuple(tensor.shape), _raw(tensor)) for name, tensor in tensors.items()}
+        return checksum, {
+            name: (tensor.dtype, tuple(tensor.shape), _raw(tensor))
+            for name, tensor in tensors.items()
+        }
 
     def mark(self, version: int) -> str:
         assert self.group is not None

@@ -18,7 +18,9 @@ class Row(NamedTuple):
 
 
 def read_rows(path: Path, split: str) -> list[Row]:
-    """All rows, in the order of the file. Raises SettingsError that names the file, and the line where there is one."""
+    """All rows, in the order of the file. Raises SettingsError that names the file, and the line
+    where there is one.
+    """
     if path.is_dir():
         return list(_folder(path, split))
     if not path.exists():
@@ -29,7 +31,9 @@ def read_rows(path: Path, split: str) -> list[Row]:
 def _reader_of(path: Path) -> Callable[[Path], Iterator[Row]]:
     reader = _READERS.get(path.suffix)
     if reader is None:
-        raise SettingsError(f"{WHERE}.path: {path} is of no known kind; use {', '.join(_READERS)} or a folder")
+        raise SettingsError(
+            f"{WHERE}.path: {path} is of no known kind; use {', '.join(_READERS)} or a folder"
+        )
     return reader
 
 
@@ -47,7 +51,10 @@ def _folder(path: Path, split: str) -> Iterator[Row]:
     )
     if not files:
         known = ", ".join(_READERS)
-        raise SettingsError(f"{WHERE}: folder {path.absolute()} holds no file of split {split!r} ({split}*, one of {known})")
+        raise SettingsError(
+            f"{WHERE}: folder {path.absolute()} holds no file of split {split!r} ({split}*, one of "
+            f"{known})"
+        )
     for file in files:
         yield from _reader_of(file)(file)
 
@@ -56,11 +63,15 @@ def _saved_to_disk(path: Path, split: str) -> Iterator[Row]:
     try:
         from datasets import DatasetDict, load_from_disk
     except ImportError as error:
-        raise SettingsError(f"{WHERE}.path: {path} needs the package datasets: pip install 'pipelinerl[datasets]'") from error
+        raise SettingsError(
+            f"{WHERE}.path: {path} needs the package datasets: pip install 'pipelinerl[datasets]'"
+        ) from error
     saved = load_from_disk(str(path))
     if isinstance(saved, DatasetDict):
         if split not in saved:
-            raise SettingsError(f"{WHERE}.split={split!r}: {path} has the splits {', '.join(saved)}")
+            raise SettingsError(
+                f"{WHERE}.split={split!r}: {path} has the splits {', '.join(saved)}"
+            )
         saved = saved[split]
     for index, fields in enumerate(saved):
         yield Row(f"{path} row {index}", fields)
@@ -90,7 +101,9 @@ def _parquet(path: Path) -> Iterator[Row]:
     try:
         from pyarrow import ArrowInvalid, parquet
     except ImportError as error:
-        raise SettingsError(f"{WHERE}.path: {path} needs the package pyarrow: pip install 'pipelinerl[datasets]'") from error
+        raise SettingsError(
+            f"{WHERE}.path: {path} needs the package pyarrow: pip install 'pipelinerl[datasets]'"
+        ) from error
     try:
         rows = parquet.read_table(path).to_pylist()
     except (OSError, ArrowInvalid) as error:

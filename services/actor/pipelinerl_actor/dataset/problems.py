@@ -1,4 +1,5 @@
-"""Problems in an endless order: a pure function of the prompt's index, so that a retry or a resumed run meets the same ones.
+"""Problems in an endless order: a pure function of the prompt's index, so that a retry or a resumed
+run meets the same ones.
 
 index   0 .. N-1   epoch 0, every problem once
         N .. 2N-1  epoch 1, every problem once, in another order
@@ -22,7 +23,11 @@ class Problems(Generic[Problem]):
     """N problems that passed the filter. `[index]` with any index from 0 on."""
 
     def __init__(
-        self, problems: Sequence[Problem], difficulties: Sequence[float] | None, curriculum_epochs: int, seed: int
+        self,
+        problems: Sequence[Problem],
+        difficulties: Sequence[float] | None,
+        curriculum_epochs: int,
+        seed: int,
     ) -> None:
         self._problems = problems
         self._difficulties = difficulties
@@ -31,10 +36,14 @@ class Problems(Generic[Problem]):
         self._order = lru_cache(maxsize=2)(self._ordered)
 
     @classmethod
-    def load(cls, data: DataSettings, seed: int, parse: Callable[[Row], Problem]) -> "Problems[Problem]":
-        """Reads every row and makes a problem of it, so that a wrong row is found before the first step.
+    def load(
+        cls, data: DataSettings, seed: int, parse: Callable[[Row], Problem]
+    ) -> "Problems[Problem]":
+        """Reads every row and makes a problem of it, so that a wrong row is found before the first
+        step.
 
-        Raises SettingsError when a file cannot be read, a row is wrong, or no row passes the filter.
+        Raises SettingsError when a file cannot be read, a row is wrong, or no row passes the
+        filter.
         """
         rows = read_rows(Path(data.path).expanduser(), data.split)
         if not rows:
@@ -42,15 +51,24 @@ class Problems(Generic[Problem]):
         if data.difficulty is None:
             return cls([parse(row) for row in rows], None, 0, seed)
         rated = [(row, _difficulty(row, data.difficulty.field)) for row in rows]
-        passed = [(row, difficulty) for row, difficulty in rated if _passes(difficulty, data.difficulty)]
+        passed = [
+            (row, difficulty) for row, difficulty in rated if _passes(difficulty, data.difficulty)
+        ]
         if not passed:
             found = [difficulty for _, difficulty in rated]
             raise SettingsError(
-                f"{WHERE}.difficulty: none of the {len(rows)} rows lies between min={data.difficulty.min} and "
-                f"max={data.difficulty.max}; {data.difficulty.field!r} goes from {min(found):g} to {max(found):g}"
+                f"{WHERE}.difficulty: none of the {len(rows)} rows lies between "
+                f"min={data.difficulty.min} and "
+                f"max={data.difficulty.max}; {data.difficulty.field!r} goes from {min(found):g} to "
+                f"{max(found):g}"
             )
         problems = [parse(row) for row, _ in passed]
-        return cls(problems, [difficulty for _, difficulty in passed], data.difficulty.curriculum_epochs, seed)
+        return cls(
+            problems,
+            [difficulty for _, difficulty in passed],
+            data.difficulty.curriculum_epochs,
+            seed,
+        )
 
     def __len__(self) -> int:
         return len(self._problems)
@@ -70,7 +88,9 @@ class Problems(Generic[Problem]):
 def field_of(row: Row, name: str) -> object:
     """Raises SettingsError that names the fields that are there."""
     if name not in row.fields:
-        raise SettingsError(f"{row.place}: no field {name!r}; it has {', '.join(map(repr, row.fields)) or 'none'}")
+        raise SettingsError(
+            f"{row.place}: no field {name!r}; it has {', '.join(map(repr, row.fields)) or 'none'}"
+        )
     return row.fields[name]
 
 
@@ -84,9 +104,13 @@ def text_of(row: Row, name: str) -> str:
 def _difficulty(row: Row, name: str) -> float:
     value = field_of(row, name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise SettingsError(f"{row.place}: {name!r} is {value!r}, not a finite number; {WHERE}.difficulty needs one")
+        raise SettingsError(
+            f"{row.place}: {name!r} is {value!r}, not a finite number; {WHERE}.difficulty needs one"
+        )
     return float(value)
 
 
 def _passes(difficulty: float, settings: DifficultySettings) -> bool:
-    return (settings.min is None or difficulty >= settings.min) and (settings.max is None or difficulty <= settings.max)
+    return (settings.min is None or difficulty >= settings.min) and (
+        settings.max is None or difficulty <= settings.max
+    )

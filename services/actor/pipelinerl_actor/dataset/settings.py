@@ -15,19 +15,24 @@ class DifficultySettings(Settings):
     max: float | None = None
     """Rows that are harder are left out."""
     curriculum_epochs: Annotated[int, Field(ge=0)] = 0
-    """So many first epochs go from easy to hard, with rows of equal difficulty shuffled; later ones are shuffled as a whole."""
+    """So many first epochs go from easy to hard, with rows of equal difficulty shuffled; later ones
+    are shuffled as a whole.
+    """
 
     @model_validator(mode="after")
     def _some_row_can_pass(self) -> "DifficultySettings":
         if self.min is not None and self.max is not None and self.min > self.max:
-            raise ValueError(f"difficulty.min={self.min} is above difficulty.max={self.max}: no row can pass")
+            raise ValueError(
+                f"difficulty.min={self.min} is above difficulty.max={self.max}: no row can pass"
+            )
         return self
 
 
 class DataSettings(Settings):
     path: Annotated[str, Field(min_length=1)]
-    """A JSONL file, a Parquet file, or a folder: one that Hugging Face's `save_to_disk` wrote, or one of JSONL or Parquet files
-    whose names begin with the split's."""
+    """A JSONL file, a Parquet file, or a folder: one that Hugging Face's `save_to_disk` wrote, or
+    one of JSONL or Parquet files whose names begin with the split's.
+    """
     split: Annotated[str, Field(min_length=1)] = "train"
     """Which split of a folder."""
     difficulty: DifficultySettings | None = None

@@ -1,4 +1,6 @@
-"""`python -m pipelinerl_actor.evaluation`: evaluates a run's checkpoints on the job's evaluation sets, as they come."""
+"""`python -m pipelinerl_actor.evaluation`: evaluates a run's checkpoints on the job's evaluation
+sets, as they come.
+"""
 
 import argparse
 import asyncio
@@ -11,7 +13,9 @@ from pipelinerl_common.service import parse_wiring, run_service
 
 def main(argv: Sequence[str] | None = None) -> int:
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
-    own.add_argument("--last-result", type=Path, help="file that gets the last step's result in words")
+    own.add_argument(
+        "--last-result", type=Path, help="file that gets the last step's result in words"
+    )
     flags, rest = own.parse_known_args(argv)
     if {"-h", "--help"} & set(rest):
         sys.stdout.write(f"of the evaluator alone:\n{own.format_help()}\n")

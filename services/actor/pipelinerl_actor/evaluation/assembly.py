@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 
 
 async def run_evaluator(wiring: Wiring, stop: asyncio.Event, last_result: Path | None) -> None:
-    """Until the run's last step is evaluated, or `stop` is set, which ends a running evaluation without a result.
+    """Until the run's last step is evaluated, or `stop` is set, which ends a running evaluation
+    without a result.
 
     `last_result` gets the last step's result in words. Raises SettingsError for a set or wiring that cannot work.
     """

@@ -21,15 +21,20 @@ class Choice:
     """Steps that were due since the newest evaluated one and will not be evaluated."""
 
 
-def choose(settings: EvaluationSettings, last_step: int, there: Iterable[int], evaluated: Collection[int]) -> Choice | None:
-    """The newest due step of the checkpoints that are `there`, which come newest first; None without one.
+def choose(
+    settings: EvaluationSettings, last_step: int, there: Iterable[int], evaluated: Collection[int]
+) -> Choice | None:
+    """The newest due step of the checkpoints that are `there`, which come newest first; None
+    without one.
 
     `last_step` is the run's.
     """
     if settings.at_start and START not in evaluated:
         return Choice(START)
     newest = max(evaluated, default=START)
-    chosen = next((step for step in there if step > newest and is_due(settings, last_step, step)), None)
+    chosen = next(
+        (step for step in there if step > newest and is_due(settings, last_step, step)), None
+    )
     if chosen is None:
         return None
     first = newest - newest % settings.every_steps + settings.every_steps

@@ -1,6 +1,7 @@
 """pass@k and mean reward of a sample of prompts, with confidence intervals.
 
-Prompts are the independent draws: answers to one prompt are not, so intervals resample prompts, never single answers.
+Prompts are the independent draws: answers to one prompt are not, so intervals resample prompts,
+never single answers.
 """
 
 import math
@@ -25,14 +26,16 @@ class Estimate:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Chance that at least one of `k` answers drawn without replacement from `num_samples` is among the `num_correct`.
+    """Chance that at least one of `k` answers drawn without replacement from `num_samples` is among
+    the `num_correct`.
 
-    1 - C(n - c, k) / C(n, k): the unbiased estimate of Chen et al. 2021, "Evaluating large language models trained on code",
-    equation 1.
+    1 - C(n - c, k) / C(n, k): the unbiased estimate of Chen et al. 2021, "Evaluating large language
+    models trained on code", equation 1.
     """
     if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
         raise ValueError(
-            f"pass@{k} of {num_correct} correct among {num_samples}: needs 1 <= k <= samples and correct <= samples"
+            f"pass@{k} of {num_correct} correct among {num_samples}: needs 1 <= k <= samples and "
+            "correct <= samples"
         )
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
@@ -40,8 +43,8 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def estimate(values_P: Sequence[float], seed: int) -> Estimate:
     """The mean of per-prompt values in [low, high], by the percentile bootstrap over prompts.
 
-    Where all values are equal the bootstrap says nothing; for values in [0, 1] the interval then is Wilson's, as if each prompt
-    were one trial, and for others it has no width.
+    Where all values are equal the bootstrap says nothing; for values in [0, 1] the interval then is
+    Wilson's, as if each prompt were one trial, and for others it has no width.
     """
     values = np.asarray(values_P, dtype=np.float64)
     if values.size == 0:
@@ -55,7 +58,9 @@ def estimate(values_P: Sequence[float], seed: int) -> Estimate:
     return Estimate(mean, float(low), float(high))
 
 
-def _resampled_means(values: NDArray[np.float64], generator: np.random.Generator) -> NDArray[np.float64]:
+def _resampled_means(
+    values: NDArray[np.float64], generator: np.random.Generator
+) -> NDArray[np.float64]:
     """In chunks, so that memory is bounded by `_CHUNK` x prompts."""
     chunks = []
     for start in range(0, _NUM_RESAMPLES, _CHUNK):

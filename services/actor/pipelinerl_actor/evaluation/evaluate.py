@@ -18,12 +18,16 @@ from pipelinerl_common.errors import FatalError
 from pipelinerl_common.types import FinishReason, Sample, SampleGroup
 
 SUCCESS = "success"
-"""The verdict's metric that decides whether an answer passes; without it, a reward of at least 1 does."""
+"""The verdict's metric that decides whether an answer passes; without it, a reward of at least 1
+does.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one prompt. Example: Outcome(17, (1.0, 0.0), 1, 38): two answers, one passed, 38 sampled tokens."""
+    """Of one prompt. Example: Outcome(17, (1.0, 0.0), 1, 38): two answers, one passed, 38 sampled
+    tokens.
+    """
 
     prompt_index: int
     rewards: tuple[float, ...]
@@ -53,7 +57,12 @@ class Evaluator:
     """Evaluates one task. The generators must serve one version for as long as it takes."""
 
     def __init__(
-        self, roller: GroupRoller, *, num_samples: int, at_once: int, on_prompt: Callable[[], None] = lambda: None
+        self,
+        roller: GroupRoller,
+        *,
+        num_samples: int,
+        at_once: int,
+        on_prompt: Callable[[], None] = lambda: None,
     ) -> None:
         """`at_once`: prompts that are rolled out side by side; `on_prompt` is called after each."""
         self._roller = roller
@@ -64,21 +73,38 @@ class Evaluator:
     async def run(self, prompts: Sequence[int], k: Sequence[int], seed: int) -> Evaluation:
         """Raises FatalError when no prompt could be evaluated, or when the weights keep changing."""
         failures: Counter[str] = Counter()
-        groups = [group for group in await asyncio.gather(*(self._roll_out(index, failures) for index in prompts)) if group]
+        groups = [
+            group
+            for group in await asyncio.gather(
+                *(self._roll_out(index, failures) for index in prompts)
+            )
+            if group
+        ]
         if not groups:
-            raise FatalError(f"none of the {len(prompts)} prompts could be evaluated: {dict(failures)}")
+            raise FatalError(
+                f"none of the {len(prompts)} prompts could be evaluated: {dict(failures)}"
+            )
         versions = {version for group in groups for version in _versions(group)}
         if len(versions) > 1:
-            raise FatalError(f"the answers come from several versions of the weights: {sorted(versions)}")
+            raise FatalError(
+                f"the answers come from several versions of the weights: {sorted(versions)}"
+            )
         outcomes = [outcome_of(group) for group in groups]
         return _evaluation(outcomes, versions.pop(), k, seed, dict(failures))
 
     async def _roll_out(self, index: int, failures: Counter[str]) -> SampleGroup | None:
         """None for a prompt that failed, which is counted."""
-        lease = GroupLease(lease_id=f"eval-{index}", group_id=f"eval-{index}", prompt_index=index, group_size=self._num_samples)
+        lease = GroupLease(
+            lease_id=f"eval-{index}",
+            group_id=f"eval-{index}",
+            prompt_index=index,
+            group_size=self._num_samples,
+        )
         async with self._room:
             try:
-                group = await self._roller.roll_out(lease, Progress(num_unsampled=self._num_samples))
+                group = await self._roller.roll_out(
+                    lease, Progress(num_unsampled=self._num_samples)
+                )
             except GroupFailed as error:
                 failures[error.reason] += 1
                 return None
@@ -108,14 +134,19 @@ def _versions(group: SampleGroup) -> set[int]:
     return {run.policy_version for sample in group.samples for run in sample.version_runs}
 
 
-def _evaluation(outcomes: Sequence[Outcome], version: int, k: Sequence[int], seed: int, failures: dict[str, int]) -> Evaluation:
+def _evaluation(
+    outcomes: Sequence[Outcome], version: int, k: Sequence[int], seed: int, failures: dict[str, int]
+) -> Evaluation:
     n = len(outcomes[0].rewards)
     num_answers = n * len(outcomes)
     return Evaluation(
         policy_version=version,
         num_prompts=len(outcomes),
         num_samples=n,
-        pass_at={each: estimate([pass_at_k(n, outcome.num_passed, each) for outcome in outcomes], seed) for each in k},
+        pass_at={
+            each: estimate([pass_at_k(n, outcome.num_passed, each) for outcome in outcomes], seed)
+            for each in k
+        },
         reward=estimate([sum(outcome.rewards) / n for outcome in outcomes], seed),
         tokens_per_answer=sum(outcome.num_tokens for outcome in outcomes) / num_answers,
         truncated_share=sum(outcome.num_truncated for outcome in outcomes) / num_answers,

@@ -24,21 +24,34 @@ class OwnGenerator:
     process: asyncio.subprocess.Process
 
     async def until_ready(self) -> None:
-        """Returns when it serves; the deadline is the caller's. Raises Unavailable when it ends before."""
+        """Returns when it serves; the deadline is the caller's. Raises Unavailable when it ends
+        before.
+        """
         await until_ready(self.url, None, lambda: self.process.returncode is None)
 
     async def ended(self) -> None:
         """Waits for its end, which is always too early. Raises Unavailable."""
-        raise Unavailable(f"the generator ended with status {await self.process.wait()} while it was needed")
+        raise Unavailable(
+            f"the generator ended with status {await self.process.wait()} while it was needed"
+        )
 
 
 @asynccontextmanager
 async def generator(wiring: Wiring, model: Path, step: int) -> AsyncIterator[OwnGenerator]:
-    """Started to serve `model` as version `step`, on the evaluator's own address. What it logs is in the evaluator's log."""
+    """Started to serve `model` as version `step`, on the evaluator's own address. What it logs is
+    in the evaluator's log.
+    """
     token = ("--token-file", str(wiring.token_file)) if wiring.token_file else ()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "pipelinerl_actor.generator"),
-        *("--job", str(wiring.job_file), "--output", str(wiring.output), "--name", f"{wiring.name}-generator"),
+        *(
+            "--job",
+            str(wiring.job_file),
+            "--output",
+            str(wiring.output),
+            "--name",
+            f"{wiring.name}-generator",
+        ),
         *("--listen", wiring.listen, "--log-level", wiring.log_level, *token),
         *("--model", str(model), "--serve-initial", "--initial-version", str(step)),
         stdin=asyncio.subprocess.DEVNULL,

@@ -1,10 +1,12 @@
 """The loop of the evaluator.
 
- checkpoints --choose--> pin --a generator on these weights--> every set --> record, evaluations/step-N.json
+ checkpoints --choose--> pin --a generator on these weights--> every set --> record,
+ evaluations/step-N.json
       ^                                                                              |
       +------------------------------- look again -----------------------------------+
 
-The file is written last: an evaluator that dies before begins the step again, and one that dies after does not.
+The file is written last: an evaluator that dies before begins the step again, and one that dies
+after does not.
 """
 
 import asyncio
@@ -20,7 +22,12 @@ from pipelinerl_actor.evaluation.evaluate import Evaluation
 from pipelinerl_actor.evaluation.generating import generator
 from pipelinerl_actor.evaluation.pin import Removed, pinned
 from pipelinerl_actor.evaluation.report import EvaluationReport
-from pipelinerl_actor.evaluation.results import Result, evaluated_steps, results_folder, write_result
+from pipelinerl_actor.evaluation.results import (
+    Result,
+    evaluated_steps,
+    results_folder,
+    write_result,
+)
 from pipelinerl_actor.evaluation.session import evaluator
 from pipelinerl_actor.evaluation.sets import seed_of, task_of
 from pipelinerl_actor.rollout.assembly import Pool
@@ -57,7 +64,9 @@ class EvaluationLoop:
         """Steps whose result could not be written down."""
 
     async def run(self) -> Result | None:
-        """Until the last step is evaluated, well or not. Its result, None when an earlier evaluator had it."""
+        """Until the last step is evaluated, well or not. Its result, None when an earlier evaluator
+        had it.
+        """
         last_step = self._spec.algorithm.steps
         result: Result | None = None
         while True:
@@ -100,7 +109,11 @@ class EvaluationLoop:
 
     def _weights(self, step: int) -> AbstractContextManager[Path]:
         """The initial model is removed by nobody."""
-        return nullcontext(self._root / MODEL) if step == START else pinned(self._root, step, results_folder(self._root))
+        return (
+            nullcontext(self._root / MODEL)
+            if step == START
+            else pinned(self._root, step, results_folder(self._root))
+        )
 
     async def _write(self, result: Result) -> None:
         try:
@@ -109,7 +122,9 @@ class EvaluationLoop:
             log.error("alert=write_failed the result of step %d: %s", result.step, error)
             self._told.append(result.step)
 
-    async def _measure(self, model: Path, step: int) -> tuple[dict[str, Evaluation], dict[str, str]]:
+    async def _measure(
+        self, model: Path, step: int
+    ) -> tuple[dict[str, Evaluation], dict[str, str]]:
         """By set: what was found, and why the others have nothing."""
         sets: dict[str, Evaluation] = {}
         failed: dict[str, str] = {}
@@ -125,14 +140,20 @@ class EvaluationLoop:
                 why = f"not done within evaluation.timeoutSeconds={limit_s:g}"
             except Unavailable as error:
                 why = str(error)
-        rest = [each.name for each in self._settings.sets if each.name not in sets and each.name not in failed]
+        rest = [
+            each.name
+            for each in self._settings.sets
+            if each.name not in sets and each.name not in failed
+        ]
         return sets, failed | dict.fromkeys(rest, why)
 
     def _pool(self, url: str, model: Path) -> Pool:
         engine = self._settings.generator or self._spec.actors.generator
         return Pool([url], model, engine.max_running_requests, self._wiring.token)
 
-    async def _measure_sets(self, pool: Pool, step: int, sets: dict[str, Evaluation], failed: dict[str, str]) -> None:
+    async def _measure_sets(
+        self, pool: Pool, step: int, sets: dict[str, Evaluation], failed: dict[str, str]
+    ) -> None:
         for each in self._settings.sets:
             try:
                 sets[each.name] = await self._measure_set(each, pool, step)
@@ -143,8 +164,12 @@ class EvaluationLoop:
         """Raises FatalError when it has no result, or one of other weights."""
         seed = seed_of(self._spec)
         counting = partial(self._report.prompt_done, each.name)
-        async with evaluator(self._tasks[each.name], task_of(self._spec, each), seed, pool, counting) as evaluating:
+        async with evaluator(
+            self._tasks[each.name], task_of(self._spec, each), seed, pool, counting
+        ) as evaluating:
             evaluation = await evaluating.run(range(each.num_prompts), sorted(each.pass_at), seed)
         if evaluation.policy_version != step:
-            raise FatalError(f"the answers come from version {evaluation.policy_version}, not from {step}")
+            raise FatalError(
+                f"the answers come from version {evaluation.policy_version}, not from {step}"
+            )
         return evaluation

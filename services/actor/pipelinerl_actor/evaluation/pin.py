@@ -1,9 +1,12 @@
-"""Keeps a checkpoint's weights while they are read, though the trainer removes the checkpoint meanwhile.
+"""Keeps a checkpoint's weights while they are read, though the trainer removes the checkpoint
+meanwhile.
 
-evaluations/.step-40.pin/   hard links of the checkpoint's `model/`, or copies where the file system has no hard links
+evaluations/.step-40.pin/   hard links of the checkpoint's `model/`, or copies where the file system
+has no hard links
 
-A checkpoint's files are never written again, so a link to one is that file for as long as it exists, and it takes no room.
-Whoever crashes leaves the other unharmed: the trainer knows nothing of pins, and an evaluator removes what a dead one left.
+A checkpoint's files are never written again, so a link to one is that file for as long as it
+exists, and it takes no room. Whoever crashes leaves the other unharmed: the trainer knows nothing
+of pins, and an evaluator removes what a dead one left.
 """
 
 import os
@@ -22,7 +25,8 @@ class Removed(TemporaryError):
 
 @contextmanager
 def pinned(root: Path, step: int, pins: Path) -> Iterator[Path]:
-    """The model of a checkpoint of the run in `root`, whole until the end of the block. One at a time below `pins`.
+    """The model of a checkpoint of the run in `root`, whole until the end of the block. One at a
+    time below `pins`.
 
     Raises Removed.
     """
@@ -62,5 +66,7 @@ def _link_or_copy(file: Path, target: Path) -> None:
         os.link(file, target)
     except FileNotFoundError:
         raise
-    except OSError:  # no hard links here: an object store's mount, another owner, another file system
+    except (
+        OSError
+    ):  # no hard links here: an object store's mount, another owner, another file system
         shutil.copyfile(file, target)

@@ -17,19 +17,28 @@ log = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
 TRIES = 60
-"""How often, once a period, the record of a result is sent while the stream's server is away; its file has it all the same."""
+"""How often, once a period, the record of a result is sent while the stream's server is away; its
+file has it all the same.
+"""
 
 
 class EvaluationReport:
-    def __init__(self, job: Job, settings: EvaluationSettings, instance: str, stream: Stream) -> None:
+    def __init__(
+        self, job: Job, settings: EvaluationSettings, instance: str, stream: Stream
+    ) -> None:
         self.metrics = metrics = Metrics(EVALUATOR, job.name)
         self._settings = settings
         self._instance = instance
         self._stream = stream
-        self._pass_at = {edge: metrics.gauge(f"evaluation_pass_ratio{edge}") for edge in ("", "_low", "_high")}
-        self._reward = {edge: metrics.gauge(f"evaluation_reward{edge}") for edge in ("_mean", "_low", "_high")}
+        self._pass_at = {
+            edge: metrics.gauge(f"evaluation_pass_ratio{edge}") for edge in ("", "_low", "_high")
+        }
+        self._reward = {
+            edge: metrics.gauge(f"evaluation_reward{edge}") for edge in ("_mean", "_low", "_high")
+        }
         self._of_set = {
-            name: metrics.gauge(f"evaluation_{name}") for name in ("tokens_mean", "truncated_ratio", "prompts", "prompts_done")
+            name: metrics.gauge(f"evaluation_{name}")
+            for name in ("tokens_mean", "truncated_ratio", "prompts", "prompts_done")
         }
         self._skipped = metrics.counter("evaluations_skipped_total")
         self._ended = metrics.counter("evaluations_total")
@@ -79,9 +88,15 @@ class EvaluationReport:
         self._reward["_mean"].set(None if reward is None else reward.mean, set=name)
         self._reward["_low"].set(None if reward is None else reward.low, set=name)
         self._reward["_high"].set(None if reward is None else reward.high, set=name)
-        self._of_set["tokens_mean"].set(None if evaluation is None else evaluation.tokens_per_answer, set=name)
-        self._of_set["truncated_ratio"].set(None if evaluation is None else evaluation.truncated_share, set=name)
-        self._of_set["prompts"].set(None if evaluation is None else evaluation.num_prompts, set=name)
+        self._of_set["tokens_mean"].set(
+            None if evaluation is None else evaluation.tokens_per_answer, set=name
+        )
+        self._of_set["truncated_ratio"].set(
+            None if evaluation is None else evaluation.truncated_share, set=name
+        )
+        self._of_set["prompts"].set(
+            None if evaluation is None else evaluation.num_prompts, set=name
+        )
         for reason, count in (evaluation.failures if evaluation is not None else {}).items():
             self._failures.inc(count, set=name, reason=reason)
 
@@ -90,7 +105,9 @@ class EvaluationReport:
             if await self._publish(step):
                 return
             await asyncio.sleep(PERIOD_S)
-        log.warning("step=%d the stream's server is away: its record is lost, its file is not", step)
+        log.warning(
+            "step=%d the stream's server is away: its record is lost, its file is not", step
+        )
 
     async def run(self) -> None:
         """Publishes the progress about every second, produces nothing else, never ends."""

@@ -1,4 +1,6 @@
-"""`evaluations/step-40.json`: what one evaluation found. A step that has such a file is not evaluated again."""
+"""`evaluations/step-40.json`: what one evaluation found. A step that has such a file is not
+evaluated again.
+"""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +18,9 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Result:
-    """Of one step. Example: Result(40, {"held-out": Evaluation(...)}, {"hard": "TimeoutError: ..."}, 12.5, (20,))."""
+    """Of one step. Example: Result(40, {"held-out": Evaluation(...)}, {"hard": "TimeoutError:
+    ..."}, 12.5, (20,)).
+    """
 
     step: int
     sets: Mapping[str, "Evaluation"] = field(default_factory=dict)
@@ -37,14 +41,19 @@ class Result:
         }
 
     def __str__(self) -> str:
-        """Example: "step 40: held-out pass@1 0.812 (0.766 to 0.853), reward 0.812; hard failed: ..."."""
+        """Example: "step 40: held-out pass@1 0.812 (0.766 to 0.853), reward 0.812; hard failed:
+        ...".
+        """
         parts = [f"{name} {_numbers(each)}" for name, each in self.sets.items()]
         parts += [f"{name} failed: {why}" for name, why in self.failed.items()]
         return f"step {self.step}: {'; '.join(parts)}"
 
 
 def _numbers(evaluation: "Evaluation") -> str:
-    passes = [f"pass@{k} {each.mean:.3f} ({each.low:.3f} to {each.high:.3f})" for k, each in evaluation.pass_at.items()]
+    passes = [
+        f"pass@{k} {each.mean:.3f} ({each.low:.3f} to {each.high:.3f})"
+        for k, each in evaluation.pass_at.items()
+    ]
     return ", ".join([*passes, f"reward {evaluation.reward.mean:.3f}"])
 
 

@@ -21,17 +21,26 @@ _PAUSE_S = 0.2
 
 @asynccontextmanager
 async def evaluator(
-    task: Task, settings: TaskSettings, seed: int, pool: Pool, on_prompt: Callable[[], None] = lambda: None
+    task: Task,
+    settings: TaskSettings,
+    seed: int,
+    pool: Pool,
+    on_prompt: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Evaluator]:
-    """An Evaluator of `task`, which `settings` and `seed` make, on `pool`; `settings.group_size` answers a prompt."""
+    """An Evaluator of `task`, which `settings` and `seed` make, on `pool`; `settings.group_size`
+    answers a prompt.
+    """
     meter = Meter(Metrics(ACTOR, _NAME))
     async with open_rollouts(_NAME, task, settings, seed, pool, meter) as rollouts:
         at_once = max(1, -(-rollouts.generators.num_slots // settings.group_size) + 1)
-        yield Evaluator(rollouts.roller, num_samples=settings.group_size, at_once=at_once, on_prompt=on_prompt)
+        yield Evaluator(
+            rollouts.roller, num_samples=settings.group_size, at_once=at_once, on_prompt=on_prompt
+        )
 
 
 async def until_ready(url: str, timeout_s: float | None, is_alive: Callable[[], bool]) -> None:
-    """Returns when the generator at `url` serves. `timeout_s` is None within a deadline of the caller's.
+    """Returns when the generator at `url` serves. `timeout_s` is None within a deadline of the
+    caller's.
 
     Raises Unavailable when `is_alive` turns false, or after `timeout_s`.
     """

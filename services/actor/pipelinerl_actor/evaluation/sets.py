@@ -8,17 +8,26 @@ from pipelinerl_common.settings import EvaluationSetSettings, Job, JobSpec, Task
 
 def task_of(spec: JobSpec, each: EvaluationSetSettings) -> TaskSettings:
     """A set as a task; what the set does not say is as in training."""
-    own = {"path": each.path, "args": each.args, "group_size": each.samples_per_prompt, "min_group_fraction": 1.0}
+    own = {
+        "path": each.path,
+        "args": each.args,
+        "group_size": each.samples_per_prompt,
+        "min_group_fraction": 1.0,
+    }
     return spec.task.model_copy(update={**own, "sampling": each.sampling or spec.task.sampling})
 
 
 def seed_of(spec: JobSpec) -> int:
-    """Of the sets' prompts: those of a task that draws them are others than it is trained on, as in `pipelinerl eval`."""
+    """Of the sets' prompts: those of a task that draws them are others than it is trained on, as in
+    `pipelinerl eval`.
+    """
     return spec.seed + 1
 
 
 def make_sets(job: Job) -> dict[str, Task]:
-    """Every set's task, by the set's name; one serves all evaluations. Raises SettingsError that names the set."""
+    """Every set's task, by the set's name; one serves all evaluations. Raises SettingsError that
+    names the set.
+    """
     made: dict[str, Task] = {}
     for each in job.spec.evaluation.sets if job.spec.evaluation is not None else ():
         try:

@@ -1,4 +1,5 @@
-"""The generator: an inference engine behind three HTTP endpoints, which takes new weights between two tokens.
+"""The generator: an inference engine behind three HTTP endpoints, which takes new weights between
+two tokens.
 
 ```
             HTTP (app.py)

@@ -1,4 +1,6 @@
-"""python -m pipelinerl_actor.generator --job job.yaml --output DIR --listen HOST:PORT [--model FOLDER] [--serve-initial]"""
+"""python -m pipelinerl_actor.generator --job job.yaml --output DIR --listen HOST:PORT [--model
+FOLDER] [--serve-initial]
+"""
 
 import argparse
 import asyncio
@@ -13,8 +15,12 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one generator until it is told to stop. Returns the exit status, see run_service."""
     own = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
     own.add_argument("--model", type=Path, help="the model's folder; default: <output>/model")
-    own.add_argument("--serve-initial", action="store_true", help="serve the folder's weights before any update")
-    own.add_argument("--initial-version", type=int, default=0, help="their policy version; default 0")
+    own.add_argument(
+        "--serve-initial", action="store_true", help="serve the folder's weights before any update"
+    )
+    own.add_argument(
+        "--initial-version", type=int, default=0, help="their policy version; default 0"
+    )
     flags, rest = own.parse_known_args(argv)
     if {"-h", "--help"} & set(rest):
         sys.stdout.write(f"of the generator alone:\n{own.format_help()}\n")
@@ -22,9 +28,13 @@ def main(argv: list[str] | None = None) -> int:
     model: Path = flags.model or wiring.output / MODEL
 
     async def serve(stop: asyncio.Event) -> None:
-        from pipelinerl_actor.generator.service import serve_generator  # torch and vLLM: not for --help
+        from pipelinerl_actor.generator.service import (
+            serve_generator,
+        )  # torch and vLLM: not for --help
 
-        await serve_generator(wiring, model, stop, version=flags.initial_version if flags.serve_initial else None)
+        await serve_generator(
+            wiring, model, stop, version=flags.initial_version if flags.serve_initial else None
+        )
 
     return run_service(serve, name=wiring.name, log_level=wiring.log_level)
 

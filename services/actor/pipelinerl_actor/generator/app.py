@@ -34,7 +34,13 @@ from pipelinerl_actor.generator.schema import (
 )
 from pipelinerl_actor.generator.serving import BadRequest, Overloaded, Serving
 from pipelinerl_actor.generator.updater import Update, WeightUpdater
-from pipelinerl_common.errors import FatalError, MalformedMessage, PipelineRLError, Refused, Unavailable
+from pipelinerl_common.errors import (
+    FatalError,
+    MalformedMessage,
+    PipelineRLError,
+    Refused,
+    Unavailable,
+)
 from pipelinerl_common.metrics import CONTENT_TYPE
 from pipelinerl_common.tracing import TRACEPARENT, Tracer
 from pipelinerl_weights.errors import TransferFailed, TransferTimeout
@@ -126,13 +132,21 @@ def _add_weight_routes(app: FastAPI, generator: Generator, authorized: list[Any]
 
     @app.post("/request_weight_update", dependencies=authorized)
     async def request_weight_update(body: UpdateRequest, request: Request) -> UpdateResponse:
-        transfer = Transfer(body.version, Manifest.from_dict(body.manifest.model_dump()), body.timeout_s)
-        update = Update(body.epoch, transfer, body.mode, KVCache(body.kv_cache), body.allow_rollback)
+        transfer = Transfer(
+            body.version, Manifest.from_dict(body.manifest.model_dump()), body.timeout_s
+        )
+        update = Update(
+            body.epoch, transfer, body.mode, KVCache(body.kv_cache), body.allow_rollback
+        )
         # An update that has begun goes on to its end, whoever asked for it.
         traceparent = request.headers.get(TRACEPARENT, "")
-        with generator.tracer.continued("receive weights", traceparent, version=body.version, mode=body.mode) as receiving:
+        with generator.tracer.continued(
+            "receive weights", traceparent, version=body.version, mode=body.mode
+        ) as receiving:
             report = await asyncio.shield(asyncio.ensure_future(updater.update(update)))
-            receiving.set(pause_s=report.pause_s, transfer_s=report.transfer_s, apply_s=report.apply_s)
+            receiving.set(
+                pause_s=report.pause_s, transfer_s=report.transfer_s, apply_s=report.apply_s
+            )
         return UpdateResponse(**asdict(report))
 
     @app.get("/weights")
@@ -157,7 +171,11 @@ def _add_probe_routes(app: FastAPI, generator: Generator) -> None:
     @app.get("/ready")
     async def ready() -> dict[str, int]:
         if not generator.serving.ready:
-            raise Unavailable("draining" if generator.serving.draining else "no weights of the job were received yet")
+            raise Unavailable(
+                "draining"
+                if generator.serving.draining
+                else "no weights of the job were received yet"
+            )
         return {"version": generator.updater.version}
 
     @app.get("/load")
@@ -172,19 +190,27 @@ def _add_probe_routes(app: FastAPI, generator: Generator) -> None:
 def _add_error_handlers(app: FastAPI, generator: Generator) -> None:
     def answer(status: int, message: str, kind: str) -> JSONResponse:
         detail = ErrorDetail(message=message, type=kind, serving_version=generator.updater.version)
-        headers = {"Retry-After": RETRY_AFTER_S} if status == HTTPStatus.SERVICE_UNAVAILABLE else None
+        headers = (
+            {"Retry-After": RETRY_AFTER_S} if status == HTTPStatus.SERVICE_UNAVAILABLE else None
+        )
         return JSONResponse(ErrorResponse(error=detail).model_dump(), status, headers)
 
     @app.exception_handler(PipelineRLError)
     async def ours(request: Request, error: PipelineRLError) -> JSONResponse:
         if isinstance(error, FatalError):
             generator.fail(error)
-        status = next((status for kind, status in STATUS if isinstance(error, kind)), HTTPStatus.INTERNAL_SERVER_ERROR)
+        status = next(
+            (status for kind, status in STATUS if isinstance(error, kind)),
+            HTTPStatus.INTERNAL_SERVER_ERROR,
+        )
         return answer(status, str(error), type(error).__name__)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        faults = [f"{'.'.join(map(str, fault['loc'][1:])) or 'body'}: {fault['msg']}" for fault in error.errors()]
+        faults = [
+            f"{'.'.join(map(str, fault['loc'][1:])) or 'body'}: {fault['msg']}"
+            for fault in error.errors()
+        ]
         return answer(HTTPStatus.UNPROCESSABLE_ENTITY, "; ".join(faults), "InvalidRequest")
 
     @app.exception_handler(HTTPException)
@@ -194,7 +220,9 @@ def _add_error_handlers(app: FastAPI, generator: Generator) -> None:
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         log.error("path=%s failed", request.url.path, exc_info=error)
-        return answer(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}", "InternalError")
+        return answer(
+            HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}", "InternalError"
+        )
 
 
 def _bearer(token: str | None) -> Callable[[Request], Awaitable[None]]:
@@ -202,8 +230,12 @@ def _bearer(token: str | None) -> Callable[[Request], Awaitable[None]]:
         if token is None:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
-            raise HTTPException(HTTPStatus.UNAUTHORIZED, "the job's bearer token is missing or wrong")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(
+            given.strip().encode(), token.encode()
+        ):
+            raise HTTPException(
+                HTTPStatus.UNAUTHORIZED, "the job's bearer token is missing or wrong"
+            )
 
     return check
 

@@ -1,7 +1,9 @@
-"""Work on a thread of an engine's worker, beside the decode, and how the generator's process hears of its end.
+"""Work on a thread of an engine's worker, beside the decode, and how the generator's process hears
+of its end.
 
-Workers may be other processes. They report over a socket in a private folder instead of being asked through the engine: every
-question would interrupt the decode, and keep idle workers busy waiting for the next one.
+Workers may be other processes. They report over a socket in a private folder instead of being asked
+through the engine: every question would interrupt the decode, and keep idle workers busy waiting
+for the next one.
 """
 
 import asyncio
@@ -21,7 +23,8 @@ from typing import Any
 from pipelinerl_weights.errors import TransferAborted, TransferFailed, TransferTimeout
 
 Outcome = dict[str, Any]
-"""{"result": {...}} or {"failure": type name, "message": ...}: plain, because it crosses processes."""
+"""{"result": {...}} or {"failure": type name, "message": ...}: plain, because it crosses processes.
+"""
 
 FAILURES: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (TransferAborted, TransferTimeout, TransferFailed, RuntimeError)
@@ -95,7 +98,9 @@ class BackgroundWork:
         if self._busy:
             raise RuntimeError("the previous work has not ended")
         self._busy = True
-        threading.Thread(target=self._run, args=(ticket, function), name="weights", daemon=True).start()
+        threading.Thread(
+            target=self._run, args=(ticket, function), name="weights", daemon=True
+        ).start()
 
     def _run(self, ticket: Ticket, function: Callable[[], dict[str, Any]]) -> None:
         outcome: Outcome
@@ -103,7 +108,9 @@ class BackgroundWork:
             outcome = {"result": function()}
         except Exception as error:  # noqa: BLE001 - carried to the other process, where `result_of` raises it
             kind = type(error).__name__ if type(error).__name__ in FAILURES else "RuntimeError"
-            message = str(error) if kind == type(error).__name__ else f"{type(error).__name__}: {error}"
+            message = (
+                str(error) if kind == type(error).__name__ else f"{type(error).__name__}: {error}"
+            )
             outcome = {"failure": kind, "message": message}
         self._busy = False  # before it is told: whoever hears of it may start the next one at once
         report = {"ticket": ticket.number, "worker": self._worker, "outcome": outcome}
@@ -114,9 +121,13 @@ class BackgroundWork:
 
 
 def result_of(outcomes: list[Outcome]) -> list[dict[str, Any]]:
-    """The results of every worker. Raises the failure that explains the most: an abort is the others' echo of it."""
+    """The results of every worker. Raises the failure that explains the most: an abort is the
+    others' echo of it.
+    """
     failures = [outcome for outcome in outcomes if "failure" in outcome]
-    for failure in sorted(failures, key=lambda each: str(each["failure"]) == TransferAborted.__name__):
+    for failure in sorted(
+        failures, key=lambda each: str(each["failure"]) == TransferAborted.__name__
+    ):
         raise FAILURES[failure["failure"]](failure["message"])
     return [outcome["result"] for outcome in outcomes]
 

@@ -1,7 +1,7 @@
 """The thread that decodes with a transformers model.
 
-Round by round it takes every running sequence one token further. Between two rounds it looks for what else is to be done
-(a pause, a command), so all sequences stand at a token boundary then.
+Round by round it takes every running sequence one token further. Between two rounds it looks for
+what else is to be done (a pause, a command), so all sequences stand at a token boundary then.
 """
 
 import asyncio
@@ -42,7 +42,9 @@ class Job:
 class DecodeLoop:
     """The decoding thread and the commands to it."""
 
-    def __init__(self, model: TransformersModel, max_running: int, version: Callable[[], int]) -> None:
+    def __init__(
+        self, model: TransformersModel, max_running: int, version: Callable[[], int]
+    ) -> None:
         self._model = model
         self._max_running = max_running
         self._version = version
@@ -139,7 +141,9 @@ class DecodeLoop:
             if job.is_stopped:
                 job.sequence.finish_reason = "abort"
                 job.end()
-        self._waiting = [job for job in self._waiting if not job.done.cancelled() and not job.is_stopped]
+        self._waiting = [
+            job for job in self._waiting if not job.done.cancelled() and not job.is_stopped
+        ]
         while self._waiting and len(self._running) < self._max_running and not self._paused:
             self._running.append(self._waiting.pop(0))
 
@@ -167,7 +171,10 @@ class DecodeLoop:
                 job.end()
         if self._running:
             self.clock.stepped(
-                num_running=len(still), num_waiting=len(self._waiting), num_tokens=num_tokens, num_prefilled=num_prefilled
+                num_running=len(still),
+                num_waiting=len(self._waiting),
+                num_tokens=num_tokens,
+                num_prefilled=num_prefilled,
             )
         self._running = still
 

@@ -1,4 +1,6 @@
-"""What the generator needs of an inference engine. Two exist: vLLM, and Hugging Face transformers for numerics."""
+"""What the generator needs of an inference engine. Two exist: vLLM, and Hugging Face transformers
+for numerics.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -21,7 +23,9 @@ class KVCache(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one sequence is sampled. `top_k` -1 and `top_p` 1 leave every token in; temperature 0 takes the likeliest."""
+    """How one sequence is sampled. `top_k` -1 and `top_p` 1 leave every token in; temperature 0
+    takes the likeliest.
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -36,14 +40,17 @@ class Sampling:
 class Completion:
     """One sampled sequence.
 
-    Example: token_ids (5, 9, 2), logprobs (-0.1, -2.3, -0.4), version_runs (VersionRun(6, 2), VersionRun(7, 1)).
+    Example: token_ids (5, 9, 2), logprobs (-0.1, -2.3, -0.4), version_runs (VersionRun(6, 2),
+    VersionRun(7, 1)).
     """
 
     text: str
     token_ids: tuple[int, ...]
     """Sampled tokens, an end-of-sequence token included."""
     logprobs: tuple[float, ...]
-    """Of each sampled token under the distribution it was drawn from (after temperature, top-k and top-p)."""
+    """Of each sampled token under the distribution it was drawn from (after temperature, top-k and
+    top-p).
+    """
     version_runs: tuple[VersionRun, ...]
     finish_reason: str
     """"stop", "length", or "abort" for what was sampled of a sequence that was stopped."""
@@ -81,11 +88,14 @@ class Received:
     transfer_s: float
     """From being ready for the first bucket to having the last, the slowest worker's."""
     load_s: float
-    """Spent on loading and packing what was received, the slowest worker's; most of it during the transfer."""
+    """Spent on loading and packing what was received, the slowest worker's; most of it during the
+    transfer.
+    """
 
 
 class Engine(Protocol):
-    """Decodes, and takes weights. The weight verbs are called by one caller at a time, in the order that updater.py gives.
+    """Decodes, and takes weights. The weight verbs are called by one caller at a time, in the order
+    that updater.py gives.
 
     Nothing that fails before `apply` or `receive_in_place` changes the weights that decode.
     """
@@ -113,7 +123,9 @@ class Engine(Protocol):
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: Sampling, stop: asyncio.Event | None = None
     ) -> Completion:
-        """Samples one sequence. Cancelling it stops the decode, and so does `stop`, which leaves what was sampled."""
+        """Samples one sequence. Cancelling it stops the decode, and so does `stop`, which leaves
+        what was sampled.
+        """
         ...
 
     async def score(self, token_ids: Sequence[int], start: int, temperature: float) -> list[float]:
@@ -121,9 +133,11 @@ class Engine(Protocol):
         ...
 
     async def join(self, group: GroupSpec) -> list[int]:
-        """Every worker joins the group, leaving its old one; decoding goes on. Returns the workers' ranks.
+        """Every worker joins the group, leaving its old one; decoding goes on. Returns the workers'
+        ranks.
 
-        Raises TransferTimeout, TransferAborted or TransferFailed, as do `stage` and `receive_in_place`.
+        Raises TransferTimeout, TransferAborted or TransferFailed, as do `stage` and
+        `receive_in_place`.
         """
         ...
 
@@ -136,7 +150,9 @@ class Engine(Protocol):
         ...
 
     async def back_up(self) -> None:
-        """Keeps a copy of the present weights for `roll_back`, off the device, while decoding goes on."""
+        """Keeps a copy of the present weights for `roll_back`, off the device, while decoding goes
+        on.
+        """
         ...
 
     async def pause(self, kv_cache: KVCache) -> None:
@@ -148,7 +164,9 @@ class Engine(Protocol):
         ...
 
     async def receive_in_place(self, transfer: Transfer) -> Received:
-        """Paused: receives into the weights that decode. An error leaves them undefined until `roll_back`."""
+        """Paused: receives into the weights that decode. An error leaves them undefined until
+        `roll_back`.
+        """
         ...
 
     async def roll_back(self) -> None:

@@ -44,7 +44,10 @@ class Layout:
             raise SettingsError(f"--model {folder}: no such folder; prepare the job's model first")
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            raise SettingsError(f"--model {folder}: holds no *.safetensors file; save the model with save_pretrained")
+            raise SettingsError(
+                f"--model {folder}: holds no *.safetensors file; save the model with "
+                "save_pretrained"
+            )
         shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
             shapes.update(_read_header(file))
@@ -59,13 +62,17 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayout:
-    """The same for a job with `model.adapter`: A [rank, in] and B [out, rank] of any of the model's layers [out, in]."""
+    """The same for a job with `model.adapter`: A [rank, in] and B [out, rank] of any of the model's
+    layers [out, in].
+    """
 
     model: Layout
     rank: int
 
     def check(self, manifest: Manifest) -> None:
-        """Raises ManifestMismatch that lists what is no adapter, lacks its other half, or is of another shape or type."""
+        """Raises ManifestMismatch that lists what is no adapter, lacks its other half, or is of
+        another shape or type.
+        """
         shapes: dict[str, tuple[int, ...]] = {}
         for layer in {layer_of(tensor.name) for tensor in manifest.tensors}:
             weight = self.model.shapes.get(f"{layer}{WEIGHT}", ())
@@ -75,7 +82,9 @@ class AdapterLayout:
         _check(manifest, shapes, frozenset(), f"an adapter of rank {self.rank} for the model")
 
 
-def _check(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], optional: frozenset[str], what: str) -> None:
+def _check(
+    manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], optional: frozenset[str], what: str
+) -> None:
     given = {tensor.name: tensor for tensor in manifest.tensors}
     faults = {
         "missing": shapes.keys() - given.keys() - optional,
@@ -85,7 +94,11 @@ def _check(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], optional: 
             for name, shape in shapes.items()
             if name in given and given[name].shape != shape
         },
-        "types": {f"{name} is {tensor.dtype}" for name, tensor in given.items() if tensor.dtype not in _FLOATING},
+        "types": {
+            f"{name} is {tensor.dtype}"
+            for name, tensor in given.items()
+            if tensor.dtype not in _FLOATING
+        },
     }
     if any(faults.values()):
         listed = "; ".join(f"{fault}: {_some(names)}" for fault, names in faults.items() if names)
@@ -93,25 +106,33 @@ def _check(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], optional: 
 
 
 def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a safetensors file (https://github.com/huggingface/safetensors#format)."""
+    """Name and shape of every tensor of a safetensors file
+    (https://github.com/huggingface/safetensors#format).
+    """
     try:
         with file.open("rb") as stream:
             (size,) = struct.unpack("<Q", stream.read(8))
             if size > _MAX_HEADER_BYTES:
                 raise ValueError(f"header of {size} bytes")
             header = json.loads(stream.read(size))
-        return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        return {
+            name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
+        }
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         raise SettingsError(f"{file}: not a safetensors file: {error}") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The model's config.json; of a model with several parts, the text part's. Raises SettingsError."""
+    """The model's config.json; of a model with several parts, the text part's. Raises
+    SettingsError.
+    """
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{file}: cannot be read: {error}; it belongs to a model in Hugging Face format") from error
+        raise SettingsError(
+            f"{file}: cannot be read: {error}; it belongs to a model in Hugging Face format"
+        ) from error
     if not isinstance(config, dict):
         raise SettingsError(f"{file}: not a mapping")
     return {**config, **config.get("text_config", {})}

@@ -1,7 +1,7 @@
 """How full an engine is and what its decode steps cost, summed step by step.
 
-Sums instead of samples, because whoever asks twice gets exact means over the time between: a mean number of running sequences
-is the difference of `running_seconds` over that of the time.
+Sums instead of samples, because whoever asks twice gets exact means over the time between: a mean
+number of running sequences is the difference of `running_seconds` over that of the time.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,9 @@ from time import monotonic
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Example: 12 sequences decode, 3 wait for blocks, 40 % of 500192 tokens of KV cache are in use."""
+    """Example: 12 sequences decode, 3 wait for blocks, 40 % of 500192 tokens of KV cache are in
+    use.
+    """
 
     num_running: int = 0
     num_waiting: int = 0

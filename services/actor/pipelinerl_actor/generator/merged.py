@@ -1,11 +1,14 @@
-"""What an adapter update (LoRA) becomes in a generator: dense weights, made from the model folder's and the adapter.
+"""What an adapter update (LoRA) becomes in a generator: dense weights, made from the model folder's
+and the adapter.
 
-Generators serve W + (alpha / rank) B A and not W beside A and B: one adapter is served at a time, always the newest, and
-kernels that keep many apart would make every token pay for what nobody needs. The KV policies, the pause and the decode speed
-are those of full weights; only what travels is small.
+Generators serve W + (alpha / rank) B A and not W beside A and B: one adapter is served at a time,
+always the newest, and kernels that keep many apart would make every token pay for what nobody
+needs. The KV policies, the pause and the decode speed are those of full weights; only what travels
+is small.
 
-The frozen weights W stay where they are, in the files of the model folder, mapped into memory: no second copy on the device,
-and one for all generators of a node. Every update starts from them, so nothing adds up.
+The frozen weights W stay where they are, in the files of the model folder, mapped into memory: no
+second copy on the device, and one for all generators of a node. Every update starts from them, so
+nothing adds up.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +30,9 @@ class MergedWeights:
     When one of them has an adapter, the others come along.
     """
 
-    def __init__(self, folder: Path, scale: float, fused: Mapping[str, Sequence[str]] | None = None) -> None:
+    def __init__(
+        self, folder: Path, scale: float, fused: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
         self._scale = scale
         self._together = {part: tuple(parts) for parts in (fused or {}).values() for part in parts}
         self._files: dict[str, Any] = {}
@@ -41,10 +46,11 @@ class MergedWeights:
         """Layers that adapters have changed, in order."""
 
     def of(self, adapter: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint tensors of every layer that `adapter` (A and B by their names) changes, on its device and in its type.
+        """Checkpoint tensors of every layer that `adapter` (A and B by their names) changes, on its
+        device and in its type.
 
-        One layer after another; those that an earlier adapter changed and this one does not become the folder's again.
-        Tensors are the caller's own, but for those that have no adapter.
+        One layer after another; those that an earlier adapter changed and this one does not become
+        the folder's again. Tensors are the caller's own, but for those that have no adapter.
         """
         given = dict.fromkeys(layer for name in adapter if (layer := layer_of(name)) is not None)
         for layer in given:
@@ -54,7 +60,10 @@ class MergedWeights:
             for name in self._names.get(layer, ()):
                 tensor = self._files[name].get_tensor(name)
                 if layer in given and name.endswith(WEIGHT):
-                    yield name, merge(tensor, adapter[a_name(layer)], adapter[b_name(layer)], self._scale)
+                    yield (
+                        name,
+                        merge(tensor, adapter[a_name(layer)], adapter[b_name(layer)], self._scale),
+                    )
                 else:
                     yield name, tensor.to(kind.device, kind.dtype)
 

@@ -20,7 +20,9 @@ class Message(Body):
 
 
 class CompletionRequest(Body):
-    """OpenAI's chat completion, or `prompt_token_ids` in place of `messages` for multi-turn that is exact to the token."""
+    """OpenAI's chat completion, or `prompt_token_ids` in place of `messages` for multi-turn that is
+    exact to the token.
+    """
 
     model: str | None = None
     """Accepted for OpenAI clients; there is only one model."""
@@ -38,15 +40,23 @@ class CompletionRequest(Body):
     logprobs: bool = False
     ignore_eos: bool = False
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    """Name under which /v1/cancel stops it; the answer then holds what was sampled, with the finish reason "abort"."""
+    """Name under which /v1/cancel stops it; the answer then holds what was sampled, with the finish
+    reason "abort".
+    """
     answer_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
-    """The answer's first tokens, sampled before: it goes on behind them. Token ids, log-probabilities and versions of the
-    choice are those of what is new, its text is that of the whole answer."""
+    """The answer's first tokens, sampled before: it goes on behind them. Token ids,
+    log-probabilities and versions of the choice are those of what is new, its text is that of the
+    whole answer.
+    """
 
     @model_validator(mode="after")
     def _one_answer(self) -> "CompletionRequest":
-        if self.answer_token_ids is not None and (self.n != 1 or self.prompt_token_ids is None or self.stop_strings):
-            raise ValueError("answer_token_ids goes with prompt_token_ids and n=1, and without stop")
+        if self.answer_token_ids is not None and (
+            self.n != 1 or self.prompt_token_ids is None or self.stop_strings
+        ):
+            raise ValueError(
+                "answer_token_ids goes with prompt_token_ids and n=1, and without stop"
+            )
         return self
 
     @model_validator(mode="after")
@@ -180,7 +190,9 @@ class UpdateResponse(Body):
     transfer_s: float
     """From being ready for the first bucket to having the last."""
     apply_s: float
-    """Loading, packing and copying into the model; `staged` does nearly all of it beside the decode, before the pause."""
+    """Loading, packing and copying into the model; `staged` does nearly all of it beside the
+    decode, before the pause.
+    """
     num_running: int
     """Sequences that went on across the update."""
 

@@ -38,8 +38,11 @@ _STOP_HTTP_S = 5
 _MAX_HOST_KV_BYTES = 4 << 30
 
 
-async def serve_generator(wiring: Wiring, model: Path, stop: asyncio.Event, *, version: int | None) -> None:
-    """Serves until `stop` is set; the folder's weights as `version`, or with None nothing before the first update.
+async def serve_generator(
+    wiring: Wiring, model: Path, stop: asyncio.Event, *, version: int | None
+) -> None:
+    """Serves until `stop` is set; the folder's weights as `version`, or with None nothing before
+    the first update.
 
     Raises SettingsError for a folder, an address or settings that cannot be used.
     """
@@ -57,32 +60,56 @@ async def serve_generator(wiring: Wiring, model: Path, stop: asyncio.Event, *, v
         )
         generator = assemble(job, duty, model, engine, version=version, token=token)
         async with open_tracer(job, duty.role, wiring.name) as generator.tracer, engine.running():
-            listening.listen()  # not before: a connection would then wait for the engine instead of being refused
+            # not before: a connection would then wait for the engine instead of being refused
+            listening.listen()
             host, port = listening.getsockname()[:2]
-            log.info("listening=http://%s:%d engine=%s version=%d", host, port, duty.settings.engine, version)
+            log.info(
+                "listening=http://%s:%d engine=%s version=%d",
+                host,
+                port,
+                duty.settings.engine,
+                version,
+            )
             async with (
                 serve_http(create_app(generator), listening),
                 serve_metrics(wiring.metrics_listen, generator.metrics.exposition),
             ):
-                await run_until_first(_until_stopped(stop, generator), engine.watch(), generator.watch())
+                await run_until_first(
+                    _until_stopped(stop, generator), engine.watch(), generator.watch()
+                )
 
 
 def make_engine(
-    job: Job, settings: GeneratorSettings, model: Path, *, initial_version: int, takes_updates: bool, log_level: str = "info"
+    job: Job,
+    settings: GeneratorSettings,
+    model: Path,
+    *,
+    initial_version: int,
+    takes_updates: bool,
+    log_level: str = "info",
 ) -> Engine:
-    """The engine that `settings` names, not yet running. One that `takes_updates` is prepared for those that the job sends.
+    """The engine that `settings` names, not yet running. One that `takes_updates` is prepared for
+    those that the job sends.
 
-    Raises SettingsError for a folder that does not hold a model, or one whose weights no update would reach.
+    Raises SettingsError for a folder that does not hold a model, or one whose weights no update
+    would reach.
     """
-    read_config(model)  # first: an engine would take a folder that is not there for a name on the hub
+    read_config(
+        model
+    )  # first: an engine would take a folder that is not there for a name on the hub
     import torch  # here, so that what is wrong with the settings is said at once
 
     spec = job.spec
     on_cpu = not torch.cuda.is_available()
     can_stage = takes_updates and spec.weight_transfer.mode == "staged"
-    adapter_scale = spec.model.adapter.scale if takes_updates and spec.model.adapter is not None else None
+    adapter_scale = (
+        spec.model.adapter.scale if takes_updates and spec.model.adapter is not None else None
+    )
     if settings.engine == "transformers":
-        from pipelinerl_actor.generator.transformers_engine import TransformersEngine, TransformersOptions
+        from pipelinerl_actor.generator.transformers_engine import (
+            TransformersEngine,
+            TransformersOptions,
+        )
 
         return TransformersEngine(
             TransformersOptions(
@@ -102,7 +129,9 @@ def make_engine(
     from pipelinerl_actor.generator.vllm_options import VllmOptions
 
     if on_cpu and settings.kv_cache_bytes is None:
-        settings = settings.model_copy(update={"kv_cache_bytes": host_kv_bytes(job, settings, model)})
+        settings = settings.model_copy(
+            update={"kv_cache_bytes": host_kv_bytes(job, settings, model)}
+        )
     return VllmEngine(
         VllmOptions(
             model=model,
@@ -120,7 +149,8 @@ def make_engine(
 
 
 def host_kv_bytes(job: Job, settings: GeneratorSettings, model: Path) -> int:
-    """KV cache for a generator on a CPU, where vLLM would take most of the memory: what all its sequences need at full length.
+    """KV cache for a generator on a CPU, where vLLM would take most of the memory: what all its
+    sequences need at full length.
 
     At most 4 GiB, and a quarter more than needed, because blocks are not always full.
     """
@@ -128,16 +158,22 @@ def host_kv_bytes(job: Job, settings: GeneratorSettings, model: Path) -> int:
     try:
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        token_bytes = 2 * config["num_hidden_layers"] * heads * head_dim * ITEM_BYTES[job.spec.model.dtype]
+        token_bytes = (
+            2 * config["num_hidden_layers"] * heads * head_dim * ITEM_BYTES[job.spec.model.dtype]
+        )
     except (KeyError, TypeError) as error:
-        raise SettingsError(f"generator.kvCacheBytes: set it, because {model / 'config.json'} has no {error}") from error
+        raise SettingsError(
+            f"generator.kvCacheBytes: set it, because {model / 'config.json'} has no {error}"
+        ) from error
     needed = token_bytes * job.spec.model.max_model_len * settings.max_running_requests
     return int(min(_MAX_HOST_KV_BYTES, max(64 << 20, needed + needed // 4)))
 
 
 @dataclass(frozen=True, slots=True)
 class Duty:
-    """What a generator is there for. The reference's and the evaluator's serve the weights that they begin with."""
+    """What a generator is there for. The reference's and the evaluator's serve the weights that
+    they begin with.
+    """
 
     settings: GeneratorSettings
     takes_updates: bool = True
@@ -158,7 +194,9 @@ def duty_of(job: Job, name: str) -> Duty:
     return Duty(spec.actors.generator)
 
 
-def assemble(job: Job, duty: Duty, model: Path, engine: Engine, *, version: int, token: str | None) -> Generator:
+def assemble(
+    job: Job, duty: Duty, model: Path, engine: Engine, *, version: int, token: str | None
+) -> Generator:
     """The parts around an engine. Raises SettingsError for a folder that does not hold a model."""
     from transformers import AutoTokenizer
 
@@ -168,7 +206,9 @@ def assemble(job: Job, duty: Duty, model: Path, engine: Engine, *, version: int,
         raise SettingsError(f"{model / 'config.json'}: has no vocab_size")
     longest = job.spec.model.max_model_len
     if isinstance(positions, int) and longest > positions and not _scales_positions(config):
-        raise SettingsError(f"model.maxModelLen={longest} is more than the model's {positions} positions; lower it")
+        raise SettingsError(
+            f"model.maxModelLen={longest} is more than the model's {positions} positions; lower it"
+        )
     metrics = GeneratorMetrics(job.name, duty.role)
     metrics.watch(engine.load)
     limits = Limits(job.spec.model.max_model_len, duty.settings.max_running_requests, vocabulary)
@@ -194,16 +234,22 @@ def _scales_positions(config: Mapping[str, Any]) -> bool:
 
 
 async def _until_stopped(stop: asyncio.Event, generator: Generator) -> None:
-    """The clock: ends when the process was told to stop and what ran has ended, or has had its time."""
+    """The clock: ends when the process was told to stop and what ran has ended, or has had its
+    time.
+    """
     await stop.wait()
     if not await generator.serving.drain(generator.drain_s):
-        log.warning("running=%d cut off after %g s", generator.serving.num_running, generator.drain_s)
+        log.warning(
+            "running=%d cut off after %g s", generator.serving.num_running, generator.drain_s
+        )
 
 
 def _bind(listen: str) -> socket.socket:
     host, _, port = listen.rpartition(":")
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM
+        )[0]
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
@@ -225,7 +271,12 @@ async def serve_http(app: FastAPI, listening: socket.socket) -> AsyncIterator[No
     """Serves `app` on a listening socket, until the end of the block."""
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=_STOP_HTTP_S, timeout_keep_alive=75
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=_STOP_HTTP_S,
+        timeout_keep_alive=75,
     )
     server = _Server(config)
     task = asyncio.ensure_future(server.serve(sockets=[listening]))

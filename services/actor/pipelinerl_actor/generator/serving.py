@@ -1,4 +1,6 @@
-"""Turns requests into sequences of the engine: prompts, limits, what is turned away, and the answers."""
+"""Turns requests into sequences of the engine: prompts, limits, what is turned away, and the
+answers.
+"""
 
 import asyncio
 import math
@@ -26,7 +28,9 @@ from pipelinerl_common.errors import PermanentError, TemporaryError, Unavailable
 Result = TypeVar("Result")
 
 _MAX_WAITING_FACTOR = 16
-"""Sequences taken in at most, as a multiple of those that the engine decodes at once; further requests are turned away."""
+"""Sequences taken in at most, as a multiple of those that the engine decodes at once; further
+requests are turned away.
+"""
 _SCORE_ATTEMPTS = 5
 
 
@@ -47,7 +51,9 @@ class Limits:
 
 
 class Serving:
-    """The generator's reading side. `version` is asked for the weights' version, below 0 while there are none to serve with."""
+    """The generator's reading side. `version` is asked for the weights' version, below 0 while
+    there are none to serve with.
+    """
 
     def __init__(
         self,
@@ -78,7 +84,9 @@ class Serving:
         return self._version() >= 0 and not self.draining
 
     async def complete(self, request: CompletionRequest) -> CompletionResponse:
-        """Cancelling it stops the decode of every choice. Raises BadRequest, Unavailable or Overloaded."""
+        """Cancelling it stops the decode of every choice. Raises BadRequest, Unavailable or
+        Overloaded.
+        """
         self._check_ready()
         prompt = self._prompt(request)
         given = [*prompt, *self._answer(request)]
@@ -86,9 +94,13 @@ class Serving:
         samplings = [_sampling(request, max_tokens, index) for index in range(request.n)]
         async with self._counted(request.n):
             with self._stoppable(request.request_id) as stop:
-                completions = await _all([self._generate(given, sampling, stop) for sampling in samplings])
+                completions = await _all(
+                    [self._generate(given, sampling, stop) for sampling in samplings]
+                )
         self._metrics.prompt_tokens.inc(len(prompt))
-        choices = [self._choice(request, index, completion) for index, completion in enumerate(completions)]
+        choices = [
+            self._choice(request, index, completion) for index, completion in enumerate(completions)
+        ]
         sampled = sum(len(choice.token_ids) for choice in choices)
         usage = Usage(
             prompt_tokens=len(prompt),
@@ -96,10 +108,14 @@ class Serving:
             total_tokens=len(prompt) + sampled,
             cached_tokens=sum(completion.num_cached_tokens for completion in completions),
         )
-        return CompletionResponse(model=self._model, choices=choices, prompt_token_ids=prompt, usage=usage)
+        return CompletionResponse(
+            model=self._model, choices=choices, prompt_token_ids=prompt, usage=usage
+        )
 
     def cancel(self, request_id: str) -> bool:
-        """Ends a request of `complete` with what was sampled until now. Whether there is such a request."""
+        """Ends a request of `complete` with what was sampled until now. Whether there is such a
+        request.
+        """
         stop = self._stops.get(request_id)
         if stop is not None:
             stop.set()
@@ -112,13 +128,17 @@ class Serving:
             self._check_tokens(sequence.token_ids)
             if len(sequence.token_ids) > self._limits.max_model_len:
                 raise BadRequest(
-                    f"{len(sequence.token_ids)} token ids are more than the context of {self._limits.max_model_len}"
+                    f"{len(sequence.token_ids)} token ids are more than the context of "
+                    f"{self._limits.max_model_len}"
                 )
         async with self._counted(len(request.sequences)):
             for _ in range(_SCORE_ATTEMPTS):
                 version = self._version()
                 logprobs = await _all(
-                    [self._engine.score(s.token_ids, s.start, request.temperature) for s in request.sequences]
+                    [
+                        self._engine.score(s.token_ids, s.start, request.temperature)
+                        for s in request.sequences
+                    ]
                 )
                 if version == self._version():
                     self._metrics.scored_tokens.inc(sum(map(len, logprobs)))
@@ -171,7 +191,8 @@ class Serving:
         messages = [message.model_dump() for message in request.messages or ()]
         try:
             return chat_token_ids(self._tokenizer, messages)
-        except Exception as error:  # the template is a program of the model's author, and may refuse messages in any way
+        # the template is a program of the model's author, and may refuse messages in any way
+        except Exception as error:
             raise BadRequest(f"the model's chat template refuses the messages: {error}") from error
 
     def _answer(self, request: CompletionRequest) -> list[int]:
@@ -195,19 +216,26 @@ class Serving:
 
     def _check_tokens(self, token_ids: Sequence[int]) -> None:
         if (highest := max(token_ids)) >= self._limits.vocabulary:
-            raise BadRequest(f"token id {highest} is outside the vocabulary of {self._limits.vocabulary}")
+            raise BadRequest(
+                f"token id {highest} is outside the vocabulary of {self._limits.vocabulary}"
+            )
 
     def _max_tokens(self, request: CompletionRequest, prompt_tokens: int) -> int:
         context = self._limits.max_model_len
         room = context - prompt_tokens
         wanted = request.max_tokens if request.max_tokens is not None else max(1, room)
         if wanted > room:
-            raise BadRequest(f"prompt of {prompt_tokens} tokens and max_tokens={wanted} exceed the context of {context}")
+            raise BadRequest(
+                f"prompt of {prompt_tokens} tokens and max_tokens={wanted} exceed the context of "
+                f"{context}"
+            )
         return wanted
 
     # Answering
 
-    async def _generate(self, prompt: list[int], sampling: Sampling, stop: asyncio.Event | None) -> Completion:
+    async def _generate(
+        self, prompt: list[int], sampling: Sampling, stop: asyncio.Event | None
+    ) -> Completion:
         completion = await self._engine.generate(prompt, sampling, stop)
         self._metrics.tokens.inc(len(completion.token_ids))
         self._metrics.sequences.inc(finish_reason=completion.finish_reason)
@@ -217,18 +245,27 @@ class Serving:
         logprobs = None
         if request.logprobs:
             tokens = [self._tokenizer.decode([token]) for token in completion.token_ids]
-            content = [TokenLogprob(token=t, logprob=p) for t, p in zip(tokens, completion.logprobs, strict=True)]
+            content = [
+                TokenLogprob(token=t, logprob=p)
+                for t, p in zip(tokens, completion.logprobs, strict=True)
+            ]
             logprobs = Logprobs(content=content)
         text = completion.text
         if request.answer_token_ids is not None:
-            text = self._tokenizer.decode([*request.answer_token_ids, *completion.token_ids], skip_special_tokens=True)
+            text = self._tokenizer.decode(
+                [*request.answer_token_ids, *completion.token_ids], skip_special_tokens=True
+            )
         return Choice(
             index=index,
             message=ChoiceMessage(content=text),
             finish_reason=completion.finish_reason,
             token_ids=list(completion.token_ids),
-            token_logprobs=[value if math.isfinite(value) else _LOWEST for value in completion.logprobs],
-            weight_versions=[(run.policy_version, run.num_tokens) for run in completion.version_runs],
+            token_logprobs=[
+                value if math.isfinite(value) else _LOWEST for value in completion.logprobs
+            ],
+            weight_versions=[
+                (run.policy_version, run.num_tokens) for run in completion.version_runs
+            ],
             logprobs=logprobs,
         )
 
@@ -238,7 +275,9 @@ _LOWEST = -1e9
 
 
 async def _all(calls: Sequence[Awaitable[Result]]) -> list[Result]:
-    """Results in order. When one fails or this is cancelled, the others are cancelled and waited for."""
+    """Results in order. When one fails or this is cancelled, the others are cancelled and waited
+    for.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_awaited(call)) for call in calls]

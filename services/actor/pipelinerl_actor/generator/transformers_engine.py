@@ -1,7 +1,8 @@
-"""Hugging Face transformers as the generator's engine: slow, small, and exact. For numerics, and to study the KV cache.
+"""Hugging Face transformers as the generator's engine: slow, small, and exact. For numerics, and to
+study the KV cache.
 
-Weights are received on another thread than the one that decodes (decode_loop.py); that one puts them in place, between two
-tokens.
+Weights are received on another thread than the one that decodes (decode_loop.py); that one puts
+them in place, between two tokens.
 """
 
 import asyncio
@@ -16,7 +17,14 @@ from torch import Tensor, nn
 
 from pipelinerl_actor.generator.background import TransferClock
 from pipelinerl_actor.generator.decode_loop import DecodeLoop, Job
-from pipelinerl_actor.generator.engine import Completion, GroupSpec, KVCache, Received, Sampling, Transfer
+from pipelinerl_actor.generator.engine import (
+    Completion,
+    GroupSpec,
+    KVCache,
+    Received,
+    Sampling,
+    Transfer,
+)
 from pipelinerl_actor.generator.layout import Layout
 from pipelinerl_actor.generator.load import Load
 from pipelinerl_actor.generator.merged import MergedWeights
@@ -48,8 +56,12 @@ class TransformersEngine:
     def __init__(self, options: TransformersOptions, observe: Observer | None = None) -> None:
         """`observe` is called on the decoding thread, before every token."""
         self._options = options
-        self._model = TransformersModel(options.model, options.dtype, options.head_dtype, options.device, observe)
-        self._parameters: dict[str, Tensor] = dict(self._model.model.named_parameters(remove_duplicate=False))
+        self._model = TransformersModel(
+            options.model, options.dtype, options.head_dtype, options.device, observe
+        )
+        self._parameters: dict[str, Tensor] = dict(
+            self._model.model.named_parameters(remove_duplicate=False)
+        )
         scale = options.adapter_scale
         self._merged = None if scale is None else MergedWeights(options.model, scale)
         if options.takes_updates and self._merged is None:
@@ -94,11 +106,15 @@ class TransformersEngine:
         return await asyncio.wrap_future(job.done)
 
     async def advance(self, num_tokens: int) -> None:
-        """Paused: samples so many tokens of every sequence and stands still again, so that updates fall on chosen tokens."""
+        """Paused: samples so many tokens of every sequence and stands still again, so that updates
+        fall on chosen tokens.
+        """
         await self._loop.advance(num_tokens)
 
     async def score(self, token_ids: Sequence[int], start: int, temperature: float) -> list[float]:
-        return await self._loop.compute(lambda: self._model.score(list(token_ids), start, temperature))
+        return await self._loop.compute(
+            lambda: self._model.score(list(token_ids), start, temperature)
+        )
 
     # Weights
 
@@ -139,7 +155,9 @@ class TransformersEngine:
         return await asyncio.to_thread(self._receive, transfer, self._overwrite)
 
     async def roll_back(self) -> None:
-        await self._loop.call(lambda: [self._overwrite(name, tensor) for name, tensor in self._backup.items()])
+        await self._loop.call(
+            lambda: [self._overwrite(name, tensor) for name, tensor in self._backup.items()]
+        )
 
     async def set_version(self, version: int) -> None:
         self._version = version
@@ -164,7 +182,12 @@ class TransformersEngine:
 
         clock.ready()
         checksum = receive(
-            self._group, transfer.manifest, transfer.version, transfer.timeout_s, load, device=self._options.device
+            self._group,
+            transfer.manifest,
+            transfer.version,
+            transfer.timeout_s,
+            load,
+            device=self._options.device,
         )
         if self._merged is not None:
             with clock.loading():
@@ -182,15 +205,22 @@ class TransformersEngine:
         self._staged = {}
 
     def _copies(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().to("cpu", copy=True) for name, parameter in self._parameters.items()}
+        return {
+            name: parameter.detach().to("cpu", copy=True)
+            for name, parameter in self._parameters.items()
+        }
 
 
 def _check_names(model: nn.Module, folder: Path) -> None:
-    """An update reaches a weight by its name in the checkpoint. Raises SettingsError when one has another name in memory."""
+    """An update reaches a weight by its name in the checkpoint. Raises SettingsError when one has
+    another name in memory.
+    """
     stored = Layout.of_folder(folder).shapes
     unknown = sorted(name for name, _ in model.named_parameters() if name not in stored)
     if unknown:
         raise SettingsError(
-            f"generator.engine=transformers: {len(unknown)} weights have another name in the checkpoint than in memory, such "
-            f"as {unknown[0]}, so that no update would reach them, as the experts of a mixture: use engine vllm"
+            f"generator.engine=transformers: {len(unknown)} weights have another name in the "
+            "checkpoint than in memory, such "
+            f"as {unknown[0]}, so that no update would reach them, as the experts of a mixture: "
+            "use engine vllm"
         )

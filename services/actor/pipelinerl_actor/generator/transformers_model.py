@@ -1,4 +1,6 @@
-"""A Hugging Face model decoded one token at a time: caches, sampling, stopping. No threads, no weights transfer."""
+"""A Hugging Face model decoded one token at a time: caches, sampling, stopping. No threads, no
+weights transfer.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +20,9 @@ _GREEDY_BELOW = 1e-5
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One sequence under way. `cache` holds the keys and values of its first tokens; what is missing is computed next."""
+    """One sequence under way. `cache` holds the keys and values of its first tokens; what is
+    missing is computed next.
+    """
 
     prompt: list[int]
     sampling: Sampling
@@ -37,18 +41,37 @@ class Sequence:
                 runs[-1] = VersionRun(version, runs[-1].num_tokens + 1)
             else:
                 runs.append(VersionRun(version, 1))
-        return Completion(self.text, tuple(self.token_ids), tuple(self.logprobs), tuple(runs), self.finish_reason or "length")
+        return Completion(
+            self.text,
+            tuple(self.token_ids),
+            tuple(self.logprobs),
+            tuple(runs),
+            self.finish_reason or "length",
+        )
 
 
 Observer = Callable[[Sequence, Tensor], None]
-"""Is shown a sequence and, before its next token is drawn, the log-probabilities [V] that it is drawn from."""
+"""Is shown a sequence and, before its next token is drawn, the log-probabilities [V] that it is
+drawn from.
+"""
 
 
 class TransformersModel:
     """`model` and what is needed to decode with it."""
 
-    def __init__(self, folder: Path, dtype: str, head_dtype: str, device: str = "cpu", observe: Observer | None = None) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str,
+        head_dtype: str,
+        device: str = "cpu",
+        observe: Observer | None = None,
+    ) -> None:
+        self.model = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+            .to(device)
+            .eval()
+        )
         if head_dtype == "float32":
             self._compute_logits_in_float32()
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -62,7 +85,11 @@ class TransformersModel:
         head = self.model.get_output_embeddings()
 
         def forward(hidden: Tensor) -> Tensor:
-            return linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())
+            return linear(
+                hidden.float(),
+                head.weight.float(),
+                None if head.bias is None else head.bias.float(),
+            )
 
         head.forward = forward
 
@@ -76,13 +103,17 @@ class TransformersModel:
 
     @torch.inference_mode()
     def step(self, sequence: Sequence, version: int) -> None:
-        """Samples one token. Tokens whose keys and values are not cached are computed with the present weights."""
+        """Samples one token. Tokens whose keys and values are not cached are computed with the
+        present weights.
+        """
         tokens = sequence.prompt + sequence.token_ids
         if sequence.cache is None:
             sequence.cache = DynamicCache(config=self.model.config)
         fresh = tokens[sequence.cache.get_seq_length() :]
         inputs = torch.tensor([fresh], device=self._device)
-        output = self.model(input_ids=inputs, past_key_values=sequence.cache, use_cache=True, logits_to_keep=1)
+        output = self.model(
+            input_ids=inputs, past_key_values=sequence.cache, use_cache=True, logits_to_keep=1
+        )
         logprobs_V = sampled_distribution(output.logits[0, -1].float(), sequence.sampling)
         if self._observe is not None:
             self._observe(sequence, logprobs_V)
@@ -98,7 +129,10 @@ class TransformersModel:
     @torch.inference_mode()
     def score(self, token_ids: list[int], start: int, temperature: float) -> list[float]:
         inputs = torch.tensor([token_ids[:-1]], device=self._device)
-        logits = self.model(input_ids=inputs, use_cache=False).logits[0, start - 1 :].float() / temperature
+        logits = (
+            self.model(input_ids=inputs, use_cache=False).logits[0, start - 1 :].float()
+            / temperature
+        )
         targets = torch.tensor(token_ids[start:], device=self._device)
         scores: list[float] = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].tolist()
         return scores
@@ -118,7 +152,9 @@ class TransformersModel:
 
 
 def sampled_distribution(logits_V: Tensor, sampling: Sampling) -> Tensor:
-    """Log-probabilities that the token is drawn from: temperature, then top-k, then top-p of what is left."""
+    """Log-probabilities that the token is drawn from: temperature, then top-k, then top-p of what
+    is left.
+    """
     if sampling.temperature >= _GREEDY_BELOW:
         logits_V = logits_V / sampling.temperature
         if 0 < sampling.top_k < len(logits_V):

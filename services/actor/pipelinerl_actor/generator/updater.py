@@ -9,8 +9,9 @@
    apply, set version                        receive, set version  |  on failure: roll back
  resume                                    resume
 ```
-A failure before `apply` leaves the old weights as they were; a failed in-place receive rolls back to them. What fails after
-that leaves the weights undefined: the process ends (FatalError) and is started again.
+A failure before `apply` leaves the old weights as they were; a failed in-place receive rolls back
+to them. What fails after that leaves the weights undefined: the process ends (FatalError) and is
+started again.
 """
 
 import asyncio
@@ -54,7 +55,9 @@ class UpdateReport:
 
 
 class WeightUpdater:
-    """Owns the generator's weights: their version, their group, and the one update that may run at a time."""
+    """Owns the generator's weights: their version, their group, and the one update that may run at
+    a time.
+    """
 
     def __init__(
         self,
@@ -81,12 +84,15 @@ class WeightUpdater:
     async def join(self, group: GroupSpec) -> list[int]:
         """Joins the group of a newer epoch; an update that still runs in the old one fails.
 
-        Raises Refused for an epoch that is not newer, or where no updates are taken; TransferTimeout, TransferAborted or
-        TransferFailed when it does not form.
+        Raises Refused for an epoch that is not newer, or where no updates are taken;
+        TransferTimeout, TransferAborted or TransferFailed when it does not form.
         """
         self._expected()
         if group.epoch <= self.epoch:
-            raise Refused(f"epoch {group.epoch} is not newer than {self.epoch}, in which this generator is a member")
+            raise Refused(
+                f"epoch {group.epoch} is not newer than {self.epoch}, in which this generator is a "
+                "member"
+            )
         await self._engine.leave()
         async with self._lock:
             self.epoch = NO_GROUP
@@ -99,8 +105,9 @@ class WeightUpdater:
         return ranks
 
     async def update(self, update: Update) -> UpdateReport:
-        """Raises Refused or ManifestMismatch before anything changed; TransferTimeout, TransferAborted or TransferFailed with
-        the old weights serving on; FatalError when the weights are not to be trusted any more.
+        """Raises Refused or ManifestMismatch before anything changed; TransferTimeout,
+        TransferAborted or TransferFailed with the old weights serving on; FatalError when the
+        weights are not to be trusted any more.
         """
         try:
             self._check(update)
@@ -110,7 +117,11 @@ class WeightUpdater:
         except Exception as error:
             self.num_failures += 1
             self._metrics.update_errors.inc(reason=type(error).__name__)
-            log.warning("%s", fields(update=update.transfer.version, epoch=update.epoch, serving=self.version), exc_info=error)
+            log.warning(
+                "%s",
+                fields(update=update.transfer.version, epoch=update.epoch, serving=self.version),
+                exc_info=error,
+            )
             raise
         self.num_updates += 1
         self._metrics.updates.inc(mode=update.mode)
@@ -130,14 +141,18 @@ class WeightUpdater:
             raise Refused("an update is running")
         if update.mode == "staged" and not self._engine.can_stage:
             raise ManifestMismatch(
-                "mode=staged needs memory for a second copy, but this generator was started with mode=inplace"
+                "mode=staged needs memory for a second copy, but this generator was started with "
+                "mode=inplace"
             )
         expected.check(update.transfer.manifest)
         self._check_order(update)
 
     def _expected(self) -> Expected:
         if self._layout is None:
-            raise Refused("this generator keeps the weights that it began with: it is the reference's or an evaluator's")
+            raise Refused(
+                "this generator keeps the weights that it began with: it is the reference's or an "
+                "evaluator's"
+            )
         return self._layout
 
     def _check_order(self, update: Update) -> None:
@@ -145,7 +160,10 @@ class WeightUpdater:
             known = f"a member in epoch {self.epoch}" if self.epoch else "a member of no group"
             raise Refused(f"epoch {update.epoch} is not current: this generator is {known}")
         if update.transfer.version < self.version and not update.allow_rollback:
-            raise Refused(f"version {update.transfer.version} is older than {self.version}; set allow_rollback to go back")
+            raise Refused(
+                f"version {update.transfer.version} is older than {self.version}; set "
+                "allow_rollback to go back"
+            )
 
     async def _run(self, update: Update) -> UpdateReport:
         try:
@@ -190,7 +208,9 @@ class WeightUpdater:
 
     @asynccontextmanager
     async def _paused(self, update: Update) -> AsyncIterator["_Pause"]:
-        """The engine stands still inside. Whatever is raised inside is fatal: the weights may be half of each version."""
+        """The engine stands still inside. Whatever is raised inside is fatal: the weights may be
+        half of each version.
+        """
         pause = _Pause(self._running())
         start = time.monotonic()
         try:
@@ -201,7 +221,8 @@ class WeightUpdater:
             raise
         except Exception as error:
             raise FatalError(
-                f"the weights are undefined after a failed update to {update.transfer.version}: {error}"
+                f"the weights are undefined after a failed update to {update.transfer.version}: "
+                f"{error}"
             ) from error
         pause.seconds = time.monotonic() - start
 
@@ -209,7 +230,9 @@ class WeightUpdater:
         await self._engine.set_version(update.transfer.version)
         self.version, self.checksum = update.transfer.version, received.checksum
 
-    def _report(self, update: Update, received: Received, pause: "_Pause", apply_s: float) -> UpdateReport:
+    def _report(
+        self, update: Update, received: Received, pause: "_Pause", apply_s: float
+    ) -> UpdateReport:
         return UpdateReport(
             version=update.transfer.version,
             checksum=received.checksum,

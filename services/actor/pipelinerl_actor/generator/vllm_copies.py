@@ -1,7 +1,9 @@
-"""Second copies of a vLLM model's weights: the staging model that new weights are loaded into, the backup to roll back to.
+"""Second copies of a vLLM model's weights: the staging model that new weights are loaded into, the
+backup to roll back to.
 
-vLLM keeps weights in three kinds of places: parameters and buffers; tensors derived from them (the absorbed projections of
-latent attention); and, on a CPU, `cpu_linear`, a function that holds a packed copy of the weight. All three belong to a copy.
+vLLM keeps weights in three kinds of places: parameters and buffers; tensors derived from them (the
+absorbed projections of latent attention); and, on a CPU, `cpu_linear`, a function that holds a
+packed copy of the weight. All three belong to a copy.
 """
 
 import contextlib
@@ -15,7 +17,10 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.model_executor.model_loader import get_model
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 from pipelinerl_actor.generator.merged import MergedWeights, without_effect
 from pipelinerl_common.errors import FatalError
@@ -24,7 +29,9 @@ _DERIVED = ("cpu_linear", "W_UK_T", "W_UV")
 
 
 class Reload:
-    """Loads checkpoint tensors into `model`, a bucket at a time, through vLLM's own loaders (sharding, fusing, packing)."""
+    """Loads checkpoint tensors into `model`, a bucket at a time, through vLLM's own loaders
+    (sharding, fusing, packing).
+    """
 
     def __init__(self, model: nn.Module, vllm_config: VllmConfig) -> None:
         self._model = model
@@ -53,7 +60,9 @@ class Reload:
 
 
 class AdapterReload:
-    """Like Reload, for an update that brings an adapter: nothing is loaded before the whole of it is there."""
+    """Like Reload, for an update that brings an adapter: nothing is loaded before the whole of it
+    is there.
+    """
 
     def __init__(self, reload: Reload, merged: MergedWeights) -> None:
         self._reload = reload
@@ -87,31 +96,44 @@ class AdapterReload:
 
 
 class StagingModel:
-    """The same model once more, on the same device, that never runs. `swap_in` makes its weights the live ones."""
+    """The same model once more, on the same device, that never runs. `swap_in` makes its weights
+    the live ones.
+    """
 
     def __init__(self, live: nn.Module, vllm_config: VllmConfig) -> None:
-        """Must run where the live model was loaded, before anything decodes: building a model uses vLLM's global state."""
+        """Must run where the live model was loaded, before anything decodes: building a model uses
+        vLLM's global state.
+        """
         config = copy.copy(vllm_config)
         config.compilation_config = copy.copy(vllm_config.compilation_config)
-        # Attention layers register themselves by name here; the live model's must stay the registered ones.
+        # Attention layers register themselves by name here; the live model's must stay the
+        # registered ones.
         config.compilation_config.static_forward_context = {}
         config.compilation_config.static_all_moe_layers = []
         self._live = live
         with set_current_vllm_config(config), _own_rotary_embeddings():
             self._staging = get_model(vllm_config=config)
         if _names(live) != _names(self._staging):
-            raise FatalError(f"{type(live).__name__} cannot be built twice alike: use weightTransfer.mode=inplace")
+            raise FatalError(
+                f"{type(live).__name__} cannot be built twice alike: use "
+                "weightTransfer.mode=inplace"
+            )
         self.reload = Reload(self._staging, config)
 
     @torch.no_grad()
     def swap_in(self) -> None:
-        """On a CPU a swap of pointers. On a device a copy into the live storage, which captured graphs point to."""
+        """On a CPU a swap of pointers. On a device a copy into the live storage, which captured
+        graphs point to.
+        """
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         seen: set[int] = set()
         for live, staging in zip(self._live.modules(), self._staging.modules(), strict=True):
             if live is staging:
-                raise FatalError(f"{type(live).__name__} is shared with the staging model: use weightTransfer.mode=inplace")
+                raise FatalError(
+                    f"{type(live).__name__} is shared with the staging model: use "
+                    "weightTransfer.mode=inplace"
+                )
             for target, source in _pairs(live, staging):
                 if id(target) in seen:
                     continue  # tied weights
@@ -136,8 +158,10 @@ class StagingModel:
 
 @contextlib.contextmanager
 def _own_rotary_embeddings() -> Iterator[None]:
-    """vLLM shares the tables between all models of a process: a reload of the staging model, which empties every module while
-    it lasts, would take them away from the live one in the middle of its decode."""
+    """vLLM shares the tables between all models of a process: a reload of the staging model, which
+    empties every module while it lasts, would take them away from the live one in the middle of its
+    decode.
+    """
     shared = dict(_ROPE_DICT)
     _ROPE_DICT.clear()
     try:
@@ -152,9 +176,15 @@ class Backup:
 
     @torch.no_grad()
     def __init__(self, model: nn.Module) -> None:
-        self._tensors = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in _own_tensors(model)]
+        self._tensors = [
+            (tensor, tensor.detach().to("cpu", copy=True)) for tensor in _own_tensors(model)
+        ]
         # A packed function is replaced by an update, never changed: the old one is its own backup.
-        self._functions = [(module, module.cpu_linear) for module in model.modules() if hasattr(module, "cpu_linear")]
+        self._functions = [
+            (module, module.cpu_linear)
+            for module in model.modules()
+            if hasattr(module, "cpu_linear")
+        ]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -177,20 +207,30 @@ def _pairs(live: nn.Module, staging: nn.Module) -> Iterator[tuple[Tensor, Tensor
 
 
 def _tied_and_packed(model: nn.Module) -> Iterator[Any]:
-    """Modules that hold a packed copy of a weight which belongs to another module: a reload of that one does not repack it."""
+    """Modules that hold a packed copy of a weight which belongs to another module: a reload of that
+    one does not repack it.
+    """
     owners: dict[int, nn.Module] = {}
     for module in model.modules():
         weight = module._parameters.get("weight")
-        if weight is not None and owners.setdefault(id(weight), module) is not module and hasattr(module, "cpu_linear"):
+        if (
+            weight is not None
+            and owners.setdefault(id(weight), module) is not module
+            and hasattr(module, "cpu_linear")
+        ):
             yield module
 
 
 def _pack_experts_always(model: nn.Module) -> None:
-    """On a CPU the kernels of a mixture's experts read packed weights, and vLLM 0.32 packs them at the first load only: after a
-    reload they would be read in the wrong order."""
+    """On a CPU the kernels of a mixture's experts read packed weights, and vLLM 0.32 packs them at
+    the first load only: after a reload they would be read in the wrong order.
+    """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None and next(module.parameters()).device.type == "cpu":
+        if (
+            getattr(method, "moe_kernel", None) is not None
+            and next(module.parameters()).device.type == "cpu"
+        ):
             method._setup_kernel = partial(_set_up_packed, method)
 
 
@@ -211,7 +251,11 @@ def _own_tensors(model: nn.Module) -> Iterator[Tensor]:
 
 def _names(model: nn.Module) -> list[str]:
     names = [name for name, _ in model.named_modules()]
-    return names + [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]
+    return (
+        names
+        + [name for name, _ in model.named_parameters()]
+        + [name for name, _ in model.named_buffers()]
+    )
 
 
 def _tensor(value: object) -> Tensor:

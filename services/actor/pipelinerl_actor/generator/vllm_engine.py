@@ -1,8 +1,10 @@
 """vLLM as the generator's engine, in process: no second HTTP server, no fork.
 
-    AsyncLLM (this process)  ->  engine core (own process: schedules, decodes)  ->  workers (vllm_worker.GeneratorWorker)
+    AsyncLLM (this process)  ->  engine core (own process: schedules, decodes)  ->  workers
+    (vllm_worker.GeneratorWorker)
 
-The engine core labels every step's tokens with the weight version that was set while it was paused, so version runs are exact.
+The engine core labels every step's tokens with the weight version that was set while it was paused,
+so version runs are exact.
 """
 
 import asyncio
@@ -19,7 +21,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from pipelinerl_actor.generator.background import Reports
-from pipelinerl_actor.generator.engine import Completion, GroupSpec, KVCache, Received, Sampling, Transfer
+from pipelinerl_actor.generator.engine import (
+    Completion,
+    GroupSpec,
+    KVCache,
+    Received,
+    Sampling,
+    Transfer,
+)
 from pipelinerl_actor.generator.load import Load, StepClock
 from pipelinerl_actor.generator.vllm_options import VllmOptions, engine_args
 from pipelinerl_actor.generator.vllm_stats import StepStats
@@ -67,11 +76,16 @@ class VllmEngine:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Starts vLLM, which takes many seconds. Raises SettingsError for arguments that vLLM refuses."""
+        """Starts vLLM, which takes many seconds. Raises SettingsError for arguments that vLLM
+        refuses.
+        """
         stats = StepStats.feeding(self._clock, own_metrics=self._options.engine_metrics)
         self._llm = AsyncLLM.from_engine_args(engine_args(self._options), stat_loggers=[stats])
         cache = self._llm.vllm_config.cache_config
-        self._clock.kv_tokens, self._clock.kv_block_tokens = (cache.num_gpu_blocks or 0) * cache.block_size, cache.block_size
+        self._clock.kv_tokens, self._clock.kv_block_tokens = (
+            (cache.num_gpu_blocks or 0) * cache.block_size,
+            cache.block_size,
+        )
         try:
             await self.set_version(self._options.initial_version)
             await self.generate([0], Sampling(max_tokens=_WARM_UP_TOKENS, ignore_eos=True))
@@ -109,22 +123,34 @@ class VllmEngine:
         self._requests.add(request)
         try:
             while True:
-                output = await self._attempt(request, list(prompt_token_ids), _sampling_params(sampling))
+                output = await self._attempt(
+                    request, list(prompt_token_ids), _sampling_params(sampling)
+                )
                 if output is not None:
                     return _completion(output.outputs[0], output.num_cached_tokens or 0)
         finally:
             self._requests.discard(request)
 
-    async def _attempt(self, request: _Request, prompt: list[int], params: SamplingParams) -> RequestOutput | None:
-        """None when the weights changed before the first token, and the request must look at the prefix cache anew."""
+    async def _attempt(
+        self, request: _Request, prompt: list[int], params: SamplingParams
+    ) -> RequestOutput | None:
+        """None when the weights changed before the first token, and the request must look at the
+        prefix cache anew.
+        """
         request.restart.clear()
         reader = asyncio.ensure_future(self._read(request, prompt, params))
-        restarts = [asyncio.ensure_future(request.restart.wait())] if self._options.generator.prefix_caching else []
+        restarts = (
+            [asyncio.ensure_future(request.restart.wait())]
+            if self._options.generator.prefix_caching
+            else []
+        )
         stops = [asyncio.ensure_future(request.stop.wait())] if request.stop is not None else []
         try:
             await asyncio.wait([reader, *restarts, *stops], return_when=asyncio.FIRST_COMPLETED)
             while not reader.done() and request.stop is not None and request.stop.is_set():
-                await self._engine.abort(request.request_id)  # again, because vLLM may not have taken it in yet
+                await self._engine.abort(
+                    request.request_id
+                )  # again, because vLLM may not have taken it in yet
                 await asyncio.wait([reader], timeout=_ABORT_AGAIN_S)
             return reader.result() if reader.done() else None
         finally:
@@ -132,12 +158,17 @@ class VllmEngine:
                 waiting.cancel()
             await asyncio.wait([reader])
 
-    async def _read(self, request: _Request, prompt: list[int], params: SamplingParams) -> RequestOutput:
-        # One salt per set of weights: blocks that older weights computed are never found. Clearing the cache instead would
+    async def _read(
+        self, request: _Request, prompt: list[int], params: SamplingParams
+    ) -> RequestOutput:
+        # One salt per set of weights: blocks that older weights computed are never found. Clearing
+        # the cache instead would
         # also drop the KV of running sequences.
         tokens = tokens_input(prompt, cache_salt=f"update-{self._num_updates}")
         request.request_id = f"g{next(self._ids)}"
-        return await self._last_output(self._engine.generate(tokens, params, request.request_id), request)
+        return await self._last_output(
+            self._engine.generate(tokens, params, request.request_id), request
+        )
 
     async def _last_output(
         self, outputs: AsyncGenerator[RequestOutput, None], request: _Request | None = None
@@ -157,12 +188,21 @@ class VllmEngine:
 
     async def score(self, token_ids: Sequence[int], start: int, temperature: float) -> list[float]:
         params = SamplingParams(
-            max_tokens=1, temperature=temperature, prompt_logprobs=0, flat_logprobs=True, detokenize=False, ignore_eos=True
+            max_tokens=1,
+            temperature=temperature,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            ignore_eos=True,
         )
         tokens = tokens_input(list(token_ids))
         last = await self._last_output(self._engine.generate(tokens, params, f"s{next(self._ids)}"))
         assert last.prompt_logprobs is not None
-        return [last.prompt_logprobs[at][token].logprob for at, token in enumerate(token_ids) if at >= start]
+        return [
+            last.prompt_logprobs[at][token].logprob
+            for at, token in enumerate(token_ids)
+            if at >= start
+        ]
 
     # Weights
 
@@ -184,7 +224,9 @@ class VllmEngine:
 
     async def pause(self, kv_cache: KVCache) -> None:
         # `clear_cache` recomputes the KV of every running sequence, whatever its name says.
-        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=kv_cache is KVCache.RECOMPUTE)
+        await self._engine.engine_core.pause_scheduler_async(
+            mode="keep", clear_cache=kv_cache is KVCache.RECOMPUTE
+        )
         self._clock.interrupted()
 
     async def resume(self) -> None:
@@ -208,18 +250,28 @@ class VllmEngine:
         results = await self._in_background(method, transfer.timeout_s, *arguments)
         checksums = {str(result["checksum"]) for result in results}
         if len(checksums) != 1:
-            raise RuntimeError(f"the workers received different bytes: checksums {sorted(checksums)}")
-        transfer_s, load_s = (max(float(result[key]) for result in results) for key in ("transfer_s", "load_s"))
+            raise RuntimeError(
+                f"the workers received different bytes: checksums {sorted(checksums)}"
+            )
+        transfer_s, load_s = (
+            max(float(result[key]) for result in results) for key in ("transfer_s", "load_s")
+        )
         return Received(checksums.pop(), transfer_s, load_s)
 
-    async def _in_background(self, method: str, timeout_s: float, *arguments: Any) -> list[dict[str, Any]]:
-        """Starts work on every worker's own thread and waits until all have ended. Raises what a worker raised."""
+    async def _in_background(
+        self, method: str, timeout_s: float, *arguments: Any
+    ) -> list[dict[str, Any]]:
+        """Starts work on every worker's own thread and waits until all have ended. Raises what a
+        worker raised.
+        """
         with self._reports.ticket() as ticket:
             await self._call(method, astuple(ticket), *arguments)
             try:
                 return await self._reports.results(ticket, timeout_s + _GRACE_S)
             except TimeoutError as error:
-                raise FatalError(f"a worker did not end {method} {_GRACE_S:g} s after its deadline") from error
+                raise FatalError(
+                    f"a worker did not end {method} {_GRACE_S:g} s after its deadline"
+                ) from error
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
         try:
@@ -252,7 +304,9 @@ def _completion(output: CompletionOutput, num_cached_tokens: int) -> Completion:
     return Completion(
         text=output.text,
         token_ids=token_ids,
-        logprobs=tuple(logprobs.logprobs[logprobs.start_indices[at]] for at in range(len(token_ids))),
+        logprobs=tuple(
+            logprobs.logprobs[logprobs.start_indices[at]] for at in range(len(token_ids))
+        ),
         version_runs=tuple(VersionRun(int(span.version), span.end - span.start) for span in spans),
         finish_reason=str(output.finish_reason),
         num_cached_tokens=num_cached_tokens,

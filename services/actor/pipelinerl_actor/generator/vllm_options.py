@@ -10,7 +10,8 @@ from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import GeneratorSettings
 
 STAGING = "pipelinerl_staging"
-"""Key of vLLM's `additional_config`: whether to set memory aside for a second copy of the weights."""
+"""Key of vLLM's `additional_config`: whether to set memory aside for a second copy of the weights.
+"""
 
 ADAPTER_SCALE = "pipelinerl_adapter_scale"
 """Another: what an adapter's product is multiplied by; None where updates bring whole weights."""
@@ -51,12 +52,15 @@ class VllmOptions:
 
 
 def engine_args(options: VllmOptions) -> AsyncEngineArgs:
-    """Ours, overridden by the user's `engineArgs`. Raises SettingsError for names that vLLM does not know."""
+    """Ours, overridden by the user's `engineArgs`. Raises SettingsError for names that vLLM does
+    not know.
+    """
     generator = options.generator
     arguments: dict[str, Any] = {
         "model": str(options.model),
         "dtype": options.dtype,
-        # One more than a trajectory: to score a full-length one, vLLM samples a token behind it (its position is unused).
+        # One more than a trajectory: to score a full-length one, vLLM samples a token behind it
+        # (its position is unused).
         "max_model_len": options.max_model_len + 1,
         "tensor_parallel_size": generator.tensor_parallel_size,
         "max_num_seqs": generator.max_running_requests,
@@ -72,36 +76,53 @@ def engine_args(options: VllmOptions) -> AsyncEngineArgs:
         "trust_remote_code": False,
     }
     if options.on_cpu:
-        # A prompt read in parts rewinds its request's seeded generator, which torch cannot do on a CPU: the engine would die.
+        # A prompt read in parts rewinds its request's seeded generator, which torch cannot do on a
+        # CPU: the engine would die.
         step_tokens = max(_CPU_STEP_TOKENS, options.max_model_len + 1)
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": step_tokens}
     unknown = sorted(set(generator.engine_args) - set(AsyncEngineArgs.__dataclass_fields__))
     if unknown:
         raise SettingsError(
-            f"generator.engineArgs: vLLM has no argument {', '.join(unknown)}; see its EngineArgs for the names"
+            f"generator.engineArgs: vLLM has no argument {', '.join(unknown)}; see its EngineArgs "
+            "for the names"
         )
     fixed = sorted(set(generator.engine_args) & _FIXED)
     if fixed:
-        raise SettingsError(f"generator.engineArgs: {', '.join(fixed)} cannot be set here; use the generator's own fields")
+        raise SettingsError(
+            f"generator.engineArgs: {', '.join(fixed)} cannot be set here; use the generator's own "
+            "fields"
+        )
     split = [name for name in _WHOLE if generator.engine_args.get(name, 1) != 1]
     if split:
         raise SettingsError(
-            f"generator.engineArgs: {split[0]}={generator.engine_args[split[0]]} is not supported: weight updates reach the "
+            f"generator.engineArgs: {split[0]}={generator.engine_args[split[0]]} is not supported: "
+            "weight updates reach the "
             "workers of tensorParallelSize; set that, or more generators"
         )
     if options.on_cpu and generator.engine_args.get("enable_expert_parallel"):
         raise SettingsError(
-            "generator.engineArgs: enable_expert_parallel=true crashes on a CPU, where vLLM's kernel takes every worker "
+            "generator.engineArgs: enable_expert_parallel=true crashes on a CPU, where vLLM's "
+            "kernel takes every worker "
             "to have all experts: leave it out"
         )
-    return AsyncEngineArgs(**{**arguments, **generator.engine_args, "hf_overrides": _overrides(options)})
+    return AsyncEngineArgs(
+        **{**arguments, **generator.engine_args, "hf_overrides": _overrides(options)}
+    )
 
 
 def _overrides(options: VllmOptions) -> dict[str, Any]:
-    """The user's `hf_overrides` and the head's element type, which vLLM takes from the model's configuration."""
+    """The user's `hf_overrides` and the head's element type, which vLLM takes from the model's
+    configuration.
+    """
     given = options.generator.engine_args.get("hf_overrides") or {}
     if not isinstance(given, dict):
         raise SettingsError(f"generator.engineArgs: hf_overrides={given!r} must be a mapping")
     if "head_dtype" in given:
-        raise SettingsError("generator.engineArgs: hf_overrides.head_dtype cannot be set here; use model.headDtype")
-    return dict(given) if options.head_dtype == "model" else {**given, "head_dtype": options.head_dtype}
+        raise SettingsError(
+            "generator.engineArgs: hf_overrides.head_dtype cannot be set here; use model.headDtype"
+        )
+    return (
+        dict(given)
+        if options.head_dtype == "model"
+        else {**given, "head_dtype": options.head_dtype}
+    )

@@ -8,9 +8,11 @@ from pipelinerl_actor.generator.load import StepClock
 
 
 class StepStats(PrometheusStatLogger):  # type: ignore[misc] # vLLM ships no types
-    """Feeds the clock, and vLLM's own Prometheus metrics when they are wanted at /metrics: they cost time at each step.
+    """Feeds the clock, and vLLM's own Prometheus metrics when they are wanted at /metrics: they
+    cost time at each step.
 
-    vLLM makes it, so both are its class's: `StepStats.feeding(clock, own_metrics=True)` is a class for one engine.
+    vLLM makes it, so both are its class's: `StepStats.feeding(clock, own_metrics=True)` is a class
+    for one engine.
     """
 
     clock: StepClock
@@ -28,7 +30,13 @@ class StepStats(PrometheusStatLogger):  # type: ignore[misc] # vLLM ships no typ
         if self.own_metrics:
             super().log_engine_initialized()
 
-    def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
         if self.own_metrics:
             super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
         if scheduler_stats is None:

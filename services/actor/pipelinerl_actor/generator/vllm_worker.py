@@ -1,8 +1,10 @@
-"""The worker that vLLM runs in the generator: vLLM's own, with weights that can be received and replaced.
+"""The worker that vLLM runs in the generator: vLLM's own, with weights that can be received and
+replaced.
 
-vLLM makes it by its name (`worker_cls`), in the engine's process or, with tensor parallelism, in one process per worker. The
-engine calls the methods that begin with `weights_` through `collective_rpc`. None of them blocks the decode for longer than its
-own work: what takes long runs on a thread that reports its end, see background.py.
+vLLM makes it by its name (`worker_cls`), in the engine's process or, with tensor parallelism, in
+one process per worker. The engine calls the methods that begin with `weights_` through
+`collective_rpc`. None of them blocks the decode for longer than its own work: what takes long runs
+on a thread that reports its end, see background.py.
 """
 
 import contextlib
@@ -41,7 +43,9 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
         self._served: dict[str, Tensor] = {}
         """The adapter that decodes; empty for none."""
         self._before: dict[str, Tensor] = {}
-        """The one to roll back to: with the frozen weights, which are there, it stands for a copy of the weights."""
+        """The one to roll back to: with the frozen weights, which are there, it stands for a copy
+        of the weights.
+        """
         self._in_place = Reload(self.model_runner.get_model(), self.vllm_config)
         self._staging: StagingModel | None = None
         if self.vllm_config.additional_config.get(STAGING):
@@ -66,14 +70,22 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
             self._group.close()
             self._group = None
 
-    def weights_stage(self, ticket: Sequence[Any], version: int, manifest: str, timeout_s: float) -> None:
+    def weights_stage(
+        self, ticket: Sequence[Any], version: int, manifest: str, timeout_s: float
+    ) -> None:
         assert self._staging is not None
         reload = self._reload(self._staging.reload)
-        self._work.start(Ticket(*ticket), lambda: self._receive(reload, version, manifest, timeout_s))
+        self._work.start(
+            Ticket(*ticket), lambda: self._receive(reload, version, manifest, timeout_s)
+        )
 
-    def weights_receive_in_place(self, ticket: Sequence[Any], version: int, manifest: str, timeout_s: float) -> None:
+    def weights_receive_in_place(
+        self, ticket: Sequence[Any], version: int, manifest: str, timeout_s: float
+    ) -> None:
         reload = self._reload(self._in_place)
-        self._work.start(Ticket(*ticket), lambda: self._receive_in_place(reload, version, manifest, timeout_s))
+        self._work.start(
+            Ticket(*ticket), lambda: self._receive_in_place(reload, version, manifest, timeout_s)
+        )
 
     def weights_back_up(self, ticket: Sequence[Any]) -> None:
         self._work.start(Ticket(*ticket), self._back_up)
@@ -89,7 +101,9 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
             self._served = self._before
             self._update.undo(self._before)
         else:
-            assert self._backup is not None, "nothing was backed up, so the weights stay as they are: half of each version"
+            assert self._backup is not None, (
+                "nothing was backed up, so the weights stay as they are: half of each version"
+            )
             self._backup.restore()
 
     # On the thread
@@ -119,7 +133,9 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
             self._served = self._update.adapter
         return result
 
-    def _receive(self, reload: Reload | AdapterReload, version: int, manifest: str, timeout_s: float) -> dict[str, Any]:
+    def _receive(
+        self, reload: Reload | AdapterReload, version: int, manifest: str, timeout_s: float
+    ) -> dict[str, Any]:
         assert self._group is not None
         clock = TransferClock()
 
@@ -132,20 +148,30 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
             reload.begin()
             clock.ready()
             try:
-                checksum = receive(self._group, Manifest.from_json(manifest), version, timeout_s, load, device=self.device)
+                checksum = receive(
+                    self._group,
+                    Manifest.from_json(manifest),
+                    version,
+                    timeout_s,
+                    load,
+                    device=self.device,
+                )
                 with clock.loading():
                     reload.complete()
             finally:
-                # Also after a failure: it puts the model back into its normal form, whatever was loaded.
+                # Also after a failure: it puts the model back into its normal form, whatever was
+                # loaded.
                 with clock.loading():
                     reload.end()
         return {"checksum": checksum, **clock.seconds()}
 
 
 def install_score_temperature(runner: Any) -> None:
-    """Makes the log-probabilities of prompts follow their request's temperature, as those of sampled tokens do.
+    """Makes the log-probabilities of prompts follow their request's temperature, as those of
+    sampled tokens do.
 
-    vLLM computes them from the raw logits. The runner works through the requests that want them and calls the sampler's
+    vLLM computes them from the raw logits. The runner works through the requests that want them and
+    calls the sampler's
     `compute_logprobs`: here it does so once per temperature, with the logits divided by it.
     """
     original: Callable[..., dict[str, Any]] = runner._get_prompt_logprobs_dict
@@ -162,8 +188,8 @@ def install_score_temperature(runner: Any) -> None:
         for temperature, requests in by_temperature.items():
             before = set(requests)
             runner.num_prompt_logprobs = requests
-            runner.sampler.compute_logprobs = lambda logits, divisor=temperature or 1.0: torch.log_softmax(
-                logits.float() / divisor, dim=-1
+            runner.sampler.compute_logprobs = lambda logits, divisor=temperature or 1.0: (
+                torch.log_softmax(logits.float() / divisor, dim=-1)
             )
             try:
                 result.update(original(*args, **kwargs))
@@ -179,7 +205,9 @@ def install_score_temperature(runner: Any) -> None:
 
 @contextlib.contextmanager
 def _off_the_decode_stream(device: torch.device) -> Iterator[None]:
-    """On a GPU a transfer has a stream of its own, so that it does not queue behind the decode, and ends when that is done."""
+    """On a GPU a transfer has a stream of its own, so that it does not queue behind the decode, and
+    ends when that is done.
+    """
     if device.type != "cuda":
         yield
         return

@@ -1,4 +1,6 @@
-"""Checks that a folder is a Hugging Face model that the generator and the trainer can load, without loading it."""
+"""Checks that a folder is a Hugging Face model that the generator and the trainer can load, without
+loading it.
+"""
 
 import json
 import struct
@@ -12,21 +14,32 @@ _MAX_HEADER_BYTES = 100_000_000
 
 
 def check_model_folder(folder: Path, max_model_len: int) -> None:
-    """Raises SettingsError that names what is missing or broken in `folder` and what to do about it.
+    """Raises SettingsError that names what is missing or broken in `folder` and what to do about
+    it.
 
-    Needed: config.json with `architectures`, whole safetensors files, a tokenizer, and positions for `max_model_len` tokens.
+    Needed: config.json with `architectures`, whole safetensors files, a tokenizer, and positions
+    for `max_model_len` tokens.
     """
     if not folder.exists():
-        raise SettingsError(f"spec.model.uri: no folder {folder}; give the path of a model in Hugging Face format")
+        raise SettingsError(
+            f"spec.model.uri: no folder {folder}; give the path of a model in Hugging Face format"
+        )
     if not folder.is_dir():
-        raise SettingsError(f"spec.model.uri: {folder} is a file; give the folder that holds config.json and the weights")
+        raise SettingsError(
+            f"spec.model.uri: {folder} is a file; give the folder that holds config.json and the "
+            "weights"
+        )
     config = _read_json(folder / "config.json", "it is not a Hugging Face model folder without it")
     if not config.get("architectures"):
-        raise SettingsError(f"spec.model.uri: {folder / 'config.json'} names no 'architectures', so no engine can load it")
+        raise SettingsError(
+            f"spec.model.uri: {folder / 'config.json'} names no 'architectures', so no engine can "
+            "load it"
+        )
     positions = config.get("max_position_embeddings")
     if isinstance(positions, int) and max_model_len > positions:
         raise SettingsError(
-            f"spec.model.maxModelLen={max_model_len} is more than the model's max_position_embeddings={positions} ({folder})"
+            f"spec.model.maxModelLen={max_model_len} is more than the model's "
+            f"max_position_embeddings={positions} ({folder})"
         )
     for name in _weight_files(folder):
         _check_safetensors(folder / name)
@@ -41,7 +54,9 @@ def _read_json(path: Path, why: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise SettingsError(f"spec.model.uri: {path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
-        raise SettingsError(f"spec.model.uri: {path} holds a {type(content).__name__}, not a mapping")
+        raise SettingsError(
+            f"spec.model.uri: {path} holds a {type(content).__name__}, not a mapping"
+        )
     return content
 
 
@@ -53,27 +68,44 @@ def _weight_files(folder: Path) -> list[str]:
         return sorted(set(weight_map.values()))
     if not (folder / "model.safetensors").is_file():
         other = sorted(path.name for path in folder.glob("*.bin"))
-        hint = f"; {other[0]} is a pickle, which is never loaded: save the model again with safe_serialization" if other else ""
-        raise SettingsError(f"spec.model.uri: {folder} has neither model.safetensors nor {_INDEX}{hint}")
+        hint = (
+            f"; {other[0]} is a pickle, which is never loaded: save the model again with "
+            "safe_serialization"
+            if other
+            else ""
+        )
+        raise SettingsError(
+            f"spec.model.uri: {folder} has neither model.safetensors nor {_INDEX}{hint}"
+        )
     return ["model.safetensors"]
 
 
 def _check_safetensors(path: Path) -> None:
-    """A safetensors file is 8 bytes of header length, a JSON header with byte ranges, and all of those bytes."""
+    """A safetensors file is 8 bytes of header length, a JSON header with byte ranges, and all of
+    those bytes.
+    """
     if not path.is_file():
-        raise SettingsError(f"spec.model.uri: {path} is missing although the index lists it; download the model again")
+        raise SettingsError(
+            f"spec.model.uri: {path} is missing although the index lists it; download the model "
+            "again"
+        )
     size = path.stat().st_size
     try:
         with path.open("rb") as file:
             (header_bytes,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(min(header_bytes, _MAX_HEADER_BYTES)))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        ends = [
+            entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"
+        ]
     except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
-        raise SettingsError(f"spec.model.uri: {path} is not a safetensors file ({error}); download the model again") from error
+        raise SettingsError(
+            f"spec.model.uri: {path} is not a safetensors file ({error}); download the model again"
+        ) from error
     expected = 8 + header_bytes + max(ends, default=0)
     if size < expected:
         raise SettingsError(
-            f"spec.model.uri: {path} is cut off: {size} of {expected} bytes are there; download the model again"
+            f"spec.model.uri: {path} is cut off: {size} of {expected} bytes are there; download "
+            "the model again"
         )
 
 
@@ -84,9 +116,11 @@ def _check_tokenizer(folder: Path) -> None:
     )
     if not (has_fast or has_slow):
         raise SettingsError(
-            f"spec.model.uri: {folder} has no tokenizer: no tokenizer.json, no tokenizer.model, no vocab.json with merges.txt"
+            f"spec.model.uri: {folder} has no tokenizer: no tokenizer.json, no tokenizer.model, no "
+            "vocab.json with merges.txt"
         )
     if not (folder / "tokenizer_config.json").is_file():
         raise SettingsError(
-            f"spec.model.uri: {folder / 'tokenizer_config.json'} is missing; save the tokenizer beside the model"
+            f"spec.model.uri: {folder / 'tokenizer_config.json'} is missing; save the tokenizer "
+            "beside the model"
         )

@@ -10,9 +10,11 @@ from pipelinerl_common.errors import SettingsError
 
 
 def install_model(source: Path, output: Path, *, copy: bool) -> Path:
-    """Links (or copies) the folder `source` to `<output>/model`, replacing what was there at once, and returns that path.
+    """Links (or copies) the folder `source` to `<output>/model`, replacing what was there at once,
+    and returns that path.
 
-    Idempotent. A real folder that is already there is only replaced when it was copied from elsewhere by an earlier call.
+    Idempotent. A real folder that is already there is only replaced when it was copied from
+    elsewhere by an earlier call.
     """
     target = output / MODEL
     is_linked = target.is_symlink() and target.resolve() == source.resolve()
@@ -58,7 +60,8 @@ def _copy(source: Path, target: Path) -> None:
 def _remove_copy(target: Path) -> None:
     if not (target / ".copied-from").is_file():
         raise SettingsError(
-            f"{target} is a folder that was not put there by a model preparation; move it away or use another --output"
+            f"{target} is a folder that was not put there by a model preparation; move it away or "
+            "use another --output"
         )
     shutil.rmtree(target)
 
@@ -66,5 +69,8 @@ def _remove_copy(target: Path) -> None:
 def _stamp(source: Path) -> str:
     """Says which files a copy was made of: path, names, sizes, times."""
     files = sorted(path for path in source.rglob("*") if path.is_file())
-    lines = [f"{path.relative_to(source)} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
+    lines = [
+        f"{path.relative_to(source)} {path.stat().st_size} {path.stat().st_mtime_ns}"
+        for path in files
+    ]
     return "\n".join([str(source), *lines])

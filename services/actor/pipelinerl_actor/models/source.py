@@ -25,19 +25,25 @@ class ModelSource:
     """Address of the model hub; None is Hugging Face's."""
 
     def resolve(self, model: ModelSettings) -> Path:
-        """The checked folder of `model`. Raises SettingsError with the remedy, or Unavailable when the hub is away."""
+        """The checked folder of `model`. Raises SettingsError with the remedy, or Unavailable when
+        the hub is away.
+        """
         if model.uri.startswith("tiny://"):
             folder = self._tiny(model.uri)
         elif model.uri.startswith("hf://"):
             folder = self._from_hub(model.uri.removeprefix("hf://"), model.revision)
         elif "://" in model.uri:
             raise SettingsError(
-                f"spec.model.uri={model.uri!r}: unknown kind; use a local folder, hf://organisation/name or tiny://arithmetic"
+                f"spec.model.uri={model.uri!r}: unknown kind; use a local folder, "
+                "hf://organisation/name or tiny://arithmetic"
             )
         else:
             folder = Path(model.uri).expanduser().absolute()
         if model.revision is not None and not model.uri.startswith("hf://"):
-            raise SettingsError(f"spec.model.revision={model.revision!r} is only for hf:// models, not for {model.uri!r}")
+            raise SettingsError(
+                f"spec.model.revision={model.revision!r} is only for hf:// models, not for "
+                f"{model.uri!r}"
+            )
         check_model_folder(folder, model.max_model_len)
         return folder
 
@@ -48,14 +54,20 @@ class ModelSource:
         values = {"digits": "1", "seed": "0"}
         for key, value in parse_qsl(query, keep_blank_values=True):
             if key not in values:
-                raise SettingsError(f"spec.model.uri={uri!r}: unknown parameter {key!r}; it has {', '.join(values)}")
+                raise SettingsError(
+                    f"spec.model.uri={uri!r}: unknown parameter {key!r}; it has {', '.join(values)}"
+                )
             values[key] = value
         if values["digits"] != "1":
             raise SettingsError(
-                f"spec.model.uri={uri!r}: digits={values['digits']}, but the tiny model adds one-digit numbers only"
+                f"spec.model.uri={uri!r}: digits={values['digits']}, but the tiny model adds "
+                "one-digit numbers only"
             )
         if not values["seed"].isdecimal():
-            raise SettingsError(f"spec.model.uri={uri!r}: seed={values['seed']} must be a whole number of at least 0")
+            raise SettingsError(
+                f"spec.model.uri={uri!r}: seed={values['seed']} must be a whole number of at least "
+                "0"
+            )
         from pipelinerl_actor.models.arithmetic import Recipe, cached_model
 
         return cached_model(Recipe(seed=int(values["seed"])), self.cache)
@@ -75,21 +87,33 @@ class ModelSource:
         try:
             return Path(
                 snapshot_download(
-                    name, revision=revision, allow_patterns=_HUB_PATTERNS, local_files_only=self.offline, endpoint=self.hub
+                    name,
+                    revision=revision,
+                    allow_patterns=_HUB_PATTERNS,
+                    local_files_only=self.offline,
+                    endpoint=self.hub,
                 )
             )
         except GatedRepoError as error:
             raise SettingsError(
-                f"spec.model.uri='hf://{name}': access is restricted; accept its terms and log in with `hf auth login`"
+                f"spec.model.uri='hf://{name}': access is restricted; accept its terms and log in "
+                "with `hf auth login`"
             ) from error
         except RepositoryNotFoundError as error:
             raise SettingsError(
-                f"spec.model.uri='hf://{name}': no such model on the hub, or it is private and you are not logged in"
+                f"spec.model.uri='hf://{name}': no such model on the hub, or it is private and you "
+                "are not logged in"
             ) from error
         except RevisionNotFoundError as error:
-            raise SettingsError(f"spec.model.revision={revision!r}: hf://{name} has no such branch, tag or commit") from error
+            raise SettingsError(
+                f"spec.model.revision={revision!r}: hf://{name} has no such branch, tag or commit"
+            ) from error
         except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
             how = (
-                "is not on this machine and --offline forbids a download" if self.offline else f"cannot be downloaded: {error}"
+                "is not on this machine and --offline forbids a download"
+                if self.offline
+                else f"cannot be downloaded: {error}"
             )
-            raise Unavailable(f"spec.model.uri='hf://{name}': {how}; or give a local folder as spec.model.uri") from error
+            raise Unavailable(
+                f"spec.model.uri='hf://{name}': {how}; or give a local folder as spec.model.uri"
+            ) from error

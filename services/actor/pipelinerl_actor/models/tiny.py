@@ -1,7 +1,8 @@
 """A tiny Qwen3 with a character-level tokenizer, in Hugging Face format: loads in a second.
 
-Vocabulary: 7 special tokens, the printable ASCII characters and the newline, filled up to 128 ids. One character is one token.
-A chat turn is `<|user|>3+4=<|end|>`; the generation prompt is `<|assistant|>`, and `<|end|>` ends a completion.
+Vocabulary: 7 special tokens, the printable ASCII characters and the newline, filled up to 128 ids.
+One character is one token. A chat turn is `<|user|>3+4=<|end|>`; the generation prompt is
+`<|assistant|>`, and `<|end|>` ends a completion.
 """
 
 from dataclasses import dataclass
@@ -29,7 +30,9 @@ def make_tokenizer(max_model_len: int = 1024) -> PreTrainedTokenizerFast:
     """The character-level tokenizer. Characters outside ASCII become `<|unknown|>`."""
     tokens = [*SPECIAL_TOKENS, *CHARACTERS]
     tokens += [f"<|unused_{number}|>" for number in range(VOCAB_SIZE - len(tokens))]
-    tokenizer = Tokenizer(models.WordLevel({token: id_ for id_, token in enumerate(tokens)}, unk_token=UNKNOWN))
+    tokenizer = Tokenizer(
+        models.WordLevel({token: id_ for id_, token in enumerate(tokens)}, unk_token=UNKNOWN)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -46,7 +49,9 @@ def make_tokenizer(max_model_len: int = 1024) -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True, slots=True)
 class TinyShape:
-    """Sizes of a tiny Qwen3. Heads have dimension 32; there are half as many key-value heads, at least one."""
+    """Sizes of a tiny Qwen3. Heads have dimension 32; there are half as many key-value heads, at
+    least one.
+    """
 
     hidden_size: int = 64
     num_layers: int = 2
@@ -86,9 +91,11 @@ def make_tiny_model(
     tie_word_embeddings: bool = False,
     seed: int = 0,
 ) -> Path:
-    """Writes a random tiny model with its tokenizer into `folder` (made when absent) and returns it.
+    """Writes a random tiny model with its tokenizer into `folder` (made when absent) and returns
+    it.
 
-    64 x 2 is 0.1 M parameters. With `num_heads` of 4 or more it can be split over two tensor-parallel workers.
+    64 x 2 is 0.1 M parameters. With `num_heads` of 4 or more it can be split over two
+    tensor-parallel workers.
     """
     shape = TinyShape(hidden_size, num_layers, num_heads, tie_word_embeddings)
     save(make_model(shape, seed), folder)

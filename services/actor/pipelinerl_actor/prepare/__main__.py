@@ -1,4 +1,5 @@
-"""`python -m pipelinerl_actor.prepare --job job.yaml --output DIR`: `<DIR>/model` becomes the job's model, checked.
+"""`python -m pipelinerl_actor.prepare --job job.yaml --output DIR`: `<DIR>/model` becomes the job's
+model, checked.
 
 Run once before a job's services start; doing it again changes nothing.
 """
@@ -21,19 +22,42 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="pipelinerl prepare", description="Fetches or makes the model of one PipelineRL job.")
+    parser = argparse.ArgumentParser(
+        prog="pipelinerl prepare", description="Fetches or makes the model of one PipelineRL job."
+    )
     parser.add_argument("--job", type=Path, required=True, help="the job file")
-    parser.add_argument("--output", type=Path, required=True, help="folder that gets the model, as <output>/model")
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "pipelinerl", help="where made models are kept")
-    parser.add_argument("--copy", action="store_true", help="copy instead of linking, for an output that other machines read")
-    parser.add_argument("--check-task", action="store_true", help="make the job's task first, and try some of its prompts")
-    parser.add_argument("--check-sets", action="store_true", help="make the tasks of the job's evaluation sets, likewise")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder that gets the model, as <output>/model"
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=Path.home() / ".cache" / "pipelinerl",
+        help="where made models are kept",
+    )
+    parser.add_argument(
+        "--copy",
+        action="store_true",
+        help="copy instead of linking, for an output that other machines read",
+    )
+    parser.add_argument(
+        "--check-task",
+        action="store_true",
+        help="make the job's task first, and try some of its prompts",
+    )
+    parser.add_argument(
+        "--check-sets",
+        action="store_true",
+        help="make the tasks of the job's evaluation sets, likewise",
+    )
     parser.add_argument("--offline", action="store_true", help="download nothing")
     parser.add_argument("--log-level", choices=LEVELS, default="info")
     flags = parser.parse_args(argv)
 
     configure_logging("prepare", flags.log_level)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that what is half made is removed
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # so that what is half made is removed
     try:
         prepare(flags)
     except PipelineRLError as error:
@@ -54,7 +78,11 @@ def prepare(flags: argparse.Namespace) -> Path:
 
     transformers_logging.disable_progress_bar()
     job = load_job(flags.job)
-    task = load_task(TaskName(job.spec.task.path, job.spec.task.args, job.spec.seed)) if flags.check_task else None
+    task = (
+        load_task(TaskName(job.spec.task.path, job.spec.task.args, job.spec.seed))
+        if flags.check_task
+        else None
+    )
     if flags.check_sets:
         from pipelinerl_actor.evaluation.sets import make_sets
 

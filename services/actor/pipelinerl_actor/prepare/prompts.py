@@ -18,10 +18,11 @@ NUM_PROMPTS = 32
 
 
 def check_prompts(task: Task, settings: TaskSettings, max_model_len: int, model: Path) -> None:
-    """Raises SettingsError when not one of the task's first prompts can be made, rendered, and answered within the context.
+    """Raises SettingsError when not one of the task's first prompts can be made, rendered, and
+    answered within the context.
 
-    Single ones that cannot are dropped and counted while the job runs, so they are only told in the log. A task with a rollout
-    of its own, which decides itself what it asks for, is not tried.
+    Single ones that cannot are dropped and counted while the job runs, so they are only told in the
+    log. A task with a rollout of its own, which decides itself what it asks for, is not tried.
     """
     if type(task).rollout is not Task.rollout:
         return
@@ -35,26 +36,37 @@ def check_prompts(task: Task, settings: TaskSettings, max_model_len: int, model:
             faults.append(outcome)
     if not lengths:
         raise SettingsError(
-            f"spec.task.path={settings.path!r}: none of its first {NUM_PROMPTS} prompts can be used: {faults[0]}"
+            f"spec.task.path={settings.path!r}: none of its first {NUM_PROMPTS} prompts can be "
+            f"used: {faults[0]}"
         )
     if min(lengths) > room:
         raise SettingsError(
-            f"model.maxModelLen={max_model_len} is too small for the prompts of spec.task.path={settings.path!r} with "
-            f"task.sampling.maxTokens={settings.sampling.max_tokens}: of the first {NUM_PROMPTS} the shortest has "
-            f"{counted(min(lengths), 'token')}, the longest {max(lengths)}. Set model.maxModelLen to at least "
-            f"{max(lengths) + settings.sampling.max_tokens} (and trainers.microBatchTokens to no less), lower "
+            f"model.maxModelLen={max_model_len} is too small for the prompts of "
+            f"spec.task.path={settings.path!r} with "
+            f"task.sampling.maxTokens={settings.sampling.max_tokens}: of the first {NUM_PROMPTS} "
+            "the shortest has "
+            f"{counted(min(lengths), 'token')}, the longest {max(lengths)}. Set model.maxModelLen "
+            "to at least "
+            f"{max(lengths) + settings.sampling.max_tokens} (and trainers.microBatchTokens to no "
+            "less), lower "
             "task.sampling.maxTokens, or shorten the prompts"
         )
     if too_long := sum(length > room for length in lengths):
         log.warning(
-            "%d of the first %d prompts leave no room for task.sampling.maxTokens=%d in model.maxModelLen=%d: they are dropped",
+            "%d of the first %d prompts leave no room for task.sampling.maxTokens=%d in "
+            "model.maxModelLen=%d: they are dropped",
             too_long,
             NUM_PROMPTS,
             settings.sampling.max_tokens,
             max_model_len,
         )
     if faults:
-        log.warning("%d of the first %d prompts cannot be used and will be dropped: %s", len(faults), NUM_PROMPTS, faults[0])
+        log.warning(
+            "%d of the first %d prompts cannot be used and will be dropped: %s",
+            len(faults),
+            NUM_PROMPTS,
+            faults[0],
+        )
 
 
 def _tokenizer(model: Path) -> Any:
@@ -63,7 +75,9 @@ def _tokenizer(model: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model)
     except Exception as error:  # of many kinds, by what the folder lacks
-        raise SettingsError(f"{model}: its tokenizer cannot be loaded: {error}; give a model in Hugging Face format") from error
+        raise SettingsError(
+            f"{model}: its tokenizer cannot be loaded: {error}; give a model in Hugging Face format"
+        ) from error
 
 
 def _tried(task: Task, tokenizer: Any) -> Iterator[int | str]:

@@ -24,16 +24,27 @@ async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
     job = load_job(wiring.job_file)
     spec, token = job.spec, wiring.token
     if not wiring.generators:
-        raise SettingsError("--generator is missing: the rollout loop needs the base URL of at least one")
+        raise SettingsError(
+            "--generator is missing: the rollout loop needs the base URL of at least one"
+        )
     if not wiring.preprocessor:
         raise SettingsError("--preprocessor is missing: the rollout loop needs its host:port")
     task = load_task(TaskName(spec.task.path, spec.task.args, spec.seed))
     meter = Meter(Metrics(ACTOR, job.name))
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(serve_metrics(wiring.metrics_listen, meter.metrics.exposition))
+        await stack.enter_async_context(
+            serve_metrics(wiring.metrics_listen, meter.metrics.exposition)
+        )
         tracer = await stack.enter_async_context(open_tracer(job, ACTOR, wiring.name))
-        pool = Pool(wiring.generators, wiring.output / MODEL, spec.actors.generator.max_running_requests, token)
-        rollouts = await stack.enter_async_context(open_rollouts(job.name, task, spec.task, spec.seed, pool, meter))
+        pool = Pool(
+            wiring.generators,
+            wiring.output / MODEL,
+            spec.actors.generator.max_running_requests,
+            token,
+        )
+        rollouts = await stack.enter_async_context(
+            open_rollouts(job.name, task, spec.task, spec.seed, pool, meter)
+        )
         generators = rollouts.generators
         channel = await stack.enter_async_context(rpc.connect(wiring.preprocessor, token=token))
         samples = await stack.enter_async_context(
@@ -48,7 +59,9 @@ async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
         )
         reports = Reports(channel, wiring.name)
         slots = Slots(lambda: generators.num_serving_slots, spec.task.group_size)
-        loop = RolloutLoop(LeaseDesk(channel, wiring.name), reports, rollouts.roller, samples, meter, slots, tracer)
+        loop = RolloutLoop(
+            LeaseDesk(channel, wiring.name), reports, rollouts.roller, samples, meter, slots, tracer
+        )
         load = LoadWatch(rollouts.clients, generators, reports)
         metrics = MetricsReport(
             meter,
@@ -60,6 +73,8 @@ async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
         await generators.look()
         leasing = loop.run(stop, spec.actors.drain_seconds)
         try:
-            await run_until_first(leasing, generators.watch(), reports.run(), load.run(), metrics.run())
+            await run_until_first(
+                leasing, generators.watch(), reports.run(), load.run(), metrics.run()
+            )
         finally:
             await metrics.publish_last()  # why it ended may be in the last second's

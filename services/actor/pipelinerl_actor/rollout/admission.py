@@ -16,11 +16,15 @@ log = logging.getLogger(__name__)
 
 _CALL_S = 20.0
 _MAX_PAUSE_S = 1.0
-"""Between two tries to lease while the preprocessor is away: it is one call from one actor, and generators wait for it."""
+"""Between two tries to lease while the preprocessor is away: it is one call from one actor, and
+generators wait for it.
+"""
 _MAX_EVENTS_PER_CALL = 256
 _MAX_BYTES_PER_CALL = 16 << 20
 _MAX_WAITING_EVENTS = 65536
-"""Events wait only while the preprocessor is away, which grants nothing then: a bound that nothing reaches."""
+"""Events wait only while the preprocessor is away, which grants nothing then: a bound that nothing
+reaches.
+"""
 
 
 class LeaseDesk:
@@ -32,8 +36,11 @@ class LeaseDesk:
         self._session_id = uuid.uuid4().hex
         self._num_failures = 0
 
-    async def exchange(self, max_groups: int, running: Sequence[str], wait_s: float) -> pb.LeaseResponse:
-        """One call, which lasts up to `wait_s` when it asks for groups. Empty (after a pause) while the preprocessor is away.
+    async def exchange(
+        self, max_groups: int, running: Sequence[str], wait_s: float
+    ) -> pb.LeaseResponse:
+        """One call, which lasts up to `wait_s` when it asks for groups. Empty (after a pause) while
+        the preprocessor is away.
 
         Raises what no waiting can help: a wrong token, a request that the preprocessor refuses.
         """
@@ -48,7 +55,11 @@ class LeaseDesk:
             response = await call(self._stub.Lease, request, timeout_s=wait_s + _CALL_S)
         except TemporaryError as error:
             self._num_failures += 1
-            log.log(logging.WARNING if self._num_failures == 1 else logging.DEBUG, "waiting for the preprocessor: %s", error)
+            log.log(
+                logging.WARNING if self._num_failures == 1 else logging.DEBUG,
+                "waiting for the preprocessor: %s",
+                error,
+            )
             await asyncio.sleep(min(backoff_s(self._num_failures), _MAX_PAUSE_S))
             return pb.LeaseResponse(served_version=-1, state=pb.RUN_STATE_RUNNING)
         if self._num_failures:
@@ -71,7 +82,11 @@ class Reports:
 
     def add(self, event: pb.GroupEvent) -> None:
         if len(self._events) >= _MAX_WAITING_EVENTS:
-            log.error("a report about lease %s is dropped, %d wait already", event.lease_id, len(self._events))
+            log.error(
+                "a report about lease %s is dropped, %d wait already",
+                event.lease_id,
+                len(self._events),
+            )
             return
         self._events.append(event)
         self._added.set()
@@ -83,7 +98,9 @@ class Reports:
         self._added.set()
 
     async def run(self) -> None:
-        """Consumes events and loads, calls Report, waits for events or the preprocessor, never ends."""
+        """Consumes events and loads, calls Report, waits for events or the preprocessor, never
+        ends.
+        """
         while True:
             await self._added.wait()
             await self._tell(self._next_events())
@@ -95,7 +112,9 @@ class Reports:
         """As many as one call may carry; partial groups can be large."""
         events: list[pb.GroupEvent] = []
         num_bytes = 0
-        while self._events and len(events) < _MAX_EVENTS_PER_CALL and num_bytes < _MAX_BYTES_PER_CALL:
+        while (
+            self._events and len(events) < _MAX_EVENTS_PER_CALL and num_bytes < _MAX_BYTES_PER_CALL
+        ):
             events.append(self._events.popleft())
             num_bytes += events[-1].ByteSize()
         return events
@@ -113,7 +132,11 @@ class Reports:
                 if not events:
                     self._loads = ()
                     return  # a load that could not be told is old by now
-                log.debug("%d reports wait for the preprocessor: %s", len(events) + len(self._events), error)
+                log.debug(
+                    "%d reports wait for the preprocessor: %s",
+                    len(events) + len(self._events),
+                    error,
+                )
             await asyncio.sleep(backoff_s(num_failures))
 
     async def flush(self, timeout_s: float) -> None:

@@ -1,4 +1,6 @@
-"""What rolling a task out needs, put together once for training and for evaluation: generators, verifier, chat template."""
+"""What rolling a task out needs, put together once for training and for evaluation: generators,
+verifier, chat template.
+"""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -44,16 +46,25 @@ class Rollouts:
 async def open_rollouts(
     job: str, task: Task, settings: TaskSettings, seed: int, pool: Pool, meter: Meter
 ) -> AsyncIterator[Rollouts]:
-    """Connections and the verifier's processes end with the block. `task` is what `settings` and `seed` make."""
+    """Connections and the verifier's processes end with the block. `task` is what `settings` and
+    `seed` make.
+    """
     async with AsyncExitStack() as stack:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         session = await stack.enter_async_context(
             aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
         )
         clients = [GeneratorClient(url, session, pool.token) for url in pool.urls]
-        generators = Generators(clients, max_running=pool.max_running, max_retries=settings.max_retries, meter=meter)
+        generators = Generators(
+            clients, max_running=pool.max_running, max_retries=settings.max_retries, meter=meter
+        )
         name = TaskName(settings.path, settings.args, seed)
-        verifier = Verifier(task, name, timeout_s=settings.verifier_timeout_seconds, max_retries=settings.max_retries)
+        verifier = Verifier(
+            task,
+            name,
+            timeout_s=settings.verifier_timeout_seconds,
+            max_retries=settings.max_retries,
+        )
         stack.push_async_callback(verifier.close)
         sampler = Sampler(generators, settings.sampling, verifier, Continuation(pool.model), seed)
         yield Rollouts(clients, generators, GroupRoller(job, task, settings, sampler, meter))

@@ -1,4 +1,6 @@
-"""A job of which nothing succeeds, always for the same reason, is ended instead of burning prompts for ever."""
+"""A job of which nothing succeeds, always for the same reason, is ended instead of burning prompts
+for ever.
+"""
 
 from pipelinerl_common.errors import SettingsError
 
@@ -15,9 +17,12 @@ PERMANENT = {
     "bad_response": "the generator must keep the contract of its HTTP interface",
     "unpublishable": "shorten the trajectories, or raise the payload limit of the stream's server",
 }
-"""Reasons that no retry can help, and the remedy. Those of the generator, "http_400" and its like, are such too."""
+"""Reasons that no retry can help, and the remedy. Those of the generator, "http_400" and its like,
+are such too.
+"""
 GENERATOR_REFUSES = (
-    "model.maxModelLen must hold a prompt and task.sampling.maxTokens more, and the chat template take the messages"
+    "model.maxModelLen must hold a prompt and task.sampling.maxTokens more, and "
+    "the chat template take the messages"
 )
 
 
@@ -36,7 +41,9 @@ class Beginning:
         self._prompts.clear()
 
     def serves(self, version: int) -> None:
-        """Generators serve `version`. A new one is made of groups that others have published: then counting begins again."""
+        """Generators serve `version`. A new one is made of groups that others have published: then
+        counting begins again.
+        """
         if version > self._served_version:
             self._served_version = version
             self._prompts.clear()
@@ -55,5 +62,6 @@ class Beginning:
         if len(self._prompts) >= MOST_PROMPTS:
             self._is_over = True  # those that fail beside it say nothing else
             raise SettingsError(
-                f"nothing has succeeded, and {MOST_PROMPTS} prompts failed for the same reason: {reason}: {message}; {remedy}"
+                f"nothing has succeeded, and {MOST_PROMPTS} prompts failed for the same reason: "
+                f"{reason}: {message}; {remedy}"
             )

@@ -6,7 +6,9 @@ from contextlib import asynccontextmanager, contextmanager
 
 
 class TrajectoryClock:
-    """Raises TimeoutError in the block `running()` when `limit_s` seconds have passed that were not `standing()`."""
+    """Raises TimeoutError in the block `running()` when `limit_s` seconds have passed that were not
+    `standing()`.
+    """
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s

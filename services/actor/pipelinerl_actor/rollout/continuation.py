@@ -1,9 +1,10 @@
 """Token ids of what a chat template puts between a sampled answer and the next one.
 
-The generator renders and tokenises the first turn. Later turns must keep every sampled token as it is, so only the text after
-the last answer is rendered here: the template is applied to a short stand-in conversation that ends in a marker and the new
-messages, and what follows the marker is tokenised. It starts with the template's end of turn, which the answer has often
-sampled already: then that token is left out.
+The generator renders and tokenises the first turn. Later turns must keep every sampled token as it
+is, so only the text after the last answer is rendered here: the template is applied to a short
+stand-in conversation that ends in a marker and the new messages, and what follows the marker is
+tokenised. It starts with the template's end of turn, which the answer has often sampled already:
+then that token is left out.
 """
 
 import asyncio
@@ -18,7 +19,9 @@ _MARKER = "\x02marker\x03"
 
 
 class Continuation:
-    """Loads the tokenizer of `model_folder` when it is first needed, which single-turn tasks never do."""
+    """Loads the tokenizer of `model_folder` when it is first needed, which single-turn tasks never
+    do.
+    """
 
     def __init__(self, model_folder: Path) -> None:
         self._folder = model_folder
@@ -26,12 +29,18 @@ class Continuation:
         self._loading = asyncio.Lock()
 
     async def token_ids(self, sampled: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """What comes between the answer `sampled` and the next answer: end of turn, `messages`, generation prompt."""
+        """What comes between the answer `sampled` and the next answer: end of turn, `messages`,
+        generation prompt.
+        """
         async with self._loading:
             if self._tokenizer is None:
                 self._tokenizer = await asyncio.to_thread(self._load)
-        ids: list[int] = self._tokenizer(self._text(messages), add_special_tokens=False)["input_ids"]
-        ended = bool(sampled) and bool(ids) and sampled[-1] == ids[0]  # the answer sampled the end of its turn itself
+        ids: list[int] = self._tokenizer(self._text(messages), add_special_tokens=False)[
+            "input_ids"
+        ]
+        ended = (
+            bool(sampled) and bool(ids) and sampled[-1] == ids[0]
+        )  # the answer sampled the end of its turn itself
         return ids[1:] if ended else ids
 
     def _load(self) -> Any:
@@ -39,15 +48,24 @@ class Continuation:
 
         tokenizer = AutoTokenizer.from_pretrained(self._folder)
         if not tokenizer.chat_template:
-            raise SettingsError(f"the model in {self._folder} has no chat template, which multi-turn tasks need")
+            raise SettingsError(
+                f"the model in {self._folder} has no chat template, which multi-turn tasks need"
+            )
         return tokenizer
 
     def _text(self, messages: Sequence[Message]) -> str:
-        stand_in = [{"role": "user", "content": "."}, {"role": "assistant", "content": _MARKER}, *messages]
-        text: str = self._tokenizer.apply_chat_template(stand_in, tokenize=False, add_generation_prompt=True)
+        stand_in = [
+            {"role": "user", "content": "."},
+            {"role": "assistant", "content": _MARKER},
+            *messages,
+        ]
+        text: str = self._tokenizer.apply_chat_template(
+            stand_in, tokenize=False, add_generation_prompt=True
+        )
         before, found, after = text.partition(_MARKER)
         if not found or not before:
             raise SettingsError(
-                f"the chat template of {self._folder} drops earlier answers, so turns cannot be continued exactly"
+                f"the chat template of {self._folder} drops earlier answers, so turns cannot be "
+                "continued exactly"
             )
         return after

@@ -1,4 +1,6 @@
-"""The generator's completions over HTTP: one generator, JSON in and out, its statuses as our errors."""
+"""The generator's completions over HTTP: one generator, JSON in and out, its statuses as our
+errors.
+"""
 
 import asyncio
 import json
@@ -36,7 +38,9 @@ class GeneratorAway(Unavailable):
 
 
 class ConnectionLost(TemporaryError):
-    """The connection broke while the generator was at it: a failed try, since the request itself may be the cause."""
+    """The connection broke while the generator was at it: a failed try, since the request itself
+    may be the cause.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,9 @@ class CompletionRequest:
 
     def to_json(self) -> dict[str, Any]:
         prompt: dict[str, Any] = (
-            {"messages": list(self.messages)} if self.messages is not None else {"prompt_token_ids": self.prompt_token_ids}
+            {"messages": list(self.messages)}
+            if self.messages is not None
+            else {"prompt_token_ids": self.prompt_token_ids}
         )
         body: dict[str, Any] = {
             **prompt,
@@ -82,7 +88,9 @@ class Completions:
 
 
 class GeneratorClient:
-    """One generator at `url`, for example "http://127.0.0.1:8000". Closing the request is what stops its decoding."""
+    """One generator at `url`, for example "http://127.0.0.1:8000". Closing the request is what
+    stops its decoding.
+    """
 
     def __init__(self, url: str, session: aiohttp.ClientSession, token: str | None) -> None:
         self.url = url.rstrip("/")
@@ -90,14 +98,19 @@ class GeneratorClient:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     async def complete(self, request: CompletionRequest) -> Completions:
-        """Raises GeneratorAway, TemporaryError (worth a retry), GivenUp (never for this prompt), SettingsError (token refused).
+        """Raises GeneratorAway, TemporaryError (worth a retry), GivenUp (never for this prompt),
+        SettingsError (token refused).
 
         Has no deadline of its own: the trajectory's is around it.
         """
         if request.stop is None:
-            return parse_completions(await self._post("/v1/chat/completions", request.to_json()), request.n, self.url)
+            return parse_completions(
+                await self._post("/v1/chat/completions", request.to_json()), request.n, self.url
+            )
         request_id = uuid.uuid4().hex
-        answering = asyncio.ensure_future(self._post("/v1/chat/completions", {**request.to_json(), "request_id": request_id}))
+        answering = asyncio.ensure_future(
+            self._post("/v1/chat/completions", {**request.to_json(), "request_id": request_id})
+        )
         stopping = asyncio.ensure_future(self._stop(request.stop, request_id))
         try:
             body = await answering
@@ -106,7 +119,9 @@ class GeneratorClient:
         return parse_completions(body, request.n, self.url, may_be_stopped=request.stop.is_set())
 
     async def _stop(self, stop: asyncio.Event, request_id: str) -> None:
-        """Ends the request once `stop` is set. Asks until the answer is there, since the generator may not have it yet."""
+        """Ends the request once `stop` is set. Asks until the answer is there, since the generator
+        may not have it yet.
+        """
         await stop.wait()
         while True:
             with suppress(PipelineRLError):  # the answer, or its own failure, is waited for anyway
@@ -116,10 +131,14 @@ class GeneratorClient:
     async def _post(self, path: str, body: dict[str, Any]) -> bytes:
         headers = {**self._headers, **tracing.headers()}
         try:
-            async with self._session.post(f"{self.url}{path}", json=body, headers=headers) as response:
+            async with self._session.post(
+                f"{self.url}{path}", json=body, headers=headers
+            ) as response:
                 answer = await response.read()
                 if response.status != 200:
-                    raise _error_of(self.url, response.status, answer, response.headers.get("Retry-After"))
+                    raise _error_of(
+                        self.url, response.status, answer, response.headers.get("Retry-After")
+                    )
                 return answer
         except aiohttp.ClientConnectorError as error:
             raise GeneratorAway(f"{self.url}: {error}", _DEFAULT_RETRY_AFTER_S) from error
@@ -129,7 +148,10 @@ class GeneratorClient:
     async def serves(self) -> bool:
         """Whether it has the job's weights and takes requests; an engine that does not tell does."""
         try:
-            async with asyncio.timeout(_READY_S), self._session.get(f"{self.url}/ready", headers=self._headers) as response:
+            async with (
+                asyncio.timeout(_READY_S),
+                self._session.get(f"{self.url}/ready", headers=self._headers) as response,
+            ):
                 return response.status != 503
         except (aiohttp.ClientError, TimeoutError):
             return False
@@ -149,7 +171,9 @@ def _error_of(url: str, status: int, body: bytes, retry_after: str | None) -> Ex
     if status in (429, 503):
         return GeneratorAway(text, _seconds(retry_after))
     if status in (401, 403):
-        return SettingsError(f"{text}; the actor's --token-file must hold the token of the job's generators")
+        return SettingsError(
+            f"{text}; the actor's --token-file must hold the token of the job's generators"
+        )
     if status >= 500:
         return TemporaryError(text)
     return GivenUp(f"http_{status}", text)
@@ -170,30 +194,52 @@ def _seconds(retry_after: str | None) -> float:
     return min(max(seconds, 0.05), 30.0) if math.isfinite(seconds) else _DEFAULT_RETRY_AFTER_S
 
 
-def parse_completions(body: bytes, n: int, url: str, *, may_be_stopped: bool = False) -> Completions:
-    """The checked answer. Raises GivenUp with the reason "bad_response" when it breaks the generator's contract."""
+def parse_completions(
+    body: bytes, n: int, url: str, *, may_be_stopped: bool = False
+) -> Completions:
+    """The checked answer. Raises GivenUp with the reason "bad_response" when it breaks the
+    generator's contract.
+    """
     try:
         answer = json.loads(body)
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-        complete = tuple(not (may_be_stopped and choice["finish_reason"] == "abort") for choice in choices)
-        turns = tuple(_parse_choice(choice, ended) for choice, ended in zip(choices, complete, strict=True))
+        complete = tuple(
+            not (may_be_stopped and choice["finish_reason"] == "abort") for choice in choices
+        )
+        turns = tuple(
+            _parse_choice(choice, ended) for choice, ended in zip(choices, complete, strict=True)
+        )
         prompt_token_ids = tuple(int(token) for token in answer["prompt_token_ids"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise GivenUp("bad_response", f"{url}: not a completion: {type(error).__name__}: {error}") from error
+        raise GivenUp(
+            "bad_response", f"{url}: not a completion: {type(error).__name__}: {error}"
+        ) from error
     if len(turns) != n or not prompt_token_ids:
-        raise GivenUp("bad_response", f"{url}: {len(turns)} choices of {n}, {len(prompt_token_ids)} prompt token ids")
+        raise GivenUp(
+            "bad_response",
+            f"{url}: {len(turns)} choices of {n}, {len(prompt_token_ids)} prompt token ids",
+        )
     return Completions(prompt_token_ids, turns, complete)
 
 
 def _parse_choice(choice: dict[str, Any], is_complete: bool) -> Turn:
     token_ids = tuple(int(token) for token in choice["token_ids"])
     logprobs = tuple(float(logprob) for logprob in choice["token_logprobs"])
-    runs = tuple(VersionRun(int(version), int(num_tokens)) for version, num_tokens in choice["weight_versions"] if num_tokens)
+    runs = tuple(
+        VersionRun(int(version), int(num_tokens))
+        for version, num_tokens in choice["weight_versions"]
+        if num_tokens
+    )
     in_runs = sum(run.num_tokens for run in runs)
     if not len(token_ids) == len(logprobs) == in_runs:
-        raise ValueError(f"{len(token_ids)} token ids, {len(logprobs)} log-probabilities, version runs over {in_runs} tokens")
+        raise ValueError(
+            f"{len(token_ids)} token ids, {len(logprobs)} log-probabilities, version runs over "
+            f"{in_runs} tokens"
+        )
     if any(run.policy_version < 0 or run.num_tokens < 0 for run in runs):
-        raise ValueError(f"weight_versions={choice['weight_versions']} before the job's first weights")
+        raise ValueError(
+            f"weight_versions={choice['weight_versions']} before the job's first weights"
+        )
     if not all(math.isfinite(logprob) for logprob in logprobs):
         raise ValueError("a log-probability is not finite")
     text = choice["message"]["content"]

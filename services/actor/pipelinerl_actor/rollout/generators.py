@@ -1,4 +1,6 @@
-"""Several generators as one: requests go to the least loaded that is well; H caps what runs on each."""
+"""Several generators as one: requests go to the least loaded that is well; H caps what runs on
+each.
+"""
 
 import asyncio
 import logging
@@ -27,7 +29,8 @@ _MAX_AWAY_BACKOFF_S = 2.0
 _LOST_BACKOFF_S = 0.2
 _LOOK_PERIOD_S = 0.5
 _LOOK_AGAIN_S = 1.0
-"""Longest sleep of a request that waits for a generator; it is woken earlier by whatever changes."""
+"""Longest sleep of a request that waits for a generator; it is woken earlier by whatever changes.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +46,9 @@ class _Generator:
     serves: bool = False
     """Has been found to, and was not away since."""
     rest_until: float = 0.0
-    """Until then it is left alone; after a failure it gets one request at a time until one succeeds."""
+    """Until then it is left alone; after a failure it gets one request at a time until one
+    succeeds.
+    """
 
     def add(self, n: int) -> None:
         now = asyncio.get_running_loop().time()
@@ -54,20 +59,33 @@ class _Generator:
 
 
 class Generators:
-    """The actor's generators. At most `max_running` sequences run on each; more requests wait, first come first served."""
+    """The actor's generators. At most `max_running` sequences run on each; more requests wait,
+    first come first served.
+    """
 
-    def __init__(self, clients: Sequence[GeneratorClient], *, max_running: int, max_retries: int, meter: Meter) -> None:
+    def __init__(
+        self,
+        clients: Sequence[GeneratorClient],
+        *,
+        max_running: int,
+        max_retries: int,
+        meter: Meter,
+    ) -> None:
         self._generators = [_Generator(client) for client in clients]
         self.max_running = max_running
         self._max_retries = max_retries
         self.meter = meter
         self.limit: int | None = None
-        """Sequences that may run at once on all generators together, by the staleness policy; None without a limit."""
+        """Sequences that may run at once on all generators together, by the staleness policy; None
+        without a limit.
+        """
         self._turnstile = asyncio.Lock()
         self._changed = asyncio.Event()
 
     def tally(self, url: str) -> tuple[float, int]:
-        """Of one generator: sequences asked for and unanswered, integrated over time, and sequences answered."""
+        """Of one generator: sequences asked for and unanswered, integrated over time, and sequences
+        answered.
+        """
         generator = next(each for each in self._generators if each.client.url == url)
         generator.add(0)
         return generator.running_seconds, generator.num_answered
@@ -79,18 +97,26 @@ class Generators:
 
     @property
     def num_serving_slots(self) -> int:
-        """Of those that serve: more would be leased only to wait, and hold up whoever waits for those groups."""
+        """Of those that serve: more would be leased only to wait, and hold up whoever waits for
+        those groups.
+        """
         return self.max_running * sum(generator.serves for generator in self._generators)
 
     async def look(self) -> None:
-        """Asks those that are not known to serve. What one answers counts at once, however long another takes."""
-        await asyncio.gather(*(self._look_at(generator) for generator in self._generators if not generator.serves))
+        """Asks those that are not known to serve. What one answers counts at once, however long
+        another takes.
+        """
+        await asyncio.gather(
+            *(self._look_at(generator) for generator in self._generators if not generator.serves)
+        )
 
     async def _look_at(self, generator: _Generator) -> None:
         generator.serves = await generator.client.serves()
 
     async def watch(self) -> None:
-        """Looks for ever, at each by itself. Consumes the answers, produces slots, waits for answers and its period."""
+        """Looks for ever, at each by itself. Consumes the answers, produces slots, waits for
+        answers and its period.
+        """
         await asyncio.gather(*map(self._watch_one, self._generators))
 
     async def _watch_one(self, generator: _Generator) -> None:
@@ -109,10 +135,11 @@ class Generators:
         return sum(generator.running for generator in self._generators)
 
     async def complete(self, request: CompletionRequest, clock: TrajectoryClock) -> Completions:
-        """Waits for a generator with room, while `clock` stands, then samples. Temporary errors are tried again.
+        """Waits for a generator with room, while `clock` stands, then samples. Temporary errors are
+        tried again.
 
-        Raises Stopped when the request is stopped before it is sent; GivenUp: "generator_error" after `max_retries`, or what
-        no retry can help; SettingsError for a refused token.
+        Raises Stopped when the request is stopped before it is sent; GivenUp: "generator_error"
+        after `max_retries`, or what no retry can help; SettingsError for a refused token.
         """
         num_failures = 0
         while True:
@@ -120,7 +147,9 @@ class Generators:
                 async with self._slot(request.n, clock, request.stop) as generator:
                     with span("generate", sequences=request.n) as generating:
                         completions = await self._complete_on(generator, request)
-                        generating.set(tokens=sum(len(turn.token_ids) for turn in completions.turns))
+                        generating.set(
+                            tokens=sum(len(turn.token_ids) for turn in completions.turns)
+                        )
             except GeneratorAway:
                 self.meter.failed("generator_away")
                 continue
@@ -151,7 +180,9 @@ class Generators:
         return completions
 
     @asynccontextmanager
-    async def _slot(self, n: int, clock: TrajectoryClock, stop: asyncio.Event | None) -> AsyncIterator[_Generator]:
+    async def _slot(
+        self, n: int, clock: TrajectoryClock, stop: asyncio.Event | None
+    ) -> AsyncIterator[_Generator]:
         with clock.standing():
             async with self._turnstile:
                 while True:
@@ -191,7 +222,9 @@ class Generators:
         if now < generator.rest_until:
             return  # another of its requests has already told
         generator.failures_in_a_row += 1
-        rest_s = max(at_least_s, min(0.1 * 2 ** min(generator.failures_in_a_row, 10), _MAX_AWAY_BACKOFF_S))
+        rest_s = max(
+            at_least_s, min(0.1 * 2 ** min(generator.failures_in_a_row, 10), _MAX_AWAY_BACKOFF_S)
+        )
         generator.rest_until = now + rest_s * random.uniform(0.5, 1.0)
         level = logging.WARNING if generator.failures_in_a_row in (1, 10) else logging.DEBUG
         log.log(level, "generator=%s rests for %.1f s: %s", generator.client.url, rest_s, error)

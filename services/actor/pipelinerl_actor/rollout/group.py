@@ -1,7 +1,8 @@
 """One group: G trajectories of one prompt, sampled, verified, and put together.
 
-A single-turn task with short completions asks for all G in one request, since then the request costs more than its decoding.
-Otherwise each trajectory goes its own way, so that a slow or broken one does not hold up the others' slots.
+A single-turn task with short completions asks for all G in one request, since then the request
+costs more than its decoding. Otherwise each trajectory goes its own way, so that a slow or broken
+one does not hold up the others' slots.
 """
 
 import asyncio
@@ -41,7 +42,9 @@ class GroupFailed(PermanentError):
 
 
 class GroupStopped(PermanentError):
-    """The group's `Progress.stop` was set before all of it was sampled; its `answers` have what was."""
+    """The group's `Progress.stop` was set before all of it was sampled; its `answers` have what
+    was.
+    """
 
 
 @dataclass(slots=True)
@@ -61,7 +64,9 @@ class Progress:
 class GroupRoller:
     """Rolls out groups of one task; holds no state of any of them."""
 
-    def __init__(self, job: str, task: Task, settings: TaskSettings, sampler: Sampler, meter: Meter) -> None:
+    def __init__(
+        self, job: str, task: Task, settings: TaskSettings, sampler: Sampler, meter: Meter
+    ) -> None:
         self._job = job
         self._task = task
         self._settings = settings
@@ -70,8 +75,9 @@ class GroupRoller:
         is_single_turn = type(task).rollout is Task.rollout
         self._together = is_single_turn and settings.sampling.max_tokens <= _SHORT_COMPLETION_TOKENS
         self.can_go_on = is_single_turn and not settings.sampling.stop
-        """Whether a stopped group can go on from its tokens. Not where the task's own code may have gone on from them, nor with
-        stop strings, which nobody would find across the seam."""
+        """Whether a stopped group can go on from its tokens. Not where the task's own code may have
+        gone on from them, nor with stop strings, which nobody would find across the seam.
+        """
 
     def limit(self, num_trajectories: int | None) -> None:
         """Most trajectories to decode at once, all groups together."""
@@ -80,21 +86,31 @@ class GroupRoller:
     def begin(self, lease: GroupLease) -> Progress:
         """Of a new attempt, which has what an earlier one has left."""
         has_answers = self.can_go_on and lease.HasField("partial")
-        return Progress(lease.group_size, answers=Answers.of(lease.partial) if has_answers else Answers())
+        return Progress(
+            lease.group_size, answers=Answers.of(lease.partial) if has_answers else Answers()
+        )
 
     async def roll_out(self, lease: GroupLease, progress: Progress) -> SampleGroup:
-        """The finished group. Cancelling it stops the decoding. Raises GroupFailed, GroupStopped, or what must end us."""
+        """The finished group. Cancelling it stops the decoding. Raises GroupFailed, GroupStopped,
+        or what must end us.
+        """
         prompt = self._prompt(lease.prompt_index)
         if progress.answers.num_tokens:
             indices = range(lease.group_size)
-            samples = await self._enough([self._go_on(lease, prompt, index, progress) for index in indices])
+            samples = await self._enough(
+                [self._go_on(lease, prompt, index, progress) for index in indices]
+            )
         elif self._together:
             samples = await self._roll_out_together(lease, prompt, progress)
         else:
             indices = range(lease.group_size)
-            samples = await self._enough([self._roll_out_alone(lease, prompt, index, progress) for index in indices])
+            samples = await self._enough(
+                [self._roll_out_alone(lease, prompt, index, progress) for index in indices]
+            )
         if not any(sample.num_sampled for sample in samples):
-            raise GroupFailed("no_tokens", f"group {lease.group_id}: no trajectory has a sampled token")
+            raise GroupFailed(
+                "no_tokens", f"group {lease.group_id}: no trajectory has a sampled token"
+            )
         return SampleGroup(
             job=self._job,
             group_id=GroupId(lease.group_id),
@@ -113,14 +129,19 @@ class GroupRoller:
             self._count(given_up, error)
             raise GroupFailed(given_up.reason, str(given_up)) from error
 
-    async def _roll_out_together(self, lease: GroupLease, prompt: Prompt, progress: Progress) -> list[Sample]:
+    async def _roll_out_together(
+        self, lease: GroupLease, prompt: Prompt, progress: Progress
+    ) -> list[Sample]:
         clock = TrajectoryClock(self._settings.timeout_seconds)
         try:
             async with _deadline(clock):
                 records = await self._sample_all(lease.group_size, prompt, clock, progress)
                 progress.num_unsampled = 0
                 progress.num_tokens = sum(record.num_sampled for record in records)
-                finishing = [self._finish(lease, prompt, index, record) for index, record in enumerate(records)]
+                finishing = [
+                    self._finish(lease, prompt, index, record)
+                    for index, record in enumerate(records)
+                ]
                 return await self._enough(finishing)
         except Stopped as error:
             raise GroupStopped from error
@@ -135,9 +156,13 @@ class GroupRoller:
         records: list[TokenRecord] = []
         while len(records) < group_size:
             n = min(group_size - len(records), self._sampler.generators.most_at_once)
-            completions = await self._sampler.chat(prompt.messages, n, clock, progress.stop if self.can_go_on else None)
+            completions = await self._sampler.chat(
+                prompt.messages, n, clock, progress.stop if self.can_go_on else None
+            )
             for turn, is_complete in zip(completions.turns, completions.complete, strict=True):
-                progress.answers.keep(len(records), completions.prompt_token_ids, Answer(turn, is_complete))
+                progress.answers.keep(
+                    len(records), completions.prompt_token_ids, Answer(turn, is_complete)
+                )
                 record = TokenRecord()
                 record.add(completions.prompt_token_ids, turn)
                 records.append(record)
@@ -145,23 +170,31 @@ class GroupRoller:
                 raise GroupStopped
         return records
 
-    async def _finish(self, lease: GroupLease, prompt: Prompt, index: int, record: TokenRecord) -> Sample:
+    async def _finish(
+        self, lease: GroupLease, prompt: Prompt, index: int, record: TokenRecord
+    ) -> Sample:
         verdict = await self._sampler.verify(lease.prompt_index, prompt, record.turns[-1])
         return record.to_sample(index, check_verdict(verdict))
 
-    async def _roll_out_alone(self, lease: GroupLease, prompt: Prompt, index: int, progress: Progress) -> Sample:
+    async def _roll_out_alone(
+        self, lease: GroupLease, prompt: Prompt, index: int, progress: Progress
+    ) -> Sample:
         clock = TrajectoryClock(self._settings.timeout_seconds)
         num_failures = 0
         try:
             async with _deadline(clock):
                 while True:
                     keeping = progress if self.can_go_on else None
-                    trajectory = Trajectory(self._sampler, lease.prompt_index, index, prompt, clock, keeping)
+                    trajectory = Trajectory(
+                        self._sampler, lease.prompt_index, index, prompt, clock, keeping
+                    )
                     try:
                         return await self._drive(trajectory)
                     except TemporaryError as error:
                         num_failures += 1
-                        if given_up := exhausted("task_unavailable", num_failures, self._settings.max_retries, error):
+                        if given_up := exhausted(
+                            "task_unavailable", num_failures, self._settings.max_retries, error
+                        ):
                             raise given_up from error
                         self._meter.failed("task_retry")
                     finally:
@@ -170,8 +203,12 @@ class GroupRoller:
         finally:
             progress.num_unsampled -= 1
 
-    async def _go_on(self, lease: GroupLease, prompt: Prompt, index: int, progress: Progress) -> Sample:
-        """A trajectory of which an earlier attempt may have left an answer, or the first part of one."""
+    async def _go_on(
+        self, lease: GroupLease, prompt: Prompt, index: int, progress: Progress
+    ) -> Sample:
+        """A trajectory of which an earlier attempt may have left an answer, or the first part of
+        one.
+        """
         answer = progress.answers.get(index)
         if answer is None:
             return await self._roll_out_alone(lease, prompt, index, progress)
@@ -181,8 +218,12 @@ class GroupRoller:
                 record = TokenRecord()
                 prompt_token_ids = progress.answers.prompt_token_ids
                 if not answer.is_complete:
-                    completions = await self._sampler.go_on(prompt_token_ids, answer.turn, clock, progress.stop)
-                    answer = Answer(joined(answer.turn, completions.turns[0]), completions.complete[0])
+                    completions = await self._sampler.go_on(
+                        prompt_token_ids, answer.turn, clock, progress.stop
+                    )
+                    answer = Answer(
+                        joined(answer.turn, completions.turns[0]), completions.complete[0]
+                    )
                     progress.answers.keep(index, prompt_token_ids, answer)
                     progress.num_tokens += len(completions.turns[0].token_ids)
                 if not answer.is_complete:
@@ -203,9 +244,13 @@ class GroupRoller:
         return trajectory.record.to_sample(trajectory.sample_index, verdict)
 
     async def _enough(self, trajectories: Sequence[Coroutine[Any, Any, Sample]]) -> list[Sample]:
-        """The samples of those that succeed. When too many have failed the rest is cancelled and GroupFailed raised; when some
-        were stopped, GroupStopped, once all have ended."""
-        needed = max(min(2, len(trajectories)), math.ceil(self._settings.min_group_fraction * len(trajectories)))
+        """The samples of those that succeed. When too many have failed the rest is cancelled and
+        GroupFailed raised; when some were stopped, GroupStopped, once all have ended.
+        """
+        needed = max(
+            min(2, len(trajectories)),
+            math.ceil(self._settings.min_group_fraction * len(trajectories)),
+        )
         tasks = [asyncio.ensure_future(_settled(trajectory)) for trajectory in trajectories]
         samples: list[Sample] = []
         failures: Counter[str] = Counter()
@@ -223,14 +268,20 @@ class GroupRoller:
                 self._count(outcome, outcome.__cause__)
                 if len(tasks) - failures.total() < needed:
                     reason = failures.most_common(1)[0][0]
-                    raise GroupFailed(reason, f"{failures.total()} of {len(tasks)} trajectories failed, the last: {outcome}")
+                    raise GroupFailed(
+                        reason,
+                        f"{failures.total()} of {len(tasks)} trajectories failed, the last: "
+                        f"{outcome}",
+                    )
         finally:
             await cancel_all(tasks)
         if is_stopped:
             raise GroupStopped
         return samples
 
-    def _count(self, error: GivenUp, cause: BaseException | None, num_trajectories: int = 1) -> None:
+    def _count(
+        self, error: GivenUp, cause: BaseException | None, num_trajectories: int = 1
+    ) -> None:
         is_first = self._meter.failed(error.reason, num_trajectories)
         level = logging.WARNING if is_first else logging.DEBUG
         log.log(level, "trajectory given up: reason=%s %s", error.reason, error)

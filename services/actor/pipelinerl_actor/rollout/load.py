@@ -1,4 +1,6 @@
-"""How the actor's generators do: asked every second, told to the preprocessor, whose policy may adapt to it."""
+"""How the actor's generators do: asked every second, told to the preprocessor, whose policy may
+adapt to it.
+"""
 
 import asyncio
 import logging
@@ -19,13 +21,17 @@ _ANSWER_S = 2.0
 class LoadWatch:
     """A generator that does not answer in time is left out, so nothing is said of it."""
 
-    def __init__(self, clients: Sequence[GeneratorClient], generators: Generators, reports: Reports) -> None:
+    def __init__(
+        self, clients: Sequence[GeneratorClient], generators: Generators, reports: Reports
+    ) -> None:
         self._clients = clients
         self._generators = generators
         self._reports = reports
 
     async def run(self) -> None:
-        """Consumes the generators' answers, produces reports; waits for answers and its period, never ends."""
+        """Consumes the generators' answers, produces reports; waits for answers and its period,
+        never ends.
+        """
         while True:
             answers = await asyncio.gather(*map(self._ask, self._clients))
             if loads := [load for load in answers if load is not None]:
@@ -36,7 +42,9 @@ class LoadWatch:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 load = await client.load()
-                load.requested_seconds_total, load.answered_total = self._generators.tally(client.url)
+                load.requested_seconds_total, load.answered_total = self._generators.tally(
+                    client.url
+                )
                 return load
         except (PipelineRLError, TimeoutError) as error:
             log.debug("generator=%s tells no load: %s", client.url, error)

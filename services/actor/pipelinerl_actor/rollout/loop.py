@@ -1,11 +1,13 @@
 """The rollout loop.
 
-    preprocessor --leases, cancels--> RolloutLoop --one task per group--> GroupRoller --HTTP--> generators
+    preprocessor --leases, cancels--> RolloutLoop --one task per group--> GroupRoller --HTTP-->
+    generators
          ^                                 |                                  | verifier
          +-----------outcomes--------------+--------finished groups-----------+--> stream
 
-One group is one asyncio task. It holds its lease until the group is published, reported as failed, cancelled or handed back.
-The loop keeps the generators' slots filled, and somewhat more, so that a finished trajectory's slot is taken at once.
+One group is one asyncio task. It holds its lease until the group is published, reported as failed,
+cancelled or handed back. The loop keeps the generators' slots filled, and somewhat more, so that a
+finished trajectory's slot is taken at once.
 """
 
 import asyncio
@@ -28,15 +30,19 @@ from pipelinerl_common.types import SampleGroup
 log = logging.getLogger(__name__)
 
 _ASK_S = 2.0
-"""Longest wait for leases in one call: within it the actor hears of cancels and renews its leases."""
+"""Longest wait for leases in one call: within it the actor hears of cancels and renews its leases.
+"""
 _RENEW_S = 0.5
 """Pause between renewals while nothing is asked for."""
 _AHEAD = 0.25
 """Share of the slots that is leased beyond them."""
 _MAX_LEASES_PER_SLOT_GROUP = 4
-"""Groups that are verified or published hold no slot; this bounds them, as a multiple of what fills the slots."""
+"""Groups that are verified or published hold no slot; this bounds them, as a multiple of what fills
+the slots.
+"""
 _FAILED_IN_A_ROW = 16
-"""After so many failed groups without a good one in between, new ones are taken ever more slowly."""
+"""After so many failed groups without a good one in between, new ones are taken ever more slowly.
+"""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
 _END_S = 30.0
 """Longest time for cancelled groups to end."""
@@ -61,7 +67,9 @@ class _Running:
 
 
 class RolloutLoop:
-    """As many sequences as there are `slots` run at once on the generators; `group_size` of them make a group."""
+    """As many sequences as there are `slots` run at once on the generators; `group_size` of them
+    make a group.
+    """
 
     def __init__(
         self,
@@ -88,9 +96,10 @@ class RolloutLoop:
     async def run(self, stop: asyncio.Event, drain_s: float) -> None:
         """Consumes leases, produces groups, waits for the preprocessor; ends when `stop` is set.
 
-        A run that is done leaves it idle rather than ended: the trainer may go back to a checkpoint, or be given more steps.
-        Asked to stop it takes nothing new, finishes what it can within `drain_s` seconds and hands back the rest.
-        An error that no retry can help ends it, and with it every group.
+        A run that is done leaves it idle rather than ended: the trainer may go back to a
+        checkpoint, or be given more steps. Asked to stop it takes nothing new, finishes what it can
+        within `drain_s` seconds and hands back the rest. An error that no retry can help ends it,
+        and with it every group.
         """
         async with asyncio.TaskGroup() as tasks:
             await self._lease_and_start(stop, tasks)
@@ -102,9 +111,13 @@ class RolloutLoop:
         was_done = False
         while not stop.is_set():
             if not self._running and not self._slots.num_serving():
-                await _stopped(stop, _RENEW_S)  # to others this actor is not there: groups and shares are theirs
+                await _stopped(
+                    stop, _RENEW_S
+                )  # to others this actor is not there: groups and shares are theirs
                 continue
-            wanted = self._slots.groups_wanted([running.progress for running in self._running.values()])
+            wanted = self._slots.groups_wanted(
+                [running.progress for running in self._running.values()]
+            )
             response = await self._exchange(wanted)
             is_done = response.state == pb.RUN_STATE_DONE
             if is_done and not was_done:
@@ -120,19 +133,29 @@ class RolloutLoop:
                 await self._pause_after_failures(stop)
 
     async def _pause_after_failures(self, stop: asyncio.Event) -> None:
-        """When nothing but failures comes, the task or what it needs is broken: prompts are not to be burnt at full speed."""
+        """When nothing but failures comes, the task or what it needs is broken: prompts are not to
+        be burnt at full speed.
+        """
         pause_s = min(_FIRST_PAUSE_S * (self._num_failed_in_a_row - _FAILED_IN_A_ROW), _MAX_PAUSE_S)
         await _stopped(stop, pause_s)
 
     async def _exchange(self, wanted: int) -> pb.LeaseResponse:
-        running = [lease_id for lease_id, running in self._running.items() if running.ending is None]
+        running = [
+            lease_id for lease_id, running in self._running.items() if running.ending is None
+        ]
         self._changed.clear()
         response = await self._desk.exchange(wanted, running, _ASK_S)
         self._beginning.serves(response.served_version)
-        self._slots.limit = response.max_trajectories if response.HasField("max_trajectories") else None
+        self._slots.limit = (
+            response.max_trajectories if response.HasField("max_trajectories") else None
+        )
         self._roller.limit(self._slots.limit)
-        for lease_id in running if response.state == pb.RUN_STATE_DONE else response.cancelled_lease_ids:
-            self._end(lease_id, pb.GROUP_OUTCOME_CANCELLED, keep=lease_id in response.recalled_lease_ids)
+        for lease_id in (
+            running if response.state == pb.RUN_STATE_DONE else response.cancelled_lease_ids
+        ):
+            self._end(
+                lease_id, pb.GROUP_OUTCOME_CANCELLED, keep=lease_id in response.recalled_lease_ids
+            )
         return response
 
     def _start(self, lease: pb.GroupLease, served_version: int, tasks: asyncio.TaskGroup) -> None:
@@ -146,7 +169,9 @@ class RolloutLoop:
         running.task.add_done_callback(lambda task: self._ended(running, task))
 
     def _ended(self, running: _Running, task: asyncio.Task[None]) -> None:
-        """Not part of `_work`, since a task that is cancelled before its first step runs none of it."""
+        """Not part of `_work`, since a task that is cancelled before its first step runs none of
+        it.
+        """
         del self._running[running.lease.lease_id]
         self._changed.set()
         if running.ending is not None and (task.cancelled() or running.stopped):
@@ -156,7 +181,9 @@ class RolloutLoop:
         """One group from its lease to its end; raises only what must end the actor."""
         lease = running.lease
         try:
-            with self._tracer.continued("rollout", lease.traceparent, group=lease.group_id, attempt=lease.attempt):
+            with self._tracer.continued(
+                "rollout", lease.traceparent, group=lease.group_id, attempt=lease.attempt
+            ):
                 group = await self._roller.roll_out(lease, running.progress)
                 if running.ending == pb.GROUP_OUTCOME_CANCELLED:  # nobody would take it
                     raise GroupStopped(f"group {group.group_id} was complete when it was recalled")
@@ -184,15 +211,21 @@ class RolloutLoop:
     def _failed(self, running: _Running, reason: str, error: PermanentError) -> None:
         self._num_failed_in_a_row += 1
         if self._num_failed_in_a_row == _FAILED_IN_A_ROW:
-            log.error("%d groups in a row failed, the last: reason=%s %s", _FAILED_IN_A_ROW, reason, error)
+            log.error(
+                "%d groups in a row failed, the last: reason=%s %s", _FAILED_IN_A_ROW, reason, error
+            )
         self._meter.group_failed()
         self._report(running, pb.GROUP_OUTCOME_FAILED, reason=reason, detail=str(error)[:500])
         self._beginning.failed(running.lease.prompt_index, reason, str(error))
 
-    def _report(self, running: _Running, outcome: pb.GroupOutcome.ValueType, **fields: object) -> None:
+    def _report(
+        self, running: _Running, outcome: pb.GroupOutcome.ValueType, **fields: object
+    ) -> None:
         progress = running.progress
         partial = progress.answers.to_proto() if running.keeps else None
-        wasted = 0 if outcome == pb.GROUP_OUTCOME_STARTED or partial is not None else progress.num_tokens
+        wasted = (
+            0 if outcome == pb.GROUP_OUTCOME_STARTED or partial is not None else progress.num_tokens
+        )
         event = pb.GroupEvent(
             lease_id=running.lease.lease_id,
             outcome=outcome,
@@ -202,8 +235,12 @@ class RolloutLoop:
         )
         self._reports.add(event)
 
-    def _end(self, lease_id: str, outcome: pb.GroupOutcome.ValueType, *, keep: bool = False) -> None:
-        """Stops a group; with `keep`, its event brings what it has sampled, if it can go on from there."""
+    def _end(
+        self, lease_id: str, outcome: pb.GroupOutcome.ValueType, *, keep: bool = False
+    ) -> None:
+        """Stops a group; with `keep`, its event brings what it has sampled, if it can go on from
+        there.
+        """
         running = self._running.get(lease_id)
         if running is None or running.ending is not None or running.task is None:
             return
@@ -260,9 +297,12 @@ class Slots:
     def groups_wanted(self, running: list[Progress]) -> int:
         """Groups to lease so that unsampled trajectories fill the slots and a quarter more.
 
-        Example: 64 slots, groups of 8, running ones with 60 trajectories unsampled: 80 - 60 make room for 3 groups.
+        Example: 64 slots, groups of 8, running ones with 60 trajectories unsampled: 80 - 60 make
+        room for 3 groups.
         """
-        num_slots = self.num_serving() if self.limit is None else min(self.num_serving(), self.limit)
+        num_slots = (
+            self.num_serving() if self.limit is None else min(self.num_serving(), self.limit)
+        )
         target = math.ceil(num_slots * (1 + _AHEAD))
         unsampled = sum(progress.num_unsampled for progress in running)
         room = math.ceil((target - unsampled) / self.group_size)

@@ -64,7 +64,15 @@ class Meter:
 class MetricsReport:
     """Publishes everything that is measured, once a second."""
 
-    def __init__(self, meter: Meter, stream: Stream, *, instance: str, num_running: Callable[[], int], num_slots: int) -> None:
+    def __init__(
+        self,
+        meter: Meter,
+        stream: Stream,
+        *,
+        instance: str,
+        num_running: Callable[[], int],
+        num_slots: int,
+    ) -> None:
         self._meter = meter
         self._stream = stream
         self._instance = instance

@@ -1,4 +1,6 @@
-"""What a single-turn group has sampled when it is stopped, and how another attempt at it goes on from there."""
+"""What a single-turn group has sampled when it is stopped, and how another attempt at it goes on
+from there.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -53,7 +55,11 @@ class Answers:
         """None when there is nothing to go on from."""
         if not self.num_tokens:
             return None
-        answers = [_to_proto(index, answer) for index, answer in self._answers.items() if answer.turn.token_ids]
+        answers = [
+            _to_proto(index, answer)
+            for index, answer in self._answers.items()
+            if answer.turn.token_ids
+        ]
         return pb.PartialGroup(prompt_token_ids=self.prompt_token_ids, answers=answers)
 
     @classmethod
@@ -69,7 +75,9 @@ def joined(before: Turn, after: Turn) -> Turn:
     runs = [*before.version_runs, *after.version_runs]
     at = len(before.version_runs)
     if 0 < at < len(runs) and runs[at - 1].policy_version == runs[at].policy_version:
-        runs[at - 1 : at + 1] = [VersionRun(runs[at].policy_version, runs[at - 1].num_tokens + runs[at].num_tokens)]
+        runs[at - 1 : at + 1] = [
+            VersionRun(runs[at].policy_version, runs[at - 1].num_tokens + runs[at].num_tokens)
+        ]
     return replace(
         after,
         token_ids=before.token_ids + after.token_ids,
@@ -85,9 +93,12 @@ def _to_proto(index: int, answer: Answer) -> pb.PartialAnswer:
         token_ids=turn.token_ids,
         logprobs=turn.logprobs,
         version_runs=[
-            sample_pb2.VersionRun(policy_version=run.policy_version, num_tokens=run.num_tokens) for run in turn.version_runs
+            sample_pb2.VersionRun(policy_version=run.policy_version, num_tokens=run.num_tokens)
+            for run in turn.version_runs
         ],
-        finish_reason=_FINISH_REASONS[turn.finish_reason] if answer.is_complete else sample_pb2.FINISH_REASON_UNSPECIFIED,
+        finish_reason=_FINISH_REASONS[turn.finish_reason]
+        if answer.is_complete
+        else sample_pb2.FINISH_REASON_UNSPECIFIED,
         text=turn.text if answer.is_complete else "",
     )
 

@@ -33,13 +33,17 @@ class TokenRecord:
         return sum(len(turn.token_ids) for turn in self.turns)
 
     def add(self, prompt_token_ids: Sequence[int], turn: Turn) -> None:
-        """`prompt_token_ids` is all that the generator saw before it sampled `turn`: the record so far and what is new.
+        """`prompt_token_ids` is all that the generator saw before it sampled `turn`: the record so
+        far and what is new.
 
         Raises GivenUp when it does not start with the record so far.
         """
         known = len(self.token_ids)
         if list(prompt_token_ids[:known]) != self.token_ids:
-            raise GivenUp("bad_response", f"the generator's prompt of {len(prompt_token_ids)} tokens is not what it was sent")
+            raise GivenUp(
+                "bad_response",
+                f"the generator's prompt of {len(prompt_token_ids)} tokens is not what it was sent",
+            )
         given = len(prompt_token_ids) - known
         self.token_ids = [*prompt_token_ids, *turn.token_ids]
         self.segment_lengths += [given, len(turn.token_ids)]
@@ -48,12 +52,16 @@ class TokenRecord:
     def to_sample(self, index: int, verdict: Verdict) -> Sample:
         """Raises GivenUp when nothing was requested at all."""
         if not self.turns:
-            raise GivenUp("no_turns", "the task's rollout returned a verdict without sampling anything")
+            raise GivenUp(
+                "no_turns", "the task's rollout returned a verdict without sampling anything"
+            )
         return Sample(
             index=index,
             token_ids_S=np.array(self.token_ids, dtype=np.uint32),
             segment_lengths=tuple(self.segment_lengths),
-            logprobs_T=np.array([logprob for turn in self.turns for logprob in turn.logprobs], dtype=np.float32),
+            logprobs_T=np.array(
+                [logprob for turn in self.turns for logprob in turn.logprobs], dtype=np.float32
+            ),
             version_runs=_merged([run for turn in self.turns for run in turn.version_runs]),
             reward=verdict.reward,
             finish_reason=self.turns[-1].finish_reason,
@@ -72,10 +80,17 @@ def _merged(runs: Sequence[VersionRun]) -> tuple[VersionRun, ...]:
 
 
 class Sampler:
-    """What every trajectory of the job shares: the generators, the sampling settings, the verifier, the chat template."""
+    """What every trajectory of the job shares: the generators, the sampling settings, the verifier,
+    the chat template.
+    """
 
     def __init__(
-        self, generators: Generators, sampling: SamplingSettings, verifier: Verifier, continuation: Continuation, seed: int
+        self,
+        generators: Generators,
+        sampling: SamplingSettings,
+        verifier: Verifier,
+        continuation: Continuation,
+        seed: int,
     ) -> None:
         self.generators = generators
         self.sampling = sampling
@@ -84,21 +99,38 @@ class Sampler:
         self.seed = seed
 
     async def chat(
-        self, messages: Sequence[Message], n: int, clock: TrajectoryClock, stop: asyncio.Event | None = None
+        self,
+        messages: Sequence[Message],
+        n: int,
+        clock: TrajectoryClock,
+        stop: asyncio.Event | None = None,
     ) -> Completions:
-        return await self.generators.complete(CompletionRequest(self.sampling, messages=messages, n=n, stop=stop), clock)
+        return await self.generators.complete(
+            CompletionRequest(self.sampling, messages=messages, n=n, stop=stop), clock
+        )
 
     async def go_on(
-        self, prompt_token_ids: Sequence[int], answer: Turn, clock: TrajectoryClock, stop: asyncio.Event
+        self,
+        prompt_token_ids: Sequence[int],
+        answer: Turn,
+        clock: TrajectoryClock,
+        stop: asyncio.Event,
     ) -> Completions:
         """The rest of an answer of which the first tokens were sampled before."""
         request = CompletionRequest(
-            self.sampling, prompt_token_ids=prompt_token_ids, answer_token_ids=answer.token_ids, stop=stop
+            self.sampling,
+            prompt_token_ids=prompt_token_ids,
+            answer_token_ids=answer.token_ids,
+            stop=stop,
         )
         return await self.generators.complete(request, clock)
 
-    async def complete(self, prompt_token_ids: Sequence[int], clock: TrajectoryClock) -> Completions:
-        return await self.generators.complete(CompletionRequest(self.sampling, prompt_token_ids=prompt_token_ids), clock)
+    async def complete(
+        self, prompt_token_ids: Sequence[int], clock: TrajectoryClock
+    ) -> Completions:
+        return await self.generators.complete(
+            CompletionRequest(self.sampling, prompt_token_ids=prompt_token_ids), clock
+        )
 
     async def verify(self, prompt_index: int, prompt: Prompt, turn: Turn) -> Verdict:
         with self.generators.meter.verifying(), span("verify"):
@@ -156,11 +188,15 @@ class Trajectory:
         if not self.record.turns:
             stop = self._keeping.stop if self._keeping is not None else None
             return self._add(await self._sampler.chat(messages, 1, self._clock, stop))
-        given = await self._sampler.continuation.token_ids(self.record.turns[-1].token_ids, messages)
+        given = await self._sampler.continuation.token_ids(
+            self.record.turns[-1].token_ids, messages
+        )
         return await self.complete(given)
 
     async def complete(self, token_ids: Sequence[int]) -> Turn:
-        return self._add(await self._sampler.complete([*self.record.token_ids, *token_ids], self._clock))
+        return self._add(
+            await self._sampler.complete([*self.record.token_ids, *token_ids], self._clock)
+        )
 
     async def verify(self, turn: Turn) -> Verdict:
         return await self._sampler.verify(self._prompt_index, self._prompt, turn)
@@ -168,7 +204,9 @@ class Trajectory:
     def _add(self, completions: Completions) -> Turn:
         turn, is_complete = completions.turns[0], completions.complete[0]
         if self._keeping is not None:
-            self._keeping.answers.keep(self._sample_index, completions.prompt_token_ids, Answer(turn, is_complete))
+            self._keeping.answers.keep(
+                self._sample_index, completions.prompt_token_ids, Answer(turn, is_complete)
+            )
         self.record.add(completions.prompt_token_ids, turn)
         if not is_complete:
             raise Stopped

@@ -1,7 +1,9 @@
-"""Runs a task's `verify` under its time limit: a coroutine here, a plain function in a process that can be ended.
+"""Runs a task's `verify` under its time limit: a coroutine here, a plain function in a process that
+can be ended.
 
-A verifier's process is handed the task's path, args and seed and makes its own task; a request names a prompt by its index. So
-only JSON lines cross the pipe. Processes are started when needed, at most `num_processes`, and ended after a time-out.
+A verifier's process is handed the task's path, args and seed and makes its own task; a request
+names a prompt by its index. So only JSON lines cross the pipe. Processes are started when needed,
+at most `num_processes`, and ended after a time-out.
 """
 
 import asyncio
@@ -29,7 +31,13 @@ class Verifier:
     """`verify` for all trajectories of the job, at most `num_processes` plain ones at once."""
 
     def __init__(
-        self, task: Task, name: TaskName, *, timeout_s: float, max_retries: int, num_processes: int | None = None
+        self,
+        task: Task,
+        name: TaskName,
+        *,
+        timeout_s: float,
+        max_retries: int,
+        num_processes: int | None = None,
     ) -> None:
         self._task = task
         self._name = name
@@ -42,7 +50,8 @@ class Verifier:
     async def verify(self, prompt_index: int, prompt: Prompt, turn: Turn) -> Verdict:
         """Tries again after a TemporaryError, which verifiers that ask remote services raise.
 
-        Raises GivenUp: "verifier_timeout", "verifier_error", "verifier_died", "verifier_unavailable".
+        Raises GivenUp: "verifier_timeout", "verifier_error", "verifier_died",
+        "verifier_unavailable".
         """
         num_failures = 0
         while True:
@@ -52,7 +61,9 @@ class Verifier:
                 return await self._verify_in_process(prompt_index, prompt, turn)
             except TemporaryError as error:
                 num_failures += 1
-                if given_up := exhausted("verifier_unavailable", num_failures, self._max_retries, error):
+                if given_up := exhausted(
+                    "verifier_unavailable", num_failures, self._max_retries, error
+                ):
                     raise given_up from error
             await asyncio.sleep(backoff_s(num_failures))
 
@@ -62,29 +73,42 @@ class Verifier:
                 outcome = self._task.verify(prompt, turn)
                 return await outcome if inspect.isawaitable(outcome) else outcome
         except TimeoutError as error:
-            raise GivenUp("verifier_timeout", f"verify took longer than {self._timeout_s:g} s") from error
+            raise GivenUp(
+                "verifier_timeout", f"verify took longer than {self._timeout_s:g} s"
+            ) from error
         except (TemporaryError, GivenUp):
             raise
         except Exception as error:
             raise GivenUp("verifier_error", f"{type(error).__name__}: {error}") from error
 
     async def _verify_in_process(self, prompt_index: int, prompt: Prompt, turn: Turn) -> Verdict:
-        question = {"prompt_index": prompt_index, "messages": prompt.messages, "turn": dataclasses.asdict(turn)}
+        question = {
+            "prompt_index": prompt_index,
+            "messages": prompt.messages,
+            "turn": dataclasses.asdict(turn),
+        }
         async with self._process() as process:
             try:
                 async with asyncio.timeout(self._timeout_s):
                     answer = await process.ask(question)
             except TimeoutError as error:
                 raise GivenUp(
-                    "verifier_timeout", f"verify took longer than {self._timeout_s:g} s, its process is ended"
+                    "verifier_timeout",
+                    f"verify took longer than {self._timeout_s:g} s, its process is ended",
                 ) from error
         if "error" in answer:
-            raise TemporaryError(answer["error"]) if answer["temporary"] else GivenUp("verifier_error", answer["error"])
+            raise (
+                TemporaryError(answer["error"])
+                if answer["temporary"]
+                else GivenUp("verifier_error", answer["error"])
+            )
         return Verdict(answer["reward"], answer["metrics"])
 
     @asynccontextmanager
     async def _process(self) -> AsyncIterator["_Process"]:
-        """A process of one's own. It is ended when the block raises, and kept for the next otherwise."""
+        """A process of one's own. It is ended when the block raises, and kept for the next
+        otherwise.
+        """
         async with self._room:
             process = self._idle.pop() if self._idle else await _Process.start(self._name)
             try:
@@ -117,19 +141,28 @@ class _Process:
             start_new_session=True,  # Ctrl-C is for the actor, which ends its processes
         )
         process = cls(child)
-        hello = {"path": name.path, "args": dict(name.args), "seed": name.seed, "sys_path": sys.path}
+        hello = {
+            "path": name.path,
+            "args": dict(name.args),
+            "seed": name.seed,
+            "sys_path": sys.path,
+        }
         try:
             async with asyncio.timeout(_START_S):
                 answer = await process.ask(hello)
         except (GivenUp, TimeoutError) as error:
             await process.end()
-            raise FatalError(f"the verifier's process for {name.path} does not start: {error!r}") from error
+            raise FatalError(
+                f"the verifier's process for {name.path} does not start: {error!r}"
+            ) from error
         except BaseException:
             await process.end()
             raise
         if "error" in answer:
             await process.end()
-            raise FatalError(f"the verifier's process cannot make the task {name.path}: {answer['error']}")
+            raise FatalError(
+                f"the verifier's process cannot make the task {name.path}: {answer['error']}"
+            )
         return process
 
     async def ask(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -144,7 +177,10 @@ class _Process:
         except (OSError, ValueError) as error:  # a broken pipe; a line over the reader's limit
             raise GivenUp("verifier_died", f"the verifier's process is gone: {error}") from error
         if not line.endswith(b"\n"):
-            raise GivenUp("verifier_died", f"the verifier's process ended with status {await self._process.wait()}")
+            raise GivenUp(
+                "verifier_died",
+                f"the verifier's process ended with status {await self._process.wait()}",
+            )
         answer: dict[str, Any] = json.loads(line)
         return answer
 

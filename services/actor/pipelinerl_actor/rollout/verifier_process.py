@@ -1,8 +1,10 @@
-"""A process that runs a task's plain `verify`: JSON lines in on stdin, JSON lines out on stdout, in order.
+"""A process that runs a task's plain `verify`: JSON lines in on stdin, JSON lines out on stdout, in
+order.
 
-First {"path", "args", "seed", "sys_path"}, answered with {}; then {"prompt_index", "messages", "turn"} each time, answered with
-{"reward", "metrics"}. `messages` are those that the policy saw: a prompt that is another one here would be judged wrongly.
-Either may be answered with {"error", "temporary"}. Ends with its stdin. What the task prints goes to stderr.
+First {"path", "args", "seed", "sys_path"}, answered with {}; then {"prompt_index", "messages",
+"turn"} each time, answered with {"reward", "metrics"}. `messages` are those that the policy saw: a
+prompt that is another one here would be judged wrongly. Either may be answered with {"error",
+"temporary"}. Ends with its stdin. What the task prints goes to stderr.
 """
 
 import asyncio
@@ -46,18 +48,24 @@ def _verdict(task: Task, question: dict[str, Any]) -> dict[str, Any]:
         prompt = task.prompt(question["prompt_index"])
         if list(prompt.messages) != question["messages"]:
             raise SettingsError(
-                f"prompt({question['prompt_index']}) is not the same in two processes; it must follow from the index, the args "
+                f"prompt({question['prompt_index']}) is not the same in two processes; it must "
+                "follow from the index, the args "
                 f"and the seed"
             )
         verdict: Any = task.verify(prompt, _turn(question["turn"]))
-        if inspect.isawaitable(verdict):  # a plain function that returns a coroutine, for example a decorated one
+        if inspect.isawaitable(
+            verdict
+        ):  # a plain function that returns a coroutine, for example a decorated one
             verdict = asyncio.run(_awaited(verdict))
         return {
             "reward": float(verdict.reward),
             "metrics": {str(name): float(value) for name, value in verdict.metrics.items()},
         }
     except Exception as error:  # noqa: BLE001 - the task's code: whatever it raises counts against one trajectory
-        return {"error": f"{type(error).__name__}: {error}"[:2000], "temporary": isinstance(error, TemporaryError)}
+        return {
+            "error": f"{type(error).__name__}: {error}"[:2000],
+            "temporary": isinstance(error, TemporaryError),
+        }
 
 
 async def _awaited(verdict: Awaitable[Any]) -> Any:

@@ -7,7 +7,9 @@ from pipelinerl_common.errors import SettingsError
 
 
 class Arithmetic(Task):
-    """Prompts like "3+4="; the answer must be exactly the sum's digits and then the end of the turn."""
+    """Prompts like "3+4="; the answer must be exactly the sum's digits and then the end of the
+    turn.
+    """
 
     def __init__(self, *, seed: int, digits: int = 1) -> None:
         if not 1 <= digits <= 9:

@@ -35,7 +35,8 @@ class CodeProblem(NamedTuple):
 
 
 class Code(Task):
-    """`reward` is the share of tests that pass ("share"), or 1 only for all of them ("all"); `limits` bound each run.
+    """`reward` is the share of tests that pass ("share"), or 1 only for all of them ("all");
+    `limits` bound each run.
 
     Needs bubblewrap, and is refused where that cannot confine a program.
     """
@@ -56,12 +57,16 @@ class Code(Task):
 
         self._sandbox = Sandbox(limits)
         self._problems = Problems.load(data, seed, parse)
-        self._system: tuple[Message, ...] = ({"role": "system", "content": system},) if system else ()
+        self._system: tuple[Message, ...] = (
+            ({"role": "system", "content": system},) if system else ()
+        )
         self._reward = reward
 
     def prompt(self, index: int) -> Prompt:
         problem = self._problems[index]
-        return Prompt((*self._system, {"role": "user", "content": problem.text}), {"problem": problem})
+        return Prompt(
+            (*self._system, {"role": "user", "content": problem.text}), {"problem": problem}
+        )
 
     def verify(self, prompt: Prompt, answer: Turn) -> Verdict:
         """In a verifier's process, which the time limit can end."""
@@ -70,10 +75,14 @@ class Code(Task):
         if program is None:
             return Verdict(0.0, {"success": 0.0, "answered": 0.0, "tests_passed": 0.0})
         num_tests = len(problem.examples) + len(problem.statements)
-        share = (self._num_examples(program, problem.examples) + self._num_statements(program, problem.statements)) / num_tests
+        share = (
+            self._num_examples(program, problem.examples)
+            + self._num_statements(program, problem.statements)
+        ) / num_tests
         success = float(share == 1.0)
         return Verdict(
-            share if self._reward == "share" else success, {"success": success, "answered": 1.0, "tests_passed": share}
+            share if self._reward == "share" else success,
+            {"success": success, "answered": 1.0, "tests_passed": share},
         )
 
     def _num_examples(self, program: str, examples: Sequence[Example]) -> int:
@@ -88,14 +97,17 @@ class Code(Task):
         return num_passed
 
     def _num_statements(self, program: str, statements: Sequence[str]) -> int:
-        """One run for all: each statement that raises nothing prints a mark that the program cannot know when it is written.
+        """One run for all: each statement that raises nothing prints a mark that the program cannot
+        know when it is written.
 
         A program that searches its own interpreter for the mark can still forge it.
         """
         if not statements:
             return 0
         mark = secrets.token_hex(16)
-        judged = "\n".join(_judged(statement, f"{mark} {index}") for index, statement in enumerate(statements))
+        judged = "\n".join(
+            _judged(statement, f"{mark} {index}") for index, statement in enumerate(statements)
+        )
         result = self._sandbox.run(f"{program}\n{judged}", "")
         passed = {line for line in result.stdout.splitlines() if line.startswith(mark)}
         return sum(f"{mark} {index}" in passed for index in range(len(statements)))
@@ -108,7 +120,10 @@ def extract_program(text: str) -> str | None:
 
 
 def _judged(statement: str, mark: str) -> str:
-    return f"try:\n    exec({statement!r}, globals())\n    print({mark!r}, flush=True)\nexcept Exception:\n    pass"
+    return (
+        f"try:\n    exec({statement!r}, globals())\n    print({mark!r}, flush=True)\nexcept "
+        "Exception:\n    pass"
+    )
 
 
 def _lines(output: str) -> list[str]:
@@ -122,7 +137,9 @@ def _tests(row: Row, name: str) -> tuple[tuple[Example, ...], tuple[str, ...]]:
         try:
             tests = json.loads(tests)
         except ValueError as error:
-            raise SettingsError(f"{row.place}: {name!r} is a text, but not JSON: {error}") from error
+            raise SettingsError(
+                f"{row.place}: {name!r} is a text, but not JSON: {error}"
+            ) from error
     if not isinstance(tests, list) or not tests:
         raise SettingsError(f"{row.place}: {name!r} is {tests!r}, not a list of tests")
     if all(isinstance(test, str) for test in tests):
@@ -134,4 +151,7 @@ def _example(test: object, row: Row, name: str) -> Example:
     match test:
         case {"input": str(given), "output": str(expected)}:
             return Example(given, expected)
-    raise SettingsError(f'{row.place}: {name!r} holds {test!r}; a test is a statement or {{"input": text, "output": text}}')
+    raise SettingsError(
+        f'{row.place}: {name!r} holds {test!r}; a test is a statement or {{"input": text, '
+        f'"output": text}}'
+    )

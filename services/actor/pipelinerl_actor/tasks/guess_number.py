@@ -7,18 +7,24 @@ from pipelinerl_common.errors import SettingsError
 
 
 class GuessNumber(Task):
-    """The reward is 1 for a right guess at the first turn and falls linearly to 1/`max_turns` at the last; 0 without one."""
+    """The reward is 1 for a right guess at the first turn and falls linearly to 1/`max_turns` at
+    the last; 0 without one.
+    """
 
     def __init__(self, *, seed: int, highest: int = 9, max_turns: int = 4) -> None:
         if highest < 1 or max_turns < 1:
-            raise SettingsError(f"spec.task.args: highest={highest} and max_turns={max_turns} must be at least 1")
+            raise SettingsError(
+                f"spec.task.args: highest={highest} and max_turns={max_turns} must be at least 1"
+            )
         self._seed = seed
         self._highest = highest
         self._max_turns = max_turns
 
     def prompt(self, index: int) -> Prompt:
         number = random.Random(f"guess {self._seed} {index}").randint(0, self._highest)
-        return Prompt.of(f"Guess my number, 0 to {self._highest}. Answer with the number only.", number=number)
+        return Prompt.of(
+            f"Guess my number, 0 to {self._highest}. Answer with the number only.", number=number
+        )
 
     async def rollout(self, rollout: Rollout) -> Verdict:
         number: int = rollout.prompt.facts["number"]
@@ -29,6 +35,10 @@ class GuessNumber(Task):
             if guess == str(number):
                 reward = 1 - turn_index / self._max_turns
                 return Verdict(reward, {"success": 1.0, "turns": turn_index + 1})
-            hint = ("higher" if int(guess) < number else "lower") if guess.isdecimal() else "not a number"
+            hint = (
+                ("higher" if int(guess) < number else "lower")
+                if guess.isdecimal()
+                else "not a number"
+            )
             messages = ({"role": "user", "content": hint},)
         return Verdict(0.0, {"success": 0.0, "turns": self._max_turns})

@@ -10,7 +10,9 @@ from pipelinerl_common.errors import SettingsError
 
 DEFAULT_SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}."
 _SYMBOLIC_TIMEOUT_S = 5
-"""For parsing and for comparing one answer: what takes longer counts as wrong. Below `task.verifierTimeoutSeconds`."""
+"""For parsing and for comparing one answer: what takes longer counts as wrong. Below
+`task.verifierTimeoutSeconds`.
+"""
 
 
 class MathsProblem(NamedTuple):
@@ -20,7 +22,9 @@ class MathsProblem(NamedTuple):
 
 
 class Maths(Task):
-    """Rows of `data` hold a problem and its answer under `problem_field`, `answer_field`; `system` is the system message."""
+    """Rows of `data` hold a problem and its answer under `problem_field`, `answer_field`; `system`
+    is the system message.
+    """
 
     def __init__(
         self,
@@ -35,14 +39,20 @@ class Maths(Task):
             return MathsProblem(text_of(row, problem_field), _answer(row, answer_field))
 
         self._problems = Problems.load(data, seed, parse)
-        self._system: tuple[Message, ...] = ({"role": "system", "content": system},) if system else ()
+        self._system: tuple[Message, ...] = (
+            ({"role": "system", "content": system},) if system else ()
+        )
 
     def prompt(self, index: int) -> Prompt:
         problem = self._problems[index]
-        return Prompt((*self._system, {"role": "user", "content": problem.text}), {"answer": problem.answer})
+        return Prompt(
+            (*self._system, {"role": "user", "content": problem.text}), {"answer": problem.answer}
+        )
 
     def verify(self, prompt: Prompt, answer: Turn) -> Verdict:
-        """1 for an answer equal to the known one, else 0. In a verifier's process: math-verify needs signals and may hang."""
+        """1 for an answer equal to the known one, else 0. In a verifier's process: math-verify
+        needs signals and may hang.
+        """
         from math_verify import parse, verify
 
         known = parse(f"\\boxed{{{prompt.facts['answer']}}}", parsing_timeout=_SYMBOLIC_TIMEOUT_S)
@@ -55,6 +65,10 @@ class Maths(Task):
 
 def _answer(row: Row, name: str) -> str:
     answer = field_of(row, name)
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
+    if (
+        isinstance(answer, bool)
+        or not isinstance(answer, str | int | float)
+        or not str(answer).strip()
+    ):
         raise SettingsError(f"{row.place}: {name!r} is {answer!r}, not a text or a number")
     return str(answer)

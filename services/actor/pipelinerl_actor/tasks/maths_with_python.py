@@ -12,7 +12,9 @@ _RUNS_AT_ONCE = 4
 
 
 class MathsWithPython(ToolTask, Maths):
-    """`data`, `problem_field`, `answer_field` as in Maths; at most `max_turns` answers, the last of which is judged."""
+    """`data`, `problem_field`, `answer_field` as in Maths; at most `max_turns` answers, the last of
+    which is judged.
+    """
 
     def __init__(
         self,
@@ -25,12 +27,25 @@ class MathsWithPython(ToolTask, Maths):
         max_turns: int = 4,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
-        Maths.__init__(self, seed=seed, data=data, problem_field=problem_field, answer_field=answer_field, system=system)
+        Maths.__init__(
+            self,
+            seed=seed,
+            data=data,
+            problem_field=problem_field,
+            answer_field=answer_field,
+            system=system,
+        )
         self._sandbox = Sandbox(limits)
         self._room = asyncio.Semaphore(_RUNS_AT_ONCE)
         self.max_turns = max_turns
         self.tool_timeout_s = 60.0 + limits.seconds
-        self.tools = (Tool("python", 'Runs a program and returns what it prints: {"program": "print(2**10)"}.', self._python),)
+        self.tools = (
+            Tool(
+                "python",
+                'Runs a program and returns what it prints: {"program": "print(2**10)"}.',
+                self._python,
+            ),
+        )
 
     async def _python(self, program: str) -> str:
         async with self._room:

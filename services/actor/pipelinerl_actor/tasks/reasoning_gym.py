@@ -1,4 +1,6 @@
-"""Any data set of reasoning-gym by its name: endless generated problems, each with the data set's own scoring."""
+"""Any data set of reasoning-gym by its name: endless generated problems, each with the data set's
+own scoring.
+"""
 
 import random
 from typing import Any
@@ -14,7 +16,9 @@ DEFAULT_SYSTEM = (
 
 
 class ReasoningGym(Task):
-    """`dataset` is a data set's name, `config` its parameters, `system` the system message ("" for none)."""
+    """`dataset` is a data set's name, `config` its parameters, `system` the system message ("" for
+    none).
+    """
 
     def __init__(
         self,
@@ -30,27 +34,43 @@ class ReasoningGym(Task):
 
         if dataset not in DATASETS:
             close = close_matches(dataset, DATASETS, most=5)
-            hint = f"did you mean {', '.join(close)}?" if close else f"it has {', '.join(sorted(DATASETS))}"
-            raise SettingsError(f"spec.task.args.dataset={dataset!r}: reasoning-gym has no such data set; {hint}")
+            hint = (
+                f"did you mean {', '.join(close)}?"
+                if close
+                else f"it has {', '.join(sorted(DATASETS))}"
+            )
+            raise SettingsError(
+                f"spec.task.args.dataset={dataset!r}: reasoning-gym has no such data set; {hint}"
+            )
         if size < 1:
             raise SettingsError(f"spec.task.args.size={size} must be at least 1")
         own = {"seed": random.Random(f"reasoning_gym {seed}").randrange(1 << 30), "size": size}
         try:
             self._problems = reasoning_gym.create_dataset(dataset, **{**own, **(config or {})})
         except (TypeError, ValueError, AssertionError) as error:
-            raise SettingsError(f"spec.task.args.config={config} does not fit the data set {dataset!r}: {error}") from error
+            raise SettingsError(
+                f"spec.task.args.config={config} does not fit the data set {dataset!r}: {error}"
+            ) from error
         self._size = size
-        self._system: tuple[Message, ...] = ({"role": "system", "content": system},) if system else ()
+        self._system: tuple[Message, ...] = (
+            ({"role": "system", "content": system},) if system else ()
+        )
 
     def prompt(self, index: int) -> Prompt:
         problem = self._problems[index % self._size]
-        return Prompt((*self._system, {"role": "user", "content": problem["question"]}), {"problem": problem})
+        return Prompt(
+            (*self._system, {"role": "user", "content": problem["question"]}), {"problem": problem}
+        )
 
     def verify(self, prompt: Prompt, answer: Turn) -> Verdict:
-        """The data set's score of the last <answer>, or of the whole text when it has no tags. In a verifier's process."""
+        """The data set's score of the last <answer>, or of the whole text when it has no tags. In a
+        verifier's process.
+        """
         from reasoning_gym.utils import extract_answer
 
         extracted = extract_answer(answer.text)
         given = answer.text.strip() if extracted is None else extracted
         score = float(self._problems.score_answer(given, prompt.facts["problem"]))
-        return Verdict(score, {"success": float(score >= 1.0), "tagged": float(extracted is not None)})
+        return Verdict(
+            score, {"success": float(score >= 1.0), "tagged": float(extracted is not None)}
+        )

@@ -16,10 +16,14 @@ TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 @asynccontextmanager
-async def running(argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> AsyncIterator[Process]:
+async def running(
+    argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+) -> AsyncIterator[Process]:
     """Runs `argv` with its output in `log`; ends it on the way out, whatever happens."""
     with log.open("ab") as output:
-        process = await asyncio.create_subprocess_exec(*argv, stdin=DEVNULL, stdout=output, stderr=output, env=env)
+        process = await asyncio.create_subprocess_exec(
+            *argv, stdin=DEVNULL, stdout=output, stderr=output, env=env
+        )
     try:
         yield process
     finally:
@@ -39,14 +43,20 @@ async def stop(process: Process) -> None:
 
 
 @asynccontextmanager
-async def server(argv: Sequence[str], port: int, log: Path, timeout_s: float = 20.0) -> AsyncIterator[Process]:
-    """Runs a server and yields when it listens on `port`. Raises Unavailable with the log's end when it never does."""
+async def server(
+    argv: Sequence[str], port: int, log: Path, timeout_s: float = 20.0
+) -> AsyncIterator[Process]:
+    """Runs a server and yields when it listens on `port`. Raises Unavailable with the log's end
+    when it never does.
+    """
     async with running(argv, log) as process:
         try:
             async with asyncio.timeout(timeout_s):
                 await _wait_for_port(process, port)
         except TimeoutError:
-            raise Unavailable(f"{argv[0]} does not listen on port {port} after {timeout_s:g} s: {log_tail(log)}") from None
+            raise Unavailable(
+                f"{argv[0]} does not listen on port {port} after {timeout_s:g} s: {log_tail(log)}"
+            ) from None
         if process.returncode is not None:
             raise Unavailable(f"{argv[0]} ended with status {process.returncode}: {log_tail(log)}")
         yield process
@@ -66,7 +76,9 @@ def free_port() -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a running process with all its threads, to 1/100 s: fields 14 and 15 of /proc/PID/stat."""
+    """User and system time of a running process with all its threads, to 1/100 s: fields 14 and 15
+    of /proc/PID/stat.
+    """
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
 

@@ -1,7 +1,8 @@
 """The packing that `bench packing` is measured against: arrival order, one open row, no look ahead.
 
-As the reference system does it: samples are taken in the order of arrival; the open row is closed when the next sample does not
-fit or when its rank has its share of the step's samples; rows go to the ranks in turn.
+As the reference system does it: samples are taken in the order of arrival; the open row is closed
+when the next sample does not fit or when its rank has its share of the step's samples; rows go to
+the ranks in turn.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,9 @@ class Rank:
 
 
 def first_fit(lengths: Sequence[int], num_ranks: int, num_slots: int) -> list[Rank]:
-    """Packs samples of `lengths` tokens, each at most `num_slots`, into rows; every rank gets an equal share of the samples."""
+    """Packs samples of `lengths` tokens, each at most `num_slots`, into rows; every rank gets an
+    equal share of the samples.
+    """
     ranks = [Rank() for _ in range(num_ranks)]
     share = -(-len(lengths) // num_ranks)
     turn, tokens, samples = 0, 0, 0

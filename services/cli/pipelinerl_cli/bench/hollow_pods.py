@@ -26,13 +26,23 @@ def running(pod: Object) -> dict[str, Any]:
         }
         for container in pod["spec"]["containers"]
     ]
-    conditions = [{"type": type_, "status": "True"} for type_ in ("PodScheduled", "Initialized", "ContainersReady", "Ready")]
+    conditions = [
+        {"type": type_, "status": "True"}
+        for type_ in ("PodScheduled", "Initialized", "ContainersReady", "Ready")
+    ]
     return {"phase": "Running", "conditions": conditions, "containerStatuses": containers}
 
 
-def ended(pod: Object, exit_codes: Mapping[str, int] | None = None, reason: str = "") -> dict[str, Any]:
-    """Status of a pod that is over: Succeeded, or Failed when a container's exit code in `exit_codes` is not 0."""
-    codes = {container["name"]: (exit_codes or {}).get(container["name"], 0) for container in pod["spec"]["containers"]}
+def ended(
+    pod: Object, exit_codes: Mapping[str, int] | None = None, reason: str = ""
+) -> dict[str, Any]:
+    """Status of a pod that is over: Succeeded, or Failed when a container's exit code in
+    `exit_codes` is not 0.
+    """
+    codes = {
+        container["name"]: (exit_codes or {}).get(container["name"], 0)
+        for container in pod["spec"]["containers"]
+    }
     containers = [
         {
             "name": name,
@@ -51,7 +61,11 @@ def ended(pod: Object, exit_codes: Mapping[str, int] | None = None, reason: str 
         for name, code in codes.items()
     ]
     phase = "Failed" if any(codes.values()) else "Succeeded"
-    return {"phase": phase, "conditions": [{"type": "Ready", "status": "False"}], "containerStatuses": containers}
+    return {
+        "phase": phase,
+        "conditions": [{"type": "Ready", "status": "False"}],
+        "containerStatuses": containers,
+    }
 
 
 class HollowPods:
@@ -82,7 +96,9 @@ class HollowPods:
                     await asyncio.sleep(RETRY_S)
 
     def _begin(self, tasks: asyncio.TaskGroup, pod: Object) -> None:
-        if (pod.get("status") or {}).get("phase", "Pending") == "Pending" and "deletionTimestamp" not in pod["metadata"]:
+        if (pod.get("status") or {}).get(
+            "phase", "Pending"
+        ) == "Pending" and "deletionTimestamp" not in pod["metadata"]:
             tasks.create_task(self._start(pod))
 
     async def _start(self, pod: Object) -> None:
@@ -95,7 +111,9 @@ class HollowPods:
                     return
                 except NotFound:
                     return
-                except PipelineRLError:  # Conflict among them: of a pod that has gone or changed meanwhile
+                except (
+                    PipelineRLError
+                ):  # Conflict among them: of a pod that has gone or changed meanwhile
                     pass
             await asyncio.sleep(RETRY_S)
 

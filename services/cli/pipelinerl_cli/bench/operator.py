@@ -1,7 +1,9 @@
-"""`bench operator`: the operator with many jobs on a real API server, whose pods have no containers.
+"""`bench operator`: the operator with many jobs on a real API server, whose pods have no
+containers.
 
-etcd and kube-apiserver run on loopback, the operator as a process of its own, as a pod would run it. Jobs are created as fast
-as the server takes them; every pod is said to run as soon as it exists. Measured from the first job until all are Running:
+etcd and kube-apiserver run on loopback, the operator as a process of its own, as a pod would run
+it. Jobs are created as fast as the server takes them; every pod is said to run as soon as it
+exists. Measured from the first job until all are Running:
 
 - a reconcile's duration, from the operator's own histogram, waiting for the API server included;
 - resident memory of the operator, sampled every second, its peak;
@@ -34,12 +36,16 @@ from pipelinerl_operator.kube.errors import NotFound
 from pipelinerl_operator.kube.resources import JOBS
 
 TITLE = "Operator with many jobs on a real API server"
-CRDS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition")
+CRDS = Resource(
+    "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition"
+)
 CHILDREN_PER_JOB = 10
 """ServiceAccount, ConfigMap, Service, NetworkPolicy, two budgets, Secret, three pods."""
 RESYNC_S = 20.0
 SCRAPE_S = 5
-"""Prometheus asks every 15 s, as the chart has it. An answer of a thousand jobs is 2 MB and its making is work."""
+"""Prometheus asks every 15 s, as the chart has it. An answer of a thousand jobs is 2 MB and its
+making is work.
+"""
 DEADLINE_S = 1800.0
 AT_ONCE = 16
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -69,7 +75,9 @@ class Operator:
 
     def sample(self) -> None:
         if self.process.poll() is not None:
-            raise FatalError(f"the operator ended with status {self.process.returncode}:\n{self.last_lines()}")
+            raise FatalError(
+                f"the operator ended with status {self.process.returncode}:\n{self.last_lines()}"
+            )
         status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
         resident = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
         self.peak_bytes = max(self.peak_bytes, int(resident.split()[1]) * 1024)
@@ -91,7 +99,9 @@ async def _measure(server: ApiServer, jobs: int) -> Report:
         operator = _start(server)
         driving = asyncio.create_task(HollowPods(api).run())
         try:
-            await _until(operator, session, lambda series: series.get("operator_leader", 0.0) == 1.0)
+            await _until(
+                operator, session, lambda series: series.get("operator_leader", 0.0) == 1.0
+            )
             progress(f"{jobs} jobs are created")
             started = time.monotonic()
             turns = asyncio.Semaphore(AT_ONCE)
@@ -103,7 +113,11 @@ async def _measure(server: ApiServer, jobs: int) -> Report:
             await asyncio.gather(*(submit(number) for number in range(jobs)))
             submitted_s = time.monotonic() - started
             progress(f"all were accepted after {submitted_s:.0f} s")
-            steady = await _until(operator, session, lambda series: series.get('operator_jobs{phase="Running"}', 0) >= jobs)
+            steady = await _until(
+                operator,
+                session,
+                lambda series: series.get('operator_jobs{phase="Running"}', 0) >= jobs,
+            )
             settled_s = time.monotonic() - started
             progress(f"all run after {settled_s:.0f} s; two quiet rounds")
             quiet = await _quiet_rounds(operator, session, jobs)
@@ -116,7 +130,9 @@ async def _measure(server: ApiServer, jobs: int) -> Report:
     return _report(jobs, steady, quiet, settled_s, operator.peak_bytes)
 
 
-async def _until(operator: Operator, session: aiohttp.ClientSession, holds: Condition) -> dict[str, float]:
+async def _until(
+    operator: Operator, session: aiohttp.ClientSession, holds: Condition
+) -> dict[str, float]:
     """The series once `holds` does. Samples memory meanwhile."""
     deadline = time.monotonic() + DEADLINE_S
     for second in itertools.count():
@@ -129,23 +145,33 @@ async def _until(operator: Operator, session: aiohttp.ClientSession, holds: Cond
         if time.monotonic() > deadline:
             break
         await asyncio.sleep(1.0)
-    raise FatalError(f"not steady within {DEADLINE_S:g} s; the operator's last words:\n{operator.last_lines()}")
+    raise FatalError(
+        f"not steady within {DEADLINE_S:g} s; the operator's last words:\n{operator.last_lines()}"
+    )
 
 
-async def _quiet_rounds(operator: Operator, session: aiohttp.ClientSession, jobs: int) -> dict[str, float]:
+async def _quiet_rounds(
+    operator: Operator, session: aiohttp.ClientSession, jobs: int
+) -> dict[str, float]:
     """What two resyncs add to each series, after what was still to be written has been."""
     await asyncio.sleep(10.0)
     before = await operator.metrics(session)
     looked = _sum(before, "operator_reconciles_total") + 2 * jobs
-    after = await _until(operator, session, lambda series: _sum(series, "operator_reconciles_total") >= looked)
+    after = await _until(
+        operator, session, lambda series: _sum(series, "operator_reconciles_total") >= looked
+    )
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
 
 
-def _report(jobs: int, steady: dict[str, float], quiet: dict[str, float], settled_s: float, peak_bytes: int) -> Report:
+def _report(
+    jobs: int, steady: dict[str, float], quiet: dict[str, float], settled_s: float, peak_bytes: int
+) -> Report:
     writes = sum(_sum(steady, "operator_api_requests_total", f'verb="{verb}"') for verb in WRITES)
     creates = _sum(steady, "operator_api_requests_total", 'verb="create"')
     events = max(0.0, creates - CHILDREN_PER_JOB * jobs)
-    quiet_writes = sum(_sum(quiet, "operator_api_requests_total", f'verb="{verb}"') for verb in (*WRITES, "create"))
+    quiet_writes = sum(
+        _sum(quiet, "operator_api_requests_total", f'verb="{verb}"') for verb in (*WRITES, "create")
+    )
     p50, p99 = (_quantile(steady, share) for share in (0.5, 0.99))
     values: dict[str, Value] = {
         "jobs": jobs,
@@ -181,7 +207,10 @@ def _job(number: int) -> Object:
         "metadata": {"name": f"job-{number}", "namespace": "default"},
         "spec": {
             "model": {"uri": "tiny://arithmetic?digits=1", "dtype": "float32", "maxModelLen": 64},
-            "task": {"path": "pipelinerl_actor.tasks.arithmetic:Arithmetic", "sampling": {"maxTokens": 4}},
+            "task": {
+                "path": "pipelinerl_actor.tasks.arithmetic:Arithmetic",
+                "sampling": {"maxTokens": 4},
+            },
             "weightTransfer": {"backend": "gloo"},
         },
     }
@@ -204,9 +233,18 @@ def _start(server: ApiServer) -> Operator:
             "--resync-seconds": f"{RESYNC_S:g}",
             "--log-level": "warning",
         }
-        command = [sys.executable, "-m", "pipelinerl_operator", *(part for pair in flags.items() for part in pair)]
+        command = [
+            sys.executable,
+            "-m",
+            "pipelinerl_operator",
+            *(part for pair in flags.items() for part in pair),
+        ]
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env={**os.environ, **MALLOC, **environment}
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **MALLOC, **environment},
         )
     return Operator(process, f"127.0.0.1:{port}", log_file)
 
@@ -225,18 +263,28 @@ async def _until_served(server: ApiServer) -> None:
 def _plain(name: str) -> str:
     """Without the prefix and the labels that are the same everywhere."""
     bare, brace, labels = name.partition("{")
-    kept = [label for label in labels.rstrip("}").split(",") if label and not label.startswith(("job=", "role="))]
+    kept = [
+        label
+        for label in labels.rstrip("}").split(",")
+        if label and not label.startswith(("job=", "role="))
+    ]
     return bare.removeprefix("pipelinerl_") + (brace + ",".join(kept) + "}" if kept else "")
 
 
 def _sum(series: dict[str, float], name: str, label: str = "") -> float:
-    return sum(value for key, value in series.items() if key.partition("{")[0] == name and label in key)
+    return sum(
+        value for key, value in series.items() if key.partition("{")[0] == name and label in key
+    )
 
 
 def _quantile(series: dict[str, float], share: float) -> float:
     """Of the reconcile histogram, straight within its bucket as Prometheus has it."""
     prefix = 'operator_reconcile_seconds_bucket{le="'
-    buckets = sorted((float(key[len(prefix) :].rstrip('"}')), value) for key, value in series.items() if key.startswith(prefix))
+    buckets = sorted(
+        (float(key[len(prefix) :].rstrip('"}')), value)
+        for key, value in series.items()
+        if key.startswith(prefix)
+    )
     total = buckets[-1][1]
     below, count_below = 0.0, 0.0
     for bound, count in buckets:

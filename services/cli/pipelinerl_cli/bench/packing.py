@@ -1,9 +1,11 @@
-"""`bench packing`: the preprocessor's packing against first fit in arrival order, on the same heavy-tailed batches.
+"""`bench packing`: the preprocessor's packing against first fit in arrival order, on the same
+heavy-tailed batches.
 
 `fill` is the share of token slots that hold a token when every row is as long as the budget, over all batches;
 `baseline_fill` the same of the baseline. `slot_fill` is the share of the slots that the trainer really computes, since the
-product cuts a row to what it uses. Imbalance is (most - fewest) / most tokens of a rank: ours in the worst batch, the
-baseline's in the median one. Samples per minute include the assignment and every column of every micro-batch.
+product cuts a row to what it uses. Imbalance is (most - fewest) / most tokens of a rank: ours in
+the worst batch, the baseline's in the median one. Samples per minute include the assignment and
+every column of every micro-batch.
 """
 
 import argparse
@@ -40,20 +42,28 @@ def bench(args: argparse.Namespace) -> Report:
     batches = []
     for number in range(rounds):
         seed = args.seed * 1000 + number
-        workload = Workload(num_groups, num_groups, GROUP_SIZE, args.median_tokens, args.max_tokens, seed)
+        workload = Workload(
+            num_groups, num_groups, GROUP_SIZE, args.median_tokens, args.max_tokens, seed
+        )
         batches.append(_pack(workload, args.ranks, args.slots))
     return _report(batches, args.slots)
 
 
 def _pack(workload: Workload, num_ranks: int, budget: int) -> Packed:
     groups = workload.groups()
-    numbered = [(number, _sequence(sample)) for number, group in enumerate(groups) for sample in group.samples]
+    numbered = [
+        (number, _sequence(sample))
+        for number, group in enumerate(groups)
+        for sample in group.samples
+    ]
     lengths = [sequence.num_tokens for _, sequence in numbered]
     start = time.perf_counter()
     assignment = pack(lengths, budget, num_ranks)
     built = [_build_rank(assignment, rank, numbered) for rank in range(num_ranks)]
     seconds = time.perf_counter() - start
-    assert sum(row.num_trained for rows in built for row in rows) == sum(group.num_sampled for group in groups)
+    assert sum(row.num_trained for rows in built for row in rows) == sum(
+        group.num_sampled for group in groups
+    )
     return Packed(assignment, seconds, len(numbered), first_fit(lengths, num_ranks, budget))
 
 
@@ -70,7 +80,9 @@ def _sequence(sample: Sample) -> TrainSequence:
     )
 
 
-def _build_rank(assignment: Assignment, rank: int, numbered: Sequence[tuple[int, TrainSequence]]) -> list[MicroBatch]:
+def _build_rank(
+    assignment: Assignment, rank: int, numbered: Sequence[tuple[int, TrainSequence]]
+) -> list[MicroBatch]:
     return [
         build_row(
             index,
@@ -85,7 +97,10 @@ def _build_rank(assignment: Assignment, rank: int, numbered: Sequence[tuple[int,
 
 
 def _report(batches: Sequence[Packed], budget: int) -> Report:
-    fill = _share([batch.assignment.budget_fill for batch in batches], [_num_rows(batch.assignment) for batch in batches])
+    fill = _share(
+        [batch.assignment.budget_fill for batch in batches],
+        [_num_rows(batch.assignment) for batch in batches],
+    )
     imbalance = max(batch.assignment.imbalance for batch in batches)
     samples_per_minute = 60 * median(batch.num_samples / batch.seconds for batch in batches)
     rows = [row for batch in batches for rank in batch.baseline for row in rank.rows]

@@ -8,7 +8,9 @@ from pathlib import Path
 
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 PARENT, OWN_TIMES = 1, slice(11, 15)
-"""Places in /proc/N/stat behind the name: parent; user and system time, of the process and of its ended children."""
+"""Places in /proc/N/stat behind the name: parent; user and system time, of the process and of its
+ended children.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,9 @@ class Process:
 
 def tree(root: int) -> Iterator[Process]:
     """`root` and all below it, parents before their children; nothing when it has ended."""
-    processes = {each.pid: each for each in map(_process, Path("/proc").iterdir()) if each is not None}
+    processes = {
+        each.pid: each for each in map(_process, Path("/proc").iterdir()) if each is not None
+    }
     children: dict[int, list[int]] = defaultdict(list)
     for each in processes.values():
         children[each.parent].append(each.pid)
@@ -37,7 +41,14 @@ def _process(folder: Path) -> Process | None:
     if not folder.name.isdigit():
         return None
     try:
-        stat = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        stat = (
+            (folder / "stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()
+        )
     except OSError:
         return None
-    return Process(int(folder.name), int(stat[PARENT]), sum(map(int, stat[OWN_TIMES])) / TICKS_PER_SECOND)
+    return Process(
+        int(folder.name), int(stat[PARENT]), sum(map(int, stat[OWN_TIMES])) / TICKS_PER_SECOND
+    )

@@ -11,7 +11,9 @@ Value: TypeAlias = Union[float, int, str, "Mapping[str, Value]"]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: `target` is what the measurement should reach, for example ">= 3", and `met` whether it did."""
+    """One line of the table: `target` is what the measurement should reach, for example ">= 3", and
+    `met` whether it did.
+    """
 
     what: str
     measured: str

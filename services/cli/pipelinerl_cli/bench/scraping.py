@@ -22,7 +22,9 @@ class Load:
     failed_scrapes: int = 0
     """Of a process that answered before and after: it should have served."""
     absent_scrapes: int = 0
-    """Before a process listened, or after its last answer: targets are listed before their processes start."""
+    """Before a process listened, or after its last answer: targets are listed before their
+    processes start.
+    """
     bytes: int = 0
     spans: int = 0
     _open: dict[str, int] = field(default_factory=dict)
@@ -60,7 +62,9 @@ async def scraping(targets_file: Path, load: Load) -> AsyncIterator[None]:
     async def loop() -> None:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as session:
             while True:
-                await asyncio.gather(*(scrape(session, target) for target in _targets(targets_file)))
+                await asyncio.gather(
+                    *(scrape(session, target) for target in _targets(targets_file))
+                )
                 await asyncio.sleep(EVERY_S)
 
     task = asyncio.create_task(loop())

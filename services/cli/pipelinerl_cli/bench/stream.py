@@ -1,8 +1,10 @@
-"""`bench stream`: samples from an actor's process to the preprocessor's, against the reference system's Redis and pickle.
+"""`bench stream`: samples from an actor's process to the preprocessor's, against the reference
+system's Redis and pickle.
 
-Ours is the product's path: common.codec and common.stream on a real nats-server with file storage, every publication and every
-delivery acknowledged. Both sides move the same trajectories between two processes through one server process, in turn, several
-times; ratios are taken per round and their median counts.
+Ours is the product's path: common.codec and common.stream on a real nats-server with file storage,
+every publication and every delivery acknowledged. Both sides move the same trajectories between two
+processes through one server process, in turn, several times; ratios are taken per round and their
+median counts.
 """
 
 import argparse
@@ -17,7 +19,8 @@ from pipelinerl_cli.bench.trajectories import Workload
 
 TITLE = "Sample stream against Redis + pickle"
 NO_REDIS = (
-    "redis-server is not installed, so there is no baseline: install Debian's package redis-server and run the bench again."
+    "redis-server is not installed, so there is no baseline: install Debian's package "
+    "redis-server and run the bench again."
 )
 DISTINCT_GROUPS = 32
 
@@ -27,7 +30,9 @@ def bench(args: argparse.Namespace) -> Report:
     if shutil.which("redis-server") is None:
         return Report(TITLE, skipped=NO_REDIS)
     num_groups, num_rounds = (100, 1) if args.quick else (args.groups, args.rounds)
-    workload = Workload(num_groups, DISTINCT_GROUPS, args.group_size, args.median_tokens, args.max_tokens, args.seed)
+    workload = Workload(
+        num_groups, DISTINCT_GROUPS, args.group_size, args.median_tokens, args.max_tokens, args.seed
+    )
     ours, baseline = asyncio.run(_rounds(workload, num_rounds))
     return _report(ours, baseline)
 
@@ -37,14 +42,21 @@ async def _rounds(workload: Workload, num_rounds: int) -> tuple[list[Run], list[
     for number in range(num_rounds):
         ours.append(await run("jetstream", workload))
         baseline.append(await run("redis", workload))
-        rates = f"{ours[-1].samples_per_second:.0f} against {baseline[-1].samples_per_second:.0f} samples/s"
+        rates = (
+            f"{ours[-1].samples_per_second:.0f} against {baseline[-1].samples_per_second:.0f} "
+            "samples/s"
+        )
         progress(f"round {number + 1} of {num_rounds}: {rates}")
     return ours, baseline
 
 
 def _report(ours: list[Run], baseline: list[Run]) -> Report:
-    speed = median(a.samples_per_second / b.samples_per_second for a, b in zip(ours, baseline, strict=True))
-    cpu = median(a.cpu_us_per_token / b.cpu_us_per_token for a, b in zip(ours, baseline, strict=True))
+    speed = median(
+        a.samples_per_second / b.samples_per_second for a, b in zip(ours, baseline, strict=True)
+    )
+    cpu = median(
+        a.cpu_us_per_token / b.cpu_us_per_token for a, b in zip(ours, baseline, strict=True)
+    )
     size = ours[0].bytes_per_token
     values: dict[str, Value] = {
         "samples_per_second_ratio": speed,
@@ -59,7 +71,10 @@ def _report(ours: list[Run], baseline: list[Run]) -> Report:
         at_most("CPU per token, ratio", cpu, 0.25),
         at_most("payload bytes per token", size, 12.0, f"{baseline[0].bytes_per_token:.3g}"),
     ]
-    rows += [Row(name.replace("_", " "), f"{of(ours):.4g}", f"{of(baseline):.4g}") for name, of in ABSOLUTES.items()]
+    rows += [
+        Row(name.replace("_", " "), f"{of(ours):.4g}", f"{of(baseline):.4g}")
+        for name, of in ABSOLUTES.items()
+    ]
     return Report(TITLE, values, tuple(rows))
 
 

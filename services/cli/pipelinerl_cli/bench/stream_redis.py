@@ -1,7 +1,8 @@
-"""The baseline: one pickled dict of Python lists per XADD, one entry per XREAD, no pipelining, no acknowledgement.
+"""The baseline: one pickled dict of Python lists per XADD, one entry per XREAD, no pipelining, no
+acknowledgement.
 
-That is how the reference system moves a sample between its processes. Pickle is here to be measured against; the product never
-uses it.
+That is how the reference system moves a sample between its processes. Pickle is here to be measured
+against; the product never uses it.
 """
 
 import pickle
@@ -39,7 +40,9 @@ def encode(text: dict[str, Any]) -> bytes:
 
 
 def read(port: int, deadline_reads: int = 60) -> Iterator[dict[str, Any]]:
-    """Samples from the beginning of the stream, one XREAD each. Raises TimeoutError after `deadline_reads` empty seconds."""
+    """Samples from the beginning of the stream, one XREAD each. Raises TimeoutError after
+    `deadline_reads` empty seconds.
+    """
     client = redis.Redis("127.0.0.1", port)
     last_id, empty = b"0", 0
     while empty < deadline_reads:
@@ -54,11 +57,15 @@ def read(port: int, deadline_reads: int = 60) -> Iterator[dict[str, Any]]:
 
 def training_texts(workload: Workload) -> list[list[dict[str, Any]]]:
     """The workload's pool in the baseline's form: a list of dicts per group."""
-    return [[_training_text(group, sample) for sample in group.samples] for group in workload.groups()]
+    return [
+        [_training_text(group, sample) for sample in group.samples] for group in workload.groups()
+    ]
 
 
 def _training_text(group: SampleGroup, sample: Sample) -> dict[str, Any]:
-    """One trajectory with the reference's fields. Labels are -100 on the prompt; reference log-probs are filled a hop later."""
+    """One trajectory with the reference's fields. Labels are -100 on the prompt; reference
+    log-probs are filled a hop later.
+    """
     num_prompt = sample.segment_lengths[0]
     input_ids = sample.token_ids_S.tolist()
     return {

@@ -1,6 +1,8 @@
-"""The two ends of the stream bench, each a process: `python -m pipelinerl_cli.bench.stream_roles ROLE TRANSPORT ...`.
+"""The two ends of the stream bench, each a process: `python -m pipelinerl_cli.bench.stream_roles
+ROLE TRANSPORT ...`.
 
-A role prepares, prints `ready`, waits for a line on standard input, does its work and prints its measurement as a line of JSON.
+A role prepares, prints `ready`, waits for a line on standard input, does its work and prints its
+measurement as a line of JSON.
 """
 
 import argparse
@@ -23,7 +25,9 @@ from pipelinerl_common.types import SampleGroup
 
 JOB = "bench"
 PUBLISHING = 8
-"""Groups that the producer has in publication at once, as an actor with that many finished groups would."""
+"""Groups that the producer has in publication at once, as an actor with that many finished groups
+would.
+"""
 MAX_PENDING = 256
 
 
@@ -49,13 +53,22 @@ class Meter:
 
     def measurement(self) -> Measurement:
         """Times, CPU and counts of this role."""
-        return Measurement(self._started, self._ended, self._cpu_seconds, self.num_samples, self.num_tokens, self.payload_bytes)
+        return Measurement(
+            self._started,
+            self._ended,
+            self._cpu_seconds,
+            self.num_samples,
+            self.num_tokens,
+            self.payload_bytes,
+        )
 
 
 async def produce_jetstream(port: int, workload: Workload) -> Measurement:
     """Publishes every group through the product's stream and waits for each acknowledgement."""
     pool, meter = workload.groups(), Meter()
-    async with connect(f"nats://127.0.0.1:{port}", JOB, StreamSettings(), name="bench-producer") as connection:
+    async with connect(
+        f"nats://127.0.0.1:{port}", JOB, StreamSettings(), name="bench-producer"
+    ) as connection:
         await _wait_for_start()
         groups = cycle(pool, workload.num_groups)
 
@@ -68,7 +81,9 @@ async def produce_jetstream(port: int, workload: Workload) -> Measurement:
                 for _ in range(PUBLISHING):
                     tasks.create_task(publish())
         for group in cycle(pool, workload.num_groups):
-            num_bytes = sum(len(part.payload) for part in encode_group(group, connection.max_payload_bytes))
+            num_bytes = sum(
+                len(part.payload) for part in encode_group(group, connection.max_payload_bytes)
+            )
             meter.count(len(group.samples), _num_tokens(group), num_bytes)
     return meter.measurement()
 
@@ -77,7 +92,9 @@ async def consume_jetstream(port: int, workload: Workload) -> Measurement:
     """Receives, decodes and acknowledges every group through the product's durable consumer."""
     meter = Meter()
     async with (
-        connect(f"nats://127.0.0.1:{port}", JOB, StreamSettings(), name="bench-consumer") as connection,
+        connect(
+            f"nats://127.0.0.1:{port}", JOB, StreamSettings(), name="bench-consumer"
+        ) as connection,
         connection.samples(MAX_PENDING) as groups,
     ):
         await _wait_for_start()
@@ -144,7 +161,9 @@ async def _run(role: str, transport: str, port: int, workload: Workload) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="stream_roles", description="One end of `pipelinerl bench stream`.")
+    parser = argparse.ArgumentParser(
+        prog="stream_roles", description="One end of `pipelinerl bench stream`."
+    )
     parser.add_argument("role", choices=["produce", "consume"])
     parser.add_argument("transport", choices=["jetstream", "redis"])
     parser.add_argument("port", type=int)

@@ -1,4 +1,6 @@
-"""One run of the stream bench: a fresh server, a consumer and a producer process, and what all three cost."""
+"""One run of the stream bench: a fresh server, a consumer and a producer process, and what all
+three cost.
+"""
 
 import asyncio
 import json
@@ -21,7 +23,9 @@ READY_TIMEOUT_S, RUN_TIMEOUT_S = 60.0, 300.0
 
 @dataclass(frozen=True)
 class Run:
-    """CPU is of producer, consumer and server together; tokens are those of whole trajectories, prompts included."""
+    """CPU is of producer, consumer and server together; tokens are those of whole trajectories,
+    prompts included.
+    """
 
     seconds: float
     cpu_seconds: float
@@ -47,7 +51,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one role saw between its start and its end. Times are of the monotonic clock, which all processes share."""
+    """What one role saw between its start and its end. Times are of the monotonic clock, which all
+    processes share.
+    """
 
     started: float
     ended: float
@@ -58,7 +64,9 @@ class Measurement:
 
 
 async def run(transport: str, workload: Workload) -> Run:
-    """Moves the workload once over "jetstream" or "redis". Raises Unavailable when a process fails or samples are lost."""
+    """Moves the workload once over "jetstream" or "redis". Raises Unavailable when a process fails
+    or samples are lost.
+    """
     with tempfile.TemporaryDirectory(prefix="pipelinerl-bench-") as folder:
         async with (
             SERVERS[transport](Path(folder)) as server,
@@ -71,7 +79,10 @@ async def run(transport: str, workload: Workload) -> Run:
             produced, consumed = await asyncio.gather(producer.result(), consumer.result())
             server_cpu = children.cpu_seconds(server.pid) - before
     if (produced.num_samples, produced.num_tokens) != (consumed.num_samples, consumed.num_tokens):
-        raise Unavailable(f"{transport}: {produced.num_samples} samples were written and {consumed.num_samples} read")
+        raise Unavailable(
+            f"{transport}: {produced.num_samples} samples were written and {consumed.num_samples} "
+            "read"
+        )
     return Run(
         seconds=consumed.ended - produced.started,
         cpu_seconds=produced.cpu_seconds + consumed.cpu_seconds + server_cpu,
@@ -117,7 +128,10 @@ async def _redis(folder: Path) -> AsyncIterator[Server]:
         yield Server(process.pid, port)
 
 
-SERVERS: dict[str, Callable[[Path], AbstractAsyncContextManager[Server]]] = {"jetstream": _nats, "redis": _redis}
+SERVERS: dict[str, Callable[[Path], AbstractAsyncContextManager[Server]]] = {
+    "jetstream": _nats,
+    "redis": _redis,
+}
 
 
 @dataclass(frozen=True)
@@ -137,7 +151,9 @@ class _Role:
         async with asyncio.timeout(timeout_s):
             line = await self.process.stdout.readline()
         if not line:
-            raise Unavailable(f"the {self.name} ended with status {await self.process.wait()}; its error is above")
+            raise Unavailable(
+                f"the {self.name} ended with status {await self.process.wait()}; its error is above"
+            )
         return line
 
 
@@ -146,7 +162,12 @@ async def _role(role: str, transport: str, port: int, workload: Workload) -> Asy
     """A child process (see stream_roles) that has prepared itself and waits to be started."""
     arguments = [role, transport, str(port), json.dumps(asdict(workload))]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "pipelinerl_cli.bench.stream_roles", *arguments, stdin=PIPE, stdout=PIPE
+        sys.executable,
+        "-m",
+        "pipelinerl_cli.bench.stream_roles",
+        *arguments,
+        stdin=PIPE,
+        stdout=PIPE,
     )
     try:
         ready = _Role(f"{transport} {role}r", process)

@@ -1,11 +1,12 @@
 """What telemetry costs: the same run with it and without, in turn.
 
-with      every target scraped once a second, vLLM's own metrics, a tenth of the groups traced to a collector
-without   nobody scrapes, vLLM keeps no metrics, nothing is traced
+with      every target scraped once a second, vLLM's own metrics, a tenth of the groups traced to a
+collector without   nobody scrapes, vLLM keeps no metrics, nothing is traced
 
-Our own numbers are recorded in both, since the run's own records come from them too. Two things are compared over the steps
-after the warm-up: trained tokens per second, which is what counts and swings with everything else on the machine, and trained
-tokens per second of CPU time over all processes of the run, which swings less.
+Our own numbers are recorded in both, since the run's own records come from them too. Two things are
+compared over the steps after the warm-up: trained tokens per second, which is what counts and
+swings with everything else on the machine, and trained tokens per second of CPU time over all
+processes of the run, which swings less.
 """
 
 import argparse
@@ -62,17 +63,27 @@ def bench(args: argparse.Namespace) -> Report:
     return report(pairs, load)
 
 
-async def _pairs(rounds: int, steps: int, engine: str, seed: int, load: Load) -> list[tuple[Measured, Measured]]:
+async def _pairs(
+    rounds: int, steps: int, engine: str, seed: int, load: Load
+) -> list[tuple[Measured, Measured]]:
     """(without, with) for each round; which comes first changes from round to round."""
     pairs = []
-    with tempfile.TemporaryDirectory(prefix="pipelinerl-bench-") as folder, collecting() as (endpoint, collector):
+    with (
+        tempfile.TemporaryDirectory(prefix="pipelinerl-bench-") as folder,
+        collecting() as (endpoint, collector),
+    ):
         for number in range(rounds):
             measured: dict[bool, Measured] = {}
             for with_telemetry in (False, True) if number % 2 == 0 else (True, False):
-                progress(f"round {number + 1} of {rounds}: {'with' if with_telemetry else 'without'} telemetry")
+                progress(
+                    f"round {number + 1} of {rounds}: {'with' if with_telemetry else 'without'} "
+                    "telemetry"
+                )
                 output = Path(folder) / f"{number}-{'with' if with_telemetry else 'without'}"
                 job = _job(engine, steps, seed, endpoint if with_telemetry else None)
-                measured[with_telemetry] = await _run(job, output, steps, load if with_telemetry else None)
+                measured[with_telemetry] = await _run(
+                    job, output, steps, load if with_telemetry else None
+                )
             pairs.append((measured[False], measured[True]))
         load.spans = len(collector.spans)
     return pairs
@@ -91,8 +102,14 @@ async def _run(job: dict[str, Any], output: Path, steps: int, load: Load | None)
             ended = await _at_step(process, output, steps, log)
             await process.wait()
     except TimeoutError:
-        raise Unavailable(f"the run did not end within {RUN_TIMEOUT_S:g} s: {children.log_tail(log)}") from None
-    return Measured(ended.tokens - began.tokens, ended.seconds - began.seconds, ended.cpu_seconds - began.cpu_seconds)
+        raise Unavailable(
+            f"the run did not end within {RUN_TIMEOUT_S:g} s: {children.log_tail(log)}"
+        ) from None
+    return Measured(
+        ended.tokens - began.tokens,
+        ended.seconds - began.seconds,
+        ended.cpu_seconds - began.cpu_seconds,
+    )
 
 
 def _write_job(output: Path, job: dict[str, Any]) -> Path:
@@ -103,7 +120,9 @@ def _write_job(output: Path, job: dict[str, Any]) -> Path:
     return job_file
 
 
-async def _at_step(process: asyncio.subprocess.Process, output: Path, step: int, log: Path) -> Measured:
+async def _at_step(
+    process: asyncio.subprocess.Process, output: Path, step: int, log: Path
+) -> Measured:
     """Tokens trained, time and CPU time up to the moment at which `step` was reported."""
     while True:
         trained = _trained(output / "metrics.jsonl")
@@ -114,7 +133,10 @@ async def _at_step(process: asyncio.subprocess.Process, output: Path, step: int,
                 sum(each.cpu_seconds for each in tree(process.pid)),
             )
         if process.returncode is not None:
-            raise Unavailable(f"the run ended with status {process.returncode} before step {step}: {children.log_tail(log)}")
+            raise Unavailable(
+                f"the run ended with status {process.returncode} before step {step}: "
+                f"{children.log_tail(log)}"
+            )
         await asyncio.sleep(POLL_S)
 
 
@@ -123,7 +145,9 @@ def _trained(path: Path) -> list[tuple[float, float]]:
     if not path.exists():
         return []
     try:
-        records = [record for record in read_records(path) if record.role == "trainer" and record.step >= 0]
+        records = [
+            record for record in read_records(path) if record.role == "trainer" and record.step >= 0
+        ]
     except PipelineRLError:  # a line is being written
         return []
     return [(record.time, record.values["num_trained_tokens"]) for record in records]
@@ -157,7 +181,11 @@ def report(pairs: Sequence[tuple[Measured, Measured]], load: Load) -> Report:
         at_most("tokens per CPU second lost", values["cpu_overhead"], TARGET),
         Row("throughput lost, least to most", f"{min(wall):.3f} to {max(wall):.3f}"),
         Row("tokens per CPU second lost, least to most", f"{min(cpu):.3f} to {max(cpu):.3f}"),
-        Row("trained tokens per second", f"{values['tokens_per_second_with']:,.0f}", f"{statistics.median(off):,.0f}"),
+        Row(
+            "trained tokens per second",
+            f"{values['tokens_per_second_with']:,.0f}",
+            f"{statistics.median(off):,.0f}",
+        ),
         Row("spread of the runs without telemetry", f"{noise:.3f}"),
         Row("scrapes, spans", f"{load.scrapes:,}, {load.spans:,}"),
         Row("scrapes that a process failed to answer", f"{load.failed_scrapes:,}"),
@@ -166,7 +194,9 @@ def report(pairs: Sequence[tuple[Measured, Measured]], load: Load) -> Report:
 
 
 def _job(engine: str, steps: int, seed: int, endpoint: str | None) -> dict[str, Any]:
-    """The arithmetic example; its sequences are short, so there is more to count and to trace per token than elsewhere."""
+    """The arithmetic example; its sequences are short, so there is more to count and to trace per
+    token than elsewhere.
+    """
     telemetry: dict[str, Any] = {"engineMetrics": endpoint is not None}
     if endpoint is not None:
         telemetry["tracing"] = {"endpoint": endpoint, "sampleRatio": SAMPLE_RATIO}
@@ -184,7 +214,9 @@ def _job(engine: str, steps: int, seed: int, endpoint: str | None) -> dict[str, 
                 "sampling": {"maxTokens": 4},
             },
             "algorithm": {"steps": steps, "groupsPerStep": 32},
-            "actors": {"generator": {"engine": engine, "maxRunningRequests": 64, "kvCacheBytes": 1 << 27}},
+            "actors": {
+                "generator": {"engine": engine, "maxRunningRequests": 64, "kvCacheBytes": 1 << 27}
+            },
             "trainers": {"zeroStage": 1, "microBatchTokens": 1024, "checkpoint": {"everySteps": 0}},
             "weightTransfer": {"backend": "gloo", "bucketBytes": 1 << 22},
             "telemetry": telemetry,

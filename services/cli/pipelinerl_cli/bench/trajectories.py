@@ -1,4 +1,6 @@
-"""Made-up trajectories with the sizes of real ones: heavy-tailed lengths, a prompt and a completion, a few version runs."""
+"""Made-up trajectories with the sizes of real ones: heavy-tailed lengths, a prompt and a
+completion, a few version runs.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +18,9 @@ PROMPT_MEDIAN, PROMPT_SIGMA, PROMPT_MAX = 150, 0.5, 1024
 
 @dataclass(frozen=True)
 class Workload:
-    """`num_groups` groups drawn from a pool of `num_distinct`, so that memory stays small however long the run is."""
+    """`num_groups` groups drawn from a pool of `num_distinct`, so that memory stays small however
+    long the run is.
+    """
 
     num_groups: int
     num_distinct: int
@@ -32,13 +36,20 @@ class Workload:
     def groups(self) -> list[SampleGroup]:
         """The pool: `num_distinct` groups, the same in every process for the same seed."""
         random = np.random.default_rng(self.seed)
-        return [self._group(random, number) for number in range(min(self.num_distinct, self.num_groups))]
+        return [
+            self._group(random, number) for number in range(min(self.num_distinct, self.num_groups))
+        ]
 
     def _group(self, random: np.random.Generator, number: int) -> SampleGroup:
         num_prompt = int(lengths(random, 1, PROMPT_MEDIAN, PROMPT_SIGMA, PROMPT_MAX)[0])
         prompt_P = _token_ids(random, num_prompt)
-        completions = lengths(random, self.group_size, self.median_tokens, COMPLETION_SIGMA, self.max_tokens)
-        samples = [_sample(random, index, prompt_P, int(length), self.max_tokens) for index, length in enumerate(completions)]
+        completions = lengths(
+            random, self.group_size, self.median_tokens, COMPLETION_SIGMA, self.max_tokens
+        )
+        samples = [
+            _sample(random, index, prompt_P, int(length), self.max_tokens)
+            for index, length in enumerate(completions)
+        ]
         return SampleGroup(
             job="bench",
             group_id=GroupId(f"0-{number}"),
@@ -53,18 +64,32 @@ class Workload:
 def cycle(pool: list[SampleGroup], num_groups: int) -> Iterator[SampleGroup]:
     """`num_groups` groups, each with an id of its own."""
     for number in range(num_groups):
-        yield replace(pool[number % len(pool)], group_id=GroupId(f"0-{number}"), prompt_index=number)
+        yield replace(
+            pool[number % len(pool)], group_id=GroupId(f"0-{number}"), prompt_index=number
+        )
 
 
-def lengths(random: np.random.Generator, count: int, median: int, sigma: float, longest: int) -> NDArray[np.int64]:
+def lengths(
+    random: np.random.Generator, count: int, median: int, sigma: float, longest: int
+) -> NDArray[np.int64]:
     """Log-normal lengths in tokens, at least 1 and capped as a token budget caps them."""
     drawn = np.exp(random.normal(np.log(median), sigma, count))
     return np.clip(drawn.astype(np.int64), 1, longest)
 
 
-def _sample(random: np.random.Generator, index: int, prompt_P: NDArray[np.uint32], num_sampled: int, longest: int) -> Sample:
+def _sample(
+    random: np.random.Generator,
+    index: int,
+    prompt_P: NDArray[np.uint32],
+    num_sampled: int,
+    longest: int,
+) -> Sample:
     first = num_sampled // 3
-    runs = (VersionRun(6, first), VersionRun(7, num_sampled - first)) if first else (VersionRun(7, num_sampled),)
+    runs = (
+        (VersionRun(6, first), VersionRun(7, num_sampled - first))
+        if first
+        else (VersionRun(7, num_sampled),)
+    )
     return Sample(
         index=index,
         token_ids_S=np.concatenate([prompt_P, _token_ids(random, num_sampled)]),

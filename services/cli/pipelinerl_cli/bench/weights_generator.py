@@ -1,4 +1,6 @@
-"""The weights bench's generator: the product's own process with a model folder, and completions that keep it busy."""
+"""The weights bench's generator: the product's own process with a model folder, and completions
+that keep it busy.
+"""
 
 import asyncio
 import sys
@@ -22,7 +24,9 @@ KV_CACHE_BYTES = 256 << 20
 
 
 class Generator:
-    """A running generator. Calls raise Refused with its answer when it says no and Unavailable when it is gone."""
+    """A running generator. Calls raise Refused with its answer when it says no and Unavailable when
+    it is gone.
+    """
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self.url = url
@@ -33,7 +37,9 @@ class Generator:
         try:
             async with self._session.post(self.url + path, json=body) as response:
                 if response.status != 200:
-                    raise Refused(f"{path} answers {response.status}: {(await response.text())[:2000]}")
+                    raise Refused(
+                        f"{path} answers {response.status}: {(await response.text())[:2000]}"
+                    )
                 answer: dict[str, Any] = await response.json()
                 return answer
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -54,10 +60,14 @@ class Generator:
 
     @asynccontextmanager
     async def busy(self, num_requests: int) -> AsyncIterator[None]:
-        """Inside, `num_requests` completions are being decoded all the time; one that fails ends the block with its error."""
+        """Inside, `num_requests` completions are being decoded all the time; one that fails ends
+        the block with its error.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
-                workers = [tasks.create_task(self._complete_for_ever()) for _ in range(num_requests)]
+                workers = [
+                    tasks.create_task(self._complete_for_ever()) for _ in range(num_requests)
+                ]
                 yield
                 for worker in workers:
                     worker.cancel()
@@ -69,21 +79,41 @@ class Generator:
         deadline = time.monotonic() + CALL_TIMEOUT_S
         while await self.num_running() < num_requests:
             if time.monotonic() > deadline:
-                raise Unavailable(f"{self.url} does not run {num_requests} requests at once after {CALL_TIMEOUT_S:g} s")
+                raise Unavailable(
+                    f"{self.url} does not run {num_requests} requests at once after "
+                    f"{CALL_TIMEOUT_S:g} s"
+                )
             await asyncio.sleep(POLL_S)
 
     async def _complete_for_ever(self) -> None:
-        body = {"prompt_token_ids": [5, 40, 41, 6], "max_tokens": COMPLETION_TOKENS, "temperature": 1.0, "ignore_eos": True}
+        body = {
+            "prompt_token_ids": [5, 40, 41, 6],
+            "max_tokens": COMPLETION_TOKENS,
+            "temperature": 1.0,
+            "ignore_eos": True,
+        }
         while True:
             await self.post("/v1/chat/completions", body)
 
 
 @asynccontextmanager
-async def running_generator(folder: Path, engine: str, num_requests: int) -> AsyncIterator[Generator]:
-    """Starts the generator of the model in `folder`/model. Raises Unavailable with its log's end when it does not come up."""
+async def running_generator(
+    folder: Path, engine: str, num_requests: int
+) -> AsyncIterator[Generator]:
+    """Starts the generator of the model in `folder`/model. Raises Unavailable with its log's end
+    when it does not come up.
+    """
     job_file, log, port = folder / "job.yaml", folder / "generator.log", children.free_port()
     job_file.write_text(yaml.safe_dump(_job(folder, engine, num_requests)))
-    argv = [sys.executable, "-m", "pipelinerl_actor.generator", "--job", str(job_file), "--name", "generator-0"]
+    argv = [
+        sys.executable,
+        "-m",
+        "pipelinerl_actor.generator",
+        "--job",
+        str(job_file),
+        "--name",
+        "generator-0",
+    ]
     argv += ["--output", str(folder), "--listen", f"127.0.0.1:{port}", "--serve-initial"]
     timeout = aiohttp.ClientTimeout(total=CALL_TIMEOUT_S)
     connector = aiohttp.TCPConnector(force_close=True)
@@ -95,7 +125,9 @@ async def running_generator(folder: Path, engine: str, num_requests: int) -> Asy
         deadline = time.monotonic() + START_TIMEOUT_S
         while not await generator.is_healthy():
             if process.returncode is not None or time.monotonic() > deadline:
-                raise Unavailable(f"the generator does not come up; its log ends: {children.log_tail(log)}")
+                raise Unavailable(
+                    f"the generator does not come up; its log ends: {children.log_tail(log)}"
+                )
             await asyncio.sleep(POLL_S)
         try:
             yield generator
@@ -105,14 +137,25 @@ async def running_generator(folder: Path, engine: str, num_requests: int) -> Asy
 
 
 def _job(folder: Path, engine: str, num_requests: int) -> dict[str, Any]:
-    generator = {"engine": engine, "maxRunningRequests": num_requests + 2, "kvCacheBytes": KV_CACHE_BYTES}
+    generator = {
+        "engine": engine,
+        "maxRunningRequests": num_requests + 2,
+        "kvCacheBytes": KV_CACHE_BYTES,
+    }
     return {
         "apiVersion": "pipelinerl.dev/v1alpha1",
         "kind": "PipelineRLJob",
         "metadata": {"name": "bench"},
         "spec": {
-            "model": {"uri": str(folder / "model"), "dtype": "float32", "maxModelLen": MAX_MODEL_LEN},
-            "task": {"path": "pipelinerl_actor.tasks.arithmetic:Arithmetic", "sampling": {"maxTokens": COMPLETION_TOKENS}},
+            "model": {
+                "uri": str(folder / "model"),
+                "dtype": "float32",
+                "maxModelLen": MAX_MODEL_LEN,
+            },
+            "task": {
+                "path": "pipelinerl_actor.tasks.arithmetic:Arithmetic",
+                "sampling": {"maxTokens": COMPLETION_TOKENS},
+            },
             "actors": {"generator": generator},
             "weightTransfer": {"backend": "gloo"},
         },

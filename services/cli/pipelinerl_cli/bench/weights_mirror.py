@@ -1,7 +1,8 @@
-"""The receiving end of the raw broadcast, a process: `python -m pipelinerl_cli.bench.weights_mirror PORT SIZES`.
+"""The receiving end of the raw broadcast, a process: `python -m pipelinerl_cli.bench.weights_mirror
+PORT SIZES`.
 
-It joins a group of two made like the generator's. For each line on standard input it prints `ready` and receives one
-broadcast per bucket into buffers of its own: no handshake, no checksum, no copy.
+It joins a group of two made like the generator's. For each line on standard input it prints `ready`
+and receives one broadcast per bucket into buffers of its own: no handshake, no checksum, no copy.
 """
 
 import argparse
@@ -17,14 +18,22 @@ BARRIER = "0" * 16
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="weights_mirror", description="The receiver of `bench weights`' raw broadcasts.")
+    parser = argparse.ArgumentParser(
+        prog="weights_mirror", description="The receiver of `bench weights`' raw broadcasts."
+    )
     parser.add_argument("port", type=int)
     parser.add_argument("sizes", help="bytes of each bucket, as a JSON list")
     args = parser.parse_args()
     torch.set_num_threads(1)
     buffers = [torch.zeros(size, dtype=torch.uint8) for size in json.loads(args.sizes)]
     with TransferGroup.join(
-        "127.0.0.1", args.port, rank=1, world_size=2, backend=BACKEND, epoch=EPOCH, timeout_s=TIMEOUT_S
+        "127.0.0.1",
+        args.port,
+        rank=1,
+        world_size=2,
+        backend=BACKEND,
+        epoch=EPOCH,
+        timeout_s=TIMEOUT_S,
     ) as group:
         for _ in sys.stdin:
             print("ready", flush=True)

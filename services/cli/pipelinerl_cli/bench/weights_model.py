@@ -1,4 +1,6 @@
-"""The model of the weights bench: a random Qwen3 in float32 of a given size, with the tiny model's tokenizer."""
+"""The model of the weights bench: a random Qwen3 in float32 of a given size, with the tiny model's
+tokenizer.
+"""
 
 from pathlib import Path
 
@@ -9,7 +11,9 @@ MEGABYTE = 1_000_000
 
 
 def num_layers(megabytes: int) -> int:
-    """Decoder layers that come to `megabytes` of float32 weights or a little more; one layer is 25 MB."""
+    """Decoder layers that come to `megabytes` of float32 weights or a little more; one layer is 25
+    MB.
+    """
     attention = HIDDEN * HEAD_DIM * (2 * HEADS + 2 * KEY_VALUE_HEADS)
     layer_bytes = FLOAT32_BYTES * (attention + 3 * HIDDEN * INTERMEDIATE)
     return -(-megabytes * MEGABYTE // layer_bytes)

@@ -1,4 +1,6 @@
-"""The weights bench's trainer side: the weights of a folder, their group with the generator, and a raw broadcast beside it."""
+"""The weights bench's trainer side: the weights of a folder, their group with the generator, and a
+raw broadcast beside it.
+"""
 
 import asyncio
 import json
@@ -39,10 +41,14 @@ class Update:
 
 
 def read_snapshot(folder: Path) -> Snapshot:
-    """All weights of the folder's safetensors files, packed as the trainer packs them. Raises SettingsError without any."""
+    """All weights of the folder's safetensors files, packed as the trainer packs them. Raises
+    SettingsError without any.
+    """
     specs = tuple(TensorSpec(name, DTYPE, tuple(tensor.shape)) for name, tensor in _tensors(folder))
     if not specs:
-        raise SettingsError(f"--model {folder}: no *.safetensors file in it; give a folder in Hugging Face format")
+        raise SettingsError(
+            f"--model {folder}: no *.safetensors file in it; give a folder in Hugging Face format"
+        )
     manifest = Manifest(specs, WeightTransferSettings().bucket_bytes)
     return Snapshot.pack(manifest, _tensors(folder))
 
@@ -74,7 +80,9 @@ class Trainer:
             "world_size": 2,
         }
         posted = asyncio.create_task(
-            generator.post("/init_process_group", {**body, "backend": BACKEND, "timeout_s": TIMEOUT_S})
+            generator.post(
+                "/init_process_group", {**body, "backend": BACKEND, "timeout_s": TIMEOUT_S}
+            )
         )
         group = await asyncio.to_thread(_join, rendezvous)
         with group:
@@ -95,7 +103,9 @@ class Trainer:
         }
         started = time.monotonic()
         sending = asyncio.create_task(
-            asyncio.to_thread(send_snapshot, self._group, self._snapshot, self._version, TIMEOUT_S, pace)
+            asyncio.to_thread(
+                send_snapshot, self._group, self._snapshot, self._version, TIMEOUT_S, pace
+            )
         )
         try:
             answer = await self._generator.post("/request_weight_update", body)
@@ -106,8 +116,17 @@ class Trainer:
         total_s = time.monotonic() - started
         await sending
         if answer["checksum"] != self._snapshot.checksum:
-            raise Unavailable(f"the generator has checksum {answer['checksum']} instead of {self._snapshot.checksum}")
-        return Update(answer["pause_s"], answer["transfer_s"], answer["apply_s"], total_s, answer["num_running"])
+            raise Unavailable(
+                f"the generator has checksum {answer['checksum']} instead of "
+                f"{self._snapshot.checksum}"
+            )
+        return Update(
+            answer["pause_s"],
+            answer["transfer_s"],
+            answer["apply_s"],
+            total_s,
+            answer["num_running"],
+        )
 
 
 class Mirror:
@@ -122,7 +141,13 @@ class Mirror:
         """Starts the process and forms the group."""
         rendezvous = Rendezvous.open("127.0.0.1", 0, 2, TIMEOUT_S)
         sizes = json.dumps([len(bucket) for bucket in snapshot.buckets])
-        argv = [sys.executable, "-m", "pipelinerl_cli.bench.weights_mirror", str(rendezvous.port), sizes]
+        argv = [
+            sys.executable,
+            "-m",
+            "pipelinerl_cli.bench.weights_mirror",
+            str(rendezvous.port),
+            sizes,
+        ]
         process = await asyncio.create_subprocess_exec(*argv, stdin=PIPE, stdout=PIPE)
         try:
             with await asyncio.to_thread(_join, rendezvous) as group:
@@ -137,7 +162,9 @@ class Mirror:
         self._process.stdin.write(b"go\n")
         async with asyncio.timeout(TIMEOUT_S):
             if not await self._process.stdout.readline():
-                raise Unavailable(f"the mirror ended with status {await self._process.wait()}; its error is above")
+                raise Unavailable(
+                    f"the mirror ended with status {await self._process.wait()}; its error is above"
+                )
         return await asyncio.to_thread(_broadcast, self._group, self._snapshot, pace)
 
 

@@ -17,21 +17,69 @@ _MAX_TOKENS, _PROMPT_TOKENS, _MAX_RUNNING = 256, 32, 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--generator", required=True, metavar="URL", help="base URL, for example http://127.0.0.1:8000")
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="file with the generator's bearer token")
     parser.add_argument(
-        "--job", type=Path, metavar="FILE", help="take max tokens, temperature, GPUs and largest concurrency from a job"
+        "--generator",
+        required=True,
+        metavar="URL",
+        help="base URL, for example http://127.0.0.1:8000",
     )
-    parser.add_argument("--max-tokens", type=int, metavar="N", help=f"tokens of each completion (default {_MAX_TOKENS})")
-    parser.add_argument("--prompt-tokens", type=int, metavar="N", help=f"tokens of each prompt (default {_PROMPT_TOKENS})")
-    parser.add_argument("--max-running", type=int, metavar="H", help=f"most requests at once (default {_MAX_RUNNING})")
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of the generator (default 1)")
-    parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="measured at each concurrency (default 10)")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="longest time for one request (default 600)")
-    parser.add_argument("--peak-flops", type=float, metavar="F", help="U relative to a GPU's peak FLOP/s; needs --parameters")
-    parser.add_argument("--parameters", type=float, metavar="P", help="of the model; a token costs 2 P FLOPs")
     parser.add_argument(
-        "--output", type=Path, default=Path("utilization.json"), metavar="FILE", help="default utilization.json"
+        "--token-file", type=Path, metavar="FILE", help="file with the generator's bearer token"
+    )
+    parser.add_argument(
+        "--job",
+        type=Path,
+        metavar="FILE",
+        help="take max tokens, temperature, GPUs and largest concurrency from a job",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help=f"tokens of each completion (default {_MAX_TOKENS})",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=int,
+        metavar="N",
+        help=f"tokens of each prompt (default {_PROMPT_TOKENS})",
+    )
+    parser.add_argument(
+        "--max-running",
+        type=int,
+        metavar="H",
+        help=f"most requests at once (default {_MAX_RUNNING})",
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of the generator (default 1)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="measured at each concurrency (default 10)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="longest time for one request (default 600)",
+    )
+    parser.add_argument(
+        "--peak-flops",
+        type=float,
+        metavar="F",
+        help="U relative to a GPU's peak FLOP/s; needs --parameters",
+    )
+    parser.add_argument(
+        "--parameters", type=float, metavar="P", help="of the model; a token costs 2 P FLOPs"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("utilization.json"),
+        metavar="FILE",
+        help="default utilization.json",
     )
 
 
@@ -46,16 +94,25 @@ def run(args: argparse.Namespace) -> int:
     job = None if args.job is None else load_job(args.job)
     completion, scale = _completion(args, job), _scale(args, job)
     default_most = _MAX_RUNNING if job is None else job.spec.actors.generator.max_running_requests
-    most = _at_least_one("--max-running", default_most if args.max_running is None else args.max_running)
+    most = _at_least_one(
+        "--max-running", default_most if args.max_running is None else args.max_running
+    )
     for flag, value in (("--seconds", args.seconds), ("--timeout", args.timeout)):
         _positive(flag, value)
     token = _token(args.token_file)
     measured = asyncio.run(_measure_all(args, completion, levels(most), token))
-    about = {"generator": args.generator, "prompt_tokens": completion.prompt_tokens, "max_tokens": completion.max_tokens}
+    about = {
+        "generator": args.generator,
+        "prompt_tokens": completion.prompt_tokens,
+        "max_tokens": completion.max_tokens,
+    }
     document = curve_document(measured, scale, about)
     write_curve(args.output, document)
     for point in document["points"]:
-        print(f"h={point['h']:<6g} {point['tokens_per_second']:10.1f} tokens/s per GPU   U={point['utilization']:.3f}")
+        print(
+            f"h={point['h']:<6g} {point['tokens_per_second']:10.1f} tokens/s per GPU   "
+            f"U={point['utilization']:.3f}"
+        )
     print(f"{args.output}: read it with `pipelinerl plan --utilization {args.output}`")
     return 0
 
@@ -70,12 +127,15 @@ async def _measure_all(
 
     measured = []
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=args.timeout)) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(total=args.timeout)
+    ) as session:
         endpoint = Endpoint(session, args.generator, completion, token)
         for concurrency in concurrencies:
             level = await measure(endpoint.complete, concurrency, args.seconds)
             print(
-                f"{concurrency} at once: {level.tokens_per_second:.1f} tokens/s ({counted(level.num_requests, 'request')})",
+                f"{concurrency} at once: {level.tokens_per_second:.1f} tokens/s "
+                f"({counted(level.num_requests, 'request')})",
                 flush=True,
             )
             measured.append(level)
@@ -87,10 +147,15 @@ def _completion(args: argparse.Namespace, job: "Job | None") -> "Completion":
 
     prompt_tokens, max_tokens, temperature = _PROMPT_TOKENS, _MAX_TOKENS, 1.0
     if job is not None:
-        max_tokens, temperature = job.spec.task.sampling.max_tokens, job.spec.task.sampling.temperature
+        max_tokens, temperature = (
+            job.spec.task.sampling.max_tokens,
+            job.spec.task.sampling.temperature,
+        )
         prompt_tokens = min(prompt_tokens, job.spec.model.max_model_len - max_tokens)
     return Completion(
-        _at_least_one("--prompt-tokens", prompt_tokens if args.prompt_tokens is None else args.prompt_tokens),
+        _at_least_one(
+            "--prompt-tokens", prompt_tokens if args.prompt_tokens is None else args.prompt_tokens
+        ),
         _at_least_one("--max-tokens", max_tokens if args.max_tokens is None else args.max_tokens),
         temperature,
     )
@@ -102,11 +167,21 @@ def _scale(args: argparse.Namespace, job: "Job | None") -> "Scale":
     default_gpus = 1 if job is None else job.spec.actors.generator.tensor_parallel_size
     num_gpus = _at_least_one("--gpus", default_gpus if args.gpus is None else args.gpus)
     if (args.peak_flops is None) != (args.parameters is None):
-        given, missing = ("--peak-flops", "--parameters") if args.parameters is None else ("--parameters", "--peak-flops")
-        raise SettingsError(f"{given} needs {missing} too: U is tokens/s times 2 x parameters over the peak")
+        given, missing = (
+            ("--peak-flops", "--parameters")
+            if args.parameters is None
+            else ("--parameters", "--peak-flops")
+        )
+        raise SettingsError(
+            f"{given} needs {missing} too: U is tokens/s times 2 x parameters over the peak"
+        )
     if args.peak_flops is None:
         return Scale(num_gpus)
-    return Scale(num_gpus, _positive("--peak-flops", args.peak_flops) / (2 * _positive("--parameters", args.parameters)))
+    return Scale(
+        num_gpus,
+        _positive("--peak-flops", args.peak_flops)
+        / (2 * _positive("--parameters", args.parameters)),
+    )
 
 
 def _token(path: Path | None) -> str | None:

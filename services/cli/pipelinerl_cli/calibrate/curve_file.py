@@ -17,16 +17,23 @@ class Scale:
     num_gpus: int = 1
     """GPUs of the generator; h and tokens per second in the file are those of one."""
     peak_tokens_per_second: float | None = None
-    """Of one GPU: its peak FLOP/s over the FLOPs of one token. None takes the fastest level, the plateau."""
+    """Of one GPU: its peak FLOP/s over the FLOPs of one token. None takes the fastest level, the
+    plateau.
+    """
 
 
-def curve_document(measured: Sequence[Level], scale: Scale, about: dict[str, Any]) -> dict[str, Any]:
-    """h and tokens per second per GPU, U at each. Raises SettingsError when the peak is below what was measured."""
+def curve_document(
+    measured: Sequence[Level], scale: Scale, about: dict[str, Any]
+) -> dict[str, Any]:
+    """h and tokens per second per GPU, U at each. Raises SettingsError when the peak is below what
+    was measured.
+    """
     speeds = [level.tokens_per_second / scale.num_gpus for level in measured]
     peak = max(speeds) if scale.peak_tokens_per_second is None else scale.peak_tokens_per_second
     if max(speeds) > peak:
         raise SettingsError(
-            f"--peak-flops and --parameters allow {peak:.1f} tokens/s per GPU, but {max(speeds):.1f} were measured: "
+            f"--peak-flops and --parameters allow {peak:.1f} tokens/s per GPU, but "
+            f"{max(speeds):.1f} were measured: "
             "check both numbers and --gpus"
         )
     return {
@@ -34,7 +41,11 @@ def curve_document(measured: Sequence[Level], scale: Scale, about: dict[str, Any
         "peak_tokens_per_second": peak,
         **about,
         "points": [
-            {"h": level.concurrency / scale.num_gpus, "tokens_per_second": speed, "utilization": speed / peak}
+            {
+                "h": level.concurrency / scale.num_gpus,
+                "tokens_per_second": speed,
+                "utilization": speed / peak,
+            }
             for level, speed in zip(measured, speeds, strict=True)
         ],
     }

@@ -26,7 +26,9 @@ class Completion:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A generator's /v1/chat/completions. Completions do not end early, so that all have the same length."""
+    """A generator's /v1/chat/completions. Completions do not end early, so that all have the same
+    length.
+    """
 
     session: aiohttp.ClientSession
     url: str
@@ -35,9 +37,11 @@ class Endpoint:
     _numbers: "count[int]" = field(default_factory=count)
 
     async def complete(self) -> int:
-        """One request; returns the number of sampled tokens, at least 1. The session's timeout is its deadline.
+        """One request; returns the number of sampled tokens, at least 1. The session's timeout is
+        its deadline.
 
-        Raises SettingsError for what the user can set right, Unavailable, or PermanentError for an answer that is none.
+        Raises SettingsError for what the user can set right, Unavailable, or PermanentError for an
+        answer that is none.
         """
         url = f"{self.url.rstrip('/')}/v1/chat/completions"
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
@@ -47,16 +51,23 @@ class Endpoint:
                 if response.status != 200:
                     raise _refusal(url, response.status, body)
         except aiohttp.InvalidURL as error:
-            raise SettingsError(f"--generator {self.url}: not a URL, for example http://127.0.0.1:8000") from error
+            raise SettingsError(
+                f"--generator {self.url}: not a URL, for example http://127.0.0.1:8000"
+            ) from error
         except TimeoutError as error:
-            raise Unavailable(f"{url}: no answer in {self.session.timeout.total:g} s; see --timeout") from error
+            raise Unavailable(
+                f"{url}: no answer in {self.session.timeout.total:g} s; see --timeout"
+            ) from error
         except aiohttp.ClientError as error:
             raise Unavailable(f"{url}: {error}") from error
         return _num_tokens(url, body)
 
     def _body(self) -> dict[str, Any]:
         first = next(self._numbers)
-        prompt = [_PROMPT_IDS[(first + place) % len(_PROMPT_IDS)] for place in range(self.completion.prompt_tokens)]
+        prompt = [
+            _PROMPT_IDS[(first + place) % len(_PROMPT_IDS)]
+            for place in range(self.completion.prompt_tokens)
+        ]
         return {
             "prompt_token_ids": prompt,
             "max_tokens": self.completion.max_tokens,
@@ -77,7 +88,9 @@ def _num_tokens(url: str, body: bytes) -> int:
 
 def _refusal(url: str, status: int, body: bytes) -> Exception:
     text = body.decode(errors="replace")
-    with suppress(ValueError, KeyError, TypeError):  # what is not our error document is shown as it is
+    with suppress(
+        ValueError, KeyError, TypeError
+    ):  # what is not our error document is shown as it is
         text = str(json.loads(text)["error"]["message"])
     message = f"{url}: HTTP {status}: {text[:_MAX_ERROR_CHARACTERS]}"
     if status in (401, 403):

@@ -35,7 +35,9 @@ def levels(most: int) -> list[int]:
 
 
 def tokens_within(spans: Iterable[Span], start: float, end: float) -> float:
-    """Tokens that fall between two times. Example: of a request of 10 tokens from 0 to 5, 4 fall between 3 and 7."""
+    """Tokens that fall between two times. Example: of a request of 10 tokens from 0 to 5, 4 fall
+    between 3 and 7.
+    """
     total = 0.0
     for span in spans:
         common = min(span.end, end) - max(span.start, start)
@@ -45,9 +47,11 @@ def tokens_within(spans: Iterable[Span], start: float, end: float) -> float:
 
 
 async def measure(complete: Complete, concurrency: int, seconds: float) -> Level:
-    """Keeps `concurrency` requests under way; measures for `seconds` from when each place has finished its first one.
+    """Keeps `concurrency` requests under way; measures for `seconds` from when each place has
+    finished its first one.
 
-    Ends when the requests then under way have. Whatever `complete` raises is raised here, and the rest is cancelled.
+    Ends when the requests then under way have. Whatever `complete` raises is raised here, and the
+    rest is cancelled.
     """
     crew = _Crew(complete, concurrency)
     try:

@@ -1,6 +1,7 @@
 """`pipelinerl compare A B [...]`: prints a table and writes a page with the learning curves.
 
-Runs that differ in nothing but their seed are one column and one line, with the range of the runs around it.
+Runs that differ in nothing but their seed are one column and one line, with the range of the runs
+around it.
 """
 
 import argparse
@@ -8,8 +9,16 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", type=Path, nargs="+", metavar="DIR", help="folders of two or more runs")
-    parser.add_argument("--output", type=Path, default=Path("compare.html"), metavar="FILE", help="default compare.html")
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="DIR", help="folders of two or more runs"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("compare.html"),
+        metavar="FILE",
+        help="default compare.html",
+    )
     parser.add_argument(
         "--reward",
         type=float,
@@ -29,7 +38,9 @@ def run(args: argparse.Namespace) -> int:
     from pipelinerl_common.errors import SettingsError
 
     if len(args.runs) < 2:
-        raise SettingsError(f"one run ({args.runs[0]}) has nothing to be compared with; give at least two folders")
+        raise SettingsError(
+            f"one run ({args.runs[0]}) has nothing to be compared with; give at least two folders"
+        )
     compared = variants(load(args.runs))
     head, rows = table(compared, sorted(set(args.reward or (0.5, 0.8))))
     if warned := warning(compared):
@@ -42,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         args.output.write_text(compare_page(compared, head, rows, note(compared)), encoding="utf-8")
     except OSError as error:
-        raise SettingsError(f"--output {args.output}: cannot be written: {error.strerror}") from error
+        raise SettingsError(
+            f"--output {args.output}: cannot be written: {error.strerror}"
+        ) from error
     print(args.output)
     return 0

@@ -11,16 +11,23 @@ SECTIONS = ("task", "model", "algorithm", "actors", "trainers", "weightTransfer"
 """Of the job file; the staleness policy and the seeds are rows of the numbers' table."""
 MOST_COLUMNS = 60
 OTHER_TASKS = (
-    "WARNING: the runs have different tasks (task.path or task.args), so that rewards and times to a reward are not comparable."
+    "WARNING: the runs have different tasks (task.path or task.args), so that rewards "
+    "and times to a reward are not comparable."
 )
 
 
 def differences(variants: Sequence[Variant]) -> list[list[str]]:
-    """A row for each setting that is not the same in all: its path, and each variant's value, "-" where it has none."""
+    """A row for each setting that is not the same in all: its path, and each variant's value, "-"
+    where it has none.
+    """
     settings = [flat_settings(variant.runs[0].job) for variant in variants]
     paths = dict.fromkeys(path for each in settings for path in each)
     ordered = [path for section in SECTIONS for path in paths if path.partition(".")[0] == section]
-    return [[path, *(_shown(each.get(path)) for each in settings)] for path in ordered if _differs(path, settings)]
+    return [
+        [path, *(_shown(each.get(path)) for each in settings)]
+        for path in ordered
+        if _differs(path, settings)
+    ]
 
 
 def warning(variants: Sequence[Variant]) -> str:

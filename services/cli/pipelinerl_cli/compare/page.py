@@ -29,7 +29,11 @@ class Picture(NamedTuple):
 
     def of(self, variants: Sequence[Variant]) -> tuple[str, Axis, Axis, list[Line]]:
         """As `plot` and `standalone` draw it."""
-        lines = [line for k, variant in enumerate(variants) for line in variant.lines(k % NUM_COLOURS, self.series)]
+        lines = [
+            line
+            for k, variant in enumerate(variants)
+            for line in variant.lines(k % NUM_COLOURS, self.series)
+        ]
         return self.title, self.x, reward_axis(lines) if self.y is None else self.y, lines
 
 
@@ -52,19 +56,44 @@ def _generated(run: Compared) -> Series:
 
 LEARNING = (
     Picture("reward-over-time", "Reward over time", TIME, None, _rewards(lambda step: step.t)),
-    Picture("reward-over-trajectories", "Reward over trajectories", SAMPLES, None, _rewards(lambda step: step.samples)),
     Picture(
-        "reward-over-tokens", "Reward over tokens", Axis("tokens trained", low=0), None, _rewards(lambda step: step.tokens)
+        "reward-over-trajectories",
+        "Reward over trajectories",
+        SAMPLES,
+        None,
+        _rewards(lambda step: step.samples),
+    ),
+    Picture(
+        "reward-over-tokens",
+        "Reward over tokens",
+        Axis("tokens trained", low=0),
+        None,
+        _rewards(lambda step: step.tokens),
     ),
 )
 BEHAVIOUR = (
     Picture("lag", "Largest lag per step (steps)", STEPS, Axis("lag", low=0), _of_steps("lag_max")),
-    Picture("ess", "Effective sample size (1 is on-policy)", STEPS, Axis("ESS", low=0.8, high=1), _of_steps("ess")),
-    Picture("tokens-per-second", "Tokens generated per second", TIME, Axis("tokens/s", low=0), _generated),
+    Picture(
+        "ess",
+        "Effective sample size (1 is on-policy)",
+        STEPS,
+        Axis("ESS", low=0.8, high=1),
+        _of_steps("ess"),
+    ),
+    Picture(
+        "tokens-per-second",
+        "Tokens generated per second",
+        TIME,
+        Axis("tokens/s", low=0),
+        _generated,
+    ),
 )
 
 
-EVALUATION = "Of checkpoints on the jobs' evaluation sets. Bands of single runs: 95 % intervals over prompts."
+EVALUATION = (
+    "Of checkpoints on the jobs' evaluation sets. Bands of single runs: 95 % intervals "
+    "over prompts."
+)
 
 
 def _evaluation(variants: Sequence[Variant], name: str, k: int) -> str:
@@ -81,14 +110,22 @@ def _evaluation(variants: Sequence[Variant], name: str, k: int) -> str:
             lines += variant.lines(colour, series)
         else:
             lines += band(
-                variant.label, variant.runs[0].history.evaluations.get(name, []), lambda each: each.pass_at.get(k), colour
+                variant.label,
+                variant.runs[0].history.evaluations.get(name, []),
+                lambda each: each.pass_at.get(k),
+                colour,
             )
     return plot(f"{name}: pass@{k}", STEPS, Axis("share of the prompts", low=0, high=1), lines)
 
 
-def compare_page(variants: Sequence[Variant], head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> str:
+def compare_page(
+    variants: Sequence[Variant], head: Sequence[str], rows: Sequence[Sequence[str]], note: str
+) -> str:
     """The whole page; `head`, `rows` and `note` are the table."""
-    learning, behaviour = (grid([plot(*picture.of(variants)) for picture in pictures]) for pictures in (LEARNING, BEHAVIOUR))
+    learning, behaviour = (
+        grid([plot(*picture.of(variants)) for picture in pictures])
+        for pictures in (LEARNING, BEHAVIOUR)
+    )
     evaluations = [_evaluation(variants, name, k) for name, k in evaluated(variants)]
     differing, warned = differences(variants), warning(variants)
     several = any(len(variant.runs) > 1 for variant in variants)
@@ -100,7 +137,15 @@ def compare_page(variants: Sequence[Variant], head: Sequence[str], rows: Sequenc
         "\n".join(
             [
                 "<header><h1>Runs compared</h1></header>",
-                *([section("Settings that differ", warned, table(["setting", *head[1:]], differing))] if differing else []),
+                *(
+                    [
+                        section(
+                            "Settings that differ", warned, table(["setting", *head[1:]], differing)
+                        )
+                    ]
+                    if differing
+                    else []
+                ),
                 section("Numbers", note, table(head, rows)),
                 section("Learning", curves, learning),
                 *([section("Evaluation", EVALUATION, grid(evaluations))] if evaluations else []),

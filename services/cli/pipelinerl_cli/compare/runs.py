@@ -1,6 +1,8 @@
-"""Runs as they are compared. Their time is that in which they generated or trained, so that start-up counts for nobody.
+"""Runs as they are compared. Their time is that in which they generated or trained, so that
+start-up counts for nobody.
 
-When a session's first token came is known to a second, the actor's period of telling: up to a second after what counts for it.
+When a session's first token came is known to a second, the actor's period of telling: up to a
+second after what counts for it.
 """
 
 import math
@@ -43,7 +45,9 @@ class Compared:
         return smooth([step.get("reward_mean") for step in self.history.steps], SMOOTHING)
 
     def first_reaching(self, reward: float) -> Step | None:
-        """The first step at which the smoothed reward is at least `reward`; the first steps are too few for a mean."""
+        """The first step at which the smoothed reward is at least `reward`; the first steps are too
+        few for a mean.
+        """
         for k, (step, value) in enumerate(zip(self.history.steps, self.rewards, strict=True)):
             if value >= reward - ROUNDING and k + 1 >= SMOOTHING:
                 return step
@@ -65,17 +69,25 @@ class Compared:
         """Of the trainer's time, what it waits for batches."""
         steps = [step for step in self.history.steps if step.get("step_seconds") > 0]
         whole = sum(step.get("step_seconds") for step in steps)
-        return sum(step.values.get("wait_seconds", 0.0) for step in steps) / whole if whole else None
+        return (
+            sum(step.values.get("wait_seconds", 0.0) for step in steps) / whole if whole else None
+        )
 
     @property
     def places_in_use(self) -> float | None:
-        """Of the sequences that the generators can decode at once, the share that they do, up to the last step."""
-        share = self.history.places_in_use(0.0, self._last.t if self._last else 0.0, JobFacts(self.job).num_places)
+        """Of the sequences that the generators can decode at once, the share that they do, up to
+        the last step.
+        """
+        share = self.history.places_in_use(
+            0.0, self._last.t if self._last else 0.0, JobFacts(self.job).num_places
+        )
         return share if math.isfinite(share) else None
 
     def pass_at(self, name: str, k: int) -> float | None:
         """The newest pass@k on the evaluation set `name`."""
-        found = [each.pass_at[k] for each in self.history.evaluations.get(name, ()) if k in each.pass_at]
+        found = [
+            each.pass_at[k] for each in self.history.evaluations.get(name, ()) if k in each.pass_at
+        ]
         return found[-1].mean if found else None
 
     @property
@@ -87,7 +99,10 @@ class Compared:
 def load(roots: Sequence[Path]) -> list[Compared]:
     """Raises SettingsError when one is not a run's folder."""
     names = [root.resolve().name for root in roots]
-    return [load_one(root, name if names.count(name) == 1 else str(root)) for root, name in zip(roots, names, strict=True)]
+    return [
+        load_one(root, name if names.count(name) == 1 else str(root))
+        for root, name in zip(roots, names, strict=True)
+    ]
 
 
 def load_one(root: Path, label: str) -> Compared:

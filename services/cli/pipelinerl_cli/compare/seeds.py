@@ -1,4 +1,6 @@
-"""Runs that differ in nothing but their seed stand together: one line in a plot, with the range of the runs around it."""
+"""Runs that differ in nothing but their seed stand together: one line in a plot, with the range of
+the runs around it.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -28,7 +30,12 @@ class Variant:
     def policy(self) -> str:
         """Example: "conventional, stepsPerGeneration 4"."""
         staleness = self.runs[0].job.spec.staleness
-        return ", ".join([staleness.policy, *(f"{name} {value}" for name, value in (staleness.model_extra or {}).items())])
+        return ", ".join(
+            [
+                staleness.policy,
+                *(f"{name} {value}" for name, value in (staleness.model_extra or {}).items()),
+            ]
+        )
 
     def lines(self, colour: int, series: Callable[[Compared], Series]) -> list[Line]:
         """The runs' mean; below it, of several, the range from the lowest to the highest."""
@@ -50,7 +57,8 @@ class Curve:
 
 
 def curve_of(series: Sequence[Series]) -> Curve:
-    """Each run's values between its own places by straight lines, from where the last run begins to where the first one ends.
+    """Each run's values between its own places by straight lines, from where the last run begins to
+    where the first one ends.
 
     Empty when a run has no values, or one ends before another begins.
     """
@@ -61,18 +69,30 @@ def curve_of(series: Sequence[Series]) -> Curve:
         return Curve([], [], [], [])
     places = np.linspace(start, end, NUM_POINTS)
     values = np.stack([np.interp(places, xs, ys) for xs, ys in series])
-    return Curve(*(each.tolist() for each in (places, values.mean(0), values.min(0), values.max(0))))
+    return Curve(
+        *(each.tolist() for each in (places, values.mean(0), values.min(0), values.max(0)))
+    )
 
 
 def variants(runs: Sequence[Compared]) -> list[Variant]:
-    """In the order of their first runs. Runs of the same settings and seed are repetitions, and stand each for itself."""
+    """In the order of their first runs. Runs of the same settings and seed are repetitions, and
+    stand each for itself.
+    """
     groups: dict[str, list[Compared]] = {}
     for run in runs:
         groups.setdefault(_settings(run.job), []).append(run)
-    together = [group for group in groups.values() if len({run.job.spec.seed for run in group}) == len(group)]
+    together = [
+        group
+        for group in groups.values()
+        if len({run.job.spec.seed for run in group}) == len(group)
+    ]
     grouped = {id(run): group for group in together for run in group}
     apart = [grouped.get(id(run), [run]) for run in runs]
-    return [Variant(_label(group, runs), tuple(group)) for run, group in zip(runs, apart, strict=True) if group[0] is run]
+    return [
+        Variant(_label(group, runs), tuple(group))
+        for run, group in zip(runs, apart, strict=True)
+        if group[0] is run
+    ]
 
 
 def _settings(job: Job) -> str:
@@ -84,6 +104,10 @@ def _label(group: Sequence[Compared], runs: Sequence[Compared]) -> str:
     if len(group) == 1:
         return group[0].label
     name = group[0].name
-    if [run.name for run in runs].count(name) == len(group) == [run.name for run in group].count(name):
+    if (
+        [run.name for run in runs].count(name)
+        == len(group)
+        == [run.name for run in group].count(name)
+    ):
         return name
     return f"{group[0].label} and {len(group) - 1} more"

@@ -51,11 +51,16 @@ REACHED: tuple[tuple[str, Callable[[Step], float], Callable[[float], str]], ...]
 )
 
 NOTE = (
-    "Time training and times to a reward leave out the start-up of every session, up to its first generated token. "
-    f"A reward is reached when the mean of {SMOOTHING} steps is; a single step may have been above it."
+    "Time training and times to a reward leave out the start-up of every session, up to its first "
+    "generated token. "
+    f"A reward is reached when the mean of {SMOOTHING} steps is; a single step may have been above "
+    "it."
 )
 SEVERAL = "Of runs that differ in their seed only: mean (lowest to highest)."
-SELECTED = "The rewards of {} are of the groups that were trained: those of equal rewards were dropped (dropZeroAdvantage)."
+SELECTED = (
+    "The rewards of {} are of the groups that were trained: those of equal rewards were "
+    "dropped (dropZeroAdvantage)."
+)
 """Such a run's reward may never come near 1, however good the policy is."""
 
 
@@ -63,7 +68,13 @@ def evaluated(variants: Sequence[Variant]) -> list[tuple[str, int]]:
     """Every (set, k) that one of the runs was evaluated on."""
     runs = [run for variant in variants for run in variant.runs]
     return sorted(
-        {(name, k) for run in runs for name, found in run.history.evaluations.items() for each in found for k in each.pass_at}
+        {
+            (name, k)
+            for run in runs
+            for name, found in run.history.evaluations.items()
+            for each in found
+            for k in each.pass_at
+        }
     )
 
 
@@ -73,27 +84,54 @@ def _evaluation(name: str, k: int) -> Row:
 
 def note(variants: Sequence[Variant]) -> str:
     """What the table's reader must know."""
-    selected = [variant.label for variant in variants if variant.runs[0].job.spec.algorithm.drop_zero_advantage]
+    selected = [
+        variant.label
+        for variant in variants
+        if variant.runs[0].job.spec.algorithm.drop_zero_advantage
+    ]
     several = any(len(variant.runs) > 1 for variant in variants)
-    return " ".join([NOTE, *([SEVERAL] if several else []), *([SELECTED.format(", ".join(selected))] if selected else [])])
+    return " ".join(
+        [
+            NOTE,
+            *([SEVERAL] if several else []),
+            *([SELECTED.format(", ".join(selected))] if selected else []),
+        ]
+    )
 
 
-def table(variants: Sequence[Variant], rewards: Sequence[float]) -> tuple[list[str], list[list[str]]]:
-    """The head and the rows: a column per variant and a row per number, so that any number of numbers fits."""
+def table(
+    variants: Sequence[Variant], rewards: Sequence[float]
+) -> tuple[list[str], list[list[str]]]:
+    """The head and the rows: a column per variant and a row per number, so that any number of
+    numbers fits.
+    """
     rows = [*ROWS, *(_evaluation(name, k) for name, k in evaluated(variants))]
     body = [
         ["policy", *(variant.policy for variant in variants)],
-        ["seeds", *(" ".join(str(run.job.spec.seed) for run in variant.runs) for variant in variants)],
-        *([row.name, *(cell(map(row.of, variant.runs), row.form) for variant in variants)] for row in rows),
+        [
+            "seeds",
+            *(" ".join(str(run.job.spec.seed) for run in variant.runs) for variant in variants),
+        ],
+        *(
+            [row.name, *(cell(map(row.of, variant.runs), row.form) for variant in variants)]
+            for row in rows
+        ),
     ]
     for reward in rewards:
         for name, of, form in REACHED:
-            body.append([f"{name} to {reward:g}", *(_reached(variant, reward, of, form) for variant in variants)])
+            body.append(
+                [
+                    f"{name} to {reward:g}",
+                    *(_reached(variant, reward, of, form) for variant in variants),
+                ]
+            )
     return ["run", *(variant.label for variant in variants)], body
 
 
 def cell(values: Iterable[float | None], form: Callable[[float], str]) -> str:
-    """Example: 0.8 of one run is "0.8"; 0.7 and 0.9 of two are "0.8 (0.7 to 0.9)"; without any it is "-"."""
+    """Example: 0.8 of one run is "0.8"; 0.7 and 0.9 of two are "0.8 (0.7 to 0.9)"; without any it
+    is "-".
+    """
     known = [value for value in values if value is not None]
     if not known:
         return "-"
@@ -101,12 +139,18 @@ def cell(values: Iterable[float | None], form: Callable[[float], str]) -> str:
     return low if low == high else f"{form(fmean(known))} ({low} to {high})"
 
 
-def _reached(variant: Variant, reward: float, of: Callable[[Step], float], form: Callable[[float], str]) -> str:
+def _reached(
+    variant: Variant, reward: float, of: Callable[[Step], float], form: Callable[[float], str]
+) -> str:
     steps = [step for run in variant.runs if (step := run.first_reaching(reward)) is not None]
     if not steps:
         return _never(variant)
     told = cell([of(step) for step in steps], form)
-    return told if len(steps) == len(variant.runs) else f"{told}, {len(steps)} of {len(variant.runs)} runs"
+    return (
+        told
+        if len(steps) == len(variant.runs)
+        else f"{told}, {len(steps)} of {len(variant.runs)} runs"
+    )
 
 
 def _never(variant: Variant) -> str:

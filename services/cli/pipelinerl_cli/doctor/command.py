@@ -1,4 +1,6 @@
-"""`pipelinerl doctor DIR|job.yaml`: what holds a run up, which parameter to turn, and the numbers that say so."""
+"""`pipelinerl doctor DIR|job.yaml`: what holds a run up, which parameter to turn, and the numbers
+that say so.
+"""
 
 import argparse
 import json
@@ -10,12 +12,16 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("subject", type=Path, metavar="DIR|JOB", help="a run's folder, or a job file")
+    parser.add_argument(
+        "subject", type=Path, metavar="DIR|JOB", help="a run's folder, or a job file"
+    )
     parser.add_argument("--json", action="store_true", help="findings as JSON on standard output")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints findings, the most severe first. Raises SettingsError when there is nothing to examine."""
+    """Prints findings, the most severe first. Raises SettingsError when there is nothing to
+    examine.
+    """
     from pipelinerl_cli.doctor.plan_facts import JobFacts
     from pipelinerl_cli.doctor.rules import diagnose_job, diagnose_run
     from pipelinerl_cli.doctor.run_facts import load_facts
@@ -25,10 +31,22 @@ def run(args: argparse.Namespace) -> int:
 
     subject: Path = args.subject
     if not subject.exists():
-        raise SettingsError(f"{subject}: does not exist; give a run's folder or a job file{did_you_mean_folder(subject)}")
-    findings = diagnose_run(load_facts(subject)) if subject.is_dir() else diagnose_job(JobFacts(load_job(subject)))
+        raise SettingsError(
+            f"{subject}: does not exist; give a run's folder or a job "
+            f"file{did_you_mean_folder(subject)}"
+        )
+    findings = (
+        diagnose_run(load_facts(subject))
+        if subject.is_dir()
+        else diagnose_job(JobFacts(load_job(subject)))
+    )
     if args.json:
-        print(json.dumps({"subject": str(subject), "findings": [_record(named) for named in findings]}, indent=1))
+        print(
+            json.dumps(
+                {"subject": str(subject), "findings": [_record(named) for named in findings]},
+                indent=1,
+            )
+        )
         return 0
     for named in findings:
         print(_text(named))
@@ -52,4 +70,6 @@ def _text(named: "Named") -> str:
     finding = named.finding
     numbers = "  ".join(f"{name}={value:.4g}" for name, value in finding.numbers.items())
     turn = "\n".join(f"    -> {advice}" for advice in finding.turn)
-    return f"{finding.severity.upper():8}  {finding.message}  [{named.rule}]\n{turn}\n    {numbers}\n"
+    return (
+        f"{finding.severity.upper():8}  {finding.message}  [{named.rule}]\n{turn}\n    {numbers}\n"
+    )

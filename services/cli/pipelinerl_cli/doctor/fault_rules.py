@@ -19,7 +19,9 @@ MANY_FAILURES = 0.05
 GROWTH = 1.5
 """Memory of a process in the run's last quarter over that in its second quarter."""
 LATE_S = 60.0
-"""An evaluator ends its evaluation itself at evaluation.timeoutSeconds; one that is later than this hangs."""
+"""An evaluator ends its evaluation itself at evaluation.timeoutSeconds; one that is later than this
+hangs.
+"""
 _LONG_RUN_S = 600.0
 _OTHER_RULES_DROPS = {"zero_advantage"}
 _DROP_ADVICE: Mapping[str, str] = {
@@ -52,15 +54,22 @@ def processes_restarted(facts: RunFacts) -> Finding | None:
     by_process = facts.summary["restarts_by_process"]
     if not facts.summary["restarts"]:
         return None
-    listed = ", ".join(f"{name} {count}" for name, count in sorted(by_process.items(), key=lambda each: -each[1]))
+    listed = ", ".join(
+        f"{name} {count}" for name, count in sorted(by_process.items(), key=lambda each: -each[1])
+    )
     return Finding(
         Severity.WARNING,
-        f"processes were restarted {counted(facts.summary['restarts'], 'time')}: {listed or 'unknown which'}",
+        f"processes were restarted {counted(facts.summary['restarts'], 'time')}: "
+        f"{listed or 'unknown which'}",
         (
             "logs/ of these processes",
-            "memory limits, actors.generator.kvCacheBytes and trainers.microBatchTokens: lower if killed",
+            "memory limits, actors.generator.kvCacheBytes and trainers.microBatchTokens: lower if "
+            "killed",
         ),
-        {"restarts": facts.summary["restarts"], **{f"restarts_{name}": count for name, count in by_process.items()}},
+        {
+            "restarts": facts.summary["restarts"],
+            **{f"restarts_{name}": count for name, count in by_process.items()},
+        },
     )
 
 
@@ -71,14 +80,19 @@ def updates_failed(facts: RunFacts) -> Finding | None:
     share = failures / (failures + updates)
     return Finding(
         Severity.WARNING if share > MANY_FAILURES else Severity.ADVICE,
-        f"{failures} of {counted(failures + updates, 'weight update')} failed; old weights were served until the next",
+        f"{failures} of {counted(failures + updates, 'weight update')} failed; old weights were "
+        "served until the next",
         ("weightTransfer.syncTimeoutSeconds: higher", "logs/ of the generators"),
         {"failures": failures, "updates": updates},
     )
 
 
 def groups_dropped(facts: RunFacts) -> Finding | None:
-    dropped = {reason: n for reason, n in facts.summary["dropped_groups"].items() if reason not in _OTHER_RULES_DROPS}
+    dropped = {
+        reason: n
+        for reason, n in facts.summary["dropped_groups"].items()
+        if reason not in _OTHER_RULES_DROPS
+    }
     total, trained = sum(dropped.values()), facts.total("preprocessor", "groups_trained_total")
     if not total or total / (total + trained) <= MUCH_DROPPED:
         return None
@@ -87,19 +101,27 @@ def groups_dropped(facts: RunFacts) -> Finding | None:
     return Finding(
         Severity.WARNING,
         f"{100 * total / (total + trained):.0f} % of the groups were generated in vain: {listed}",
-        tuple(_DROP_ADVICE[reason] for reason, _ in by_count if reason in _DROP_ADVICE) or ("logs/ of the preprocessor",),
-        {"share": total / (total + trained), **{f"dropped_{reason}": float(count) for reason, count in by_count}},
+        tuple(_DROP_ADVICE[reason] for reason, _ in by_count if reason in _DROP_ADVICE)
+        or ("logs/ of the preprocessor",),
+        {
+            "share": total / (total + trained),
+            **{f"dropped_{reason}": float(count) for reason, count in by_count},
+        },
     )
 
 
 def rollouts_fail(facts: RunFacts) -> Finding | None:
-    errors, samples = facts.summary["rollout_errors"], facts.total("actor", "samples_generated_total")
+    errors, samples = (
+        facts.summary["rollout_errors"],
+        facts.total("actor", "samples_generated_total"),
+    )
     total = sum(errors.values())
     if not total or total / max(samples, 1) <= MANY_ERRORS:
         return None
     return Finding(
         Severity.WARNING,
-        f"{counted(total, 'rollout error')} for {counted(samples, 'trajectory', 'trajectories')}: {told_errors(facts)}",
+        f"{counted(total, 'rollout error')} for {counted(samples, 'trajectory', 'trajectories')}: "
+        f"{told_errors(facts)}",
         error_advice(errors),
         {"errors": total, "samples": samples},
     )
@@ -111,8 +133,12 @@ def sequences_overlong(facts: RunFacts) -> Finding | None:
         return None
     return Finding(
         Severity.WARNING,
-        f"{counted(count, 'trajectory', 'trajectories')} longer than the model or a micro-batch takes, not trained",
-        ("model.maxModelLen and trainers.microBatchTokens: higher", "task.sampling.maxTokens: lower"),
+        f"{counted(count, 'trajectory', 'trajectories')} longer than the model or a micro-batch "
+        "takes, not trained",
+        (
+            "model.maxModelLen and trainers.microBatchTokens: higher",
+            "task.sampling.maxTokens: lower",
+        ),
         {"sequences_overlong": count},
     )
 
@@ -124,9 +150,14 @@ def steps_not_finite(facts: RunFacts) -> Finding | None:
         return None
     return Finding(
         Severity.CRITICAL,
-        f"{counted(skipped, 'step')} skipped and {counted(batches, 'micro-batch', 'micro-batches')} left out because loss or "
+        f"{counted(skipped, 'step')} skipped and "
+        f"{counted(batches, 'micro-batch', 'micro-batches')} left out because loss or "
         "gradient was not finite",
-        ("algorithm.optimizer.learningRate: lower", "algorithm.truncation: lower", "model.dtype: bfloat16 rather than float16"),
+        (
+            "algorithm.optimizer.learningRate: lower",
+            "algorithm.truncation: lower",
+            "model.dtype: bfloat16 rather than float16",
+        ),
         {"skipped_steps": skipped, "non_finite_micro_batches": batches},
     )
 
@@ -137,7 +168,8 @@ def checkpoints_failed(facts: RunFacts) -> Finding | None:
         return None
     return Finding(
         Severity.WARNING,
-        f"{counted(failures, 'checkpoint')} could not be written: a crash would lose what came after the last good one",
+        f"{counted(failures, 'checkpoint')} could not be written: a crash would lose what came "
+        "after the last good one",
         ("the output's file system: space and permissions", "trainers.checkpoint.keep: lower"),
         {"checkpoint_failures": failures},
     )
@@ -148,7 +180,10 @@ def evaluations_fail(facts: RunFacts) -> Finding | None:
     settings, steps = facts.job.spec.evaluation, facts.history.steps
     if settings is None:
         return None
-    failed, done = facts.summary["evaluations_failed"], facts.total(EVALUATOR, "evaluations_total{outcome=done}")
+    failed, done = (
+        facts.summary["evaluations_failed"],
+        facts.total(EVALUATOR, "evaluations_total{outcome=done}"),
+    )
     told, turn = [], ["logs/evaluator-0.log: why there is no result"]
     if failed:
         told.append(f"{failed} of {counted(failed + done, 'evaluation')} failed")
@@ -157,13 +192,20 @@ def evaluations_fail(facts: RunFacts) -> Finding | None:
         step, numbers["seconds"] = facts.evaluating
         told.append(f"that of step {step} has not ended after {numbers['seconds']:.0f} s")
     if told:
-        turn.append(f"evaluation.timeoutSeconds: higher than {settings.timeout_seconds:g} where one takes longer")
+        turn.append(
+            f"evaluation.timeoutSeconds: higher than {settings.timeout_seconds:g} where one takes "
+            "longer"
+        )
         turn.append("evaluation.sets: a smaller numPrompts")
     ended = {record.step for record in facts.records if is_evaluation(record)}
     if facts.status == "finished" and steps and steps[-1].step not in ended:
         told.append(f"step {steps[-1].step}, the last one, was not evaluated")
         turn.append("the same `pipelinerl up` again: it evaluates the last step")
-    return Finding(Severity.WARNING, f"evaluation: {'; '.join(told)}", tuple(turn), numbers) if told else None
+    return (
+        Finding(Severity.WARNING, f"evaluation: {'; '.join(told)}", tuple(turn), numbers)
+        if told
+        else None
+    )
 
 
 def memory_grows(facts: RunFacts) -> Finding | None:
@@ -172,9 +214,15 @@ def memory_grows(facts: RunFacts) -> Finding | None:
     if seconds < _LONG_RUN_S:
         return None
     worst, growth, now = "", 0.0, 0.0
-    measured = sorted((record for record in facts.records if "memory_bytes" in record.values), key=lambda each: each.instance)
+    measured = sorted(
+        (record for record in facts.records if "memory_bytes" in record.values),
+        key=lambda each: each.instance,
+    )
     for instance, records in groupby(measured, key=lambda each: each.instance):
-        points = [(facts.history.time.at(record.time) / seconds, record.values["memory_bytes"]) for record in records]
+        points = [
+            (facts.history.time.at(record.time) / seconds, record.values["memory_bytes"])
+            for record in records
+        ]
         early = mean(value for place, value in points if 0.25 <= place < 0.5)
         late = mean(value for place, value in points if place >= 0.75)
         if early > 0 and late / early > growth:
@@ -183,7 +231,8 @@ def memory_grows(facts: RunFacts) -> Finding | None:
         return None
     return Finding(
         Severity.WARNING,
-        f"the memory of {worst} grew {growth:.1f} times since the run's second quarter, to {now / 2**30:.2f} GiB",
+        f"the memory of {worst} grew {growth:.1f} times since the run's second quarter, to "
+        f"{now / 2**30:.2f} GiB",
         (
             f"{worst}: a larger memory limit for now, and its logs",
             "preprocessor.ringBufferGroups: lower if it is the preprocessor",

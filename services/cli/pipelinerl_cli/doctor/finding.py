@@ -21,7 +21,9 @@ SEVERITIES = tuple(Severity)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Example: Finding(WARNING, "the trainer waits 43 % of its time", ("actors.replicas: more",), {"wait_share": 0.43})."""
+    """Example: Finding(WARNING, "the trainer waits 43 % of its time", ("actors.replicas: more",),
+    {"wait_share": 0.43}).
+    """
 
     severity: Severity
     message: str

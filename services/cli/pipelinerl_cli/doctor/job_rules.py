@@ -17,7 +17,8 @@ def admission_below_places(facts: JobFacts) -> Finding | None:
         return None
     return Finding(
         Severity.WARNING,
-        f"the staleness policy lets {counted(facts.max_admitted, 'sequence')} be outstanding, but the generators have "
+        f"the staleness policy lets {counted(facts.max_admitted, 'sequence')} be outstanding, but "
+        "the generators have "
         f"{counted(facts.num_places, 'place')}: some stay empty for ever",
         (
             "staleness.eta: higher" if _has_eta(facts) else "the staleness policy's limit: higher",
@@ -36,9 +37,13 @@ def small_generator_batch(facts: JobFacts) -> Finding | None:
         return None
     return Finding(
         Severity.ADVICE,
-        f"a generating GPU decodes at most {counted(per_gpu, 'sequence')} at once; throughput grows almost in proportion up to "
+        f"a generating GPU decodes at most {counted(per_gpu, 'sequence')} at once; throughput "
+        "grows almost in proportion up to "
         f"about {LEAST_BATCH_PER_GPU}",
-        ("actors.generator.maxRunningRequests: higher", "actors.replicas: fewer, for the same lag (pipelinerl plan)"),
+        (
+            "actors.generator.maxRunningRequests: higher",
+            "actors.replicas: fewer, for the same lag (pipelinerl plan)",
+        ),
         {"batch_per_gpu": per_gpu, "least": LEAST_BATCH_PER_GPU},
     )
 
@@ -55,7 +60,8 @@ def unusual_share(facts: JobFacts) -> Finding | None:
     direction = "more" if share < least else "fewer"
     return Finding(
         Severity.ADVICE,
-        f"{100 * share:.0f} % of the GPUs generate; {100 * least:.0f} to {100 * most:.0f} % is where runs are usually stable",
+        f"{100 * share:.0f} % of the GPUs generate; {100 * least:.0f} to {100 * most:.0f} % is "
+        "where runs are usually stable",
         (f"actors.replicas: {direction} (pipelinerl plan --job)",),
         {"share": share, "least": least, "most": most},
     )
@@ -67,7 +73,8 @@ def large_planned_lag(facts: JobFacts) -> Finding | None:
         return None
     return Finding(
         Severity.WARNING,
-        f"a sequence may be up to about {lag} steps old when it is trained; studied are lags up to {STUDIED_LAG}",
+        f"a sequence may be up to about {lag} steps old when it is trained; studied are lags up to "
+        f"{STUDIED_LAG}",
         ("algorithm.groupsPerStep: higher", "staleness.eta: lower", "actors.replicas: fewer"),
         {"planned_lag": lag, "studied_lag": STUDIED_LAG},
     )
@@ -79,7 +86,8 @@ def no_checkpoints(facts: JobFacts) -> Finding | None:
         return None
     return Finding(
         Severity.ADVICE,
-        f"no checkpoint before the end: everySteps={checkpoint.every_steps} of {counted(steps, 'step')}; a crash loses "
+        f"no checkpoint before the end: everySteps={checkpoint.every_steps} of "
+        f"{counted(steps, 'step')}; a crash loses "
         "all of them",
         ("trainers.checkpoint.everySteps: between 1 and algorithm.steps",),
         {"every_steps": checkpoint.every_steps, "steps": steps},
@@ -91,7 +99,8 @@ def no_parity_check(facts: JobFacts) -> Finding | None:
         return None
     return Finding(
         Severity.ADVICE,
-        "log-probabilities of generator and trainer are not compared before training: importance weights may be wrong unseen",
+        "log-probabilities of generator and trainer are not compared before training: importance "
+        "weights may be wrong unseen",
         ("trainers.parity.numPrompts: 4",),
         {"num_prompts": 0},
     )

@@ -28,14 +28,19 @@ def ess_low(facts: RunFacts) -> Finding | None:
         return None
     return Finding(
         Severity.CRITICAL if ess < USELESS_ESS else Severity.WARNING,
-        f"the effective sample size is {ess:.2f}: of 100 trained tokens {100 * ess:.0f} count, so far off-policy are they",
+        f"the effective sample size is {ess:.2f}: of 100 trained tokens {100 * ess:.0f} count, so "
+        "far off-policy are they",
         (
             "staleness.eta: lower",
             "algorithm.groupsPerStep: higher",
             "actors.replicas: fewer",
             "algorithm.optimizer.learningRate: lower",
         ),
-        {"ess": ess, "ess_truncated": facts.mean("ess_truncated"), "lag_mean": facts.mean("lag_mean")},
+        {
+            "ess": ess,
+            "ess_truncated": facts.mean("ess_truncated"),
+            "lag_mean": facts.mean("lag_mean"),
+        },
     )
 
 
@@ -58,7 +63,8 @@ def completions_cut_off(facts: RunFacts) -> Finding | None:
         return None
     return Finding(
         Severity.WARNING,
-        f"completions have {length:.0f} tokens on average of at most {limit}: many are cut off before their answer",
+        f"completions have {length:.0f} tokens on average of at most {limit}: many are cut off "
+        "before their answer",
         (
             "task.sampling.maxTokens: higher, with model.maxModelLen",
             "algorithm.overlong.penaltyBufferTokens: above 0",
@@ -69,7 +75,9 @@ def completions_cut_off(facts: RunFacts) -> Finding | None:
 
 
 def groups_without_gradient(facts: RunFacts) -> Finding | None:
-    """All trajectories of a group alike: a success rate p gives at least p^G + (1-p)^G of them, more if prompts differ."""
+    """All trajectories of a group alike: a success rate p gives at least p^G + (1-p)^G of them,
+    more if prompts differ.
+    """
     group_size = facts.job.spec.task.group_size
     success = facts.last("success_mean")
     expected = success**group_size + (1 - success) ** group_size if 0 <= success <= 1 else 0.0
@@ -81,7 +89,8 @@ def groups_without_gradient(facts: RunFacts) -> Finding | None:
     too_hard = success < 0.5
     return Finding(
         Severity.CRITICAL if share > 0.9 and too_hard else Severity.WARNING,
-        f"at least {100 * share:.0f} % of the groups have equal rewards and teach nothing: the prompts are too "
+        f"at least {100 * share:.0f} % of the groups have equal rewards and teach nothing: the "
+        "prompts are too "
         f"{'hard' if too_hard else 'easy'}",
         (
             f"task.args: {'easier' if too_hard else 'harder'} prompts",
@@ -100,8 +109,13 @@ def entropy_collapsed(facts: RunFacts) -> Finding | None:
         return None
     return Finding(
         Severity.WARNING,
-        f"the entropy fell from {first:.3f} to {last:.3f} before the task was learnt: nothing new is tried any more",
-        ("algorithm.entropyCoefficient: above 0", "algorithm.optimizer.learningRate: lower", "algorithm.clipHigh: higher"),
+        f"the entropy fell from {first:.3f} to {last:.3f} before the task was learnt: nothing new "
+        "is tried any more",
+        (
+            "algorithm.entropyCoefficient: above 0",
+            "algorithm.optimizer.learningRate: lower",
+            "algorithm.clipHigh: higher",
+        ),
         {"entropy_first": first, "entropy_last": last, "reward_last": facts.last("reward_mean")},
     )
 
@@ -110,7 +124,11 @@ def ratios_clipped(facts: RunFacts) -> Finding | None:
     share = facts.mean("clip_fraction")
     if not share > CLIPPED:
         return None
-    limit = "algorithm.truncation" if facts.job.spec.algorithm.surrogate == "score" else "algorithm.clipHigh"
+    limit = (
+        "algorithm.truncation"
+        if facts.job.spec.algorithm.surrogate == "score"
+        else "algorithm.clipHigh"
+    )
     return Finding(
         Severity.WARNING,
         f"{100 * share:.0f} % of the tokens have a clipped ratio",
@@ -125,7 +143,8 @@ def gradients_scaled_down(facts: RunFacts) -> Finding | None:
         return None
     return Finding(
         Severity.ADVICE,
-        f"the gradient norm is {norm:.2f}, {norm / limit:.0f} times maxGradNorm: every step is scaled down",
+        f"the gradient norm is {norm:.2f}, {norm / limit:.0f} times maxGradNorm: every step is "
+        "scaled down",
         (
             "algorithm.optimizer.maxGradNorm: higher",
             "algorithm.groupsPerStep: higher",
@@ -142,7 +161,8 @@ def reward_flat(facts: RunFacts) -> Finding | None:
         return None
     return Finding(
         Severity.CRITICAL,
-        f"the reward went from {first:.3f} to {last:.3f} in {num_steps} steps: the run does not learn",
+        f"the reward went from {first:.3f} to {last:.3f} in {num_steps} steps: the run does not "
+        "learn",
         (
             "algorithm.optimizer.learningRate: higher, or lower if the reward fell",
             "task.args: prompts of which some succeed",

@@ -25,14 +25,18 @@ class JobFacts:
 
     @property
     def num_actors(self) -> float:
-        """Of a run that scales by itself as many as there were, of such a job as many as there may be."""
+        """Of a run that scales by itself as many as there were, of such a job as many as there may
+        be.
+        """
         return self.spec.most_actors if self.actors_in_use is None else self.actors_in_use
 
     @property
     def num_places(self) -> int:
         """Sequences that all generators can decode at once."""
         actors = self.spec.actors
-        return round(self.num_actors * actors.generators_per_replica * actors.generator.max_running_requests)
+        return round(
+            self.num_actors * actors.generators_per_replica * actors.generator.max_running_requests
+        )
 
     @property
     def num_generating(self) -> float:
@@ -55,7 +59,11 @@ class JobFacts:
 
     @property
     def planned_lag(self) -> int:
-        """g_max = ceil(H * I * L / (mean * B)) of the paper's appendix A.3 with lengths uniform up to maxTokens (L / mean = 2),
-        but no more than the batches that the policy lets be outstanding."""
+        """g_max = ceil(H * I * L / (mean * B)) of the paper's appendix A.3 with lengths uniform up
+        to maxTokens (L / mean = 2), but no more than the batches that the policy lets be
+        outstanding.
+        """
         uncapped = ceil(2 * self.num_places / self.batch_size)
-        return min(uncapped, ceil(self.policy.max_outstanding() / self.spec.algorithm.groups_per_step))
+        return min(
+            uncapped, ceil(self.policy.max_outstanding() / self.spec.algorithm.groups_per_step)
+        )

@@ -3,7 +3,13 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from pipelinerl_cli.doctor import fault_rules, job_rules, learning_rules, stall_rules, throughput_rules
+from pipelinerl_cli.doctor import (
+    fault_rules,
+    job_rules,
+    learning_rules,
+    stall_rules,
+    throughput_rules,
+)
 from pipelinerl_cli.doctor.finding import SEVERITIES, Finding
 from pipelinerl_cli.doctor.plan_facts import JobFacts
 from pipelinerl_cli.doctor.run_facts import RunFacts
@@ -90,15 +96,29 @@ class Named(NamedTuple):
 
 def diagnose_job(facts: JobFacts) -> list[Named]:
     """Findings on the job file, the most severe first."""
-    return _ordered([Named(name, finding) for name, rule in JOB_RULES.items() if (finding := rule(facts)) is not None])
+    return _ordered(
+        [
+            Named(name, finding)
+            for name, rule in JOB_RULES.items()
+            if (finding := rule(facts)) is not None
+        ]
+    )
 
 
 def diagnose_run(facts: RunFacts) -> list[Named]:
-    """Findings on the run and on its job, the most severe first; among equals faults, learning, time, the job."""
-    of_run = [Named(name, finding) for name, rule in RUN_RULES.items() if (finding := rule(facts)) is not None]
+    """Findings on the run and on its job, the most severe first; among equals faults, learning,
+    time, the job.
+    """
+    of_run = [
+        Named(name, finding)
+        for name, rule in RUN_RULES.items()
+        if (finding := rule(facts)) is not None
+    ]
     fired = {named.rule for named in of_run}
     found = [*of_run, *diagnose_job(facts.job)]
-    return _ordered([named for named in found if not fired.intersection(_EXPLAINED_BY.get(named.rule, ()))])
+    return _ordered(
+        [named for named in found if not fired.intersection(_EXPLAINED_BY.get(named.rule, ()))]
+    )
 
 
 def _ordered(findings: list[Named]) -> list[Named]:

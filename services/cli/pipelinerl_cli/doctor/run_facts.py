@@ -23,7 +23,9 @@ from pipelinerl_cli.up.view import TELL_EVERY_SECOND, has_left, quiet_in_file_s
 from pipelinerl_common.metrics import EVALUATOR
 from pipelinerl_common.settings import Job
 
-GIVEN_UP = re.compile(r"(?P<time>\S*) .*trajectory given up: reason=(?P<reason>\S+) (?P<message>.*)")
+GIVEN_UP = re.compile(
+    r"(?P<time>\S*) .*trajectory given up: reason=(?P<reason>\S+) (?P<message>.*)"
+)
 MOST_BYTES = 32 << 20
 """Of a log's end that are read."""
 FEWEST_POINTS = 5
@@ -49,12 +51,18 @@ class RunFacts:
         if not self.job_file.spec.autoscale.enabled or not self.settled:
             return JobFacts(self.job_file)
         first = self.settled[0].step
-        in_use = mean(count for step, count in self.history.at_steps(SESSION_ROLE, "actors_ready") if step >= first)
+        in_use = mean(
+            count
+            for step, count in self.history.at_steps(SESSION_ROLE, "actors_ready")
+            if step >= first
+        )
         return JobFacts(self.job_file, in_use if in_use > 0 else None)
 
     @cached_property
     def messages(self) -> Mapping[str, str]:
-        """What the actors' logs say of trajectories that were given up, by the reason that rollout errors are counted by."""
+        """What the actors' logs say of trajectories that were given up, by the reason that rollout
+        errors are counted by.
+        """
         return {} if self.logs is None else given_up_messages(self.logs)
 
     @cached_property
@@ -63,18 +71,28 @@ class RunFacts:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        return summarize(self.history, status=self.status, job=self.job_file.name, seed=self.job_file.spec.seed)
+        return summarize(
+            self.history, status=self.status, job=self.job_file.name, seed=self.job_file.spec.seed
+        )
 
     @property
     def session_seconds(self) -> float:
-        """Since the newest session's begin: up to now, or up to the last record of a run that does not run here."""
+        """Since the newest session's begin: up to now, or up to the last record of a run that does
+        not run here.
+        """
         return 0.0 if self.history.time.session_start is None else max(0.0, self._end - self._begin)
 
     @property
     def serving_seconds(self) -> float | None:
-        """Since when the generators serve the job's weights, in the newest session; None as long as they do not."""
+        """Since when the generators serve the job's weights, in the newest session; None as long as
+        they do not.
+        """
         begin = self._begin
-        served = (each.time for each in self.records if each.time >= begin and each.values.get("served_version", -1.0) >= 0)
+        served = (
+            each.time
+            for each in self.records
+            if each.time >= begin and each.values.get("served_version", -1.0) >= 0
+        )
         first = min(served, default=None)
         return None if first is None else max(0.0, self._end - first)
 
@@ -82,7 +100,8 @@ class RunFacts:
     def silent(self) -> dict[str, float]:
         """Processes that neither end nor answer, with the seconds of their silence.
 
-        Generators that `pipelinerl up` has told of, and actors and preprocessors whose records have ceased.
+        Generators that `pipelinerl up` has told of, and actors and preprocessors whose records have
+        ceased.
         """
         if self.status == "finished":
             return {}
@@ -92,7 +111,9 @@ class RunFacts:
         for record in self.records:
             if record.time < begin:
                 continue
-            if record.role in TELL_EVERY_SECOND and self.status == "running":  # others are ended in order, one after the other
+            if (
+                record.role in TELL_EVERY_SECOND and self.status == "running"
+            ):  # others are ended in order, one after the other
                 heard[record.instance] = record.time
             if has_left(record):
                 heard.pop(record.instance, None)
@@ -103,15 +124,24 @@ class RunFacts:
                 if value > 0:
                     told[silent] = value + self._end - record.time
         usual = quiet_in_file_s(self.history.seconds)
-        return told | {name: self._end - last for name, last in heard.items() if self._end - last > usual}
+        return told | {
+            name: self._end - last for name, last in heard.items() if self._end - last > usual
+        }
 
     @property
     def evaluating(self) -> tuple[int, float] | None:
-        """The step whose evaluation has begun in the newest session and not ended, and for how many seconds; None without."""
+        """The step whose evaluation has begun in the newest session and not ended, and for how many
+        seconds; None without.
+        """
         step, since = -1, 0.0
         for record in self.records:
             running = record.values.get("evaluation_running_step", math.nan)
-            if record.role == EVALUATOR and record.time >= self._begin and math.isfinite(running) and running != step:
+            if (
+                record.role == EVALUATOR
+                and record.time >= self._begin
+                and math.isfinite(running)
+                and running != step
+            ):
                 step, since = int(running), record.time
         return None if step < 0 else (step, self._end - since)
 
@@ -122,7 +152,11 @@ class RunFacts:
 
     @cached_property
     def _end(self) -> float:
-        return self.now if self.now is not None else max((record.time for record in self.records), default=0.0)
+        return (
+            self.now
+            if self.now is not None
+            else max((record.time for record in self.records), default=0.0)
+        )
 
     @property
     def settled(self) -> list[Step]:
@@ -170,9 +204,16 @@ class RunFacts:
         start, end = self._window
         values: dict[str, list[float]] = {}
         for record in self.records:
-            if record.role == role and name in record.values and start <= self.history.time.at(record.time) <= end:
+            if (
+                record.role == role
+                and name in record.values
+                and start <= self.history.time.at(record.time) <= end
+            ):
                 values.setdefault(record.instance, []).append(record.values[name])
-        return {instance: counter_total([value - each[0] for value in each]) for instance, each in values.items()}
+        return {
+            instance: counter_total([value - each[0] for value in each])
+            for instance, each in values.items()
+        }
 
     @property
     def wait_share(self) -> float:
@@ -181,7 +222,9 @@ class RunFacts:
 
     @property
     def kv_usage(self) -> float:
-        """Mean KV use of the fullest generator, as a share; not-a-number where the engines do not tell."""
+        """Mean KV use of the fullest generator, as a share; not-a-number where the engines do not
+        tell.
+        """
         return self.gauge_mean("preprocessor", "engine_kv_usage_ratio")
 
     @property
@@ -194,7 +237,9 @@ class RunFacts:
 
     @property
     def fill(self) -> float:
-        """Requests running over the generators' places, of as many actors as there were; not-a-number when seldom told."""
+        """Requests running over the generators' places, of as many actors as there were;
+        not-a-number when seldom told.
+        """
         if len(self.gauge("actor", "requests_running")) < FEWEST_POINTS:
             return math.nan
         return self.history.places_in_use(*self._window, self.job.num_places)
@@ -213,7 +258,9 @@ def load_facts(root: Path) -> RunFacts:
     return facts_of(root, run.job, run.status, failure=run.failure, now=now)
 
 
-def facts_of(root: Path, job: Job, status: str, *, failure: str, now: float | None = None) -> RunFacts:
+def facts_of(
+    root: Path, job: Job, status: str, *, failure: str, now: float | None = None
+) -> RunFacts:
     """Of the run in `root`. Raises SettingsError when metrics.jsonl cannot be read."""
     records = tuple(read_records(root / "metrics.jsonl"))
     return RunFacts(job, status, records, failure=failure, logs=root / "logs", now=now)
@@ -228,5 +275,7 @@ def given_up_messages(logs: Path, most_bytes: int = MOST_BYTES) -> dict[str, str
             for line in lines:
                 if found := GIVEN_UP.match(line.decode(errors="replace")):
                     said = found["time"], found["message"]
-                    newest[found["reason"]] = max(newest.get(found["reason"], said), said, key=lambda each: each[0])
+                    newest[found["reason"]] = max(
+                        newest.get(found["reason"], said), said, key=lambda each: each[0]
+                    )
     return {reason: message for reason, (_, message) in newest.items()}

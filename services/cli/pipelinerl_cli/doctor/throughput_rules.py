@@ -30,25 +30,43 @@ SWING = 0.5
 
 
 def admission_starves_generators(facts: RunFacts) -> Finding | None:
-    if not (facts.wait_share > STARVED_WAIT and facts.fill < IDLE_FILL and _admission_is_tight(facts)):
+    if not (
+        facts.wait_share > STARVED_WAIT and facts.fill < IDLE_FILL and _admission_is_tight(facts)
+    ):
         return None
     return Finding(
         Severity.WARNING,
-        f"the trainer waits {_percent(facts.wait_share)} of its time while {_percent(1 - facts.fill)} of the generators' "
-        f"places are empty: the staleness policy lets only {counted(facts.job.max_admitted, 'sequence')} be outstanding",
+        f"the trainer waits {_percent(facts.wait_share)} of its time while "
+        f"{_percent(1 - facts.fill)} of the generators' "
+        "places are empty: the staleness policy lets only "
+        f"{counted(facts.job.max_admitted, 'sequence')} be outstanding",
         ("staleness.eta: higher", "algorithm.groupsPerStep: higher"),
-        {"wait_share": facts.wait_share, "fill": facts.fill, "max_admitted": facts.job.max_admitted},
+        {
+            "wait_share": facts.wait_share,
+            "fill": facts.fill,
+            "max_admitted": facts.job.max_admitted,
+        },
     )
 
 
 def environment_starves_generators(facts: RunFacts) -> Finding | None:
-    if not (facts.wait_share > STARVED_WAIT and facts.fill < IDLE_FILL and not _admission_is_tight(facts)):
+    if not (
+        facts.wait_share > STARVED_WAIT
+        and facts.fill < IDLE_FILL
+        and not _admission_is_tight(facts)
+    ):
         return None
     return Finding(
         Severity.WARNING,
-        f"the trainer waits {_percent(facts.wait_share)} of its time while {_percent(1 - facts.fill)} of the generators' "
-        "places are empty, though the staleness policy allows more: trajectories spend their time outside the generator",
-        ("the task: a faster verifier or environment", "actors.replicas: more", "task.verifierTimeoutSeconds: lower"),
+        f"the trainer waits {_percent(facts.wait_share)} of its time while "
+        f"{_percent(1 - facts.fill)} of the generators' "
+        "places are empty, though the staleness policy allows more: trajectories spend their time "
+        "outside the generator",
+        (
+            "the task: a faster verifier or environment",
+            "actors.replicas: more",
+            "task.verifierTimeoutSeconds: lower",
+        ),
         {"wait_share": facts.wait_share, "fill": facts.fill},
     )
 
@@ -58,7 +76,8 @@ def generation_is_slow(facts: RunFacts) -> Finding | None:
         return None
     return Finding(
         Severity.WARNING,
-        f"the trainer waits {_percent(facts.wait_share)} of its time, the generators are {_percent(facts.fill)} full: "
+        f"the trainer waits {_percent(facts.wait_share)} of its time, the generators are "
+        f"{_percent(facts.fill)} full: "
         "generation is the bottleneck" + _kv_room(facts),
         (
             _more("actors", "two", "trainers", facts),
@@ -80,7 +99,8 @@ def kv_cache_full(facts: RunFacts) -> Finding | None:
     generator = facts.job.spec.actors.generator
     return Finding(
         Severity.WARNING,
-        f"the fullest generator uses {_percent(facts.kv_usage)} of its KV cache, and a trajectory is preempted "
+        f"the fullest generator uses {_percent(facts.kv_usage)} of its KV cache, and a trajectory "
+        "is preempted "
         f"{preemptions:.1f} times on average: each time all of it is computed again",
         (
             f"actors.generator.maxRunningRequests: lower than {generator.max_running_requests}",
@@ -96,14 +116,19 @@ def training_is_slow(facts: RunFacts) -> Finding | None:
         return None
     return Finding(
         Severity.WARNING,
-        f"the trainer never waits ({_percent(facts.wait_share)} of its time) and {_percent(1 - facts.fill)} of the generators' "
+        f"the trainer never waits ({_percent(facts.wait_share)} of its time) and "
+        f"{_percent(1 - facts.fill)} of the generators' "
         "places are empty: training is the bottleneck",
         (
             _more("trainers", "five", "actors", facts),
             "trainers.microBatchTokens: higher",
             "trainers.activationCheckpointing: false where memory allows",
         ),
-        {"wait_share": facts.wait_share, "fill": facts.fill, "train_seconds": facts.mean("train_seconds")},
+        {
+            "wait_share": facts.wait_share,
+            "fill": facts.fill,
+            "train_seconds": facts.mean("train_seconds"),
+        },
     )
 
 
@@ -114,7 +139,8 @@ def queue_too_deep(facts: RunFacts) -> Finding | None:
         return None
     return Finding(
         Severity.WARNING,
-        f"{ready:.0f} finished groups wait on average, {batches:.1f} batches: every one of them adds a step of lag for nothing",
+        f"{ready:.0f} finished groups wait on average, {batches:.1f} batches: every one of them "
+        "adds a step of lag for nothing",
         ("staleness.eta: lower", "actors.replicas: fewer", "trainers.replicas: more"),
         {"groups_ready": ready, "batches": batches, "lag_mean": facts.mean("lag_mean")},
     )
@@ -126,10 +152,15 @@ def updates_slower_than_steps(facts: RunFacts) -> Finding | None:
         return None
     return Finding(
         Severity.WARNING,
-        f"a weight update takes {facts.mean('publish_seconds'):.2f} s, a step {facts.mean('step_seconds'):.2f} s: "
+        f"a weight update takes {facts.mean('publish_seconds'):.2f} s, a step "
+        f"{facts.mean('step_seconds'):.2f} s: "
         "versions are skipped and the lag grows",
         (
-            *(("weightTransfer.backend: nccl between GPUs",) if facts.job.num_generating > 0 else ()),
+            *(
+                ("weightTransfer.backend: nccl between GPUs",)
+                if facts.job.num_generating > 0
+                else ()
+            ),
             "weightTransfer.bucketBytes: higher",
             "weightTransfer.mode: staged",
         ),
@@ -150,12 +181,16 @@ def updates_pause_decoding(facts: RunFacts) -> Finding | None:
     remedies = (
         ("weightTransfer.mode: staged", transfer.mode == "inplace"),
         ("weightTransfer.kvCache: keep", transfer.kv_cache == "recompute"),
-        ("weightTransfer.backend: nccl between GPUs", transfer.backend == "gloo" and facts.job.num_generating > 0),
+        (
+            "weightTransfer.backend: nccl between GPUs",
+            transfer.backend == "gloo" and facts.job.num_generating > 0,
+        ),
         ("algorithm.groupsPerStep: higher, for fewer updates", True),
     )
     return Finding(
         Severity.WARNING,
-        f"decoding stands still for {pause:.3f} s mean in each step, {_percent(pause / whole)} of its time",
+        f"decoding stands still for {pause:.3f} s mean in each step, {_percent(pause / whole)} of "
+        "its time",
         tuple(remedy for remedy, applies in remedies if applies),
         {"pause_seconds_mean": pause, "share": pause / whole},
     )
@@ -169,9 +204,13 @@ def generators_run_small_batches(facts: RunFacts) -> Finding | None:
         return None
     return Finding(
         Severity.ADVICE,
-        f"a generating GPU decodes {counted(running, 'sequence')} at once on average; below {LEAST_BATCH_PER_GPU} it waits "
+        f"a generating GPU decodes {counted(running, 'sequence')} at once on average; below "
+        f"{LEAST_BATCH_PER_GPU} it waits "
         "for memory",
-        ("actors.replicas: fewer, with more sequences each (pipelinerl plan)", "staleness.eta: higher"),
+        (
+            "actors.replicas: fewer, with more sequences each (pipelinerl plan)",
+            "staleness.eta: higher",
+        ),
         {"batch_per_gpu": running, "least": LEAST_BATCH_PER_GPU},
     )
 
@@ -198,13 +237,20 @@ def actors_uneven(facts: RunFacts) -> Finding | None:
 
 def load_swings(facts: RunFacts) -> Finding | None:
     running = facts.gauge("actor", "requests_running")
-    if len(running) < 2 * FEWEST_POINTS or not fmean(running) or pstdev(running) / fmean(running) <= SWING:
+    if (
+        len(running) < 2 * FEWEST_POINTS
+        or not fmean(running)
+        or pstdev(running) / fmean(running) <= SWING
+    ):
         return None
     return Finding(
         Severity.ADVICE,
         f"the number of running requests swings between {min(running):.0f} and {max(running):.0f} "
         f"around {fmean(running):.0f}: generators are filled in bursts",
-        ("staleness.eta: higher", "staleness.policy: one that admits group by group, such as slack"),
+        (
+            "staleness.eta: higher",
+            "staleness.policy: one that admits group by group, such as slack",
+        ),
         {"deviation": pstdev(running) / fmean(running), "mean": fmean(running)},
     )
 
@@ -216,7 +262,10 @@ def packing_loose(facts: RunFacts) -> Finding | None:
     return Finding(
         Severity.ADVICE,
         f"only {_percent(fill)} of the micro-batches' slots hold tokens",
-        ("trainers.microBatchTokens: a larger multiple of the usual length", "algorithm.groupsPerStep: higher"),
+        (
+            "trainers.microBatchTokens: a larger multiple of the usual length",
+            "algorithm.groupsPerStep: higher",
+        ),
         {"packing_fill": fill},
     )
 
@@ -227,26 +276,39 @@ def packing_uneven(facts: RunFacts) -> Finding | None:
         return None
     return Finding(
         Severity.WARNING,
-        f"the emptiest rank has {_percent(imbalance)} fewer tokens than the fullest and waits for it in every step",
-        ("algorithm.groupsPerStep: higher", "trainers.microBatchTokens: lower", "trainers.replicas: fewer"),
+        f"the emptiest rank has {_percent(imbalance)} fewer tokens than the fullest and waits for "
+        "it in every step",
+        (
+            "algorithm.groupsPerStep: higher",
+            "trainers.microBatchTokens: lower",
+            "trainers.replicas: fewer",
+        ),
         {"packing_imbalance": imbalance},
     )
 
 
 def _admission_is_tight(facts: RunFacts) -> bool:
-    """Whether places stay empty because a batch is being trained while the policy allows little more than it."""
+    """Whether places stay empty because a batch is being trained while the policy allows little
+    more than it.
+    """
     return facts.job.max_admitted < facts.job.num_places + facts.job.batch_size
 
 
 def _more(role: str, at_a_time: str, others: str, facts: RunFacts) -> str:
-    """The remedy of more processes, taken from the other side; on CPUs `pipelinerl plan` has no say."""
+    """The remedy of more processes, taken from the other side; on CPUs `pipelinerl plan` has no
+    say.
+    """
     if facts.job.num_generating > 0:
-        return f"{role}.replicas: more, {at_a_time} GPUs at a time from the {others} (pipelinerl plan)"
+        return (
+            f"{role}.replicas: more, {at_a_time} GPUs at a time from the {others} (pipelinerl plan)"
+        )
     return f"{role}.replicas: more, where cores are free or the {others} can spare some"
 
 
 def _kv_room(facts: RunFacts) -> str:
-    return "" if isnan(facts.kv_usage) else f", with {_percent(facts.kv_usage)} of the KV cache in use"
+    return (
+        "" if isnan(facts.kv_usage) else f", with {_percent(facts.kv_usage)} of the KV cache in use"
+    )
 
 
 def _percent(share: float) -> str:

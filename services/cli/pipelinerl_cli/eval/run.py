@@ -1,4 +1,6 @@
-"""One evaluation on this machine: a generator that serves the checkpoint, the task's prompts through it, a table."""
+"""One evaluation on this machine: a generator that serves the checkpoint, the task's prompts
+through it, a table.
+"""
 
 import argparse
 import asyncio
@@ -41,7 +43,9 @@ def evaluate(args: argparse.Namespace) -> int:
     task = _task(job, args)
     seed = job.spec.seed + 1 if args.seed is None else args.seed
     _check_model(args.checkpoint, model, job.spec.model.max_model_len)
-    made = load_task(TaskName(task.path, task.args, seed))  # before a generator is started, which takes long
+    made = load_task(
+        TaskName(task.path, task.args, seed)
+    )  # before a generator is started, which takes long
     check_prompts(made, task, job.spec.model.max_model_len, model)
     evaluation = asyncio.run(_evaluate(job, model, made, task, seed, args))
     document = _document(evaluation, args, model, seed)
@@ -62,24 +66,52 @@ def _task(job: Job, args: argparse.Namespace) -> TaskSettings:
     """The job's task with the evaluation's number of answers and temperature."""
     num_samples = max(args.k) if args.samples is None else args.samples
     if max(args.k) > num_samples:
-        raise SettingsError(f"--k {max(args.k)} needs at least as many --samples, not {num_samples}")
+        raise SettingsError(
+            f"--k {max(args.k)} needs at least as many --samples, not {num_samples}"
+        )
     sampling = job.spec.task.sampling
     if args.temperature is not None:
         if not 0 < args.temperature <= 10:
-            raise SettingsError(f"--temperature {args.temperature:g} must be above 0 and at most 10")
+            raise SettingsError(
+                f"--temperature {args.temperature:g} must be above 0 and at most 10"
+            )
         sampling = sampling.model_copy(update={"temperature": args.temperature})
-    return job.spec.task.model_copy(update={"group_size": num_samples, "sampling": sampling, "min_group_fraction": 1.0})
+    return job.spec.task.model_copy(
+        update={"group_size": num_samples, "sampling": sampling, "min_group_fraction": 1.0}
+    )
 
 
-async def _evaluate(job: Job, model: Path, made: Task, task: TaskSettings, seed: int, args: argparse.Namespace) -> Evaluation:
+async def _evaluate(
+    job: Job, model: Path, made: Task, task: TaskSettings, seed: int, args: argparse.Namespace
+) -> Evaluation:
     progress = _Progress(args.prompts, quiet=args.json)
-    with tempfile.TemporaryDirectory(prefix="pipelinerl-eval-") as scratch, Guard() as guard, Ports() as ports:
+    with (
+        tempfile.TemporaryDirectory(prefix="pipelinerl-eval-") as scratch,
+        Guard() as guard,
+        Ports() as ports,
+    ):
         folder = RunFolder(Path(scratch))
         folder.make()
         folder.write_job(job)
         address = ports.address()
-        argv = ("python", "-m", "pipelinerl_actor.generator", "--job", str(folder.job_file), "--output", scratch)
-        wiring = ("--name", GENERATOR, "--listen", address, "--model", str(model), "--serve-initial")
+        argv = (
+            "python",
+            "-m",
+            "pipelinerl_actor.generator",
+            "--job",
+            str(folder.job_file),
+            "--output",
+            scratch,
+        )
+        wiring = (
+            "--name",
+            GENERATOR,
+            "--listen",
+            address,
+            "--model",
+            str(model),
+            "--serve-initial",
+        )
         generator = await Process.start(
             GENERATOR,
             (*argv, *wiring),
@@ -89,8 +121,12 @@ async def _evaluate(job: Job, model: Path, made: Task, task: TaskSettings, seed:
         )
         try:
             progress.say("starting the generator")
-            await _until_ready(generator, f"http://{address}", job.spec.actors.startup_timeout_seconds)
-            pool = Pool([f"http://{address}"], model, job.spec.actors.generator.max_running_requests)
+            await _until_ready(
+                generator, f"http://{address}", job.spec.actors.startup_timeout_seconds
+            )
+            pool = Pool(
+                [f"http://{address}"], model, job.spec.actors.generator.max_running_requests
+            )
             async with evaluator(made, task, seed, pool, progress.count) as evaluating:
                 return await evaluating.run(range(args.prompts), args.k, seed)
         finally:
@@ -126,8 +162,16 @@ class _Progress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def _document(evaluation: Evaluation, args: argparse.Namespace, model: Path, seed: int) -> dict[str, Any]:
-    return {"checkpoint": str(args.checkpoint), "model": str(model), "task": str(args.job), "seed": seed, **asdict(evaluation)}
+def _document(
+    evaluation: Evaluation, args: argparse.Namespace, model: Path, seed: int
+) -> dict[str, Any]:
+    return {
+        "checkpoint": str(args.checkpoint),
+        "model": str(model),
+        "task": str(args.job),
+        "seed": seed,
+        **asdict(evaluation),
+    }
 
 
 def _write(path: Path, document: Mapping[str, Any]) -> None:
@@ -144,10 +188,17 @@ def _table(document: Mapping[str, Any]) -> list[str]:
         f"{document['model']} on {counted(document['num_prompts'], 'prompt')}, "
         f"{counted(document['num_samples'], 'answer')} each:"
     ]
-    lines += [f"  {name:<10} {each['mean']:.3f}   95 % interval {each['low']:.3f} to {each['high']:.3f}" for name, each in rows]
+    lines += [
+        f"  {name:<10} {each['mean']:.3f}   95 % interval {each['low']:.3f} to {each['high']:.3f}"
+        for name, each in rows
+    ]
     lines.append(
-        f"  {document['tokens_per_answer']:.1f} tokens per answer, {document['truncated_share']:.1%} cut off at the limit"
+        f"  {document['tokens_per_answer']:.1f} tokens per answer, "
+        f"{document['truncated_share']:.1%} cut off at the limit"
     )
     failures = document["failures"].items()
-    lines += [f"  left out, since they failed: {counted(count, 'prompt')} {reason}" for reason, count in failures]
+    lines += [
+        f"  left out, since they failed: {counted(count, 'prompt')} {reason}"
+        for reason, count in failures
+    ]
     return lines

@@ -1,4 +1,6 @@
-"""`python -m pipelinerl_cli.monitoring [--check]`: writes the chart's dashboards and alerts, or says which are out of date."""
+"""`python -m pipelinerl_cli.monitoring [--check]`: writes the chart's dashboards and alerts, or
+says which are out of date.
+"""
 
 import argparse
 import sys
@@ -6,8 +8,12 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pipelinerl_cli.monitoring", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; status 1 when a file is out of date")
+    parser = argparse.ArgumentParser(
+        prog="python -m pipelinerl_cli.monitoring", description=__doc__
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; status 1 when a file is out of date"
+    )
     args = parser.parse_args(argv)
     from pipelinerl_cli.monitoring.files import stale, write
 
@@ -15,7 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         write()
         return 0
     for path in stale():
-        print(f"charts/pipelinerl/{path}: out of date; run python -m pipelinerl_cli.monitoring", file=sys.stderr)
+        print(
+            f"charts/pipelinerl/{path}: out of date; run python -m pipelinerl_cli.monitoring",
+            file=sys.stderr,
+        )
     return 1 if stale() else 0
 
 

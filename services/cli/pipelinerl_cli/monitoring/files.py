@@ -18,7 +18,9 @@ _HEAD: Final = (
 
 
 def generated() -> dict[str, str]:
-    """Text of every generated file, by its path below the chart. Needs the Grafana Foundation SDK (extra `dev`)."""
+    """Text of every generated file, by its path below the chart. Needs the Grafana Foundation SDK
+    (extra `dev`).
+    """
     from pipelinerl_cli.monitoring.dashboards import DASHBOARDS, to_json
 
     files = {f"dashboards/{name}.json": to_json(make()) for name, make in DASHBOARDS.items()}
@@ -28,14 +30,18 @@ def generated() -> dict[str, str]:
 
 
 def stale() -> list[str]:
-    """Paths below the chart that are missing, differ from what is generated, or should not be there."""
+    """Paths below the chart that are missing, differ from what is generated, or should not be
+    there.
+    """
     wanted = generated()
     kept = {
         str(path.relative_to(CHART)): path.read_text(encoding="utf-8")
         for folder in ("dashboards", "alerts")
         for path in (CHART / folder).glob("*")
     }
-    return sorted(path for path in wanted.keys() | kept.keys() if wanted.get(path) != kept.get(path))
+    return sorted(
+        path for path in wanted.keys() | kept.keys() if wanted.get(path) != kept.get(path)
+    )
 
 
 def write() -> None:

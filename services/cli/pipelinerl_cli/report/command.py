@@ -18,7 +18,8 @@ def run(args: argparse.Namespace) -> int:
         write_results(args.run, earlier.job, earlier.status, earlier.failure)
     except OSError as error:
         raise SettingsError(
-            f"{args.run}: summary and report cannot be written: {error}; make room or the folder writable"
+            f"{args.run}: summary and report cannot be written: {error}; make room or the folder "
+            "writable"
         ) from error
     print(args.run / "report.html")
     return 0

@@ -8,7 +8,9 @@ from importlib.resources import files
 def document(title: str, body: str) -> str:
     """A whole page with the style and the pointer script inside."""
     here = files("pipelinerl_cli.report")
-    style = "".join(here.joinpath(name).read_text(encoding="utf-8") for name in ("chart.css", "style.css"))
+    style = "".join(
+        here.joinpath(name).read_text(encoding="utf-8") for name in ("chart.css", "style.css")
+    )
     script = here.joinpath("pointer.js").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -20,7 +22,10 @@ def document(title: str, body: str) -> str:
 
 def tiles(pairs: Iterable[tuple[str, str]], *, small: bool = False) -> str:
     """Numbers with their names, as (name, number)."""
-    cells = (f"<div><dd>{html.escape(value)}</dd><dt>{html.escape(name)}</dt></div>" for name, value in pairs)
+    cells = (
+        f"<div><dd>{html.escape(value)}</dd><dt>{html.escape(name)}</dt></div>"
+        for name, value in pairs
+    )
     return f'<dl class="tiles{" small" if small else ""}">{"".join(cells)}</dl>'
 
 
@@ -42,7 +47,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     def row(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-    return f'<div class="wide" tabindex="0"><table>{row(head, "th")}{"".join(row(cells, "td") for cells in rows)}</table></div>'
+    return (
+        '<div class="wide" '
+        f'tabindex="0"><table>{row(head, "th")}{"".join(row(cells, "td") for cells in rows)}</table></div>'
+    )
 
 
 def folded(title: str, body: str) -> str:

@@ -17,4 +17,7 @@ def _item(named: Named) -> str:
     finding = named.finding
     advice = "".join(f"<li>{html.escape(each)}</li>" for each in finding.turn)
     severity = html.escape(finding.severity.value)
-    return f'<li><span class="badge {severity}">{severity}</span> {html.escape(finding.message)}<ul>{advice}</ul></li>'
+    return (
+        f'<li><span class="badge {severity}">{severity}</span> '
+        f"{html.escape(finding.message)}<ul>{advice}</ul></li>"
+    )

@@ -21,10 +21,17 @@ def flow(title: str, parts: Sequence[Part]) -> str:
     heading = f"<figcaption>{html.escape(title)}</figcaption>"
     if not total:
         return f'<figure class="plot flow">{heading}<p class="empty">no data</p></figure>'
-    pieces = "".join(f'<i class="fill c{part.colour}" style="flex-grow:{part.num_tokens / total:.6f}"></i>' for part in shown)
+    pieces = "".join(
+        f'<i class="fill c{part.colour}" style="flex-grow:{part.num_tokens / total:.6f}"></i>'
+        for part in shown
+    )
     rows = "".join(
-        f'<li><i class="fill c{part.colour}"></i>{html.escape(part.label)} <b>{compact(part.num_tokens)}</b> '
+        f'<li><i class="fill c{part.colour}"></i>{html.escape(part.label)} '
+        f"<b>{compact(part.num_tokens)}</b> "
         f"<span>{part.num_tokens / total:.1%}</span></li>"
         for part in shown
     )
-    return f'<figure class="plot flow">{heading}<div class="bar" aria-hidden="true">{pieces}</div><ul>{rows}</ul></figure>'
+    return (
+        f'<figure class="plot flow">{heading}<div class="bar" '
+        f'aria-hidden="true">{pieces}</div><ul>{rows}</ul></figure>'
+    )

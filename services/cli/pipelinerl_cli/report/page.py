@@ -36,18 +36,26 @@ LEARNING = (
     "Time is that in which the run generated or trained, without the start-up of its sessions."
 )
 STALENESS = (
-    "Generation never waits for training, so a token is trained some steps after it was sampled: its lag. "
-    "The effective sample size is the share of the batch that is left when importance weights have made up for it."
+    "Generation never waits for training, so a token is trained some steps after it was sampled: "
+    "its lag. "
+    "The effective sample size is the share of the batch that is left when importance weights have "
+    "made up for it."
 )
 FINDINGS = "What pipelinerl doctor makes of the run, and what to turn, the most promising first."
 EVALUATION = (
-    "Checkpoints on the job's evaluation sets, each at one version of the weights. pass@k: the chance that one of k answers "
+    "Checkpoints on the job's evaluation sets, each at one version of the weights. pass@k: the "
+    "chance that one of k answers "
     "passes. Bands: 95 % intervals over prompts."
 )
-THROUGHPUT = "Who waits for whom: a trainer that waits long for samples wants more generators, a deep queue wants fewer."
+THROUGHPUT = (
+    "Who waits for whom: a trainer that waits long for samples wants more generators, a "
+    "deep queue wants fewer."
+)
 
 
-def report_page(history: RunHistory, summary: Mapping[str, Any], job: Job, found: Sequence[Named]) -> str:
+def report_page(
+    history: RunHistory, summary: Mapping[str, Any], job: Job, found: Sequence[Named]
+) -> str:
     """The whole page. Plots without data say so; `found` are the doctor's findings."""
     trained = history.in_training_time()
     head = _head(summary, job)
@@ -56,18 +64,27 @@ def report_page(history: RunHistory, summary: Mapping[str, Any], job: Job, found
         hero(over_time(trained), tiles(_first_numbers(summary))),
         tiles(_more_numbers(summary), small=True),
         section("Learning", LEARNING, grid(learning(trained))),
-        *([section("Evaluation", EVALUATION, grid(evaluation(history)))] if history.evaluations else []),
+        *(
+            [section("Evaluation", EVALUATION, grid(evaluation(history)))]
+            if history.evaluations
+            else []
+        ),
         section("Staleness", STALENESS, grid(staleness(trained))),
         section("Throughput", THROUGHPUT, grid(throughput(trained))),
     ]
     parts.append(section("Findings", FINDINGS, findings(found)))
     if incidents := _incidents(summary):
         parts.append(section("Incidents", "", table(("what", "count"), incidents)))
-    settings = yaml.safe_dump(job.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
+    settings = yaml.safe_dump(
+        job.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True
+    )
     numbers = table(("step", *(label for label, _ in COLUMNS)), _rows(history))
     parts.append(
         section(
-            "Behind it", "", folded("Numbers of the steps", numbers), folded("job.yaml", f"<pre>{html.escape(settings)}</pre>")
+            "Behind it",
+            "",
+            folded("Numbers of the steps", numbers),
+            folded("job.yaml", f"<pre>{html.escape(settings)}</pre>"),
         )
     )
     return document(f"{job.name} - PipelineRL", "\n".join(parts))
@@ -85,7 +102,9 @@ def _head(summary: Mapping[str, Any], job: Job) -> str:
         ("generators", _num_generators(spec)),
         ("seed", str(spec.seed)),
     )
-    shown = "".join(f"<li><span>{html.escape(name)}</span> {html.escape(value)}</li>" for name, value in facts)
+    shown = "".join(
+        f"<li><span>{html.escape(name)}</span> {html.escape(value)}</li>" for name, value in facts
+    )
     title = f'<h1>{html.escape(job.name)} <span class="badge {status}">{status}</span></h1>'
     return f'<header>{title}<ul class="facts">{shown}</ul></header>'
 
@@ -94,7 +113,11 @@ def _num_generators(spec: JobSpec) -> str:
     """Example: "1 to 4" where actors come and go."""
     actors = spec.actors
     most = str(spec.most_actors * actors.generators_per_replica)
-    return f"{actors.min_replicas * actors.generators_per_replica} to {most}" if spec.autoscale.enabled else most
+    return (
+        f"{actors.min_replicas * actors.generators_per_replica} to {most}"
+        if spec.autoscale.enabled
+        else most
+    )
 
 
 def _shown(summary: Mapping[str, Any], key: str, form: Any = compact) -> str:
@@ -111,13 +134,23 @@ def _first_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         *_evaluated(summary),
         (
             "reward, first → last steps (up to 5)",
-            f"{_shown(summary, 'reward_first', _digits)} → {_shown(summary, 'reward_last', _digits)}",
+            f"{_shown(summary, 'reward_first', _digits)} → "
+            f"{_shown(summary, 'reward_last', _digits)}",
         ),
         ("steps", _shown(summary, "steps", str)),
-        ("time training, of all", f"{_shown(summary, 'training_seconds', clock)} / {_shown(summary, 'seconds', clock)}"),
+        (
+            "time training, of all",
+            f"{_shown(summary, 'training_seconds', clock)} / {_shown(summary, 'seconds', clock)}",
+        ),
         ("tokens generated per second, mean", _shown(summary, "tokens_per_second")),
-        ("lag in steps, mean / max", f"{_shown(summary, 'lag_mean')} / {_shown(summary, 'lag_max')}"),
-        ("ESS, mean / min", f"{_shown(summary, 'ess_mean', _digits)} / {_shown(summary, 'ess_min', _digits)}"),
+        (
+            "lag in steps, mean / max",
+            f"{_shown(summary, 'lag_mean')} / {_shown(summary, 'lag_max')}",
+        ),
+        (
+            "ESS, mean / min",
+            f"{_shown(summary, 'ess_mean', _digits)} / {_shown(summary, 'ess_min', _digits)}",
+        ),
     ]
 
 
@@ -130,7 +163,11 @@ def _evaluated(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         if now["mean"] is None:
             continue
         shown = f"{_digits(now['mean'])} ({_digits(now['low'])} to {_digits(now['high'])})"
-        began = "" if before is None or each["first"]["step"] == each["step"] else f"{_digits(before)} → "
+        began = (
+            ""
+            if before is None or each["first"]["step"] == each["step"]
+            else f"{_digits(before)} → "
+        )
         numbers.append((f"{name}, pass@{k} at step {each['step']}", began + shown))
     return numbers
 
@@ -148,19 +185,33 @@ def _more_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _incidents(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    counts = [(f"dropped groups: {reason}", str(count)) for reason, count in summary["dropped_groups"].items()]
-    counts += [(f"rollout errors: {reason}", str(count)) for reason, count in summary["rollout_errors"].items()]
-    counts += [(f"evaluations skipped: {reason}", str(count)) for reason, count in summary["evaluations_skipped"].items()]
+    counts = [
+        (f"dropped groups: {reason}", str(count))
+        for reason, count in summary["dropped_groups"].items()
+    ]
+    counts += [
+        (f"rollout errors: {reason}", str(count))
+        for reason, count in summary["rollout_errors"].items()
+    ]
+    counts += [
+        (f"evaluations skipped: {reason}", str(count))
+        for reason, count in summary["evaluations_skipped"].items()
+    ]
     if summary["evaluations_failed"]:
         counts.append(("evaluations failed", str(summary["evaluations_failed"])))
-    return counts + [(f"restarts: {name}", str(count)) for name, count in summary["restarts_by_process"].items()]
+    return counts + [
+        (f"restarts: {name}", str(count)) for name, count in summary["restarts_by_process"].items()
+    ]
 
 
 def _rows(history: RunHistory) -> list[list[str]]:
     """At most MOST_ROWS steps, evenly chosen, the last among them."""
     steps: list[Step] = history.steps
     every = -(-len(steps) // MOST_ROWS) or 1
-    return [[str(step.step), *(_cell(step.get(name)) for _, name in COLUMNS)] for step in steps[::-1][::every][::-1]]
+    return [
+        [str(step.step), *(_cell(step.get(name)) for _, name in COLUMNS)]
+        for step in steps[::-1][::every][::-1]
+    ]
 
 
 def _cell(value: float) -> str:

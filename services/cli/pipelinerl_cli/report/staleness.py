@@ -15,7 +15,10 @@ def staleness(history: RunHistory) -> list[str]:
             "Effective sample size (1 is on-policy)",
             TIME,
             Axis("ESS", low=0.8, high=1),
-            [*noisy("raw", history.of_steps("ess"), 2), *noisy("truncated", history.of_steps("ess_truncated"), 5, "dashed")],
+            [
+                *noisy("raw", history.of_steps("ess"), 2),
+                *noisy("truncated", history.of_steps("ess_truncated"), 5, "dashed"),
+            ],
         ),
         plot(
             "Queue depth (groups)",
@@ -44,7 +47,12 @@ def _lags(history: RunHistory) -> str:
         [step.step for step in steps],
         [_shares(step) for step in steps],
         f"{MAX_LAG_BUCKET + 1}+",
-        Line("mean", [step.step for step in mean], _smoothed([step.get("lag_mean") for step in mean]), 1),
+        Line(
+            "mean",
+            [step.step for step in mean],
+            _smoothed([step.get("lag_mean") for step in mean]),
+            1,
+        ),
     )
 
 
@@ -58,17 +66,24 @@ def _shares(step: Step) -> list[float]:
 
 
 def _fates(history: RunHistory) -> list[Part]:
-    """What was neither trained nor dropped waited or ran when the run ended, or was lost with a process."""
+    """What was neither trained nor dropped waited or ran when the run ended, or was lost with a
+    process.
+    """
     generated = history.total("actor", "tokens_generated_total")
     trained = sum(step.values.get("num_trained_tokens", 0.0) for step in history.steps)
     dropped = {
-        name.removeprefix("tokens_dropped_total{reason=").removesuffix("}"): history.total("preprocessor", name)
+        name.removeprefix("tokens_dropped_total{reason=").removesuffix("}"): history.total(
+            "preprocessor", name
+        )
         for name in sorted(history.names("preprocessor"))
         if name.startswith("tokens_dropped_total{")
     }
     rest = generated - trained - sum(dropped.values())
     return [
         Part("trained", trained, 2),
-        *(Part(f"dropped: {reason.replace('_', ' ')}", count, 4) for reason, count in dropped.items()),
+        *(
+            Part(f"dropped: {reason.replace('_', ' ')}", count, 4)
+            for reason, count in dropped.items()
+        ),
         Part("waiting, running or lost at the end", max(0.0, rest), 5),
     ]

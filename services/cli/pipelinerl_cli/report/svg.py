@@ -1,4 +1,6 @@
-"""Line plots as inline SVG: no script or font from elsewhere, colours from the page's own variables."""
+"""Line plots as inline SVG: no script or font from elsewhere, colours from the page's own
+variables.
+"""
 
 import html
 import math
@@ -10,7 +12,26 @@ WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 36
 MAX_POINTS = 600
 NUM_COLOURS = 6
-CLOCK_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
+CLOCK_STEPS = (
+    1,
+    2,
+    5,
+    10,
+    15,
+    30,
+    60,
+    120,
+    300,
+    600,
+    900,
+    1800,
+    3600,
+    7200,
+    14400,
+    21600,
+    43200,
+    86400,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +44,9 @@ class Line:
     colour: int = 0
     style: Literal["line", "faint", "dashed", "area", "band"] = "line"
     floor: Sequence[float] | None = None
-    """Of an "area" or a "band": where it stands on, value by value; None for zero. An area tells its height beside the pointer;
-    a band is the range around a line, and tells nothing."""
+    """Of an "area" or a "band": where it stands on, value by value; None for zero. An area tells
+    its height beside the pointer; a band is the range around a line, and tells nothing.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,30 +99,46 @@ def plot(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
 
 
 def drawable(lines: Sequence[Line]) -> list[Line]:
-    """The lines that have a finite point, with no more points than a picture shows. Bands first: no line is below one."""
-    return sorted((line for line in map(_finite, lines) if line.xs), key=lambda line: line.style != "band")
+    """The lines that have a finite point, with no more points than a picture shows. Bands first: no
+    line is below one.
+    """
+    return sorted(
+        (line for line in map(_finite, lines) if line.xs), key=lambda line: line.style != "band"
+    )
 
 
 def draw(x: Axis, y: Axis, lines: Sequence[Line]) -> "tuple[Scale, list[str]]":
     """The scale and the parts of the picture of at least one drawable line."""
     x_range = _range(x, [value for line in lines for value in line.xs])
     x_ticks = clock_ticks(*x_range) if x.kind == "clock" else ticks(*x_range)
-    y_ticks = ticks(*_range(y, [value for line in lines for value in (*line.ys, *(line.floor or ()))]))
+    y_ticks = ticks(
+        *_range(y, [value for line in lines for value in (*line.ys, *(line.floor or ()))])
+    )
     scale = Scale(x_ticks[0], x_ticks[-1], y_ticks[0], y_ticks[-1])
     if x.low is not None:  # do not leave room on the right for a round number
         scale = Scale(scale.x0, max(max(line.xs) for line in lines) or 1.0, scale.y0, scale.y1)
-    return scale, [draw_grid(scale, x, y, x_ticks, y_ticks), *(draw_line(scale, line) for line in lines)]
+    return scale, [
+        draw_grid(scale, x, y, x_ticks, y_ticks),
+        *(draw_line(scale, line) for line in lines),
+    ]
 
 
-def drawing(title: str, scale: "Scale", x: Axis, y: Axis, parts: Sequence[str], lines: Sequence[Line]) -> str:
-    """The picture with its description for those who cannot see it, and what the pointer script needs."""
+def drawing(
+    title: str, scale: "Scale", x: Axis, y: Axis, parts: Sequence[str], lines: Sequence[Line]
+) -> str:
+    """The picture with its description for those who cannot see it, and what the pointer script
+    needs.
+    """
     spoken = html.escape(_spoken(title, y, lines))
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" aria-label="{spoken}" data-plot '
-        f'data-x0="{scale.x0:.8g}" data-x1="{scale.x1:.8g}" data-y0="{scale.y0:.8g}" data-y1="{scale.y1:.8g}" '
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" aria-label="{spoken}" '
+        "data-plot "
+        f'data-x0="{scale.x0:.8g}" data-x1="{scale.x1:.8g}" data-y0="{scale.y0:.8g}" '
+        f'data-y1="{scale.y1:.8g}" '
         f'data-x-kind="{x.kind}" data-y-kind="{y.kind}">'
         f"{''.join(parts)}"
-        f'<g class="pointer" visibility="hidden"><line y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></g></svg>'
+        f'<g class="pointer" visibility="hidden"><line y1="{TOP}" '
+        f'y2="{HEIGHT - BOTTOM}"/></g></svg>'
         '<div class="tip" hidden></div>'
     )
 
@@ -128,11 +166,17 @@ class Scale:
         return LEFT + (value - self.x0) / ((self.x1 - self.x0) or 1) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        return HEIGHT - BOTTOM - (value - self.y0) / ((self.y1 - self.y0) or 1) * (HEIGHT - TOP - BOTTOM)
+        return (
+            HEIGHT
+            - BOTTOM
+            - (value - self.y0) / ((self.y1 - self.y0) or 1) * (HEIGHT - TOP - BOTTOM)
+        )
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers that cover low to high. Example: ticks(0, 0.83) is [0, 0.2, 0.4, 0.6, 0.8, 1.0]."""
+    """Round numbers that cover low to high. Example: ticks(0, 0.83) is [0, 0.2, 0.4, 0.6, 0.8,
+    1.0].
+    """
     span = high - low
     if span <= 0:
         span = abs(high) or 1.0
@@ -145,14 +189,26 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def clock_ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """Like `ticks`, in seconds that are round on a clock. Example: clock_ticks(0, 250) is [0, 60, 120, 180, 240, 300]."""
+    """Like `ticks`, in seconds that are round on a clock. Example: clock_ticks(0, 250) is [0, 60,
+    120, 180, 240, 300].
+    """
     raw = max(1.0, (high - low) / count)
-    step = next((seconds for seconds in CLOCK_STEPS if seconds >= raw * 0.999), math.ceil(raw / 86400) * 86400)
-    return [float(k * step) for k in range(math.floor(low / step), math.ceil(max(high, low + step) / step) + 1)]
+    step = next(
+        (seconds for seconds in CLOCK_STEPS if seconds >= raw * 0.999),
+        math.ceil(raw / 86400) * 86400,
+    )
+    return [
+        float(k * step)
+        for k in range(math.floor(low / step), math.ceil(max(high, low + step) / step) + 1)
+    ]
 
 
-def thin(xs: Sequence[float], ys: Sequence[float], most: int = MAX_POINTS) -> tuple[list[float], list[float]]:
-    """At most about `most` points: of each stretch its lowest and its highest, so that no spike is lost."""
+def thin(
+    xs: Sequence[float], ys: Sequence[float], most: int = MAX_POINTS
+) -> tuple[list[float], list[float]]:
+    """At most about `most` points: of each stretch its lowest and its highest, so that no spike is
+    lost.
+    """
     if len(xs) <= most:
         return list(xs), list(ys)
     keep: set[int] = {0, len(xs) - 1}
@@ -165,21 +221,30 @@ def thin(xs: Sequence[float], ys: Sequence[float], most: int = MAX_POINTS) -> tu
 
 
 def smooth(ys: Sequence[float], window: int) -> list[float]:
-    """Mean over the last `window` values, fewer at the beginning; of them those that are numbers, else not-a-number."""
+    """Mean over the last `window` values, fewer at the beginning; of them those that are numbers,
+    else not-a-number.
+    """
     sums, counts = [0.0], [0]
     for value in ys:
         is_number = math.isfinite(value)
         sums.append(sums[-1] + (value if is_number else 0.0))
         counts.append(counts[-1] + is_number)
     starts = [max(0, k - window) for k in range(1, len(sums))]
-    differences = [(sums[k] - sums[start], counts[k] - counts[start]) for k, start in enumerate(starts, start=1)]
+    differences = [
+        (sums[k] - sums[start], counts[k] - counts[start])
+        for k, start in enumerate(starts, start=1)
+    ]
     return [total / count if count else math.nan for total, count in differences]
 
 
 def _finite(line: Line) -> Line:
     if line.floor is not None:
         return line  # areas stand on one another: a value that one leaves out would tear the next
-    pairs = [(a, b) for a, b in zip(line.xs, line.ys, strict=True) if math.isfinite(a) and math.isfinite(b)]
+    pairs = [
+        (a, b)
+        for a, b in zip(line.xs, line.ys, strict=True)
+        if math.isfinite(a) and math.isfinite(b)
+    ]
     xs, ys = thin([a for a, _ in pairs], [b for _, b in pairs])
     return Line(line.label, xs, ys, line.colour, line.style)
 
@@ -192,19 +257,32 @@ def _range(axis: Axis, values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def draw_grid(scale: Scale, x: Axis, y: Axis, x_ticks: Sequence[float], y_ticks: Sequence[float]) -> str:
+def draw_grid(
+    scale: Scale, x: Axis, y: Axis, x_ticks: Sequence[float], y_ticks: Sequence[float]
+) -> str:
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     parts = []
     for tick in y_ticks:
         at = scale.y(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{at + 3.5:.1f}" text-anchor="end">{html.escape(y.form(tick))}</text>')
+        parts.append(
+            f'<text x="{LEFT - 6}" y="{at + 3.5:.1f}" '
+            f'text-anchor="end">{html.escape(y.form(tick))}</text>'
+        )
     for tick in x_ticks:
         at = scale.x(tick)
         if LEFT - 1 <= at <= right + 1:
-            parts.append(f'<line class="tick" x1="{at:.1f}" x2="{at:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
-            parts.append(f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="middle">{html.escape(x.form(tick))}</text>')
-    parts.append(f'<text class="axis" x="{right}" y="{HEIGHT - 4}" text-anchor="end">{html.escape(x.label)}</text>')
+            parts.append(
+                f'<line class="tick" x1="{at:.1f}" x2="{at:.1f}" y1="{bottom}" y2="{bottom + 4}"/>'
+            )
+            parts.append(
+                f'<text x="{at:.1f}" y="{bottom + 16}" '
+                f'text-anchor="middle">{html.escape(x.form(tick))}</text>'
+            )
+    parts.append(
+        f'<text class="axis" x="{right}" y="{HEIGHT - 4}" '
+        f'text-anchor="end">{html.escape(x.label)}</text>'
+    )
     parts.append(f'<line class="base" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
     return "".join(parts)
 
@@ -214,15 +292,27 @@ def draw_line(scale: Scale, line: Line) -> str:
     title = html.escape(line.label)
     if len(points) == 1:
         a, _, b = points[0].partition(",")
-        return f'<circle class="dot c{line.colour}" cx="{a}" cy="{b}" r="2.5" data-label="{title}"/>'
+        return (
+            f'<circle class="dot c{line.colour}" cx="{a}" cy="{b}" r="2.5" data-label="{title}"/>'
+        )
     if line.floor is not None:
-        floor = [f"{scale.x(a):.1f},{scale.y(b):.1f}" for a, b in zip(line.xs, line.floor, strict=True)]
+        floor = [
+            f"{scale.x(a):.1f},{scale.y(b):.1f}" for a, b in zip(line.xs, line.floor, strict=True)
+        ]
         below = " ".join(reversed(floor))
-        polygon = f'<polygon class="{line.style} c{line.colour}" points="{" ".join(points)} {below}"/>'
+        polygon = (
+            f'<polygon class="{line.style} c{line.colour}" points="{" ".join(points)} {below}"/>'
+        )
         if line.style == "band":
             return polygon
-        return f'{polygon}<polyline class="edge c{line.colour}" points="{" ".join(points)}" data-label="{title}" data-stacked/>'
-    return f'<polyline class="{line.style} c{line.colour}" points="{" ".join(points)}" data-label="{title}"/>'
+        return (
+            f'{polygon}<polyline class="edge c{line.colour}" points="{" ".join(points)}" '
+            f'data-label="{title}" data-stacked/>'
+        )
+    return (
+        f'<polyline class="{line.style} c{line.colour}" points="{" ".join(points)}" '
+        f'data-label="{title}"/>'
+    )
 
 
 def named(lines: Sequence[Line]) -> list[Line]:
@@ -234,5 +324,8 @@ def _legend(lines: Sequence[Line]) -> str:
     labelled = [line for line in named(lines) if line.label]
     if len(labelled) < 2:
         return ""
-    items = (f'<span class="key {line.style} c{line.colour}">{html.escape(line.label)}</span>' for line in labelled)
+    items = (
+        f'<span class="key {line.style} c{line.colour}">{html.escape(line.label)}</span>'
+        for line in labelled
+    )
     return f'<span class="legend">{"".join(items)}</span>'

@@ -71,7 +71,9 @@ def _scale(history: RunHistory) -> list[str]:
 
 
 def rates(total: list[Point], window_s: float = 5.0) -> list[Point]:
-    """Increase per second of a counter over windows of at least `window_s`; a fall (a restart) counts as none."""
+    """Increase per second of a counter over windows of at least `window_s`; a fall (a restart)
+    counts as none.
+    """
     points: list[Point] = []
     last = total[0] if total else None
     for point in total[1:]:
@@ -92,9 +94,12 @@ def _phases(history: RunHistory) -> list[Line]:
     every = -(-len(steps) // MAX_POINTS)
     heights = [smooth(values, max(SMOOTHING, every))[::every] for values in (*known, rest)]
     xs = [step.t for step in steps][::every]
-    tops = list(accumulate(heights, lambda below, own: [a + b for a, b in zip(below, own, strict=True)]))
+    tops = list(
+        accumulate(heights, lambda below, own: [a + b for a, b in zip(below, own, strict=True)])
+    )
     floors = [[0.0] * len(xs), *tops[:-1]]
     labels = [(label, colour) for label, _, colour in PHASES] + [("rest", 5)]
     return [
-        Line(label, xs, top, colour, "area", floor) for (label, colour), top, floor in zip(labels, tops, floors, strict=True)
+        Line(label, xs, top, colour, "area", floor)
+        for (label, colour), top, floor in zip(labels, tops, floors, strict=True)
     ]

@@ -9,7 +9,8 @@ SESSION_START = "session_started"
 
 
 class ActiveTime:
-    """Maps clock time to seconds of the run: a run that was stopped for an hour and resumed is not an hour longer.
+    """Maps clock time to seconds of the run: a run that was stopped for an hour and resumed is not
+    an hour longer.
 
     Fed with all records in their order, and right for those that it was fed with.
     """
@@ -33,7 +34,9 @@ class ActiveTime:
         if session < 0:
             return 0.0
         into = time - self._starts[session]
-        return self._offsets[session] + (into if session == len(self._starts) - 1 else min(into, self._length(session)))
+        return self._offsets[session] + (
+            into if session == len(self._starts) - 1 else min(into, self._length(session))
+        )
 
     @property
     def total(self) -> float:

@@ -5,7 +5,9 @@ from itertools import chain, pairwise
 
 
 def increase(before: float, now: float) -> float:
-    """Of a counter; less than before means that its process began again at 0. Example: increase(5, 1) is 1."""
+    """Of a counter; less than before means that its process began again at 0. Example: increase(5,
+    1) is 1.
+    """
     return now - before if now >= before else now
 
 

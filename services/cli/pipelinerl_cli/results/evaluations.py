@@ -55,8 +55,12 @@ def evaluated(record: Record) -> list[Evaluated]:
     for name in record.values:
         if found := _PASS.match(name):
             of_k = f"{{set={found[1]},k={found[2]}}}"
-            passes.setdefault(found[1], {})[int(found[2])] = _interval(record, "evaluation_pass_ratio", of_k, mean="")
-    return [_of_set(record, name, dict(sorted(pass_at.items()))) for name, pass_at in passes.items()]
+            passes.setdefault(found[1], {})[int(found[2])] = _interval(
+                record, "evaluation_pass_ratio", of_k, mean=""
+            )
+    return [
+        _of_set(record, name, dict(sorted(pass_at.items()))) for name, pass_at in passes.items()
+    ]
 
 
 def evaluations(records: Iterable[Record]) -> Evaluations:
@@ -78,7 +82,10 @@ def evaluation_line(record: Record) -> str | None:
     """
     if not is_evaluation(record):
         return None
-    parts = [f"{each.name} {', '.join([*_passes(each), f'reward {each.reward.mean:.3f}'])}" for each in evaluated(record)]
+    parts = [
+        f"{each.name} {', '.join([*_passes(each), f'reward {each.reward.mean:.3f}'])}"
+        for each in evaluated(record)
+    ]
     if num_failed := int(record.values.get("evaluation_sets_failed", 0)):
         parts.append(f"{num_failed} set(s) failed, see logs/{record.instance}.log")
     return f"step {record.step} evaluated: {'; '.join(parts)}"
@@ -103,4 +110,6 @@ def _of_set(record: Record, name: str, pass_at: Mapping[int, Interval]) -> Evalu
 
 
 def _interval(record: Record, name: str, labels: str, *, mean: str) -> Interval:
-    return Interval(*(record.values.get(f"{name}{edge}{labels}", math.nan) for edge in (mean, "_low", "_high")))
+    return Interval(
+        *(record.values.get(f"{name}{edge}{labels}", math.nan) for edge in (mean, "_low", "_high"))
+    )

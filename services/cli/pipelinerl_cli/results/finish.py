@@ -14,10 +14,13 @@ from pipelinerl_common.settings import Job
 def write_results(root: Path, job: Job, status: str, failure: str = "") -> dict[str, Any]:
     """Returns the summary; in the file `failure` is added to it, in one line why the run failed.
 
-    Raises SettingsError when metrics.jsonl cannot be read, OSError when something cannot be written.
+    Raises SettingsError when metrics.jsonl cannot be read, OSError when something cannot be
+    written.
     """
     facts = facts_of(root, job, status, failure=failure)
     document = {**facts.summary, **({"failure": failure} if failure else {})}
     write_whole(root / "summary.json", json.dumps(document, indent=2, allow_nan=False) + "\n")
-    write_whole(root / "report.html", report_page(facts.history, facts.summary, job, diagnose_run(facts)))
+    write_whole(
+        root / "report.html", report_page(facts.history, facts.summary, job, diagnose_run(facts))
+    )
     return facts.summary

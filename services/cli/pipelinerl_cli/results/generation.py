@@ -1,4 +1,6 @@
-"""How much the actors of a run have generated, and how fast: one definition for what is shown live and in the end."""
+"""How much the actors of a run have generated, and how fast: one definition for what is shown live
+and in the end.
+"""
 
 import math
 
@@ -38,7 +40,9 @@ class Generation:
         more = increase(self._counted.get(record.instance, 0.0), total)
         if more:
             self.tokens += more
-            self.training_time.take(record.time if self._newest is None else self._newest, record.time)
+            self.training_time.take(
+                record.time if self._newest is None else self._newest, record.time
+            )
         self._counted[record.instance] = total
         self._newest = record.time
 
@@ -50,6 +54,8 @@ class Generation:
 
 
 def _start_of_step(record: Record) -> float:
-    """When the trainer had the step's samples, where it tells; it may have waited for the generators' start before."""
+    """When the trainer had the step's samples, where it tells; it may have waited for the
+    generators' start before.
+    """
     worked = record.values.get("step_seconds", 0.0) - record.values.get("wait_seconds", 0.0)
     return record.time - worked if worked > 0 else record.time

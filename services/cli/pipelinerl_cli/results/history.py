@@ -16,7 +16,9 @@ from pipelinerl_cli.results.training_time import TrainingTime
 from pipelinerl_common.metrics import EVALUATOR
 from pipelinerl_common.metrics.catalog.learning import MAX_LAG_BUCKET
 
-LAG_BUCKETS = tuple(f"lag_steps_bucket{{le={bound}}}" for bound in (*range(MAX_LAG_BUCKET + 1), "+Inf"))
+LAG_BUCKETS = tuple(
+    f"lag_steps_bucket{{le={bound}}}" for bound in (*range(MAX_LAG_BUCKET + 1), "+Inf")
+)
 
 EDGE_STEPS = 5
 """What a run began with, and came to, are means over at most this many steps."""
@@ -32,7 +34,9 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One optimizer step as the trainer reported it. Example: step 13 of 32 groups of 8 has samples=13*256 behind it."""
+    """One optimizer step as the trainer reported it. Example: step 13 of 32 groups of 8 has
+    samples=13*256 behind it.
+    """
 
     step: int
     t: float
@@ -76,7 +80,9 @@ class RunHistory:
 
     @property
     def first_steps(self) -> Sequence[Step]:
-        """At most `EDGE_STEPS`, and none of the last ones: of 7 steps 3. A single step is a first one."""
+        """At most `EDGE_STEPS`, and none of the last ones: of 7 steps 3. A single step is a first
+        one.
+        """
         return self.steps[: self._num_edge]
 
     @property
@@ -100,7 +106,9 @@ class RunHistory:
 
     def of_steps(self, name: str) -> list[Point]:
         """The trainer's per-step value over time, where it is finite."""
-        return [Point(step.t, step.get(name)) for step in self.steps if math.isfinite(step.get(name))]
+        return [
+            Point(step.t, step.get(name)) for step in self.steps if math.isfinite(step.get(name))
+        ]
 
     def gauge(self, role: str, name: str) -> list[Point]:
         """A value over time, summed over the role's instances: each contributes what it said last."""
@@ -114,18 +122,26 @@ class RunHistory:
         return points
 
     def places_in_use(self, start: float, until: float, places: float) -> float:
-        """Of the sequences that the generators that there were can decode at once, the share that they did.
+        """Of the sequences that the generators that there were can decode at once, the share that
+        they did.
 
         `places` counts where the run does not tell how many there were. Not-a-number where it does not tell how many ran.
         """
         running, limit = (
-            mean_over_time(self.gauge("actor", name), start, until) for name in ("requests_running", "requests_limit")
+            mean_over_time(self.gauge("actor", name), start, until)
+            for name in ("requests_running", "requests_limit")
         )
         return running / (limit if limit > 0 else places)
 
     def at_steps(self, role: str, name: str) -> list[tuple[int, float]]:
-        """A value of a role with one process as it was at the end of each step; steps before it was told are left out."""
-        said = [(self.at(each.time), each.values[name]) for each in self._by_role[role] if name in each.values]
+        """A value of a role with one process as it was at the end of each step; steps before it was
+        told are left out.
+        """
+        said = [
+            (self.at(each.time), each.values[name])
+            for each in self._by_role[role]
+            if name in each.values
+        ]
         times = [t for t, _ in said]
         found = [(step.step, bisect.bisect_right(times, step.t)) for step in self.steps]
         return [(step, said[place - 1][1]) for step, place in found if place]
@@ -146,7 +162,8 @@ class RunHistory:
 
 
 def mean_over_time(points: Sequence[Point], start: float, until: float) -> float:
-    """Of a value that holds until it is told again, from `start` to `until`. Not-a-number where it was not told by then.
+    """Of a value that holds until it is told again, from `start` to `until`. Not-a-number where it
+    was not told by then.
 
     Example: 4 at 0 s and 1 at 2 s, from 0 to 3 s: (2 * 4 + 1 * 1) / 3 = 3.
     """
@@ -161,7 +178,9 @@ def mean_over_time(points: Sequence[Point], start: float, until: float) -> float
 
 
 def _steps(records: Iterable[Record], at: Callable[[float], float]) -> list[Step]:
-    """Steps that count: when the trainer went back to a checkpoint, what it had done since then is void."""
+    """Steps that count: when the trainer went back to a checkpoint, what it had done since then is
+    void.
+    """
     valid: list[tuple[Record, tuple[float, ...]]] = []
     previous: tuple[float, ...] = ()
     for record in records:
@@ -181,11 +200,14 @@ def _steps(records: Iterable[Record], at: Callable[[float], float]) -> list[Step
 
 
 def _lags_of_step(previous: tuple[float, ...], counted: tuple[float, ...]) -> tuple[float, ...]:
-    """Tokens by lag that came with one step. The trainer counts tokens up to each lag since its process started.
+    """Tokens by lag that came with one step. The trainer counts tokens up to each lag since its
+    process started.
 
     Example: (5, 9) and then (6, 12) are 1 token of lag 0 and 2 of lag 1.
     """
-    if len(previous) != len(counted) or any(now < then for then, now in zip(previous, counted, strict=True)):
+    if len(previous) != len(counted) or any(
+        now < then for then, now in zip(previous, counted, strict=True)
+    ):
         previous = (0.0,) * len(counted)
     grown = [now - then for then, now in zip(previous, counted, strict=True)]
     return tuple(here - below for below, here in zip([0.0, *grown], grown, strict=False))

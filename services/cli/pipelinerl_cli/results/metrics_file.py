@@ -15,8 +15,10 @@ from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.lines import cut_torn_line
 
 THINNING_S_PER_S = 1.0 / 3600.0
-"""Of an instance, records that are not tied to a step are kept at most once per this many seconds and second of the run's
-age: one a second in the first hour, one in 24 seconds after a day. So they grow with the logarithm of time."""
+"""Of an instance, records that are not tied to a step are kept at most once per this many seconds
+and second of the run's age: one a second in the first hour, one in 24 seconds after a day. So they
+grow with the logarithm of time.
+"""
 
 SESSION_ROLE = "up"
 """Role of the records that `pipelinerl up` writes about itself; never thinned."""
@@ -24,7 +26,9 @@ SESSION_ROLE = "up"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One MetricsRecord. Example: Record("trainer", "trainer-0", 1764446400.5, 12, {"reward_mean": 0.41})."""
+    """One MetricsRecord. Example: Record("trainer", "trainer-0", 1764446400.5, 12, {"reward_mean":
+    0.41}).
+    """
 
     role: str
     instance: str
@@ -35,9 +39,17 @@ class Record:
     values: Mapping[str, float]
 
     def to_json(self) -> str:
-        values = {name: value if math.isfinite(value) else None for name, value in self.values.items()}
+        values = {
+            name: value if math.isfinite(value) else None for name, value in self.values.items()
+        }
         return json.dumps(
-            {"role": self.role, "instance": self.instance, "time": self.time, "step": self.step, "values": values},
+            {
+                "role": self.role,
+                "instance": self.instance,
+                "time": self.time,
+                "step": self.step,
+                "values": values,
+            },
             allow_nan=False,
         )
 
@@ -52,7 +64,10 @@ def parse_record(line: str) -> Record:
     document: Any = json.loads(line)
     if not isinstance(document, dict) or not isinstance(document.get("values"), dict):
         raise ValueError("not a metrics record")
-    values = {str(name): math.nan if value is None else float(value) for name, value in document["values"].items()}
+    values = {
+        str(name): math.nan if value is None else float(value)
+        for name, value in document["values"].items()
+    }
     return Record(
         role=str(document["role"]),
         instance=str(document["instance"]),
@@ -63,7 +78,9 @@ def parse_record(line: str) -> Record:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Records in the file's order. A last line that a crash cut short is left out. Raises SettingsError."""
+    """Records in the file's order. A last line that a crash cut short is left out. Raises
+    SettingsError.
+    """
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
@@ -71,14 +88,18 @@ def read_records(path: Path) -> Iterator[Record]:
                     yield parse_record(line)
                 except (ValueError, KeyError, TypeError) as error:
                     if line.endswith("\n"):
-                        raise SettingsError(f"{path}: line {number} is not a metrics record: {error}") from error
+                        raise SettingsError(
+                            f"{path}: line {number} is not a metrics record: {error}"
+                        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: cannot be read: {error}") from error
 
 
 @dataclass
 class MetricsWriter:
-    """Appends records, each once, over all sessions of a run: after a resume the stream replays from its beginning."""
+    """Appends records, each once, over all sessions of a run: after a resume the stream replays
+    from its beginning.
+    """
 
     path: Path
     started_at: float
@@ -88,20 +109,28 @@ class MetricsWriter:
     _file: FileIO | None = None
 
     @classmethod
-    def open(cls, path: Path, now: float, take: Callable[[Record], object] = lambda record: None) -> "MetricsWriter":
-        """Goes on with an existing file, whose records `take` is given. Raises SettingsError when it is not ours."""
+    def open(
+        cls, path: Path, now: float, take: Callable[[Record], object] = lambda record: None
+    ) -> "MetricsWriter":
+        """Goes on with an existing file, whose records `take` is given. Raises SettingsError when
+        it is not ours.
+        """
         writer = cls(path, started_at=now)
         if path.exists():
             cut_torn_line(path)
             for record in read_records(path):
                 writer.started_at = min(writer.started_at, record.time)
-                writer._newest[record.instance] = max(record.time, writer._newest.get(record.instance, 0.0))
+                writer._newest[record.instance] = max(
+                    record.time, writer._newest.get(record.instance, 0.0)
+                )
                 take(record)
         writer._file = path.open("ab", buffering=0)
         return writer
 
     def write(self, record: Record) -> bool:
-        """Whether the record was news. What is news may still be thinned out of the file. After an OSError it stays news."""
+        """Whether the record was news. What is news may still be thinned out of the file. After an
+        OSError it stays news.
+        """
         if record.time <= self._newest.get(record.instance, 0.0):
             return False
         if self._file is not None and self._is_due(record):
@@ -123,7 +152,9 @@ class MetricsWriter:
 
 
 def _append(file: FileIO, line: bytes) -> None:
-    """Whole or not at all: of a line that does not fit, what a full disk took is cut off again. Raises OSError."""
+    """Whole or not at all: of a line that does not fit, what a full disk took is cut off again.
+    Raises OSError.
+    """
     end = file.seek(0, os.SEEK_END)
     try:
         if file.write(line) != len(line):

@@ -24,12 +24,15 @@ def _line(summary: Mapping[str, Any]) -> str:
     restarts = f", {counted(summary['restarts'], 'restart')}" if summary["restarts"] else ""
     updates = counted(summary["weight_updates"], "in-flight update")
     return (
-        f"{counted(summary['steps'], 'step')} in {shown(summary['training_seconds'], '.0f')} s of training, "
+        f"{counted(summary['steps'], 'step')} in {shown(summary['training_seconds'], '.0f')} s of "
+        "training, "
         f"{shown(summary['seconds'], '.0f')} s in all: "
-        f"reward {shown(summary['reward_first'], '.3f')} -> {shown(summary['reward_last'], '.3f')}, "
+        f"reward {shown(summary['reward_first'], '.3f')} -> "
+        f"{shown(summary['reward_last'], '.3f')}, "
         f"{updates} (pause {shown(summary['pause_seconds_mean'], '.3f')} s mean), "
         f"lag {shown(summary['lag_mean'], '.2f')} mean {shown(summary['lag_max'], '.0f')} max, "
-        f"ESS {shown(summary['ess_mean'], '.3f')}, {shown(summary['tokens_per_second'], ',.0f')} tokens/s mean{restarts}"
+        f"ESS {shown(summary['ess_mean'], '.3f')}, {shown(summary['tokens_per_second'], ',.0f')} "
+        f"tokens/s mean{restarts}"
     )
 
 
@@ -42,7 +45,8 @@ def evaluation_lines(summary: Mapping[str, Any]) -> list[str]:
             before = each["first"]["pass_at"].get(k, {}).get("mean")
             began = f"{shown(before, '.3f')} -> " if each["first"]["step"] != each["step"] else ""
             parts.append(
-                f"pass@{k} {began}{shown(now['mean'], '.3f')} ({shown(now['low'], '.3f')} to {shown(now['high'], '.3f')})"
+                f"pass@{k} {began}{shown(now['mean'], '.3f')} ({shown(now['low'], '.3f')} to "
+                f"{shown(now['high'], '.3f')})"
             )
         lines.append(f"{name}: {', '.join(parts)} at step {each['step']}")
     return lines

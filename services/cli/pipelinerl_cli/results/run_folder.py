@@ -31,11 +31,15 @@ def load_run(root: Path) -> FinishedRun:
     """Raises SettingsError when `root` is not a run's folder."""
     if not root.is_dir():
         raise SettingsError(
-            f"{root}: there is no such folder; give the --output folder of a `pipelinerl up`{did_you_mean_folder(root)}"
+            f"{root}: there is no such folder; give the --output folder of a `pipelinerl "
+            f"up`{did_you_mean_folder(root)}"
         )
     for name in ("job.yaml", "metrics.jsonl"):
         if not (root / name).is_file():
-            raise SettingsError(f"{root}: not a run's folder: it has no {name}; give the --output folder of a `pipelinerl up`")
+            raise SettingsError(
+                f"{root}: not a run's folder: it has no {name}; give the --output folder of a "
+                "`pipelinerl up`"
+            )
     job, is_live = load_job(root / "job.yaml"), is_held(root / "lock")
     status, failure = ("running", "") if is_live else _outcome(root / "summary.json")
     return FinishedRun(root, job, status, failure, is_live)
@@ -49,7 +53,9 @@ def _outcome(summary: Path) -> tuple[str, str]:
     except FileNotFoundError:
         return "running", ""
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SettingsError(f"{summary}: not a summary of a run: {error!r}; remove it and try again") from error
+        raise SettingsError(
+            f"{summary}: not a summary of a run: {error!r}; remove it and try again"
+        ) from error
 
 
 def is_held(lock: Path) -> bool:

@@ -7,7 +7,9 @@ from pipelinerl_cli.results.metrics_file import Record, ends_step
 
 
 class StepMean:
-    """Of `name` over the steps that count: what the trainer did before it went back to a checkpoint does not."""
+    """Of `name` over the steps that count: what the trainer did before it went back to a checkpoint
+    does not.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name

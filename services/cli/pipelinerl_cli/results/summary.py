@@ -17,7 +17,8 @@ def summarize(history: RunHistory, *, status: str, job: str, seed: int) -> dict[
     steps                optimizer steps done
     seconds              of the run, start-up included, time between sessions left out
     training_seconds     in which it generated or trained: of each session from its first token or step to its last
-    reward_first, _last  means of the steps' mean rewards over the first and the last steps: at most 5 of each, none in both
+    reward_first, _last  means of the steps' mean rewards over the first and the last steps: at most
+    5 of each, none in both
     lag_mean             per trained token, in steps; lag_max over the run
     ess_min, ess_mean    per step, 1 is on-policy
     weight_updates       versions that the generators took while running
@@ -46,13 +47,17 @@ def summarize(history: RunHistory, *, status: str, job: str, seed: int) -> dict[
         "reward_max": _max(step.get("reward_mean") for step in steps),
         "success_last": _mean(step.get("success_mean") for step in history.last_steps),
         "lag_max": _max(step.get("lag_max") for step in steps),
-        "lag_mean": _weighted_mean((step.get("lag_mean"), step.get("num_trained_tokens")) for step in steps),
+        "lag_mean": _weighted_mean(
+            (step.get("lag_mean"), step.get("num_trained_tokens")) for step in steps
+        ),
         "ess_min": _min(step.get("ess") for step in steps),
         "ess_mean": _mean(step.get("ess") for step in steps),
         "weight_updates": int(history.total("trainer", "weight_updates_total")),
         "weight_update_failures": int(history.total("trainer", "weight_update_failures_total")),
         "pause_seconds_mean": _mean(point.value for point in history.of_steps("pause_seconds")),
-        "transfer_seconds_mean": _mean(point.value for point in history.of_steps("transfer_seconds")),
+        "transfer_seconds_mean": _mean(
+            point.value for point in history.of_steps("transfer_seconds")
+        ),
         "samples_trained": int(steps[-1].samples) if steps else 0,
         "tokens_generated": int(generated),
         "tokens_trained": int(trained),
@@ -64,7 +69,9 @@ def summarize(history: RunHistory, *, status: str, job: str, seed: int) -> dict[
         "restarts_by_process": _by_middle(history, SESSION_ROLE, "restarts_", "_process_total"),
         "evaluation": {name: _evaluation(each) for name, each in history.evaluations.items()},
         "evaluations_failed": int(history.total(EVALUATOR, "evaluations_total{outcome=failed}")),
-        "evaluations_skipped": _by_middle(history, EVALUATOR, "evaluations_skipped_total{reason=", "}"),
+        "evaluations_skipped": _by_middle(
+            history, EVALUATOR, "evaluations_skipped_total{reason=", "}"
+        ),
     }
 
 
@@ -87,14 +94,22 @@ def _evaluation(of_set: Sequence[Evaluated]) -> dict[str, Any]:
 
 
 def _edges(interval: Interval) -> dict[str, float | None]:
-    return {"mean": _rounded(interval.mean), "low": _rounded(interval.low), "high": _rounded(interval.high)}
+    return {
+        "mean": _rounded(interval.mean),
+        "low": _rounded(interval.low),
+        "high": _rounded(interval.high),
+    }
 
 
 def _by_middle(history: RunHistory, role: str, prefix: str, suffix: str) -> dict[str, int]:
     """Counters named prefix + reason + suffix, by reason, those that counted anything."""
     counts: dict[str, int] = {}
     for name in sorted(history.names(role)):
-        if name.startswith(prefix) and name.endswith(suffix) and len(name) > len(prefix) + len(suffix):
+        if (
+            name.startswith(prefix)
+            and name.endswith(suffix)
+            and len(name) > len(prefix) + len(suffix)
+        ):
             count = int(history.total(role, name))
             if count:
                 counts[name[len(prefix) : -len(suffix)]] = count
@@ -120,7 +135,11 @@ def _min(values: Iterable[float]) -> float | None:
 
 def _weighted_mean(pairs: Iterable[tuple[float, float]]) -> float | None:
     """Mean of values by their weights; a missing weight counts as 1."""
-    finite = [(value, weight if math.isfinite(weight) else 1.0) for value, weight in pairs if math.isfinite(value)]
+    finite = [
+        (value, weight if math.isfinite(weight) else 1.0)
+        for value, weight in pairs
+        if math.isfinite(value)
+    ]
     total = sum(weight for _, weight in finite)
     return _rounded(sum(value * weight for value, weight in finite) / total) if total else None
 

@@ -7,7 +7,8 @@ import math
 class TrainingTime:
     """Maps clock time to seconds of it: of every session from its first token or step to its last.
 
-    Example: sessions that generated or trained from 10 to 16 and from 100 to 120 make 26 s, and 110 lies at 16 s.
+    Example: sessions that generated or trained from 10 to 16 and from 100 to 120 make 26 s, and 110
+    lies at 16 s.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,10 @@ class TrainingTime:
 
     def at(self, time: float) -> float:
         """Seconds of it up to clock time `time`."""
-        return sum(max(0.0, min(time, end) - start) for start, end in zip(self._starts, self._ends, strict=True))
+        return sum(
+            max(0.0, min(time, end) - start)
+            for start, end in zip(self._starts, self._ends, strict=True)
+        )
 
     def holds(self, time: float) -> bool:
         """Whether the run generated or trained at clock time `time`."""

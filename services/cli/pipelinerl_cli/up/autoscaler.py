@@ -1,4 +1,5 @@
-"""`autoscale` in a run on this machine: the choice is the operator's own, what is done about it is `fleet`'s.
+"""`autoscale` in a run on this machine: the choice is the operator's own, what is done about it is
+`fleet`'s.
 
 ```
  every 2 s:  /metrics of trainer-0 and preprocessor-0 -> look -> autoscale.json -> display -> fleet.resize
@@ -46,7 +47,8 @@ class ChoiceFile:
             return None
         except (OSError, ValidationError) as error:
             raise SettingsError(
-                f"{self._path}: cannot be read: {error}; remove it, and the choice begins again from actors.replicas"
+                f"{self._path}: cannot be read: {error}; remove it, and the choice begins again "
+                "from actors.replicas"
             ) from error
 
     def write(self, choice: Choice) -> None:
@@ -74,18 +76,30 @@ class Autoscaler:
         return num_actors(self._spec, self._choice)
 
     def scale(self, num_ready: int) -> Scale:
-        return Scale(self.num_actors, num_ready, None if self._choice is None else self._choice.ratio)
+        return Scale(
+            self.num_actors, num_ready, None if self._choice is None else self._choice.ratio
+        )
 
-    async def run(self, fleet: Fleet, endpoints: Endpoints, supervisor: Supervisor, coordinator: Coordinator) -> None:
-        """For ever. Consumes the metrics of the run, produces choices, waits for the next reading and for who is let go."""
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+    async def run(
+        self, fleet: Fleet, endpoints: Endpoints, supervisor: Supervisor, coordinator: Coordinator
+    ) -> None:
+        """For ever. Consumes the metrics of the run, produces choices, waits for the next reading
+        and for who is let go.
+        """
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(force_close=True)
+        ) as session:
             while True:
                 actors = fleet.ready(supervisor, coordinator)
                 others = tuple(
-                    f"{name}/{process.pid}" for name, process in supervisor.running.items() if name in (TRAINER, PREPROCESSOR)
+                    f"{name}/{process.pid}"
+                    for name, process in supervisor.running.items()
+                    if name in (TRAINER, PREPROCESSOR)
                 )
                 trainer = await read_metrics(session, endpoints.metrics_addresses[TRAINER])
-                preprocessor = await read_metrics(session, endpoints.metrics_addresses[PREPROCESSOR])
+                preprocessor = await read_metrics(
+                    session, endpoints.metrics_addresses[PREPROCESSOR]
+                )
                 if trainer is not None and preprocessor is not None:
                     self.look(Counts.of(trainer, preprocessor, actors, others))
                 if fleet.size != self.num_actors:
@@ -93,15 +107,21 @@ class Autoscaler:
                 await asyncio.sleep(READ_S)
 
     def look(self, counts: Counts | None) -> None:
-        """Takes a reading, and chooses when it is time. The choice is written before it is acted on."""
+        """Takes a reading, and chooses when it is time. The choice is written before it is acted
+        on.
+        """
         self._period.take(counts, None if self._choice is None else self._choice.step)
-        looked = look(self._spec, self._choice, None if counts is None else counts.step, self._period.balance)
+        looked = look(
+            self._spec, self._choice, None if counts is None else counts.step, self._period.balance
+        )
         if looked is None:
             return
         try:
             self._file.write(looked.choice)
         except OSError as error:  # a full disk; it is looked at again with the next reading
-            log.warning("actors stay %d, what was chosen cannot be written: %s", self.num_actors, error)
+            log.warning(
+                "actors stay %d, what was chosen cannot be written: %s", self.num_actors, error
+            )
             return
         self._choice = looked.choice
         self._period.begin_anew()

@@ -21,7 +21,9 @@ MIN_FREE_BYTES = 512 * MEBIBYTE
 STORE_SHARE = 0.75
 """Of the free disk, what nats-server lets streams reserve."""
 BYTES_PER_WEIGHT_BYTE = 7
-"""A checkpoint of bfloat16 weights: float32 weights and two moments (6 times), and the weights themselves."""
+"""A checkpoint of bfloat16 weights: float32 weights and two moments (6 times), and the weights
+themselves.
+"""
 
 ACTOR_MODULES = ("aiohttp", "fastapi", "torch", "transformers", "uvicorn")
 TRAINER_MODULES = ("deepspeed", "torch", "transformers")
@@ -29,22 +31,39 @@ TRAINER_MODULES = ("deepspeed", "torch", "transformers")
 
 def check(job: Job, output: Path) -> None:
     """Raises SettingsError that lists everything that is missing or wrong."""
-    faults = [*_packages(job), *_model(job), *_disk(job, output), *_stream(job, output), *_backend(job), *_port(job)]
+    faults = [
+        *_packages(job),
+        *_model(job),
+        *_disk(job, output),
+        *_stream(job, output),
+        *_backend(job),
+        *_port(job),
+    ]
     faults += _gpus(job)
     faults = faults or task_faults(TaskName(job.spec.task.path, job.spec.task.args, job.spec.seed))
     if faults:
         raise SettingsError(
-            "\n".join([f"{counted(len(faults), 'thing')} to put right first:", *(f"  {fault}" for fault in faults)])
+            "\n".join(
+                [
+                    f"{counted(len(faults), 'thing')} to put right first:",
+                    *(f"  {fault}" for fault in faults),
+                ]
+            )
         )
 
 
 def _packages(job: Job) -> list[str]:
     faults = _missing(ACTOR_MODULES, "actor") + _missing(TRAINER_MODULES, "trainer")
-    others = [section.generator for section in (job.spec.reference, job.spec.evaluation) if section is not None]
+    others = [
+        section.generator
+        for section in (job.spec.reference, job.spec.evaluation)
+        if section is not None
+    ]
     settings = [each for each in (job.spec.actors.generator, *others) if each is not None]
     if any(each.engine == "vllm" for each in settings) and importlib.util.find_spec("vllm") is None:
         faults.append(
-            "actors.generator.engine=vllm: vllm is not installed; install the extra 'vllm' (on a CPU run e2e/environment) "
+            "actors.generator.engine=vllm: vllm is not installed; install the extra 'vllm' (on a "
+            "CPU run e2e/environment) "
             "or set the engine to transformers"
         )
     try:
@@ -56,7 +75,11 @@ def _packages(job: Job) -> list[str]:
 
 def _missing(modules: Sequence[str], extra: str) -> list[str]:
     absent = [module for module in modules if importlib.util.find_spec(module) is None]
-    return [f"not installed: {', '.join(absent)}; run pip install 'pipelinerl[{extra}]'"] if absent else []
+    return (
+        [f"not installed: {', '.join(absent)}; run pip install 'pipelinerl[{extra}]'"]
+        if absent
+        else []
+    )
 
 
 def _model(job: Job) -> list[str]:
@@ -64,26 +87,37 @@ def _model(job: Job) -> list[str]:
     if "://" in uri:
         scheme = uri.partition("://")[0]
         return (
-            [] if scheme in ("hf", "tiny") else [f"model.uri={uri}: unknown scheme {scheme!r}; use a folder, hf:// or tiny://"]
+            []
+            if scheme in ("hf", "tiny")
+            else [f"model.uri={uri}: unknown scheme {scheme!r}; use a folder, hf:// or tiny://"]
         )
     folder = Path(uri)
     if not folder.is_dir():
         return [
-            f"model.uri={uri}: there is no such folder (looked in {Path.cwd()}); give a folder, hf://name or tiny://arithmetic"
+            f"model.uri={uri}: there is no such folder (looked in {Path.cwd()}); give a folder, "
+            "hf://name or tiny://arithmetic"
         ]
     if not (folder / "config.json").is_file():
-        return [f"model.uri={uri}: the folder has no config.json; it must be a model in Hugging Face format"]
+        return [
+            f"model.uri={uri}: the folder has no config.json; it must be a model in Hugging Face "
+            "format"
+        ]
     return []
 
 
 def _disk(job: Job, output: Path) -> list[str]:
     free = _free_bytes(output)
-    needed = max(MIN_FREE_BYTES, _model_bytes(job) * (1 + BYTES_PER_WEIGHT_BYTE * (job.spec.trainers.checkpoint.keep + 1)))
+    needed = max(
+        MIN_FREE_BYTES,
+        _model_bytes(job) * (1 + BYTES_PER_WEIGHT_BYTE * (job.spec.trainers.checkpoint.keep + 1)),
+    )
     if free >= needed:
         return []
     return [
-        f"--output {output}: {free / 1e9:.1f} GB free, about {needed / 1e9:.1f} GB needed for the model, "
-        f"{counted(job.spec.trainers.checkpoint.keep, 'checkpoint')} and the next; free some or choose another --output"
+        f"--output {output}: {free / 1e9:.1f} GB free, about {needed / 1e9:.1f} GB needed for the "
+        "model, "
+        f"{counted(job.spec.trainers.checkpoint.keep, 'checkpoint')} and the next; free some or "
+        "choose another --output"
     ]
 
 
@@ -97,23 +131,32 @@ def _stream(job: Job, output: Path) -> list[str]:
     highest = int((free - beside) * STORE_SHARE) >> 20 << 20
     lower = f"set it to {highest} at most, " if highest >= MEBIBYTE else ""
     return [
-        f"stream.maxBytes={max_bytes}: the streams' reservation takes {needed / 1e9:.1f} GB of free disk, "
-        f"{beside / 1e9:.1f} GB of them whatever maxBytes is, and --output {output} has {free / 1e9:.1f} GB; {lower}free "
-        f"{(needed - free) / 1e9:.1f} GB{' more' if not lower else ''} or choose an --output on another disk"
+        f"stream.maxBytes={max_bytes}: the streams' reservation takes {needed / 1e9:.1f} GB of "
+        "free disk, "
+        f"{beside / 1e9:.1f} GB of them whatever maxBytes is, and --output {output} has "
+        f"{free / 1e9:.1f} GB; {lower}free "
+        f"{(needed - free) / 1e9:.1f} GB{' more' if not lower else ''} or choose an --output on "
+        "another disk"
     ]
 
 
 def _free_bytes(output: Path) -> int:
-    return shutil.disk_usage(next(parent for parent in (output, *output.absolute().parents) if parent.exists())).free
+    return shutil.disk_usage(
+        next(parent for parent in (output, *output.absolute().parents) if parent.exists())
+    ).free
 
 
 def _model_bytes(job: Job) -> int:
     folder = Path(job.spec.model.uri)
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder.is_dir() else 0
+    return (
+        sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder.is_dir() else 0
+    )
 
 
 def _backend(job: Job) -> list[str]:
-    """Without a GPU the processes see none, and NCCL cannot form a group: generators would be asked again for ever."""
+    """Without a GPU the processes see none, and NCCL cannot form a group: generators would be asked
+    again for ever.
+    """
     if job.spec.weight_transfer.backend == "nccl" and job.spec.actors.gpus_per_replica == 0:
         return [
             "weightTransfer.backend=nccl needs GPUs, but actors.gpusPerReplica=0 runs on the CPU: "

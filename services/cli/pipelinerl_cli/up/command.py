@@ -9,17 +9,33 @@ from pipelinerl_cli.arguments import at_least_one
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", type=Path, help="the job file (YAML)")
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="the run's folder, by default runs/<job name>; a run in it goes on"
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="the run's folder, by default runs/<job name>; a run in it goes on",
     )
-    parser.add_argument("--max-steps", type=at_least_one, metavar="N", help="optimizer steps, in place of algorithm.steps")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="PATH=VALUE", help="another value for a setting below spec; repeatable"
+        "--max-steps",
+        type=at_least_one,
+        metavar="N",
+        help="optimizer steps, in place of algorithm.steps",
     )
-    parser.add_argument("--fresh", action="store_true", help="start over; an older run in the folder is moved aside")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="another value for a setting below spec; repeatable",
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="start over; an older run in the folder is moved aside"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """0: finished; 1: failed; 2: bad input; 130, 143, 129: stopped by SIGINT, SIGTERM, SIGHUP."""
     from pipelinerl_cli.up.session import up
 
-    return up(args.job, output=args.output, max_steps=args.max_steps, overrides=args.set, fresh=args.fresh)
+    return up(
+        args.job, output=args.output, max_steps=args.max_steps, overrides=args.set, fresh=args.fresh
+    )

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 CTRL_C_COLUMNS = 4
-"""Left free at the right edge: the terminal writes "^C" there, and a line that wraps would shift the panel by one."""
+"""Left free at the right edge: the terminal writes "^C" there, and a line that wraps would shift
+the panel by one.
+"""
 
 
 class Display(Protocol):
@@ -28,7 +30,9 @@ class Display(Protocol):
 
 
 def step_line(view: RunView) -> str:
-    """The newest step in one line, for logs. What is called a mean is one over the run, as in its summary."""
+    """The newest step in one line, for logs. What is called a mean is one over the run, as in its
+    summary.
+    """
     values = view.step_values
     return (
         f"step {view.step}/{view.steps_total}"
@@ -45,7 +49,9 @@ def step_line(view: RunView) -> str:
 
 
 class PlainDisplay:
-    """One line per step and per change of phase, for logs. When its reader is gone the run goes on without it."""
+    """One line per step and per change of phase, for logs. When its reader is gone the run goes on
+    without it.
+    """
 
     def __init__(self, out: TextIO | None = None) -> None:
         self._out = out or sys.stdout

@@ -23,15 +23,21 @@ class Ending:
 
 
 def ending_of(task: asyncio.Task[Any]) -> Ending:
-    """A task that keeps something running ends with a Failure; the supervisor's with None when the run is finished."""
+    """A task that keeps something running ends with a Failure; the supervisor's with None when the
+    run is finished.
+    """
     if (error := task.exception()) is not None:  # a bug in one part must still end the run in order
-        return Ending("failed", Failure(task.get_name(), f"crashed: {type(error).__name__}: {error}"))
+        return Ending(
+            "failed", Failure(task.get_name(), f"crashed: {type(error).__name__}: {error}")
+        )
     failure = task.result()
     return Ending("finished") if failure is None else Ending("failed", failure)
 
 
 def in_background(stack: AsyncExitStack, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """A task that is cancelled, and waited for, when the stack unwinds. One that crashes says so at once."""
+    """A task that is cancelled, and waited for, when the stack unwinds. One that crashes says so at
+    once.
+    """
     task = asyncio.create_task(work, name=getattr(work, "__qualname__", None))
     task.add_done_callback(_say_crash)
 
@@ -45,4 +51,6 @@ def in_background(stack: AsyncExitStack, work: Coroutine[Any, Any, Any]) -> asyn
 
 def _say_crash(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("%s crashed: %s: %s", task.get_name(), type(error).__name__, error, exc_info=error)
+        log.error(
+            "%s crashed: %s: %s", task.get_name(), type(error).__name__, error, exc_info=error
+        )

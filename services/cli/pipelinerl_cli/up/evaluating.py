@@ -11,7 +11,10 @@ from pipelinerl_common.settings import Job
 
 def is_evaluated(job: Job, root: Path) -> bool:
     """Whether nothing of the finished run in `root` is left to be evaluated."""
-    return job.spec.evaluation is None or max(evaluated_steps(root), default=-1) >= job.spec.algorithm.steps
+    return (
+        job.spec.evaluation is None
+        or max(evaluated_steps(root), default=-1) >= job.spec.algorithm.steps
+    )
 
 
 def progress(view: RunView, sets: Sequence[str]) -> str:

@@ -18,7 +18,14 @@ RETRY_S = 1.0
 class Feed:
     """Consumes the run's metrics subject from its beginning, writes what is news, and hands it on."""
 
-    def __init__(self, job: Job, url: str, token: str, writer: MetricsWriter, on_record: Callable[[Record], None]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        url: str,
+        token: str,
+        writer: MetricsWriter,
+        on_record: Callable[[Record], None],
+    ) -> None:
         self._job = job
         self._url = url
         self._token = token
@@ -27,7 +34,9 @@ class Feed:
         self._arrived = asyncio.Event()
 
     async def run(self) -> None:
-        """Until cancelled. Waits for the server while it is away; metrics are worth no more than that."""
+        """Until cancelled. Waits for the server while it is away; metrics are worth no more than
+        that.
+        """
         trouble = ""
         while True:
             try:
@@ -40,7 +49,9 @@ class Feed:
             await asyncio.sleep(RETRY_S)
 
     async def settle(self, quiet_s: float, timeout_s: float) -> None:
-        """Waits until nothing has arrived for `quiet_s`, at most `timeout_s`: the last records are on their way at the end."""
+        """Waits until nothing has arrived for `quiet_s`, at most `timeout_s`: the last records are
+        on their way at the end.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 while await self._something_arrives(quiet_s):

@@ -89,11 +89,15 @@ class RunFolder:
             raise self._not_writable(error) from error
 
     def _not_writable(self, error: OSError) -> SettingsError:
-        return SettingsError(f"--output {self.root}: cannot be written to: {error}; choose another --output")
+        return SettingsError(
+            f"--output {self.root}: cannot be written to: {error}; choose another --output"
+        )
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the folder for this process; the kernel lets go of it however the process ends. Raises SettingsError."""
+        """Holds the folder for this process; the kernel lets go of it however the process ends.
+        Raises SettingsError.
+        """
         try:
             descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
@@ -104,7 +108,8 @@ class RunFolder:
             holder = os.read(descriptor, 32).decode(errors="replace").strip()
             os.close(descriptor)
             raise SettingsError(
-                f"--output {self.root}: another `pipelinerl up` (process {holder or 'unknown'}) is running in it; "
+                f"--output {self.root}: another `pipelinerl up` (process {holder or 'unknown'}) is "
+                "running in it; "
                 "stop that one first or choose another --output"
             ) from error
         try:
@@ -160,28 +165,36 @@ def inspect(folder: RunFolder, job: Job) -> Resume | None:
         strangers = [name for name in strangers if name not in ("lock", "logs", "token")]
         if strangers:
             raise SettingsError(
-                f"--output {folder.root}: the folder holds other files ({', '.join(sorted(strangers)[:3])}); "
+                f"--output {folder.root}: the folder holds other files "
+                f"({', '.join(sorted(strangers)[:3])}); "
                 "choose an empty or a new one"
             )
         return None
     earlier = load_job(folder.job_file)
     if earlier.name != job.name:
         raise SettingsError(
-            f"--output {folder.root}: the folder holds a run of the job {earlier.name!r}, not of {job.name!r}; "
+            f"--output {folder.root}: the folder holds a run of the job {earlier.name!r}, not of "
+            f"{job.name!r}; "
             "choose another --output, or --fresh to move the old run aside"
         )
     changed = changed_settings(earlier, job)
     forbidden = [change for change in changed if change.partition(":")[0] in MUST_NOT_CHANGE]
     if forbidden:
         raise SettingsError(
-            f"--output {folder.root}: the run in it has other settings ({'; '.join(forbidden)}) and cannot go on with these; "
+            f"--output {folder.root}: the run in it has other settings ({'; '.join(forbidden)}) "
+            "and cannot go on with these; "
             "choose another --output, or --fresh to move the old run aside"
         )
-    return Resume(newest_checkpoint(folder.root), tuple(c for c in changed if c.partition(":")[0] not in MAY_CHANGE))
+    return Resume(
+        newest_checkpoint(folder.root),
+        tuple(c for c in changed if c.partition(":")[0] not in MAY_CHANGE),
+    )
 
 
 def newest_checkpoint(root: Path) -> int:
-    """Optimizer steps of the newest complete checkpoint, 0 without one. The trainer passes over what is torn as well."""
+    """Optimizer steps of the newest complete checkpoint, 0 without one. The trainer passes over
+    what is torn as well.
+    """
     return next(complete_checkpoints(root), 0)
 
 

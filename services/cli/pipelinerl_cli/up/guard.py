@@ -11,7 +11,9 @@ END_S = 10.0
 
 
 class Guard:
-    """While this process lives, groups are added and taken back; when it is gone, those that are left are ended."""
+    """While this process lives, groups are added and taken back; when it is gone, those that are
+    left are ended.
+    """
 
     def __init__(self) -> None:
         self._watchdog: subprocess.Popen[bytes] | None = None
@@ -26,7 +28,12 @@ class Guard:
         )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._watchdog is not None and self._watchdog.stdin is not None:
             with suppress(BrokenPipeError):
                 self._watchdog.stdin.close()

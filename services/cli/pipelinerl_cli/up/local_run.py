@@ -46,7 +46,14 @@ from pipelinerl_common.settings import EvaluationSettings, Job
 from pipelinerl_common.tracing import open_tracer
 from pipelinerl_operator.coordinator import Coordinator, serve_coordinator
 from pipelinerl_operator.coordinator.metrics import export
-from pipelinerl_operator.plan import Endpoints, Role, Workload, longest_evaluation_s, with_actors, workload_names
+from pipelinerl_operator.plan import (
+    Endpoints,
+    Role,
+    Workload,
+    longest_evaluation_s,
+    with_actors,
+    workload_names,
+)
 from pipelinerl_operator.scaling.metrics import Scale
 
 log = logging.getLogger(__name__)
@@ -68,7 +75,9 @@ class LocalRun:
     def __init__(self, job: Job, folder: RunFolder, display: Display, interrupt: Interrupt) -> None:
         self._job = job
         self._largest = with_actors(job, job.spec.most_actors)
-        """With as many actors as there may ever be: they share the machine's threads, GPUs and ports."""
+        """With as many actors as there may ever be: they share the machine's threads, GPUs and
+        ports.
+        """
         self._folder = folder
         self._display = display
         self._interrupt = interrupt
@@ -94,7 +103,9 @@ class LocalRun:
         stack.enter_context(self._guard)
         ports = stack.enter_context(Ports())
         in_background(stack, self._refresh())
-        server = StreamServer(self._folder.stream_store, ports.reserve(), self._token, self._records.count_restart)
+        server = StreamServer(
+            self._folder.stream_store, ports.reserve(), self._token, self._records.count_restart
+        )
         serving = in_background(stack, server.run())
         self._describe = lambda: ("starting nats-server", "")
         if (ending := await self._until(server.ready.wait(), serving)) is not None:
@@ -104,15 +115,24 @@ class LocalRun:
         feed = Feed(self._job, server.url, self._token, self._writer, self._take)
         in_background(stack, feed.run())
         endpoints = self._endpoints(ports, server.url)
-        fleet = Fleet(self._largest, endpoints, self._autoscaler.num_actors, lambda: self._list_targets(fleet, endpoints))
+        fleet = Fleet(
+            self._largest,
+            endpoints,
+            self._autoscaler.num_actors,
+            lambda: self._list_targets(fleet, endpoints),
+        )
         self._list_targets(fleet, endpoints)
         metrics = await self._serve_metrics(stack, endpoints.metrics_addresses[scraping.OWN])
         coordinator = await self._coordinate(stack, endpoints, fleet)
         export(coordinator, metrics)
-        coordinator.tracer = await stack.enter_async_context(open_tracer(self._job, COORDINATOR, scraping.OWN))
+        coordinator.tracer = await stack.enter_async_context(
+            open_tracer(self._job, COORDINATOR, scraping.OWN)
+        )
         coordinating = in_background(stack, coordinator.run())
         workloads = fleet.workloads()
-        supervisor = self._supervise(stack, [each for each in workloads if each.role is not Role.EVALUATOR])
+        supervisor = self._supervise(
+            stack, [each for each in workloads if each.role is not Role.EVALUATOR]
+        )
         beside = self._supervise(stack, [each for each in workloads if each.role is Role.EVALUATOR])
         evaluating = in_background(stack, self._evaluate(beside))
         supervising = in_background(stack, supervisor.run())
@@ -121,8 +141,14 @@ class LocalRun:
         self._scale = lambda: self._autoscaler.scale(len(fleet.ready(supervisor, coordinator)))
         scaling: list[asyncio.Task[Any]] = []
         if self._job.spec.autoscale.enabled:
-            scaling.append(in_background(stack, self._autoscaler.run(fleet, endpoints, supervisor, coordinator)))
-        ending = await self._until(supervising, serving, coordinating, *scaling) or ending_of(supervising)
+            scaling.append(
+                in_background(
+                    stack, self._autoscaler.run(fleet, endpoints, supervisor, coordinator)
+                )
+            )
+        ending = await self._until(supervising, serving, coordinating, *scaling) or ending_of(
+            supervising
+        )
         for task in (listening, *scaling):
             task.cancel()
         if ending.status == "finished" and self._job.spec.evaluation is not None:
@@ -133,7 +159,9 @@ class LocalRun:
         return ending
 
     def _supervise(self, stack: AsyncExitStack, workloads: Sequence[Workload]) -> Supervisor:
-        supervisor = Supervisor(workloads, self._launch, self._is_finished, on_restart=self._records.count_restart)
+        supervisor = Supervisor(
+            workloads, self._launch, self._is_finished, on_restart=self._records.count_restart
+        )
         stack.callback(supervisor.kill)
         return supervisor
 
@@ -143,27 +171,42 @@ class LocalRun:
             log.warning("nothing is evaluated any more, the run goes on: %s", failure)
 
     async def _wait_for_evaluation(
-        self, settings: EvaluationSettings, evaluating: asyncio.Task[None], serving: asyncio.Task[Failure]
+        self,
+        settings: EvaluationSettings,
+        evaluating: asyncio.Task[None],
+        serving: asyncio.Task[Failure],
     ) -> None:
-        """After the last step: until it is evaluated, within reason. Without a result the run is finished all the same."""
+        """After the last step: until it is evaluated, within reason. Without a result the run is
+        finished all the same.
+        """
         step, limit_s = self._job.spec.algorithm.steps, longest_evaluation_s(settings)
         sets = [each.name for each in settings.sets]
         self._describe = lambda: (f"evaluating step {step}", progress(self._view, sets))
         if not evaluating.done():
-            self._display.note(f"training is finished; evaluating step {step}, {duration(limit_s)} at most")
+            self._display.note(
+                f"training is finished; evaluating step {step}, {duration(limit_s)} at most"
+            )
         try:
             async with asyncio.timeout(limit_s):
                 if await self._until(evaluating, serving) is not None:
                     log.warning("step %d is not evaluated; the same command does it", step)
         except TimeoutError:
-            log.warning("step %d is not evaluated after %g s; see logs/evaluator-0.log", step, limit_s)
+            log.warning(
+                "step %d is not evaluated after %g s; see logs/evaluator-0.log", step, limit_s
+            )
 
-    async def _until(self, goal: Coroutine[Any, Any, Any] | asyncio.Task[Any], *keepers: asyncio.Task[Any]) -> Ending | None:
-        """None when `goal` is reached; an ending when a signal comes, or one of `keepers` ends before."""
+    async def _until(
+        self, goal: Coroutine[Any, Any, Any] | asyncio.Task[Any], *keepers: asyncio.Task[Any]
+    ) -> Ending | None:
+        """None when `goal` is reached; an ending when a signal comes, or one of `keepers` ends
+        before.
+        """
         task = asyncio.ensure_future(goal)
         asked = asyncio.create_task(self._interrupt.asked.wait())
         try:
-            done, _ = await asyncio.wait({task, asked, *keepers}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                {task, asked, *keepers}, return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             asked.cancel()
         if asked in done:
@@ -177,20 +220,31 @@ class LocalRun:
     async def _prepare(self, serving: asyncio.Task[Failure]) -> Ending | None:
         """Prepares the model and tries the task; None when both succeeded."""
         argv = ("python", "-m", PREPARE_MODULE, "--job", str(self._folder.job_file))
-        process = await self._start(PREPARE, (*argv, "--output", str(self._folder.root), "--check-task", "--check-sets"))
-        self._describe = lambda: ("preparing the model", LOG_PREFIX.sub("", " ".join(process.last_lines(1))))
+        process = await self._start(
+            PREPARE, (*argv, "--output", str(self._folder.root), "--check-task", "--check-sets")
+        )
+        self._describe = lambda: (
+            "preparing the model",
+            LOG_PREFIX.sub("", " ".join(process.last_lines(1))),
+        )
         try:
             ending = await self._until(process.wait(), serving)
         finally:
-            await process.stop(PREPARE_GRACE_S)  # waited for: its end must not be told to an event loop that is closed
+            await process.stop(
+                PREPARE_GRACE_S
+            )  # waited for: its end must not be told to an event loop that is closed
         if ending is not None or process.exit_status == EXIT_DONE:
             return ending
         status = process.exit_status
         is_bad = status == EXIT_SETTINGS
-        failure = Failure(PREPARE, f"ended with status {status}", process.last_lines(LAST_LINES), bad_input=is_bad)
+        failure = Failure(
+            PREPARE, f"ended with status {status}", process.last_lines(LAST_LINES), bad_input=is_bad
+        )
         return Ending("failed", failure, never_began=is_bad)
 
-    async def _coordinate(self, stack: AsyncExitStack, endpoints: Endpoints, fleet: Fleet) -> Coordinator:
+    async def _coordinate(
+        self, stack: AsyncExitStack, endpoints: Endpoints, fleet: Fleet
+    ) -> Coordinator:
         running = await stack.enter_async_context(
             serve_coordinator(
                 self._job.spec.weight_transfer,
@@ -200,14 +254,20 @@ class LocalRun:
                 token=self._token,
             )
         )
-        self._describe = lambda: describe_phase(fleet.generator_urls(), running.coordinator, self._view)
+        self._describe = lambda: describe_phase(
+            fleet.generator_urls(), running.coordinator, self._view
+        )
         return running.coordinator
 
     async def _stop(self, ending: Ending, *supervisors: Supervisor) -> None:
-        """Role by role, trainers first since they save a checkpoint. A second signal ends everything at once."""
+        """Role by role, trainers first since they save a checkpoint. A second signal ends
+        everything at once.
+        """
 
         def describe() -> tuple[str, str]:
-            return "stopping", ", ".join(name for each in supervisors for name in each.running) or "reading the last metrics"
+            return "stopping", ", ".join(
+                name for each in supervisors for name in each.running
+            ) or "reading the last metrics"
 
         self._describe = describe
         drain = 0.0 if ending.status == "finished" else self._job.spec.actors.drain_seconds
@@ -256,7 +316,10 @@ class LocalRun:
             addresses={name: ports.address() for name in names},
             trainer_master=ports.address(),
             token_file=self._folder.token_file,
-            metrics_addresses={name: ports.address() for name in (scraping.OWN, *filter(scraping.needs_port, names))},
+            metrics_addresses={
+                name: ports.address()
+                for name in (scraping.OWN, *filter(scraping.needs_port, names))
+            },
         )
 
     async def _launch(self, workload: Workload) -> Process:
@@ -265,7 +328,9 @@ class LocalRun:
     async def _start(self, name: str, argv: tuple[str, ...]) -> Process:
         own = environment(self._largest, name, os.environ, os.cpu_count() or 1)
         log_file = self._folder.log_file(name)
-        return await Process.start(name, argv, log_file=log_file, environment=own, guard=self._guard)
+        return await Process.start(
+            name, argv, log_file=log_file, environment=own, guard=self._guard
+        )
 
     def _is_finished(self) -> bool:
         return newest_checkpoint(self._folder.root) >= self._job.spec.algorithm.steps
@@ -284,6 +349,9 @@ class LocalRun:
             self._records.take_scale(self._scale())
             self._display.update(self._view)
             is_training = self._view.step < self._view.steps_total
-            if is_training and (explanation := patience.look(self._view, time.monotonic())) is not None:
+            if (
+                is_training
+                and (explanation := patience.look(self._view, time.monotonic())) is not None
+            ):
                 self._display.note(explanation)
             await asyncio.sleep(TICK_S)

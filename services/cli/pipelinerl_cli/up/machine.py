@@ -11,16 +11,20 @@ _COMPUTING = ("generator-", "reference-", "trainer-", "evaluator-")
 
 
 def threads_per_process(job: Job, cores: int) -> int:
-    """Compute threads of each generator, reference, trainer rank and evaluator, so that together they have about the cores."""
+    """Compute threads of each generator, reference, trainer rank and evaluator, so that together
+    they have about the cores.
+    """
     computing = [name for name in workload_names(job) if name.startswith(_COMPUTING)]
     return max(1, cores // len(computing))
 
 
 def assign_gpus(job: Job, visible: str | None) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES by process: generators, references, trainer ranks, the evaluator, each with GPUs of its own.
+    """CUDA_VISIBLE_DEVICES by process: generators, references, trainer ranks, the evaluator, each
+    with GPUs of its own.
 
     `visible` is the variable's value for this process, None when unset. A job without GPUs sees none. Example: actors with 2
-    GPUs and 2 generators each, one actor, one rank: {"generator-0-0": "0", "generator-0-1": "1", "trainer-0": "2"}.
+    GPUs and 2 generators each, one actor, one rank: {"generator-0-0": "0", "generator-0-1": "1",
+    "trainer-0": "2"}.
     """
     ids = visible.split(",") if visible else None
     assigned: dict[str, str] = {}
@@ -34,7 +38,9 @@ def assign_gpus(job: Job, visible: str | None) -> dict[str, str]:
 
 
 def gpus_by_role(job: Job) -> dict[str, int]:
-    """GPUs of all processes of a role, of the roles that have any. Example: {"generator": 2, "trainer": 1}."""
+    """GPUs of all processes of a role, of the roles that have any. Example: {"generator": 2,
+    "trainer": 1}.
+    """
     counts: Counter[str] = Counter()
     for name in workload_names(job):
         counts[role_of(name).value] += num_gpus(job, name)
@@ -47,13 +53,22 @@ def missing_gpus(job: Job, available: int) -> list[str]:
     total = sum(needed.values())
     if total <= available:
         return []
-    sections = {"actors": job.spec.actors, "reference": job.spec.reference, "evaluation": job.spec.evaluation}
-    asked = [(name, section.gpus_per_replica) for name, section in sections.items() if section is not None]
+    sections = {
+        "actors": job.spec.actors,
+        "reference": job.spec.reference,
+        "evaluation": job.spec.evaluation,
+    }
+    asked = [
+        (name, section.gpus_per_replica)
+        for name, section in sections.items()
+        if section is not None
+    ]
     fields = " and ".join(f"{name}.gpusPerReplica={count}" for name, count in asked if count)
     shares = ", ".join(f"{role} {count}" for role, count in needed.items())
     fewer = "lower it, or the numbers of replicas; " if available else ""
     return [
-        f"{fields}: the job needs {counted(total, 'GPU')} ({shares}), this machine has {available} (as PyTorch counts them); "
+        f"{fields}: the job needs {counted(total, 'GPU')} ({shares}), this machine has {available} "
+        "(as PyTorch counts them); "
         f"{fewer}gpusPerReplica=0 with weightTransfer.backend=gloo runs on the CPU"
     ]
 
@@ -64,5 +79,7 @@ def environment(job: Job, name: str, inherited: Mapping[str, str], cores: int) -
     own.setdefault("OMP_NUM_THREADS", str(threads_per_process(job, cores)))
     own.setdefault("TOKENIZERS_PARALLELISM", "false")
     own["PYTHONUNBUFFERED"] = "1"
-    own["CUDA_VISIBLE_DEVICES"] = assign_gpus(job, inherited.get("CUDA_VISIBLE_DEVICES")).get(name, "")
+    own["CUDA_VISIBLE_DEVICES"] = assign_gpus(job, inherited.get("CUDA_VISIBLE_DEVICES")).get(
+        name, ""
+    )
     return own

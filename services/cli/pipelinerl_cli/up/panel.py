@@ -1,4 +1,6 @@
-"""The numbers of a run as a panel for the terminal: `pipelinerl up` draws it live, `pipelinerl watch` of any run's folder."""
+"""The numbers of a run as a panel for the terminal: `pipelinerl up` draws it live, `pipelinerl
+watch` of any run's folder.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,8 +18,15 @@ TEXT_COLUMNS = 52
 LEAST_SPARKS = 8
 
 
-def sparkline(values: Iterable[float], width: int | None = None, *, low: float | None = None, high: float | None = None) -> str:
-    """The last `width` values. `low` and `high` widen the scale, so that noise is not drawn as large as a change.
+def sparkline(
+    values: Iterable[float],
+    width: int | None = None,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+) -> str:
+    """The last `width` values. `low` and `high` widen the scale, so that noise is not drawn as
+    large as a change.
 
     Example: [0, 0.5, 1] is "▁▅█"; a constant series is drawn at the bottom of its scale.
     """
@@ -27,7 +36,10 @@ def sparkline(values: Iterable[float], width: int | None = None, *, low: float |
         return ""
     bottom = min(finite) if low is None else min(low, *finite)
     span = (max(finite) if high is None else max(high, *finite)) - bottom
-    return "".join(SPARKS[round((value - bottom) / span * (len(SPARKS) - 1)) if span > 0 else 0] for value in finite)
+    return "".join(
+        SPARKS[round((value - bottom) / span * (len(SPARKS) - 1)) if span > 0 else 0]
+        for value in finite
+    )
 
 
 def duration(seconds: float) -> str:
@@ -46,17 +58,24 @@ def number(value: float | None, digits: int = 2) -> str:
 def rows(view: RunView, sparks: int) -> Sequence[tuple[str, str, str]]:
     """Label, numbers, and how they went over the last steps in at most `sparks` characters.
 
-    Numbers are of the newest step, but tokens per second and pause are means over the run, as in its summary.
+    Numbers are of the newest step, but tokens per second and pause are means over the run, as in
+    its summary.
     """
     values = view.step_values
     pause = view.pause.mean
 
-    def trend(name: str, role: str = "trainer", low: float | None = 0.0, high: float | None = None) -> str:
+    def trend(
+        name: str, role: str = "trainer", low: float | None = 0.0, high: float | None = None
+    ) -> str:
         return sparkline(view.trend(role, name), sparks, low=low, high=high)
 
     return [
         ("reward", number(values.get("reward_mean"), 3), trend("reward_mean", low=None)),
-        ("lag", f"{number(values.get('lag_mean'))} mean, {number(values.get('lag_max'), 0)} max", trend("lag_mean")),
+        (
+            "lag",
+            f"{number(values.get('lag_mean'))} mean, {number(values.get('lag_max'), 0)} max",
+            trend("lag_mean"),
+        ),
         ("ESS", number(values.get("ess"), 3), trend("ess", low=0.8, high=1.0)),
         (
             "tokens/s",
@@ -89,7 +108,10 @@ def _evaluations(view: RunView, sparks: int) -> Sequence[tuple[str, str, str]]:
     for each in view.evaluations[-1]:
         k, newest = next(iter(each.pass_at.items()))
         earlier = [
-            one.pass_at[k].mean for found in view.evaluations for one in found if one.name == each.name and k in one.pass_at
+            one.pass_at[k].mean
+            for found in view.evaluations
+            for one in found
+            if one.name == each.name and k in one.pass_at
         ]
         numbers = f"pass@{k} {newest.mean:.3f} at step {each.step}"
         rows.append((each.name, numbers, sparkline(earlier, sparks, low=0.0, high=1.0)))
@@ -105,7 +127,9 @@ def render(view: RunView, *, name: str, place: str, state: str, width: int) -> "
 
     parts: list[RenderableType] = []
     if not view.is_training:
-        parts.append(Text.assemble((view.phase, "bold"), (f"  {view.detail}" if view.detail else "", "dim")))
+        parts.append(
+            Text.assemble((view.phase, "bold"), (f"  {view.detail}" if view.detail else "", "dim"))
+        )
     else:
         left = view.seconds_left
         bar = Table.grid(padding=(0, 1), expand=True)
@@ -119,17 +143,26 @@ def render(view: RunView, *, name: str, place: str, state: str, width: int) -> "
         )
         parts += [bar, _numbers(view, max(LEAST_SPARKS, width - TEXT_COLUMNS))]
         if view.detail:
-            parts.append(Text(view.detail if view.phase == "training" else f"{view.phase}: {view.detail}", style="yellow"))
+            parts.append(
+                Text(
+                    view.detail if view.phase == "training" else f"{view.phase}: {view.detail}",
+                    style="yellow",
+                )
+            )
     return framed(Group(*parts), name=name, place=place, state=state, width=width)
 
 
-def framed(body: "RenderableType", *, name: str, place: str, state: str, width: int) -> "RenderableType":
+def framed(
+    body: "RenderableType", *, name: str, place: str, state: str, width: int
+) -> "RenderableType":
     """`body` in a frame that says which job it is, where it is, and how it is."""
     from rich.panel import Panel
     from rich.text import Text
 
     title = Text.assemble((name, "bold"), "  ", (place, "dim"))
-    return Panel(body, title=title, subtitle=Text(state, style="dim"), title_align="left", width=width)
+    return Panel(
+        body, title=title, subtitle=Text(state, style="dim"), title_align="left", width=width
+    )
 
 
 def _numbers(view: RunView, sparks: int) -> "Table":
@@ -139,5 +172,9 @@ def _numbers(view: RunView, sparks: int) -> "Table":
     table = Table.grid(padding=(0, 2))
     for label, numbers, trend in rows(view, sparks):
         alarming = label == "restarts" and view.restarts > 0
-        table.add_row(Text(label, style="dim"), Text(numbers, style="red" if alarming else ""), Text(trend, style="cyan"))
+        table.add_row(
+            Text(label, style="dim"),
+            Text(numbers, style="red" if alarming else ""),
+            Text(trend, style="cyan"),
+        )
     return table

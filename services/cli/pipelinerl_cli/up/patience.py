@@ -23,7 +23,9 @@ class Patience:
     """The counters when the wait began, by role and name."""
 
     def look(self, view: RunView, now: float) -> str | None:
-        """`now` in seconds on any clock. Waits count while generators serve: before, the phases say what is going on."""
+        """`now` in seconds on any clock. Waits count while generators serve: before, the phases say
+        what is going on.
+        """
         if self._since is None or view.step != self._step or not view.is_generating:
             self._since, self._step, self._before = now, view.step, dict(view.counters)
             self._next_s = max(FIRST_LOOK_S, STEPS_WORTH * (view.seconds_per_step or 0.0))
@@ -36,11 +38,14 @@ class Patience:
 
     def _explain(self, view: RunView, waited: float) -> str:
         ready, running = (
-            view.gauge("preprocessor", name) or 0 for name in ("queue_groups{stage=ready}", "queue_groups{stage=running}")
+            view.gauge("preprocessor", name) or 0
+            for name in ("queue_groups{stage=ready}", "queue_groups{stage=running}")
         )
         parts = [
-            f"no step for {waited:.0f} s: step {view.step + 1} needs {counted(self.groups_per_step, 'group')}, "
-            f"{ready:.0f} {nouns(ready, 'is', 'are')} ready, {running:.0f} {nouns(running, 'runs', 'run')}"
+            f"no step for {waited:.0f} s: step {view.step + 1} needs "
+            f"{counted(self.groups_per_step, 'group')}, "
+            f"{ready:.0f} {nouns(ready, 'is', 'are')} ready, {running:.0f} "
+            f"{nouns(running, 'runs', 'run')}"
         ]
         dropped = self._counted(view, "preprocessor", "groups_dropped_total{reason=", "}")
         failed = self._counted(view, "actor", "rollout_errors_total{reason=", "}")
@@ -48,7 +53,9 @@ class Patience:
             parts.append(f"groups dropped meanwhile: {dropped}")
         if failed:
             parts.append(f"rollouts failed meanwhile: {failed}; see logs/actor-0.log")
-        parts += [f"{name} has told nothing for {seconds:.0f} s" for name, seconds in view.quiet.items()]
+        parts += [
+            f"{name} has told nothing for {seconds:.0f} s" for name, seconds in view.quiet.items()
+        ]
         if view.is_training and view.detail:
             parts.append(view.detail)
         return "; ".join(parts)

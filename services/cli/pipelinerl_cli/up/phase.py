@@ -11,11 +11,15 @@ MOST_NAMED = 3
 STEADY = ("every ready generator is a member", "an update is running")
 
 
-def describe_phase(generators: Collection[str], coordinator: Coordinator, view: RunView) -> tuple[str, str]:
+def describe_phase(
+    generators: Collection[str], coordinator: Coordinator, view: RunView
+) -> tuple[str, str]:
     """The phase and a detail. `generators` are those that should be in the group."""
     trouble = "" if coordinator.waiting_for in STEADY else coordinator.waiting_for
     if silent := coordinator.silent:
-        trouble = "; ".join(explained(name, seconds) for name, seconds in list(silent.items())[:MOST_NAMED])
+        trouble = "; ".join(
+            explained(name, seconds) for name, seconds in list(silent.items())[:MOST_NAMED]
+        )
     if view.is_training:
         return "training", trouble
     absent = [name for name in generators if name in coordinator.absent]
@@ -29,4 +33,7 @@ def describe_phase(generators: Collection[str], coordinator: Coordinator, view: 
         return "sending the first weights to the generators", trouble
     generated = view.gauge("actor", "tokens_generated_total") or 0
     ready_groups = view.gauge("preprocessor", "queue_groups{stage=ready}") or 0
-    return GENERATING, f"{generated:,.0f} {nouns(generated, 'token')}, {counted(ready_groups, 'group')} ready"
+    return (
+        GENERATING,
+        f"{generated:,.0f} {nouns(generated, 'token')}, {counted(ready_groups, 'group')} ready",
+    )

@@ -1,8 +1,9 @@
 """Free ports for the run's processes, held for as long as the run.
 
-A port that was found free and released again may be gone before its process binds it, above all to an outgoing connection.
-So each port stays bound here, by a socket that never listens: with SO_REUSEADDR on both sides Linux lets the process listen on
-the port too, while it gives the port to nobody who asks for any free one.
+A port that was found free and released again may be gone before its process binds it, above all to
+an outgoing connection. So each port stays bound here, by a socket that never listens: with
+SO_REUSEADDR on both sides Linux lets the process listen on the port too, while it gives the port to
+nobody who asks for any free one.
 """
 
 import socket
@@ -22,7 +23,12 @@ class Ports:
     def __enter__(self) -> "Ports":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for held in self._sockets:
             held.close()
         self._sockets.clear()
@@ -49,6 +55,7 @@ def check_port_is_free(field: str, port: int) -> None:
             probe.listen(1)
         except OSError as error:
             raise SettingsError(
-                f"{field}={port}: the port is occupied ({error.strerror}); end the process that has it, "
+                f"{field}={port}: the port is occupied ({error.strerror}); end the process that "
+                "has it, "
                 "choose another port, or 0 for any free one"
             ) from error

@@ -1,4 +1,6 @@
-"""One local process of the run: tethered to this one, in a process group of its own, its output in a log file."""
+"""One local process of the run: tethered to this one, in a process group of its own, its output in
+a log file.
+"""
 
 import asyncio
 import os
@@ -19,7 +21,9 @@ LOG_PREFIX = re.compile(r"^\S+Z [A-Z]+ \S+ ")
 
 
 def tethered(argv: Sequence[str]) -> tuple[str, ...]:
-    """`argv` as a command that ends with this process. Start it from the main thread: Linux ties it to the starting thread."""
+    """`argv` as a command that ends with this process. Start it from the main thread: Linux ties it
+    to the starting thread.
+    """
     return (sys.executable, "-I", "-S", TETHER, str(os.getpid()), *argv)
 
 
@@ -27,7 +31,12 @@ class Process:
     """A started process. `exit_status` is negative for a signal."""
 
     def __init__(
-        self, name: str, process: asyncio.subprocess.Process, log_file: Path, log_start: int, guard: Guard | None
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        log_file: Path,
+        log_start: int,
+        guard: Guard | None,
     ) -> None:
         self.name = name
         self._guard = guard
@@ -39,9 +48,17 @@ class Process:
 
     @classmethod
     async def start(
-        cls, name: str, argv: Sequence[str], *, log_file: Path, environment: Mapping[str, str], guard: Guard | None = None
+        cls,
+        name: str,
+        argv: Sequence[str],
+        *,
+        log_file: Path,
+        environment: Mapping[str, str],
+        guard: Guard | None = None,
     ) -> "Process":
-        """Starts `argv`, whose first part "python" stands for this interpreter; output is appended to `log_file`."""
+        """Starts `argv`, whose first part "python" stands for this interpreter; output is appended
+        to `log_file`.
+        """
         command = [sys.executable, *argv[1:]] if argv[0] == "python" else list(argv)
         with log_file.open("ab") as log:
             log.write(f"--- {datetime.now(UTC):%Y-%m-%dT%H:%M:%S}Z {name} starts\n".encode())
@@ -68,13 +85,17 @@ class Process:
         return self._process.returncode
 
     async def wait(self) -> int:
-        """Exit status, once the process has ended; what it started and left behind in its group is ended too."""
+        """Exit status, once the process has ended; what it started and left behind in its group is
+        ended too.
+        """
         status = await self._process.wait()
         self._end_group()
         return status
 
     def terminate(self) -> None:
-        """Asks the process, not its whole group, to end. Once: a second signal would cut short what it does before."""
+        """Asks the process, not its whole group, to end. Once: a second signal would cut short what
+        it does before.
+        """
         if self.exit_status is None and not self._is_asked:
             self._is_asked = True
             self._process.terminate()

@@ -26,20 +26,28 @@ class GiveUp:
     reason: str
 
 
-def judge(role: Role, status: int, *, run_is_finished: Callable[[], bool]) -> Restart | Done | GiveUp:
-    """`status` is the exit status, negative for a signal. Trainers and the evaluator may end by themselves, their work done."""
+def judge(
+    role: Role, status: int, *, run_is_finished: Callable[[], bool]
+) -> Restart | Done | GiveUp:
+    """`status` is the exit status, negative for a signal. Trainers and the evaluator may end by
+    themselves, their work done.
+    """
     if status == EXIT_SETTINGS:
         return GiveUp("wrong settings")
     if status == EXIT_DONE:
         if role in ENDING_ROLES:
             return Done() if run_is_finished() else Restart("ended before the last step")
         return Restart("ended by itself")
-    return Restart(f"was killed by signal {-status}" if status < 0 else f"crashed with status {status}")
+    return Restart(
+        f"was killed by signal {-status}" if status < 0 else f"crashed with status {status}"
+    )
 
 
 @dataclass
 class RestartBudget:
-    """At most `most` restarts within `window_s`; the wait before each doubles with the number of recent ones."""
+    """At most `most` restarts within `window_s`; the wait before each doubles with the number of
+    recent ones.
+    """
 
     most: int = 5
     window_s: float = 600.0

@@ -1,4 +1,5 @@
-"""Where Prometheus finds the metrics of a local run: the run's own, and a list of all targets in the run's folder.
+"""Where Prometheus finds the metrics of a local run: the run's own, and a list of all targets in
+the run's folder.
 
 scrape_configs:
   - job_name: pipelinerl
@@ -23,12 +24,16 @@ OWN = "up"
 
 
 def needs_port(name: str) -> bool:
-    """Whether a process gets a port for metrics: generators have an HTTP port anyway, and of the trainer's ranks one speaks."""
+    """Whether a process gets a port for metrics: generators have an HTTP port anyway, and of the
+    trainer's ranks one speaks.
+    """
     role = role_of(name)
     return role not in SERVE_THEIR_OWN and (role is not Role.TRAINER or name == "trainer-0")
 
 
-def targets_file(job: Job, addresses: Mapping[str, str], metrics_addresses: Mapping[str, str]) -> str:
+def targets_file(
+    job: Job, addresses: Mapping[str, str], metrics_addresses: Mapping[str, str]
+) -> str:
     """Prometheus' file-based service discovery: one target for each process that has metrics.
 
     `addresses` are the processes' own, `metrics_addresses` the ports for metrics, that of this process included.
@@ -42,7 +47,11 @@ def targets_file(job: Job, addresses: Mapping[str, str], metrics_addresses: Mapp
     targets = [
         {
             "targets": [address],
-            "labels": {"job": job.name, "role": COORDINATOR if name == OWN else role_of(name).value, "instance": name},
+            "labels": {
+                "job": job.name,
+                "role": COORDINATOR if name == OWN else role_of(name).value,
+                "instance": name,
+            },
         }
         for name, address in where.items()
     ]

@@ -1,4 +1,6 @@
-"""`pipelinerl up` around the run itself: which run it is, whether it can start, and what is said at the end."""
+"""`pipelinerl up` around the run itself: which run it is, whether it can start, and what is said at
+the end.
+"""
 
 import asyncio
 import logging
@@ -22,8 +24,17 @@ from pipelinerl_common.words import counted
 EXIT_FINISHED, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_SIGNAL = 0, 1, 2, 128
 
 
-def up(job_file: Path, *, output: Path | None, max_steps: int | None, overrides: Sequence[str], fresh: bool) -> int:
-    """Runs the job, or goes on with it, and returns the exit status. Raises SettingsError before anything is started."""
+def up(
+    job_file: Path,
+    *,
+    output: Path | None,
+    max_steps: int | None,
+    overrides: Sequence[str],
+    fresh: bool,
+) -> int:
+    """Runs the job, or goes on with it, and returns the exit status. Raises SettingsError before
+    anything is started.
+    """
     if max_steps is not None:
         overrides = [*overrides, f"algorithm.steps={max_steps}"]
     job = load_job(job_file, overrides)
@@ -36,7 +47,11 @@ def up(job_file: Path, *, output: Path | None, max_steps: int | None, overrides:
         if fresh and (old := folder.move_aside()) is not None:
             print(f"the old run lies in {old}")
         resume = inspect(folder, job)
-        if resume is not None and resume.steps_done >= job.spec.algorithm.steps and is_evaluated(job, folder.root):
+        if (
+            resume is not None
+            and resume.steps_done >= job.spec.algorithm.steps
+            and is_evaluated(job, folder.root)
+        ):
             _say_finished(folder, resume, job)
             return EXIT_FINISHED
         check(job, folder.root)
@@ -82,20 +97,29 @@ def _exit_status(ending: Ending, interrupt: Interrupt) -> int:
 
 
 def _say_finished(folder: RunFolder, resume: Resume, job: Job) -> None:
-    print(f"{folder.root}: this run is finished ({resume.steps_done} of {counted(job.spec.algorithm.steps, 'step')})")
+    print(
+        f"{folder.root}: this run is finished ({resume.steps_done} of "
+        f"{counted(job.spec.algorithm.steps, 'step')})"
+    )
     print(f"report: {folder.report_file}")
     print("a larger --max-steps goes on with it, --fresh starts over")
 
 
 def _say_resumed(folder: RunFolder, resume: Resume, job: Job) -> None:
-    print(f"going on with the run in {folder.root} after step {resume.steps_done} of {job.spec.algorithm.steps}")
+    print(
+        f"going on with the run in {folder.root} after step {resume.steps_done} of "
+        f"{job.spec.algorithm.steps}"
+    )
     for change in resume.changed:
         print(f"  changed: {change}")
 
 
 def _say_unwritten(folder: RunFolder, ending: Ending, error: OSError) -> None:
     print(f"the run has {ending.status}{f': {ending.failure}' if ending.failure else ''}")
-    print(f"summary and report cannot be written: {error}; once that is put right: pipelinerl report {folder.root}")
+    print(
+        f"summary and report cannot be written: {error}; once that is put right: pipelinerl report "
+        f"{folder.root}"
+    )
 
 
 class _ToDisplay(logging.Handler):
@@ -114,7 +138,9 @@ class _ToFile(logging.FileHandler):
 
 @contextmanager
 def keep_log(log_file: Path, display: Display) -> Iterator[None]:
-    """This process's own log, and on the display what its user must know: that something is started again."""
+    """This process's own log, and on the display what its user must know: that something is started
+    again.
+    """
     to_file = _ToFile(log_file, encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     to_display = _ToDisplay(display)

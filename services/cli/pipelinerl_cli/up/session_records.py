@@ -1,4 +1,6 @@
-"""What `pipelinerl up` says about itself in the run's records: that a session began, restarts, how many actors there are."""
+"""What `pipelinerl up` says about itself in the run's records: that a session began, restarts, how
+many actors there are.
+"""
 
 import logging
 import time
@@ -33,7 +35,11 @@ class SessionRecords:
         self._write(self._restart_values())
         self._writer.close()
         if self.num_lost:
-            log.warning("%s of this session could not be written to %s", counted(self.num_lost, "record"), self._writer.path)
+            log.warning(
+                "%s of this session could not be written to %s",
+                counted(self.num_lost, "record"),
+                self._writer.path,
+            )
 
     def count_restart(self, name: str) -> None:
         self.restarts[name] += 1
@@ -49,7 +55,9 @@ class SessionRecords:
             self._write(scale.values())
 
     def _restart_values(self) -> dict[str, float]:
-        by_process = {f"restarts_{name}_process_total": float(count) for name, count in self.restarts.items()}
+        by_process = {
+            f"restarts_{name}_process_total": float(count) for name, count in self.restarts.items()
+        }
         return {"restarts_total": float(self.restarts.total()), **by_process}
 
     def _write(self, values: Mapping[str, float]) -> None:
@@ -58,6 +66,8 @@ class SessionRecords:
             self._writer.write(record)
         except OSError as error:  # a full disk must end neither the run nor who keeps watch over it
             if not self.num_lost:
-                log.warning("the run goes on, but %s cannot be written to: %s", self._writer.path, error)
+                log.warning(
+                    "the run goes on, but %s cannot be written to: %s", self._writer.path, error
+                )
             self.num_lost += 1
         self._view.take(record)

@@ -29,7 +29,13 @@ class Setback:
 
 
 def _line(step: int, was: int, num_dropped: int) -> str:
-    """Example: "the trainer goes on after step 10: steps 11 to 16 are done again, 96 groups were dropped"."""
+    """Example: "the trainer goes on after step 10: steps 11 to 16 are done again, 96 groups were
+    dropped".
+    """
     again = f"step {was} is" if was == step + 1 else f"steps {step + 1} to {was} are"
-    groups = f", {counted(num_dropped, 'group')} {'was' if num_dropped == 1 else 'were'} dropped" if num_dropped else ""
+    groups = (
+        f", {counted(num_dropped, 'group')} {'was' if num_dropped == 1 else 'were'} dropped"
+        if num_dropped
+        else ""
+    )
     return f"the trainer goes on after step {step}: {again} done again{groups}"

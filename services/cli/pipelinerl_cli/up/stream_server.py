@@ -1,6 +1,8 @@
-"""The run's own nats-server: started again on the same port and store when it dies, and when its disk was full.
+"""The run's own nats-server: started again on the same port and store when it dies, and when its
+disk was full.
 
-A server whose write has failed stores nothing more in that stream, however much room there is afterwards.
+A server whose write has failed stores nothing more in that stream, however much room there is
+afterwards.
 """
 
 import asyncio
@@ -25,7 +27,9 @@ MIN_FREE_BYTES = 64 << 20
 
 
 class StreamServer:
-    def __init__(self, store: Path, port: int, token: str, on_restart: Callable[[str], None]) -> None:
+    def __init__(
+        self, store: Path, port: int, token: str, on_restart: Callable[[str], None]
+    ) -> None:
         self.url = f"nats://127.0.0.1:{port}"
         self.ready = asyncio.Event()
         self.pid: int | None = None
@@ -37,12 +41,16 @@ class StreamServer:
         self._log_read = 0
 
     async def run(self) -> Failure:
-        """Keeps the server running until cancelled, which stops it. Returns when it cannot be kept running."""
+        """Keeps the server running until cancelled, which stops it. Returns when it cannot be kept
+        running.
+        """
         while True:
             reason = await self._serve()
             delay = self._budget.spend(asyncio.get_running_loop().time())
             if delay is None or not self.ready.is_set():
-                return Failure(NAME, reason, last_lines(self._store / "nats-server.log", LAST_LINES))
+                return Failure(
+                    NAME, reason, last_lines(self._store / "nats-server.log", LAST_LINES)
+                )
             self._on_restart(NAME)
             log.warning("nats %s; starts again in %g s", reason, delay)
             await asyncio.sleep(delay)
@@ -50,7 +58,9 @@ class StreamServer:
     async def _serve(self) -> str:
         """One server, to its end; returns why it ended."""
         try:
-            async with NatsServer.start(self._store, self._port, self._token, launcher=tethered(())) as server:
+            async with NatsServer.start(
+                self._store, self._port, self._token, launcher=tethered(())
+            ) as server:
                 self.pid = server.pid
                 self.ready.set()
                 return await self._until_end(server)
@@ -65,7 +75,11 @@ class StreamServer:
             while not (await asyncio.wait({ended}, timeout=LOOK_S))[0]:
                 if self._says_full(server.log_file) and not is_full:
                     is_full = True
-                    log.warning("nats cannot write, the disk under %s is full: free some, the run goes on then", self._store)
+                    log.warning(
+                        "nats cannot write, the disk under %s is full: free some, the run goes on "
+                        "then",
+                        self._store,
+                    )
                 if is_full and shutil.disk_usage(self._store).free >= MIN_FREE_BYTES:
                     return "had a full disk"
             return f"ended with status {ended.result()}"

@@ -40,10 +40,14 @@ class Failure:
     def cause(self) -> str:
         """In one line: the last error of the log says more than its last line."""
         lines = [line for line in self.last_lines if " ERROR " in line] or self.last_lines
-        return ": ".join([f"{self.name} {self.reason}", *(LOG_PREFIX.sub("", line) for line in lines[-1:])])
+        return ": ".join(
+            [f"{self.name} {self.reason}", *(LOG_PREFIX.sub("", line) for line in lines[-1:])]
+        )
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.name} {self.reason}", *(f"    {line}" for line in self.last_lines)])
+        return "\n".join(
+            [f"{self.name} {self.reason}", *(f"    {line}" for line in self.last_lines)]
+        )
 
 
 @dataclass
@@ -83,13 +87,17 @@ class Supervisor:
 
     @property
     def running(self) -> dict[str, Process]:
-        return {name: process for name, process in self._running.items() if process.exit_status is None}
+        return {
+            name: process for name, process in self._running.items() if process.exit_status is None
+        }
 
     def _is_over(self, unit: _Unit) -> bool:
         return self._stopping or unit.is_retired
 
     async def run(self) -> Failure | None:
-        """Starts everything and keeps it running. None when the trainers have finished the run, or when `stop` was called."""
+        """Starts everything and keeps it running. None when the trainers have finished the run, or
+        when `stop` was called.
+        """
         self.add(self._first)
         try:
             while self._kept:
@@ -114,7 +122,9 @@ class Supervisor:
             task.add_done_callback(self._ended.put_nowait)
 
     async def retire(self, name: str, grace_s: float) -> None:
-        """Ends one process for good: SIGTERM, and SIGKILL when it has not ended after `grace_s`. Returns when it has ended."""
+        """Ends one process for good: SIGTERM, and SIGKILL when it has not ended after `grace_s`.
+        Returns when it has ended.
+        """
         kept = next((task for task, unit in self._kept.items() if unit.name == name), None)
         if kept is None:
             return
@@ -126,10 +136,14 @@ class Supervisor:
         await asyncio.wait({kept})
 
     async def stop(self, grace_s: dict[Role, float]) -> None:
-        """SIGTERM role by role in the order given, each with its grace; nothing is restarted from here on."""
+        """SIGTERM role by role in the order given, each with its grace; nothing is restarted from
+        here on.
+        """
         self._stopping = True
         for role, grace in grace_s.items():
-            processes = [p for name, p in self.running.items() if Role(name.partition("-")[0]) is role]
+            processes = [
+                p for name, p in self.running.items() if Role(name.partition("-")[0]) is role
+            ]
             await asyncio.gather(*(process.stop(grace) for process in processes))
 
     def end(self, name: str) -> None:
@@ -157,15 +171,27 @@ class Supervisor:
                 return failure
         return None
 
-    async def _prepare_restart(self, unit: _Unit, culprit: Process, verdict: Restart | GiveUp) -> Failure | None:
+    async def _prepare_restart(
+        self, unit: _Unit, culprit: Process, verdict: Restart | GiveUp
+    ) -> Failure | None:
         if isinstance(verdict, GiveUp):
-            return Failure(culprit.name, f"cannot run: {verdict.reason}", culprit.last_lines(LAST_LINES), bad_input=True)
+            return Failure(
+                culprit.name,
+                f"cannot run: {verdict.reason}",
+                culprit.last_lines(LAST_LINES),
+                bad_input=True,
+            )
         delay = unit.budget.spend(asyncio.get_running_loop().time())
         if delay is None:
-            reason = f"{verdict.reason}, restarted {counted(unit.budget.most, 'time')} within {unit.budget.window_s:g} s"
+            reason = (
+                f"{verdict.reason}, restarted {counted(unit.budget.most, 'time')} within "
+                f"{unit.budget.window_s:g} s"
+            )
             return Failure(culprit.name, reason, culprit.last_lines(LAST_LINES))
         self._on_restart(unit.name)
-        log.warning("%s %s; %s starts again in %g s", culprit.name, verdict.reason, unit.name, delay)
+        log.warning(
+            "%s %s; %s starts again in %g s", culprit.name, verdict.reason, unit.name, delay
+        )
         await asyncio.sleep(delay)
         return None
 
@@ -182,15 +208,24 @@ def _units(workloads: Iterable[Workload], budget: Callable[[], RestartBudget]) -
     groups: dict[str, list[Workload]] = {}
     for workload in workloads:
         together = workload.restart_scope is RestartScope.ROLE
-        groups.setdefault(f"{workload.role.value}s" if together else workload.name, []).append(workload)
+        groups.setdefault(f"{workload.role.value}s" if together else workload.name, []).append(
+            workload
+        )
     return [
-        _Unit(members[0].name if len(members) == 1 else name, members[0].role, tuple(members), budget())
+        _Unit(
+            members[0].name if len(members) == 1 else name,
+            members[0].role,
+            tuple(members),
+            budget(),
+        )
         for name, members in groups.items()
     ]
 
 
 async def _first_failure_or_all(processes: Sequence[Process]) -> tuple[Process, int]:
-    """The first process to fail, once all have ended (its peers are ended), or the first one when all ended with 0."""
+    """The first process to fail, once all have ended (its peers are ended), or the first one when
+    all ended with 0.
+    """
     waits = {asyncio.create_task(process.wait()): process for process in processes}
     pending = set(waits)
     try:
@@ -198,7 +233,13 @@ async def _first_failure_or_all(processes: Sequence[Process]) -> tuple[Process, 
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             failed = next((task for task in done if task.result() != 0), None)
             if failed is not None:
-                await asyncio.gather(*(process.stop(PEER_GRACE_S) for process in processes if process is not waits[failed]))
+                await asyncio.gather(
+                    *(
+                        process.stop(PEER_GRACE_S)
+                        for process in processes
+                        if process is not waits[failed]
+                    )
+                )
                 return waits[failed], failed.result()
         return processes[0], 0
     finally:

@@ -1,6 +1,8 @@
-"""The job's task, made once before anything else, so that its mistakes are said at once and nothing is left of the try.
+"""The job's task, made once before anything else, so that its mistakes are said at once and nothing
+is left of the try.
 
-In a process of its own, the one that runs plain verifiers: a task may import what it likes, and this process is to stay small.
+In a process of its own, the one that runs plain verifiers: a task may import what it likes, and
+this process is to stay small.
 """
 
 import json
@@ -12,12 +14,19 @@ from pipelinerl_actor.task import TaskName
 
 MODULE = "pipelinerl_actor.rollout.verifier_process"
 TRIAL_S = 30.0
-"""A task that takes longer, since it reads much data, is left to the preparation, which makes it once more."""
+"""A task that takes longer, since it reads much data, is left to the preparation, which makes it
+once more.
+"""
 
 
 def task_faults(name: TaskName) -> list[str]:
     """Why the task cannot be made; empty when it can, or when it takes too long to tell."""
-    hello = {"path": name.path, "args": dict(name.args), "seed": name.seed, "sys_path": [str(Path.cwd()), *sys.path]}
+    hello = {
+        "path": name.path,
+        "args": dict(name.args),
+        "seed": name.seed,
+        "sys_path": [str(Path.cwd()), *sys.path],
+    }
     try:
         done = subprocess.run(
             [sys.executable, "-m", MODULE],
@@ -33,5 +42,8 @@ def task_faults(name: TaskName) -> list[str]:
         answer = json.loads(done.stdout)
     except ValueError:
         said = done.stderr.strip().splitlines()[-1:] or ["without a word"]
-        return [f"spec.task.path={name.path!r}: the process that makes it ended with status {done.returncode}: {said[0]}"]
+        return [
+            f"spec.task.path={name.path!r}: the process that makes it ended with status "
+            f"{done.returncode}: {said[0]}"
+        ]
     return [answer["error"]] if "error" in answer else []

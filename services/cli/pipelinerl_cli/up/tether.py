@@ -1,8 +1,9 @@
-"""`python tether.py PARENT_PID COMMAND...`: runs a command that cannot outlive the process that started it.
+"""`python tether.py PARENT_PID COMMAND...`: runs a command that cannot outlive the process that
+started it.
 
-A program of its own, run without site-packages, since code between fork and exec of a process with threads is not safe in
-Python. It becomes the command (exec), so the pid and the exit status are the command's. On Linux; elsewhere the command runs
-untethered.
+A program of its own, run without site-packages, since code between fork and exec of a process with
+threads is not safe in Python. It becomes the command (exec), so the pid and the exit status are the
+command's. On Linux; elsewhere the command runs untethered.
 """
 
 import ctypes

@@ -34,7 +34,9 @@ GENERATING = "generating the first batch"
 
 
 def quiet_in_file_s(run_seconds: float) -> float:
-    """`QUIET_S` where records come from the run's file, which keeps fewer of them as the run grows old."""
+    """`QUIET_S` where records come from the run's file, which keeps fewer of them as the run grows
+    old.
+    """
     return QUIET_S + 3 * THINNING_S_PER_S * run_seconds
 
 
@@ -45,7 +47,9 @@ def has_left(record: Record) -> bool:
 
 @dataclass
 class RunView:
-    """Fed with the records of a run from its beginning on, those of earlier sessions too; read by the displays."""
+    """Fed with the records of a run from its beginning on, those of earlier sessions too; read by
+    the displays.
+    """
 
     steps_total: int
     is_elastic: bool = False
@@ -68,7 +72,9 @@ class RunView:
     """Counters' newest values by role, instance and name."""
     _totals: dict[tuple[str, str], float] = field(default_factory=dict)
     silent: dict[str, float] = field(default_factory=dict)
-    """Generators that do not answer though they run, with the time since when, seconds since the epoch."""
+    """Generators that do not answer though they run, with the time since when, seconds since the
+    epoch.
+    """
     _heard: dict[str, float] = field(default_factory=dict)
     """When each of those that tell about themselves every second did so last."""
 
@@ -112,7 +118,9 @@ class RunView:
     def _count(self, record: Record, name: str, value: float) -> None:
         previous = self._counted.get((record.role, record.instance, name), 0.0)
         self._counted[record.role, record.instance, name] = value
-        self._totals[record.role, name] = self._totals.get((record.role, name), 0.0) + increase(previous, value)
+        self._totals[record.role, name] = self._totals.get((record.role, name), 0.0) + increase(
+            previous, value
+        )
 
     def gauge(self, role: str, name: str) -> float | None:
         """Newest value of this session, summed over the role's instances."""
@@ -121,12 +129,18 @@ class RunView:
 
     @property
     def quiet(self) -> Mapping[str, float]:
-        """Actors and preprocessors that have told nothing for long while others did, with the seconds."""
+        """Actors and preprocessors that have told nothing for long while others did, with the
+        seconds.
+        """
         newest = max(self._heard.values(), default=0.0)
-        return {name: newest - heard for name, heard in self._heard.items() if newest - heard > QUIET_S}
+        return {
+            name: newest - heard for name, heard in self._heard.items() if newest - heard > QUIET_S
+        }
 
     def trend(self, role: str, name: str) -> Sequence[float]:
-        """The value at the end of each of the last steps, one of `TRENDS`; not-a-number where there was none."""
+        """The value at the end of each of the last steps, one of `TRENDS`; not-a-number where there
+        was none.
+        """
         return tuple(self._trends[role, name])
 
     def total(self, role: str, name: str) -> float | None:
@@ -136,7 +150,9 @@ class RunView:
     @property
     def actors(self) -> str:
         """Ready and desired. Example: "1 of 2"."""
-        ready, desired = (self.gauge(SESSION_ROLE, name) or 0.0 for name in ("actors_ready", "actors_desired"))
+        ready, desired = (
+            self.gauge(SESSION_ROLE, name) or 0.0 for name in ("actors_ready", "actors_desired")
+        )
         return f"{ready:.0f} of {desired:.0f}"
 
     @property

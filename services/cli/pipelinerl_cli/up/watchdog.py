@@ -1,7 +1,9 @@
-"""`python watchdog.py`: ends process groups when the process that feeds its standard input has ended, however that happened.
+"""`python watchdog.py`: ends process groups when the process that feeds its standard input has
+ended, however that happened.
 
-It reads group ids, one a line: "123" adds one, "-123" takes it back. The tether ends a service with its parent; this ends
-what the service has started itself, such as an engine's workers. A program of its own, run without site-packages.
+It reads group ids, one a line: "123" adds one, "-123" takes it back. The tether ends a service with
+its parent; this ends what the service has started itself, such as an engine's workers. A program of
+its own, run without site-packages.
 """
 
 import contextlib

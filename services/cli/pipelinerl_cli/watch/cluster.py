@@ -1,4 +1,6 @@
-"""A PipelineRLJob in a cluster: what its status says, read with kubectl and whatever configuration that has."""
+"""A PipelineRLJob in a cluster: what its status says, read with kubectl and whatever configuration
+that has.
+"""
 
 import json
 import math
@@ -25,7 +27,12 @@ KUBECTL_S = 20.0
 KEPT_LOOKS = 60
 TEXT_COLUMNS = 44
 ROLES = ("actors", "preprocessor", "trainers", "reference", "evaluator")
-TRAINING = (("reward", "reward", 3), ("lag", "lag", 2), ("ESS", "ess", 3), ("samples/s", "samplesPerSecond", 1))
+TRAINING = (
+    ("reward", "reward", 3),
+    ("lag", "lag", 2),
+    ("ESS", "ess", 3),
+    ("samples/s", "samplesPerSecond", 1),
+)
 """Label, field of status.training, digits."""
 ENDED = ("Succeeded", "Failed")
 _BAD = ("Degraded", "Failed", "Suspended")
@@ -35,7 +42,9 @@ _MOMENTS = ("Succeeded", "Evaluating")
 
 
 class ClusterJob:
-    """The operator writes a job's numbers into its status at most every 15 seconds; that is as live as this gets."""
+    """The operator writes a job's numbers into its status at most every 15 seconds; that is as live
+    as this gets.
+    """
 
     interval_s = 5.0
 
@@ -44,7 +53,9 @@ class ClusterJob:
         self._get = get
         self._job: dict[str, Any] = {}
         self._step = -1
-        self._trends: dict[str, deque[float]] = {field: deque(maxlen=KEPT_LOOKS) for _, field, _ in TRAINING}
+        self._trends: dict[str, deque[float]] = {
+            field: deque(maxlen=KEPT_LOOKS) for _, field, _ in TRAINING
+        }
         self._trouble = ""
 
     @classmethod
@@ -52,10 +63,18 @@ class ClusterJob:
         """Raises SettingsError for what cannot be a job's name."""
         if not NAME.fullmatch(name):
             raise SettingsError(
-                f"{name}: neither a folder nor the name of a job (lower-case letters, digits and '-', at most 40)"
+                f"{name}: neither a folder nor the name of a job (lower-case letters, digits and "
+                "'-', at most 40)"
                 f"{did_you_mean_folder(Path(name))}"
             )
-        get = ["kubectl", "get", RESOURCE, name, "--output=json", f"--request-timeout={KUBECTL_S / 2:g}s"]
+        get = [
+            "kubectl",
+            "get",
+            RESOURCE,
+            name,
+            "--output=json",
+            f"--request-timeout={KUBECTL_S / 2:g}s",
+        ]
         get += [f"--namespace={namespace}"] if namespace else []
         get += [f"--context={context}"] if context else []
         return cls(name, get)
@@ -72,7 +91,8 @@ class ClusterJob:
         except Unavailable as error:
             if not self._job:
                 raise Unavailable(
-                    f"{self._name}: is no folder here, and no cluster can be asked for a job of this name: {error}"
+                    f"{self._name}: is no folder here, and no cluster can be asked for a job of "
+                    f"this name: {error}"
                     f"{did_you_mean_folder(Path(self._name))}"
                 ) from error
             self._trouble = str(error)
@@ -95,15 +115,21 @@ class ClusterJob:
         self._step = step
         for _, field, _ in TRAINING:
             self._trends[field].append(_float(training.get(field)))
-        shown = "  ".join(f"{label} {number(_float(training.get(field)), digits)}" for label, field, digits in TRAINING)
+        shown = "  ".join(
+            f"{label} {number(_float(training.get(field)), digits)}"
+            for label, field, digits in TRAINING
+        )
         return (f"{self._phase}  step {step}/{self._num_steps}  {shown}",)
 
     def _ask(self) -> dict[str, Any]:
         try:
-            answer = subprocess.run(self._get, capture_output=True, text=True, timeout=KUBECTL_S, check=False)
+            answer = subprocess.run(
+                self._get, capture_output=True, text=True, timeout=KUBECTL_S, check=False
+            )
         except FileNotFoundError as error:
             raise SettingsError(
-                f"{self._name}: is no folder here, and kubectl, which would ask a cluster, is not installed"
+                f"{self._name}: is no folder here, and kubectl, which would ask a cluster, is not "
+                "installed"
                 f"{did_you_mean_folder(Path(self._name))}"
             ) from error
         except subprocess.TimeoutExpired as error:
@@ -112,7 +138,8 @@ class ClusterJob:
             reason = answer.stderr.strip().splitlines()[-1:] or ["no reason given"]
             if "NotFound" in reason[0]:
                 raise SettingsError(
-                    f"{self._name}: is no folder here and no job in the cluster: {reason[0]}; see --namespace"
+                    f"{self._name}: is no folder here and no job in the cluster: {reason[0]}; see "
+                    "--namespace"
                     f"{did_you_mean_folder(Path(self._name))}"
                 )
             raise Unavailable(f"kubectl: {reason[0]}")
@@ -136,7 +163,9 @@ class ClusterJob:
         return str(self._job.get("spec", {}).get("algorithm", {}).get("steps", "?"))
 
     def headline(self) -> str:
-        return f"{self._name}  {self._phase}  step {self._training.get('step', '-')}/{self._num_steps}"
+        return (
+            f"{self._name}  {self._phase}  step {self._training.get('step', '-')}/{self._num_steps}"
+        )
 
     def has_ended(self) -> bool:
         return self._phase in ENDED
@@ -156,8 +185,13 @@ class ClusterJob:
         for role in ROLES:
             if isinstance(state := self._status.get(role), dict):
                 table.add_row(Text(role, style="dim"), _role(state))
-        head = Text.assemble((self._phase, "bold"), f"  step {self._training.get('step', '-')}/{self._num_steps}")
-        troubles = [Text(line, style="red" if line == self._trouble else "yellow") for line in self._troubles]
+        head = Text.assemble(
+            (self._phase, "bold"), f"  step {self._training.get('step', '-')}/{self._num_steps}"
+        )
+        troubles = [
+            Text(line, style="red" if line == self._trouble else "yellow")
+            for line in self._troubles
+        ]
         return framed(
             Group(head, table, *troubles),
             name=self._name,
@@ -170,7 +204,9 @@ class ClusterJob:
 def _role(state: Mapping[str, Any]) -> "Text":
     from rich.text import Text
 
-    ready, desired, restarts = (int(state.get(key) or 0) for key in ("ready", "desired", "restarts"))
+    ready, desired, restarts = (
+        int(state.get(key) or 0) for key in ("ready", "desired", "restarts")
+    )
     failure = (state.get("lastFailure") or {}).get("reason")
     parts = [f"{ready}/{desired} ready"]
     parts += [counted(restarts, "restart")] if restarts else []
@@ -180,7 +216,9 @@ def _role(state: Mapping[str, Any]) -> "Text":
 
 
 def _complaints(conditions: Sequence[Mapping[str, Any]], has_ended: bool) -> list[str]:
-    """Of the conditions, those that ask for attention: what is bad and true, or good and false while the job has not ended."""
+    """Of the conditions, those that ask for attention: what is bad and true, or good and false
+    while the job has not ended.
+    """
     lines = []
     for condition in conditions:
         kind, holds = str(condition.get("type")), condition.get("status")

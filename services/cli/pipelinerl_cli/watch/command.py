@@ -6,11 +6,29 @@ from pipelinerl_common.errors import SettingsError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="DIR|JOB", help="a run's folder, or the name of a PipelineRLJob in the cluster")
+    parser.add_argument(
+        "target",
+        metavar="DIR|JOB",
+        help="a run's folder, or the name of a PipelineRLJob in the cluster",
+    )
     parser.add_argument("--once", action="store_true", help="print the numbers as they are, once")
-    parser.add_argument("--interval", type=float, metavar="S", help="seconds between looks; default 0.5, in a cluster 5")
-    parser.add_argument("-n", "--namespace", metavar="NAME", help="the job's namespace; default that of kubectl's context")
-    parser.add_argument("--context", metavar="NAME", help="context of kubectl's configuration; default its current one")
+    parser.add_argument(
+        "--interval",
+        type=float,
+        metavar="S",
+        help="seconds between looks; default 0.5, in a cluster 5",
+    )
+    parser.add_argument(
+        "-n",
+        "--namespace",
+        metavar="NAME",
+        help="the job's namespace; default that of kubectl's context",
+    )
+    parser.add_argument(
+        "--context",
+        metavar="NAME",
+        help="context of kubectl's configuration; default its current one",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -29,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
         source = RunFolderSource.open(folder)
     elif "/" in args.target:
         raise SettingsError(
-            f"{args.target}: no such folder; give the --output folder of a `pipelinerl up`{did_you_mean_folder(folder)}"
+            f"{args.target}: no such folder; give the --output folder of a `pipelinerl "
+            f"up`{did_you_mean_folder(folder)}"
         )
     else:
         source = ClusterJob.named(args.target, namespace=args.namespace, context=args.context)

@@ -15,7 +15,8 @@ class Source(Protocol):
     """Seconds between looks where the user does not say."""
 
     def look(self) -> Sequence[str]:
-        """Reads what is there by now; returns a line for each step done and each change since the last look.
+        """Reads what is there by now; returns a line for each step done and each change since the
+        last look.
 
         Raises SettingsError.
         """
@@ -31,7 +32,8 @@ class Source(Protocol):
 
 
 def watch(source: Source, *, once: bool, interval_s: float) -> int:
-    """A live panel on a terminal; otherwise a line at once, one per step or change, and one at the end. With `once` the panel.
+    """A live panel on a terminal; otherwise a line at once, one per step or change, and one at the
+    end. With `once` the panel.
 
     Returns the exit status.
     """

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 SILENT_S = 60.0
-"""A run without a record for so long is said to be silent; one whose process is not on this machine, to have ended."""
+"""A run without a record for so long is said to be silent; one whose process is not on this
+machine, to have ended.
+"""
 
 
 class RunFolderSource:
@@ -42,11 +44,15 @@ class RunFolderSource:
         return cls(root, load_run(root).job)
 
     def look(self) -> Sequence[str]:
-        held = is_held(self._root / "lock")  # before the records are read: none can come after the last of an ended run
+        held = is_held(
+            self._root / "lock"
+        )  # before the records are read: none can come after the last of an ended run
         try:
             lines, replaced = self._tail.read()
         except OSError as error:
-            raise SettingsError(f"{self._root}: metrics.jsonl cannot be read: {error}; was the run moved aside?") from error
+            raise SettingsError(
+                f"{self._root}: metrics.jsonl cannot be read: {error}; was the run moved aside?"
+            ) from error
         if replaced:
             self._job = load_run(self._root).job
             self._view = _new_view(self._job)
@@ -55,18 +61,24 @@ class RunFolderSource:
         return [*steps, *self._news()]
 
     def _result(self) -> str:
-        """Of a run that no process of this machine holds: it may be another machine's, or another container's."""
+        """Of a run that no process of this machine holds: it may be another machine's, or another
+        container's.
+        """
         summary = self._root / "summary.json"
         if summary.exists() and summary.stat().st_mtime >= self._newest:
             return load_run(self._root).status
         return "running" if time.time() - self._newest < SILENT_S else "ended without a result"
 
     def _take(self, line: str) -> str | None:
-        """The line of a step or of an evaluation, when the record ends one; of a trainer that went back, when it tells so."""
+        """The line of a step or of an evaluation, when the record ends one; of a trainer that went
+        back, when it tells so.
+        """
         try:
             record = parse_record(line)
         except (ValueError, KeyError, TypeError) as error:
-            raise SettingsError(f"{self._root / 'metrics.jsonl'}: not a metrics record: {line[:80]!r}: {error}") from error
+            raise SettingsError(
+                f"{self._root / 'metrics.jsonl'}: not a metrics record: {line[:80]!r}: {error}"
+            ) from error
         self._newest = max(self._newest, record.time)
         if self._view.take(record):
             return step_line(self._view)
@@ -75,8 +87,15 @@ class RunFolderSource:
     def headline(self) -> str:
         view = self._view
         began = view.generation.time.session_start
-        age = f", started {duration(max(0.0, time.time() - began))} ago" if began is not None and not self.has_ended() else ""
-        return f"{self._job.name}  {self._root}  {self._status}  step {view.step}/{view.steps_total}{age}"
+        age = (
+            f", started {duration(max(0.0, time.time() - began))} ago"
+            if began is not None and not self.has_ended()
+            else ""
+        )
+        return (
+            f"{self._job.name}  {self._root}  {self._status}  step "
+            f"{view.step}/{view.steps_total}{age}"
+        )
 
     def has_ended(self) -> bool:
         return self._status != "running"
@@ -93,11 +112,17 @@ class RunFolderSource:
         )
 
     def _news(self) -> list[str]:
-        """A line for each that has fallen silent since the last look, and for each that is silent no more."""
+        """A line for each that has fallen silent since the last look, and for each that is silent
+        no more.
+        """
         now = self._silences()
         news = [line for name, line in now.items() if name not in self._silent]
         if not self.has_ended():
-            news += [f"{name} is heard of again, or has ended" for name in self._silent if name not in now]
+            news += [
+                f"{name} is heard of again, or has ended"
+                for name in self._silent
+                if name not in now
+            ]
         self._silent = set(now)
         return news
 
@@ -107,10 +132,20 @@ class RunFolderSource:
             return {}
         now, view = time.time(), self._view
         if now - self._newest >= SILENT_S:
-            return {"the run": f"no record for {duration(now - self._newest)}; see {self._root / 'logs'}"}
+            return {
+                "the run": f"no record for {duration(now - self._newest)}; see "
+                f"{self._root / 'logs'}"
+            }
         quiet = quiet_in_file_s(view.generation.time.total)
-        lines = {name: f"{name} has not answered for {now - since:.0f} s" for name, since in view.silent.items()}
-        lines |= {name: f"{name} has told nothing for {s:.0f} s" for name, s in view.quiet.items() if s > quiet}
+        lines = {
+            name: f"{name} has not answered for {now - since:.0f} s"
+            for name, since in view.silent.items()
+        }
+        lines |= {
+            name: f"{name} has told nothing for {s:.0f} s"
+            for name, s in view.quiet.items()
+            if s > quiet
+        }
         return lines
 
 

@@ -5,7 +5,9 @@ from pathlib import Path
 
 
 class Tail:
-    """Reads what was appended since the last look. A file that was replaced or cut is read from its beginning."""
+    """Reads what was appended since the last look. A file that was replaced or cut is read from its
+    beginning.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -13,7 +15,9 @@ class Tail:
         self._offset = 0
 
     def read(self) -> tuple[list[str], bool]:
-        """New whole lines, and whether they belong to another file than the last ones did. Raises OSError."""
+        """New whole lines, and whether they belong to another file than the last ones did. Raises
+        OSError.
+        """
         with self._path.open("rb") as file:
             status = os.fstat(file.fileno())
             replaced = status.st_ino != self._inode or status.st_size < self._offset

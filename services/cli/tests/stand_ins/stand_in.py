@@ -1,8 +1,11 @@
-"""Plays every service of a run, without a model: the trainer steps as soon as the coordinator has formed a group.
+"""Plays every service of a run, without a model: the trainer steps as soon as the coordinator has
+formed a group.
 
-By what they tell in their metrics the trainer takes everything that is generated, and waits for more most of the time.
+By what they tell in their metrics the trainer takes everything that is generated, and waits for
+more most of the time.
 
-A file `<output>/do/<name>` tells the process of that name what to do once, and is removed then: "crash", "settings", "stop".
+A file `<output>/do/<name>` tells the process of that name what to do once, and is removed then:
+"crash", "settings", "stop".
 """
 
 import argparse
@@ -67,7 +70,9 @@ class StandIn:
 
     async def generate(self) -> None:
         program = "import time; time.sleep(600)"
-        worker = await asyncio.create_subprocess_exec(sys.executable, "-c", program, f"worker of {self.output}")
+        worker = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", program, f"worker of {self.output}"
+        )
         try:
             await self.answer()
         finally:
@@ -96,7 +101,9 @@ class StandIn:
 
     async def train(self) -> None:
         policy = Policy()
-        service = rpc.RpcService(policy_pb2_grpc.add_PolicyServicer_to_server, policy, "pipelinerl.v1.Policy")
+        service = rpc.RpcService(
+            policy_pb2_grpc.add_PolicyServicer_to_server, policy, "pipelinerl.v1.Policy"
+        )
         stream_settings = self.job.spec.stream
         step = self.newest_checkpoint()
         metrics = Metrics(TRAINER, self.job.name)
@@ -104,7 +111,11 @@ class StandIn:
             serve_metrics(self.flags.metrics_listen, metrics.exposition),
             rpc.serve(self.flags.listen, [service], token=self.token),
             connect(
-                self.flags.nats_url, self.job.name, stream_settings, name="trainer-0", login=Login(token=self.token)
+                self.flags.nats_url,
+                self.job.name,
+                stream_settings,
+                name="trainer-0",
+                login=Login(token=self.token),
             ) as stream,
         ):
             while step < self.job.spec.algorithm.steps and await self.tick():
@@ -113,7 +124,13 @@ class StandIn:
                 step += 1
                 metrics.gauge("policy_version").set(step)
                 metrics.counter("trainer_phase_seconds_total").inc(0.9 * TICK_S, phase="wait")
-                values = {"reward_mean": step / 100, "lag_mean": 1.0, "lag_max": 2.0, "ess": 0.9, "num_trained_tokens": 10.0}
+                values = {
+                    "reward_mean": step / 100,
+                    "lag_mean": 1.0,
+                    "lag_max": 2.0,
+                    "ess": 0.9,
+                    "num_trained_tokens": 10.0,
+                }
                 await stream.publish_metrics(
                     metrics_pb2.MetricsRecord(
                         schema_version=1,
@@ -122,7 +139,11 @@ class StandIn:
                         instance="trainer-0",
                         time=time.time(),
                         step=step,
-                        values={**values, "num_sequences": 4.0, "weight_updates_total": float(step)},
+                        values={
+                            **values,
+                            "num_sequences": 4.0,
+                            "weight_updates_total": float(step),
+                        },
                     )
                 )
             self.save(step)
@@ -131,12 +152,23 @@ class StandIn:
         """Waits for the last step, then for the file `<output>/evaluate`, and leaves a result."""
         last = self.job.spec.algorithm.steps
         async with connect(
-            self.flags.nats_url, self.job.name, self.job.spec.stream, name="evaluator-0", login=Login(token=self.token)
+            self.flags.nats_url,
+            self.job.name,
+            self.job.spec.stream,
+            name="evaluator-0",
+            login=Login(token=self.token),
         ) as stream:
 
             async def tell(step: int, done: float) -> None:
-                values = {"evaluation_running_step": float(last), "evaluation_prompts_done{set=held-out}": done}
-                result = {"{set=held-out,k=1}": 0.75, "_low{set=held-out,k=1}": 0.5, "_high{set=held-out,k=1}": 1.0}
+                values = {
+                    "evaluation_running_step": float(last),
+                    "evaluation_prompts_done{set=held-out}": done,
+                }
+                result = {
+                    "{set=held-out,k=1}": 0.75,
+                    "_low{set=held-out,k=1}": 0.5,
+                    "_high{set=held-out,k=1}": 1.0,
+                }
                 values |= {f"evaluation_pass_ratio{key}": value for key, value in result.items()}
                 await stream.publish_metrics(
                     metrics_pb2.MetricsRecord(
@@ -146,7 +178,11 @@ class StandIn:
                         instance="evaluator-0",
                         time=time.time(),
                         step=step,
-                        values={**values, "evaluation_prompts_planned{set=held-out}": 4.0, "evaluation_sets_failed": 0.0},
+                        values={
+                            **values,
+                            "evaluation_prompts_planned{set=held-out}": 4.0,
+                            "evaluation_sets_failed": 0.0,
+                        },
                     )
                 )
 
@@ -173,11 +209,15 @@ class Policy(policy_pb2_grpc.PolicyServicer):
     def __init__(self) -> None:
         self.epoch = 0
 
-    async def JoinGroup(self, request: policy_pb2.JoinGroupRequest, context: Any) -> policy_pb2.JoinGroupResponse:
+    async def JoinGroup(
+        self, request: policy_pb2.JoinGroupRequest, context: Any
+    ) -> policy_pb2.JoinGroupResponse:
         self.epoch = request.epoch
         return policy_pb2.JoinGroupResponse(master_address="127.0.0.1", master_port=1)
 
-    async def GetPolicy(self, request: policy_pb2.GetPolicyRequest, context: Any) -> policy_pb2.GetPolicyResponse:
+    async def GetPolicy(
+        self, request: policy_pb2.GetPolicyRequest, context: Any
+    ) -> policy_pb2.GetPolicyResponse:
         return policy_pb2.GetPolicyResponse(epoch=self.epoch)
 
 

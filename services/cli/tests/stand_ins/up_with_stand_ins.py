@@ -1,4 +1,6 @@
-"""The real `pipelinerl` command, but the services and the model's preparation are those of stand_in.py."""
+"""The real `pipelinerl` command, but the services and the model's preparation are those of
+stand_in.py.
+"""
 
 import sys
 from typing import cast

@@ -1,11 +1,24 @@
-"""Protobuf and numpy columns: bytes on the wire become arrays without a loop over tokens, and every length is checked.
+"""Protobuf and numpy columns: bytes on the wire become arrays without a loop over tokens, and every
+length is checked.
 
-Whoever decodes gets either an object that keeps all invariants of its type's docstring or a MalformedMessage. Whether numbers
-are finite is the reader's to judge, since one odd reward is no reason to lose a group.
+Whoever decodes gets either an object that keeps all invariants of its type's docstring or a
+MalformedMessage. Whether numbers are finite is the reader's to judge, since one odd reward is no
+reason to lose a group.
 """
 
-from pipelinerl_common.codec.batch import micro_batch_from_proto, micro_batch_to_proto, plan_from_proto, plan_to_proto
-from pipelinerl_common.codec.group import SCHEMA_VERSION, EncodedPart, GroupPart, decode_part, encode_group
+from pipelinerl_common.codec.batch import (
+    micro_batch_from_proto,
+    micro_batch_to_proto,
+    plan_from_proto,
+    plan_to_proto,
+)
+from pipelinerl_common.codec.group import (
+    SCHEMA_VERSION,
+    EncodedPart,
+    GroupPart,
+    decode_part,
+    encode_group,
+)
 from pipelinerl_common.codec.join import GroupJoiner, PartKey
 
 __all__ = [

@@ -6,7 +6,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.v1 import batches_pb2
-from pipelinerl_common.codec.columns import FLOAT32, UINT8, UINT32, runs_from_proto, runs_to_proto, sized, to_bytes
+from pipelinerl_common.codec.columns import (
+    FLOAT32,
+    UINT8,
+    UINT32,
+    runs_from_proto,
+    runs_to_proto,
+    sized,
+    to_bytes,
+)
 from pipelinerl_common.errors import MalformedMessage
 from pipelinerl_common.types import GroupId, MicroBatch, StepPlan
 
@@ -18,10 +26,17 @@ def _check(condition: bool, reason: str, message: str) -> None:
 
 def micro_batch_to_proto(batch: MicroBatch) -> batches_pb2.MicroBatch:
     """Raises ValueError when a column has another length than `input_ids_L`."""
-    columns: list[NDArray[Any] | None] = [batch.loss_mask_L, batch.old_logprobs_L, batch.advantages_L]
+    columns: list[NDArray[Any] | None] = [
+        batch.loss_mask_L,
+        batch.old_logprobs_L,
+        batch.advantages_L,
+    ]
     for column in (*columns, batch.ref_logprobs_L, batch.returns_L):
         if column is not None and len(column) != batch.num_slots:
-            raise ValueError(f"micro-batch {batch.index}: a column of {len(column)} items beside {batch.num_slots} slots")
+            raise ValueError(
+                f"micro-batch {batch.index}: a column of {len(column)} items beside "
+                f"{batch.num_slots} slots"
+            )
     return batches_pb2.MicroBatch(
         index=batch.index,
         num_slots=batch.num_slots,
@@ -29,7 +44,9 @@ def micro_batch_to_proto(batch: MicroBatch) -> batches_pb2.MicroBatch:
         input_ids=to_bytes(batch.input_ids_L, UINT32),
         loss_mask=to_bytes(batch.loss_mask_L, UINT8),
         old_logprobs=to_bytes(batch.old_logprobs_L, FLOAT32),
-        ref_logprobs=b"" if batch.ref_logprobs_L is None else to_bytes(batch.ref_logprobs_L, FLOAT32),
+        ref_logprobs=b""
+        if batch.ref_logprobs_L is None
+        else to_bytes(batch.ref_logprobs_L, FLOAT32),
         advantages=to_bytes(batch.advantages_L, FLOAT32),
         returns=b"" if batch.returns_L is None else to_bytes(batch.returns_L, FLOAT32),
         rewards=batch.rewards,
@@ -46,13 +63,21 @@ def micro_batch_from_proto(message: batches_pb2.MicroBatch) -> MicroBatch:
     sequence_lengths = tuple(message.sequence_lengths)
     _check(all(sequence_lengths), "sequence_lengths", f"{name}: a sequence without tokens")
     used = sum(sequence_lengths)
-    _check(used <= num_slots, "sequence_lengths", f"{name}: sequences of {used} tokens in {num_slots} slots")
+    _check(
+        used <= num_slots,
+        "sequence_lengths",
+        f"{name}: sequences of {used} tokens in {num_slots} slots",
+    )
 
     def floats(data: bytes, column: str) -> NDArray[np.float32]:
         return sized(data, FLOAT32, f"{name}: {column}", num_slots)
 
     loss_mask_L = sized(message.loss_mask, UINT8, f"{name}: loss_mask", num_slots)
-    _check(num_slots == 0 or int(loss_mask_L.max()) <= 1, "loss_mask", f"{name}: loss_mask has other values than 0 and 1")
+    _check(
+        num_slots == 0 or int(loss_mask_L.max()) <= 1,
+        "loss_mask",
+        f"{name}: loss_mask has other values than 0 and 1",
+    )
     num_trained = int(np.count_nonzero(loss_mask_L))
     _check(int(np.count_nonzero(loss_mask_L[used:])) == 0, "loss_mask", f"{name}: trained padding")
     per_sequence: dict[str, Any] = {
@@ -70,7 +95,9 @@ def micro_batch_from_proto(message: batches_pb2.MicroBatch) -> MicroBatch:
         loss_mask_L=loss_mask_L,
         old_logprobs_L=floats(message.old_logprobs, "old_logprobs"),
         advantages_L=floats(message.advantages, "advantages"),
-        ref_logprobs_L=floats(message.ref_logprobs, "ref_logprobs") if message.ref_logprobs else None,
+        ref_logprobs_L=floats(message.ref_logprobs, "ref_logprobs")
+        if message.ref_logprobs
+        else None,
         returns_L=floats(message.returns, "returns") if message.returns else None,
         version_runs=runs_from_proto(message.version_runs, num_trained),
         temperature=message.temperature,
@@ -97,7 +124,11 @@ def plan_from_proto(message: batches_pb2.StepPlan) -> StepPlan:
     """Raises MalformedMessage."""
     _check(message.step >= 0, "step", f"step plan: step={message.step} is below 0")
     _check(bool(message.batch_id), "batch_id", f"step plan {message.step}: batch_id is empty")
-    _check(message.num_micro_batches > 0, "num_micro_batches", f"step plan {message.step}: no micro-batches")
+    _check(
+        message.num_micro_batches > 0,
+        "num_micro_batches",
+        f"step plan {message.step}: no micro-batches",
+    )
     return StepPlan(
         step=message.step,
         batch_id=message.batch_id,

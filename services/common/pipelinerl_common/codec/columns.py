@@ -23,9 +23,13 @@ def to_bytes(column: NDArray[Any], dtype: np.dtype[Any]) -> bytes:
 
 
 def from_bytes(data: bytes, dtype: np.dtype[Any], name: str) -> NDArray[Any]:
-    """A read-only view of `data`. Raises MalformedMessage when the length is no multiple of the item size."""
+    """A read-only view of `data`. Raises MalformedMessage when the length is no multiple of the
+    item size.
+    """
     if len(data) % dtype.itemsize:
-        raise MalformedMessage(f"{name} has {len(data)} bytes, no multiple of {dtype.itemsize}", "column")
+        raise MalformedMessage(
+            f"{name} has {len(data)} bytes, no multiple of {dtype.itemsize}", "column"
+        )
     return np.frombuffer(data, dtype)
 
 
@@ -38,21 +42,32 @@ def sized(data: bytes, dtype: np.dtype[Any], name: str, length: int) -> NDArray[
 
 
 def runs_to_proto(runs: Iterable[VersionRun]) -> list[sample_pb2.VersionRun]:
-    return [sample_pb2.VersionRun(policy_version=run.policy_version, num_tokens=run.num_tokens) for run in runs]
+    return [
+        sample_pb2.VersionRun(policy_version=run.policy_version, num_tokens=run.num_tokens)
+        for run in runs
+    ]
 
 
-def runs_from_proto(runs: Iterable[sample_pb2.VersionRun], num_tokens: int) -> tuple[VersionRun, ...]:
-    """Raises MalformedMessage unless the runs are non-empty, of versions from 0 on, and add up to `num_tokens`."""
+def runs_from_proto(
+    runs: Iterable[sample_pb2.VersionRun], num_tokens: int
+) -> tuple[VersionRun, ...]:
+    """Raises MalformedMessage unless the runs are non-empty, of versions from 0 on, and add up to
+    `num_tokens`.
+    """
     decoded = []
     total = 0
     for run in runs:
         version, length = run.policy_version, run.num_tokens
         if version < 0 or length == 0:
             raise MalformedMessage(
-                f"version run ({version}, {length}): the version must be 0 or more and the length 1 or more", "version_runs"
+                f"version run ({version}, {length}): the version must be 0 or more and the length "
+                "1 or more",
+                "version_runs",
             )
         decoded.append(VersionRun(version, length))
         total += length
     if total != num_tokens:
-        raise MalformedMessage(f"version runs add up to {total} tokens instead of {num_tokens}", "version_runs")
+        raise MalformedMessage(
+            f"version runs add up to {total} tokens instead of {num_tokens}", "version_runs"
+        )
     return tuple(decoded)

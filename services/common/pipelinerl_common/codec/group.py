@@ -20,7 +20,9 @@ _SAMPLE_OVERHEAD_BYTES: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class EncodedPart:
-    """One message of a group. `message_id` is "<group_id>:<attempt>:<part>", by which the server drops repeated publishes."""
+    """One message of a group. `message_id` is "<group_id>:<attempt>:<part>", by which the server
+    drops repeated publishes.
+    """
 
     message_id: str
     payload: bytes
@@ -30,7 +32,8 @@ class EncodedPart:
 class GroupPart:
     """One decoded message: `header` is the group with only this part's samples.
 
-    Example: a group of 8 samples in two messages is part 0 of 2 with 5 samples and part 1 of 2 with 3, both num_samples=8.
+    Example: a group of 8 samples in two messages is part 0 of 2 with 5 samples and part 1 of 2 with
+    3, both num_samples=8.
     """
 
     header: SampleGroup
@@ -42,10 +45,13 @@ class GroupPart:
 def encode_group(group: SampleGroup, max_payload_bytes: int) -> list[EncodedPart]:
     """The group in as few messages of at most `max_payload_bytes` as samples in order allow.
 
-    Raises PermanentError when one sample alone is larger, and ValueError when a column breaks the type's invariants.
+    Raises PermanentError when one sample alone is larger, and ValueError when a column breaks the
+    type's invariants.
     """
     if not group.samples or not group.group_id:
-        raise ValueError(f"group {group.group_id!r} of {len(group.samples)} samples: needs an id and a sample")
+        raise ValueError(
+            f"group {group.group_id!r} of {len(group.samples)} samples: needs an id and a sample"
+        )
     message = _header_to_proto(group)
     for sample in group.samples:
         _fill_sample(message.samples.add(), sample)
@@ -70,16 +76,27 @@ def _header_to_proto(group: SampleGroup) -> sample_pb2.SampleGroup:
     )
 
 
-def _encode_parts(group: SampleGroup, message: sample_pb2.SampleGroup, max_payload_bytes: int) -> list[EncodedPart]:
+def _encode_parts(
+    group: SampleGroup, message: sample_pb2.SampleGroup, max_payload_bytes: int
+) -> list[EncodedPart]:
     header = _header_to_proto(group)
-    header.part = header.num_parts = len(group.samples)  # the largest values, while sizes are computed
-    chunks = _split(message.samples, max_payload_bytes - header.ByteSize(), group.group_id, max_payload_bytes)
+    header.part = header.num_parts = len(
+        group.samples
+    )  # the largest values, while sizes are computed
+    chunks = _split(
+        message.samples, max_payload_bytes - header.ByteSize(), group.group_id, max_payload_bytes
+    )
     parts = []
     for part, chunk in enumerate(chunks):
         header.part, header.num_parts = part, len(chunks)
         del header.samples[:]
         header.samples.extend(chunk)
-        parts.append(EncodedPart(f"{group.group_id}:{group.attempt}:{part}", header.SerializeToString(deterministic=True)))
+        parts.append(
+            EncodedPart(
+                f"{group.group_id}:{group.attempt}:{part}",
+                header.SerializeToString(deterministic=True),
+            )
+        )
     return parts
 
 
@@ -93,8 +110,10 @@ def _split(
         size = sample.ByteSize() + _SAMPLE_OVERHEAD_BYTES
         if size > budget_bytes:
             raise PermanentError(
-                f"group {group_id}: sample {sample.index} takes {size} bytes, more than fit into the stream's payload limit "
-                f"of {max_payload_bytes}: raise the server's max_payload or lower task.sampling.maxTokens"
+                f"group {group_id}: sample {sample.index} takes {size} bytes, more than fit into "
+                "the stream's payload limit "
+                f"of {max_payload_bytes}: raise the server's max_payload or lower "
+                "task.sampling.maxTokens"
             )
         if used_bytes + size > budget_bytes:
             chunks.append([])
@@ -108,9 +127,14 @@ def _fill_sample(message: sample_pb2.Sample, sample: Sample) -> None:
     lengths = sample.segment_lengths
     num_sampled = sum(lengths[1::2])
     num_in_runs = sum([run.num_tokens for run in sample.version_runs])
-    if len(sample.token_ids_S) != sum(lengths) or len(sample.logprobs_T) != num_sampled or num_in_runs != num_sampled:
+    if (
+        len(sample.token_ids_S) != sum(lengths)
+        or len(sample.logprobs_T) != num_sampled
+        or num_in_runs != num_sampled
+    ):
         raise ValueError(
-            f"sample {sample.index}: segments {lengths} do not fit {len(sample.token_ids_S)} token ids, "
+            f"sample {sample.index}: segments {lengths} do not fit {len(sample.token_ids_S)} token "
+            "ids, "
             f"{len(sample.logprobs_T)} log-probabilities and version runs over {num_in_runs} tokens"
         )
     message.index = sample.index
@@ -126,13 +150,20 @@ def _fill_sample(message: sample_pb2.Sample, sample: Sample) -> None:
 
 
 def decode_part(payload: bytes) -> GroupPart:
-    """One message from the stream. Raises MalformedMessage, whose `reason` says in a word what is wrong."""
+    """One message from the stream. Raises MalformedMessage, whose `reason` says in a word what is
+    wrong.
+    """
     try:
         message = sample_pb2.SampleGroup.FromString(payload)
     except DecodeError as error:
-        raise MalformedMessage(f"{len(payload)} bytes are no SampleGroup: {error}", "unparsable") from error
+        raise MalformedMessage(
+            f"{len(payload)} bytes are no SampleGroup: {error}", "unparsable"
+        ) from error
     if message.schema_version != SCHEMA_VERSION:
-        raise MalformedMessage(f"schema_version={message.schema_version}, this reader knows {SCHEMA_VERSION}", "schema_version")
+        raise MalformedMessage(
+            f"schema_version={message.schema_version}, this reader knows {SCHEMA_VERSION}",
+            "schema_version",
+        )
     _check_header(message)
     samples = tuple([_sample_from_proto(sample) for sample in message.samples])
     header = SampleGroup(
@@ -144,7 +175,9 @@ def decode_part(payload: bytes) -> GroupPart:
         samples=samples,
         finished_at=message.finished_at,
     )
-    return GroupPart(header, part=message.part, num_parts=message.num_parts, num_samples=message.num_samples)
+    return GroupPart(
+        header, part=message.part, num_parts=message.num_parts, num_samples=message.num_samples
+    )
 
 
 def _check_header(message: sample_pb2.SampleGroup) -> None:
@@ -158,15 +191,23 @@ def _check_header(message: sample_pb2.SampleGroup) -> None:
     if here == 0:
         raise MalformedMessage(f"{name}: no samples", "empty")
     if here > total:
-        raise MalformedMessage(f"{name}: {here} samples in a part of a group of num_samples={total}", "num_samples")
+        raise MalformedMessage(
+            f"{name}: {here} samples in a part of a group of num_samples={total}", "num_samples"
+        )
     if part >= num_parts:
         raise MalformedMessage(f"{name}: part={part} is not below num_parts={num_parts}", "parts")
     if num_parts > total:
-        raise MalformedMessage(f"{name}: num_parts={num_parts} is more than num_samples={total}", "parts")
+        raise MalformedMessage(
+            f"{name}: num_parts={num_parts} is more than num_samples={total}", "parts"
+        )
     if num_parts == 1 and here != total:
-        raise MalformedMessage(f"{name}: {here} samples in the only part, num_samples={total}", "num_samples")
+        raise MalformedMessage(
+            f"{name}: {here} samples in the only part, num_samples={total}", "num_samples"
+        )
     if not 0 < message.temperature < math.inf:
-        raise MalformedMessage(f"{name}: temperature={message.temperature} must be above 0 and finite", "temperature")
+        raise MalformedMessage(
+            f"{name}: temperature={message.temperature} must be above 0 and finite", "temperature"
+        )
 
 
 def _sample_from_proto(message: sample_pb2.Sample) -> Sample:
@@ -178,13 +219,16 @@ def _sample_from_proto(message: sample_pb2.Sample) -> Sample:
     num_sampled = sum(lengths[1::2])
     if len(token_ids_S) != sum(lengths) or len(logprobs_T) != num_sampled:
         raise MalformedMessage(
-            f"sample {message.index}: {len(token_ids_S)} token ids, {len(logprobs_T)} logprobs, segments={lengths}", "segments"
+            f"sample {message.index}: {len(token_ids_S)} token ids, {len(logprobs_T)} logprobs, "
+            f"segments={lengths}",
+            "segments",
         )
     try:
         finish_reason = FinishReason(message.finish_reason)
     except ValueError as error:
         raise MalformedMessage(
-            f"sample {message.index}: finish_reason={message.finish_reason} is unknown", "finish_reason"
+            f"sample {message.index}: finish_reason={message.finish_reason} is unknown",
+            "finish_reason",
         ) from error
     return Sample(
         index=message.index,
@@ -199,12 +243,16 @@ def _sample_from_proto(message: sample_pb2.Sample) -> Sample:
 
 
 def whole(header: SampleGroup, samples: Sequence[Sample]) -> SampleGroup:
-    """The group of `header` with all its samples, by index. Raises MalformedMessage unless they make a group."""
+    """The group of `header` with all its samples, by index. Raises MalformedMessage unless they
+    make a group.
+    """
     if not any([len(sample.logprobs_T) for sample in samples]):
         raise MalformedMessage(f"group {header.group_id}: no sampled token in any sample", "empty")
     indices = [sample.index for sample in samples]
     if len(set(indices)) != len(indices):
-        raise MalformedMessage(f"group {header.group_id}: two samples with the same index", "sample_index")
+        raise MalformedMessage(
+            f"group {header.group_id}: two samples with the same index", "sample_index"
+        )
     if indices == sorted(indices) and samples is header.samples:
         return header
     return replace(header, samples=tuple(sorted(samples, key=lambda sample: sample.index)))

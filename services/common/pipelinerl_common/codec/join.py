@@ -18,8 +18,9 @@ class PartKey(NamedTuple):
 class GroupJoiner:
     """Collects parts until their group is whole. Groups of one part pass straight through.
 
-    Bounded: beyond `max_groups` incomplete groups or `max_tokens` in them the oldest is evicted, as is an attempt when a part
-    of a newer one arrives (its actor is gone). `num_evicted` counts them, `on_evict` gets what is lost.
+    Bounded: beyond `max_groups` incomplete groups or `max_tokens` in them the oldest is evicted, as
+    is an attempt when a part of a newer one arrives (its actor is gone). `num_evicted` counts them,
+    `on_evict` gets what is lost.
     """
 
     def __init__(
@@ -40,15 +41,21 @@ class GroupJoiner:
         return len(self._waiting)
 
     def add(self, part: GroupPart) -> SampleGroup | None:
-        """The whole group when this was its last missing part. A part that is already there replaces itself.
+        """The whole group when this was its last missing part. A part that is already there
+        replaces itself.
 
-        Raises MalformedMessage when the part contradicts those before it; the incomplete group stays as it was. So it does when
-        all parts are there and make no group, but then those before it are evicted.
+        Raises MalformedMessage when the part contradicts those before it; the incomplete group
+        stays as it was. So it does when all parts are there and make no group, but then those
+        before it are evicted.
         """
         if part.num_parts == 1:
             return whole(part.header, part.header.samples)
         key = PartKey(part.header.group_id, part.header.attempt)
-        for older in [each for each in self._waiting if each.group_id == key.group_id and each.attempt < key.attempt]:
+        for older in [
+            each
+            for each in self._waiting
+            if each.group_id == key.group_id and each.attempt < key.attempt
+        ]:
             self._evict(older)
         parts = self._waiting.setdefault(key, {})
         if parts:
@@ -64,11 +71,16 @@ class GroupJoiner:
 
     def _joined(self, key: PartKey, last: GroupPart) -> SampleGroup:
         parts = {**self._waiting[key], last.part: last}
-        samples = [sample for number in range(last.num_parts) for sample in parts[number].header.samples]
+        samples = [
+            sample for number in range(last.num_parts) for sample in parts[number].header.samples
+        ]
         total = last.num_samples
         try:
             if len(samples) != total:
-                raise MalformedMessage(f"group {key.group_id}: {len(samples)} samples, num_samples={total}", "num_samples")
+                raise MalformedMessage(
+                    f"group {key.group_id}: {len(samples)} samples, num_samples={total}",
+                    "num_samples",
+                )
             group = whole(last.header, samples)
         except MalformedMessage:
             self._evict(key)
@@ -103,7 +115,8 @@ def _check_agreement(part: GroupPart, other: GroupPart) -> None:
 
     if facts(part) != facts(other):
         raise MalformedMessage(
-            f"group {part.header.group_id}: parts {part.part} and {other.part} disagree on (job, prompt_index, temperature, "
+            f"group {part.header.group_id}: parts {part.part} and {other.part} disagree on (job, "
+            "prompt_index, temperature, "
             f"num_parts, num_samples): {facts(part)} and {facts(other)}",
             "parts",
         )

@@ -17,7 +17,14 @@ from pipelinerl_common.metrics.metric import (
     Metric,
 )
 from pipelinerl_common.metrics.record import is_counter, record_of
-from pipelinerl_common.metrics.registry import Counter, Gauge, Histogram, Metrics, UndeclaredMetric, exposition_of
+from pipelinerl_common.metrics.registry import (
+    Counter,
+    Gauge,
+    Histogram,
+    Metrics,
+    UndeclaredMetric,
+    exposition_of,
+)
 from pipelinerl_common.metrics.server import CONTENT_TYPE, serve_metrics
 
 __all__ = [

@@ -35,15 +35,28 @@ def document() -> str:
 
 
 def _section(title: str, table: tuple[Metric, ...]) -> str:
-    return f"## {title}\n\n{markdown_table(('series', 'type', 'unit', 'role', 'labels', 'what'), map(_row, table))}\n"
+    return (
+        "## "
+        f"{title}\n\n{markdown_table(('series', 'type', 'unit', 'role', 'labels', 'what'), map(_row, table))}\n"
+    )
 
 
 def _row(metric: Metric) -> tuple[str, ...]:
-    return f"`{metric.series}`", metric.kind, metric.unit, ", ".join(metric.roles), _labels(metric), _what(metric)
+    return (
+        f"`{metric.series}`",
+        metric.kind,
+        metric.unit,
+        ", ".join(metric.roles),
+        _labels(metric),
+        _what(metric),
+    )
 
 
 def _labels(metric: Metric) -> str:
-    return "; ".join(f"`{name}`: {', '.join(values)}, ..." if values else f"`{name}`" for name, values in metric.labels.items())
+    return "; ".join(
+        f"`{name}`: {', '.join(values)}, ..." if values else f"`{name}`"
+        for name, values in metric.labels.items()
+    )
 
 
 def _what(metric: Metric) -> str:

@@ -14,11 +14,22 @@ PREPROCESSOR: Final = "preprocessor"
 TRAINER: Final = "trainer"
 EVALUATOR: Final = "evaluator"
 COORDINATOR: Final = "coordinator"
-"""The weight-transfer coordinator, and what keeps the job's processes running: `pipelinerl up`, or the operator."""
+"""The weight-transfer coordinator, and what keeps the job's processes running: `pipelinerl up`, or
+the operator.
+"""
 OPERATOR: Final = "operator"
 """The operator itself, over all jobs."""
 
-ROLES: Final = (PREPROCESSOR, ACTOR, GENERATOR, REFERENCE, TRAINER, EVALUATOR, COORDINATOR, OPERATOR)
+ROLES: Final = (
+    PREPROCESSOR,
+    ACTOR,
+    GENERATOR,
+    REFERENCE,
+    TRAINER,
+    EVALUATOR,
+    COORDINATOR,
+    OPERATOR,
+)
 JOB_ROLES: Final = ROLES[:-1]
 """Roles that belong to one job."""
 
@@ -34,9 +45,11 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric. `name` is that of the run's records; with `pipelinerl_` before it, that of the Prometheus series.
+    """One metric. `name` is that of the run's records; with `pipelinerl_` before it, that of the
+    Prometheus series.
 
-    Example: Metric("groups_dropped_total", COUNTER, "groups", (PREPROCESSOR,), "...", {"reason": ("stale", ...)}).
+    Example: Metric("groups_dropped_total", COUNTER, "groups", (PREPROCESSOR,), "...", {"reason":
+    ("stale", ...)}).
     """
 
     name: str
@@ -47,7 +60,9 @@ class Metric:
     """Processes that export it."""
     help: str
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Labels beside `job` and `role`, each with the values that are known beforehand; of one label alone these begin at 0."""
+    """Labels beside `job` and `role`, each with the values that are known beforehand; of one label
+    alone these begin at 0.
+    """
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram, without infinity."""
     records_buckets: bool = False
@@ -60,13 +75,21 @@ class Metric:
 
 
 def counter(
-    name: str, unit: str, roles: tuple[str, ...], help: str, labels: Mapping[str, tuple[str, ...]] | None = None
+    name: str,
+    unit: str,
+    roles: tuple[str, ...],
+    help: str,
+    labels: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Metric:
     return Metric(name, Kind.COUNTER, unit, roles, help, labels or {})
 
 
 def gauge(
-    name: str, unit: str, roles: tuple[str, ...], help: str, labels: Mapping[str, tuple[str, ...]] | None = None
+    name: str,
+    unit: str,
+    roles: tuple[str, ...],
+    help: str,
+    labels: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Metric:
     return Metric(name, Kind.GAUGE, unit, roles, help, labels or {})
 

@@ -14,7 +14,9 @@ def is_counter(key: str) -> bool:
 
 
 def record_of(metrics: Metrics, instance: str, step: int = -1) -> MetricsRecord:
-    """All of them, now. `instance` is the workload's name; `step` the optimizer steps finished, -1 when not tied to one."""
+    """All of them, now. `instance` is the workload's name; `step` the optimizer steps finished, -1
+    when not tied to one.
+    """
     return MetricsRecord(
         schema_version=SCHEMA_VERSION,
         job=metrics.job,

@@ -1,10 +1,11 @@
-"""The metrics of one process. A number is recorded once, here; Prometheus and the run's records both read it from here.
+"""The metrics of one process. A number is recorded once, here; Prometheus and the run's records
+both read it from here.
 
 metrics = Metrics(ACTOR, job="sums")
-tokens = metrics.counter("tokens_generated_total")       # UndeclaredMetric unless the catalog has it for actors
-tokens.inc(17)
-metrics.exposition()    b'... pipelinerl_tokens_generated_total{job="sums",role="actor"} 17.0 ...'
-metrics.values()        {"tokens_generated_total": 17.0, ...}
+tokens = metrics.counter("tokens_generated_total")       # UndeclaredMetric unless the catalog has
+it for actors tokens.inc(17) metrics.exposition()    b'...
+pipelinerl_tokens_generated_total{job="sums",role="actor"} 17.0 ...' metrics.values()
+{"tokens_generated_total": 17.0, ...}
 """
 
 import itertools
@@ -43,7 +44,8 @@ class _Series:
     def _key(self, labels: Mapping[str, str], known: Mapping[LabelValues, object]) -> LabelValues:
         if labels.keys() != self.metric.labels.keys():
             raise UndeclaredMetric(
-                f"{self.metric.name} has the labels {sorted(self.metric.labels)}, it was given {sorted(labels)}"
+                f"{self.metric.name} has the labels {sorted(self.metric.labels)}, it was given "
+                f"{sorted(labels)}"
             )
         key = tuple(labels[name] for name in self.metric.labels)
         if key in known or len(known) < MAX_LABEL_VALUES:
@@ -145,7 +147,9 @@ class Metrics(Collector):
         self._series: dict[str, Counter | Gauge | Histogram] = {}
 
     def counter(self, name: str) -> Counter:
-        """Raises UndeclaredMetric for what the catalog does not have as a counter of this role; the others likewise."""
+        """Raises UndeclaredMetric for what the catalog does not have as a counter of this role; the
+        others likewise.
+        """
         return self._declared(name, Kind.COUNTER, Counter)
 
     def gauge(self, name: str) -> Gauge:
@@ -160,10 +164,14 @@ class Metrics(Collector):
             return series
         metric = CATALOG.get(name)
         if metric is None:
-            raise UndeclaredMetric(f"{name}: not in the catalog; add it to a table in pipelinerl_common/metrics/catalog")
+            raise UndeclaredMetric(
+                f"{name}: not in the catalog; add it to a table in "
+                "pipelinerl_common/metrics/catalog"
+            )
         if metric.kind is not kind or self.role not in metric.roles:
             raise UndeclaredMetric(
-                f"{name}: the catalog has it as a {metric.kind} of {', '.join(metric.roles)}, not as a {kind} of {self.role}"
+                f"{name}: the catalog has it as a {metric.kind} of {', '.join(metric.roles)}, not "
+                f"as a {kind} of {self.role}"
             )
         made = self._series[name] = make(metric)
         return made
@@ -174,11 +182,14 @@ class Metrics(Collector):
         return frozenset(self._series)
 
     def values(self) -> dict[str, float]:
-        """For the run's records, by name and labels: {"groups_dropped_total{reason=stale}": 3.0, ...}.
+        """For the run's records, by name and labels: {"groups_dropped_total{reason=stale}": 3.0,
+        ...}.
 
         Of a counter with labels only what has counted something, so that records stay short.
         """
-        return {key: value for series in list(self._series.values()) for key, value in _recorded(series)}
+        return {
+            key: value for series in list(self._series.values()) for key, value in _recorded(series)
+        }
 
     def exposition(self) -> bytes:
         """In Prometheus' text format."""
@@ -195,7 +206,9 @@ class Metrics(Collector):
         if isinstance(series, Histogram):
             histograms = HistogramMetricFamily(metric.series, metric.help, labels=names)
             for key in list(series.by_labels):
-                histograms.add_metric([*values, *key], series.buckets(key), series.by_labels[key][1])
+                histograms.add_metric(
+                    [*values, *key], series.buckets(key), series.by_labels[key][1]
+                )
             return histograms
         family_type = CounterMetricFamily if isinstance(series, Counter) else GaugeMetricFamily
         family = family_type(metric.series, metric.help, labels=names)
@@ -207,8 +220,8 @@ class Metrics(Collector):
 def exposition_of(processes: Iterable[Metrics]) -> Iterator[bytes]:
     """The metrics of several jobs that live in one process, family by family, each once.
 
-    Takes one after the other and keeps none, and of samples only some at a time: an operator makes a thousand of them for each
-    scrape.
+    Takes one after the other and keeps none, and of samples only some at a time: an operator makes
+    a thousand of them for each scrape.
     """
     families: dict[bytes, bytearray] = {}
     each, num_taken = iter(processes), _AT_ONCE
@@ -260,7 +273,9 @@ def _recorded(series: Counter | Gauge | Histogram) -> Iterator[tuple[str, float]
         yield _record_key(f"{name}_sum", series.metric, key), total
         yield _record_key(f"{name}_count", series.metric, key), sum(counts)
         if series.metric.records_buckets:
-            yield from ((f"{name}_bucket{{le={bound}}}", count) for bound, count in series.buckets(key))
+            yield from (
+                (f"{name}_bucket{{le={bound}}}", count) for bound, count in series.buckets(key)
+            )
 
 
 def _record_key(name: str, metric: Metric, values: LabelValues) -> str:

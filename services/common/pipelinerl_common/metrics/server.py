@@ -17,10 +17,11 @@ _SHUTDOWN_S = 1.0
 
 @asynccontextmanager
 async def serve_metrics(listen: str, *expositions: Callable[[], bytes]) -> AsyncIterator[str]:
-    """Serves what `expositions` say, one after another, on `listen` ("host:port", "" serves nothing) until the block is left.
+    """Serves what `expositions` say, one after another, on `listen` ("host:port", "" serves
+    nothing) until the block is left.
 
-    The address with the port that was really bound, or "". Runs in the event loop: so do the readings of gauges.
-    Raises SettingsError when the address cannot be bound.
+    The address with the port that was really bound, or "". Runs in the event loop: so do the
+    readings of gauges. Raises SettingsError when the address cannot be bound.
     """
     if not listen:
         yield ""
@@ -39,7 +40,9 @@ async def serve_metrics(listen: str, *expositions: Callable[[], bytes]) -> Async
         try:
             await web.TCPSite(runner, host.strip("[]") or None, int(port)).start()
         except (OSError, ValueError, OverflowError) as error:
-            raise SettingsError(f"--metrics-listen {listen}: cannot listen there: {error}") from error
+            raise SettingsError(
+                f"--metrics-listen {listen}: cannot listen there: {error}"
+            ) from error
         address = f"{host}:{runner.addresses[0][1]}"
         log.info("metrics=http://%s/metrics", address)
         yield address

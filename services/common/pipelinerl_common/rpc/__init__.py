@@ -1,4 +1,5 @@
-"""gRPC as this project speaks it: deadlines on every call, our errors on both sides, bearer token, health, reflection.
+"""gRPC as this project speaks it: deadlines on every call, our errors on both sides, bearer token,
+health, reflection.
 
 Only this package imports grpc.
 

@@ -22,18 +22,28 @@ _MAX_BACKOFF_S = 2.0
 
 @asynccontextmanager
 async def connect(address: str, *, token: str | None) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel to `address` ("host:port") for the generated stubs, closed on leaving. Connects with the first call."""
+    """A channel to `address` ("host:port") for the generated stubs, closed on leaving. Connects
+    with the first call.
+    """
     interceptors: list[Any] = [] if token is None else [_UnaryToken(token), _StreamToken(token)]
-    async with grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS, interceptors=interceptors) as channel:
+    async with grpc.aio.insecure_channel(
+        address, options=CLIENT_OPTIONS, interceptors=interceptors
+    ) as channel:
         yield channel
 
 
 async def call(
-    method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request, *, timeout_s: float, retry_s: float = 0.0
+    method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
+    request: Request,
+    *,
+    timeout_s: float,
+    retry_s: float = 0.0,
 ) -> Response:
-    """One unary call. Each try has `timeout_s`; while the peer is away the call is tried again for `retry_s` in all.
+    """One unary call. Each try has `timeout_s`; while the peer is away the call is tried again for
+    `retry_s` in all.
 
-    Raises Unavailable (away, or no answer in time), Refused, PermanentError, or TemporaryError for a fault of the server.
+    Raises Unavailable (away, or no answer in time), Refused, PermanentError, or TemporaryError for
+    a fault of the server.
     """
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + retry_s
@@ -50,9 +60,13 @@ async def call(
 
 
 async def stream_call(
-    method: grpc.aio.UnaryStreamMultiCallable[Request, Response], request: Request, *, timeout_s: float
+    method: grpc.aio.UnaryStreamMultiCallable[Request, Response],
+    request: Request,
+    *,
+    timeout_s: float,
 ) -> AsyncGenerator[Response, None]:
-    """Responses of a server-streaming call, which is cancelled when the caller stops early. `timeout_s` is for all of them.
+    """Responses of a server-streaming call, which is cancelled when the caller stops early.
+    `timeout_s` is for all of them.
 
     Raises as `call` does; never retried, since the caller may have used some responses already.
     """
@@ -72,7 +86,9 @@ def _metadata() -> tuple[tuple[str, str], ...] | None:
 
 
 def _name(method: Any) -> str:
-    """ "/pipelinerl.v1.Policy/GetPolicy" -> "pipelinerl.v1.Policy/GetPolicy"; multi-callables keep their name in `_method`."""
+    """ "/pipelinerl.v1.Policy/GetPolicy" -> "pipelinerl.v1.Policy/GetPolicy"; multi-callables keep
+    their name in `_method`.
+    """
     path = getattr(method, "_method", b"rpc")
     return (path.decode() if isinstance(path, bytes) else str(path)).removeprefix("/")
 
@@ -80,7 +96,9 @@ def _name(method: Any) -> str:
 def _with_token(details: grpc.aio.ClientCallDetails, token: str) -> grpc.aio.ClientCallDetails:
     metadata = grpc.aio.Metadata(*(details.metadata or ()))
     metadata.add(AUTHORIZATION, f"Bearer {token}")
-    return grpc.aio.ClientCallDetails(details.method, details.timeout, metadata, details.credentials, details.wait_for_ready)
+    return grpc.aio.ClientCallDetails(
+        details.method, details.timeout, metadata, details.credentials, details.wait_for_ready
+    )
 
 
 class _UnaryToken(grpc.aio.UnaryUnaryClientInterceptor):
@@ -88,7 +106,10 @@ class _UnaryToken(grpc.aio.UnaryUnaryClientInterceptor):
         self._token = token
 
     async def intercept_unary_unary(
-        self, continuation: Callable[..., Any], client_call_details: grpc.aio.ClientCallDetails, request: Any
+        self,
+        continuation: Callable[..., Any],
+        client_call_details: grpc.aio.ClientCallDetails,
+        request: Any,
     ) -> Any:
         return await continuation(_with_token(client_call_details, self._token), request)
 
@@ -98,6 +119,9 @@ class _StreamToken(grpc.aio.UnaryStreamClientInterceptor):
         self._token = token
 
     async def intercept_unary_stream(
-        self, continuation: Callable[..., Any], client_call_details: grpc.aio.ClientCallDetails, request: Any
+        self,
+        continuation: Callable[..., Any],
+        client_call_details: grpc.aio.ClientCallDetails,
+        request: Any,
     ) -> Any:
         return await continuation(_with_token(client_call_details, self._token), request)

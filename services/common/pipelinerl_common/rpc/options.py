@@ -3,7 +3,9 @@
 from typing import Final
 
 MAX_MESSAGE_BYTES: Final = 256 << 20
-"""A packed micro-batch has about 21 bytes per slot, so this is far above any real message and still bounds memory."""
+"""A packed micro-batch has about 21 bytes per slot, so this is far above any real message and still
+bounds memory.
+"""
 
 AUTHORIZATION: Final = "authorization"
 
@@ -26,6 +28,9 @@ CLIENT_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.enable_http_proxy", 0),  # peers are inside the job; a proxy of the environment must not see them
+    (
+        "grpc.enable_http_proxy",
+        0,
+    ),  # peers are inside the job; a proxy of the environment must not see them
     ("grpc.use_local_subchannel_pool", 1),
 )

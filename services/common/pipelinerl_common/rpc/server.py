@@ -29,7 +29,9 @@ Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[RpcHand
 
 
 class RpcService(NamedTuple):
-    """One service of a server, for example (add_AdmissionServicer_to_server, servicer, "pipelinerl.v1.Admission")."""
+    """One service of a server, for example (add_AdmissionServicer_to_server, servicer,
+    "pipelinerl.v1.Admission").
+    """
 
     add_to_server: Callable[[Any, grpc.aio.Server], None]
     servicer: object
@@ -50,18 +52,24 @@ async def serve(
 ) -> AsyncIterator[RpcServer]:
     """Serves `services` on `listen` ("host:port", port 0 takes a free one) until the block is left.
 
-    Handlers are coroutines or async generators and raise our errors. Every call except health needs the token, when there is
-    one. On leaving, health turns to NOT_SERVING, running calls get `grace_s` seconds and are then cancelled.
-    Raises SettingsError when the address cannot be bound.
+    Handlers are coroutines or async generators and raise our errors. Every call except health needs
+    the token, when there is one. On leaving, health turns to NOT_SERVING, running calls get
+    `grace_s` seconds and are then cancelled. Raises SettingsError when the address cannot be bound.
     """
-    interceptors: list[grpc.aio.ServerInterceptor] = [] if token is None else [_TokenInterceptor(token)]
-    server = grpc.aio.server(interceptors=[*interceptors, _ErrorInterceptor()], options=SERVER_OPTIONS)
+    interceptors: list[grpc.aio.ServerInterceptor] = (
+        [] if token is None else [_TokenInterceptor(token)]
+    )
+    server = grpc.aio.server(
+        interceptors=[*interceptors, _ErrorInterceptor()], options=SERVER_OPTIONS
+    )
     names = [service.full_name for service in services]
     for service in services:
         service.add_to_server(service.servicer, server)
     health_servicer = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    reflection.enable_server_reflection(
+        [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server
+    )
     port = _bind(server, listen)
     await server.start()
     for name in ["", *names]:
@@ -81,7 +89,8 @@ def _bind(server: grpc.aio.Server, listen: str) -> int:
         bound: int = server.add_insecure_port(listen)
     except RuntimeError as error:
         raise SettingsError(
-            f"listen={listen!r}: cannot be bound, another process has the port or the host is not local: {error}"
+            f"listen={listen!r}: cannot be bound, another process has the port or the host is not "
+            f"local: {error}"
         ) from error
     return bound
 
@@ -96,7 +105,9 @@ def _is_standard(method: str) -> bool:
 
 
 class _TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without the job's token. Health stays open, since a kubelet's probe cannot send one."""
+    """Refuses calls without the job's token. Health stays open, since a kubelet's probe cannot send
+    one.
+    """
 
     def __init__(self, token: str) -> None:
         self._expected = f"Bearer {token}".encode()
@@ -114,9 +125,13 @@ class _TokenInterceptor(grpc.aio.ServerInterceptor):
 
         async def refuse(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             del request
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the job's bearer token is missing or wrong")
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "the job's bearer token is missing or wrong"
+            )
 
-        async def refuse_stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        async def refuse_stream(
+            request: Any, context: grpc.aio.ServicerContext[Any, Any]
+        ) -> AsyncIterator[Any]:
             await refuse(request, context)
             yield  # makes this an async generator, as streaming handlers are
 
@@ -124,7 +139,9 @@ class _TokenInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what a handler raises into a status with the right code; what nobody meant to raise is logged."""
+    """Turns what a handler raises into a status with the right code; what nobody meant to raise is
+    logged.
+    """
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -145,7 +162,9 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
             except Exception as error:  # noqa: BLE001 - the boundary where errors become statuses
                 await _abort(context, method, error)
 
-        async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        async def stream(
+            request: Any, context: grpc.aio.ServicerContext[Any, Any]
+        ) -> AsyncIterator[Any]:
             try:
                 with called_by(_traceparent(context)):
                     async for response in behaviour(request, context):
@@ -158,18 +177,32 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
         return _replaced(handler, unary=unary, stream=stream)
 
 
-def _replaced(handler: RpcHandler, *, unary: Callable[..., Any], stream: Callable[..., Any]) -> RpcHandler:
-    """`handler` with another behaviour and the same serializers. Requests are never streams in our contracts."""
+def _replaced(
+    handler: RpcHandler, *, unary: Callable[..., Any], stream: Callable[..., Any]
+) -> RpcHandler:
+    """`handler` with another behaviour and the same serializers. Requests are never streams in our
+    contracts.
+    """
     if handler.request_streaming:
-        return grpc.stream_stream_rpc_method_handler(stream, handler.request_deserializer, handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(
+            stream, handler.request_deserializer, handler.response_serializer
+        )
     if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(stream, handler.request_deserializer, handler.response_serializer)
-    return grpc.unary_unary_rpc_method_handler(unary, handler.request_deserializer, handler.response_serializer)
+        return grpc.unary_stream_rpc_method_handler(
+            stream, handler.request_deserializer, handler.response_serializer
+        )
+    return grpc.unary_unary_rpc_method_handler(
+        unary, handler.request_deserializer, handler.response_serializer
+    )
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], method: str, error: Exception) -> None:
+async def _abort(
+    context: grpc.aio.ServicerContext[Any, Any], method: str, error: Exception
+) -> None:
     code = code_of(error)
-    details = str(error) if isinstance(error, PipelineRLError) else f"{type(error).__name__}: {error}"
+    details = (
+        str(error) if isinstance(error, PipelineRLError) else f"{type(error).__name__}: {error}"
+    )
     if code is grpc.StatusCode.INTERNAL:
         log.error("rpc=%s failed", method, exc_info=error)
     await context.abort(code, details[:_MAX_DETAIL_CHARACTERS])

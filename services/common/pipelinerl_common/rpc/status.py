@@ -30,12 +30,16 @@ _ERRORS: dict[grpc.StatusCode, type[PipelineRLError]] = {
     grpc.StatusCode.INTERNAL: TemporaryError,
     grpc.StatusCode.UNKNOWN: TemporaryError,
 }
-"""Codes that are not listed (INVALID_ARGUMENT, UNAUTHENTICATED, UNIMPLEMENTED, RESOURCE_EXHAUSTED, ...) are permanent."""
+"""Codes that are not listed (INVALID_ARGUMENT, UNAUTHENTICATED, UNIMPLEMENTED, RESOURCE_EXHAUSTED,
+...) are permanent.
+"""
 
 
 def code_of(error: Exception) -> grpc.StatusCode:
     """The status code that tells a caller about `error`."""
-    return next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+    return next(
+        (code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL
+    )
 
 
 def error_of(method: str, error: grpc.aio.AioRpcError) -> PipelineRLError:

@@ -1,6 +1,13 @@
-"""The job file's schema. `load_job` reads it; each service is handed the smallest section that suffices."""
+"""The job file's schema. `load_job` reads it; each service is handed the smallest section that
+suffices.
+"""
 
-from pipelinerl_common.settings.algorithm import AlgorithmSettings, KLSettings, OptimizerSettings, OverlongSettings
+from pipelinerl_common.settings.algorithm import (
+    AlgorithmSettings,
+    KLSettings,
+    OptimizerSettings,
+    OverlongSettings,
+)
 from pipelinerl_common.settings.autoscale import AutoscaleSettings
 from pipelinerl_common.settings.evaluation import EvaluationSetSettings, EvaluationSettings
 from pipelinerl_common.settings.job import API_VERSION, KIND, Job, JobSpec
@@ -15,7 +22,12 @@ from pipelinerl_common.settings.kubernetes import (
     SchedulingSettings,
 )
 from pipelinerl_common.settings.load import describe_fault, load_job, parse_job, parse_newer_job
-from pipelinerl_common.settings.model import AdapterSettings, ModelSettings, SamplingSettings, TaskSettings
+from pipelinerl_common.settings.model import (
+    AdapterSettings,
+    ModelSettings,
+    SamplingSettings,
+    TaskSettings,
+)
 from pipelinerl_common.settings.roles import (
     ActorSettings,
     CheckpointSettings,

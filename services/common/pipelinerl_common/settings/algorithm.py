@@ -14,7 +14,10 @@ from pipelinerl_common.settings.base import Settings
 class OptimizerSettings(Settings):
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
     """AdamW's peak learning rate."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
+        0.9,
+        0.95,
+    )
     """AdamW's decay rates of the first and second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW's epsilon."""
@@ -29,23 +32,29 @@ class OptimizerSettings(Settings):
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Where linear and cosine schedules end, as a share of the peak."""
     delay_compensation: Annotated[float, Field(ge=0)] = 0.0
-    """Experimental: weight of the second-order term that moves a delayed gradient to the current weights; 0 is plain AdamW."""
+    """Experimental: weight of the second-order term that moves a delayed gradient to the current
+    weights; 0 is plain AdamW.
+    """
 
 
 class KLSettings(Settings):
     coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL penalty to the reference model. Above 0 it needs `spec.reference`."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the divergence from one token: `k1` log-ratio, `k2` half its square, `k3` never negative and unbiased."""
+    """Estimator of the divergence from one token: `k1` log-ratio, `k2` half its square, `k3` never
+    negative and unbiased.
+    """
     placement: Literal["loss", "reward"] = "loss"
-    """`loss`: a term beside the policy loss, at the current weights. `reward`: subtracted from the reward, at the weights that
-    sampled the token, so that the advantages see it."""
+    """`loss`: a term beside the policy loss, at the current weights. `reward`: subtracted from the
+    reward, at the weights that sampled the token, so that the advantages see it.
+    """
 
     @model_validator(mode="after")
     def _teaches(self) -> "KLSettings":
         if self.estimator == "k1" and self.placement == "loss":
             raise ValueError(
-                "kl.estimator=k1 with kl.placement=loss has a gradient that is 0 in expectation: set kl.placement=reward, or "
+                "kl.estimator=k1 with kl.placement=loss has a gradient that is 0 in expectation: "
+                "set kl.placement=reward, or "
                 "kl.estimator=k2, whose gradient in the loss is that of k1 in the reward"
             )
         return self
@@ -53,9 +62,13 @@ class KLSettings(Settings):
 
 class OverlongSettings(Settings):
     completions: Literal["keep", "mask"] = "keep"
-    """What a truncated completion (finish reason `length`) contributes: its loss, or nothing (masked)."""
+    """What a truncated completion (finish reason `length`) contributes: its loss, or nothing
+    (masked).
+    """
     penalty_buffer_tokens: Annotated[int, Field(ge=0)] = 0
-    """Soft penalty: the reward falls linearly from 0 to -1 over this many last tokens before `maxTokens`; 0 is off."""
+    """Soft penalty: the reward falls linearly from 0 to -1 over this many last tokens before
+    `maxTokens`; 0 is off.
+    """
 
 
 class AlgorithmSettings(Settings):
@@ -64,45 +77,72 @@ class AlgorithmSettings(Settings):
     groups_per_step: Annotated[int, Field(ge=1, le=1000000)] = 128
     """Groups per optimizer step (B); a step trains B times `task.groupSize` trajectories."""
     loss: presets.Loss = "reinforce"
-    """The named algorithm. It fills in the fields from here to `dropZeroAdvantage`; each can be set by hand."""
+    """The named algorithm. It fills in the fields from here to `dropZeroAdvantage`; each can be set
+    by hand.
+    """
     surrogate: presets.Surrogate = Field(default_factory=partial(presets.preset_field, "surrogate"))
-    """`score`: advantage times log-probability, weighted by the importance weight, which is bounded and has no gradient.
+    """`score`: advantage times log-probability, weighted by the importance weight, which is bounded
+    and has no gradient.
     `clip`: the ratio itself carries the gradient and is clipped, as in PPO."""
-    importance: presets.Importance = Field(default_factory=partial(presets.preset_field, "importance"))
-    """What the importance weight is a ratio of: each `token`, the whole `sequence` (product), its `geometric` mean, or `none`
-    (every weight is 1)."""
+    importance: presets.Importance = Field(
+        default_factory=partial(presets.preset_field, "importance")
+    )
+    """What the importance weight is a ratio of: each `token`, the whole `sequence` (product), its
+    `geometric` mean, or `none` (every weight is 1).
+    """
     truncation: Annotated[float, Field(ge=0)] = Field(default_factory=presets.truncation)
-    """`score`: importance weights above this (c) are truncated, or masked by `outside`; 0 is no bound."""
+    """`score`: importance weights above this (c) are truncated, or masked by `outside`; 0 is no
+    bound.
+    """
     truncation_low: Annotated[float, Field(ge=0)] = 0.0
-    """`score`: importance weights below this are raised to it, or masked by `outside`; 0 is no bound."""
+    """`score`: importance weights below this are raised to it, or masked by `outside`; 0 is no
+    bound.
+    """
     outside: presets.Outside = "truncate"
-    """`score`: what happens to a weight beyond its bounds: it is truncated to them, or the token contributes nothing."""
-    clip_low: Annotated[float, Field(ge=0, lt=1)] = Field(default_factory=partial(presets.clip_bound, "clip_low"))
+    """`score`: what happens to a weight beyond its bounds: it is truncated to them, or the token
+    contributes nothing.
+    """
+    clip_low: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default_factory=partial(presets.clip_bound, "clip_low")
+    )
     """`clip`: the ratio is clipped below 1 minus this; 0 with `score`."""
-    clip_high: Annotated[float, Field(ge=0)] = Field(default_factory=partial(presets.clip_bound, "clip_high"))
+    clip_high: Annotated[float, Field(ge=0)] = Field(
+        default_factory=partial(presets.clip_bound, "clip_high")
+    )
     """`clip`: the ratio is clipped above 1 plus this; 0 with `score`."""
     baseline: presets.Baseline = Field(default_factory=partial(presets.preset_field, "baseline"))
-    """What is subtracted from the reward: the mean of the group's other trajectories, of the whole group, nothing, or a learned
-    value head."""
+    """What is subtracted from the reward: the mean of the group's other trajectories, of the whole
+    group, nothing, or a learned value head.
+    """
     divide_by_std: bool = Field(default_factory=partial(presets.preset_field, "divide_by_std"))
     """Whether advantages are divided by the standard deviation of the group's rewards."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = Field(default_factory=presets.gae_lambda)
-    """`baseline: value`: generalised advantage estimation; 1 is return minus value, 0 the one-step error."""
+    """`baseline: value`: generalised advantage estimation; 1 is return minus value, 0 the one-step
+    error.
+    """
     discount: Annotated[float, Field(gt=0, le=1)] = 1.0
     """`baseline: value`: discount of the reward per sampled token."""
-    normalize_by: presets.NormalizeBy = Field(default_factory=partial(presets.preset_field, "normalize_by"))
-    """What the sum over tokens is divided by: the step's number of `sequences` (the paper) or of trained `tokens`;
+    normalize_by: presets.NormalizeBy = Field(
+        default_factory=partial(presets.preset_field, "normalize_by")
+    )
+    """What the sum over tokens is divided by: the step's number of `sequences` (the paper) or of
+    trained `tokens`;
     `sequence_means` averages over each sequence's tokens and then over sequences; `max_tokens` divides by the number of
     sequences times `task.sampling.maxTokens`."""
-    drop_zero_advantage: bool = Field(default_factory=partial(presets.preset_field, "drop_zero_advantage"))
-    """Groups whose trajectories all have the same reward are dropped before batching, and their slots given back."""
+    drop_zero_advantage: bool = Field(
+        default_factory=partial(presets.preset_field, "drop_zero_advantage")
+    )
+    """Groups whose trajectories all have the same reward are dropped before batching, and their
+    slots given back.
+    """
     value_coefficient: Annotated[float, Field(ge=0)] = 0.1
     """`baseline: value`: weight of the value head's squared error in the loss."""
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus."""
     gradient_mixing: Annotated[float, Field(ge=0)] = 0.0
-    """Experimental, `score`: the delayed gradient (every weight 1) and the importance-weighted one are mixed as 1 to this; 0 is
-    the importance-weighted one alone."""
+    """Experimental, `score`: the delayed gradient (every weight 1) and the importance-weighted one
+    are mixed as 1 to this; 0 is the importance-weighted one alone.
+    """
     kl: KLSettings = KLSettings()
     """Closeness to a reference model."""
     overlong: OverlongSettings = OverlongSettings()
@@ -113,7 +153,10 @@ class AlgorithmSettings(Settings):
     @model_validator(mode="after")
     def _warmup_fits(self) -> "AlgorithmSettings":
         if self.optimizer.warmup_steps > self.steps:
-            raise ValueError(f"optimizer.warmupSteps={self.optimizer.warmup_steps} is more than steps={self.steps}")
+            raise ValueError(
+                f"optimizer.warmupSteps={self.optimizer.warmup_steps} is more than "
+                f"steps={self.steps}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -127,9 +170,12 @@ class AlgorithmSettings(Settings):
 class _Rule(NamedTuple):
     is_fault: Callable[[AlgorithmSettings], bool]
     fields: tuple[str, ...]
-    """What the message calls {given}: of these, the ones that were set by hand, with their values."""
+    """What the message calls {given}: of these, the ones that were set by hand, with their values.
+    """
     message: str
-    """{it} and {has} go with {given}; {surrogate} is the field of that name with its value, and whose preset it is."""
+    """{it} and {has} go with {given}; {surrogate} is the field of that name with its value, and
+    whose preset it is.
+    """
 
 
 def senseless(settings: AlgorithmSettings) -> list[str]:
@@ -161,7 +207,8 @@ _RULES: tuple[_Rule, ...] = (
     _Rule(
         lambda a: a.surrogate == "clip" and a.importance == "none",
         (),
-        "{surrogate} takes its gradient from the ratio and {importance} has none: set importance=token or surrogate=score",
+        "{surrogate} takes its gradient from the ratio and {importance} has none: set "
+        "importance=token or surrogate=score",
     ),
     _Rule(
         lambda a: a.surrogate == "clip" and (a.clip_low == 0 or a.clip_high == 0),
@@ -169,14 +216,18 @@ _RULES: tuple[_Rule, ...] = (
         "{surrogate} needs both bounds, but {given}: set {it} above 0",
     ),
     _Rule(
-        lambda a: a.surrogate == "clip" and (a.truncation > 0 or a.truncation_low > 0 or a.outside == "mask"),
+        lambda a: (
+            a.surrogate == "clip"
+            and (a.truncation > 0 or a.truncation_low > 0 or a.outside == "mask")
+        ),
         ("truncation", "truncation_low", "outside"),
         "{given} {has} no effect with {surrogate}: remove {it}, or set surrogate=score",
     ),
     _Rule(
         lambda a: a.surrogate == "score" and (a.clip_low > 0 or a.clip_high > 0),
         _CLIP_BOUNDS,
-        "{given} {has} no effect with {surrogate}: remove {it}, or set surrogate=clip; `score` is bounded by truncation and "
+        "{given} {has} no effect with {surrogate}: remove {it}, or set surrogate=clip; `score` is "
+        "bounded by truncation and "
         "truncationLow",
     ),
     _Rule(
@@ -190,36 +241,46 @@ _RULES: tuple[_Rule, ...] = (
         "{truncation_low} must be below {truncation}",
     ),
     _Rule(
-        lambda a: a.surrogate == "score" and a.outside == "mask" and a.truncation == 0 and a.truncation_low == 0,
+        lambda a: (
+            a.surrogate == "score"
+            and a.outside == "mask"
+            and a.truncation == 0
+            and a.truncation_low == 0
+        ),
         (),
         "outside=mask has no bound to mask beyond: set truncation or truncationLow",
     ),
     _Rule(
         lambda a: a.divide_by_std and a.baseline in ("value", "none"),
         (),
-        "{divide_by_std} divides by the spread around the group's mean, but {baseline}: set baseline=mean or "
+        "{divide_by_std} divides by the spread around the group's mean, but {baseline}: set "
+        "baseline=mean or "
         "baseline=leave_one_out, or divideByStd=false",
     ),
     _Rule(
         lambda a: a.baseline != "value" and (a.gae_lambda != 1 or a.discount != 1),
         ("gae_lambda", "discount"),
-        "{given} {has} no effect without a value head, but {baseline}: set baseline=value, or remove {it}",
+        "{given} {has} no effect without a value head, but {baseline}: set baseline=value, or "
+        "remove {it}",
     ),
     _Rule(
         lambda a: a.baseline == "value" and a.value_coefficient == 0,
         (),
-        "valueCoefficient=0 never trains the value head of {baseline}: set it above 0, or another baseline",
+        "valueCoefficient=0 never trains the value head of {baseline}: set it above 0, or another "
+        "baseline",
     ),
     _Rule(
         lambda a: a.drop_zero_advantage and a.baseline in ("value", "none"),
         (),
-        "{drop_zero_advantage} drops groups of equal rewards, which teach with {baseline}: set dropZeroAdvantage=false, or "
+        "{drop_zero_advantage} drops groups of equal rewards, which teach with {baseline}: set "
+        "dropZeroAdvantage=false, or "
         "baseline=mean",
     ),
     _Rule(
         lambda a: a.gradient_mixing > 0 and (a.surrogate != "score" or a.importance == "none"),
         (),
-        "{gradient_mixing} mixes importance weights with 1, but {surrogate} and {importance}: set surrogate=score with a "
+        "{gradient_mixing} mixes importance weights with 1, but {surrogate} and {importance}: set "
+        "surrogate=score with a "
         "weight, or remove it",
     ),
 )

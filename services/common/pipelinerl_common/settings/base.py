@@ -11,7 +11,9 @@ LARGEST = 2**63 - 1
 
 
 class Settings(BaseModel):
-    """A section of the job file. Unknown fields are refused; attribute docstrings become the descriptions in the CRD."""
+    """A section of the job file. Unknown fields are refused; attribute docstrings become the
+    descriptions in the CRD.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -28,7 +30,9 @@ class Settings(BaseModel):
     def _whole_numbers_fit(cls, value: Any) -> Any:
         """Below, every field has a bound of its own. Kubernetes and the wire know 64 bits."""
         if isinstance(value, int) and value > LARGEST:
-            raise ValueError(f"must be at most {LARGEST}, the largest whole number that Kubernetes keeps")
+            raise ValueError(
+                f"must be at most {LARGEST}, the largest whole number that Kubernetes keeps"
+            )
         return value
 
     @field_validator("*", mode="before")
@@ -38,12 +42,16 @@ class Settings(BaseModel):
         if isinstance(value, bool) and info.field_name is not None:
             kinds = set(_kinds(cls.model_fields[info.field_name].annotation))
             if kinds & {int, float} and bool not in kinds:
-                raise ValueError("must be a number, not a boolean, as which YAML also reads yes, no, on and off")
+                raise ValueError(
+                    "must be a number, not a boolean, as which YAML also reads yes, no, on and off"
+                )
         return value
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """The types that a field may have. Example: of Annotated[int, Field(ge=1)] | None int and NoneType."""
+    """The types that a field may have. Example: of Annotated[int, Field(ge=1)] | None int and
+    NoneType.
+    """
     origin = get_origin(annotation)
     if origin in (Union, UnionType):
         for each in get_args(annotation):

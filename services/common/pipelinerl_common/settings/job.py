@@ -73,9 +73,13 @@ class JobSpec(Settings):
     telemetry: TelemetrySettings = TelemetrySettings()
     """Where numbers go beside Prometheus."""
     suspend: Annotated[bool, CLUSTER_ONLY] = False
-    """Deletes the job's pods and keeps the rest; turned off again, training goes on from the newest checkpoint."""
+    """Deletes the job's pods and keeps the rest; turned off again, training goes on from the newest
+    checkpoint.
+    """
     managed_by: Annotated[Annotated[str, Field(max_length=253)], CLUSTER_ONLY] = ""
-    """Name of another controller that manages this job; the operator then leaves it alone. It cannot be changed."""
+    """Name of another controller that manages this job; the operator then leaves it alone. It
+    cannot be changed.
+    """
     image: Annotated[Image | None, CLUSTER_ONLY] = None
     """Image of every role that has none of its own; unset takes the operator's."""
     image_pull_secrets: Annotated[list[SecretReference], Field(max_length=16), CLUSTER_ONLY] = []
@@ -87,11 +91,15 @@ class JobSpec(Settings):
     network: Annotated[NetworkSettings, CLUSTER_ONLY] = NetworkSettings()
     """Network devices of the pods."""
     shared_memory_size: Annotated[Quantity, CLUSTER_ONLY] = "16Gi"
-    """Size of /dev/shm in pods that compute, counted as memory when used; "0" leaves it as the container runtime has it."""
+    """Size of /dev/shm in pods that compute, counted as memory when used; "0" leaves it as the
+    container runtime has it.
+    """
     failure_policy: Annotated[FailurePolicySettings, CLUSTER_ONLY] = FailurePolicySettings()
     """How often, and after which failures, pods are started again."""
     active_deadline_seconds: Annotated[Seconds | None, CLUSTER_ONLY] = None
-    """Longest time that the job may be active; it fails beyond it. Time in which it is suspended does not count."""
+    """Longest time that the job may be active; it fails beyond it. Time in which it is suspended
+    does not count.
+    """
     pre_running_deadline_seconds: Annotated[Seconds | None, CLUSTER_ONLY] = None
     """Longest time until every role runs; the job fails beyond it."""
     ttl_seconds_after_finished: Annotated[Seconds | None, CLUSTER_ONLY] = None
@@ -114,24 +122,33 @@ class JobSpec(Settings):
         kl = self.algorithm.kl.coefficient
         if kl > 0 and self.reference is None:
             raise ValueError(
-                f"algorithm.kl.coefficient={kl} needs a reference model, but spec.reference is not set: "
+                f"algorithm.kl.coefficient={kl} needs a reference model, but spec.reference is not "
+                "set: "
                 "add 'reference: {}' or set the coefficient to 0"
             )
         if self.reference is not None and kl == 0:
             raise ValueError(
-                "spec.reference is set but algorithm.kl.coefficient=0 never uses it: remove it or set the coefficient"
+                "spec.reference is set but algorithm.kl.coefficient=0 never uses it: remove it or "
+                "set the coefficient"
             )
         max_tokens, max_len = self.task.sampling.max_tokens, self.model.max_model_len
         if max_tokens >= max_len:
-            raise ValueError(f"task.sampling.maxTokens={max_tokens} leaves no room for a prompt in model.maxModelLen={max_len}")
+            raise ValueError(
+                f"task.sampling.maxTokens={max_tokens} leaves no room for a prompt in "
+                f"model.maxModelLen={max_len}"
+            )
         budget = self.trainers.micro_batch_tokens
         if budget < max_len:
             raise ValueError(
-                f"trainers.microBatchTokens={budget} cannot hold one trajectory of model.maxModelLen={max_len} tokens"
+                f"trainers.microBatchTokens={budget} cannot hold one trajectory of "
+                f"model.maxModelLen={max_len} tokens"
             )
         baseline = self.algorithm.baseline
         if baseline in ("leave_one_out", "mean") and self.task.group_size < 2:
-            raise ValueError(f"algorithm.baseline={baseline} needs task.groupSize of at least 2, not {self.task.group_size}")
+            raise ValueError(
+                f"algorithm.baseline={baseline} needs task.groupSize of at least 2, not "
+                f"{self.task.group_size}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -141,14 +158,16 @@ class JobSpec(Settings):
         every, saved = self.evaluation.every_steps, self.trainers.checkpoint.every_steps
         if saved == 0 or every % saved:
             raise ValueError(
-                f"evaluation.everySteps={every} must be a multiple of trainers.checkpoint.everySteps={saved}, which must be "
+                f"evaluation.everySteps={every} must be a multiple of "
+                f"trainers.checkpoint.everySteps={saved}, which must be "
                 "above 0: checkpoints are what is evaluated"
             )
         max_len = self.model.max_model_len
         for each in self.evaluation.sets:
             if each.sampling is not None and each.sampling.max_tokens >= max_len:
                 raise ValueError(
-                    f"sampling.maxTokens={each.sampling.max_tokens} of the evaluation set {each.name!r} leaves no room for a "
+                    f"sampling.maxTokens={each.sampling.max_tokens} of the evaluation set "
+                    f"{each.name!r} leaves no room for a "
                     f"prompt in model.maxModelLen={max_len}"
                 )
         return self
@@ -156,15 +175,22 @@ class JobSpec(Settings):
     @model_validator(mode="after")
     def _scaling_has_bounds(self) -> "JobSpec":
         if self.autoscale.enabled and self.actors.max_replicas is None:
-            raise ValueError("autoscale.enabled=true needs actors.maxReplicas: set the most actors that it may ask for")
+            raise ValueError(
+                "autoscale.enabled=true needs actors.maxReplicas: set the most actors that it may "
+                "ask for"
+            )
         return self
 
     @model_validator(mode="after")
     def _over_long_penalty_fits(self) -> "JobSpec":
-        buffer, max_tokens = self.algorithm.overlong.penalty_buffer_tokens, self.task.sampling.max_tokens
+        buffer, max_tokens = (
+            self.algorithm.overlong.penalty_buffer_tokens,
+            self.task.sampling.max_tokens,
+        )
         if buffer > max_tokens:
             raise ValueError(
-                f"algorithm.overlong.penaltyBufferTokens={buffer} is more than task.sampling.maxTokens={max_tokens}: "
+                f"algorithm.overlong.penaltyBufferTokens={buffer} is more than "
+                f"task.sampling.maxTokens={max_tokens}: "
                 "every completion would be punished"
             )
         return self
@@ -175,7 +201,8 @@ class JobSpec(Settings):
         needed = make_policy(self.staleness.parse(), batch).min_waiting()
         if groups is not None and groups < needed:
             raise ValueError(
-                f"preprocessor.ringBufferGroups={groups} is too small: with staleness.policy={self.staleness.policy} and "
+                f"preprocessor.ringBufferGroups={groups} is too small: with "
+                f"staleness.policy={self.staleness.policy} and "
                 f"algorithm.groupsPerStep={batch} a batch needs {needed} waiting groups"
             )
         return self

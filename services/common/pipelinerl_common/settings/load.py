@@ -27,7 +27,9 @@ _MOST_PLACES = 2
 
 
 def load_job(path: Path, overrides: Iterable[str] = ()) -> Job:
-    """Reads `path` (YAML or JSON). `overrides` are `dotted.path=value` below `spec`. Raises SettingsError."""
+    """Reads `path` (YAML or JSON). `overrides` are `dotted.path=value` below `spec`. Raises
+    SettingsError.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
@@ -37,43 +39,65 @@ def load_job(path: Path, overrides: Iterable[str] = ()) -> Job:
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: cannot be read: {error}; give a job file (YAML)") from error
     if len(content) > _MOST_BYTES:
-        raise SettingsError(f"{path}: has more than {_MOST_BYTES >> 20} MiB; give a job file (YAML)")
+        raise SettingsError(
+            f"{path}: has more than {_MOST_BYTES >> 20} MiB; give a job file (YAML)"
+        )
     try:
         document = read_yaml(text)
     except ValueError as error:
         raise SettingsError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(document, dict):
-        raise SettingsError(f"{path}: a job file is a mapping with apiVersion, kind, metadata and spec")
+        raise SettingsError(
+            f"{path}: a job file is a mapping with apiVersion, kind, metadata and spec"
+        )
     for override in overrides:
         _apply_override(document, override)
     return parse_job(document, source=str(path))
 
 
 def parse_job(document: Mapping[str, Any], source: str) -> Job:
-    """Validates a job document. Raises SettingsError that lists every fault with its path, its value and the remedy."""
+    """Validates a job document. Raises SettingsError that lists every fault with its path, its
+    value and the remedy.
+    """
     try:
         return Job.model_validate(document)
     except ValidationError as error:
-        lines = [f"  {describe_fault(detail, Job)}" for detail in error.errors() if detail["type"] != _FOLLOWS_FROM_ANOTHER]
-        raise SettingsError("\n".join([f"{source}: {counted(len(lines), 'fault')} in the job file", *lines])) from error
+        lines = [
+            f"  {describe_fault(detail, Job)}"
+            for detail in error.errors()
+            if detail["type"] != _FOLLOWS_FROM_ANOTHER
+        ]
+        raise SettingsError(
+            "\n".join([f"{source}: {counted(len(lines), 'fault')} in the job file", *lines])
+        ) from error
 
 
 def _no_file(path: Path) -> str:
     if DOTTED_PATH.match(str(path)):
-        return "this is the name of a task, but a job file (YAML) is needed here: one whose spec.task.path names the task"
-    names = [each.name for each in path.parent.iterdir() if each.is_file()] if path.parent.is_dir() else []
+        return (
+            "this is the name of a task, but a job file (YAML) is needed here: one whose "
+            "spec.task.path names the task"
+        )
+    names = (
+        [each.name for each in path.parent.iterdir() if each.is_file()]
+        if path.parent.is_dir()
+        else []
+    )
     return f"there is no such file; give a job file (YAML){did_you_mean(path.name, names)}"
 
 
 def parse_newer_job(document: Mapping[str, Any], source: str) -> tuple[Job, tuple[str, ...]]:
-    """As `parse_job`, for a document that a newer version may have accepted: fields that are unknown here are left out.
+    """As `parse_job`, for a document that a newer version may have accepted: fields that are
+    unknown here are left out.
 
     With the paths of those, for example "spec.trainers.colour".
     """
     try:
         return Job.model_validate(document), ()
     except ValidationError as error:
-        unknown = [detail["loc"] for detail in error.errors() if detail["type"] == "extra_forbidden"]
+        unknown = [
+            detail["loc"] for detail in error.errors() if detail["type"] == "extra_forbidden"
+        ]
     known = copy.deepcopy(dict(document))
     for location in unknown:
         _leave_out(known, location)
@@ -84,7 +108,11 @@ def _leave_out(document: dict[str, Any], location: Sequence[int | str]) -> None:
     """What is not there stays for `parse_job` to complain about."""
     node: Any = document
     for part in location[:-1]:
-        known = part in node if isinstance(node, dict) else isinstance(node, list) and isinstance(part, int)
+        known = (
+            part in node
+            if isinstance(node, dict)
+            else isinstance(node, list) and isinstance(part, int)
+        )
         if not known:
             return
         node = node[part]
@@ -104,7 +132,9 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     node = document.setdefault("spec", {})
     for depth, key in enumerate(keys):
         if not isinstance(node, dict):
-            raise SettingsError(f"--set {override}: {'.'.join(['spec', *keys[:depth]])} is not a mapping")
+            raise SettingsError(
+                f"--set {override}: {'.'.join(['spec', *keys[:depth]])} is not a mapping"
+            )
         spelled = key if _FREE_FORM & set(keys[:depth]) else _spelling(node, key)
         if depth + 1 == len(keys):
             node[spelled] = value
@@ -118,7 +148,9 @@ def _spelling(node: Mapping[str, Any], key: str) -> str:
 
 
 def describe_fault(detail: ErrorDetails, root: type[BaseModel]) -> str:
-    """One line on what is wrong in a document of the model `root`: its path, its value, and what may have been meant."""
+    """One line on what is wrong in a document of the model `root`: its path, its value, and what
+    may have been meant.
+    """
     location = ".".join(str(part) for part in detail["loc"]) or "the file"
     value = detail["input"]
     if detail["type"] == "extra_forbidden":
@@ -155,11 +187,18 @@ def _field_names(location: Sequence[int | str], root: type[BaseModel]) -> list[s
     for part in location:
         if isinstance(part, int):  # an item of a list of sections
             continue
-        if named := [model for model in models if model.__name__ == part]:  # one of several that a field may be
+        if named := [
+            model for model in models if model.__name__ == part
+        ]:  # one of several that a field may be
             models = named
             continue
         fields = [each for model in models for each in model.model_fields.items()]
-        models = [found for name, field in fields if part in (name, field.alias) for found in _models(field.annotation)]
+        models = [
+            found
+            for name, field in fields
+            if part in (name, field.alias)
+            for found in _models(field.annotation)
+        ]
     return [field.alias or name for model in models for name, field in model.model_fields.items()]
 
 
@@ -175,4 +214,7 @@ def _section(field: FieldInfo) -> type[BaseModel] | None:
     if get_origin(field.annotation) in (list, dict, tuple):
         return None
     candidates = [field.annotation, *get_args(field.annotation)]
-    return next((each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel)), None)
+    return next(
+        (each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel)),
+        None,
+    )

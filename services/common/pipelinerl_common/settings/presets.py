@@ -1,7 +1,8 @@
 """The named algorithms: what `spec.algorithm.loss` fills in. A new one is one line here.
 
-An algorithm is a composition: importance weights, a surrogate that bounds them, an advantage, a normaliser, regularisers. Each
-field of a preset is a setting of the same name and can be set by hand. Formulas are in services/trainer/ALGORITHMS.md.
+An algorithm is a composition: importance weights, a surrogate that bounds them, an advantage, a
+normaliser, regularisers. Each field of a preset is a setting of the same name and can be set by
+hand. Formulas are in services/trainer/ALGORITHMS.md.
 """
 
 from collections.abc import Mapping
@@ -44,15 +45,25 @@ PRESETS: Mapping[Loss, Preset] = {
     "ppo": _clip(baseline="value", gae_lambda=0.95, normalize_by="tokens"),
     "grpo": _clip(divide_by_std=True, normalize_by="sequence_means"),
     "dr_grpo": _clip(normalize_by="max_tokens"),
-    "dapo": _clip(clip_high=0.28, divide_by_std=True, normalize_by="tokens", drop_zero_advantage=True),
-    "gspo": _clip(importance="geometric", clip_low=3e-4, clip_high=4e-4, divide_by_std=True, normalize_by="sequence_means"),
+    "dapo": _clip(
+        clip_high=0.28, divide_by_std=True, normalize_by="tokens", drop_zero_advantage=True
+    ),
+    "gspo": _clip(
+        importance="geometric",
+        clip_low=3e-4,
+        clip_high=4e-4,
+        divide_by_std=True,
+        normalize_by="sequence_means",
+    ),
     "cispo": Preset(baseline="mean", divide_by_std=True, normalize_by="tokens"),
     "rloo": Preset(importance="sequence"),
 }
 
 
 def preset_field(name: str, data: Mapping[str, Any]) -> Any:
-    """The preset's value of a field, for pydantic's default factories; `data` are the fields before it."""
+    """The preset's value of a field, for pydantic's default factories; `data` are the fields before
+    it.
+    """
     return getattr(PRESETS[data["loss"]], name)
 
 

@@ -1,4 +1,6 @@
-"""`spec.actors`, `reference`, `preprocessor`, `trainers`, `stream`, `weightTransfer`: the processes and how they are sized."""
+"""`spec.actors`, `reference`, `preprocessor`, `trainers`, `stream`, `weightTransfer`: the processes
+and how they are sized.
+"""
 
 from typing import Annotated, Literal, Self
 
@@ -30,7 +32,9 @@ class ActorSettings(Settings):
     replicas: Annotated[int, Field(ge=1, le=8192)] = 1
     """Actors: each is a rollout loop with generators of its own."""
     min_replicas: Annotated[int, Field(ge=1, le=8192)] = 1
-    """Fewest actors, which Kubernetes schedules together with the trainers; those beyond come and go while training runs."""
+    """Fewest actors, which Kubernetes schedules together with the trainers; those beyond come and
+    go while training runs.
+    """
     max_replicas: Annotated[int, Field(ge=1, le=8192)] | None = None
     """Most actors that scaling may ask for."""
     generators_per_replica: Annotated[int, Field(ge=1, le=64)] = 1
@@ -46,19 +50,22 @@ class ActorSettings(Settings):
     image: Annotated[Image | None, CLUSTER_ONLY] = None
     """Image of this role; unset takes spec.image, and without that the operator's."""
     pod_template: Annotated[PodTemplate | None, CLUSTER_ONLY] = None
-    """metadata and spec of a pod, laid over the operator's own by name: resources, tolerations, volumes, sidecars.
-    Containers: rollout, generator-0, generator-1, ..."""
+    """metadata and spec of a pod, laid over the operator's own by name: resources, tolerations,
+    volumes, sidecars. Containers: rollout, generator-0, generator-1, ...
+    """
 
     @model_validator(mode="after")
     def _replicas_in_range(self) -> Self:
         if self.min_replicas > self.replicas:
             raise ValueError(
-                f"actors.minReplicas={self.min_replicas} is more than actors.replicas={self.replicas}: lower the one or "
+                f"actors.minReplicas={self.min_replicas} is more than "
+                f"actors.replicas={self.replicas}: lower the one or "
                 "raise the other"
             )
         if self.max_replicas is not None and self.replicas > self.max_replicas:
             raise ValueError(
-                f"actors.replicas={self.replicas} is more than actors.maxReplicas={self.max_replicas}: lower the one or "
+                f"actors.replicas={self.replicas} is more than "
+                f"actors.maxReplicas={self.max_replicas}: lower the one or "
                 "raise the other"
             )
         return self
@@ -68,7 +75,9 @@ class ReferenceSettings(Settings):
     replicas: Annotated[int, Field(ge=1, le=8192)] = 1
     """Generators that serve the frozen reference model."""
     gpus_per_replica: Annotated[int, Field(ge=0, le=64)] | None = None
-    """GPUs of one; unset gives it tensorParallelSize where actors have GPUs, and none where they have none."""
+    """GPUs of one; unset gives it tensorParallelSize where actors have GPUs, and none where they
+    have none.
+    """
     generator: GeneratorSettings = GeneratorSettings()
     """The engine of each generator."""
     startup_timeout_seconds: Annotated[float, Field(gt=0, le=86400), CLUSTER_ONLY] = 3600.0
@@ -76,14 +85,16 @@ class ReferenceSettings(Settings):
     image: Annotated[Image | None, CLUSTER_ONLY] = None
     """Image of this role; unset takes spec.image, and without that the operator's."""
     pod_template: Annotated[PodTemplate | None, CLUSTER_ONLY] = None
-    """metadata and spec of a pod, laid over the operator's own by name: resources, tolerations, volumes, sidecars.
-    Container: generator."""
+    """metadata and spec of a pod, laid over the operator's own by name: resources, tolerations,
+    volumes, sidecars. Container: generator.
+    """
 
 
 class PreprocessorSettings(Settings):
     ring_buffer_groups: Annotated[int, Field(ge=1)] | None = None
-    """Most finished groups that wait for training; the oldest are dropped and counted beyond it. Unset: no more than the
-    staleness policy can have outstanding, so that nothing is dropped."""
+    """Most finished groups that wait for training; the oldest are dropped and counted beyond it.
+    Unset: no more than the staleness policy can have outstanding, so that nothing is dropped.
+    """
     lease_seconds: Annotated[float, Field(gt=1)] = 60.0
     """A group whose actor was not heard of for this long is granted again."""
     max_group_attempts: Annotated[int, Field(ge=1)] = 3
@@ -91,8 +102,9 @@ class PreprocessorSettings(Settings):
     image: Annotated[Image | None, CLUSTER_ONLY] = None
     """Image of this role; unset takes spec.image, and without that the operator's."""
     pod_template: Annotated[PodTemplate | None, CLUSTER_ONLY] = None
-    """metadata and spec of a pod, laid over the operator's own by name: resources, tolerations, volumes, sidecars.
-    Container: preprocessor."""
+    """metadata and spec of a pod, laid over the operator's own by name: resources, tolerations,
+    volumes, sidecars. Container: preprocessor.
+    """
 
 
 class CheckpointSettings(Settings):
@@ -101,12 +113,17 @@ class CheckpointSettings(Settings):
     keep: Annotated[int, Field(ge=1)] = 2
     """Newest checkpoints that are kept."""
     pvc: Annotated[ObjectName | None, CLUSTER_ONLY] = None
-    """PersistentVolumeClaim for checkpoints and the final model, in a folder of the job's name; a job of the same name goes on
-    from there. Several trainer nodes need one that many nodes can mount. Without it, or uri, restarted trainers begin anew."""
-    uri: Annotated[Annotated[str, Field(min_length=9, max_length=1024, pattern=r"^file:///[^\s]+$")] | None, CLUSTER_ONLY] = (
-        None
-    )
-    """file:///FOLDER instead of a claim: a folder that trainers.podTemplate mounts, for example a bucket by its CSI driver."""
+    """PersistentVolumeClaim for checkpoints and the final model, in a folder of the job's name; a
+    job of the same name goes on from there. Several trainer nodes need one that many nodes can
+    mount. Without it, or uri, restarted trainers begin anew.
+    """
+    uri: Annotated[
+        Annotated[str, Field(min_length=9, max_length=1024, pattern=r"^file:///[^\s]+$")] | None,
+        CLUSTER_ONLY,
+    ] = None
+    """file:///FOLDER instead of a claim: a folder that trainers.podTemplate mounts, for example a
+    bucket by its CSI driver.
+    """
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
@@ -117,9 +134,13 @@ class CheckpointSettings(Settings):
 
 class ParitySettings(Settings):
     num_prompts: Annotated[int, Field(ge=0)] = 4
-    """Completions compared between generator and trainer before the first step; 0 turns the check off."""
+    """Completions compared between generator and trainer before the first step; 0 turns the check
+    off.
+    """
     max_logprob_difference: Annotated[float, Field(gt=0)] = 0.1
-    """Largest mean absolute difference of log-probabilities per token; training is refused beyond it."""
+    """Largest mean absolute difference of log-probabilities per token; training is refused beyond
+    it.
+    """
 
 
 class TrainerSettings(Settings):
@@ -130,11 +151,15 @@ class TrainerSettings(Settings):
     zero_stage: Literal[1, 2, 3] = 1
     """DeepSpeed ZeRO stage."""
     sequence_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
-    """Ranks of a node that share each micro-batch (Ulysses); it must divide processesPerNode and the attention heads."""
+    """Ranks of a node that share each micro-batch (Ulysses); it must divide processesPerNode and
+    the attention heads.
+    """
     micro_batch_tokens: Annotated[int, Field(ge=8)] = 4096
     """Token slots of a packed micro-batch."""
     activation_checkpointing: bool = False
-    """Compute each layer again in the backward pass instead of keeping its activations: a third more time, far less memory."""
+    """Compute each layer again in the backward pass instead of keeping its activations: a third
+    more time, far less memory.
+    """
     checkpoint: CheckpointSettings = CheckpointSettings()
     """What outlives a trainer."""
     parity: ParitySettings = ParitySettings()
@@ -144,15 +169,17 @@ class TrainerSettings(Settings):
     image: Annotated[Image | None, CLUSTER_ONLY] = None
     """Image of this role; unset takes spec.image, and without that the operator's."""
     pod_template: Annotated[PodTemplate | None, CLUSTER_ONLY] = None
-    """metadata and spec of a pod, laid over the operator's own by name: resources, tolerations, volumes, sidecars.
-    Container: trainer."""
+    """metadata and spec of a pod, laid over the operator's own by name: resources, tolerations,
+    volumes, sidecars. Container: trainer.
+    """
 
     @model_validator(mode="after")
     def _rows_stay_in_a_node(self) -> Self:
         processes, size = self.processes_per_node, self.sequence_parallel_size
         if processes % size:
             raise ValueError(
-                f"trainers.processesPerNode={processes} is no multiple of trainers.sequenceParallelSize={size}: ranks that "
+                f"trainers.processesPerNode={processes} is no multiple of "
+                f"trainers.sequenceParallelSize={size}: ranks that "
                 "share a micro-batch are on one node; change the one or the other"
             )
         return self
@@ -171,8 +198,9 @@ class WeightTransferSettings(Settings):
     backend: Literal["nccl", "gloo"] = "nccl"
     """Collective library of the weight broadcast: nccl between GPUs, gloo on CPUs."""
     mode: Literal["staged", "inplace"] = "staged"
-    """`staged` receives beside the running decode and pauses only to copy; `inplace` pauses for the whole transfer and
-    needs no second copy on the device."""
+    """`staged` receives beside the running decode and pauses only to copy; `inplace` pauses for the
+    whole transfer and needs no second copy on the device.
+    """
     kv_cache: Literal["keep", "recompute"] = "keep"
     """What happens to the KV cache of running sequences at an update."""
     bucket_bytes: Annotated[int, Field(ge=1024)] = 64 * MEBIBYTE

@@ -1,4 +1,6 @@
-"""Which fields only Kubernetes reads: they are in the one schema, `pipelinerl up` passes over them, services never see them."""
+"""Which fields only Kubernetes reads: they are in the one schema, `pipelinerl up` passes over them,
+services never see them.
+"""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -14,12 +16,16 @@ CLUSTER_ONLY: Final = ClusterOnly()
 
 
 def cluster_only_paths(settings: BaseModel) -> list[str]:
-    """Fields below `settings` that are marked and differ from their default, in camelCase: ["suspend", "model.cache"]."""
+    """Fields below `settings` that are marked and differ from their default, in camelCase:
+    ["suspend", "model.cache"].
+    """
     return list(_paths(settings, ""))
 
 
 def service_view(settings: BaseModel) -> dict[str, Any]:
-    """`settings` as services read it: JSON with the file's field names, without the marked fields and without nulls."""
+    """`settings` as services read it: JSON with the file's field names, without the marked fields
+    and without nulls.
+    """
     return {
         alias: service_view(value) if isinstance(value, BaseModel) else dumped
         for alias, value, dumped, marked in _fields(settings)
@@ -38,7 +44,9 @@ def _paths(settings: BaseModel, prefix: str) -> Iterator[str]:
 
 
 def _fields(settings: BaseModel) -> Iterator[tuple[str, Any, Any, bool]]:
-    """(name in the file, value, value as JSON, marked) of every field, those that a section allows beside its own included."""
+    """(name in the file, value, value as JSON, marked) of every field, those that a section allows
+    beside its own included.
+    """
     dumped = settings.model_dump(mode="json", by_alias=True)
     for name, field in type(settings).model_fields.items():
         alias = field.alias or name

@@ -13,7 +13,9 @@ from pipelinerl_staleness.registry import POLICIES, parse_policy_settings
 
 
 class StalenessSettings(Settings):
-    """`{policy: areal, eta: 2}`. Which parameters exist depends on the policy; unknown ones are refused."""
+    """`{policy: areal, eta: 2}`. Which parameters exist depends on the policy; unknown ones are
+    refused.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -27,16 +29,27 @@ class StalenessSettings(Settings):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The policy's own parameters, by their snake_case names. Raises ValueError for one that is given in both spellings."""
-        names = {to_camel(name): name for name in POLICIES[self.policy].parameter_names()} if self.policy in POLICIES else {}
+        """The policy's own parameters, by their snake_case names. Raises ValueError for one that is
+        given in both spellings.
+        """
+        names = (
+            {to_camel(name): name for name in POLICIES[self.policy].parameter_names()}
+            if self.policy in POLICIES
+            else {}
+        )
         extra = self.model_extra or {}
         for camel, name in names.items():
             if camel != name and {camel, name} <= extra.keys():
-                raise ValueError(f"{camel}={extra[camel]!r} and {name}={extra[name]!r} are one parameter: give it once")
+                raise ValueError(
+                    f"{camel}={extra[camel]!r} and {name}={extra[name]!r} are one parameter: give "
+                    "it once"
+                )
         return {names.get(key, key): value for key, value in extra.items()}
 
     def parse(self) -> PolicySettings:
-        """The policy's own frozen settings. Raises ValueError that names the parameter, spelt as here, and what is allowed."""
+        """The policy's own frozen settings. Raises ValueError that names the parameter, spelt as
+        here, and what is allowed.
+        """
         parameters = self.parameters
         try:
             return parse_policy_settings(self.policy, parameters)

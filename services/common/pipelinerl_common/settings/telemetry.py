@@ -10,7 +10,9 @@ _Name = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class WandbSettings(Settings):
-    """Weights & Biases. Its key comes from the environment of the trainer (WANDB_API_KEY) or from ~/.netrc, never from here."""
+    """Weights & Biases. Its key comes from the environment of the trainer (WANDB_API_KEY) or from
+    ~/.netrc, never from here.
+    """
 
     project: _Name = "pipelinerl"
     """Where the run appears."""
@@ -32,21 +34,29 @@ class TensorBoardSettings(Settings):
 
 
 class SinkSettings(Settings):
-    """Each gets a row per optimizer step. A sink that is slow or fails loses rows, which are counted; training goes on."""
+    """Each gets a row per optimizer step. A sink that is slow or fails loses rows, which are
+    counted; training goes on.
+    """
 
     wandb: WandbSettings | None = None
-    """`wandb: {}` turns it on; needs `pip install 'pipelinerl[wandb]'` where rank 0 of the trainer runs."""
+    """`wandb: {}` turns it on; needs `pip install 'pipelinerl[wandb]'` where rank 0 of the trainer
+    runs.
+    """
     tensorboard: TensorBoardSettings | None = None
     """`tensorboard: {}` turns it on; needs `pip install 'pipelinerl[tensorboard]'` there."""
 
 
 class TracingSettings(Settings):
-    """Traces by OpenTelemetry: of groups from their grant to their step, of steps, and of weight updates."""
+    """Traces by OpenTelemetry: of groups from their grant to their step, of steps, and of weight
+    updates.
+    """
 
     endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+$")]
     """Where an OTLP collector listens for gRPC, for example http://otel-collector:4317."""
     sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Share of the groups that are traced. Steps and weight updates, of which there are few, always are."""
+    """Share of the groups that are traced. Steps and weight updates, of which there are few, always
+    are.
+    """
 
 
 class TelemetrySettings(Settings):
@@ -55,4 +65,6 @@ class TelemetrySettings(Settings):
     tracing: TracingSettings | None = None
     """Off without it, and then nothing of it runs."""
     engine_metrics: bool = True
-    """vLLM's own metrics (`vllm:*`) at the generators' /metrics too; they cost the generators some time at each decode step."""
+    """vLLM's own metrics (`vllm:*`) at the generators' /metrics too; they cost the generators some
+    time at each decode step.
+    """

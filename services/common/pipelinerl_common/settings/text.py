@@ -1,6 +1,7 @@
 """A job file's text: YAML that means here what it means to `kubectl apply`.
 
-Unlike PyYAML by itself, 1e-6 is a number, 12:30 and 2026-11-30 are text, and a key may not be there twice.
+Unlike PyYAML by itself, 1e-6 is a number, 12:30 and 2026-11-30 are text, and a key may not be there
+twice.
 """
 
 import re
@@ -10,9 +11,7 @@ import yaml
 from yaml.composer import ComposerError
 
 _INT: Final = r"[-+]?(?:0b[0-1_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)"
-_FLOAT: Final = (
-    r"[-+]?(?:\.[0-9][0-9_]*|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
-)
+_FLOAT: Final = r"[-+]?(?:\.[0-9][0-9_]*|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 _TAG: Final = "tag:yaml.org,2002:"
 _REPLACED: Final = {_TAG + "int", _TAG + "float", _TAG + "timestamp"}
 
@@ -24,7 +23,10 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             name, line = (key.tag, str(key.value)), key.start_mark.line + 1
             if isinstance(key, yaml.ScalarNode) and name in lines:
-                problem = f"{key.value!r} is there twice, in lines {lines[name]} and {line}: put both together"
+                problem = (
+                    f"{key.value!r} is there twice, in lines {lines[name]} and {line}: put "
+                    "both together"
+                )
                 raise ComposerError(None, None, problem, key.start_mark)
             lines[name] = line
         return node

@@ -1,5 +1,6 @@
-"""`python -m pipelinerl_common.sinks`: writes a job's numbers to its sinks until standard input ends, as it does when the
-trainer that started this process is gone. Prints a line of JSON for every change of {sink: {"written": n, reason: n, ...}}.
+"""`python -m pipelinerl_common.sinks`: writes a job's numbers to its sinks until standard input
+ends, as it does when the trainer that started this process is gone. Prints a line of JSON for every
+change of {sink: {"written": n, reason: n, ...}}.
 """
 
 import asyncio
@@ -41,7 +42,12 @@ async def follow(job: Job, wiring: Wiring, threads: Sequence[SinkThread], since:
     login = Login.of(wiring)
     async with (
         connect(
-            wiring.nats_url, job.name, job.spec.stream, name=wiring.name, namespace=job.metadata.namespace, login=login
+            wiring.nats_url,
+            job.name,
+            job.spec.stream,
+            name=wiring.name,
+            namespace=job.metadata.namespace,
+            login=login,
         ) as stream,
         stream.metrics() as records,
     ):
@@ -61,7 +67,9 @@ async def tell_counts(threads: Sequence[SinkThread]) -> None:
 
 def print_counts(threads: Sequence[SinkThread], told: str = "") -> str:
     """Prints the counts unless `told` are the same; returns them."""
-    counts = json.dumps({thread.name: {"written": thread.written, **thread.dropped} for thread in threads})
+    counts = json.dumps(
+        {thread.name: {"written": thread.written, **thread.dropped} for thread in threads}
+    )
     if counts != told:
         sys.stdout.write(counts + "\n")
         sys.stdout.flush()
@@ -71,7 +79,9 @@ def print_counts(threads: Sequence[SinkThread], told: str = "") -> str:
 async def input_ends() -> None:
     """Returns when the process at the other end of standard input has closed it, or is gone."""
     reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
     while await reader.read(4096):
         pass
 
@@ -79,7 +89,10 @@ async def input_ends() -> None:
 async def run(wiring: Wiring, since: float, stop: asyncio.Event) -> None:
     job = load_job(wiring.job_file)
     threads = [SinkThread(sink) for sink in make_sinks(job, wiring)]
-    work = [asyncio.ensure_future(follow(job, wiring, threads, since)), asyncio.ensure_future(tell_counts(threads))]
+    work = [
+        asyncio.ensure_future(follow(job, wiring, threads, since)),
+        asyncio.ensure_future(tell_counts(threads)),
+    ]
     ends = [asyncio.ensure_future(input_ends()), asyncio.ensure_future(stop.wait())]
     done, _ = await asyncio.wait([*work, *ends], return_when=asyncio.FIRST_COMPLETED)
     if not done & set(work):
@@ -96,7 +109,9 @@ async def run(wiring: Wiring, since: float, stop: asyncio.Event) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     since = time.time()
     wiring = parse_wiring("sinks", argv)
-    return run_service(lambda stop: run(wiring, since, stop), name=wiring.name, log_level=wiring.log_level)
+    return run_service(
+        lambda stop: run(wiring, since, stop), name=wiring.name, log_level=wiring.log_level
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ END_S = 20.0
 
 
 class SinkKeeper:
-    """Keeps the process running where the job names a sink. Whatever becomes of it, the trainer only hears of it in its log."""
+    """Keeps the process running where the job names a sink. Whatever becomes of it, the trainer
+    only hears of it in its log.
+    """
 
     def __init__(self, settings: SinkSettings, wiring: Wiring, metrics: Metrics) -> None:
         self._rows = metrics.counter("sink_rows_total")
@@ -37,7 +39,9 @@ class SinkKeeper:
                 break
             if self._finishing:
                 break
-            log.warning("sinks ended with status %d, start %d of at most %d", status, start + 1, MOST_STARTS)
+            log.warning(
+                "sinks ended with status %d, start %d of at most %d", status, start + 1, MOST_STARTS
+            )
         await asyncio.Event().wait()
 
     async def finish(self) -> None:
@@ -58,7 +62,9 @@ class SinkKeeper:
     async def _keep(self) -> int:
         """One life of the process; its exit status."""
         pipe = asyncio.subprocess.PIPE
-        self._process = process = await asyncio.create_subprocess_exec(*self._command(), stdin=pipe, stdout=pipe)
+        self._process = process = await asyncio.create_subprocess_exec(
+            *self._command(), stdin=pipe, stdout=pipe
+        )
         told: dict[tuple[str, str], int] = {}
         try:
             assert process.stdout is not None
@@ -75,8 +81,18 @@ class SinkKeeper:
 
     def _command(self) -> list[str]:
         wiring = self._wiring
-        command = [sys.executable, "-m", "pipelinerl_common.sinks", f"--job={wiring.job_file}", f"--output={wiring.output}"]
-        command += [f"--name={wiring.name}-sinks", f"--nats-url={wiring.nats_url}", f"--log-level={wiring.log_level}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pipelinerl_common.sinks",
+            f"--job={wiring.job_file}",
+            f"--output={wiring.output}",
+        ]
+        command += [
+            f"--name={wiring.name}-sinks",
+            f"--nats-url={wiring.nats_url}",
+            f"--log-level={wiring.log_level}",
+        ]
         files = {
             "token-file": wiring.token_file,
             "nats-credentials": wiring.nats_credentials,
@@ -88,7 +104,11 @@ class SinkKeeper:
 def _counts(line: bytes) -> dict[tuple[str, str], int]:
     """Rows by sink and outcome; none for what a sink's library prints between them."""
     try:
-        return {(sink, what): int(count) for sink, each in json.loads(line).items() for what, count in each.items()}
+        return {
+            (sink, what): int(count)
+            for sink, each in json.loads(line).items()
+            for what, count in each.items()
+        }
     except (ValueError, AttributeError, TypeError):
         log.info("sinks: %s", line.decode(errors="replace").rstrip())
         return {}

@@ -15,7 +15,9 @@ _MARK = "reward_mean"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is known at the end of a step. Example: Row(12, 1764446400.5, {"trainer/ess": 0.97, "actor/memory_bytes": 2e8})."""
+    """What is known at the end of a step. Example: Row(12, 1764446400.5, {"trainer/ess": 0.97,
+    "actor/memory_bytes": 2e8}).
+    """
 
     step: int
     time: float
@@ -24,10 +26,14 @@ class Row:
 
 
 class RowBuilder:
-    """Remembers the newest values of every process. Those of a role are added up, means are averaged."""
+    """Remembers the newest values of every process. Those of a role are added up, means are
+    averaged.
+    """
 
     def __init__(self, since: float) -> None:
-        """Records older than `since` (seconds since 1970) are passed over: an earlier process has shown them."""
+        """Records older than `since` (seconds since 1970) are passed over: an earlier process has
+        shown them.
+        """
         self._since = since
         self._newest: dict[tuple[str, str], dict[str, float]] = {}
 
@@ -35,7 +41,11 @@ class RowBuilder:
         """The row, when the record ends a step."""
         if record.time < self._since:
             return None
-        values = {_key(name): value for name, value in record.values.items() if math.isfinite(value) and "_bucket{" not in name}
+        values = {
+            _key(name): value
+            for name, value in record.values.items()
+            if math.isfinite(value) and "_bucket{" not in name
+        }
         if record.role == TRAINER:
             if record.step < 0 or _MARK not in record.values:
                 return None
@@ -49,7 +59,10 @@ class RowBuilder:
         for (role, _), values in self._newest.items():
             for name, value in values.items():
                 found.setdefault(f"{role}/{name}", []).append(value)
-        return {name: sum(each) / (len(each) if name.endswith(("_mean", "_ratio")) else 1) for name, each in found.items()}
+        return {
+            name: sum(each) / (len(each) if name.endswith(("_mean", "_ratio")) else 1)
+            for name, each in found.items()
+        }
 
 
 def _key(name: str) -> str:
@@ -57,4 +70,6 @@ def _key(name: str) -> str:
     labels = _LABELS.search(name)
     if labels is None:
         return name
-    return "/".join([name[: labels.start()], *(label.partition("=")[2] for label in labels[1].split(","))])
+    return "/".join(
+        [name[: labels.start()], *(label.partition("=")[2] for label in labels[1].split(","))]
+    )

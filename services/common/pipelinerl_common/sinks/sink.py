@@ -14,11 +14,15 @@ QUEUE_ROWS = 256
 MOST_FAILURES = 6
 """In a row: then the sink is given up for this session."""
 PAUSE_S = 2.0
-"""After a failure; doubled with each further one in a row, so that a network that is away for a minute is waited for."""
+"""After a failure; doubled with each further one in a row, so that a network that is away for a
+minute is waited for.
+"""
 
 
 class Sink(Protocol):
-    """Where rows go. Methods are called one after another from one thread and may take their time or raise anything."""
+    """Where rows go. Methods are called one after another from one thread and may take their time
+    or raise anything.
+    """
 
     name: str
 
@@ -58,7 +62,9 @@ class SinkThread:
             self.dropped["full"] += 1
 
     def close(self, timeout_s: float) -> bool:
-        """Lets the sink finish what is queued; whether it did so in time. What is left then counts as dropped."""
+        """Lets the sink finish what is queued; whether it did so in time. What is left then counts
+        as dropped.
+        """
         self._closing.set()
         try:
             self._queue.put(None, timeout=timeout_s / 2)
@@ -88,8 +94,17 @@ class SinkThread:
                 failures += 1
                 self.dropped["failed"] += 1
                 given_up = "; given up for this session" if failures == MOST_FAILURES else ""
-                log.warning("sink=%s step=%d lost: %s: %s%s", self.name, row.step, type(error).__name__, error, given_up)
-                self._closing.wait(self._pause_s * 2 ** (failures - 1) if failures < MOST_FAILURES else 0)
+                log.warning(
+                    "sink=%s step=%d lost: %s: %s%s",
+                    self.name,
+                    row.step,
+                    type(error).__name__,
+                    error,
+                    given_up,
+                )
+                self._closing.wait(
+                    self._pause_s * 2 ** (failures - 1) if failures < MOST_FAILURES else 0
+                )
             else:
                 failures = 0
                 self.written += 1

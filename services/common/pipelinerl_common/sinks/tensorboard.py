@@ -19,11 +19,15 @@ class TensorBoardSink:
         self._writer: Any = None
 
     def open(self) -> None:
-        """Raises SettingsError without the extra `tensorboard`, OSError when the folder cannot be written."""
+        """Raises SettingsError without the extra `tensorboard`, OSError when the folder cannot be
+        written.
+        """
         try:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
-            raise SettingsError("tensorboard is not installed here; pip install 'pipelinerl[tensorboard]'") from error
+            raise SettingsError(
+                "tensorboard is not installed here; pip install 'pipelinerl[tensorboard]'"
+            ) from error
         self._folder.mkdir(parents=True, exist_ok=True)
         self._writer = EventFileWriter(str(self._folder), flush_secs=self._settings.flush_seconds)
 
@@ -31,8 +35,13 @@ class TensorBoardSink:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in sorted(row.values.items())]
-        self._writer.add_event(Event(wall_time=row.time, step=row.step, summary=Summary(value=values)))
+        values = [
+            Summary.Value(tag=name, simple_value=value)
+            for name, value in sorted(row.values.items())
+        ]
+        self._writer.add_event(
+            Event(wall_time=row.time, step=row.step, summary=Summary(value=values))
+        )
 
     def close(self) -> None:
         self._writer.close()

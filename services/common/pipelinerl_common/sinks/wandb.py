@@ -13,11 +13,15 @@ STEP = "step"
 
 
 class WandbSink:
-    """One W&B run per run of the job: sessions after a restart go on with it, by the id that lies in `folder`/id."""
+    """One W&B run per run of the job: sessions after a restart go on with it, by the id that lies
+    in `folder`/id.
+    """
 
     name = "wandb"
 
-    def __init__(self, settings: WandbSettings, folder: Path, *, job: str, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, settings: WandbSettings, folder: Path, *, job: str, config: Mapping[str, Any]
+    ) -> None:
         self._settings = settings
         self._folder = folder
         self._job = job
@@ -25,11 +29,15 @@ class WandbSink:
         self._run: Any = None
 
     def open(self) -> None:
-        """Raises SettingsError without the extra `wandb`, and wandb's errors without a key or a network."""
+        """Raises SettingsError without the extra `wandb`, and wandb's errors without a key or a
+        network.
+        """
         try:
             import wandb
         except ImportError as error:
-            raise SettingsError("wandb is not installed here; pip install 'pipelinerl[wandb]'") from error
+            raise SettingsError(
+                "wandb is not installed here; pip install 'pipelinerl[wandb]'"
+            ) from error
         self._folder.mkdir(parents=True, exist_ok=True)
         settings = self._settings
         try:
@@ -44,12 +52,16 @@ class WandbSink:
                 resume="allow" if settings.mode == "online" else None,
                 dir=self._folder,
                 config=dict(self._config),
-                settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True, init_timeout=60),
+                settings=wandb.Settings(
+                    silent=True, console="off", disable_git=True, disable_code=True, init_timeout=60
+                ),
             )
         except Exception:  # wandb keeps what it began, and would say that the run is in use
             wandb.teardown()
             raise
-        self._run.define_metric("*", step_metric=STEP)  # a step that is trained again may be logged again
+        self._run.define_metric(
+            "*", step_metric=STEP
+        )  # a step that is trained again may be logged again
 
     def write(self, row: Row) -> None:
         self._run.log({**row.values, STEP: row.step, "time": row.time})

@@ -21,7 +21,17 @@ if TYPE_CHECKING:
     from pipelinerl_common.stream.samples import ReceivedGroup
     from pipelinerl_common.stream.server import NatsServer
 
-__all__ = ["ANONYMOUS", "Journal", "Layout", "Login", "NatsServer", "ReceivedGroup", "ServerRequests", "Stream", "connect"]
+__all__ = [
+    "ANONYMOUS",
+    "Journal",
+    "Layout",
+    "Login",
+    "NatsServer",
+    "ReceivedGroup",
+    "ServerRequests",
+    "Stream",
+    "connect",
+]
 
 _HOMES: Final = {
     "Stream": "job_stream",
@@ -37,7 +47,9 @@ _HOMES: Final = {
 
 
 def __getattr__(name: str) -> Any:
-    """Each name is imported when it is first asked for: the operator manages streams and never needs the codec's numpy."""
+    """Each name is imported when it is first asked for: the operator manages streams and never
+    needs the codec's numpy.
+    """
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

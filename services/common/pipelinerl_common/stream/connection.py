@@ -1,7 +1,8 @@
 """One connection to NATS that outlives every restart of the server.
 
-The client library reconnects by itself after most faults and gives up for good after some (for example when the server is too
-busy to authenticate in time). Here both look the same: the connection is away for a while and then ready again, with
+The client library reconnects by itself after most faults and gives up for good after some (for
+example when the server is too busy to authenticate in time). Here both look the same: the
+connection is away for a while and then ready again, with
 `generation` one higher and the job's streams made sure of.
 """
 
@@ -82,10 +83,11 @@ class Connection:
         timeout_s: float,
         counters: Counter[str],
     ) -> AsyncIterator["Connection"]:
-        """Connects and runs `prepare`, now and after every reconnect, before anyone is told that the connection is ready.
+        """Connects and runs `prepare`, now and after every reconnect, before anyone is told that
+        the connection is ready.
 
-        Raises Unavailable when there is no usable server within `timeout_s` or when it refuses credentials, SettingsError when
-        it refuses a token or a password.
+        Raises Unavailable when there is no usable server within `timeout_s` or when it refuses
+        credentials, SettingsError when it refuses a token or a password.
         """
         connection = cls(url, name, login, counters)
         try:
@@ -108,7 +110,9 @@ class Connection:
     async def open_in_background(
         cls, url: str, *, name: str, login: Login, counters: Counter[str]
     ) -> AsyncIterator["Connection"]:
-        """A connection that is made beside the block, whenever a server is there and takes the login."""
+        """A connection that is made beside the block, whenever a server is there and takes the
+        login.
+        """
 
         async def prepare(_: "Connection") -> None:
             pass
@@ -120,7 +124,9 @@ class Connection:
             yield connection
 
     @asynccontextmanager
-    async def _supervised(self, prepare: Callable[["Connection"], Awaitable[None]]) -> AsyncIterator[None]:
+    async def _supervised(
+        self, prepare: Callable[["Connection"], Awaitable[None]]
+    ) -> AsyncIterator[None]:
         supervisor = asyncio.ensure_future(self._supervise(prepare))
         try:
             yield
@@ -144,13 +150,19 @@ class Connection:
         finally:
             self._listeners.remove(listener)
 
-    async def publish(self, subject: str, payload: bytes, headers: dict[str, str] | None, timeout_s: float) -> None:
+    async def publish(
+        self, subject: str, payload: bytes, headers: dict[str, str] | None, timeout_s: float
+    ) -> None:
         """Publishes to a JetStream subject and waits until the server has stored it.
 
-        Sends again while the server is away or the stream is full. Raises Unavailable at the deadline, PermanentError when the
-        server refuses the message as such.
+        Sends again while the server is away or the stream is full. Raises Unavailable at the
+        deadline, PermanentError when the server refuses the message as such.
         """
-        await self._retrying(lambda limit_s: self._acks.publish(subject, payload, headers, limit_s), subject, timeout_s)
+        await self._retrying(
+            lambda limit_s: self._acks.publish(subject, payload, headers, limit_s),
+            subject,
+            timeout_s,
+        )
 
     async def request(self, subject: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """One request to JetStream's API, retried like `publish`; the answer as JSON."""
@@ -173,7 +185,9 @@ class Connection:
         return await self._retrying(attempt, subject, timeout_s)
 
     async def ready_client(self, deadline: float) -> Client:
-        """The library's client once it is ready; `deadline` on the loop's clock. Raises Unavailable."""
+        """The library's client once it is ready; `deadline` on the loop's clock. Raises
+        Unavailable.
+        """
         try:
             async with asyncio.timeout_at(deadline):
                 await self._ready.wait()
@@ -181,8 +195,12 @@ class Connection:
             raise Unavailable(f"no connection to {self._url}{self._because()}") from error
         return self.client
 
-    async def _retrying(self, attempt: Callable[[float], Awaitable[Result]], what: str, timeout_s: float) -> Result:
-        """`attempt(limit_s)` until it passes, only while the connection is ready. Raises as `publish` does."""
+    async def _retrying(
+        self, attempt: Callable[[float], Awaitable[Result]], what: str, timeout_s: float
+    ) -> Result:
+        """`attempt(limit_s)` until it passes, only while the connection is ready. Raises as
+        `publish` does.
+        """
         time = asyncio.get_running_loop().time
         deadline = time() + timeout_s
         backoff_s = _FIRST_BACKOFF_S
@@ -197,7 +215,9 @@ class Connection:
                 check_cancelled(since=cancellations)
                 return result
             except RETRYABLE as error:
-                if not isinstance(error, TimeoutError):  # which tells nothing, and nothing new of an earlier reason
+                if not isinstance(
+                    error, TimeoutError
+                ):  # which tells nothing, and nothing new of an earlier reason
                     reason = str(error)
                 elif not self._ready.is_set():
                     reason = f"no connection to {self._url}{self._because()}"
@@ -210,14 +230,19 @@ class Connection:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _connect(self, first: bool) -> None:
-        """A client that has connected. Tries for ever, except that the first time a refusal that cannot pass ends it."""
+        """A client that has connected. Tries for ever, except that the first time a refusal that
+        cannot pass ends it.
+        """
         client = Client()
         refused = asyncio.get_running_loop().create_future()
 
         async def on_error(error: Exception) -> None:
             expected = isinstance(error, nats.errors.Error | OSError | TimeoutError)
             log.log(
-                logging.DEBUG if expected else logging.ERROR, "nats client: %r", error, exc_info=None if expected else error
+                logging.DEBUG if expected else logging.ERROR,
+                "nats client: %r",
+                error,
+                exc_info=None if expected else error,
             )
             self._last_error = str(error) or repr(error)
             if _is_refusal(error):
@@ -249,13 +274,17 @@ class Connection:
                 reconnect_time_wait=0.2,
                 connect_timeout=5,
                 ping_interval=20,
-                pending_size=2 * MAX_WAITING_BYTES,  # never reached: beyond it publishing waits for the server
+                pending_size=2
+                * MAX_WAITING_BYTES,  # never reached: beyond it publishing waits for the server
                 flush_timeout=ATTEMPT_S,
                 **self._login.options(),
             )
         )
         try:
-            await asyncio.wait([connecting, refused] if first else [connecting], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                [connecting, refused] if first else [connecting],
+                return_when=asyncio.FIRST_COMPLETED,
+            )
             if not connecting.done():
                 raise SettingsError(self._refused())
             connecting.result()
@@ -315,13 +344,19 @@ class Connection:
             return self._refused()
         if self.client.is_connected:
             return (
-                f"nats-server at {self._url} gives no streams within {timeout_s:g} s{self._because()}; "
+                f"nats-server at {self._url} gives no streams within {timeout_s:g} "
+                f"s{self._because()}; "
                 "is its JetStream on, has its store room for them?"
             )
-        return f"no nats-server at {self._url} within {timeout_s:g} s; is it running, is the address right?{self._because()}"
+        return (
+            f"no nats-server at {self._url} within {timeout_s:g} s; is it running, is the "
+            f"address right?{self._because()}"
+        )
 
     def _because(self) -> str:
-        error = self._refusal or self._last_error  # a reset connection follows on a refusal and says less
+        error = (
+            self._refusal or self._last_error
+        )  # a reset connection follows on a refusal and says less
         return "" if error is None else f" (last error: {error})"
 
     async def _close(self) -> None:
@@ -354,7 +389,9 @@ async def _close_client(client: Client) -> None:
 
 
 async def _end(task: "asyncio.Task[Any]") -> None:
-    """Cancels a task of the library until it has ended: it may lose a cancellation, see `check_cancelled`."""
+    """Cancels a task of the library until it has ended: it may lose a cancellation, see
+    `check_cancelled`.
+    """
     while not task.done():
         task.cancel()
         await asyncio.wait([task], timeout=0.1)

@@ -22,18 +22,22 @@ _PUT_BACK_NS: Final = 2_000_000_000
 
 @dataclass(slots=True, eq=False)
 class Delivery:
-    """One message: its number on the stream and where to acknowledge it (empty: it went with the server's disk)."""
+    """One message: its number on the stream and where to acknowledge it (empty: it went with the
+    server's disk).
+    """
 
     sequence: int
     reply: str
 
 
 class Deliveries:
-    """Each message is handed out once and acknowledged until that is certain, whatever happens to the server in between.
+    """Each message is handed out once and acknowledged until that is certain, whatever happens to
+    the server in between.
 
-    Acknowledgements go out without waiting. The server handles them in order, so it is asked for a confirmation of one at a
-    time, which covers all before it. A confirmed number is still remembered for a while: a server that is killed forgets its
-    last removals and delivers those messages again.
+    Acknowledgements go out without waiting. The server handles them in order, so it is asked for a
+    confirmation of one at a time, which covers all before it. A confirmed number is still
+    remembered for a while: a server that is killed forgets its last removals and delivers those
+    messages again.
     """
 
     def __init__(self, connection: Connection, counters: Counter[str]) -> None:
@@ -72,7 +76,9 @@ class Deliveries:
         self._asked.clear()
 
     async def accept(self, sequence: int, reply: str) -> Delivery | None:
-        """The account of a new message; None for one that was handed out before, which needs nothing more."""
+        """The account of a new message; None for one that was handed out before, which needs
+        nothing more.
+        """
         if sequence in self._held:
             self._held[sequence].reply = reply
         elif sequence in self._unconfirmed or sequence in self._confirmed:
@@ -107,7 +113,9 @@ class Deliveries:
                         await self._all_confirmed.wait()
 
     def _let_go(self, delivery: Delivery) -> bool:
-        """Whether the message was held. One that was lost is not, though a newer message may have its number."""
+        """Whether the message was held. One that was lost is not, though a newer message may have
+        its number.
+        """
         if self._held.get(delivery.sequence) is not delivery:
             return False
         del self._held[delivery.sequence]

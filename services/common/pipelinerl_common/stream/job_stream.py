@@ -46,12 +46,14 @@ async def connect(
     login: Login = ANONYMOUS,
     timeout_s: float = 60.0,
 ) -> AsyncIterator["Stream"]:
-    """The streams of `job` on the server at `url`, created or updated to `settings`. `name` shows in the server's reports;
+    """The streams of `job` on the server at `url`, created or updated to `settings`. `name` shows
+    in the server's reports;
     `namespace` is that of the job's metadata and keeps jobs of one name apart.
 
-    Afterwards the connection is kept for ever: whatever happens to the server, calls wait up to their own deadlines.
-    Raises Unavailable without a server within `timeout_s` or when it refuses credentials, which may pass; SettingsError for a
-    wrong token or limits that the server cannot give.
+    Afterwards the connection is kept for ever: whatever happens to the server, calls wait up to
+    their own deadlines. Raises Unavailable without a server within `timeout_s` or when it refuses
+    credentials, which may pass; SettingsError for a wrong token or limits that the server cannot
+    give.
     """
     layout = Layout(job, settings, namespace)
     counters: Counter[str] = Counter()
@@ -59,7 +61,9 @@ async def connect(
     async def prepare(connection: Connection) -> None:
         await layout.ensure(connection.jetstream)
 
-    opening = Connection.open(url, name=name, login=login, prepare=prepare, timeout_s=timeout_s, counters=counters)
+    opening = Connection.open(
+        url, name=name, login=login, prepare=prepare, timeout_s=timeout_s, counters=counters
+    )
     async with opening as connection:
         yield Stream(connection, layout, counters)
 
@@ -78,8 +82,8 @@ class Stream:
     """One service's end of its job's streams.
 
     `counters` only grow: set_aside_<reason>, retries (publishes and requests sent again), redelivered, duplicates (groups
-    published twice), lost (unacknowledged when the server came back without its disk), reconnects, metrics_dropped,
-    metrics_malformed.
+    published twice), lost (unacknowledged when the server came back without its disk), reconnects,
+    metrics_dropped, metrics_malformed.
     """
 
     def __init__(self, connection: Connection, layout: Layout, counters: Counter[str]) -> None:
@@ -101,8 +105,9 @@ class Stream:
     async def publish_group(self, group: SampleGroup, timeout_s: float = 60.0) -> None:
         """Returns when the server has stored every part. Many may be published at once.
 
-        Waits while the server is away or the stream is full. Raises Unavailable at the deadline (parts may be stored:
-        publishing the same group again is safe), PermanentError for a sample larger than the server takes.
+        Waits while the server is away or the stream is full. Raises Unavailable at the deadline
+        (parts may be stored: publishing the same group again is safe), PermanentError for a sample
+        larger than the server takes.
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
         parts = encode_group(group, self.max_payload_bytes)
@@ -117,28 +122,39 @@ class Stream:
                 async with asyncio.timeout_at(deadline):
                     await self._publishing.acquire()
             except TimeoutError as error:
-                raise Unavailable(f"{part.message_id}: earlier publishes wait for the stream's server") from error
+                raise Unavailable(
+                    f"{part.message_id}: earlier publishes wait for the stream's server"
+                ) from error
         else:
             await self._publishing.acquire()
         try:
             left_s = deadline - asyncio.get_running_loop().time()
             headers = {"Nats-Msg-Id": part.message_id, **tracing.headers()}
-            await self._connection.publish(self._layout.subject("samples"), part.payload, headers, left_s)
+            await self._connection.publish(
+                self._layout.subject("samples"), part.payload, headers, left_s
+            )
         finally:
             self._publishing.release()
 
-    def samples(self, max_pending: int) -> AbstractAsyncContextManager[AsyncIterator[ReceivedGroup]]:
+    def samples(
+        self, max_pending: int
+    ) -> AbstractAsyncContextManager[AsyncIterator[ReceivedGroup]]:
         """Groups as they arrive, those first that an earlier reader has left unacknowledged.
 
-        At most `max_pending` are out and neither acknowledged nor put back. Malformed messages never show here: they are set
-        aside and counted. The iteration raises FatalError when another process starts to read the same job's samples.
+        At most `max_pending` are out and neither acknowledged nor put back. Malformed messages
+        never show here: they are set aside and counted. The iteration raises FatalError when
+        another process starts to read the same job's samples.
         """
         if max_pending < 1:
             raise ValueError(f"max_pending={max_pending} must be at least 1")
-        return SampleReader(self._connection, self._layout, max_pending, self._set_aside, self.counters).reading()
+        return SampleReader(
+            self._connection, self._layout, max_pending, self._set_aside, self.counters
+        ).reading()
 
     async def set_aside(self, received: ReceivedGroup, reason: str, detail: str = "") -> None:
-        """Moves a group to the dead-letter subject. `reason` is one word for counters. Raises Unavailable."""
+        """Moves a group to the dead-letter subject. `reason` is one word for counters. Raises
+        Unavailable.
+        """
         for part in encode_group(received.group, self.max_payload_bytes):
             await self._set_aside(part.payload, reason, detail)
         await received.ack()
@@ -155,9 +171,13 @@ class Stream:
 
     async def depth(self, timeout_s: float = 10.0) -> "StreamDepth":
         """How much the sample stream holds. Raises Unavailable."""
-        answer = await self._connection.request(f"$JS.API.STREAM.INFO.{self._layout.stream('samples')}", {}, timeout_s)
+        answer = await self._connection.request(
+            f"$JS.API.STREAM.INFO.{self._layout.stream('samples')}", {}, timeout_s
+        )
         state, config = answer["state"], answer["config"]
-        return StreamDepth(int(state["messages"]), int(state["bytes"]), int(config.get("max_bytes", 0)))
+        return StreamDepth(
+            int(state["messages"]), int(state["bytes"]), int(config.get("max_bytes", 0))
+        )
 
     async def num_waiting(self, timeout_s: float = 10.0) -> int:
         """Messages on the sample stream that are not acknowledged yet. Raises Unavailable."""
@@ -168,12 +188,16 @@ class Stream:
         return Journal(self._connection, self._layout)
 
     async def publish_metrics(self, record: metrics_pb2.MetricsRecord) -> bool:
-        """Best effort: never raises, never waits for the server. Whether it was sent; what is not counts as metrics_dropped."""
+        """Best effort: never raises, never waits for the server. Whether it was sent; what is not
+        counts as metrics_dropped.
+        """
         try:
             if not self._connection.is_ready:
                 raise Unavailable("no connection")
             check_room(self._connection.client)
-            await self._connection.client.publish(self._layout.subject("metrics"), record.SerializeToString())
+            await self._connection.client.publish(
+                self._layout.subject("metrics"), record.SerializeToString()
+            )
         except (Unavailable, nats.errors.Error, *RETRYABLE) as error:
             self.counters["metrics_dropped"] += 1
             log.debug("metrics dropped: %r", error)
@@ -209,6 +233,8 @@ class Stream:
                 except DecodeError:
                     self.counters["metrics_malformed"] += 1
 
-        reader = PullReader(self._connection, stream, make_consumer=make_consumer, capacity=capacity, handle=handle)
+        reader = PullReader(
+            self._connection, stream, make_consumer=make_consumer, capacity=capacity, handle=handle
+        )
         async with arrivals.filled_by(reader.run()) as records:
             yield records

@@ -13,20 +13,28 @@ from pipelinerl_common.stream.pull import PullReader
 
 
 class Journal:
-    """A JetStream key-value bucket. Every method waits for the server, up to its `timeout_s`, then raises Unavailable."""
+    """A JetStream key-value bucket. Every method waits for the server, up to its `timeout_s`, then
+    raises Unavailable.
+    """
 
     def __init__(self, connection: Connection, layout: Layout) -> None:
         self._connection = connection
         self._layout = layout
 
     async def put(self, key: str, value: bytes, timeout_s: float = 60.0) -> None:
-        """Sets `key`; durable when this returns. Raises ValueError for a key other than letters, digits and - / _ = ."""
+        """Sets `key`; durable when this returns. Raises ValueError for a key other than letters,
+        digits and - / _ = .
+        """
         await self._connection.publish(self._layout.journal_subject(key), value, None, timeout_s)
 
     async def delete(self, key: str, timeout_s: float = 60.0) -> None:
-        """Forgets `key`, leaving no marker behind, so that the bucket does not grow with its history."""
+        """Forgets `key`, leaving no marker behind, so that the bucket does not grow with its
+        history.
+        """
         subject = self._layout.journal_subject(key)
-        await self._connection.request(f"$JS.API.STREAM.PURGE.{self._layout.journal_stream}", {"filter": subject}, timeout_s)
+        await self._connection.request(
+            f"$JS.API.STREAM.PURGE.{self._layout.journal_stream}", {"filter": subject}, timeout_s
+        )
 
     async def entries(self, timeout_s: float = 60.0) -> dict[str, bytes]:
         """Everything that is in the bucket."""
@@ -37,7 +45,9 @@ class Journal:
         async def make_consumer() -> str:
             nonlocal num_missing
             entries.clear()
-            info = await self._connection.jetstream.add_consumer(self._layout.journal_stream, _ONCE_THROUGH)
+            info = await self._connection.jetstream.add_consumer(
+                self._layout.journal_stream, _ONCE_THROUGH
+            )
             num_missing = info.num_pending
             if num_missing == 0:
                 complete.set()
@@ -55,11 +65,15 @@ class Journal:
             return 256
 
         stream = self._layout.journal_stream
-        reader = PullReader(self._connection, stream, make_consumer=make_consumer, capacity=capacity, handle=handle)
+        reader = PullReader(
+            self._connection, stream, make_consumer=make_consumer, capacity=capacity, handle=handle
+        )
         reading = asyncio.ensure_future(reader.run())
         waiting = asyncio.ensure_future(complete.wait())
         try:
-            await asyncio.wait([reading, waiting], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                [reading, waiting], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
             if reading.done():
                 reading.result()
             if not waiting.done():

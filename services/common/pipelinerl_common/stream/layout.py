@@ -7,7 +7,14 @@ from typing import Final
 
 import nats.js.errors
 from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DiscardPolicy,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+)
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import StreamSettings
@@ -24,18 +31,22 @@ _SIDE_STREAM_BYTES: Final = 256 << 20
 _KEY: Final = re.compile(r"^[-/_=.a-zA-Z0-9]+$")
 
 _UNREPAIRABLE: Final = {
-    10074: "stream.replicas={settings.replicas}: {error.description}; set it to 1 for a single server",
-    10047: "stream.maxBytes={settings.max_bytes}: {error.description}; lower it or give the server more disk",
+    10074: "stream.replicas={settings.replicas}: {error.description}; set it to 1 for a single "
+    "server",
+    10047: "stream.maxBytes={settings.max_bytes}: {error.description}; lower it or give the server "
+    "more disk",
 }
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names of one job's streams. Names of jobs and namespaces are lower-case letters, digits and '-'.
+    """Names of one job's streams. Names of jobs and namespaces are lower-case letters, digits and
+    '-'.
 
-    Example: job "maths" has the streams maths_samples (subject maths.samples), maths_dead (maths.dead), maths_metrics
-    (maths.metrics) and the key-value bucket maths_journal. In the namespace "team" they are team_maths_samples
-    (team.maths.samples) and so on, so that two jobs of one name can share a server.
+    Example: job "maths" has the streams maths_samples (subject maths.samples), maths_dead
+    (maths.dead), maths_metrics (maths.metrics) and the key-value bucket maths_journal. In the
+    namespace "team" they are team_maths_samples (team.maths.samples) and so on, so that two jobs of
+    one name can share a server.
     """
 
     job: str
@@ -45,7 +56,9 @@ class Layout:
     def __post_init__(self) -> None:
         for what, name in (("name", self.job), ("namespace", self.namespace)):
             if name is not None and not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name):
-                raise SettingsError(f"metadata.{what}={name!r}: use lower-case letters, digits and '-' only")
+                raise SettingsError(
+                    f"metadata.{what}={name!r}: use lower-case letters, digits and '-' only"
+                )
 
     def _joined(self, separator: str, kind: str) -> str:
         return separator.join(part for part in (self.namespace, self.job, kind) if part is not None)
@@ -68,7 +81,10 @@ class Layout:
     def journal_subject(self, key: str) -> str:
         """Raises ValueError for a key that NATS cannot hold."""
         if not _KEY.match(key) or key.startswith(".") or key.endswith(".") or ".." in key:
-            raise ValueError(f"journal key {key!r}: use letters, digits and - / _ = . (not at the ends, not doubled)")
+            raise ValueError(
+                f"journal key {key!r}: use letters, digits and - / _ = . (not at the ends, not "
+                "doubled)"
+            )
         return f"$KV.{self._journal}.{key}"
 
     def journal_key(self, subject: str) -> str:
@@ -81,8 +97,12 @@ class Layout:
 
     @property
     def publish_subjects(self) -> tuple[str, ...]:
-        """All that a service of the job publishes to: its own subjects, JetStream's requests and acknowledgements."""
-        own = tuple(subject for config in self.stream_configs() for subject in config.subjects or ())
+        """All that a service of the job publishes to: its own subjects, JetStream's requests and
+        acknowledgements.
+        """
+        own = tuple(
+            subject for config in self.stream_configs() for subject in config.subjects or ()
+        )
         return (*own, "$JS.API.>", "$JS.ACK.>")
 
     @property
@@ -118,7 +138,8 @@ class Layout:
                 max_age=7 * DAY_S,
                 **common,
             ),
-            StreamConfig(  # as the nats command line makes key-value buckets, so that `nats kv` reads it
+            # as the nats command line makes key-value buckets, so that `nats kv` reads it
+            StreamConfig(
                 name=self.journal_stream,
                 subjects=[f"$KV.{self._journal}.>"],
                 max_msgs_per_subject=1,
@@ -131,7 +152,9 @@ class Layout:
         )
 
     async def ensure(self, jetstream: JetStreamContext) -> None:
-        """Creates what is missing and updates what differs. Raises SettingsError when the server cannot have it so."""
+        """Creates what is missing and updates what differs. Raises SettingsError when the server
+        cannot have it so.
+        """
         for config in self.stream_configs():
             try:
                 await _ensure_one(jetstream, config)
@@ -144,16 +167,21 @@ class Layout:
     def sample_consumer(self) -> ConsumerConfig:
         """The one durable consumer of the sample stream.
 
-        A message is redelivered when the reader starts anew, never by time: the reader bounds how much it holds, and an
-        optimizer step may take arbitrarily long.
+        A message is redelivered when the reader starts anew, never by time: the reader bounds how
+        much it holds, and an optimizer step may take arbitrarily long.
         """
         return ConsumerConfig(
-            durable_name=CONSUMER, ack_policy=AckPolicy.EXPLICIT, ack_wait=7 * DAY_S, max_ack_pending=_MAX_UNACKED_MESSAGES
+            durable_name=CONSUMER,
+            ack_policy=AckPolicy.EXPLICIT,
+            ack_wait=7 * DAY_S,
+            max_ack_pending=_MAX_UNACKED_MESSAGES,
         )
 
 
 async def _ensure_one(jetstream: JetStreamContext, config: StreamConfig) -> None:
-    """Adding a stream that is there already would need its bytes a second time, so an update is tried first."""
+    """Adding a stream that is there already would need its bytes a second time, so an update is
+    tried first.
+    """
     with suppress(nats.js.errors.NotFoundError):
         await jetstream.update_stream(config)
         return

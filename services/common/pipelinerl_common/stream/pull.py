@@ -55,8 +55,9 @@ class PullReader:
         self._generation = 0
 
     async def run(self) -> None:
-        """Never returns. Raises FatalError when another process took the consumer away, PermanentError when the server cannot
-        give what is asked for."""
+        """Never returns. Raises FatalError when another process took the consumer away,
+        PermanentError when the server cannot give what is asked for.
+        """
         backoff_s = _FIRST_BACKOFF_S
         async with self._connection.listening(self._wake.set):
             while True:
@@ -69,7 +70,9 @@ class PullReader:
                         backoff_s = _FIRST_BACKOFF_S
                         await self._read(consumer, inbox)
                 except nats.js.errors.BadRequestError as error:
-                    raise PermanentError(f"stream {self._stream} cannot be read: {error}") from error
+                    raise PermanentError(
+                        f"stream {self._stream} cannot be read: {error}"
+                    ) from error
                 except (nats.errors.Error, *RETRYABLE) as error:
                     log.warning("stream=%s reading starts anew: %s", self._stream, error)
                     await asyncio.sleep(backoff_s)
@@ -85,8 +88,11 @@ class PullReader:
             self._wake.set()
 
         inbox = client.new_inbox()
-        # No limits in the library, which would drop what exceeds them: the pull requests are the limit.
-        subscription = await client.subscribe(inbox, cb=on_message, pending_msgs_limit=0, pending_bytes_limit=0)
+        # No limits in the library, which would drop what exceeds them: the pull requests are the
+        # limit.
+        subscription = await client.subscribe(
+            inbox, cb=on_message, pending_msgs_limit=0, pending_bytes_limit=0
+        )
         try:
             yield inbox
         finally:
@@ -105,7 +111,9 @@ class PullReader:
                 messages = await self._next(deadline)
                 if not messages:
                     if self._connection.generation == self._generation:
-                        log.warning("stream=%s the server is silent, reading starts anew", self._stream)
+                        log.warning(
+                            "stream=%s the server is silent, reading starts anew", self._stream
+                        )
                     return
                 data = [message for message in messages if _status(message) is None]
                 statuses = [message for message in messages if _status(message) is not None]
@@ -118,9 +126,15 @@ class PullReader:
                     break
 
     async def _pull(self, consumer: str, inbox: str, batch: int) -> None:
-        request = {"batch": batch, "expires": int(_EXPIRES_S * 1e9), "max_bytes": self._max_batch_bytes()}
+        request = {
+            "batch": batch,
+            "expires": int(_EXPIRES_S * 1e9),
+            "max_bytes": self._max_batch_bytes(),
+        }
         await self._connection.client.publish(
-            f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{consumer}", json.dumps(request).encode(), reply=inbox
+            f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{consumer}",
+            json.dumps(request).encode(),
+            reply=inbox,
         )
 
     def _max_batch_bytes(self) -> int:
@@ -142,10 +156,15 @@ class PullReader:
         return messages
 
     def _check_request_ended(self, message: Msg) -> None:
-        """Returns when the status message says that the pull request is over, raises when it says more than that."""
+        """Returns when the status message says that the pull request is over, raises when it says
+        more than that.
+        """
         description = (message.headers or {}).get("Description", "")
         if description == "Consumer Deleted" and self._connection.generation == self._generation:
-            raise FatalError(f"stream {self._stream}: another process has taken over as its reader; only one may run")
+            raise FatalError(
+                f"stream {self._stream}: another process has taken over as its reader; only one "
+                "may run"
+            )
         if _status(message) != "408" and description not in _REQUEST_OVER:
             raise nats.errors.Error(f"pull request refused: {_status(message)} {description}")
 
@@ -161,7 +180,9 @@ Item = TypeVar("Item")
 
 
 class Arrivals(Generic[Item]):
-    """A queue from a reading task to an `async for`, which ends with the task's error. Waiting for it may be cancelled."""
+    """A queue from a reading task to an `async for`, which ends with the task's error. Waiting for
+    it may be cancelled.
+    """
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
@@ -170,7 +191,9 @@ class Arrivals(Generic[Item]):
         self._task: asyncio.Task[None] | None = None
 
     @asynccontextmanager
-    async def filled_by(self, reading: Coroutine[Any, Any, None]) -> AsyncIterator[AsyncIterator[Item]]:
+    async def filled_by(
+        self, reading: Coroutine[Any, Any, None]
+    ) -> AsyncIterator[AsyncIterator[Item]]:
         """Runs `reading`, which calls `put`, while the block runs."""
         self._task = asyncio.ensure_future(reading)
         self._task.add_done_callback(lambda task: self._arrived.set())

@@ -23,8 +23,12 @@ class ServerRequests:
     @classmethod
     @asynccontextmanager
     async def open(cls, url: str, login: Login, *, name: str) -> AsyncIterator["ServerRequests"]:
-        """Connects beside the block, however long it takes; requests wait for it up to their own deadlines."""
-        async with Connection.open_in_background(url, name=name, login=login, counters=Counter()) as connection:
+        """Connects beside the block, however long it takes; requests wait for it up to their own
+        deadlines.
+        """
+        async with Connection.open_in_background(
+            url, name=name, login=login, counters=Counter()
+        ) as connection:
             yield cls(connection)
 
     @property
@@ -33,7 +37,9 @@ class ServerRequests:
 
     @property
     def generation(self) -> int:
-        """Grows with every connect, the first one included: the server may have forgotten what it was told before."""
+        """Grows with every connect, the first one included: the server may have forgotten what it
+        was told before.
+        """
         return self._connection.generation
 
     def reconnecting(self, listener: Callable[[], None]) -> AbstractAsyncContextManager[None]:
@@ -45,10 +51,16 @@ class ServerRequests:
         return await self._connection.ask(subject, payload, timeout_s)
 
     async def ask_all(
-        self, subject: str, payload: bytes, *, is_enough: Callable[[list[bytes]], bool], timeout_s: float
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        is_enough: Callable[[list[bytes]], bool],
+        timeout_s: float,
     ) -> list[bytes]:
-        """Answers of many servers, until `is_enough` or, at the latest, after `timeout_s`. Raises Unavailable without a
-        connection within that time."""
+        """Answers of many servers, until `is_enough` or, at the latest, after `timeout_s`. Raises
+        Unavailable without a connection within that time.
+        """
         answers: list[bytes] = []
         enough = asyncio.Event()
 

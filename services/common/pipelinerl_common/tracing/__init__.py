@@ -1,6 +1,28 @@
-"""Traces: from a prompt's grant to the optimizer step, and of each weight update. Off unless the job asks for them."""
+"""Traces: from a prompt's grant to the optimizer step, and of each weight update. Off unless the
+job asks for them.
+"""
 
-from pipelinerl_common.tracing.span import NOTHING, TRACEPARENT, Span, called_by, caller, current, headers, span
+from pipelinerl_common.tracing.span import (
+    NOTHING,
+    TRACEPARENT,
+    Span,
+    called_by,
+    caller,
+    current,
+    headers,
+    span,
+)
 from pipelinerl_common.tracing.tracer import Tracer, open_tracer
 
-__all__ = ["NOTHING", "TRACEPARENT", "Span", "Tracer", "called_by", "caller", "current", "headers", "open_tracer", "span"]
+__all__ = [
+    "NOTHING",
+    "TRACEPARENT",
+    "Span",
+    "Tracer",
+    "called_by",
+    "caller",
+    "current",
+    "headers",
+    "open_tracer",
+    "span",
+]

@@ -1,4 +1,6 @@
-"""A small OTLP collector: takes spans over gRPC and keeps them. For tests and `pipelinerl bench telemetry`."""
+"""A small OTLP collector: takes spans over gRPC and keeps them. For tests and `pipelinerl bench
+telemetry`.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -8,7 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     TraceServiceServicer,
     add_TraceServiceServicer_to_server,
@@ -36,12 +41,16 @@ class Collector(TraceServiceServicer):
     spans: list[Kept] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def Export(self, request: ExportTraceServiceRequest, context: Any) -> ExportTraceServiceResponse:
+    def Export(
+        self, request: ExportTraceServiceRequest, context: Any
+    ) -> ExportTraceServiceResponse:
         with self._lock:
             for resource in request.resource_spans:
                 of_resource = _attributes(resource.resource.attributes)
                 for scope in resource.scope_spans:
-                    self.spans.extend(_kept(str(of_resource["service.name"]), span) for span in scope.spans)
+                    self.spans.extend(
+                        _kept(str(of_resource["service.name"]), span) for span in scope.spans
+                    )
         return ExportTraceServiceResponse()
 
     def named(self, name: str) -> list[Kept]:

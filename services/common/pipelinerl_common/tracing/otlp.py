@@ -1,4 +1,6 @@
-"""Spans of the OpenTelemetry SDK, sent by OTLP over gRPC. The only module that imports opentelemetry."""
+"""Spans of the OpenTelemetry SDK, sent by OTLP over gRPC. The only module that imports
+opentelemetry.
+"""
 
 import asyncio
 import logging
@@ -56,7 +58,11 @@ def _running(tracer: trace.Tracer, started: trace.Span) -> Iterator[Span]:
     try:
         yield made
     except BaseException as error:
-        kind = "cancelled" if isinstance(error, asyncio.CancelledError) else f"{type(error).__name__}: {error}"
+        kind = (
+            "cancelled"
+            if isinstance(error, asyncio.CancelledError)
+            else f"{type(error).__name__}: {error}"
+        )
         started.set_status(Status(StatusCode.ERROR, kind[:500]))
         raise
     finally:
@@ -69,16 +75,24 @@ class OtlpTracer(Tracer):
 
     def __init__(self, settings: TracingSettings, resource: Mapping[str, str]) -> None:
         exporter = OTLPSpanExporter(
-            endpoint=settings.endpoint, insecure=settings.endpoint.startswith("http://"), timeout=_EXPORT_S
+            endpoint=settings.endpoint,
+            insecure=settings.endpoint.startswith("http://"),
+            timeout=_EXPORT_S,
         )
-        self._provider = TracerProvider(sampler=ALWAYS_ON, resource=Resource.create(dict(resource)), shutdown_on_exit=False)
+        self._provider = TracerProvider(
+            sampler=ALWAYS_ON, resource=Resource.create(dict(resource)), shutdown_on_exit=False
+        )
         self._provider.add_span_processor(
-            BatchSpanProcessor(exporter, max_queue_size=_MAX_WAITING_SPANS, schedule_delay_millis=_SEND_EVERY_MS)
+            BatchSpanProcessor(
+                exporter, max_queue_size=_MAX_WAITING_SPANS, schedule_delay_millis=_SEND_EVERY_MS
+            )
         )
         self._tracer = self._provider.get_tracer("pipelinerl")
         self._sample_ratio = settings.sample_ratio
 
-    def root(self, name: str, links: Sequence[str] = (), **attributes: Attribute) -> AbstractContextManager[Span]:
+    def root(
+        self, name: str, links: Sequence[str] = (), **attributes: Attribute
+    ) -> AbstractContextManager[Span]:
         contexts = [_span_context(each) for each in links]
         linked = [Link(context) for context in contexts if context.is_valid]
         nowhere = trace.set_span_in_context(trace.INVALID_SPAN)
@@ -90,7 +104,9 @@ class OtlpTracer(Tracer):
             return NOTHING.child(name, attributes)
         return self.root(name, (), **attributes)
 
-    def continued(self, name: str, traceparent: str, **attributes: Attribute) -> AbstractContextManager[Span]:
+    def continued(
+        self, name: str, traceparent: str, **attributes: Attribute
+    ) -> AbstractContextManager[Span]:
         if not traceparent:
             return NOTHING.child(name, attributes)
         parent = _CONTEXT.extract({TRACEPARENT: traceparent})

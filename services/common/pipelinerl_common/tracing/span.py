@@ -1,12 +1,13 @@
-"""A piece of work in a trace, and the one that runs now. Without tracing every span is NOTHING, and costs next to nothing.
+"""A piece of work in a trace, and the one that runs now. Without tracing every span is NOTHING, and
+costs next to nothing.
 
     with tracer.continued("rollout", lease.traceparent, group_size=8):      # or tracer.root(...)
         with span("verify") as verifying:                                   # a child of whatever runs now
             ...
             verifying.set(reward=1.0)
 
-A span's place in its trace travels as W3C `traceparent` text ("" when nothing is traced): in gRPC metadata, NATS and HTTP
-headers, leases and step plans.
+A span's place in its trace travels as W3C `traceparent` text ("" when nothing is traced): in gRPC
+metadata, NATS and HTTP headers, leases and step plans.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,9 @@ class Span:
     trace_id = ""
     """For log lines; 32 hexadecimal digits, or empty."""
 
-    def child(self, name: str, attributes: Mapping[str, Attribute]) -> AbstractContextManager["Span"]:
+    def child(
+        self, name: str, attributes: Mapping[str, Attribute]
+    ) -> AbstractContextManager["Span"]:
         return _NO_BLOCK
 
     def set(self, **attributes: Attribute) -> None:

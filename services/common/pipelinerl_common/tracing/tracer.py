@@ -13,16 +13,24 @@ if TYPE_CHECKING:
 class Tracer:
     """Traces nothing."""
 
-    def root(self, name: str, links: Sequence[str] = (), **attributes: Attribute) -> AbstractContextManager[Span]:
-        """The first span of a trace. `links` are `traceparent`s of spans in other traces that it depends on."""
+    def root(
+        self, name: str, links: Sequence[str] = (), **attributes: Attribute
+    ) -> AbstractContextManager[Span]:
+        """The first span of a trace. `links` are `traceparent`s of spans in other traces that it
+        depends on.
+        """
         return nullcontext(NOTHING)
 
     def sampled_root(self, name: str, **attributes: Attribute) -> AbstractContextManager[Span]:
         """The same for a share of the calls only, `sampleRatio`; NOTHING for the others."""
         return nullcontext(NOTHING)
 
-    def continued(self, name: str, traceparent: str, **attributes: Attribute) -> AbstractContextManager[Span]:
-        """A span below one of another process, or below an earlier one of this; NOTHING for an empty `traceparent`."""
+    def continued(
+        self, name: str, traceparent: str, **attributes: Attribute
+    ) -> AbstractContextManager[Span]:
+        """A span below one of another process, or below an earlier one of this; NOTHING for an
+        empty `traceparent`.
+        """
         return nullcontext(NOTHING)
 
 
@@ -30,7 +38,8 @@ class Tracer:
 async def open_tracer(job: "Job", role: str, instance: str) -> AsyncIterator[Tracer]:
     """The tracer of one process. Spans that are not sent when the block is left get a few seconds.
 
-    OpenTelemetry is imported only when the job traces. A collector that is away costs spans, never time.
+    OpenTelemetry is imported only when the job traces. A collector that is away costs spans, never
+    time.
     """
     settings = job.spec.telemetry.tracing
     if settings is None:
@@ -38,7 +47,10 @@ async def open_tracer(job: "Job", role: str, instance: str) -> AsyncIterator[Tra
         return
     from pipelinerl_common.tracing.otlp import OtlpTracer
 
-    tracer = OtlpTracer(settings, {"service.name": f"pipelinerl-{role}", "service.instance.id": instance, "job": job.name})
+    tracer = OtlpTracer(
+        settings,
+        {"service.name": f"pipelinerl-{role}", "service.instance.id": instance, "job": job.name},
+    )
     try:
         yield tracer
     finally:

@@ -5,7 +5,8 @@
       ^                                                   |
       +------------- the messages that are new -----------+        in the end: its rubric -> Verdict
 ```
-The environment never asks a model for the policy's turns: they are sampled here, and their tokens are kept as they were.
+The environment never asks a model for the policy's turns: they are sampled here, and their tokens
+are kept as they were.
 """
 
 from typing import Any, Literal
@@ -17,9 +18,14 @@ from pipelinerl_actor.tasks.verifiers.tasks import MultiTurn, SingleTurn
 
 
 def environment(
-    *, seed: int, name: str, arguments: dict[str, Any] | None = None, split: Literal["train", "eval"] = "train"
+    *,
+    seed: int,
+    name: str,
+    arguments: dict[str, Any] | None = None,
+    split: Literal["train", "eval"] = "train",
 ) -> Task:
-    """The environment that `verifiers` knows as `name`, made with `arguments`; `split` is which of its data sets to take.
+    """The environment that `verifiers` knows as `name`, made with `arguments`; `split` is which of
+    its data sets to take.
 
     Raises SettingsError when it cannot be made, or is of a kind that cannot be played here.
     """

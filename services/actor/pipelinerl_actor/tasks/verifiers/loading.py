@@ -36,12 +36,15 @@ class Loaded:
 
 
 def load(name: str, arguments: dict[str, Any], split: str, seed: int) -> Loaded:
-    """Raises SettingsError. What the environment draws at random while it is made follows from `seed`."""
+    """Raises SettingsError. What the environment draws at random while it is made follows from
+    `seed`.
+    """
     try:
         import verifiers
     except ModuleNotFoundError as error:
         raise SettingsError(
-            f"{WHERE}.name={name!r} needs the package {error.name!r}: pip install 'pipelinerl[verifiers]'"
+            f"{WHERE}.name={name!r} needs the package {error.name!r}: pip install "
+            "'pipelinerl[verifiers]'"
         ) from error
     with _signals_kept(), _seeded(f"verifiers {seed}"):
         try:
@@ -73,17 +76,29 @@ def _check(name: str, environment: Any) -> None:
 
     kind = type(environment)
     where = f"{WHERE}.name={name!r}: {kind.__name__}"
-    if not isinstance(environment, verifiers.MultiTurnEnv) or kind.rollout is not verifiers.MultiTurnEnv.rollout:
-        raise SettingsError(f"{where} has a rollout of its own; only those of SingleTurnEnv and MultiTurnEnv can be played")
+    if (
+        not isinstance(environment, verifiers.MultiTurnEnv)
+        or kind.rollout is not verifiers.MultiTurnEnv.rollout
+    ):
+        raise SettingsError(
+            f"{where} has a rollout of its own; only those of SingleTurnEnv and MultiTurnEnv can "
+            "be played"
+        )
     if kind.get_model_response is not verifiers.Environment.get_model_response:
-        raise SettingsError(f"{where} asks for the policy's answers in its own way, so their tokens could not be kept")
+        raise SettingsError(
+            f"{where} asks for the policy's answers in its own way, so their tokens could not be "
+            "kept"
+        )
     if environment.message_type != "chat":
-        raise SettingsError(f"{where} has message_type={environment.message_type!r}; only 'chat' can be played")
+        raise SettingsError(
+            f"{where} has message_type={environment.message_type!r}; only 'chat' can be played"
+        )
     for rubric in rubrics_of(environment.rubric):
         grouped = rubric._get_group_reward_funcs()
         if grouped:
             raise SettingsError(
-                f"{where}: the reward function {grouped[0].__name__!r} compares the rollouts of a group; here each is judged "
+                f"{where}: the reward function {grouped[0].__name__!r} compares the rollouts of a "
+                "group; here each is judged "
                 f"by itself"
             )
 
@@ -93,7 +108,9 @@ def _check_rows(name: str, rows: Any) -> None:
         raise SettingsError(f"{WHERE}.name={name!r}: its data set is empty")
     prompt = rows[0]["prompt"]
     if not isinstance(prompt, list):
-        raise SettingsError(f"{WHERE}.name={name!r}: a prompt is {prompt!r}, not a list of messages")
+        raise SettingsError(
+            f"{WHERE}.name={name!r}: a prompt is {prompt!r}, not a list of messages"
+        )
 
 
 def _reason(name: str, arguments: Mapping[str, Any], split: str, error: Exception) -> str:
@@ -112,13 +129,20 @@ def _reason(name: str, arguments: Mapping[str, Any], split: str, error: Exceptio
             return f"{where}: {module} imports {each.name!r}, which is not installed"
         if isinstance(each, openai.OpenAIError):
             return (
-                f"{where}: a model judges in it, and there is no endpoint to ask: set OPENAI_API_KEY, and OPENAI_BASE_URL, of "
+                f"{where}: a model judges in it, and there is no endpoint to ask: set "
+                "OPENAI_API_KEY, and OPENAI_BASE_URL, of "
                 f"the rollout container, or name one in {WHERE}.arguments ({each})"
             )
         if isinstance(each, OSError | httpx.HTTPError):
-            return f"{where} needs what cannot be reached from here, the network or a file: {type(each).__name__}: {each}"
+            return (
+                f"{where} needs what cannot be reached from here, the network or a file: "
+                f"{type(each).__name__}: {each}"
+            )
     if str(first) == "dataset is not set":
-        return f"{where} has no data set for {WHERE}.split={split!r}; it may have one for the other of 'train' and 'eval'"
+        return (
+            f"{where} has no data set for {WHERE}.split={split!r}; it may have one for the "
+            "other of 'train' and 'eval'"
+        )
     return f"{where} with {WHERE}.arguments={dict(arguments)}: {type(first).__name__}: {first}"
 
 

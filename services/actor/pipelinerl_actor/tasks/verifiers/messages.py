@@ -11,7 +11,8 @@ from pipelinerl_common.types import FinishReason
 
 
 def plain(messages: Iterable[Any]) -> list[Message]:
-    """As the chat template takes them: text only, a tool call as the text by which a policy makes it.
+    """As the chat template takes them: text only, a tool call as the text by which a policy makes
+    it.
 
     Raises PermanentError for images, audio and what is no message.
     """
@@ -32,7 +33,9 @@ def _text(part: Any) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text":
         return str(part["text"])
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise PermanentError(f"the environment gave a message with {kind!r} in it; only text can be trained on")
+    raise PermanentError(
+        f"the environment gave a message with {kind!r} in it; only text can be trained on"
+    )
 
 
 def _call_text(call: Any) -> str:
@@ -43,7 +46,9 @@ def _call_text(call: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': function['name'], 'arguments': arguments})}\n</tool_call>"
 
 
-def with_tools_of(messages: Sequence[Message], tools: Iterable[Mapping[str, Any]] | None) -> Sequence[Message]:
+def with_tools_of(
+    messages: Sequence[Message], tools: Iterable[Mapping[str, Any]] | None
+) -> Sequence[Message]:
     """`messages`, with `tools` in the form of OpenAI's API told to the policy."""
     functions = [each["function"] for each in tools or ()]
     if not functions:
@@ -53,16 +58,22 @@ def with_tools_of(messages: Sequence[Message], tools: Iterable[Mapping[str, Any]
 
 def _described(function: Mapping[str, Any]) -> str:
     description = f"{function['name']}: {function.get('description') or ''}".rstrip()
-    return f"{description} Arguments, as a JSON schema: {json.dumps(function.get('parameters') or {})}"
+    return (
+        f"{description} Arguments, as a JSON schema: {json.dumps(function.get('parameters') or {})}"
+    )
 
 
 def completion_of(turn: Turn, number: int) -> Any:
-    """`turn` as if a model's endpoint had given it, with the tool calls that are in its text. `number` makes their ids."""
+    """`turn` as if a model's endpoint had given it, with the tool calls that are in its text.
+    `number` makes their ids.
+    """
     from openai.types.chat import ChatCompletion
 
     calls = _calls(turn.text, number)
     content = turn.text[: turn.text.index("<tool_call>")] if calls else turn.text
-    reason = "length" if turn.finish_reason is FinishReason.LENGTH else "tool_calls" if calls else "stop"
+    reason = (
+        "length" if turn.finish_reason is FinishReason.LENGTH else "tool_calls" if calls else "stop"
+    )
     message = {"role": "assistant", "content": content, "tool_calls": calls or None}
     return ChatCompletion.model_validate(
         {
@@ -70,7 +81,9 @@ def completion_of(turn: Turn, number: int) -> Any:
             "object": "chat.completion",
             "created": 0,
             "model": "policy",
-            "choices": [{"index": 0, "finish_reason": reason, "message": message, "logprobs": None}],
+            "choices": [
+                {"index": 0, "finish_reason": reason, "message": message, "logprobs": None}
+            ],
         }
     )
 

@@ -20,8 +20,8 @@ Answer = Callable[[Sequence[Message]], Awaitable[Turn]]
 async def play(environment: Any, row: Mapping[str, Any], answer: Answer) -> Any:
     """The state of a rollout that is over, to be scored.
 
-    Raises TemporaryError for what the environment calls a fault of its infrastructure, PermanentError for a conversation that
-    does not go on from where it was.
+    Raises TemporaryError for what the environment calls a fault of its infrastructure,
+    PermanentError for a conversation that does not go on from where it was.
     """
     state = await environment.init_state(dict(row), NO_CLIENT, "policy", {})
     try:
@@ -42,7 +42,9 @@ async def _clean_up(environment: Any, state: Any) -> None:
         async with asyncio.timeout(CLEANUP_S):
             await environment._cleanup(state)
     except Exception as error:  # noqa: BLE001 - the environment's own code, and the rollout is lost already
-        log.warning("the environment did not clean up after a rollout: %s: %s", type(error).__name__, error)
+        log.warning(
+            "the environment did not clean up after a rollout: %s: %s", type(error).__name__, error
+        )
 
 
 async def _prepared(environment: Any, state: Any) -> Any:
@@ -55,8 +57,9 @@ async def _prepared(environment: Any, state: Any) -> Any:
 
 
 async def _turn(environment: Any, state: Any, said: list[Message], answer: Answer) -> list[Message]:
-    """Everything that has been said after one more turn. `said` is what was before, in words of our own: an environment may
-    change its messages in place."""
+    """Everything that has been said after one more turn. `said` is what was before, in words of our
+    own: an environment may change its messages in place.
+    """
     import verifiers
 
     try:
@@ -66,10 +69,13 @@ async def _turn(environment: Any, state: Any, said: list[Message], answer: Answe
         told = plain(messages)
         if told[: len(said)] != said:
             raise PermanentError(
-                "the environment changed what had been said before, so the tokens could not be kept as they were sampled"
+                "the environment changed what had been said before, so the tokens could not be "
+                "kept as they were sampled"
             )
         turn = await answer(told[len(said) :] if said else with_tools_of(told, state["oai_tools"]))
-        await environment.add_model_response(state, messages, completion_of(turn, len(state["trajectory"])))
+        await environment.add_model_response(
+            state, messages, completion_of(turn, len(state["trajectory"]))
+        )
     except verifiers.ToolError as error:  # the policy's doing; it ends the rollout, which is scored
         state["error"] = error
         return said
@@ -94,7 +100,8 @@ class _NoClient:
         if name.startswith("__"):
             raise AttributeError(name)
         raise PermanentError(
-            f"the environment asks the policy's endpoint by itself (client.{name}), which cannot be trained on"
+            f"the environment asks the policy's endpoint by itself (client.{name}), which cannot "
+            "be trained on"
         )
 
 

@@ -19,8 +19,9 @@ _faults: ContextVar[list[Exception] | None] = ContextVar("faults", default=None)
 async def score(environment: Any, state: Any) -> Verdict:
     """The weighted sum of its reward functions, and each of them as a metric.
 
-    A function that raises counts as 0, as in `verifiers`, and in the metric `reward_errors`. Raises TemporaryError instead when
-    it was the endpoint of a judge that did not answer: that says nothing about the policy.
+    A function that raises counts as 0, as in `verifiers`, and in the metric `reward_errors`. Raises
+    TemporaryError instead when it was the endpoint of a judge that did not answer: that says
+    nothing about the policy.
     """
     faults: list[Exception] = []
     _faults.set(faults)
@@ -28,7 +29,8 @@ async def score(environment: Any, state: Any) -> Verdict:
     for fault in faults:
         if _is_away(fault):
             raise TemporaryError(
-                f"a reward function got no answer from its endpoint: {type(fault).__name__}: {fault}"
+                f"a reward function got no answer from its endpoint: {type(fault).__name__}: "
+                f"{fault}"
             ) from fault
     return Verdict(state["reward"], {**state["metrics"], "reward_errors": len(faults)})
 
@@ -42,7 +44,9 @@ def rubrics_of(rubric: Any) -> Iterator[Any]:
 
 def watch(rubric: Any) -> None:
     """From here on what the rubric's functions raise is noted; `verifiers` passes over it."""
-    rubric.funcs[:] = [each if hasattr(each, "is_watched") else _watched(each) for each in rubric.funcs]
+    rubric.funcs[:] = [
+        each if hasattr(each, "is_watched") else _watched(each) for each in rubric.funcs
+    ]
 
 
 def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,7 +70,10 @@ def _is_away(error: Exception) -> bool:
     import httpx
     import openai
 
-    return any(isinstance(each, openai.APIError | httpx.TransportError | ConnectionError) for each in causes(error))
+    return any(
+        isinstance(each, openai.APIError | httpx.TransportError | ConnectionError)
+        for each in causes(error)
+    )
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

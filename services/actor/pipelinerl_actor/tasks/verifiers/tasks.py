@@ -1,4 +1,6 @@
-"""The two kinds of tasks: one answer, judged in a process, and several turns, played and judged in the rollout loop."""
+"""The two kinds of tasks: one answer, judged in a process, and several turns, played and judged in
+the rollout loop.
+"""
 
 import asyncio
 import json
@@ -28,14 +30,18 @@ class _OfEnvironment(Task):
 
 
 class SingleTurn(_OfEnvironment):
-    """Judged in a verifier's process, in its main thread, where reward functions may compute, and set alarms."""
+    """Judged in a verifier's process, in its main thread, where reward functions may compute, and
+    set alarms.
+    """
 
     def __init__(self, loaded: Loaded, order: Problems[int]) -> None:
         super().__init__(loaded, order)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def verify(self, prompt: Prompt, answer: Turn) -> Verdict:
-        if self._loop is None:  # one for all verdicts, since clients of judges keep to the loop that they began in
+        if (
+            self._loop is None
+        ):  # one for all verdicts, since clients of judges keep to the loop that they began in
             self._loop = asyncio.new_event_loop()
             weakref.finalize(self, self._loop.close)
         return self._loop.run_until_complete(self._judge(prompt.facts["row"], answer))
@@ -66,7 +72,14 @@ class MultiTurn(_OfEnvironment):
             raise PermanentError("the environment ended before the policy's first turn")
         last = rollout.turns[-1]
         return await rollout.verify(
-            Played(last.text, last.token_ids, last.logprobs, last.version_runs, last.finish_reason, state)
+            Played(
+                last.text,
+                last.token_ids,
+                last.logprobs,
+                last.version_runs,
+                last.finish_reason,
+                state,
+            )
         )
 
     async def verify(self, prompt: Prompt, answer: Turn) -> Verdict:

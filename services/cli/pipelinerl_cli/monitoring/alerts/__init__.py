@@ -1,4 +1,6 @@
-"""All alerts. A new one is one entry in one of the tables, with a section in charts/docs/runbooks.md."""
+"""All alerts. A new one is one entry in one of the tables, with a section in
+charts/docs/runbooks.md.
+"""
 
 from typing import Final
 

@@ -6,7 +6,9 @@ from enum import StrEnum
 from typing import Final
 
 RUNBOOKS: Final = "@runbooksUrl@"
-"""Place holder for where charts/docs/runbooks.md is published: a value of the chart, like the thresholds."""
+"""Place holder for where charts/docs/runbooks.md is published: a value of the chart, like the
+thresholds.
+"""
 
 BY_JOB: Final = "by (namespace, job)"
 """A job by its name and, in a cluster, its namespace; without one the label is simply not there."""
@@ -20,7 +22,9 @@ class Severity(StrEnum):
 
 
 Series = Mapping[str, str]
-"""Values of series minute by minute in promtool's notation: {'pipelinerl_ess{job="sums"}': "0.9x60"}."""
+"""Values of series minute by minute in promtool's notation: {'pipelinerl_ess{job="sums"}':
+"0.9x60"}.
+"""
 
 
 @dataclass(frozen=True, slots=True)

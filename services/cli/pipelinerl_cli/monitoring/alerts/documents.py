@@ -1,4 +1,6 @@
-"""The alerts as Prometheus and as Grafana want them. Place holders stay in: the chart's templates fill them from its values."""
+"""The alerts as Prometheus and as Grafana want them. Place holders stay in: the chart's templates
+fill them from its values.
+"""
 
 from typing import Any, Final
 
@@ -27,7 +29,8 @@ def prometheus_rules() -> dict[str, Any]:
     """`spec` of a PrometheusRule, which is also a rule file of Prometheus."""
     return {
         "groups": [
-            {"name": f"pipelinerl-{name}", "rules": [_prometheus(alert) for alert in group]} for name, group in GROUPS.items()
+            {"name": f"pipelinerl-{name}", "rules": [_prometheus(alert) for alert in group]}
+            for name, group in GROUPS.items()
         ]
     }
 
@@ -43,7 +46,9 @@ def _prometheus(alert: Alert) -> dict[str, Any]:
 
 
 def grafana_rules() -> dict[str, Any]:
-    """A provisioning file of Grafana. Its annotations are taken as they are, unlike labels: `$labels` needs no escaping."""
+    """A provisioning file of Grafana. Its annotations are taken as they are, unlike labels:
+    `$labels` needs no escaping.
+    """
     groups = [
         {
             "orgId": 1,
@@ -58,7 +63,9 @@ def grafana_rules() -> dict[str, Any]:
 
 
 def _grafana(alert: Alert) -> dict[str, Any]:
-    """The query keeps only series that are beyond their limit: B is 1 for each, whatever its value, 0 included."""
+    """The query keeps only series that are beyond their limit: B is 1 for each, whatever its value,
+    0 included.
+    """
     query = {"refId": "A", "expr": alert.expr, "instant": True, "range": False}
     condition = {
         "refId": "B",
@@ -73,14 +80,26 @@ def _grafana(alert: Alert) -> dict[str, Any]:
         "noDataState": "OK",
         "execErrState": "Error",
         "labels": {"severity": alert.severity.value},
-        "annotations": {key: text.replace("$value", "$values.A.Value") for key, text in _annotations(alert).items()},
+        "annotations": {
+            key: text.replace("$value", "$values.A.Value")
+            for key, text in _annotations(alert).items()
+        },
         "data": [_data("A", "@datasourceUid@", query), _data("B", _EXPRESSION, condition)],
     }
 
 
 def _data(ref: str, source: str, model: dict[str, Any]) -> dict[str, Any]:
-    return {"refId": ref, "relativeTimeRange": {"from": _LOOK_BACK_S, "to": 0}, "datasourceUid": source, "model": model}
+    return {
+        "refId": ref,
+        "relativeTimeRange": {"from": _LOOK_BACK_S, "to": 0},
+        "datasourceUid": source,
+        "model": model,
+    }
 
 
 def _annotations(alert: Alert) -> dict[str, str]:
-    return {"summary": alert.summary, "description": alert.description, "runbook_url": alert.runbook_url}
+    return {
+        "summary": alert.summary,
+        "description": alert.description,
+        "runbook_url": alert.runbook_url,
+    }

@@ -8,10 +8,12 @@ THROUGHPUT: Final = (
     Alert(
         "PipelineRLTrainerStarved",
         Severity.WARNING,
-        f'max {BY_JOB} (rate(pipelinerl_trainer_phase_seconds_total{{phase="wait"}}[10m])) > @waitShare@',
+        f'max {BY_JOB} (rate(pipelinerl_trainer_phase_seconds_total{{phase="wait"}}[10m])) > '
+        "@waitShare@",
         "20m",
         "The trainer of {{ $labels.job }} waits for samples",
-        "The trainer of {{ $labels.job }} spends {{ $value | humanizePercentage }} of its time waiting for a batch "
+        "The trainer of {{ $labels.job }} spends {{ $value | humanizePercentage }} of its time "
+        "waiting for a batch "
         "(limit @waitShare@).",
         fires={'pipelinerl_trainer_phase_seconds_total{job="sums",phase="wait"}': "0+48x180"},
         quiet={'pipelinerl_trainer_phase_seconds_total{job="sums",phase="wait"}': "0+24x180"},
@@ -21,10 +23,12 @@ THROUGHPUT: Final = (
         "PipelineRLGenerationStopped",
         Severity.CRITICAL,
         f"sum {BY_JOB} (rate(pipelinerl_tokens_generated_total[10m])) == 0 "
-        f'and on (namespace, job) sum {BY_JOB} (pipelinerl_queue_groups{{stage=~"admitted|running"}}) > 0',
+        f"and on (namespace, job) sum {BY_JOB} "
+        f'(pipelinerl_queue_groups{{stage=~"admitted|running"}}) > 0',
         "10m",
         "Generators of {{ $labels.job }} sample nothing",
-        "{{ $labels.job }} has groups to generate and has sampled {{ $value }} tokens per second for 10 minutes.",
+        "{{ $labels.job }} has groups to generate and has sampled {{ $value }} tokens per second "
+        "for 10 minutes.",
         fires={
             'pipelinerl_tokens_generated_total{job="sums"}': "5000x180",
             'pipelinerl_queue_groups{job="sums",stage="running"}': "8x180",
@@ -42,7 +46,8 @@ THROUGHPUT: Final = (
         f"+ sum {BY_JOB} (increase(pipelinerl_groups_published_total[30m]))) > @failedShare@",
         "15m",
         "Rollouts of {{ $labels.job }} fail",
-        "{{ $value | humanizePercentage }} of the groups of {{ $labels.job }} were given up by their actors within 30 minutes "
+        "{{ $value | humanizePercentage }} of the groups of {{ $labels.job }} were given up by "
+        "their actors within 30 minutes "
         "(limit @failedShare@).",
         fires={
             'pipelinerl_groups_failed_total{job="sums"}': "0+1x180",
@@ -57,13 +62,21 @@ THROUGHPUT: Final = (
     Alert(
         "PipelineRLStreamNearLimit",
         Severity.CRITICAL,
-        f"max {BY_JOB} (pipelinerl_stream_bytes) / max {BY_JOB} (pipelinerl_stream_limit_bytes) > @streamShare@",
+        f"max {BY_JOB} (pipelinerl_stream_bytes) / max {BY_JOB} (pipelinerl_stream_limit_bytes) > "
+        "@streamShare@",
         "5m",
         "The sample stream of {{ $labels.job }} is nearly full",
-        "The sample stream of {{ $labels.job }} has used {{ $value | humanizePercentage }} of its bytes (limit @streamShare@): "
+        "The sample stream of {{ $labels.job }} has used {{ $value | humanizePercentage }} of its "
+        "bytes (limit @streamShare@): "
         "when it is full, actors wait.",
-        fires={'pipelinerl_stream_bytes{job="sums"}': "9e9x180", 'pipelinerl_stream_limit_bytes{job="sums"}': "1e10x180"},
-        quiet={'pipelinerl_stream_bytes{job="sums"}': "7e9x180", 'pipelinerl_stream_limit_bytes{job="sums"}': "1e10x180"},
+        fires={
+            'pipelinerl_stream_bytes{job="sums"}': "9e9x180",
+            'pipelinerl_stream_limit_bytes{job="sums"}': "1e10x180",
+        },
+        quiet={
+            'pipelinerl_stream_bytes{job="sums"}': "7e9x180",
+            'pipelinerl_stream_limit_bytes{job="sums"}': "1e10x180",
+        },
         thresholds={"streamShare": 0.8},
     ),
 )

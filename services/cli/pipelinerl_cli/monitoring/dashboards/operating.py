@@ -3,12 +3,24 @@
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 from pipelinerl_cli.monitoring.dashboards.page import page
-from pipelinerl_cli.monitoring.dashboards.panel import BYTES, PER_SECOND, SECONDS, SHORT, Limit, Panel, rows
+from pipelinerl_cli.monitoring.dashboards.panel import (
+    BYTES,
+    PER_SECOND,
+    SECONDS,
+    SHORT,
+    Limit,
+    Panel,
+    rows,
+)
 
 
 def operating() -> Dashboard:
     return rows(
-        page("operating", "operator and cluster", "Does the operator lead and keep up; do the jobs' processes run."),
+        page(
+            "operating",
+            "operator and cluster",
+            "Does the operator lead and keep up; do the jobs' processes run.",
+        ),
         ("Operator", _OPERATOR),
         ("API server", _API_SERVER),
         ("Processes of jobs", _PROCESSES),
@@ -18,9 +30,13 @@ def operating() -> Dashboard:
 _OPERATOR = (
     Panel(
         "Leaders",
-        "Replicas of the operator that lead: 1. With 0, jobs run on but nothing is reconciled or restarted.",
+        "Replicas of the operator that lead: 1. With 0, jobs run on but nothing is reconciled or "
+        "restarted.",
         SHORT,
-        (("sum(pipelinerl_operator_leader)", "leaders"), ("count(pipelinerl_operator_leader)", "replicas")),
+        (
+            ("sum(pipelinerl_operator_leader)", "leaders"),
+            ("count(pipelinerl_operator_leader)", "replicas"),
+        ),
         Limit(1, below=True),
         low=0,
     ),
@@ -34,9 +50,15 @@ _OPERATOR = (
     ),
     Panel(
         "Looks at a job",
-        "Per second by outcome: done, retried after an error of the API server, failed by a fault of the operator.",
+        "Per second by outcome: done, retried after an error of the API server, failed by a fault "
+        "of the operator.",
         PER_SECOND,
-        (("sum by (outcome) (rate(pipelinerl_operator_reconciles_total[$__rate_interval]))", "{{outcome}}"),),
+        (
+            (
+                "sum by (outcome) (rate(pipelinerl_operator_reconciles_total[$__rate_interval]))",
+                "{{outcome}}",
+            ),
+        ),
         low=0,
     ),
     Panel(
@@ -76,13 +98,19 @@ _API_SERVER = (
         "Requests",
         "Of the operator to the API server, per second by HTTP status; `none` is no answer.",
         PER_SECOND,
-        (("sum by (code) (rate(pipelinerl_operator_api_requests_total[$__rate_interval]))", "{{code}}"),),
+        (
+            (
+                "sum by (code) (rate(pipelinerl_operator_api_requests_total[$__rate_interval]))",
+                "{{code}}",
+            ),
+        ),
         low=0,
         stacked=True,
     ),
     Panel(
         "Silence of the watches",
-        "Longest time since something was heard on a watch; the API server sends bookmarks about every minute.",
+        "Longest time since something was heard on a watch; the API server sends bookmarks about "
+        "every minute.",
         SECONDS,
         (("max(pipelinerl_operator_watch_silence_seconds)", "silence"),),
         Limit(300, 900),
@@ -103,7 +131,12 @@ _PROCESSES = (
         "Restarts in the last hour",
         "Processes of jobs that were started again, by role.",
         SHORT,
-        (("sum by (namespace, job, restarted) (increase(pipelinerl_restarts_total{@}[1h]))", "{{job}} {{restarted}}"),),
+        (
+            (
+                "sum by (namespace, job, restarted) (increase(pipelinerl_restarts_total{@}[1h]))",
+                "{{job}} {{restarted}}",
+            ),
+        ),
         Limit(3),
         low=0,
     ),

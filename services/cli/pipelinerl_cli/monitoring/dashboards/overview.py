@@ -25,7 +25,11 @@ def _of_sets(series: str, labels: str = "") -> str:
 
 def overview() -> Dashboard:
     return rows(
-        page("overview", "overview", "Is it learning, is it healthy? The first page to look at, for all jobs or for some."),
+        page(
+            "overview",
+            "overview",
+            "Is it learning, is it healthy? The first page to look at, for all jobs or for some.",
+        ),
         ("Now", (*_NOW,)),
         ("Is it learning?", _LEARNING),
         ("Is it good on its evaluation sets?", _EVALUATION),
@@ -41,9 +45,20 @@ _NOW = (
         newest("pipelinerl_policy_version"),
         decimals=0,
     ),
-    Number("Reward", "Mean reward of the newest batch.", SHORT, newest("pipelinerl_reward_mean"), decimals=3),
     Number(
-        "Lag", "Mean age of the newest batch's tokens, in steps.", SHORT, newest("pipelinerl_lag_mean"), Limit(4, 8), decimals=2
+        "Reward",
+        "Mean reward of the newest batch.",
+        SHORT,
+        newest("pipelinerl_reward_mean"),
+        decimals=3,
+    ),
+    Number(
+        "Lag",
+        "Mean age of the newest batch's tokens, in steps.",
+        SHORT,
+        newest("pipelinerl_lag_mean"),
+        Limit(4, 8),
+        decimals=2,
     ),
     Number(
         "ESS",
@@ -54,11 +69,15 @@ _NOW = (
         decimals=1,
     ),
     Number(
-        "Generated", "Sampled tokens per second, all generators.", TOKENS_S, per_second("pipelinerl_tokens_generated_total")
+        "Generated",
+        "Sampled tokens per second, all generators.",
+        TOKENS_S,
+        per_second("pipelinerl_tokens_generated_total"),
     ),
     Number(
         "Since the last step",
-        "Time since an optimizer step ended. Longer than a few steps' time: see who waits for whom on the page Throughput.",
+        "Time since an optimizer step ended. Longer than a few steps' time: see who waits for whom "
+        "on the page Throughput.",
         SECONDS,
         f"time() - {newest('pipelinerl_last_step_timestamp_seconds')}",
         Limit(900, 3600),
@@ -68,24 +87,38 @@ _NOW = (
 _LEARNING = (
     Panel(
         "Reward and success",
-        "Means over each batch: the reward as the task gives it, and the share of solved problems where the task tells it.",
+        "Means over each batch: the reward as the task gives it, and the share of solved problems "
+        "where the task tells it.",
         SHORT,
-        ((newest("pipelinerl_reward_mean"), "{{job}} reward"), (newest("pipelinerl_success_mean"), "{{job}} success")),
+        (
+            (newest("pipelinerl_reward_mean"), "{{job}} reward"),
+            (newest("pipelinerl_success_mean"), "{{job}} success"),
+        ),
     ),
-    Panel("Loss", "The step's loss. Its size says little, its jumps do.", SHORT, ((newest("pipelinerl_loss"), "{{job}}"),)),
+    Panel(
+        "Loss",
+        "The step's loss. Its size says little, its jumps do.",
+        SHORT,
+        ((newest("pipelinerl_loss"), "{{job}}"),),
+    ),
     Panel(
         "Gradient norm",
-        "Before clipping. Spikes that come with a low ESS point to staleness, without one to the learning rate.",
+        "Before clipping. Spikes that come with a low ESS point to staleness, without one to the "
+        "learning rate.",
         SHORT,
         ((newest("pipelinerl_grad_norm"), "{{job}}"),),
         low=0,
     ),
     Panel(
         "Entropy and KL to the reference",
-        "In nats per token. Entropy near 0 means that the policy has stopped exploring. The KL is missing without a "
+        "In nats per token. Entropy near 0 means that the policy has stopped exploring. The KL is "
+        "missing without a "
         "reference model.",
         SHORT,
-        ((newest("pipelinerl_entropy"), "{{job}} entropy"), (newest("pipelinerl_kl_ref"), "{{job}} KL")),
+        (
+            (newest("pipelinerl_entropy"), "{{job}} entropy"),
+            (newest("pipelinerl_kl_ref"), "{{job}} KL"),
+        ),
         low=0,
     ),
     Panel(
@@ -109,12 +142,19 @@ _LEARNING = (
 _EVALUATION = (
     Panel(
         "Evaluation: pass@k",
-        "Chance that one of k answers passes, of the newest evaluated checkpoint, with its 95 % interval over prompts.",
+        "Chance that one of k answers passes, of the newest evaluated checkpoint, with its 95 % "
+        "interval over prompts.",
         PERCENT,
         (
             (_of_sets("pipelinerl_evaluation_pass_ratio", "k"), "{{job}} {{set}} pass@{{k}}"),
-            (_of_sets("pipelinerl_evaluation_pass_ratio_low", "k"), "{{job}} {{set}} pass@{{k}} at least"),
-            (_of_sets("pipelinerl_evaluation_pass_ratio_high", "k"), "{{job}} {{set}} pass@{{k}} at most"),
+            (
+                _of_sets("pipelinerl_evaluation_pass_ratio_low", "k"),
+                "{{job}} {{set}} pass@{{k}} at least",
+            ),
+            (
+                _of_sets("pipelinerl_evaluation_pass_ratio_high", "k"),
+                "{{job}} {{set}} pass@{{k}} at most",
+            ),
         ),
         low=0,
         high=1,
@@ -131,14 +171,21 @@ _EVALUATION = (
     ),
     Panel(
         "Evaluated step",
-        "Step of the newest result against the steps done. Far behind: an evaluation takes longer than everySteps steps, and "
+        "Step of the newest result against the steps done. Far behind: an evaluation takes longer "
+        "than everySteps steps, and "
         "steps between are skipped.",
         SHORT,
         (
             (newest("pipelinerl_policy_version"), "{{job}} trained"),
             (newest("pipelinerl_evaluated_step"), "{{job}} evaluated"),
-            ("sum by (namespace, job) (pipelinerl_evaluations_skipped_total{@})", "{{job}} skipped"),
-            ('sum by (namespace, job) (pipelinerl_evaluations_total{@,outcome="failed"})', "{{job}} failed"),
+            (
+                "sum by (namespace, job) (pipelinerl_evaluations_skipped_total{@})",
+                "{{job}} skipped",
+            ),
+            (
+                'sum by (namespace, job) (pipelinerl_evaluations_total{@,outcome="failed"})',
+                "{{job}} failed",
+            ),
         ),
         low=0,
     ),
@@ -147,19 +194,27 @@ _EVALUATION = (
 _HEALTHY = (
     Panel(
         "Lag of the newest batch",
-        "Steps between sampling and training of a token: mean and largest of each batch. Rising means that the trainer "
+        "Steps between sampling and training of a token: mean and largest of each batch. Rising "
+        "means that the trainer "
         "is behind or "
         "that weights do not arrive.",
         SHORT,
-        ((newest("pipelinerl_lag_mean"), "{{job}} mean"), (newest("pipelinerl_lag_max"), "{{job}} largest")),
+        (
+            (newest("pipelinerl_lag_mean"), "{{job}} mean"),
+            (newest("pipelinerl_lag_max"), "{{job}} largest"),
+        ),
         Limit(8),
         low=0,
     ),
     Panel(
         "Effective sample size",
-        "Share of the batch that is left when importance weights have made up for its age, before and after truncation.",
+        "Share of the batch that is left when importance weights have made up for its age, before "
+        "and after truncation.",
         PERCENT,
-        ((newest("pipelinerl_ess", "min"), "{{job}} raw"), (newest("pipelinerl_ess_truncated", "min"), "{{job}} truncated")),
+        (
+            (newest("pipelinerl_ess", "min"), "{{job}} raw"),
+            (newest("pipelinerl_ess_truncated", "min"), "{{job}} truncated"),
+        ),
         Limit(0.5, below=True),
         low=0,
         high=1,
@@ -177,7 +232,8 @@ _HEALTHY = (
         PERCENT,
         (
             (
-                'max by (namespace, job) (rate(pipelinerl_trainer_phase_seconds_total{@,phase="wait"}[$__rate_interval]))',
+                "max by (namespace, job) "
+                '(rate(pipelinerl_trainer_phase_seconds_total{@,phase="wait"}[$__rate_interval]))',
                 "{{job}}",
             ),
         ),
@@ -198,8 +254,14 @@ _HEALTHY = (
         "Processes started again and weight updates that failed, in the last hour.",
         SHORT,
         (
-            ("sum by (namespace, job) (increase(pipelinerl_restarts_total{@}[1h]))", "{{job}} restarts"),
-            ("sum by (namespace, job) (increase(pipelinerl_weight_update_failures_total{@}[1h]))", "{{job}} failed updates"),
+            (
+                "sum by (namespace, job) (increase(pipelinerl_restarts_total{@}[1h]))",
+                "{{job}} restarts",
+            ),
+            (
+                "sum by (namespace, job) (increase(pipelinerl_weight_update_failures_total{@}[1h]))",
+                "{{job}} failed updates",
+            ),
         ),
         Limit(3),
         low=0,

@@ -2,7 +2,12 @@
 
 from typing import Final
 
-from grafana_foundation_sdk.builders.dashboard import Dashboard, DashboardLink, DatasourceVariable, QueryVariable
+from grafana_foundation_sdk.builders.dashboard import (
+    Dashboard,
+    DashboardLink,
+    DatasourceVariable,
+    QueryVariable,
+)
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
@@ -22,8 +27,15 @@ _ALL: Final = VariableOption(text="All", value="$__all")
 
 def page(name: str, title: str, description: str, *, of_jobs: bool = True) -> Dashboard:
     """An empty dashboard; `of_jobs` gives it the choice of namespaces and jobs."""
-    explanation = DashboardLink("What the numbers mean").type(DashboardLinkType.LINK).icon("doc").target_blank(True)
-    others = DashboardLink("PipelineRL").type(DashboardLinkType.DASHBOARDS).tags([TAG]).as_dropdown(True)
+    explanation = (
+        DashboardLink("What the numbers mean")
+        .type(DashboardLinkType.LINK)
+        .icon("doc")
+        .target_blank(True)
+    )
+    others = (
+        DashboardLink("PipelineRL").type(DashboardLinkType.DASHBOARDS).tags([TAG]).as_dropdown(True)
+    )
     dashboard = (
         Dashboard(f"PipelineRL: {title}")
         .uid(f"pipelinerl-{name}")
@@ -38,9 +50,15 @@ def page(name: str, title: str, description: str, *, of_jobs: bool = True) -> Da
         .link(others.include_vars(True).keep_time(True))
     )
     if of_jobs:
-        dashboard.with_variable(_choice("namespace", "Namespace", "label_values(pipelinerl_memory_bytes, namespace)"))
         dashboard.with_variable(
-            _choice("job", "Job", 'label_values(pipelinerl_memory_bytes{namespace=~"$namespace", job!=""}, job)')
+            _choice("namespace", "Namespace", "label_values(pipelinerl_memory_bytes, namespace)")
+        )
+        dashboard.with_variable(
+            _choice(
+                "job",
+                "Job",
+                'label_values(pipelinerl_memory_bytes{namespace=~"$namespace", job!=""}, job)',
+            )
         )
     return dashboard
 

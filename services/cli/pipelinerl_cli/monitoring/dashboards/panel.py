@@ -1,4 +1,6 @@
-"""Panels, as their dashboards' tables have them. In queries `@` stands for the chosen jobs: `pipelinerl_ess{@}`."""
+"""Panels, as their dashboards' tables have them. In queries `@` stands for the chosen jobs:
+`pipelinerl_ess{@}`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +49,11 @@ class Limit:
             steps = [Threshold(None, _RED), *middle, Threshold(self.bad, _GREEN)]
         else:
             higher = [Threshold(self.worse, _RED)] if self.worse is not None else []
-            steps = [Threshold(None, _GREEN), Threshold(self.bad, _ORANGE if higher else _RED), *higher]
+            steps = [
+                Threshold(None, _GREEN),
+                Threshold(self.bad, _ORANGE if higher else _RED),
+                *higher,
+            ]
         return ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps)
 
 
@@ -78,7 +84,9 @@ class Panel:
             .fill_opacity(60 if self.stacked else 0)
             .show_points(VisibilityMode.NEVER)
             .legend(_legend())
-            .tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING))
+            .tooltip(
+                common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING)
+            )
         )
         if self.stacked:
             drawn.stacking(common.StackingConfig().mode(StackingMode.NORMAL))
@@ -88,7 +96,9 @@ class Panel:
             drawn.max(self.high)
         if self.limit is not None:
             drawn.thresholds(self.limit.config())
-            drawn.thresholds_style(common.GraphThresholdsStyleConfig().mode(GraphThresholdsStyleMode.DASHED))
+            drawn.thresholds_style(
+                common.GraphThresholdsStyleConfig().mode(GraphThresholdsStyleMode.DASHED)
+            )
         for ref, (expr, legend) in zip("ABCDEF", self.queries, strict=False):
             drawn.with_target(_query(ref, expr, legend))
         dashboard.with_panel(drawn)
@@ -167,16 +177,28 @@ def newest(series: str, how: str = "max") -> str:
 
 def per_second(series: str, labels: str = "", selector: str = "@") -> str:
     """A counter's increase per second, by job and by `labels`."""
-    return f"sum by (namespace, job{', ' + labels if labels else ''}) (rate({series}{{{selector}}}{RATE}))"
+    return (
+        f"sum by (namespace, job{', ' + labels if labels else ''}) "
+        f"(rate({series}{{{selector}}}{RATE}))"
+    )
 
 
 def quantile(share: float, series: str) -> str:
     """Of a histogram, by job."""
-    return f"histogram_quantile({share}, sum by (namespace, job, le) (rate({series}_bucket{{@}}{RATE})))"
+    return (
+        f"histogram_quantile({share}, sum by (namespace, job, le) "
+        f"(rate({series}_bucket{{@}}{RATE})))"
+    )
 
 
 def _query(ref: str, expr: str, legend: str) -> Dataquery:
-    return Dataquery().ref_id(ref).expr(expr.replace("@", CHOSEN)).legend_format(legend).datasource(SOURCE)
+    return (
+        Dataquery()
+        .ref_id(ref)
+        .expr(expr.replace("@", CHOSEN))
+        .legend_format(legend)
+        .datasource(SOURCE)
+    )
 
 
 def _plain() -> ThresholdsConfig:
@@ -184,4 +206,9 @@ def _plain() -> ThresholdsConfig:
 
 
 def _legend() -> common.VizLegendOptions:
-    return common.VizLegendOptions().show_legend(True).display_mode(LegendDisplayMode.LIST).placement(LegendPlacement.BOTTOM)
+    return (
+        common.VizLegendOptions()
+        .show_legend(True)
+        .display_mode(LegendDisplayMode.LIST)
+        .placement(LegendPlacement.BOTTOM)
+    )

@@ -22,7 +22,10 @@ from pipelinerl_cli.monitoring.dashboards.panel import (
 def staleness() -> Dashboard:
     return rows(
         page(
-            "staleness", "staleness", "Lag, effective sample size, queues, and what each layer of the staleness policy wastes."
+            "staleness",
+            "staleness",
+            "Lag, effective sample size, queues, and what each layer of the staleness policy "
+            "wastes.",
         ),
         ("How old", _AGE),
         ("What it costs", _COST),
@@ -32,7 +35,12 @@ def staleness() -> Dashboard:
 
 
 _AGE = (
-    Heat("Tokens by lag", "Trained tokens by the steps between sampling and training.", SHORT, "pipelinerl_lag_steps"),
+    Heat(
+        "Tokens by lag",
+        "Trained tokens by the steps between sampling and training.",
+        SHORT,
+        "pipelinerl_lag_steps",
+    ),
     Heat(
         "Groups by staleness",
         "Groups by the lag of their oldest token when they entered a batch.",
@@ -56,7 +64,10 @@ _AGE = (
         "Lag of half, of nine in ten, of 99 in 100 tokens",
         "Quantiles of the trained tokens' lag.",
         SHORT,
-        tuple((quantile(share, "pipelinerl_lag_steps"), f"{{{{job}}}} {share:.0%}") for share in (0.5, 0.9, 0.99)),
+        tuple(
+            (quantile(share, "pipelinerl_lag_steps"), f"{{{{job}}}} {share:.0%}")
+            for share in (0.5, 0.9, 0.99)
+        ),
         low=0,
         span=12,
     ),
@@ -65,11 +76,15 @@ _AGE = (
 _COST = (
     Panel(
         "Effective sample size",
-        "Share of the batch that is left when importance weights have made up for its age. A low raw value with a high "
+        "Share of the batch that is left when importance weights have made up for its age. A low "
+        "raw value with a high "
         "truncated "
         "one says that truncation hides the staleness, at the price of bias.",
         PERCENT,
-        ((newest("pipelinerl_ess", "min"), "{{job}} raw"), (newest("pipelinerl_ess_truncated", "min"), "{{job}} truncated")),
+        (
+            (newest("pipelinerl_ess", "min"), "{{job}} raw"),
+            (newest("pipelinerl_ess_truncated", "min"), "{{job}} truncated"),
+        ),
         Limit(0.5, below=True),
         low=0,
         high=1,
@@ -95,7 +110,8 @@ _COST = (
 _QUEUES = (
     Panel(
         "Groups by stage",
-        "All groups between their prompt's grant and the optimizer step. A deep `ready` is a trainer behind, a deep `stream` a "
+        "All groups between their prompt's grant and the optimizer step. A deep `ready` is a "
+        "trainer behind, a deep `stream` a "
         "preprocessor or reference model behind, a deep `running` long sequences.",
         SHORT,
         (("sum by (namespace, job, stage) (pipelinerl_queue_groups{@})", "{{job}} {{stage}}"),),
@@ -106,15 +122,24 @@ _QUEUES = (
         "Oldest group by stage",
         "How long the oldest group of each stage has been in it.",
         SECONDS,
-        (("max by (namespace, job, stage) (pipelinerl_queue_oldest_seconds{@})", "{{job}} {{stage}}"),),
+        (
+            (
+                "max by (namespace, job, stage) (pipelinerl_queue_oldest_seconds{@})",
+                "{{job}} {{stage}}",
+            ),
+        ),
         low=0,
     ),
     Panel(
         "Groups under way and the policy's limit",
-        "Groups that are admitted and not yet in a batch, and the most that the staleness policy lets there be.",
+        "Groups that are admitted and not yet in a batch, and the most that the staleness policy "
+        "lets there be.",
         SHORT,
         (
-            ('sum by (namespace, job) (pipelinerl_queue_groups{@,stage!="packed"})', "{{job}} under way"),
+            (
+                'sum by (namespace, job) (pipelinerl_queue_groups{@,stage!="packed"})',
+                "{{job}} under way",
+            ),
             (newest("pipelinerl_outstanding_limit_groups"), "{{job}} limit"),
         ),
         low=0,
@@ -124,7 +149,8 @@ _QUEUES = (
 _WASTE = (
     Panel(
         "1. Admission: generation held back",
-        "Share of the time in which an actor asked for groups and the staleness policy let none start. It costs idle "
+        "Share of the time in which an actor asked for groups and the staleness policy let none "
+        "start. It costs idle "
         "places, no tokens.",
         PERCENT,
         ((per_second("pipelinerl_admission_closed_seconds_total"), "{{job}}"),),
@@ -132,7 +158,8 @@ _WASTE = (
     ),
     Panel(
         "2. and 3. Running and assembly: tokens given up",
-        "Sampled tokens per second of groups that were cancelled while they ran, or dropped when a batch was assembled.",
+        "Sampled tokens per second of groups that were cancelled while they ran, or dropped when a "
+        "batch was assembled.",
         TOKENS_S,
         ((per_second("pipelinerl_stale_tokens_total", "layer"), "{{job}} {{layer}}"),),
         low=0,

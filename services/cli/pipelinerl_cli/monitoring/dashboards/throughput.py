@@ -21,7 +21,11 @@ from pipelinerl_cli.monitoring.dashboards.panel import (
 
 def throughput() -> Dashboard:
     return rows(
-        page("throughput", "throughput", "Who waits for whom: generators, environments, the stream, the trainer."),
+        page(
+            "throughput",
+            "throughput",
+            "Who waits for whom: generators, environments, the stream, the trainer.",
+        ),
         ("The balance", _BALANCE),
         ("Generators", _GENERATORS),
         ("Actors and the stream", _ACTORS),
@@ -32,7 +36,8 @@ def throughput() -> Dashboard:
 _BALANCE = (
     Panel(
         "Tokens per second",
-        "Sampled by the generators, received by the preprocessor, trained. In the long run these are equal but for "
+        "Sampled by the generators, received by the preprocessor, trained. In the long run these "
+        "are equal but for "
         "what is dropped.",
         TOKENS_S,
         (
@@ -44,7 +49,8 @@ _BALANCE = (
     ),
     Panel(
         "Where the trainer's time goes",
-        "Seconds per second of the training thread. Much `wait`: generation is the bottleneck; none, and a deep queue: "
+        "Seconds per second of the training thread. Much `wait`: generation is the bottleneck; "
+        "none, and a deep queue: "
         "the trainer is.",
         PERCENT,
         ((per_second("pipelinerl_trainer_phase_seconds_total", "phase"), "{{job}} {{phase}}"),),
@@ -53,7 +59,8 @@ _BALANCE = (
     ),
     Panel(
         "Generation held back",
-        "Share of the time in which actors asked for groups and the staleness policy let none start: the trainer is "
+        "Share of the time in which actors asked for groups and the staleness policy let none "
+        "start: the trainer is "
         "the bottleneck, or "
         "the policy too strict.",
         PERCENT,
@@ -62,7 +69,8 @@ _BALANCE = (
     ),
     Panel(
         "Actors",
-        "Those that there should be, and those that are ready. With `autoscale` they come and go while the trainer steps.",
+        "Those that there should be, and those that are ready. With `autoscale` they come and go "
+        "while the trainer steps.",
         SHORT,
         (
             (newest("pipelinerl_actors_desired"), "{{job}} desired"),
@@ -72,7 +80,8 @@ _BALANCE = (
     ),
     Panel(
         "Throughput over generation's",
-        "What the trainers take of what generation can make, when autoscale last looked. Near 1 the trainers wait for "
+        "What the trainers take of what generation can make, when autoscale last looked. Near 1 "
+        "the trainers wait for "
         "samples; far below, generators wait for the trainers.",
         PERCENT,
         ((newest("pipelinerl_autoscale_ratio"), "{{job}}"),),
@@ -84,7 +93,8 @@ _BALANCE = (
 _GENERATORS = (
     Panel(
         "Batch in progress against H",
-        "Sequences that actors have their generators decode, and the most that these take at once. Far below H: "
+        "Sequences that actors have their generators decode, and the most that these take at once. "
+        "Far below H: "
         "prompts are missing.",
         SHORT,
         (
@@ -105,7 +115,8 @@ _GENERATORS = (
     ),
     Panel(
         "KV cache in use",
-        "Share of the KV cache's blocks, mean and fullest generator. Near 1, sequences are preempted and computed again.",
+        "Share of the KV cache's blocks, mean and fullest generator. Near 1, sequences are "
+        "preempted and computed again.",
         PERCENT,
         (
             (newest("pipelinerl_kv_cache_usage_ratio", "avg"), "{{job}} mean"),
@@ -128,8 +139,16 @@ _GENERATORS = (
         "Sampled tokens per second of the slowest and the fastest generator.",
         TOKENS_S,
         (
-            ("min by (namespace, job) (rate(pipelinerl_sampled_tokens_total{@}[$__rate_interval]))", "{{job}} slowest"),
-            ("max by (namespace, job) (rate(pipelinerl_sampled_tokens_total{@}[$__rate_interval]))", "{{job}} fastest"),
+            (
+                "min by (namespace, job) "
+                "(rate(pipelinerl_sampled_tokens_total{@}[$__rate_interval]))",
+                "{{job}} slowest",
+            ),
+            (
+                "max by (namespace, job) "
+                "(rate(pipelinerl_sampled_tokens_total{@}[$__rate_interval]))",
+                "{{job}} fastest",
+            ),
         ),
         low=0,
     ),
@@ -137,7 +156,10 @@ _GENERATORS = (
         "Length of sampled turns",
         "Half, and nine in ten, of the turns are no longer than this, in tokens.",
         SHORT,
-        tuple((quantile(share, "pipelinerl_completion_tokens"), f"{{{{job}}}} {share:.0%}") for share in (0.5, 0.9)),
+        tuple(
+            (quantile(share, "pipelinerl_completion_tokens"), f"{{{{job}}}} {share:.0%}")
+            for share in (0.5, 0.9)
+        ),
         low=0,
     ),
 )
@@ -147,14 +169,21 @@ _ACTORS = (
         "Time of a group",
         "From its lease to its publication: half, and nine in ten, of the groups take no longer.",
         SECONDS,
-        tuple((quantile(share, "pipelinerl_group_seconds"), f"{{{{job}}}} {share:.0%}") for share in (0.5, 0.9)),
+        tuple(
+            (quantile(share, "pipelinerl_group_seconds"), f"{{{{job}}}} {share:.0%}")
+            for share in (0.5, 0.9)
+        ),
         low=0,
     ),
     Panel(
         "Time of a verification",
-        "Half, and nine in ten, of the verifications take no longer. Long ones hold groups back while their places are empty.",
+        "Half, and nine in ten, of the verifications take no longer. Long ones hold groups back "
+        "while their places are empty.",
         SECONDS,
-        tuple((quantile(share, "pipelinerl_verification_seconds"), f"{{{{job}}}} {share:.0%}") for share in (0.5, 0.9)),
+        tuple(
+            (quantile(share, "pipelinerl_verification_seconds"), f"{{{{job}}}} {share:.0%}")
+            for share in (0.5, 0.9)
+        ),
         Limit(10),
         low=0,
     ),
@@ -180,7 +209,10 @@ _ACTORS = (
         "Sample stream",
         "Bytes on the stream that are not yet trained, and the size at which actors have to wait.",
         BYTES,
-        ((newest("pipelinerl_stream_bytes"), "{{job}}"), (newest("pipelinerl_stream_limit_bytes"), "{{job}} limit")),
+        (
+            (newest("pipelinerl_stream_bytes"), "{{job}}"),
+            (newest("pipelinerl_stream_limit_bytes"), "{{job}} limit"),
+        ),
         low=0,
     ),
     Panel(
@@ -216,7 +248,8 @@ _TRAINER = (
     ),
     Panel(
         "Imbalance of the ranks",
-        "(most - fewest) / most tokens of a rank: so much of the time the others wait for the fullest.",
+        "(most - fewest) / most tokens of a rank: so much of the time the others wait for the "
+        "fullest.",
         PERCENT,
         ((newest("pipelinerl_packing_imbalance"), "{{job}}"),),
         Limit(0.1, 0.3),

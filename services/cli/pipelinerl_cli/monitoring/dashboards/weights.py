@@ -3,12 +3,25 @@
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 from pipelinerl_cli.monitoring.dashboards.page import page
-from pipelinerl_cli.monitoring.dashboards.panel import PER_SECOND, SECONDS, SHORT, Limit, Panel, newest, per_second, rows
+from pipelinerl_cli.monitoring.dashboards.panel import (
+    PER_SECOND,
+    SECONDS,
+    SHORT,
+    Limit,
+    Panel,
+    newest,
+    per_second,
+    rows,
+)
 
 
 def weights() -> Dashboard:
     return rows(
-        page("weights", "weights", "In-flight weight updates: do they arrive, how long do they take, who is in the group."),
+        page(
+            "weights",
+            "weights",
+            "In-flight weight updates: do they arrive, how long do they take, who is in the group.",
+        ),
         ("Versions", _VERSIONS),
         ("Time of an update", _TIMES),
         ("The weight-transfer group", _GROUP),
@@ -20,14 +33,23 @@ _VERSIONS = (
         "Trained and served version",
         "Optimizer steps done, and the version that the generators serve.",
         SHORT,
-        ((newest("pipelinerl_policy_version"), "{{job}} trained"), (newest("pipelinerl_served_version"), "{{job}} served")),
+        (
+            (newest("pipelinerl_policy_version"), "{{job}} trained"),
+            (newest("pipelinerl_served_version"), "{{job}} served"),
+        ),
         low=0,
     ),
     Panel(
         "Steps behind",
-        "How many steps the generators' weights are behind the trainer's. It adds to the lag of every token.",
+        "How many steps the generators' weights are behind the trainer's. It adds to the lag of "
+        "every token.",
         SHORT,
-        ((f"{newest('pipelinerl_policy_version')} - {newest('pipelinerl_served_version')}", "{{job}}"),),
+        (
+            (
+                f"{newest('pipelinerl_policy_version')} - {newest('pipelinerl_served_version')}",
+                "{{job}}",
+            ),
+        ),
         Limit(2, 8),
         low=0,
     ),
@@ -36,8 +58,14 @@ _VERSIONS = (
         "Oldest and newest version among the generators: apart only while an update is under way.",
         SHORT,
         (
-            ('min by (namespace, job) (pipelinerl_weight_version{@,role="generator"})', "{{job}} oldest"),
-            ('max by (namespace, job) (pipelinerl_weight_version{@,role="generator"})', "{{job}} newest"),
+            (
+                'min by (namespace, job) (pipelinerl_weight_version{@,role="generator"})',
+                "{{job}} oldest",
+            ),
+            (
+                'max by (namespace, job) (pipelinerl_weight_version{@,role="generator"})',
+                "{{job}} newest",
+            ),
         ),
     ),
 )
@@ -45,7 +73,8 @@ _VERSIONS = (
 _TIMES = (
     Panel(
         "Newest update",
-        "From the request to the last generator's answer; of it the broadcast, and putting the weights in place.",
+        "From the request to the last generator's answer; of it the broadcast, and putting the "
+        "weights in place.",
         SECONDS,
         (
             (newest("pipelinerl_publish_seconds"), "{{job}} whole"),
@@ -69,7 +98,8 @@ _TIMES = (
         "percentunit",
         (
             (
-                'avg by (namespace, job) (rate(pipelinerl_weight_pause_seconds_sum{@,role="generator"}[$__rate_interval]))',
+                "avg by (namespace, job) "
+                '(rate(pipelinerl_weight_pause_seconds_sum{@,role="generator"}[$__rate_interval]))',
                 "{{job}}",
             ),
         ),
@@ -81,7 +111,8 @@ _TIMES = (
 _GROUP = (
     Panel(
         "Updates",
-        "Versions published per second, attempts that failed, and updates that the staleness policy held back until "
+        "Versions published per second, attempts that failed, and updates that the staleness "
+        "policy held back until "
         "the deadline.",
         PER_SECOND,
         (
@@ -104,10 +135,14 @@ _GROUP = (
     ),
     Panel(
         "Changes of the group",
-        "In the last hour: groups formed, groups that did not form, generators left out after a fault.",
+        "In the last hour: groups formed, groups that did not form, generators left out after a "
+        "fault.",
         SHORT,
         tuple(
-            (f"sum by (namespace, job) (increase(pipelinerl_{series}_total{{@}}[1h]))", f"{{{{job}}}} {label}")
+            (
+                f"sum by (namespace, job) (increase(pipelinerl_{series}_total{{@}}[1h]))",
+                f"{{{{job}}}} {label}",
+            )
             for series, label in (
                 ("transfer_groups_formed", "formed"),
                 ("transfer_group_failures", "failed"),

@@ -1,4 +1,6 @@
-"""All metrics of the project. A new one is one row in one of the tables; `charts/docs/metrics.md` is generated from them."""
+"""All metrics of the project. A new one is one row in one of the tables; `charts/docs/metrics.md`
+is generated from them.
+"""
 
 from collections.abc import Mapping
 from typing import Final
@@ -23,7 +25,9 @@ TABLES: Final[Mapping[str, tuple[Metric, ...]]] = {
 }
 """By the section of the documentation."""
 
-CATALOG: Final[Mapping[str, Metric]] = {metric.name: metric for table in TABLES.values() for metric in table}
+CATALOG: Final[Mapping[str, Metric]] = {
+    metric.name: metric for table in TABLES.values() for metric in table
+}
 """By name, without `pipelinerl_`."""
 
 

@@ -5,11 +5,14 @@ from typing import Final
 from pipelinerl_common.metrics.metric import ACTOR, PREPROCESSOR, Kind, Metric, counter, gauge
 
 STAGES: Final = ("admitted", "running", "stream", "ready", "packed")
-"""Of a group, in order: leased or to be leased again; decoded; on the stream or being checked and scored; waiting for a batch;
-in the batch that is trained."""
+"""Of a group, in order: leased or to be leased again; decoded; on the stream or being checked and
+scored; waiting for a batch; in the batch that is trained.
+"""
 
 LAYERS: Final = ("running", "assembly")
-"""Of the staleness policy, beyond admission: it cancels a running group; it drops a finished one when a batch is assembled."""
+"""Of the staleness policy, beyond admission: it cancels a running group; it drops a finished one
+when a batch is assembled.
+"""
 
 DROP_REASONS: Final = (
     "rollback",
@@ -31,7 +34,15 @@ DROP_REASONS: Final = (
     "failed",
 )
 
-_STREAM_EVENTS: Final = ("retries", "redelivered", "duplicates", "lost", "reconnects", "metrics_dropped", "metrics_malformed")
+_STREAM_EVENTS: Final = (
+    "retries",
+    "redelivered",
+    "duplicates",
+    "lost",
+    "reconnects",
+    "metrics_dropped",
+    "metrics_malformed",
+)
 
 LEDGER: Final[tuple[Metric, ...]] = (
     gauge(
@@ -58,20 +69,48 @@ LEDGER: Final[tuple[Metric, ...]] = (
         "stream_messages",
         "messages",
         (PREPROCESSOR,),
-        "Messages on the sample stream that are not acknowledged: all that was published and not yet trained or dropped.",
+        "Messages on the sample stream that are not acknowledged: all that was published and not "
+        "yet trained or dropped.",
     ),
     gauge("stream_bytes", "bytes", (PREPROCESSOR,), "Size of the sample stream."),
-    gauge("stream_limit_bytes", "bytes", (PREPROCESSOR,), "Size at which publishing to the sample stream waits."),
-    counter("leases_granted_total", "leases", (PREPROCESSOR,), "Leases of groups given to actors, repeated attempts included."),
+    gauge(
+        "stream_limit_bytes",
+        "bytes",
+        (PREPROCESSOR,),
+        "Size at which publishing to the sample stream waits.",
+    ),
+    counter(
+        "leases_granted_total",
+        "leases",
+        (PREPROCESSOR,),
+        "Leases of groups given to actors, repeated attempts included.",
+    ),
     counter(
         "admission_closed_seconds_total",
         "seconds",
         (PREPROCESSOR,),
-        "Time during which an actor asked for groups and the staleness policy let none start: its first layer, admission.",
+        "Time during which an actor asked for groups and the staleness policy let none start: its "
+        "first layer, admission.",
     ),
-    counter("tokens_received_total", "tokens", (PREPROCESSOR,), "Sampled tokens that came from the stream."),
-    counter("groups_trained_total", "groups", (PREPROCESSOR,), "Groups whose optimizer step is committed."),
-    counter("groups_dropped_total", "groups", (PREPROCESSOR,), "Groups that ended untrained.", {"reason": DROP_REASONS}),
+    counter(
+        "tokens_received_total",
+        "tokens",
+        (PREPROCESSOR,),
+        "Sampled tokens that came from the stream.",
+    ),
+    counter(
+        "groups_trained_total",
+        "groups",
+        (PREPROCESSOR,),
+        "Groups whose optimizer step is committed.",
+    ),
+    counter(
+        "groups_dropped_total",
+        "groups",
+        (PREPROCESSOR,),
+        "Groups that ended untrained.",
+        {"reason": DROP_REASONS},
+    ),
     counter(
         "samples_dropped_total",
         "samples",
@@ -93,7 +132,13 @@ LEDGER: Final[tuple[Metric, ...]] = (
         "Groups that the staleness policy gave up, by its layer.",
         {"layer": LAYERS},
     ),
-    counter("stale_tokens_total", "tokens", (PREPROCESSOR,), "Sampled tokens of such groups.", {"layer": LAYERS}),
+    counter(
+        "stale_tokens_total",
+        "tokens",
+        (PREPROCESSOR,),
+        "Sampled tokens of such groups.",
+        {"layer": LAYERS},
+    ),
     Metric(
         "staleness_steps",
         Kind.HISTOGRAM,
@@ -106,10 +151,14 @@ LEDGER: Final[tuple[Metric, ...]] = (
         "staleness_bound_steps",
         "steps",
         (PREPROCESSOR,),
-        "Largest staleness of a trained group that the staleness policy promises; missing without a promise.",
+        "Largest staleness of a trained group that the staleness policy promises; missing without "
+        "a promise.",
     ),
     counter(
-        "sequences_masked_total", "samples", (PREPROCESSOR,), "Trajectories cut off at maxTokens and therefore not trained."
+        "sequences_masked_total",
+        "samples",
+        (PREPROCESSOR,),
+        "Trajectories cut off at maxTokens and therefore not trained.",
     ),
     counter(
         "sequences_overlong_total",
@@ -121,7 +170,8 @@ LEDGER: Final[tuple[Metric, ...]] = (
         "publishes_forced_total",
         "updates",
         (PREPROCESSOR,),
-        "Weights that the staleness policy held back until the deadline and that went out all the same.",
+        "Weights that the staleness policy held back until the deadline and that went out all the "
+        "same.",
     ),
     counter(
         "stream_events_total",

@@ -11,10 +11,23 @@ PROCESSES: Final[tuple[Metric, ...]] = (
         "processes",
         (COORDINATOR,),
         "Processes of the job that were started again, by their role.",
-        {"restarted": ("preprocessor", "actor", "generator", "reference", "trainer", "evaluator", "nats-server")},
+        {
+            "restarted": (
+                "preprocessor",
+                "actor",
+                "generator",
+                "reference",
+                "trainer",
+                "evaluator",
+                "nats-server",
+            )
+        },
     ),
     gauge(
-        "actors_desired", "actors", (COORDINATOR,), "Actors that there should be: those of the spec, or what autoscale chose."
+        "actors_desired",
+        "actors",
+        (COORDINATOR,),
+        "Actors that there should be: those of the spec, or what autoscale chose.",
     ),
     gauge(
         "actors_ready",
@@ -26,13 +39,15 @@ PROCESSES: Final[tuple[Metric, ...]] = (
         "autoscale_ratio",
         "ratio",
         (COORDINATOR,),
-        "The system's throughput over what generation alone would reach, when autoscale last looked.",
+        "The system's throughput over what generation alone would reach, when autoscale last "
+        "looked.",
     ),
     counter(
         "sink_rows_total",
         "rows",
         (TRAINER,),
-        "Rows, one per step, by what a sink did with them: written; full when it was too slow; failed when it raised an error.",
+        "Rows, one per step, by what a sink did with them: written; full when it was too slow; "
+        "failed when it raised an error.",
         {"sink": ("wandb", "tensorboard"), "outcome": ("written", "full", "failed")},
     ),
 )
