@@ -3,6 +3,7 @@
 Shape suffixes: S tokens of a trajectory, T sampled tokens of it, L token slots of a packed row.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NewType
@@ -31,6 +32,17 @@ class VersionRun:
 
     policy_version: int
     num_tokens: int
+
+
+def merge_runs(runs: Iterable[VersionRun]) -> tuple[VersionRun, ...]:
+    """Joins neighbouring runs of the same version: (6, 2), (6, 1), (7, 4) become (6, 3), (7, 4)."""
+    merged: list[VersionRun] = []
+    for run in runs:
+        if merged and merged[-1].policy_version == run.policy_version:
+            merged[-1] = VersionRun(run.policy_version, merged[-1].num_tokens + run.num_tokens)
+        else:
+            merged.append(run)
+    return tuple(merged)
 
 
 @dataclass(frozen=True, slots=True)
