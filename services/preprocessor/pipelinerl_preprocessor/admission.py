@@ -94,9 +94,6 @@ class Admission:
             cancelled_lease_ids=cancelled,
             served_version=ledger.state.served_version if ledger.state.publishing else -1,
             state=pb.RUN_STATE_DONE if ledger.state.done else pb.RUN_STATE_RUNNING,
-            recalled_lease_ids=[
-                lease_id for lease_id in cancelled if ledger.recalls.is_recalled(lease_id)
-            ],
             max_trajectories=ledger.trajectory_limit(request.actor_id),
         )
 
@@ -160,7 +157,6 @@ class Admission:
     async def _report(self, actor_id: str, event: pb.GroupEvent) -> None:
         live, ledger = self._live, self._live.ledger
         group = ledger.leases.held(actor_id, event.lease_id)
-        partial = event.partial.SerializeToString() if event.HasField("partial") else b""
         if event.outcome == pb.GROUP_OUTCOME_STARTED:
             if 0 <= event.served_version <= ledger.state.num_committed + 1:
                 ledger.started(actor_id, event.lease_id, event.served_version)
@@ -173,14 +169,13 @@ class Admission:
                     group.group_id, event.reason or DropReason.FAILED, event.tokens_wasted
                 )
         elif event.outcome == pb.GROUP_OUTCOME_HANDED_BACK:
+            partial = event.partial.SerializeToString() if event.HasField("partial") else b""
             given_up = ledger.hand_back(actor_id, event.lease_id, partial)
             live.counters.wasted("handed_back", event.tokens_wasted)
             await live.given_up(given_up, DropReason.EXPIRED)
             live.changed()
         elif event.outcome == pb.GROUP_OUTCOME_CANCELLED:
             live.stopped(event.lease_id.rpartition(":")[0], event.tokens_wasted)
-            if ledger.recalls.brought(event.lease_id, partial):
-                live.changed()
         else:
             raise PermanentError(
                 f"outcome={event.outcome} of lease {event.lease_id!r} is not one of GroupOutcome"

@@ -1,6 +1,6 @@
 """What the ledger knows of one group, of all outstanding ones, and of itself."""
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -125,13 +125,10 @@ class LedgerState:
     rewound: bool = False
     """What the last restore answered."""
 
-    def next_prompt(self, held: Container[int] = ()) -> int:
-        """Takes the next prompt: the first open one that is not `held`, otherwise the cursor moves
-        on.
-        """
-        for at, prompt in enumerate(self.open_prompts):
-            if prompt not in held:
-                return self.open_prompts.pop(at)
+    def next_prompt(self) -> int:
+        """Takes the first open prompt, or the one at the cursor, which then advances."""
+        if self.open_prompts:
+            return self.open_prompts.pop(0)
         self.next_prompt_index += 1
         return self.next_prompt_index - 1
 

@@ -29,7 +29,6 @@ from pipelinerl_preprocessor.groups import (
     split_group_id,
 )
 from pipelinerl_preprocessor.leases import Leases
-from pipelinerl_preprocessor.recalls import Recalls
 from pipelinerl_staleness.policy import EngineLoad, Policy, Take
 
 
@@ -53,7 +52,6 @@ class Ledger:
         self.state = LedgerState()
         self.groups = GroupTable(now)
         self.leases = Leases(self.groups, lease_s)
-        self.recalls = Recalls()
         self.on_change: Callable[[GroupId | None], None] = lambda _: None
 
     @property
@@ -141,7 +139,6 @@ class Ledger:
         """Takes back leases that were not renewed. Returns the groups given up because this was
         their last attempt.
         """
-        self.recalls.expire(now)
         return self._take_back(self.leases.expired(now))
 
     # Results
@@ -318,7 +315,6 @@ class Ledger:
             return []
         void = [group.group_id for group in self.groups]
         self.groups.clear()
-        self.recalls.clear()
         self.state = LedgerState(
             incarnation=max(self.state.incarnation, snapshot.incarnation if snapshot else -1) + 1,
             next_prompt_index=snapshot.next_prompt_index if snapshot else 0,
@@ -368,12 +364,8 @@ class Ledger:
     def _admit(self) -> Group:
         sequence = self.state.next_sequence
         self.state.next_sequence += 1
-        prompt = self.state.next_prompt(self.recalls.held)
         group = Group(
-            make_group_id(self.state.incarnation, sequence),
-            sequence,
-            prompt,
-            partial=self.recalls.take(prompt),
+            make_group_id(self.state.incarnation, sequence), sequence, self.state.next_prompt()
         )
         self.groups.add(group)
         self.policy.admitted(group.group_id)
@@ -391,15 +383,8 @@ class Ledger:
         return take
 
     def _cancel(self, group_ids: Iterable[str]) -> list[GroupId]:
-        """The policy has given these up: they end, and their prompts are granted again where the
-        policy says so, once their actors have brought what they had sampled.
-        """
+        """Ends groups that the policy has given up; their prompts are not generated again."""
         cancelled = [self._outstanding(group_id) for group_id in group_ids]
-        if self.policy.requeues_cancelled:
-            self.state.open_prompts.extend(group.prompt_index for group in cancelled)
-            for group in cancelled:
-                if group.state is GroupState.LEASED:
-                    self.recalls.recall(group)
         for group in cancelled:
             self._end(group)
         self.on_change(None)

@@ -149,48 +149,11 @@ class Aborting(Areal):
         return running
 
 
-class Requeueing(Aborting):
-    requeues_cancelled = True
-
-
-def test_cancelled_groups_are_given_up_or_granted_again_as_the_policy_says() -> None:
-    for policy_type, prompts in ((Aborting, [4, 5, 6, 7]), (Requeueing, [0, 1, 2, 3])):
-        ledger = running_ledger(policy_type(ArealSettings(eta=1), B))
-        leases = ledger.grant("a", "s", 4, now=0.0)
-        assert ledger.publish(1) == ["0-0", "0-1", "0-2", "0-3"]
-        for lease in leases:
-            ledger.recalls.brought(lease.lease_id, b"")
-        assert [lease.prompt_index for lease in ledger.grant("a", "s", 4, now=0.0)] == prompts
-
-
-def test_a_recalled_prompt_waits_for_what_its_actor_brings_and_goes_on_from_it() -> None:
-    ledger = running_ledger(Requeueing(ArealSettings(eta=1), B))
-    leases = ledger.grant("a", "s", 3, now=0.0)
-    ledger.publish(1)
-    lost = ledger.leases.renew("a", [lease.lease_id for lease in leases], now=1.0)
-    assert lost == ["0-0:0", "0-1:0", "0-2:0"]
-    assert all(ledger.recalls.is_recalled(lease_id) for lease_id in lost)
-    assert ledger.recalls.brought("0-1:0", b"sampled")
-    assert not ledger.recalls.brought("0-1:0", b"again")
-    granted = ledger.grant("a", "s", 2, now=2.0)
-    assert [(lease.prompt_index, lease.partial) for lease in granted] == [(1, b"sampled"), (3, b"")]
-    assert ledger.snapshot().open_prompt_indices == (
-        0,
-        1,
-        2,
-        3,
-    )  # nothing is lost if a checkpoint is taken now
-    ledger.expire(LEASE_S + 1)  # the actor never answers for the others
-    again = ledger.grant("b", "t", 2, now=LEASE_S + 2)
-    assert {(lease.prompt_index, lease.partial) for lease in again} <= {
-        (0, b""),
-        (1, b"sampled"),
-        (2, b""),
-        (3, b""),
-    }
-    assert ledger.restore("other", 0, None)
-    ledger.publish(0)
-    assert ledger.grant("a", "s", 1, now=0.0)[0].partial == b""
+def test_cancelled_groups_are_given_up() -> None:
+    ledger = running_ledger(Aborting(ArealSettings(eta=1), B))
+    ledger.grant("a", "s", 4, now=0.0)
+    assert ledger.publish(1) == ["0-0", "0-1", "0-2", "0-3"]
+    assert [lease.prompt_index for lease in ledger.grant("a", "s", 4, now=0.0)] == [4, 5, 6, 7]
 
 
 def test_a_group_that_is_handed_back_goes_on_from_its_tokens_until_it_arrives() -> None:

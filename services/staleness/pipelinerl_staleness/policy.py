@@ -78,10 +78,6 @@ class Policy(ABC):
     """Whether running requests keep their KV cache when the weights change; otherwise they are
     prefilled again.
     """
-    requeues_cancelled: ClassVar[bool] = False
-    """Prompts of groups that `published` cancels are generated again, before any new prompt;
-    otherwise they are given up.
-    """
 
     def __init__(self, settings: Any, groups_per_step: int) -> None:
         self.settings = settings
