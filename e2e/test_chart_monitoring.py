@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipelinerl_cli.monitoring.alerts import ALERTS
-from pipelinerl_cli.monitoring.dashboards import DASHBOARDS
+from monitoring.alerts import ALERTS
+from monitoring.dashboards import DASHBOARDS
 from test_chart_render import HELM, of_kind, refusal, render
 
 pytestmark = pytest.mark.skipif(

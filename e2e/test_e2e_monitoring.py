@@ -18,9 +18,9 @@ import pytest
 import yaml
 
 import prometheus_server
-from pipelinerl_cli.monitoring.alerts.alert import with_thresholds
-from pipelinerl_cli.monitoring.alerts.documents import prometheus_rules, thresholds
-from pipelinerl_cli.monitoring.files import CHART
+from monitoring.alerts.alert import with_thresholds
+from monitoring.alerts.documents import prometheus_rules, thresholds
+from monitoring.files import CHART
 from pipelinerl_common.metrics import CATALOG, serve_metrics
 from pipelinerl_operator.controller.telemetry import Telemetry
 from pipelinerl_operator.controller.views import JobView

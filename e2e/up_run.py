@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipelinerl_cli.bench.process_tree import tree
+from bench.process_tree import tree
 
 ROOT = Path(__file__).parents[1]
 ARITHMETIC = ROOT / "e2e" / "jobs" / "arithmetic.yaml"

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import pytest
 from world import CONTEXT, job
 
-from pipelinerl_cli.bench.api_server import ApiServer, api_server, missing_binary
-from pipelinerl_cli.bench.hollow_pods import HollowPods, ended, say
+from bench.api_server import ApiServer, api_server, missing_binary
+from bench.hollow_pods import HollowPods, ended, say
 from pipelinerl_common.errors import TemporaryError
 from pipelinerl_operator.controller.cluster import Cluster, child_resources
 from pipelinerl_operator.controller.companions import NoCompanions

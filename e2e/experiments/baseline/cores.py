@@ -5,7 +5,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipelinerl_cli.bench.process_tree import TICKS_PER_SECOND, tree
+from bench.process_tree import TICKS_PER_SECOND, tree
 
 PROC = Path("/proc")
 IDLE = (3, 4)

@@ -58,7 +58,6 @@ COMMANDS: dict[str, Command] = {
     "new-task": Command(
         "write a task and a job to start your own from", "pipelinerl_cli.new_task.command"
     ),
-    "bench": Command("measure the data plane against baselines", "pipelinerl_cli.bench.command"),
 }
 
 

@@ -1,0 +1,1 @@
+"""Generator of the chart's dashboards and alerts: `charts/monitoring/generate [--check]`."""

@@ -1,0 +1,214 @@
+"""Panels, as their dashboards' tables have them. In queries `@` stands for the chosen jobs:
+`pipelinerl_ess{@}`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from grafana_foundation_sdk.builders import common, heatmap, stat, timeseries
+from grafana_foundation_sdk.builders.dashboard import Dashboard, Row, ThresholdsConfig
+from grafana_foundation_sdk.builders.prometheus import Dataquery
+from grafana_foundation_sdk.models.common import (
+    BigValueGraphMode,
+    GraphThresholdsStyleMode,
+    LegendDisplayMode,
+    LegendPlacement,
+    SortOrder,
+    StackingMode,
+    TooltipDisplayMode,
+    VisibilityMode,
+)
+from grafana_foundation_sdk.models.dashboard import Threshold, ThresholdsMode
+from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+
+from monitoring.alerts.alert import BY_JOB
+from monitoring.dashboards.page import SOURCE
+
+CHOSEN: Final = 'namespace=~"$namespace",job=~"$job"'
+RATE: Final = "[$__rate_interval]"
+PERCENT, SECONDS, BYTES, SHORT = "percentunit", "s", "bytes", "short"
+TOKENS_S, PER_SECOND = "short", "ops"
+_GREEN, _ORANGE, _RED = "green", "orange", "red"
+_STAT_HEIGHT, _HEIGHT = 4, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Where a value begins to be bad: above `bad`, or below it."""
+
+    bad: float
+    worse: float | None = None
+    below: bool = False
+
+    def config(self) -> ThresholdsConfig:
+        if self.below:
+            worst = self.worse if self.worse is not None else self.bad
+            middle = [Threshold(worst, _ORANGE)] if self.worse is not None else []
+            steps = [Threshold(None, _RED), *middle, Threshold(self.bad, _GREEN)]
+        else:
+            higher = [Threshold(self.worse, _RED)] if self.worse is not None else []
+            steps = [
+                Threshold(None, _GREEN),
+                Threshold(self.bad, _ORANGE if higher else _RED),
+                *higher,
+            ]
+        return ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One panel. `queries` are pairs of PromQL and legend; `unit` one of Grafana's units."""
+
+    title: str
+    description: str
+    unit: str
+    queries: Sequence[tuple[str, str]]
+    limit: Limit | None = None
+    low: float | None = None
+    high: float | None = None
+    span: int = 8
+    stacked: bool = False
+
+    def add_to(self, dashboard: Dashboard) -> None:
+        drawn = (
+            timeseries.Panel()
+            .title(self.title)
+            .description(self.description)
+            .datasource(SOURCE)
+            .unit(self.unit)
+            .span(self.span)
+            .height(_HEIGHT)
+            .line_width(2 if not self.stacked else 1)
+            .fill_opacity(60 if self.stacked else 0)
+            .show_points(VisibilityMode.NEVER)
+            .legend(_legend())
+            .tooltip(
+                common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING)
+            )
+        )
+        if self.stacked:
+            drawn.stacking(common.StackingConfig().mode(StackingMode.NORMAL))
+        if self.low is not None:
+            drawn.min(self.low)
+        if self.high is not None:
+            drawn.max(self.high)
+        if self.limit is not None:
+            drawn.thresholds(self.limit.config())
+            drawn.thresholds_style(
+                common.GraphThresholdsStyleConfig().mode(GraphThresholdsStyleMode.DASHED)
+            )
+        for ref, (expr, legend) in zip("ABCDEF", self.queries, strict=False):
+            drawn.with_target(_query(ref, expr, legend))
+        dashboard.with_panel(drawn)
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """One large number per job, with how it went behind it."""
+
+    title: str
+    description: str
+    unit: str
+    expr: str
+    limit: Limit | None = None
+    span: int = 4
+    decimals: int | None = None
+
+    def add_to(self, dashboard: Dashboard) -> None:
+        drawn = (
+            stat.Panel()
+            .title(self.title)
+            .description(self.description)
+            .datasource(SOURCE)
+            .unit(self.unit)
+            .span(self.span)
+            .height(_STAT_HEIGHT)
+            .graph_mode(BigValueGraphMode.AREA)
+            .with_target(_query("A", self.expr, "{{job}}"))
+            .thresholds(self.limit.config() if self.limit else _plain())
+        )
+        if self.decimals is not None:
+            drawn.decimals(self.decimals)
+        dashboard.with_panel(drawn)
+
+
+@dataclass(frozen=True, slots=True)
+class Heat:
+    """Where a histogram's values lie over time. `series` is the histogram's name without `_bucket`."""
+
+    title: str
+    description: str
+    unit: str
+    series: str
+    span: int = 12
+
+    def add_to(self, dashboard: Dashboard) -> None:
+        expr = f"sum by (le) (increase({self.series}_bucket{{@}}{RATE}))"
+        dashboard.with_panel(
+            heatmap.Panel()
+            .title(self.title)
+            .description(self.description)
+            .datasource(SOURCE)
+            .span(self.span)
+            .height(_HEIGHT)
+            .calculate(False)
+            .color(heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Blues"))
+            .y_axis(heatmap.YAxisConfig().unit(self.unit))
+            .unit(self.unit)
+            .with_target(_query("A", expr, "{{le}}").format(PromQueryFormat.HEATMAP))
+        )
+
+
+def rows(dashboard: Dashboard, *groups: tuple[str, Sequence[Panel | Number | Heat]]) -> Dashboard:
+    """Adds the panels under their headings."""
+    for heading, panels in groups:
+        dashboard.with_row(Row(heading))
+        for panel in panels:
+            panel.add_to(dashboard)
+    return dashboard
+
+
+def newest(series: str, how: str = "max") -> str:
+    """The series' value by job. Example: newest("pipelinerl_ess", "min")."""
+    return f"{how} {BY_JOB} ({series}{{@}})"
+
+
+def per_second(series: str, labels: str = "", selector: str = "@") -> str:
+    """A counter's increase per second, by job and by `labels`."""
+    return (
+        f"sum by (namespace, job{', ' + labels if labels else ''}) "
+        f"(rate({series}{{{selector}}}{RATE}))"
+    )
+
+
+def quantile(share: float, series: str) -> str:
+    """Of a histogram, by job."""
+    return (
+        f"histogram_quantile({share}, sum by (namespace, job, le) "
+        f"(rate({series}_bucket{{@}}{RATE})))"
+    )
+
+
+def _query(ref: str, expr: str, legend: str) -> Dataquery:
+    return (
+        Dataquery()
+        .ref_id(ref)
+        .expr(expr.replace("@", CHOSEN))
+        .legend_format(legend)
+        .datasource(SOURCE)
+    )
+
+
+def _plain() -> ThresholdsConfig:
+    return ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps([Threshold(None, "blue")])
+
+
+def _legend() -> common.VizLegendOptions:
+    return (
+        common.VizLegendOptions()
+        .show_legend(True)
+        .display_mode(LegendDisplayMode.LIST)
+        .placement(LegendPlacement.BOTTOM)
+    )

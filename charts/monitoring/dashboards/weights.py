@@ -1,0 +1,161 @@
+"""Do new weights reach the generators, how fast, and what does it cost them?"""
+
+from grafana_foundation_sdk.builders.dashboard import Dashboard
+
+from monitoring.dashboards.page import page
+from monitoring.dashboards.panel import (
+    PER_SECOND,
+    SECONDS,
+    SHORT,
+    Limit,
+    Panel,
+    newest,
+    per_second,
+    rows,
+)
+
+
+def weights() -> Dashboard:
+    return rows(
+        page(
+            "weights",
+            "weights",
+            "In-flight weight updates: do they arrive, how long do they take, who is in the group.",
+        ),
+        ("Versions", _VERSIONS),
+        ("Time of an update", _TIMES),
+        ("The weight-transfer group", _GROUP),
+    )
+
+
+_VERSIONS = (
+    Panel(
+        "Trained and served version",
+        "Optimizer steps done, and the version that the generators serve.",
+        SHORT,
+        (
+            (newest("pipelinerl_policy_version"), "{{job}} trained"),
+            (newest("pipelinerl_served_version"), "{{job}} served"),
+        ),
+        low=0,
+    ),
+    Panel(
+        "Steps behind",
+        "How many steps the generators' weights are behind the trainer's. It adds to the lag of "
+        "every token.",
+        SHORT,
+        (
+            (
+                f"{newest('pipelinerl_policy_version')} - {newest('pipelinerl_served_version')}",
+                "{{job}}",
+            ),
+        ),
+        Limit(2, 8),
+        low=0,
+    ),
+    Panel(
+        "Generators' versions",
+        "Oldest and newest version among the generators: apart only while an update is under way.",
+        SHORT,
+        (
+            (
+                'min by (namespace, job) (pipelinerl_weight_version{@,role="generator"})',
+                "{{job}} oldest",
+            ),
+            (
+                'max by (namespace, job) (pipelinerl_weight_version{@,role="generator"})',
+                "{{job}} newest",
+            ),
+        ),
+    ),
+)
+
+_TIMES = (
+    Panel(
+        "Newest update",
+        "From the request to the last generator's answer; of it the broadcast, and putting the "
+        "weights in place.",
+        SECONDS,
+        (
+            (newest("pipelinerl_publish_seconds"), "{{job}} whole"),
+            (newest("pipelinerl_transfer_seconds"), "{{job}} transfer"),
+            (newest("pipelinerl_apply_seconds"), "{{job}} apply"),
+        ),
+        Limit(60),
+        low=0,
+    ),
+    Panel(
+        "Pause of decoding",
+        "Time without decoding in the newest update, of the slowest generator.",
+        SECONDS,
+        ((newest("pipelinerl_pause_seconds"), "{{job}}"),),
+        Limit(1, 5),
+        low=0,
+    ),
+    Panel(
+        "Time lost to pauses",
+        "Share of the generators' time without decoding because of updates.",
+        "percentunit",
+        (
+            (
+                "avg by (namespace, job) "
+                '(rate(pipelinerl_weight_pause_seconds_sum{@,role="generator"}[$__rate_interval]))',
+                "{{job}}",
+            ),
+        ),
+        Limit(0.05, 0.2),
+        low=0,
+    ),
+)
+
+_GROUP = (
+    Panel(
+        "Updates",
+        "Versions published per second, attempts that failed, and updates that the staleness "
+        "policy held back until "
+        "the deadline.",
+        PER_SECOND,
+        (
+            (per_second("pipelinerl_weight_updates_total"), "{{job}} published"),
+            (per_second("pipelinerl_weight_update_failures_total"), "{{job}} failed"),
+            (per_second("pipelinerl_publishes_forced_total"), "{{job}} forced"),
+        ),
+        low=0,
+    ),
+    Panel(
+        "Members",
+        "Generators in the group, those that the job should have, and those that do not answer.",
+        SHORT,
+        (
+            (newest("pipelinerl_transfer_group_members"), "{{job}} members"),
+            (newest("pipelinerl_generators_expected"), "{{job}} expected"),
+            (newest("pipelinerl_generators_absent"), "{{job}} absent"),
+        ),
+        low=0,
+    ),
+    Panel(
+        "Changes of the group",
+        "In the last hour: groups formed, groups that did not form, generators left out after a "
+        "fault.",
+        SHORT,
+        tuple(
+            (
+                f"sum by (namespace, job) (increase(pipelinerl_{series}_total{{@}}[1h]))",
+                f"{{{{job}}}} {label}",
+            )
+            for series, label in (
+                ("transfer_groups_formed", "formed"),
+                ("transfer_group_failures", "failed"),
+                ("member_expulsions", "expelled"),
+            )
+        ),
+        low=0,
+    ),
+    Panel(
+        "Epoch",
+        "Number of the group; it grows whenever its members change.",
+        SHORT,
+        ((newest("pipelinerl_transfer_group_epoch"), "{{job}}"),),
+        low=0,
+    ),
+)
