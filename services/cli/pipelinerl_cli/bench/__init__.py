@@ -1,3 +1,0 @@
-"""`pipelinerl bench`: measures the product's own paths against baselines, as ratios within one run
-on one machine.
-"""
