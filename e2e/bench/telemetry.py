@@ -1,7 +1,7 @@
-"""What telemetry costs: the same run with it and without, in turn.
+"""`e2e/bench/run telemetry`: the cost of telemetry, as the same run with it and without, in turn.
 
-with      every target scraped once a second, vLLM's own metrics, a tenth of the groups traced to a
-collector without   nobody scrapes, vLLM keeps no metrics, nothing is traced
+with      every target scraped once a second, vLLM's own metrics, a tenth of the groups traced
+without   no target scraped, vLLM keeps no metrics, nothing is traced
 
 Our own numbers are recorded in both, since the run's own records come from them too. Two things are
 compared over the steps after the warm-up: trained tokens per second, which is what counts and
@@ -11,22 +11,22 @@ processes of the run, which swings less.
 
 import argparse
 import asyncio
+import json
 import statistics
-import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import yaml
 
-from bench import children
-from bench.process_tree import tree
+from bench.processes import LAST_LINES, cpu_seconds, process_tree, running, tail
 from bench.report import Report, Row, at_most, progress
-from bench.scraping import Load, scraping
-from pipelinerl_cli.results.metrics_file import read_records
+from pipelinerl_cli.runs.records import read_records
+from pipelinerl_cli.up.process import Process, last_lines
 from pipelinerl_common.errors import PipelineRLError, Unavailable
 from pipelinerl_common.tracing.collector import collecting
 
@@ -36,11 +36,48 @@ QUICK_STEPS = 5
 SAMPLE_RATIO = 0.1
 RUN_TIMEOUT_S = 1800.0
 POLL_S = 0.05
+SCRAPE_EVERY_S = 1.0
+SCRAPE_TIMEOUT_S = 5.0
+
+
+@dataclass
+class Load:
+    """The load of telemetry on the runs that had it."""
+
+    scrapes: int = 0
+    """Scrapes that were answered."""
+    failed_scrapes: int = 0
+    """Unanswered scrapes of a process that answered before and after: it should have served."""
+    absent_scrapes: int = 0
+    """Unanswered scrapes before a process listened, or after its last answer: targets are listed
+    before their processes start.
+    """
+    bytes: int = 0
+    spans: int = 0
+    _open: dict[str, int] = field(default_factory=dict)
+    """Scrapes that have failed since its last answer, by target that has answered."""
+
+    def answered(self, target: str, num_bytes: int) -> None:
+        since = self._open.get(target, 0)
+        self._open[target] = 0
+        self.scrapes += 1
+        self.bytes += num_bytes
+        self.failed_scrapes += since
+        self.absent_scrapes -= since
+
+    def unanswered(self, target: str) -> None:
+        self.absent_scrapes += 1
+        if target in self._open:
+            self._open[target] += 1
+
+    def end_run(self) -> None:
+        """Forgets the targets: the next run's processes are others, maybe at the same addresses."""
+        self._open.clear()
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One run, over the steps after the warm-up."""
+    """Totals of one run over the steps after the warm-up."""
 
     tokens: float
     seconds: float
@@ -56,6 +93,7 @@ class Measured:
 
 
 def bench(args: argparse.Namespace) -> Report:
+    """Runs `args.rounds` pairs of runs of `args.steps` steps."""
     rounds, steps = (1, QUICK_STEPS) if args.quick else (args.rounds, args.steps)
     engine = "transformers" if args.quick else args.engine
     load = Load()
@@ -91,20 +129,19 @@ async def _pairs(
 
 async def _run(job: dict[str, Any], output: Path, steps: int, load: Load | None) -> Measured:
     job_file = _write_job(output, job)
-    argv = [sys.executable, "-m", "pipelinerl_cli", "up", str(job_file), "--output", str(output)]
+    argv = ["python", "-m", "pipelinerl_cli", "up", str(job_file), "--output", str(output)]
     log = output.with_suffix(".log")
     try:
         async with AsyncExitStack() as stack, asyncio.timeout(RUN_TIMEOUT_S):
-            process = await stack.enter_async_context(children.running(argv, log))
+            process = await stack.enter_async_context(running(argv, log))
             if load is not None:
                 await stack.enter_async_context(scraping(output / "metrics-targets.json", load))
-            began = await _at_step(process, output, WARM_UP_STEPS, log)
-            ended = await _at_step(process, output, steps, log)
+            began = await _at_step(process, output, WARM_UP_STEPS)
+            ended = await _at_step(process, output, steps)
             await process.wait()
     except TimeoutError:
-        raise Unavailable(
-            f"the run did not end within {RUN_TIMEOUT_S:g} s: {children.log_tail(log)}"
-        ) from None
+        ending = "\n".join(last_lines(log, LAST_LINES))
+        raise Unavailable(f"the run did not end within {RUN_TIMEOUT_S:g} s: {ending}") from None
     return Measured(
         ended.tokens - began.tokens,
         ended.seconds - began.seconds,
@@ -113,16 +150,14 @@ async def _run(job: dict[str, Any], output: Path, steps: int, load: Load | None)
 
 
 def _write_job(output: Path, job: dict[str, Any]) -> Path:
-    """Beside the run's folder."""
+    """Writes the job file beside the run's folder."""
     output.mkdir(parents=True)
     job_file = output.with_suffix(".yaml")
     job_file.write_text(yaml.safe_dump(job))
     return job_file
 
 
-async def _at_step(
-    process: asyncio.subprocess.Process, output: Path, step: int, log: Path
-) -> Measured:
+async def _at_step(process: Process, output: Path, step: int) -> Measured:
     """Tokens trained, time and CPU time up to the moment at which `step` was reported."""
     while True:
         trained = _trained(output / "metrics.jsonl")
@@ -130,12 +165,12 @@ async def _at_step(
             return Measured(
                 sum(tokens for _, tokens in trained[:step]),
                 trained[step - 1][0],
-                sum(each.cpu_seconds for each in tree(process.pid)),
+                sum(map(cpu_seconds, process_tree(process.pid))),
             )
-        if process.returncode is not None:
+        if process.exit_status is not None:
             raise Unavailable(
-                f"the run ended with status {process.returncode} before step {step}: "
-                f"{children.log_tail(log)}"
+                f"the run ended with status {process.exit_status} before step {step}: "
+                f"{tail(process)}"
             )
         await asyncio.sleep(POLL_S)
 
@@ -222,3 +257,39 @@ def _job(engine: str, steps: int, seed: int, endpoint: str | None) -> dict[str, 
             "telemetry": telemetry,
         },
     }
+
+
+@asynccontextmanager
+async def scraping(targets_file: Path, load: Load) -> AsyncIterator[None]:
+    """Reads every target once a second, as Prometheus does, from when the list exists to the end of
+    the block.
+    """
+
+    async def scrape(session: aiohttp.ClientSession, target: str) -> None:
+        try:
+            async with session.get(f"http://{target}/metrics") as response:
+                load.answered(target, len(await response.read()))
+        except (aiohttp.ClientError, TimeoutError):
+            load.unanswered(target)
+
+    async def loop() -> None:
+        async with aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=SCRAPE_TIMEOUT_S)
+        ) as session:
+            while True:
+                await asyncio.gather(
+                    *(scrape(session, target) for target in _targets(targets_file))
+                )
+                await asyncio.sleep(SCRAPE_EVERY_S)
+
+    task = asyncio.create_task(loop())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        load.end_run()
+
+
+def _targets(file: Path) -> list[str]:
+    return [each["targets"][0] for each in json.loads(file.read_text())] if file.exists() else []

@@ -40,7 +40,7 @@ def steps_per_round(text: str) -> tuple[int, ...]:
 
 
 def parse() -> argparse.Namespace:
-    from pipelinerl_cli.arguments import at_least_one
+    from pipelinerl_cli.terminal import at_least_one
 
     parser = argparse.ArgumentParser(
         description="In-flight RL against conventional RL on the same job, code and cores, over "

@@ -26,7 +26,7 @@ def starts(text: str) -> tuple[int, ...]:
 
 
 def main() -> None:
-    from pipelinerl_cli.arguments import at_least_one
+    from pipelinerl_cli.terminal import at_least_one
 
     parser = argparse.ArgumentParser(
         description="Measures how far from on-policy in-flight updates and lag take sampling."

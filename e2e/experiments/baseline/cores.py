@@ -1,15 +1,14 @@
-"""What each process of a run takes of the machine's cores, from /proc."""
+"""The core-seconds that each process of a run uses."""
 
 import json
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.process_tree import TICKS_PER_SECOND, tree
+import psutil
 
-PROC = Path("/proc")
-IDLE = (3, 4)
-"""Places in the first line of /proc/stat: idle, and waiting for a disk."""
+from bench.processes import cpu_seconds, process_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +31,10 @@ def measure(root: int, now: float) -> CoreUse:
     """Of the process `root` and all that came from it."""
     by_role: dict[str, float] = defaultdict(float)
     roles: dict[int, str] = {}
-    for each in tree(root):
-        role = roles[each.pid] = _role(each.pid) or roles.get(each.parent, "up")
-        by_role[role] += each.cpu_seconds
+    for process in process_tree(root):
+        with suppress(psutil.NoSuchProcess):  # it has ended since the tree was read
+            role = roles[process.pid] = _role(process) or roles.get(process.ppid(), "up")
+            by_role[role] += cpu_seconds(process)
     return CoreUse(now, dict(by_role), _machine())
 
 
@@ -69,23 +69,22 @@ def between(uses: list[CoreUse]) -> Cores | None:
     return Cores(roles, max(0.0, (last.machine - first.machine) / seconds - sum(roles.values())))
 
 
-def _role(pid: int) -> str | None:
-    """Example: "generator" of a process that was started with --name generator-0-0; None for one
-    without a name.
+def _role(process: psutil.Process) -> str | None:
+    """The role of a process by its command; None for one without a name. Example: "generator" for
+    a command with --name generator-0-0.
     """
     try:
-        words = (
-            (PROC / str(pid) / "cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
-        )
-    except OSError:
+        command = process.cmdline()
+    except psutil.ZombieProcess:
         return None
-    if words[0].endswith("nats-server"):
+    if command and command[0].endswith("nats-server"):
         return "nats-server"
-    return words[words.index("--name") + 1].partition("-")[0] if "--name" in words[:-1] else None
+    if "--name" in command[:-1]:
+        return command[command.index("--name") + 1].partition("-")[0]
+    return None
 
 
 def _machine() -> float:
-    times = list(
-        map(int, (PROC / "stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9])
-    )
-    return (sum(times) - sum(times[place] for place in IDLE)) / TICKS_PER_SECOND
+    times = psutil.cpu_times()
+    busy = (times.user, times.nice, times.system, times.irq, times.softirq, times.steal)
+    return float(sum(busy))

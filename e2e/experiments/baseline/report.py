@@ -25,12 +25,11 @@ from experiments.baseline.runs import (
 )
 from experiments.baseline.targets import Target, shown
 from pipelinerl_cli.compare.page import BEHAVIOUR, LEARNING
-from pipelinerl_cli.compare.runs import Compared, load_one
-from pipelinerl_cli.compare.seeds import Variant
+from pipelinerl_cli.compare.runs import Compared, Variant, load_one
 from pipelinerl_cli.compare.table import cell, note, table
-from pipelinerl_cli.report.standalone import standalone
+from pipelinerl_cli.report.charts import standalone
 from pipelinerl_common.errors import SettingsError
-from pipelinerl_common.words import markdown_table
+from pipelinerl_common.text import markdown_table
 
 NOISY_CORES = 0.1
 """More than so many cores in use by others is told as a disturbance."""

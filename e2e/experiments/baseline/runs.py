@@ -20,8 +20,8 @@ from typing import Any
 
 from experiments.baseline.cores import measure
 from pipelinerl_cli.compare.runs import Compared, load_one
-from pipelinerl_cli.results.run_folder import load_run
-from pipelinerl_cli.up.process import tethered
+from pipelinerl_cli.runs.folder import load_run
+from pipelinerl_cli.up.orphans import tethered
 from pipelinerl_common.errors import FatalError, SettingsError
 
 SEARCH, SEARCH_SEED = "search", 1000

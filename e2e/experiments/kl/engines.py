@@ -19,20 +19,20 @@ from torch import Tensor
 from experiments.kl import divergence
 from experiments.kl.course import PERIOD, Course, Weights, sampling_model
 from pipelinerl_actor.generator.engine import (
-    Completion,
-    Engine,
+    EngineCompletion,
+    GeneratorEngine,
     GroupSpec,
     KVCache,
     Sampling,
     Transfer,
 )
 from pipelinerl_actor.generator.service import make_engine
+from pipelinerl_actor.generator.transformers_decoder import DecodedSequence as Decoded
 from pipelinerl_actor.generator.transformers_engine import TransformersEngine, TransformersOptions
-from pipelinerl_actor.generator.transformers_model import Sequence as Decoded
 from pipelinerl_common.settings import GeneratorSettings
 from pipelinerl_weights.group import Rendezvous, TransferGroup
 from pipelinerl_weights.manifest import Manifest, TensorSpec
-from pipelinerl_weights.sender import Snapshot, send_snapshot
+from pipelinerl_weights.sender import WeightSnapshot, send_snapshot
 
 BUCKET_BYTES = 1 << 20
 TRANSFER_S = 120.0
@@ -93,7 +93,7 @@ class Samples:
 class Studied(ABC):
     """An engine and the checkpoints that it can be given."""
 
-    def __init__(self, engine: Engine, course: Course) -> None:
+    def __init__(self, engine: GeneratorEngine, course: Course) -> None:
         self._engine = engine
         self._course = course
         self._manifest = _manifest(course.weights[0])
@@ -187,7 +187,7 @@ class Studied(ABC):
 
     async def _stage(self, version: int) -> None:
         assert self._group is not None
-        snapshot = Snapshot.pack(self._manifest, self._course.weights[version].items())
+        snapshot = WeightSnapshot.pack(self._manifest, self._course.weights[version].items())
         receiving = asyncio.create_task(
             self._engine.stage(Transfer(version, self._manifest, TRANSFER_S))
         )
@@ -199,7 +199,7 @@ class Studied(ABC):
         await self._engine.apply()
         await self._engine.set_version(version)
 
-    def _samples(self, prompts_NP: Tensor, completions: list[Completion]) -> Samples:
+    def _samples(self, prompts_NP: Tensor, completions: list[EngineCompletion]) -> Samples:
         ids_NT = torch.tensor([completion.token_ids for completion in completions])
         runs = [completion.version_runs for completion in completions]
         versions = [
@@ -244,7 +244,7 @@ class StudiedTransformers(Studied):
     def _see(self, sequence: Decoded, logprobs_V: Tensor) -> None:
         self._seen.setdefault(sequence.sampling.seed, []).append(logprobs_V)
 
-    def _samples(self, prompts_NP: Tensor, completions: list[Completion]) -> Samples:
+    def _samples(self, prompts_NP: Tensor, completions: list[EngineCompletion]) -> Samples:
         plain = super()._samples(prompts_NP, completions)
         distributions_NTV = torch.stack(
             [torch.stack(self._seen[seed]) for seed in range(len(prompts_NP))]
@@ -294,7 +294,7 @@ class StudiedVllm(Studied):
             takes_updates=True,
             log_level="warning",
         )
-        self._companions: dict[int, asyncio.Task[Completion]] = {}
+        self._companions: dict[int, asyncio.Task[EngineCompletion]] = {}
         super().__init__(engine, course)
 
     async def compare_with(self, version: int) -> None:

@@ -39,15 +39,9 @@ COMMANDS: dict[str, Command] = {
     "doctor": Command(
         "find what holds a run or a job up, and what to turn", "pipelinerl_cli.doctor.command"
     ),
-    "simulate": Command(
-        "try staleness policies on a simulated cluster", "pipelinerl_planner.simulate_command"
-    ),
-    "replay": Command(
-        "check a recorded run against its staleness policy", "pipelinerl_planner.replay_command"
-    ),
-    "plan": Command(
-        "choose how many GPUs generate, and with which batch", "pipelinerl_planner.plan_command"
-    ),
+    "simulate": Command("try staleness policies on a simulated cluster", "pipelinerl_cli.simulate"),
+    "replay": Command("check a recorded run against its staleness policy", "pipelinerl_cli.replay"),
+    "plan": Command("choose how many GPUs generate, and with which batch", "pipelinerl_cli.plan"),
     "calibrate": Command(
         "measure a generator's speed by batch size, for plan", "pipelinerl_cli.calibrate.command"
     ),
@@ -56,7 +50,7 @@ COMMANDS: dict[str, Command] = {
         "pipelinerl_cli.eval.command",
     ),
     "new-task": Command(
-        "write a task and a job to start your own from", "pipelinerl_cli.new_task.command"
+        "write a task and a job to start your own from", "pipelinerl_cli.new_task"
     ),
 }
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipelinerl_cli.doctor.run_facts import RunFacts
-from pipelinerl_cli.results.metrics_file import Record
+from pipelinerl_cli.doctor.facts import RunFacts
+from pipelinerl_cli.runs.records import Record
 from pipelinerl_common.settings import Job, parse_job
 
 NUM_STEPS = 40

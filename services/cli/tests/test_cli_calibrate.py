@@ -18,8 +18,8 @@ from aiohttp import web
 
 from pipelinerl_cli.__main__ import main
 from pipelinerl_cli.calibrate.command import add_arguments, run
-from pipelinerl_cli.calibrate.curve_file import Scale, curve_document
-from pipelinerl_cli.calibrate.measurement import Level, Span, levels, measure, tokens_within
+from pipelinerl_cli.calibrate.curve_file import CurveScale, curve_document
+from pipelinerl_cli.calibrate.measurement import Level, RequestSpan, levels, measure, tokens_within
 from pipelinerl_common.errors import PermanentError, SettingsError, Unavailable
 from pipelinerl_planner.utilization import read_utilization
 
@@ -111,13 +111,18 @@ def test_levels(most: int, expected: list[int]) -> None:
 
 
 def test_tokens_are_those_of_the_time_measured() -> None:
-    spans = [Span(0, 5, 10), Span(3.5, 5.5, 8), Span(6, 16, 20), Span(8, 9, 100)]
+    spans = [
+        RequestSpan(0, 5, 10),
+        RequestSpan(3.5, 5.5, 8),
+        RequestSpan(6, 16, 20),
+        RequestSpan(8, 9, 100),
+    ]
     assert tokens_within(spans, 3, 7) == pytest.approx(4 + 8 + 2)
 
 
 def test_curve_per_gpu_and_relative_to_the_plateau() -> None:
     measured = [Level(1, 100.0, 5), Level(4, 300.0, 9), Level(8, 280.0, 9)]
-    document = curve_document(measured, Scale(num_gpus=2), {})
+    document = curve_document(measured, CurveScale(num_gpus=2), {})
     assert document["relative_to"] == "plateau"
     assert document["peak_tokens_per_second"] == 150
     assert [(point["h"], point["tokens_per_second"]) for point in document["points"]] == [
@@ -131,12 +136,12 @@ def test_curve_per_gpu_and_relative_to_the_plateau() -> None:
 
 
 def test_curve_relative_to_a_given_peak() -> None:
-    document = curve_document([Level(1, 100.0, 5)], Scale(1, 400.0), {})
+    document = curve_document([Level(1, 100.0, 5)], CurveScale(1, 400.0), {})
     assert (document["relative_to"], document["points"][0]["utilization"]) == ("peak_flops", 0.25)
     with pytest.raises(
         SettingsError, match=r"allow 50\.0 tokens/s per GPU, but 100\.0 were measured"
     ):
-        curve_document([Level(1, 100.0, 5)], Scale(1, 50.0), {})
+        curve_document([Level(1, 100.0, 5)], CurveScale(1, 50.0), {})
 
 
 def test_speed_grows_until_the_generators_places_are_full(

@@ -10,11 +10,10 @@ import pytest
 from test_cli_report import JOB, make_run
 
 from pipelinerl_cli.__main__ import main
-from pipelinerl_cli.compare.differences import differences
-from pipelinerl_cli.compare.runs import Compared, load
-from pipelinerl_cli.compare.seeds import Variant, curve_of, variants
+from pipelinerl_cli.compare.page import differences
+from pipelinerl_cli.compare.runs import Compared, Variant, curve_of, load, variants
 from pipelinerl_cli.compare.table import cell, note, table
-from pipelinerl_cli.results.metrics_file import Record
+from pipelinerl_cli.runs.records import Record
 
 
 def with_seed(seed: int, steps: int = 1000) -> str:

@@ -9,21 +9,27 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipelinerl_cli.results.history import RunHistory
-from pipelinerl_cli.results.metrics_file import Record
-from pipelinerl_cli.results.summary import summarize
-from pipelinerl_cli.up.display import LiveDisplay, PlainDisplay, step_line
-from pipelinerl_cli.up.machine import assign_gpus, environment, missing_gpus, threads_per_process
-from pipelinerl_cli.up.panel import duration, number, rows, sparkline
-from pipelinerl_cli.up.patience import Patience
-from pipelinerl_cli.up.ports import Ports, check_port_is_free
-from pipelinerl_cli.up.restarts import Done, GiveUp, Restart, RestartBudget, judge
+from pipelinerl_cli.runs.history import RunHistory
+from pipelinerl_cli.runs.records import SILENCE_RECORD, Record, silent_name
+from pipelinerl_cli.runs.summary import summarize
+from pipelinerl_cli.up.checks import assign_gpus, environment, missing_gpus, threads_per_process
+from pipelinerl_cli.up.display import (
+    LiveDisplay,
+    PlainDisplay,
+    duration,
+    number,
+    rows,
+    sparkline,
+    step_line,
+)
+from pipelinerl_cli.up.live_metrics import GENERATING, RunView
+from pipelinerl_cli.up.process import Ports, check_port_is_free
 from pipelinerl_cli.up.session import keep_log
-from pipelinerl_cli.up.silence import RECORD, Silence, silent_name
-from pipelinerl_cli.up.view import GENERATING, RunView
+from pipelinerl_cli.up.status_lines import Patience, Silence
+from pipelinerl_cli.up.supervisor import Done, GiveUp, Restart, RestartBudget, judge
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import Job, parse_job
-from pipelinerl_operator.plan import Role
+from pipelinerl_control.plan import Role
 
 
 def make_job(**spec: Any) -> Job:
@@ -173,7 +179,7 @@ def test_a_full_disk_under_the_log_does_not_reach_the_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with keep_log(Path("/dev/full"), PlainDisplay()):
-        logging.getLogger("pipelinerl_operator.coordinator").info("formed")
+        logging.getLogger("pipelinerl_control.coordinator").info("formed")
     shown = capsys.readouterr()
     assert shown.out + shown.err == ""
 
@@ -264,7 +270,7 @@ def test_a_generators_silence_is_said_at_once_then_ever_more_seldom_and_ends_wit
 
 @pytest.mark.parametrize("name", ["generator-0-0", "actor-1"])
 def test_a_record_of_a_silence_is_read_as_it_was_written(name: str) -> None:
-    assert silent_name(RECORD.format(name=name)) == name
+    assert silent_name(SILENCE_RECORD.format(name=name)) == name
     assert silent_name("step_seconds") is None
 
 

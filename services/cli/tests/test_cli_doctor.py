@@ -10,11 +10,10 @@ import yaml
 from doctor_runs import JOB, Change, job, run_facts, run_records
 
 from pipelinerl_cli.__main__ import main
+from pipelinerl_cli.doctor.facts import JobFacts, RunFacts, given_up_messages
 from pipelinerl_cli.doctor.finding import SEVERITIES, Severity
-from pipelinerl_cli.doctor.plan_facts import JobFacts
 from pipelinerl_cli.doctor.rules import JOB_RULES, RUN_RULES, Named, diagnose_job, diagnose_run
-from pipelinerl_cli.doctor.run_facts import RunFacts, given_up_messages
-from pipelinerl_cli.results.metrics_file import Record
+from pipelinerl_cli.runs.records import Record
 from pipelinerl_common.settings import Job
 
 WAITS = {"wait_seconds": 4.0}

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from pipelinerl_cli.__main__ import main
-from pipelinerl_cli.results.evaluations import evaluated, evaluation_line, evaluations
-from pipelinerl_cli.results.history import RunHistory
-from pipelinerl_cli.results.metrics_file import MetricsWriter, Record
-from pipelinerl_cli.results.outcome import evaluation_lines
-from pipelinerl_cli.results.summary import summarize
-from pipelinerl_cli.up.evaluating import progress
-from pipelinerl_cli.up.panel import rows
-from pipelinerl_cli.up.view import RunView
+from pipelinerl_cli.runs.evaluations import evaluated, evaluation_line, evaluations
+from pipelinerl_cli.runs.history import RunHistory
+from pipelinerl_cli.runs.records import MetricsWriter, Record
+from pipelinerl_cli.runs.summary import evaluation_lines, summarize
+from pipelinerl_cli.up.display import rows
+from pipelinerl_cli.up.live_metrics import RunView
+from pipelinerl_cli.up.status_lines import progress
 
 JOB = """
 apiVersion: pipelinerl.dev/v1alpha1

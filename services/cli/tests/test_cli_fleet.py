@@ -7,13 +7,13 @@ from pathlib import Path
 
 from test_cli_supervisor import DEADLINE_S
 
-from pipelinerl_cli.up import scraping
-from pipelinerl_cli.up.fleet import Fleet
-from pipelinerl_cli.up.process import Process
+from pipelinerl_cli.up import targets as scraping
+from pipelinerl_cli.up.actors import Fleet
+from pipelinerl_cli.up.process import LocalProcess
 from pipelinerl_cli.up.supervisor import Supervisor
 from pipelinerl_common.settings import Job, parse_job
-from pipelinerl_operator.coordinator import Coordinator
-from pipelinerl_operator.plan import Endpoints, Workload, workload_names
+from pipelinerl_control.coordinator import Coordinator
+from pipelinerl_control.plan import Endpoints, Workload, workload_names
 
 
 def two_actors() -> Job:
@@ -54,11 +54,11 @@ async def test_targets_follow_an_actor_that_goes_before_it_was_ready_and_comes_a
         )
         lists.append({target["labels"]["instance"] for target in targets})
 
-    processes: list[Process] = []
+    processes: list[LocalProcess] = []
 
-    async def launch(workload: Workload) -> Process:
+    async def launch(workload: Workload) -> LocalProcess:
         log_file = tmp_path / f"{workload.name}.log"
-        process = await Process.start(
+        process = await LocalProcess.start(
             workload.name, ("sleep", "600"), log_file=log_file, environment=dict(os.environ)
         )
         processes.append(process)

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl_cli.results.metrics_file import MetricsWriter, Record, read_records
-from pipelinerl_cli.up.ending import in_background
-from pipelinerl_cli.up.session_records import SessionRecords
-from pipelinerl_cli.up.silence import LOOK_S, Silence
-from pipelinerl_cli.up.view import RunView
-from pipelinerl_operator.scaling.metrics import Scale
+from pipelinerl_cli.runs.records import MetricsWriter, Record, read_records
+from pipelinerl_cli.up.live_metrics import RunView, SessionRecords
+from pipelinerl_cli.up.status_lines import LOOK_S, Silence
+from pipelinerl_cli.up.supervisor import in_background
+from pipelinerl_control.scaling.metrics import Scale
 
 
 def step(number: int) -> Record:
@@ -80,7 +79,7 @@ def test_thinned_record_that_a_full_disk_refused_is_not_thinned_out_when_it_come
 async def test_silence_is_watched_and_shown_while_nothing_of_it_can_be_written(
     full: MetricsWriter, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelinerl_cli.up.silence.LOOK_S", LOOK_S / 100)
+    monkeypatch.setattr("pipelinerl_cli.up.status_lines.LOOK_S", LOOK_S / 100)
     view = RunView(steps_total=9)
     records = SessionRecords(full, view)
     said: list[str] = []

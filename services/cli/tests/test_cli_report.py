@@ -11,24 +11,23 @@ from xml.etree import ElementTree
 import pytest
 
 from pipelinerl_cli.__main__ import main
-from pipelinerl_cli.report.heat import heat
-from pipelinerl_cli.report.learning import reward_axis
-from pipelinerl_cli.report.standalone import standalone
-from pipelinerl_cli.report.svg import (
+from pipelinerl_cli.report.charts import (
     Axis,
     Line,
     clock,
     clock_ticks,
     compact,
     duration,
+    heat,
     plot,
     smooth,
+    standalone,
     thin,
     ticks,
 )
-from pipelinerl_cli.report.throughput import rates, throughput
-from pipelinerl_cli.results.history import Point, RunHistory
-from pipelinerl_cli.results.metrics_file import MetricsWriter, Record
+from pipelinerl_cli.report.figures import rates, reward_axis, throughput
+from pipelinerl_cli.runs.history import RunHistory, SeriesPoint
+from pipelinerl_cli.runs.records import MetricsWriter, Record
 
 JOB = """
 apiVersion: pipelinerl.dev/v1alpha1
@@ -146,7 +145,10 @@ def test_time_of_the_plots_begins_with_the_first_token(tmp_path: Path) -> None:
     assert history.training_seconds == 4
     trained = history.in_training_time()
     assert [(step.step, step.t) for step in trained.steps] == [(1, 4.0)]
-    assert trained.gauge("actor", "tokens_generated_total") == [Point(0, 0), Point(1, 5)]
+    assert trained.gauge("actor", "tokens_generated_total") == [
+        SeriesPoint(0, 0),
+        SeriesPoint(1, 5),
+    ]
     assert history.steps[0].t == 34
 
 
@@ -262,8 +264,18 @@ def test_running_mean_and_rates_by_hand() -> None:
     assert smooth([1, 2, 3, 4], 2) == [1, 1.5, 2.5, 3.5]
     assert smooth([1, math.nan, 3, math.nan, math.nan], 2)[:4] == [1, 1, 3, 3]
     assert math.isnan(smooth([1, math.nan, math.nan], 2)[2])
-    points = [Point(0, 0), Point(2, 10), Point(6, 60), Point(12, 0), Point(20, 80)]
-    assert rates(points, window_s=5) == [Point(6, 10), Point(12, 0), Point(20, 10)]
+    points = [
+        SeriesPoint(0, 0),
+        SeriesPoint(2, 10),
+        SeriesPoint(6, 60),
+        SeriesPoint(12, 0),
+        SeriesPoint(20, 80),
+    ]
+    assert rates(points, window_s=5) == [
+        SeriesPoint(6, 10),
+        SeriesPoint(12, 0),
+        SeriesPoint(20, 10),
+    ]
 
 
 def test_thinning_keeps_the_ends_and_every_spike() -> None:

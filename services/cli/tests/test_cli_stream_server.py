@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl_cli.up import stream_server
-from pipelinerl_cli.up.ports import Ports
-from pipelinerl_cli.up.stream_server import StreamServer
+from pipelinerl_cli.up import nats_server
+from pipelinerl_cli.up.nats_server import NatsServerProcess
+from pipelinerl_cli.up.process import Ports
 from pipelinerl_common.settings import StreamSettings
 from pipelinerl_common.stream import Login, connect
 
@@ -20,10 +20,10 @@ DEADLINE_S = 30.0
 async def test_a_server_that_died_or_had_a_full_disk_is_started_again(
     tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(stream_server, "LOOK_S", 0.05)
+    monkeypatch.setattr(nats_server, "LOOK_S", 0.05)
     restarted = asyncio.Queue[str]()
     with Ports() as ports:
-        server = StreamServer(tmp_path, ports.reserve(), "token", restarted.put_nowait)
+        server = NatsServerProcess(tmp_path, ports.reserve(), "token", restarted.put_nowait)
         running = asyncio.create_task(server.run())
         try:
             async with asyncio.timeout(DEADLINE_S):

@@ -6,10 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl_cli.results.counters import counter_total
-from pipelinerl_cli.results.history import LAG_BUCKETS, Point, RunHistory, mean_over_time
-from pipelinerl_cli.results.metrics_file import MetricsWriter, Record, parse_record, read_records
-from pipelinerl_cli.results.summary import summarize
+from pipelinerl_cli.runs.history import LAG_BUCKETS, RunHistory, SeriesPoint, mean_over_time
+from pipelinerl_cli.runs.records import (
+    MetricsWriter,
+    Record,
+    counter_total,
+    parse_record,
+    read_records,
+)
+from pipelinerl_cli.runs.summary import summarize
 from pipelinerl_common.errors import SettingsError
 
 
@@ -180,7 +185,7 @@ def test_gauge_adds_what_each_instance_said_last() -> None:
 
 
 def test_mean_of_a_gauge_counts_how_long_each_value_held() -> None:
-    points = [Point(0, 4.0), Point(2, 1.0), Point(4, 99.0)]
+    points = [SeriesPoint(0, 4.0), SeriesPoint(2, 1.0), SeriesPoint(4, 99.0)]
     assert mean_over_time(points, 0, 3) == pytest.approx(3)  # (2 * 4 + 1 * 1) / 3
     assert mean_over_time(points, 1, 3) == pytest.approx(2.5)  # (1 * 4 + 1 * 1) / 2
     assert mean_over_time(points[1:2], 0, 2) == 1

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl_cli.up.process import Process
-from pipelinerl_cli.up.restarts import RestartBudget
-from pipelinerl_cli.up.supervisor import Failure, Supervisor
-from pipelinerl_operator.plan import Role, Workload
+from pipelinerl_cli.up.process import LocalProcess
+from pipelinerl_cli.up.supervisor import ProcessFailure, RestartBudget, Supervisor
+from pipelinerl_control.plan import Role, Workload
 
 DEADLINE_S = 30
 NOTE_THE_END = """
@@ -50,13 +49,13 @@ class Stage:
         self.restarted: list[str] = []
         self.finished = False
         self.changed = asyncio.Event()
-        self.processes: dict[str, Process] = {}
+        self.processes: dict[str, LocalProcess] = {}
 
-    async def launch(self, workload: Workload) -> Process:
+    async def launch(self, workload: Workload) -> LocalProcess:
         programs = self.programs[workload.name]
         choices = [programs] if isinstance(programs, str) else programs
         program = choices[min(self.starts[workload.name], len(choices) - 1)]
-        process = await Process.start(
+        process = await LocalProcess.start(
             workload.name,
             ("python", "-c", program, str(self.folder)),
             log_file=self.folder / f"{workload.name}.log",
@@ -90,7 +89,9 @@ class Stage:
 
 
 @asynccontextmanager
-async def running(stage: Stage) -> AsyncIterator[tuple[Supervisor, "asyncio.Task[Failure | None]"]]:
+async def running(
+    stage: Stage,
+) -> AsyncIterator[tuple[Supervisor, "asyncio.Task[ProcessFailure | None]"]]:
     supervisor = stage.supervisor()
     task = asyncio.create_task(supervisor.run())
     try:
@@ -164,17 +165,17 @@ def test_the_cause_of_a_failure_is_the_last_error_of_its_log() -> None:
         "is too small",
         "2026-11-29T20:00:02.123Z INFO actor-0 ends",
     ]
-    failure = Failure("actor-0", "cannot run: wrong settings", lines)
+    failure = ProcessFailure("actor-0", "cannot run: wrong settings", lines)
     assert (
         failure.cause
         == "actor-0 cannot run: wrong settings: crashed error=SettingsError: model.maxModelLen=64 "
         "is too small"
     )
     assert (
-        Failure("nats", "ended with status 1", ["no room"]).cause
+        ProcessFailure("nats", "ended with status 1", ["no room"]).cause
         == "nats ended with status 1: no room"
     )
-    assert Failure("nats", "ended with status 1").cause == "nats ended with status 1"
+    assert ProcessFailure("nats", "ended with status 1").cause == "nats ended with status 1"
 
 
 async def test_crashed_rank_takes_every_rank_with_it(tmp_path: Path) -> None:
@@ -359,7 +360,7 @@ asyncio.run(main())
 
 
 async def test_command_that_cannot_be_started_says_so_in_its_log(tmp_path: Path) -> None:
-    process = await Process.start(
+    process = await LocalProcess.start(
         "x", ("/no/such/program",), log_file=tmp_path / "x.log", environment=dict(os.environ)
     )
     assert await process.wait() == 127

@@ -9,8 +9,7 @@ from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import Job, load_job
 from pipelinerl_planner.frontier import Grid
 from pipelinerl_planner.length_distribution import parse_lengths
-from pipelinerl_planner.plan_arguments import CASE_BATCH, CASE_GPUS, CASE_LENGTHS, CASE_TAU
-from pipelinerl_planner.throughput import Workload
+from pipelinerl_planner.throughput import CASE_BATCH, CASE_GPUS, CASE_LENGTHS, CASE_TAU, Workload
 from pipelinerl_planner.utilization import FittedCurve, Utilization, read_utilization
 
 MAX_PAIRS = 5_000_000

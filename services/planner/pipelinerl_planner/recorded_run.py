@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl_common.settings import Job, load_job
-from pipelinerl_common.words import did_you_mean_folder
+from pipelinerl_common.text import did_you_mean_folder
 from pipelinerl_staleness.policy import PolicySettings
 from pipelinerl_staleness.recording import START
 from pipelinerl_staleness.registry import parse_policy_settings

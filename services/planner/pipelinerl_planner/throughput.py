@@ -107,3 +107,7 @@ def max_lags(load: Workload, in_progress: Integers) -> Integers:
 def least_batch_size(load: Workload, in_progress: int, lag: int) -> int:
     """B that brings g_max down to `lag` with H * I = `in_progress`."""
     return ceil(in_progress * load.lengths.longest / (load.lengths.mean * lag) - _ROUNDING)
+
+
+CASE_GPUS, CASE_BATCH, CASE_LENGTHS, CASE_TAU = 128, 128, "uniform:1:2048", 4.92
+"""The paper's case study (appendix A.4); its longest length is left open and hardly matters."""

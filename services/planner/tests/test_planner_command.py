@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from pipelinerl_cli.simulate import add_arguments, run
 from pipelinerl_planner.charts import Bar, chart
 from pipelinerl_planner.lengths import ConstructedLengths, LognormalLengths, read_trace
-from pipelinerl_planner.simulate_command import add_arguments, run
 from pipelinerl_staleness.registry import POLICIES
 
 KEYS = [

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import yaml
 
+from pipelinerl_cli.plan import add_arguments, run
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import parse_job
 from pipelinerl_planner.frontier import Grid, chosen, frontier
 from pipelinerl_planner.length_distribution import empirical, lognormal, parse_lengths, uniform
 from pipelinerl_planner.line_chart import Axes, line_chart
-from pipelinerl_planner.plan_command import add_arguments, run
 from pipelinerl_planner.throughput import (
     Throughput,
     Workload,

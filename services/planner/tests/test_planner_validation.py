@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from pipelinerl_planner import replay_command
+from pipelinerl_cli import replay
+from pipelinerl_cli.simulate import add_arguments, run
 from pipelinerl_planner.fit import fit_cluster
 from pipelinerl_planner.recorded_run import read_recorded_run
-from pipelinerl_planner.simulate_command import add_arguments, run
 from pipelinerl_planner.validation import validate
 
 RECORDED = Path(__file__).parent / "recorded_run"
@@ -203,6 +203,6 @@ def test_a_replay_names_a_broken_line(
 ) -> None:
     lines = (folder / "events.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "events.jsonl").write_bytes(b"".join([*lines[:20], line + b"\n", *lines[20:]]))
-    assert replay_command.run(Namespace(folder=folder)) == 1
+    assert replay.run(Namespace(folder=folder)) == 1
     shown = capsys.readouterr()
     assert "events.jsonl:21: " in shown.out + shown.err

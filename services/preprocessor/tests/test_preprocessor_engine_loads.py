@@ -12,10 +12,10 @@ from preprocessor_harness import DEADLINE_S, Rig, rig
 from pipelinerl.v1 import admission_pb2 as pb
 from pipelinerl.v1 import sample_pb2
 from pipelinerl.v1.admission_pb2_grpc import AdmissionStub
+from pipelinerl_cli.replay import run
 from pipelinerl_common.errors import PermanentError
 from pipelinerl_common.rpc import call
-from pipelinerl_planner.replay_command import run
-from pipelinerl_preprocessor.engine_loads import EngineLoads
+from pipelinerl_preprocessor.metrics import EngineLoads
 from pipelinerl_staleness.policy import EngineLoad
 
 

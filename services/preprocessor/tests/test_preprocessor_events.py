@@ -9,8 +9,8 @@ import pytest
 from preprocessor_harness import Rig, rig
 
 from pipelinerl.v1 import admission_pb2 as pb
-from pipelinerl_planner.replay_command import run
-from pipelinerl_preprocessor.events import EventLog
+from pipelinerl_cli.replay import run
+from pipelinerl_preprocessor.run_log import EventLog
 from pipelinerl_staleness.recording import NOTES
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelinerl_common.errors import SettingsError
-from pipelinerl_common.words import counted
+from pipelinerl_common.text import counted
 
 if TYPE_CHECKING:
-    from pipelinerl_cli.calibrate.curve_file import Scale
+    from pipelinerl_cli.calibrate.curve_file import CurveScale
     from pipelinerl_cli.calibrate.endpoint import Completion
     from pipelinerl_cli.calibrate.measurement import Level
     from pipelinerl_common.settings import Job
@@ -161,8 +161,8 @@ def _completion(args: argparse.Namespace, job: "Job | None") -> "Completion":
     )
 
 
-def _scale(args: argparse.Namespace, job: "Job | None") -> "Scale":
-    from pipelinerl_cli.calibrate.curve_file import Scale
+def _scale(args: argparse.Namespace, job: "Job | None") -> "CurveScale":
+    from pipelinerl_cli.calibrate.curve_file import CurveScale
 
     default_gpus = 1 if job is None else job.spec.actors.generator.tensor_parallel_size
     num_gpus = _at_least_one("--gpus", default_gpus if args.gpus is None else args.gpus)
@@ -176,8 +176,8 @@ def _scale(args: argparse.Namespace, job: "Job | None") -> "Scale":
             f"{given} needs {missing} too: U is tokens/s times 2 x parameters over the peak"
         )
     if args.peak_flops is None:
-        return Scale(num_gpus)
-    return Scale(
+        return CurveScale(num_gpus)
+    return CurveScale(
         num_gpus,
         _positive("--peak-flops", args.peak_flops)
         / (2 * _positive("--parameters", args.parameters)),

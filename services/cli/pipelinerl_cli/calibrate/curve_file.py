@@ -11,7 +11,7 @@ from pipelinerl_common.errors import SettingsError
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class CurveScale:
     """What U is a share of."""
 
     num_gpus: int = 1
@@ -23,7 +23,7 @@ class Scale:
 
 
 def curve_document(
-    measured: Sequence[Level], scale: Scale, about: dict[str, Any]
+    measured: Sequence[Level], scale: CurveScale, about: dict[str, Any]
 ) -> dict[str, Any]:
     """h and tokens per second per GPU, U at each. Raises SettingsError when the peak is below what
     was measured.

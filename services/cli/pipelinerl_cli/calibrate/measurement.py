@@ -10,7 +10,7 @@ Complete = Callable[[], Awaitable[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RequestSpan:
     """One request. Its tokens are taken as evenly spread over its time."""
 
     start: float
@@ -34,7 +34,7 @@ def levels(most: int) -> list[int]:
     return [*doubled, most]
 
 
-def tokens_within(spans: Iterable[Span], start: float, end: float) -> float:
+def tokens_within(spans: Iterable[RequestSpan], start: float, end: float) -> float:
     """Tokens that fall between two times. Example: of a request of 10 tokens from 0 to 5, 4 fall
     between 3 and 7.
     """
@@ -75,7 +75,7 @@ class _Crew:
 
     complete: Complete
     concurrency: int
-    spans: list[Span] = field(default_factory=list)
+    spans: list[RequestSpan] = field(default_factory=list)
     num_warm: int = 0
     is_warm: asyncio.Event = field(default_factory=asyncio.Event)
     is_over: bool = False
@@ -91,4 +91,4 @@ class _Crew:
     async def _request(self) -> None:
         start = time.monotonic()
         num_tokens = await self.complete()
-        self.spans.append(Span(start, time.monotonic(), num_tokens))
+        self.spans.append(RequestSpan(start, time.monotonic(), num_tokens))

@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from pipelinerl_cli.compare.runs import SMOOTHING, Compared
-from pipelinerl_cli.compare.seeds import Variant
-from pipelinerl_cli.report.svg import clock, compact
-from pipelinerl_cli.results.history import Step
+from pipelinerl_cli.compare.runs import SMOOTHING, Compared, Variant
+from pipelinerl_cli.report.charts import clock, compact
+from pipelinerl_cli.runs.history import Step
 
 
 def percent(share: float) -> str:
@@ -15,7 +14,7 @@ def percent(share: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """One number of each run; None where the run has none."""
 
     name: str
@@ -23,8 +22,8 @@ class Row:
     form: Callable[[float], str] = compact
 
 
-def _summary(name: str, key: str, form: Callable[[float], str] = compact) -> Row:
-    return Row(name, lambda run: run.summary[key], form)
+def _summary(name: str, key: str, form: Callable[[float], str] = compact) -> TableRow:
+    return TableRow(name, lambda run: run.summary[key], form)
 
 
 ROWS = (
@@ -37,10 +36,10 @@ ROWS = (
     _summary("lag max", "lag_max"),
     _summary("ESS mean", "ess_mean"),
     _summary("ESS least", "ess_min"),
-    Row("trajectories/s", lambda run: run.trajectories_per_second),
+    TableRow("trajectories/s", lambda run: run.trajectories_per_second),
     _summary("tokens/s", "tokens_per_second"),
-    Row("trainer waits", lambda run: run.waiting_share, percent),
-    Row("generators full", lambda run: run.places_in_use, percent),
+    TableRow("trainer waits", lambda run: run.waiting_share, percent),
+    TableRow("generators full", lambda run: run.places_in_use, percent),
     _summary("updates", "weight_updates", "{:.0f}".format),
 )
 
@@ -78,8 +77,8 @@ def evaluated(variants: Sequence[Variant]) -> list[tuple[str, int]]:
     )
 
 
-def _evaluation(name: str, k: int) -> Row:
-    return Row(f"{name} pass@{k}", lambda run: run.pass_at(name, k), "{:.3f}".format)
+def _evaluation(name: str, k: int) -> TableRow:
+    return TableRow(f"{name} pass@{k}", lambda run: run.pass_at(name, k), "{:.3f}".format)
 
 
 def note(variants: Sequence[Variant]) -> str:

@@ -1,8 +1,8 @@
 """Rules on a job file. Rules of thumb are those of users of in-flight RL, not results."""
 
+from pipelinerl_cli.doctor.facts import JobFacts
 from pipelinerl_cli.doctor.finding import Finding, Severity
-from pipelinerl_cli.doctor.plan_facts import JobFacts
-from pipelinerl_common.words import counted
+from pipelinerl_common.text import counted
 
 LEAST_BATCH_PER_GPU = 192
 """Sequences that a generating GPU should decode at once (H); below it decoding waits for memory."""

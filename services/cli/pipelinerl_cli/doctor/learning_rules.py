@@ -1,7 +1,7 @@
 """Rules on what a run learns from."""
 
+from pipelinerl_cli.doctor.facts import RunFacts
 from pipelinerl_cli.doctor.finding import Finding, Severity
-from pipelinerl_cli.doctor.run_facts import RunFacts
 
 LOW_ESS, USELESS_ESS = 0.8, 0.5
 """Effective sample size, 1 is on-policy."""

@@ -3,16 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from pipelinerl_cli.doctor import (
-    fault_rules,
-    job_rules,
-    learning_rules,
-    stall_rules,
-    throughput_rules,
-)
+from pipelinerl_cli.doctor import fault_rules, job_rules, learning_rules, throughput_rules
+from pipelinerl_cli.doctor import fault_rules as stall_rules
+from pipelinerl_cli.doctor.facts import JobFacts, RunFacts
 from pipelinerl_cli.doctor.finding import SEVERITIES, Finding
-from pipelinerl_cli.doctor.plan_facts import JobFacts
-from pipelinerl_cli.doctor.run_facts import RunFacts
 
 JOB_RULES: Mapping[str, Callable[[JobFacts], Finding | None]] = {
     rule.__name__: rule

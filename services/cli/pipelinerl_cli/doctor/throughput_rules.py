@@ -3,10 +3,10 @@
 from math import isnan
 from statistics import fmean, pstdev
 
+from pipelinerl_cli.doctor.facts import FEWEST_POINTS, RunFacts, mean
 from pipelinerl_cli.doctor.finding import Finding, Severity
 from pipelinerl_cli.doctor.job_rules import LEAST_BATCH_PER_GPU
-from pipelinerl_cli.doctor.run_facts import FEWEST_POINTS, RunFacts, mean
-from pipelinerl_common.words import counted
+from pipelinerl_common.text import counted
 
 STARVED_WAIT = 0.2
 """The trainer waits for more than this share of its time."""

@@ -1,4 +1,6 @@
-"""One evaluation on this machine: a generator that serves the checkpoint, the task's prompts
+"""Which weights a path means.
+
+One evaluation on this machine: a generator that serves the checkpoint, the task's prompts
 through it, a table.
 """
 
@@ -20,15 +22,37 @@ from pipelinerl_actor.prepare.prompts import check_prompts
 from pipelinerl_actor.rollout.assembly import Pool
 from pipelinerl_actor.task import Task, TaskName
 from pipelinerl_actor.task_loader import load_task
-from pipelinerl_cli.eval.weights import find_model
-from pipelinerl_cli.up.folder import RunFolder
-from pipelinerl_cli.up.guard import Guard
-from pipelinerl_cli.up.machine import environment
-from pipelinerl_cli.up.ports import Ports
-from pipelinerl_cli.up.process import Process
+from pipelinerl_cli.up.checks import environment
+from pipelinerl_cli.up.folder import RunFolder, newest_checkpoint
+from pipelinerl_cli.up.orphans import Guard
+from pipelinerl_cli.up.process import LocalProcess, Ports
+from pipelinerl_common.checkpoints import MANIFEST, MODEL, checkpoint_folder
 from pipelinerl_common.errors import SettingsError, Unavailable
 from pipelinerl_common.settings import Job, TaskSettings, load_job
-from pipelinerl_common.words import counted
+from pipelinerl_common.text import counted, did_you_mean_folder
+
+
+def find_model(path: Path) -> Path:
+    """The Hugging Face folder that `path` is, holds as a checkpoint, or ended with as a run.
+
+    Of a run, `final/` comes before the newest complete checkpoint. Raises SettingsError that says
+    what was looked for.
+    """
+    newest = checkpoint_folder(path, newest_checkpoint(path)) / MODEL
+    for folder in (
+        path,
+        path / MODEL if (path / MANIFEST).is_file() else path,
+        path / "final",
+        newest,
+    ):
+        if (folder / "config.json").is_file():
+            return folder
+    raise SettingsError(
+        f"{path}: no weights here; give a folder with config.json, a checkpoint like "
+        "runs/JOB/checkpoints/step-40, or a run's "
+        f"folder with final/ or a complete checkpoint{did_you_mean_folder(path)}"
+    )
+
 
 GENERATOR = "generator-0-0"
 _STOP_S = 10.0
@@ -112,7 +136,7 @@ async def _evaluate(
             str(model),
             "--serve-initial",
         )
-        generator = await Process.start(
+        generator = await LocalProcess.start(
             GENERATOR,
             (*argv, *wiring),
             log_file=folder.log_file(GENERATOR),
@@ -134,7 +158,7 @@ async def _evaluate(
             await generator.stop(_STOP_S)
 
 
-async def _until_ready(generator: Process, url: str, timeout_s: float) -> None:
+async def _until_ready(generator: LocalProcess, url: str, timeout_s: float) -> None:
     try:
         await until_ready(url, timeout_s, lambda: generator.exit_status is None)
     except Unavailable as error:

@@ -9,8 +9,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from pipelinerl_cli.results.finish import write_results
-    from pipelinerl_cli.results.run_folder import load_run
+    from pipelinerl_cli.report.page import write_results
+    from pipelinerl_cli.runs.folder import load_run
     from pipelinerl_common.errors import SettingsError
 
     earlier = load_run(args.run)

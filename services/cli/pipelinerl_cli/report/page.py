@@ -1,21 +1,106 @@
-"""report.html of one run."""
+"""The page around the plots: one HTML file that needs nothing else.
+
+What `pipelinerl doctor` says of the run.
+
+report.html of one run.
+
+Writes summary.json and report.html from what a run's folder holds.
+"""
 
 import html
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pipelinerl_cli.doctor.rules import Named
-from pipelinerl_cli.report.document import document, folded, grid, hero, section, table, tiles
-from pipelinerl_cli.report.evaluation import evaluation
-from pipelinerl_cli.report.findings import findings
-from pipelinerl_cli.report.learning import SMOOTHING, learning, over_time
-from pipelinerl_cli.report.staleness import staleness
-from pipelinerl_cli.report.svg import clock, compact, duration
-from pipelinerl_cli.report.throughput import throughput
-from pipelinerl_cli.results.history import RunHistory, Step
+from pipelinerl_cli.doctor.facts import facts_of
+from pipelinerl_cli.doctor.rules import Named, diagnose_run
+from pipelinerl_cli.report.charts import clock, compact, duration
+from pipelinerl_cli.report.figures import (
+    SMOOTHING,
+    evaluation,
+    learning,
+    over_time,
+    staleness,
+    throughput,
+)
+from pipelinerl_cli.runs.history import RunHistory, Step
+from pipelinerl_common.files import write_whole
 from pipelinerl_common.settings import Job, JobSpec
+
+
+def document(title: str, body: str) -> str:
+    """A whole page with the style and the pointer script inside."""
+    here = files("pipelinerl_cli.report")
+    style = "".join(
+        here.joinpath(name).read_text(encoding="utf-8") for name in ("chart.css", "style.css")
+    )
+    script = here.joinpath("pointer.js").read_text(encoding="utf-8")
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(title)}</title><style>\n{style}</style></head>\n"
+        f"<body><main>\n{body}\n</main><script>\n{script}</script></body></html>\n"
+    )
+
+
+def tiles(pairs: Iterable[tuple[str, str]], *, small: bool = False) -> str:
+    """Numbers with their names, as (name, number)."""
+    cells = (
+        f"<div><dd>{html.escape(value)}</dd><dt>{html.escape(name)}</dt></div>"
+        for name, value in pairs
+    )
+    return f'<dl class="tiles{" small" if small else ""}">{"".join(cells)}</dl>'
+
+
+def hero(figure: str, beside: str) -> str:
+    """The figure that matters most, large, with numbers beside it."""
+    return f'<div class="hero">{figure}{beside}</div>'
+
+
+def section(title: str, explanation: str, *parts: str) -> str:
+    said = f'<p class="sub">{html.escape(explanation)}</p>' if explanation else ""
+    return f"<section><h2>{html.escape(title)}</h2>{said}\n" + "\n".join(parts) + "</section>"
+
+
+def grid(plots: Sequence[str]) -> str:
+    return f'<div class="plots">{"".join(plots)}</div>'
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    return (
+        '<div class="wide" '
+        f'tabindex="0"><table>{row(head, "th")}{"".join(row(cells, "td") for cells in rows)}</table></div>'
+    )
+
+
+def folded(title: str, body: str) -> str:
+    """`body` is markup."""
+    return f"<details><summary>{html.escape(title)}</summary>{body}</details>"
+
+
+def findings(found: Sequence[Named]) -> str:
+    """The most severe first, each with what to turn."""
+    if not found:
+        return '<p class="sub">Nothing found.</p>'
+    return f'<ul class="findings">{"".join(map(_item, found))}</ul>'
+
+
+def _item(named: Named) -> str:
+    finding = named.finding
+    advice = "".join(f"<li>{html.escape(each)}</li>" for each in finding.turn)
+    severity = html.escape(finding.severity.value)
+    return (
+        f'<li><span class="badge {severity}">{severity}</span> '
+        f"{html.escape(finding.message)}<ul>{advice}</ul></li>"
+    )
+
 
 MOST_ROWS = 100
 """Of the table of steps."""
@@ -216,3 +301,18 @@ def _rows(history: RunHistory) -> list[list[str]]:
 
 def _cell(value: float) -> str:
     return compact(value) if value == value else "-"
+
+
+def write_results(root: Path, job: Job, status: str, failure: str = "") -> dict[str, Any]:
+    """Returns the summary; in the file `failure` is added to it, in one line why the run failed.
+
+    Raises SettingsError when metrics.jsonl cannot be read, OSError when something cannot be
+    written.
+    """
+    facts = facts_of(root, job, status, failure=failure)
+    document = {**facts.summary, **({"failure": failure} if failure else {})}
+    write_whole(root / "summary.json", json.dumps(document, indent=2, allow_nan=False) + "\n")
+    write_whole(
+        root / "report.html", report_page(facts.history, facts.summary, job, diagnose_run(facts))
+    )
+    return facts.summary

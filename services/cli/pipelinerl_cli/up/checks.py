@@ -1,20 +1,147 @@
-"""What would make a run fail later is found before anything starts, with the remedy in the message."""
+"""How the run's processes share this machine: threads and GPUs. Pure.
+
+The job's task, made once before anything else, so that its mistakes are said at once and nothing
+is left of the try.
+
+In a process of its own, the one that runs plain verifiers: a task may import what it likes, and
+this process is to stay small.
+
+What would make a run fail later is found before anything starts, with the remedy in the message.
+"""
 
 import importlib.util
+import json
 import shutil
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pipelinerl_actor.task import TaskName
 from pipelinerl_cli.up.folder import RunFolder
-from pipelinerl_cli.up.machine import gpus_by_role, missing_gpus
-from pipelinerl_cli.up.ports import check_port_is_free
-from pipelinerl_cli.up.task_trial import task_faults
+from pipelinerl_cli.up.process import check_port_is_free
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import Job
-from pipelinerl_common.stream.layout import Layout
+from pipelinerl_common.stream.layout import StreamLayout
 from pipelinerl_common.stream.server import find_binary
-from pipelinerl_common.words import counted
+from pipelinerl_common.text import counted
+from pipelinerl_control.plan import num_gpus, role_of, workload_names
+
+_COMPUTING = ("generator-", "reference-", "trainer-", "evaluator-")
+
+
+def threads_per_process(job: Job, cores: int) -> int:
+    """Compute threads of each generator, reference, trainer rank and evaluator, so that together
+    they have about the cores.
+    """
+    computing = [name for name in workload_names(job) if name.startswith(_COMPUTING)]
+    return max(1, cores // len(computing))
+
+
+def assign_gpus(job: Job, visible: str | None) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES by process: generators, references, trainer ranks, the evaluator, each
+    with GPUs of its own.
+
+    `visible` is the variable's value for this process, None when unset. A job without GPUs sees none. Example: actors with 2
+    GPUs and 2 generators each, one actor, one rank: {"generator-0-0": "0", "generator-0-1": "1",
+    "trainer-0": "2"}.
+    """
+    ids = visible.split(",") if visible else None
+    assigned: dict[str, str] = {}
+    taken = 0
+    for name in workload_names(job):
+        count = num_gpus(job, name)
+        own = range(taken, taken + count)
+        assigned[name] = ",".join(ids[k] if ids and k < len(ids) else str(k) for k in own)
+        taken += count
+    return assigned
+
+
+def gpus_by_role(job: Job) -> dict[str, int]:
+    """GPUs of all processes of a role, of the roles that have any. Example: {"generator": 2,
+    "trainer": 1}.
+    """
+    counts: Counter[str] = Counter()
+    for name in workload_names(job):
+        counts[role_of(name).value] += num_gpus(job, name)
+    return {role: count for role, count in counts.items() if count}
+
+
+def missing_gpus(job: Job, available: int) -> list[str]:
+    """The fault of a job that needs more GPUs than the machine has; empty where there are enough."""
+    needed = gpus_by_role(job)
+    total = sum(needed.values())
+    if total <= available:
+        return []
+    sections = {
+        "actors": job.spec.actors,
+        "reference": job.spec.reference,
+        "evaluation": job.spec.evaluation,
+    }
+    asked = [
+        (name, section.gpus_per_replica)
+        for name, section in sections.items()
+        if section is not None
+    ]
+    fields = " and ".join(f"{name}.gpusPerReplica={count}" for name, count in asked if count)
+    shares = ", ".join(f"{role} {count}" for role, count in needed.items())
+    fewer = "lower it, or the numbers of replicas; " if available else ""
+    return [
+        f"{fields}: the job needs {counted(total, 'GPU')} ({shares}), this machine has {available} "
+        "(as PyTorch counts them); "
+        f"{fewer}gpusPerReplica=0 with weightTransfer.backend=gloo runs on the CPU"
+    ]
+
+
+def environment(job: Job, name: str, inherited: Mapping[str, str], cores: int) -> dict[str, str]:
+    """The environment of the process `name`. What the user has set for the threads is kept."""
+    own = dict(inherited)
+    own.setdefault("OMP_NUM_THREADS", str(threads_per_process(job, cores)))
+    own.setdefault("TOKENIZERS_PARALLELISM", "false")
+    own["PYTHONUNBUFFERED"] = "1"
+    own["CUDA_VISIBLE_DEVICES"] = assign_gpus(job, inherited.get("CUDA_VISIBLE_DEVICES")).get(
+        name, ""
+    )
+    return own
+
+
+MODULE = "pipelinerl_actor.rollout.verifier_process"
+TRIAL_S = 30.0
+"""A task that takes longer, since it reads much data, is left to the preparation, which makes it
+once more.
+"""
+
+
+def task_faults(name: TaskName) -> list[str]:
+    """Why the task cannot be made; empty when it can, or when it takes too long to tell."""
+    hello = {
+        "path": name.path,
+        "args": dict(name.args),
+        "seed": name.seed,
+        "sys_path": [str(Path.cwd()), *sys.path],
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", MODULE],
+            input=json.dumps(hello) + "\n",
+            capture_output=True,
+            text=True,
+            timeout=TRIAL_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return []
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        said = done.stderr.strip().splitlines()[-1:] or ["without a word"]
+        return [
+            f"spec.task.path={name.path!r}: the process that makes it ended with status "
+            f"{done.returncode}: {said[0]}"
+        ]
+    return [answer["error"]] if "error" in answer else []
+
 
 MEBIBYTE = 1 << 20
 MIN_FREE_BYTES = 512 * MEBIBYTE
@@ -124,7 +251,7 @@ def _disk(job: Job, output: Path) -> list[str]:
 def _stream(job: Job, output: Path) -> list[str]:
     """A store that is there already has its reservation."""
     free, max_bytes = _free_bytes(output), job.spec.stream.max_bytes
-    reserved = Layout(job.name, job.spec.stream, job.metadata.namespace).reserved_bytes
+    reserved = StreamLayout(job.name, job.spec.stream, job.metadata.namespace).reserved_bytes
     needed, beside = reserved / STORE_SHARE, (reserved - max_bytes) / STORE_SHARE
     if RunFolder(output).stream_store.exists() or free >= needed:
         return []

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from pipelinerl_cli.arguments import at_least_one
+from pipelinerl_cli.terminal import at_least_one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pipelinerl_cli.results.job_settings import flat_settings
+from pipelinerl_cli.runs.folder import flat_settings
 from pipelinerl_common.checkpoints import complete_checkpoints
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.files import write_whole
 from pipelinerl_common.settings import Job, load_job
-from pipelinerl_common.settings.text import write_yaml
+from pipelinerl_common.settings.load import write_yaml
 
 MAY_CHANGE = ("algorithm.steps",)
 """Settings that may differ when a run is resumed, without being mentioned."""

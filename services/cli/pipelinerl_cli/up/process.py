@@ -1,4 +1,13 @@
-"""One local process of the run: tethered to this one, in a process group of its own, its output in
+"""Free ports for the run's processes, held for as long as the run.
+
+A port that was found free and released again may be gone before its process binds it, above all to
+an outgoing connection. So each port stays bound here, by a socket that never listens: with
+SO_REUSEADDR on both sides Linux lets the process listen on the port too, while it gives the port to
+nobody who asks for any free one.
+
+Signals: the first asks for a clean stop, the second for an end at once.
+
+One local process of the run: tethered to this one, in a process group of its own, its output in
 a log file.
 """
 
@@ -6,28 +15,93 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from types import TracebackType
 
-from pipelinerl_cli.up.guard import Guard
+from pipelinerl_cli.up.orphans import Guard, tethered
+from pipelinerl_common.errors import SettingsError
 
-TETHER = str(Path(__file__).with_name("tether.py"))
+LOOPBACK = "127.0.0.1"
+
+
+class Ports:
+    """Reserved loopback ports; leaving the context releases them."""
+
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
+
+    def __enter__(self) -> "Ports":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for held in self._sockets:
+            held.close()
+        self._sockets.clear()
+
+    def reserve(self) -> int:
+        """A port that nobody else on this machine has or gets."""
+        held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((LOOPBACK, 0))
+        self._sockets.append(held)
+        return int(held.getsockname()[1])
+
+    def address(self) -> str:
+        """A reserved "host:port"."""
+        return f"{LOOPBACK}:{self.reserve()}"
+
+
+def check_port_is_free(field: str, port: int) -> None:
+    """Raises SettingsError when another process listens on the port that the job file asks for."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+            probe.listen(1)
+        except OSError as error:
+            raise SettingsError(
+                f"{field}={port}: the port is occupied ({error.strerror}); end the process that "
+                "has it, "
+                "choose another port, or 0 for any free one"
+            ) from error
+
+
+class Interrupt:
+    """SIGINT, SIGTERM and SIGHUP of this process, as events."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.at_once = asyncio.Event()
+        self.first: signal.Signals | None = None
+
+    def install(self) -> None:
+        loop = asyncio.get_running_loop()
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(each, self.receive, each)
+
+    def receive(self, received: signal.Signals) -> None:
+        if self.asked.is_set():
+            self.at_once.set()
+        self.first = self.first or received
+        self.asked.set()
+
+
 TAIL_BYTES = 16384
 LOG_PREFIX = re.compile(r"^\S+Z [A-Z]+ \S+ ")
 """Time, level and process of a log line, which its reader on the display knows."""
 
 
-def tethered(argv: Sequence[str]) -> tuple[str, ...]:
-    """`argv` as a command that ends with this process. Start it from the main thread: Linux ties it
-    to the starting thread.
-    """
-    return (sys.executable, "-I", "-S", TETHER, str(os.getpid()), *argv)
-
-
-class Process:
+class LocalProcess:
     """A started process. `exit_status` is negative for a signal."""
 
     def __init__(
@@ -55,7 +129,7 @@ class Process:
         log_file: Path,
         environment: Mapping[str, str],
         guard: Guard | None = None,
-    ) -> "Process":
+    ) -> "LocalProcess":
         """Starts `argv`, whose first part "python" stands for this interpreter; output is appended
         to `log_file`.
         """

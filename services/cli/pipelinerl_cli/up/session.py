@@ -9,19 +9,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from pipelinerl_cli.results.finish import write_results
-from pipelinerl_cli.results.outcome import print_outcome
+from pipelinerl_cli.report.page import write_results
+from pipelinerl_cli.runs.summary import print_outcome
 from pipelinerl_cli.up.checks import check
 from pipelinerl_cli.up.display import Display, LiveDisplay, PlainDisplay
-from pipelinerl_cli.up.ending import Ending
-from pipelinerl_cli.up.evaluating import is_evaluated
 from pipelinerl_cli.up.folder import Resume, RunFolder, inspect
-from pipelinerl_cli.up.interrupt import Interrupt
-from pipelinerl_cli.up.local_run import LocalRun
+from pipelinerl_cli.up.process import Interrupt
+from pipelinerl_cli.up.run import LocalRun
+from pipelinerl_cli.up.status_lines import is_evaluated
+from pipelinerl_cli.up.supervisor import RunEnding
 from pipelinerl_common.settings import Job, cluster_only_paths, load_job
-from pipelinerl_common.words import counted
+from pipelinerl_common.text import counted
 
-EXIT_FINISHED, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_SIGNAL = 0, 1, 2, 128
+EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_SIGNAL = 0, 1, 2, 128
 
 
 def up(
@@ -53,7 +53,7 @@ def up(
             and is_evaluated(job, folder.root)
         ):
             _say_finished(folder, resume, job)
-            return EXIT_FINISHED
+            return EXIT_OK
         check(job, folder.root)
         if not folder.root.is_dir():
             folder.make()
@@ -77,7 +77,7 @@ def up(
     return _exit_status(ending, interrupt)
 
 
-async def _run(job: Job, folder: RunFolder) -> tuple[Ending, Interrupt]:
+async def _run(job: Job, folder: RunFolder) -> tuple[RunEnding, Interrupt]:
     interrupt = Interrupt()
     interrupt.install()
     with ExitStack() as stack:
@@ -88,9 +88,9 @@ async def _run(job: Job, folder: RunFolder) -> tuple[Ending, Interrupt]:
         return await LocalRun(job, folder, display, interrupt).run(), interrupt
 
 
-def _exit_status(ending: Ending, interrupt: Interrupt) -> int:
+def _exit_status(ending: RunEnding, interrupt: Interrupt) -> int:
     if ending.status == "finished":
-        return EXIT_FINISHED
+        return EXIT_OK
     if ending.failure is not None:
         return EXIT_BAD_INPUT if ending.failure.bad_input else EXIT_FAILED
     return EXIT_SIGNAL + interrupt.first if interrupt.first is not None else EXIT_FAILED
@@ -114,7 +114,7 @@ def _say_resumed(folder: RunFolder, resume: Resume, job: Job) -> None:
         print(f"  changed: {change}")
 
 
-def _say_unwritten(folder: RunFolder, ending: Ending, error: OSError) -> None:
+def _say_unwritten(folder: RunFolder, ending: RunEnding, error: OSError) -> None:
     print(f"the run has {ending.status}{f': {ending.failure}' if ending.failure else ''}")
     print(
         f"summary and report cannot be written: {error}; once that is put right: pipelinerl report "

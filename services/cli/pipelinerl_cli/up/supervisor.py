@@ -1,4 +1,6 @@
-"""Keeps the run's processes running.
+"""When a process has ended: what to do about it. Pure.
+
+Keeps the run's processes running.
 
 ```
  unit = one process, or all trainer ranks
@@ -7,17 +9,80 @@
                               -> Restart  after a growing delay, while the unit's budget lasts
                               -> GiveUp   the run fails with the last lines of the log
 ```
+
+How a session of a run ends, and tasks that end with it.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
-from pipelinerl_cli.up.process import LOG_PREFIX, Process
-from pipelinerl_cli.up.restarts import Done, GiveUp, Restart, RestartBudget, judge
-from pipelinerl_common.words import counted
-from pipelinerl_operator.plan import RestartScope, Role, Workload
+from pipelinerl_cli.up.process import LOG_PREFIX, LocalProcess
+from pipelinerl_common.text import counted
+from pipelinerl_control.plan import ENDING_ROLES, RestartScope, Role, Workload
+
+EXIT_DONE, EXIT_SETTINGS = 0, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The process has done what it was there for."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Starting it again would end the same way."""
+
+    reason: str
+
+
+def judge(
+    role: Role, status: int, *, run_is_finished: Callable[[], bool]
+) -> Restart | Done | GiveUp:
+    """`status` is the exit status, negative for a signal. Trainers and the evaluator may end by
+    themselves, their work done.
+    """
+    if status == EXIT_SETTINGS:
+        return GiveUp("wrong settings")
+    if status == EXIT_DONE:
+        if role in ENDING_ROLES:
+            return Done() if run_is_finished() else Restart("ended before the last step")
+        return Restart("ended by itself")
+    return Restart(
+        f"was killed by signal {-status}" if status < 0 else f"crashed with status {status}"
+    )
+
+
+@dataclass
+class RestartBudget:
+    """At most `most` restarts within `window_s`; the wait before each doubles with the number of
+    recent ones.
+    """
+
+    most: int = 5
+    window_s: float = 600.0
+    first_delay_s: float = 0.5
+    _times: deque[float] = field(default_factory=deque)
+
+    def spend(self, now: float) -> float | None:
+        """Seconds to wait before the restart, or None when the budget is used up."""
+        while self._times and now - self._times[0] > self.window_s:
+            self._times.popleft()
+        if len(self._times) >= self.most:
+            return None
+        delay = self.first_delay_s * 2.0 ** len(self._times)
+        self._times.append(now)
+        return delay
+
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +92,7 @@ LAST_LINES = 15
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class ProcessFailure:
     """Why the run cannot go on."""
 
     name: str
@@ -70,7 +135,7 @@ class Supervisor:
     def __init__(
         self,
         workloads: Iterable[Workload],
-        launch: Callable[[Workload], Awaitable[Process]],
+        launch: Callable[[Workload], Awaitable[LocalProcess]],
         run_is_finished: Callable[[], bool],
         on_restart: Callable[[str], None],
         budget: Callable[[], RestartBudget] = RestartBudget,
@@ -80,13 +145,13 @@ class Supervisor:
         self._run_is_finished = run_is_finished
         self._budget = budget
         self._first = tuple(workloads)
-        self._kept: dict[asyncio.Task[Failure | None], _Unit] = {}
-        self._ended: asyncio.Queue[asyncio.Task[Failure | None]] = asyncio.Queue()
-        self._running: dict[str, Process] = {}
+        self._kept: dict[asyncio.Task[ProcessFailure | None], _Unit] = {}
+        self._ended: asyncio.Queue[asyncio.Task[ProcessFailure | None]] = asyncio.Queue()
+        self._running: dict[str, LocalProcess] = {}
         self._stopping = False
 
     @property
-    def running(self) -> dict[str, Process]:
+    def running(self) -> dict[str, LocalProcess]:
         return {
             name: process for name, process in self._running.items() if process.exit_status is None
         }
@@ -94,7 +159,7 @@ class Supervisor:
     def _is_over(self, unit: _Unit) -> bool:
         return self._stopping or unit.is_retired
 
-    async def run(self) -> Failure | None:
+    async def run(self) -> ProcessFailure | None:
         """Starts everything and keeps it running. None when the trainers have finished the run, or
         when `stop` was called.
         """
@@ -157,7 +222,7 @@ class Supervisor:
         for process in self.running.values():
             process.kill()
 
-    async def _keep(self, unit: _Unit) -> Failure | None:
+    async def _keep(self, unit: _Unit) -> ProcessFailure | None:
         while not self._is_over(unit):
             processes = [await self._start(workload, unit) for workload in unit.workloads]
             culprit, status = await _first_failure_or_all(processes)
@@ -172,10 +237,10 @@ class Supervisor:
         return None
 
     async def _prepare_restart(
-        self, unit: _Unit, culprit: Process, verdict: Restart | GiveUp
-    ) -> Failure | None:
+        self, unit: _Unit, culprit: LocalProcess, verdict: Restart | GiveUp
+    ) -> ProcessFailure | None:
         if isinstance(verdict, GiveUp):
-            return Failure(
+            return ProcessFailure(
                 culprit.name,
                 f"cannot run: {verdict.reason}",
                 culprit.last_lines(LAST_LINES),
@@ -187,7 +252,7 @@ class Supervisor:
                 f"{verdict.reason}, restarted {counted(unit.budget.most, 'time')} within "
                 f"{unit.budget.window_s:g} s"
             )
-            return Failure(culprit.name, reason, culprit.last_lines(LAST_LINES))
+            return ProcessFailure(culprit.name, reason, culprit.last_lines(LAST_LINES))
         self._on_restart(unit.name)
         log.warning(
             "%s %s; %s starts again in %g s", culprit.name, verdict.reason, unit.name, delay
@@ -195,7 +260,7 @@ class Supervisor:
         await asyncio.sleep(delay)
         return None
 
-    async def _start(self, workload: Workload, unit: _Unit) -> Process:
+    async def _start(self, workload: Workload, unit: _Unit) -> LocalProcess:
         process = await self._launch(workload)
         self._running[workload.name] = process
         if self._is_over(unit):
@@ -222,7 +287,7 @@ def _units(workloads: Iterable[Workload], budget: Callable[[], RestartBudget]) -
     ]
 
 
-async def _first_failure_or_all(processes: Sequence[Process]) -> tuple[Process, int]:
+async def _first_failure_or_all(processes: Sequence[LocalProcess]) -> tuple[LocalProcess, int]:
     """The first process to fail, once all have ended (its peers are ended), or the first one when
     all ended with 0.
     """
@@ -245,3 +310,47 @@ async def _first_failure_or_all(processes: Sequence[Process]) -> tuple[Process, 
     finally:
         for task in pending:
             task.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnding:
+    """`status` as in summary.json: finished, interrupted or failed."""
+
+    status: str
+    failure: ProcessFailure | None = None
+    never_began: bool = False
+    """The preparation has found the input wrong: there is nothing to go on with."""
+
+
+def ending_of(task: asyncio.Task[Any]) -> RunEnding:
+    """A task that keeps something running ends with a Failure; the supervisor's with None when the
+    run is finished.
+    """
+    if (error := task.exception()) is not None:  # a bug in one part must still end the run in order
+        return RunEnding(
+            "failed", ProcessFailure(task.get_name(), f"crashed: {type(error).__name__}: {error}")
+        )
+    failure = task.result()
+    return RunEnding("finished") if failure is None else RunEnding("failed", failure)
+
+
+def in_background(stack: AsyncExitStack, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """A task that is cancelled, and waited for, when the stack unwinds. One that crashes says so at
+    once.
+    """
+    task = asyncio.create_task(work, name=getattr(work, "__qualname__", None))
+    task.add_done_callback(_say_crash)
+
+    async def end() -> None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    stack.push_async_callback(end)
+    return task
+
+
+def _say_crash(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error(
+            "%s crashed: %s: %s", task.get_name(), type(error).__name__, error, exc_info=error
+        )

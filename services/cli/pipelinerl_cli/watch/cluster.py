@@ -13,9 +13,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelinerl_cli.up.panel import LEAST_SPARKS, duration, framed, number, sparkline
+from pipelinerl_cli.up.display import LEAST_SPARKS, duration, framed, number, sparkline
 from pipelinerl_common.errors import SettingsError, Unavailable
-from pipelinerl_common.words import counted, did_you_mean_folder
+from pipelinerl_common.text import counted, did_you_mean_folder
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

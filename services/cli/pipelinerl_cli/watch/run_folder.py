@@ -1,22 +1,50 @@
-"""The folder of a run on this machine, live or finished."""
+"""A file that grows by whole lines.
 
+The folder of a run on this machine, live or finished.
+"""
+
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelinerl_cli.results.evaluations import evaluation_line
-from pipelinerl_cli.results.metrics_file import parse_record
-from pipelinerl_cli.results.run_folder import is_held, load_run
-from pipelinerl_cli.up.display import step_line
-from pipelinerl_cli.up.panel import duration, render
-from pipelinerl_cli.up.view import RunView, quiet_in_file_s
-from pipelinerl_cli.watch.tail import Tail
+from pipelinerl_cli.runs.evaluations import evaluation_line
+from pipelinerl_cli.runs.folder import is_held, load_run
+from pipelinerl_cli.runs.records import parse_record, quiet_in_file_s
+from pipelinerl_cli.up.display import duration, render, step_line
+from pipelinerl_cli.up.live_metrics import RunView
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import Job
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+
+class Tail:
+    """Reads what was appended since the last look. A file that was replaced or cut is read from its
+    beginning.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode = -1
+        self._offset = 0
+
+    def read(self) -> tuple[list[str], bool]:
+        """New whole lines, and whether they belong to another file than the last ones did. Raises
+        OSError.
+        """
+        with self._path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            replaced = status.st_ino != self._inode or status.st_size < self._offset
+            if replaced:
+                self._inode, self._offset = status.st_ino, 0
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        return whole.decode(errors="replace").splitlines(), replaced
+
 
 SILENT_S = 60.0
 """A run without a record for so long is said to be silent; one whose process is not on this

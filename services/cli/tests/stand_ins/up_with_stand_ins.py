@@ -6,12 +6,12 @@ import sys
 from typing import cast
 
 from pipelinerl_cli.__main__ import main
-from pipelinerl_cli.up import local_run
-from pipelinerl_operator import plan
+from pipelinerl_cli.up import run
+from pipelinerl_control import plan
 
 if __name__ == "__main__":
     modules = cast(dict[plan.Role, str], plan.MODULES)
     modules.update(dict.fromkeys(plan.Role, "stand_in"))
-    local_run.PREPARE_MODULE = "stand_in"
+    run.PREPARE_MODULE = "stand_in"
     plan.EVALUATION_MARGIN_S = 3.0
     sys.exit(main())

@@ -1,1 +1,0 @@
-"""`pipelinerl new-task NAME`: a task and a job to start one's own from."""

@@ -1,0 +1,23 @@
+"""Texts from this package's templates: the HTML pages, and the files of a new task."""
+
+from functools import cache
+from typing import Any
+
+import jinja2
+
+
+def render(template: str, **values: Any) -> str:
+    """Fills in `templates/<template>`. Values are escaped in HTML unless they are Markup."""
+    return _environment().get_template(template).render(values)
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("pipelinerl_cli"),
+        autoescape=jinja2.select_autoescape(("html.j2",)),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )

@@ -1,0 +1,220 @@
+"""Time of a run over its sessions.
+
+The time in which a run generated or trained.
+
+How much the actors of a run have generated, and how fast: one definition for what is shown live
+and in the end.
+
+The mean of a value of the trainer's over a run, while it runs.
+"""
+
+import bisect
+import math
+from array import array
+
+from pipelinerl_cli.runs.records import SESSION_START, Record, ends_step, increase
+from pipelinerl_common.metrics import PREPROCESSOR
+from pipelinerl_common.text import counted
+
+
+class ActiveTime:
+    """Maps clock time to seconds of the run: a run that was stopped for an hour and resumed is not
+    an hour longer.
+
+    Fed with all records in their order, and right for those that it was fed with.
+    """
+
+    def __init__(self) -> None:
+        self._starts: list[float] = []
+        self._ends: list[float] = []
+        self._offsets: list[float] = []
+        """Seconds of the run at each session's start."""
+
+    def take(self, record: Record) -> None:
+        if SESSION_START in record.values or not self._starts:
+            self._offsets.append(self.total)
+            self._starts.append(record.time)
+            self._ends.append(record.time)
+        self._ends[-1] = max(self._ends[-1], record.time)
+
+    def at(self, time: float) -> float:
+        """Seconds of the run at clock time `time`."""
+        session = bisect.bisect_right(self._starts, time) - 1
+        if session < 0:
+            return 0.0
+        into = time - self._starts[session]
+        return self._offsets[session] + (
+            into if session == len(self._starts) - 1 else min(into, self._length(session))
+        )
+
+    @property
+    def total(self) -> float:
+        return self._offsets[-1] + self._length(-1) if self._starts else 0.0
+
+    @property
+    def session_start(self) -> float | None:
+        """Clock time at which the newest session began."""
+        return self._starts[-1] if self._starts else None
+
+    def _length(self, session: int) -> float:
+        return max(0.0, self._ends[session] - self._starts[session])
+
+
+class TrainingTime:
+    """Maps clock time to seconds of it: of every session from its first token or step to its last.
+
+    Example: sessions that generated or trained from 10 to 16 and from 100 to 120 make 26 s, and 110
+    lies at 16 s.
+    """
+
+    def __init__(self) -> None:
+        self._starts: list[float] = []
+        self._ends: list[float] = []
+        self._is_open = False
+        """The newest session has generated or trained."""
+
+    def begin_session(self) -> None:
+        self._is_open = False
+
+    def take(self, start: float, end: float) -> None:
+        """Something was generated or trained from clock time `start` to `end`."""
+        if not self._is_open:
+            self._is_open = True
+            self._starts.append(start)
+            self._ends.append(end)
+        floor = self._ends[-2] if len(self._ends) > 1 else -math.inf
+        self._starts[-1] = max(floor, min(self._starts[-1], start))
+        self._ends[-1] = max(self._ends[-1], end)
+
+    @property
+    def total(self) -> float:
+        return sum(end - start for start, end in zip(self._starts, self._ends, strict=True))
+
+    def at(self, time: float) -> float:
+        """Seconds of it up to clock time `time`."""
+        return sum(
+            max(0.0, min(time, end) - start)
+            for start, end in zip(self._starts, self._ends, strict=True)
+        )
+
+    def holds(self, time: float) -> bool:
+        """Whether the run generated or trained at clock time `time`."""
+        session = bisect.bisect_right(self._starts, time) - 1
+        return session >= 0 and time <= self._ends[session]
+
+
+TOKENS = "tokens_generated_total"
+
+
+class Generation:
+    """Fed with all records of a run in their order."""
+
+    def __init__(self) -> None:
+        self.tokens = 0.0
+        """By all actors, over restarts of their processes and all sessions."""
+        self.time = ActiveTime()
+        self.training_time = TrainingTime()
+        self._counted: dict[str, float] = {}
+        self._newest: float | None = None
+        """When an actor last counted its tokens, in the newest session."""
+
+    def take(self, record: Record) -> None:
+        self.time.take(record)
+        if SESSION_START in record.values:
+            self.training_time.begin_session()
+            self._newest = None
+        if ends_step(record):
+            self.training_time.take(_start_of_step(record), record.time)
+        total = record.values.get(TOKENS, math.nan) if record.role == "actor" else math.nan
+        if math.isfinite(total):
+            self._count(record, total)
+
+    def _count(self, record: Record, total: float) -> None:
+        """Tokens came after the last record of an actor without them."""
+        more = increase(self._counted.get(record.instance, 0.0), total)
+        if more:
+            self.tokens += more
+            self.training_time.take(
+                record.time if self._newest is None else self._newest, record.time
+            )
+        self._counted[record.instance] = total
+        self._newest = record.time
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Mean over the time in which the run generated or trained. Not-a-number without tokens."""
+        seconds = self.training_time.total
+        return self.tokens / seconds if self.tokens > 0 and seconds > 0 else math.nan
+
+
+def _start_of_step(record: Record) -> float:
+    """When the trainer had the step's samples, where it tells; it may have waited for the
+    generators' start before.
+    """
+    worked = record.values.get("step_seconds", 0.0) - record.values.get("wait_seconds", 0.0)
+    return record.time - worked if worked > 0 else record.time
+
+
+class StepMean:
+    """Of `name` over the steps that count: what the trainer did before it went back to a checkpoint
+    does not.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._steps = array("q")
+        self._values = array("d")
+        self._sum = 0.0
+
+    def take(self, record: Record) -> None:
+        if not ends_step(record):
+            return
+        while self._steps and self._steps[-1] >= record.step:
+            self._steps.pop()
+            self._sum -= self._values.pop()
+        value = record.values.get(self._name, math.nan)
+        if math.isfinite(value):
+            self._steps.append(record.step)
+            self._values.append(value)
+            self._sum += value
+
+    @property
+    def mean(self) -> float:
+        """Not-a-number without a value."""
+        return self._sum / len(self._steps) if self._steps else math.nan
+
+
+DROPPED = "groups_dropped_total{reason=rollback}"
+
+
+class Setback:
+    """Fed with the records of a run in their order."""
+
+    def __init__(self) -> None:
+        self.line = ""
+        """What the newest record tells of it; empty where it tells of none."""
+        self._step = 0
+        """Steps committed."""
+        self._dropped = 0.0
+
+    def take(self, record: Record) -> None:
+        self.line = ""
+        if record.role != PREPROCESSOR or record.step < 0:
+            return
+        dropped = record.values.get(DROPPED, 0.0)
+        if record.step < self._step:
+            self.line = _line(record.step, self._step, int(increase(self._dropped, dropped)))
+        self._step, self._dropped = record.step, dropped
+
+
+def _line(step: int, was: int, num_dropped: int) -> str:
+    """Example: "the trainer goes on after step 10: steps 11 to 16 are done again, 96 groups were
+    dropped".
+    """
+    again = f"step {was} is" if was == step + 1 else f"steps {step + 1} to {was} are"
+    groups = (
+        f", {counted(num_dropped, 'group')} {'was' if num_dropped == 1 else 'were'} dropped"
+        if num_dropped
+        else ""
+    )
+    return f"the trainer goes on after step {step}: {again} done again{groups}"

@@ -1,0 +1,250 @@
+"""The actors of one run, each with its generators: which there are, and how they come and go while
+it runs.
+
+```
+ comes   generator-1-*, actor-1 start -> the generators join the weight-transfer group -> receive the weights -> sample
+ goes    actor-1 finishes what it can and hands back the rest -> the generators leave the group -> and end
+```
+Neither touches the trainers, but that their group is formed again.
+
+`autoscale` in a run on this machine: the choice is the operator's own, what is done about it is
+`fleet`'s.
+
+```
+ every 2 s:  /metrics of trainer-0 and preprocessor-0 -> look -> autoscale.json -> display -> fleet.resize
+```
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import aiohttp
+from pydantic import ValidationError
+
+from pipelinerl_cli.up.supervisor import Supervisor
+from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.files import write_whole
+from pipelinerl_common.settings import Job, JobSpec
+from pipelinerl_control.coordinator import Coordinator
+from pipelinerl_control.plan import (
+    Endpoints,
+    Workload,
+    generator_names,
+    generator_url,
+    plan,
+    plan_workload,
+    with_actors,
+)
+from pipelinerl_control.scaling.balance import Counts
+from pipelinerl_control.scaling.choice import Choice, look, num_actors
+from pipelinerl_control.scaling.metrics import Scale
+from pipelinerl_control.scaling.period import Period
+from pipelinerl_control.scaling.reading import read_metrics
+
+log = logging.getLogger(__name__)
+
+ACTOR_GRACE_S = 15.0
+"""Beyond `actors.drainSeconds`."""
+LEAVING_GRACE_S = 30.0
+"""Of a generator that has left the group while the run goes on: nobody waits for its end."""
+LOOK_S = 0.1
+
+
+class Fleet:
+    """`job` has as many actors as there may ever be, and `endpoints` an address for everything of
+    theirs; there are `count`.
+
+    `changed` is called whenever one has come or gone.
+    """
+
+    def __init__(
+        self, job: Job, endpoints: Endpoints, count: int, changed: Callable[[], None]
+    ) -> None:
+        self._job = job
+        self._endpoints = endpoints
+        self._actors = set(range(count))
+        self._changed = changed
+        self._members: frozenset[str] = frozenset()
+
+    @property
+    def size(self) -> int:
+        return len(self._actors)
+
+    @property
+    def job(self) -> Job:
+        """With the actors that there are."""
+        return with_actors(self._job, self.size)
+
+    def generator_urls(self) -> dict[str, str]:
+        """For the coordinator: generators that should be in the weight-transfer group."""
+        names = (
+            name for actor in sorted(self._actors) for name in generator_names(self._job, actor)
+        )
+        return {name: generator_url(self._endpoints.addresses[name]) for name in names}
+
+    def workloads(self) -> tuple[Workload, ...]:
+        """Every process of the run, in start order."""
+        return plan(self.job, self._endpoints)
+
+    def ready(self, supervisor: Supervisor, coordinator: Coordinator) -> frozenset[str]:
+        """Actors that run and have every generator in the group, each start of one by an id of its
+        own.
+
+        While a group is formed its generators go on sampling: until then the last one counts.
+        """
+        if coordinator.group is not None:
+            self._members = frozenset(coordinator.group.names)
+        running = supervisor.running
+        return frozenset(
+            f"{_name(actor)}/{running[_name(actor)].pid}"
+            for actor in self._actors
+            if _name(actor) in running
+            and self._members.issuperset(generator_names(self._job, actor))
+        )
+
+    async def resize(self, count: int, supervisor: Supervisor, coordinator: Coordinator) -> None:
+        """Starts who is missing; then ends who is too many, the last first, and returns when they
+        have ended.
+        """
+        come = [actor for actor in range(count) if actor not in self._actors]
+        go = [actor for actor in sorted(self._actors, reverse=True) if actor >= count]
+        for actor in come:
+            self._actors.add(actor)
+            names = (*generator_names(self._job, actor), _name(actor))
+            supervisor.add(plan_workload(self._job, self._endpoints, name) for name in names)
+            self._changed()
+        coordinator.wake()
+        await asyncio.gather(*(self._let_go(actor, supervisor, coordinator) for actor in go))
+
+    async def _let_go(self, actor: int, supervisor: Supervisor, coordinator: Coordinator) -> None:
+        generators = generator_names(self._job, actor)
+        await supervisor.retire(_name(actor), self._job.spec.actors.drain_seconds + ACTOR_GRACE_S)
+        self._actors.discard(actor)
+        self._changed()
+        coordinator.wake()
+        await self._until_out(generators, coordinator)
+        await asyncio.gather(*(supervisor.retire(name, LEAVING_GRACE_S) for name in generators))
+
+    async def _until_out(self, generators: tuple[str, ...], coordinator: Coordinator) -> None:
+        """Until no update counts on them. One that ends while it is a member is expelled, which
+        takes longer.
+        """
+        deadline = (
+            asyncio.get_running_loop().time() + self._job.spec.weight_transfer.sync_timeout_seconds
+        )
+        while coordinator.group is not None and not set(generators).isdisjoint(
+            coordinator.group.names
+        ):
+            if asyncio.get_running_loop().time() > deadline:
+                log.warning(
+                    "%s end as members of epoch %d", ", ".join(generators), coordinator.group.epoch
+                )
+                return
+            await asyncio.sleep(LOOK_S)
+
+
+def _name(actor: int) -> str:
+    return f"actor-{actor}"
+
+
+READ_S = 2.0
+TRAINER, PREPROCESSOR = "trainer-0", "preprocessor-0"
+
+
+class ChoiceFile:
+    """What was chosen, for the next session of the run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> Choice | None:
+        """None without one. Raises SettingsError when it cannot be read."""
+        try:
+            return Choice.model_validate_json(self._path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError) as error:
+            raise SettingsError(
+                f"{self._path}: cannot be read: {error}; remove it, and the choice begins again "
+                "from actors.replicas"
+            ) from error
+
+    def write(self, choice: Choice) -> None:
+        write_whole(self._path, choice.model_dump_json(by_alias=True) + "\n")
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+class Autoscaler:
+    """Of one session. Switched off it keeps the number that the job file asks for."""
+
+    def __init__(self, spec: JobSpec, file: ChoiceFile, note: Callable[[str], None]) -> None:
+        self._spec = spec
+        self._file = file
+        self._note = note
+        self._period = Period()
+        if not spec.autoscale.enabled:
+            file.remove()
+        self._choice = file.read()
+
+    @property
+    def num_actors(self) -> int:
+        """That there should be."""
+        return num_actors(self._spec, self._choice)
+
+    def scale(self, num_ready: int) -> Scale:
+        return Scale(
+            self.num_actors, num_ready, None if self._choice is None else self._choice.ratio
+        )
+
+    async def run(
+        self, fleet: Fleet, endpoints: Endpoints, supervisor: Supervisor, coordinator: Coordinator
+    ) -> None:
+        """For ever. Consumes the metrics of the run, produces choices, waits for the next reading
+        and for who is let go.
+        """
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(force_close=True)
+        ) as session:
+            while True:
+                actors = fleet.ready(supervisor, coordinator)
+                others = tuple(
+                    f"{name}/{process.pid}"
+                    for name, process in supervisor.running.items()
+                    if name in (TRAINER, PREPROCESSOR)
+                )
+                trainer = await read_metrics(session, endpoints.metrics_addresses[TRAINER])
+                preprocessor = await read_metrics(
+                    session, endpoints.metrics_addresses[PREPROCESSOR]
+                )
+                if trainer is not None and preprocessor is not None:
+                    self.look(Counts.of(trainer, preprocessor, actors, others))
+                if fleet.size != self.num_actors:
+                    await fleet.resize(self.num_actors, supervisor, coordinator)
+                await asyncio.sleep(READ_S)
+
+    def look(self, counts: Counts | None) -> None:
+        """Takes a reading, and chooses when it is time. The choice is written before it is acted
+        on.
+        """
+        self._period.take(counts, None if self._choice is None else self._choice.step)
+        looked = look(
+            self._spec, self._choice, None if counts is None else counts.step, self._period.balance
+        )
+        if looked is None:
+            return
+        try:
+            self._file.write(looked.choice)
+        except OSError as error:  # a full disk; it is looked at again with the next reading
+            log.warning(
+                "actors stay %d, what was chosen cannot be written: %s", self.num_actors, error
+            )
+            return
+        self._choice = looked.choice
+        self._period.begin_anew()
+        if looked.why:
+            log.info("%s", looked.why)
+            self._note(looked.why)
