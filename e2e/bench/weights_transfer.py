@@ -1,12 +1,16 @@
-"""The weights bench's trainer side: the weights of a folder, their group with the generator, and a
-raw broadcast beside it.
+"""The trainer's side of the weights bench: the weights of a folder, their group with the generator,
+and a raw broadcast of the same bytes to a mirror.
+
+The mirror is this module as a process: `python -m bench.weights_transfer PORT SIZES`. It joins a
+group of two made like the generator's. For each line on standard input it prints `ready` and
+receives one broadcast per bucket into buffers of its own: no handshake, no checksum, no copy.
 """
 
+import argparse
 import asyncio
 import json
 import sys
 import time
-from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,22 +20,23 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from bench import children
+from bench.processes import Worker
 from bench.weights_generator import Generator
-from bench.weights_mirror import BACKEND, BARRIER, EPOCH, TIMEOUT_S
 from pipelinerl_common.errors import SettingsError, Unavailable
 from pipelinerl_common.settings import WeightTransferSettings
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Manifest, TensorSpec
 from pipelinerl_weights.rendezvous import Rendezvous
-from pipelinerl_weights.sender import Snapshot, send_snapshot
+from pipelinerl_weights.transfer import WeightSnapshot, send_snapshot
 
+BACKEND, TIMEOUT_S, EPOCH = "gloo", 300.0, 1
+BARRIER = "0" * 16
 DTYPE = "float32"
 
 
 @dataclass(frozen=True)
 class Update:
-    """One update of the generator. `total_s` is the trainer's view, from the request to its answer."""
+    """One update of the generator. `total_s` is the trainer's view, from request to response."""
 
     pause_s: float
     transfer_s: float
@@ -40,7 +45,7 @@ class Update:
     num_running: int
 
 
-def read_snapshot(folder: Path) -> Snapshot:
+def read_snapshot(folder: Path) -> WeightSnapshot:
     """All weights of the folder's safetensors files, packed as the trainer packs them. Raises
     SettingsError without any.
     """
@@ -50,7 +55,7 @@ def read_snapshot(folder: Path) -> Snapshot:
             f"--model {folder}: no *.safetensors file in it; give a folder in Hugging Face format"
         )
     manifest = Manifest(specs, WeightTransferSettings().bucket_bytes)
-    return Snapshot.pack(manifest, _tensors(folder))
+    return WeightSnapshot.pack(manifest, _tensors(folder))
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -63,13 +68,17 @@ def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 class Trainer:
     """Rank 0 of the generator's group."""
 
-    def __init__(self, generator: Generator, group: TransferGroup, snapshot: Snapshot) -> None:
+    def __init__(
+        self, generator: Generator, group: TransferGroup, snapshot: WeightSnapshot
+    ) -> None:
         self._generator, self._group, self._snapshot = generator, group, snapshot
         self._version = 0
 
     @classmethod
     @asynccontextmanager
-    async def joined(cls, generator: Generator, snapshot: Snapshot) -> AsyncIterator["Trainer"]:
+    async def joined(
+        cls, generator: Generator, snapshot: WeightSnapshot
+    ) -> AsyncIterator["Trainer"]:
         """Forms the group of this process and the generator's one worker."""
         rendezvous = Rendezvous.open("127.0.0.1", 0, 2, TIMEOUT_S)
         body = {
@@ -132,39 +141,25 @@ class Trainer:
 class Mirror:
     """A process that only receives, in a group of its own that is made like the generator's."""
 
-    def __init__(self, process: Process, group: TransferGroup, snapshot: Snapshot) -> None:
-        self._process, self._group, self._snapshot = process, group, snapshot
+    def __init__(self, worker: Worker, group: TransferGroup, snapshot: WeightSnapshot) -> None:
+        self._worker, self._group, self._snapshot = worker, group, snapshot
 
     @classmethod
     @asynccontextmanager
-    async def joined(cls, snapshot: Snapshot) -> AsyncIterator["Mirror"]:
+    async def joined(cls, snapshot: WeightSnapshot) -> AsyncIterator["Mirror"]:
         """Starts the process and forms the group."""
         rendezvous = Rendezvous.open("127.0.0.1", 0, 2, TIMEOUT_S)
         sizes = json.dumps([len(bucket) for bucket in snapshot.buckets])
-        argv = [
-            sys.executable,
-            "-m",
-            "bench.weights_mirror",
-            str(rendezvous.port),
-            sizes,
-        ]
-        process = await asyncio.create_subprocess_exec(*argv, stdin=PIPE, stdout=PIPE)
-        try:
+        async with Worker.start(
+            "mirror", "bench.weights_transfer", str(rendezvous.port), sizes
+        ) as worker:
             with await asyncio.to_thread(_join, rendezvous) as group:
-                yield cls(process, group, snapshot)
-        finally:
-            await children.stop(process)
+                yield cls(worker, group, snapshot)
 
     async def broadcast(self, pace: float | None) -> float:
         """Seconds to broadcast the buckets' bytes and nothing else."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(b"go\n")
-        async with asyncio.timeout(TIMEOUT_S):
-            if not await self._process.stdout.readline():
-                raise Unavailable(
-                    f"the mirror ended with status {await self._process.wait()}; its error is above"
-                )
+        self._worker.go()
+        await self._worker.line(TIMEOUT_S)
         return await asyncio.to_thread(_broadcast, self._group, self._snapshot, pace)
 
 
@@ -181,7 +176,7 @@ def _join(rendezvous: Rendezvous) -> TransferGroup:
     )
 
 
-def _broadcast(group: TransferGroup, snapshot: Snapshot, pace: float | None) -> float:
+def _broadcast(group: TransferGroup, snapshot: WeightSnapshot, pace: float | None) -> float:
     start, sent = time.monotonic(), 0
     for bucket in snapshot.buckets:
         sent += len(bucket)
@@ -190,3 +185,32 @@ def _broadcast(group: TransferGroup, snapshot: Snapshot, pace: float | None) -> 
         group.broadcast(bucket)
     group.gather_checksums(BARRIER, TIMEOUT_S, torch.device("cpu"))
     return time.monotonic() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="weights_transfer", description="The receiver of `bench weights`' raw broadcasts."
+    )
+    parser.add_argument("port", type=int)
+    parser.add_argument("sizes", help="bytes of each bucket, as a JSON list")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    buffers = [torch.zeros(size, dtype=torch.uint8) for size in json.loads(args.sizes)]
+    with TransferGroup.join(
+        "127.0.0.1",
+        args.port,
+        rank=1,
+        world_size=2,
+        backend=BACKEND,
+        epoch=EPOCH,
+        timeout_s=TIMEOUT_S,
+    ) as group:
+        for _ in sys.stdin:
+            print("ready", flush=True)
+            for buffer in buffers:
+                group.broadcast(buffer)
+            group.gather_checksums(BARRIER, TIMEOUT_S, torch.device("cpu"))
+
+
+if __name__ == "__main__":
+    main()

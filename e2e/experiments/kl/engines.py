@@ -32,7 +32,7 @@ from pipelinerl_actor.generator.transformers_engine import TransformersEngine, T
 from pipelinerl_common.settings import GeneratorSettings
 from pipelinerl_weights.group import Rendezvous, TransferGroup
 from pipelinerl_weights.manifest import Manifest, TensorSpec
-from pipelinerl_weights.sender import WeightSnapshot, send_snapshot
+from pipelinerl_weights.transfer import WeightSnapshot, send_snapshot
 
 BUCKET_BYTES = 1 << 20
 TRANSFER_S = 120.0

@@ -6,14 +6,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from pipelinerl_actor.generator.engine import (
-    Completion,
+    EngineCompletion,
     GroupSpec,
     KVCache,
     Received,
     Sampling,
     Transfer,
 )
-from pipelinerl_actor.generator.load import Load
+from pipelinerl_actor.generator.metrics import EngineLoad
 from pipelinerl_common.types import VersionRun
 
 
@@ -37,22 +37,22 @@ class FakeEngine:
     async def running(self) -> AsyncIterator[None]:
         yield
 
-    def load(self) -> Load:
-        return Load(num_running=self.num_decoding)
+    def load(self) -> EngineLoad:
+        return EngineLoad(num_running=self.num_decoding)
 
     async def watch(self) -> None:
         await asyncio.Event().wait()
 
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: Sampling, stop: asyncio.Event | None = None
-    ) -> Completion:
+    ) -> EngineCompletion:
         self._do("generate")
         self.num_decoding += 1
         try:
             await self.gate.wait()
         finally:
             self.num_decoding -= 1
-        return Completion("x", (5,), (-0.5,), (VersionRun(0, 1),), "length")
+        return EngineCompletion("x", (5,), (-0.5,), (VersionRun(0, 1),), "length")
 
     async def score(self, token_ids: Sequence[int], start: int, temperature: float) -> list[float]:
         self._do("score")

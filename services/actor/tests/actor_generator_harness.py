@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipelinerl_weights.group import Rendezvous, TransferGroup
 from pipelinerl_weights.manifest import Manifest, TensorSpec
-from pipelinerl_weights.sender import SendReport, Snapshot, send_snapshot
+from pipelinerl_weights.transfer import SendReport, WeightSnapshot, send_snapshot
 
 START_S = 240.0
 CALL_S = 120.0
@@ -230,7 +230,7 @@ class Trainer:
             else await self.form()
         )
         self.version = fields.pop("version", self.version + 1)
-        snapshot = Snapshot.pack(manifest_of(weights, self.bucket_bytes), weights.items())
+        snapshot = WeightSnapshot.pack(manifest_of(weights, self.bucket_bytes), weights.items())
         post = self.request(weights, self.version, **fields)
         report = await asyncio.to_thread(send_snapshot, group, snapshot, self.version, CALL_S, pace)
         status, answer = await post

@@ -32,11 +32,10 @@ from actor_generator_harness import (
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipelinerl_actor.generator.merged import MergedWeights
+from pipelinerl_actor.generator.merged_weights import MergedWeights
 from pipelinerl_actor.models.tiny import make_tiny_model
-from pipelinerl_weights.adapter import a_name, b_name
-from pipelinerl_weights.merging import merge
-from pipelinerl_weights.sender import Snapshot
+from pipelinerl_weights.adapter import a_name, b_name, merge
+from pipelinerl_weights.transfer import WeightSnapshot
 
 RANK, ALPHA = 4, 6.0
 SCALE = ALPHA / RANK
@@ -228,7 +227,7 @@ async def test_a_failed_update_leaves_what_was_served(
 
     def break_off() -> None:
         group.wait_all_receiving(version + 1, CALL_S)
-        buckets = Snapshot.pack(manifest_of(new, BUCKET_BYTES), new.items()).buckets
+        buckets = WeightSnapshot.pack(manifest_of(new, BUCKET_BYTES), new.items()).buckets
         assert len(buckets) > 1
         group.broadcast(buckets[0])
         group.abort("the test calls it off")

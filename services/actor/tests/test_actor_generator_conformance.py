@@ -37,7 +37,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pipelinerl_actor.models.tiny import CHARACTERS, SPECIAL_TOKENS, make_tiny_model
 from pipelinerl_weights.group import Rendezvous
-from pipelinerl_weights.sender import Snapshot
+from pipelinerl_weights.transfer import WeightSnapshot
 
 X, Y = 50, 60
 
@@ -513,7 +513,7 @@ def _fail(
         return
     group.wait_all_receiving(version, CALL_S)
     if "half-way" in fault:
-        snapshot = Snapshot.pack(manifest_of(weights, trainer.bucket_bytes), weights.items())
+        snapshot = WeightSnapshot.pack(manifest_of(weights, trainer.bucket_bytes), weights.items())
         for bucket in snapshot.buckets[: len(snapshot.buckets) // 2]:
             group.broadcast(bucket)
     if "abort" in fault:

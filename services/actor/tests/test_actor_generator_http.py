@@ -11,12 +11,12 @@ import pytest
 from actor_generator_fakes import FakeEngine
 from actor_generator_harness import Client, until
 
-from pipelinerl_actor.generator.app import Generator, create_app
-from pipelinerl_actor.generator.layout import Layout
+from pipelinerl_actor.generator.app import RunningGenerator, create_app
 from pipelinerl_actor.generator.metrics import GeneratorMetrics
+from pipelinerl_actor.generator.request_handler import RequestHandler, RequestLimits
 from pipelinerl_actor.generator.service import serve_http
-from pipelinerl_actor.generator.serving import Limits, Serving
 from pipelinerl_actor.generator.updater import WeightUpdater
+from pipelinerl_actor.generator.weight_layout import WeightLayout
 from pipelinerl_common.errors import FatalError
 
 BODY = {"prompt_token_ids": [1, 2], "max_tokens": 4}
@@ -25,14 +25,14 @@ BODY = {"prompt_token_ids": [1, 2], "max_tokens": 4}
 @asynccontextmanager
 async def serving(
     engine: FakeEngine, version: int = 0, drain_s: float = 30.0
-) -> AsyncIterator[tuple[Client, Generator]]:
+) -> AsyncIterator[tuple[Client, RunningGenerator]]:
     metrics = GeneratorMetrics()
     updater = WeightUpdater(
-        engine, Layout({"w": (2, 3)}), metrics, initial_version=version, running=lambda: 0
+        engine, WeightLayout({"w": (2, 3)}), metrics, initial_version=version, running=lambda: 0
     )
-    limits = Limits(max_model_len=16, max_running_requests=2, vocabulary=10)
-    serve = Serving(engine, None, limits, metrics, lambda: updater.version, model="job")
-    generator = Generator(engine, serve, updater, metrics, None, drain_s)
+    limits = RequestLimits(max_model_len=16, max_running_requests=2, vocabulary=10)
+    serve = RequestHandler(engine, None, limits, metrics, lambda: updater.version, model="job")
+    generator = RunningGenerator(engine, serve, updater, metrics, None, drain_s)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         async with serve_http(create_app(generator), listening):
             yield Client(f"http://127.0.0.1:{listening.getsockname()[1]}"), generator

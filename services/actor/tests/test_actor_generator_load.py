@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipelinerl_actor.generator.load import StepClock
+from pipelinerl_actor.generator.metrics import StepClock
 
 
 class Clock:

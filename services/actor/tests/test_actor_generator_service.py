@@ -14,10 +14,10 @@ import pytest
 import yaml
 from actor_generator_harness import Client, GeneratorProcess, write_job
 
-from pipelinerl_actor.generator.environment import prepare_environment
-from pipelinerl_actor.generator.layout import Layout, ManifestMismatch
-from pipelinerl_actor.generator.merged import MergedWeights
-from pipelinerl_actor.generator.service import duty_of, make_engine
+from pipelinerl_actor.generator.merged_weights import MergedWeights
+from pipelinerl_actor.generator.service import make_engine, role_of
+from pipelinerl_actor.generator.vllm_options import prepare_environment
+from pipelinerl_actor.generator.weight_layout import ManifestMismatch, WeightLayout
 from pipelinerl_actor.models.tiny import make_tiny_model
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import parse_job
@@ -138,7 +138,7 @@ def test_only_the_actors_generators_are_prepared_for_updates(
     document["spec"]["algorithm"] = {"kl": {"coefficient": 0.1}}
     document["spec"]["reference"] = {"generator": {"engine": "transformers"}}
     job = parse_job(document, "job.yaml")
-    duty = duty_of(job, name)
+    duty = role_of(job, name)
     engine = make_engine(
         job, duty.settings, folder / "model", initial_version=0, takes_updates=duty.takes_updates
     )
@@ -147,11 +147,11 @@ def test_only_the_actors_generators_are_prepared_for_updates(
 
 
 def test_the_layout_comes_from_the_checkpoint(folder: Path, tmp_path: Path) -> None:
-    layout = Layout.of_folder(folder / "model")
+    layout = WeightLayout.of_folder(folder / "model")
     assert layout.shapes["lm_head.weight"] == (128, 64)
     assert not layout.optional
     tied = make_tiny_model(tmp_path / "tied", tie_word_embeddings=True)
-    layout = Layout.of_folder(tied)
+    layout = WeightLayout.of_folder(tied)
     specs = [TensorSpec(name, "bfloat16", shape) for name, shape in layout.shapes.items()]
     assert all(spec.name != "lm_head.weight" for spec in specs)
     layout.check(Manifest(tuple(specs), 1024))
@@ -163,10 +163,10 @@ def test_the_layout_comes_from_the_checkpoint(folder: Path, tmp_path: Path) -> N
 def test_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({}), encoding="utf-8")
     with pytest.raises(SettingsError, match="holds no"):
-        Layout.of_folder(tmp_path)
+        WeightLayout.of_folder(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{")
     with pytest.raises(SettingsError, match="not a safetensors file"):
-        Layout.of_folder(tmp_path)
+        WeightLayout.of_folder(tmp_path)
 
 
 def test_the_environment_leaves_cores_alone_and_keeps_the_users_threads() -> None:

@@ -4,9 +4,9 @@ import pytest
 from actor_generator_fakes import FakeEngine
 
 from pipelinerl_actor.generator.engine import GroupSpec, KVCache, Transfer
-from pipelinerl_actor.generator.layout import Layout, ManifestMismatch
 from pipelinerl_actor.generator.metrics import GeneratorMetrics
-from pipelinerl_actor.generator.updater import Update, WeightUpdater
+from pipelinerl_actor.generator.updater import WeightUpdate, WeightUpdater
+from pipelinerl_actor.generator.weight_layout import ManifestMismatch, WeightLayout
 from pipelinerl_common.errors import FatalError, Refused
 from pipelinerl_weights.errors import TransferAborted, TransferTimeout
 from pipelinerl_weights.manifest import Manifest, TensorSpec
@@ -15,14 +15,14 @@ MANIFEST = Manifest((TensorSpec("w", "float32", (2, 3)),), 1024)
 GROUP = GroupSpec(7, "127.0.0.1", 1234, 1, 2, "gloo", 5.0)
 
 
-def update(version: int = 1, mode: str = "staged", **fields: object) -> Update:
+def update(version: int = 1, mode: str = "staged", **fields: object) -> WeightUpdate:
     values: dict[str, object] = {
         "kv_cache": KVCache.KEEP,
         "allow_rollback": False,
         "epoch": 7,
         **fields,
     }
-    return Update(transfer=Transfer(version, MANIFEST, 5.0), mode=mode, **values)  # type: ignore[arg-type]
+    return WeightUpdate(transfer=Transfer(version, MANIFEST, 5.0), mode=mode, **values)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -33,7 +33,11 @@ def engine() -> FakeEngine:
 @pytest.fixture
 async def updater(engine: FakeEngine) -> WeightUpdater:
     made = WeightUpdater(
-        engine, Layout({"w": (2, 3)}), GeneratorMetrics(), initial_version=-1, running=lambda: 3
+        engine,
+        WeightLayout({"w": (2, 3)}),
+        GeneratorMetrics(),
+        initial_version=-1,
+        running=lambda: 3,
     )
     await made.join(GROUP)
     engine.verbs.clear()
@@ -119,7 +123,7 @@ async def test_a_fault_while_weights_change_is_fatal(
 async def test_refusals_touch_nothing(
     engine: FakeEngine,
     updater: WeightUpdater,
-    wanted: Update,
+    wanted: WeightUpdate,
     error: type[Exception],
     complaint: str,
 ) -> None:

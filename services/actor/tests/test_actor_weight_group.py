@@ -27,11 +27,11 @@ from pipelinerl.v1 import policy_pb2_grpc
 from pipelinerl_actor.models.tiny import make_tiny_model
 from pipelinerl_common import rpc
 from pipelinerl_common.settings import WeightTransferSettings
-from pipelinerl_operator.coordinator import Coordinator, serve_coordinator
+from pipelinerl_control.coordinator import Coordinator, serve_coordinator
 from pipelinerl_trainer.membership import FULL_NAME, Membership, PolicyServicer
 from pipelinerl_trainer.publisher import Offer, Publisher
 from pipelinerl_weights.group import Pending, TransferGroup
-from pipelinerl_weights.sender import Snapshot
+from pipelinerl_weights.transfer import WeightSnapshot
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -125,7 +125,9 @@ class House:
 
     def offer(self, version: int) -> None:
         weights = Reference(self.folder / "model").random(version)
-        self.publisher.offer(Offer(Snapshot.pack(manifest_of(weights), weights.items()), version))
+        self.publisher.offer(
+            Offer(WeightSnapshot.pack(manifest_of(weights), weights.items()), version)
+        )
 
     @asynccontextmanager
     async def operator(self) -> AsyncIterator[Coordinator]:

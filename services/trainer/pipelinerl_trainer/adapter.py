@@ -17,9 +17,8 @@ from torch.nn.functional import linear
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import AdapterSettings
-from pipelinerl_common.words import close_matches
-from pipelinerl_weights.adapter import WEIGHT, a_name, b_name
-from pipelinerl_weights.merging import merge
+from pipelinerl_common.text import close_matches
+from pipelinerl_weights.adapter import WEIGHT, a_name, b_name, merge
 
 _NAMED, _NEAR = 12, 3
 """Names in an error."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from pipelinerl_common.errors import SettingsError
-from pipelinerl_common.words import counted
+from pipelinerl_common.text import counted
 
 Shape = tuple[int, ...]
 

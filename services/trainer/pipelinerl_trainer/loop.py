@@ -35,7 +35,7 @@ from pipelinerl_trainer.ranks import Ranks, Vote
 from pipelinerl_trainer.report import Reporter, StepReport
 from pipelinerl_trainer.source import BatchSource, Stopped
 from pipelinerl_weights.manifest import Manifest
-from pipelinerl_weights.sender import Snapshot
+from pipelinerl_weights.transfer import WeightSnapshot
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class TrainingLoop:
                 pass
             return
         on_host = self._parts.spec.weight_transfer.backend == "gloo"
-        snapshot = Snapshot.pack(
+        snapshot = WeightSnapshot.pack(
             self._parts.manifest, weights, device="cpu" if on_host else self._parts.ranks.device
         )
         self._parts.bridge.call(desk.publisher.offer, Offer(snapshot, self.step))

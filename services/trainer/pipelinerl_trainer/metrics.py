@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pipelinerl_common.metrics.catalog.learning import MAX_LAG_BUCKET
+from pipelinerl_common.metrics.catalog import MAX_LAG_BUCKET
 from pipelinerl_common.types import MicroBatch
 from pipelinerl_trainer.objective import RowLoss
 from pipelinerl_trainer.ranks import Ranks

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from pipelinerl_common.metrics.catalog.learning import PHASES
+from pipelinerl_common.metrics.catalog import PHASES
 
 Part = TypeVar("Part")
 

@@ -20,7 +20,7 @@ from pipelinerl_common.telemetry import fields
 from pipelinerl_common.tracing import Tracer, span
 from pipelinerl_trainer.membership import Membership
 from pipelinerl_weights.group import TransferGroup
-from pipelinerl_weights.sender import SendReport, Snapshot, send_snapshot
+from pipelinerl_weights.transfer import SendReport, WeightSnapshot, send_snapshot
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class NotYet(TemporaryError):
 class Offer:
     """One version's weights, ready to be sent."""
 
-    snapshot: Snapshot
+    snapshot: WeightSnapshot
     version: int
 
 

@@ -14,7 +14,7 @@ from pipelinerl.v1 import policy_pb2_grpc
 from pipelinerl_common import rpc
 from pipelinerl_common.metrics import TRAINER, Metrics, serve_metrics
 from pipelinerl_common.service import run_until_first
-from pipelinerl_common.sinks.keeper import SinkKeeper
+from pipelinerl_common.sinks.process import SinkProcess
 from pipelinerl_common.stream import Login
 from pipelinerl_common.telemetry import memory_bytes
 from pipelinerl_common.tracing import open_tracer
@@ -91,7 +91,7 @@ async def _run_leader(run: Run, bridge: Bridge, client: BatchesClient) -> None:
             log.info("serving=%s", server.address)
             publisher.tracer = tracer
             desk = Desk(publisher, reporter, servicer, tracer)
-            sinks = SinkKeeper(run.job.spec.telemetry.sinks, run.wiring, metrics)
+            sinks = SinkProcess(run.job.spec.telemetry.sinks, run.wiring, metrics)
             await run_until_first(
                 _train_as_leader(run, bridge, client, desk, sinks),
                 publisher.run(membership),
@@ -101,7 +101,7 @@ async def _run_leader(run: Run, bridge: Bridge, client: BatchesClient) -> None:
 
 
 async def _train_as_leader(
-    run: Run, bridge: Bridge, client: BatchesClient, desk: Desk, sinks: SinkKeeper
+    run: Run, bridge: Bridge, client: BatchesClient, desk: Desk, sinks: SinkProcess
 ) -> None:
     """The clock: training, then what is still on its way."""
     await in_thread(partial(train, run, bridge, client, desk))

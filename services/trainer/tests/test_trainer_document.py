@@ -9,7 +9,7 @@ import trainer_toys as toys
 import yaml
 
 from pipelinerl_common.settings import parse_job
-from pipelinerl_common.settings.presets import PRESETS
+from pipelinerl_common.settings.algorithm import PRESETS
 
 DOCUMENT = (Path(__file__).parents[1] / "ALGORITHMS.md").read_text(encoding="utf-8")
 EXAMPLES: list[dict[str, Any]] = [

@@ -21,7 +21,7 @@ from pipelinerl_weights.errors import TransferFailed, TransferTimeout
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Manifest, TensorSpec
 from pipelinerl_weights.rendezvous import connect_store, scope
-from pipelinerl_weights.sender import Snapshot
+from pipelinerl_weights.transfer import WeightSnapshot
 
 MANIFEST = Manifest(
     (TensorSpec("weight", "float32", (3,)), TensorSpec("bias", "float32", (1,))), bucket_bytes=16
@@ -31,7 +31,7 @@ UPDATE_S = 10.0
 
 def offer(version: int) -> Offer:
     tensors = [("weight", torch.full((3,), float(version))), ("bias", torch.zeros(1))]
-    return Offer(Snapshot.pack(MANIFEST, tensors), version)
+    return Offer(WeightSnapshot.pack(MANIFEST, tensors), version)
 
 
 @dataclass

@@ -30,7 +30,7 @@ from pipelinerl_common.errors import Refused, TemporaryError, Unavailable
 from pipelinerl_trainer.learner import Batch
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Bucket, Manifest
-from pipelinerl_weights.receiver import receive, tensors_of
+from pipelinerl_weights.transfer import receive, tensors_of
 
 DEADLINE_S = 120.0
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from pipelinerl_common.settings import AlgorithmSettings, Job, JobSpec, parse_job
-from pipelinerl_common.settings.presets import PRESETS
+from pipelinerl_common.settings.algorithm import PRESETS
 from pipelinerl_common.types import GroupId, MicroBatch, StepPlan, VersionRun
 from pipelinerl_trainer import attention
 from pipelinerl_trainer.engine import Engine

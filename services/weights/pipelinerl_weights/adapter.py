@@ -6,7 +6,12 @@ endings. Imports no torch.
     model.layers.0.mlp.up_proj.lora_B.weight   B [out, rank]
 
 What is served and exported is W + (alpha / rank) B A, see merging.py.
+
+A frozen weight and its adapter as one dense weight.
 """
+
+import torch
+from torch import Tensor
 
 A, B = "lora_A", "lora_B"
 WEIGHT = ".weight"
@@ -24,3 +29,15 @@ def layer_of(name: str) -> str | None:
     """The layer whose A or B this is; None for any other tensor."""
     layer, _, kind = name.removesuffix(WEIGHT).rpartition(".")
     return layer if name.endswith(WEIGHT) and kind in (A, B) and layer else None
+
+
+@torch.no_grad()
+def merge(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
+    """W + scale B A on the device and in the element type of A, a tensor of its own.
+
+    Computed in float32 from the frozen weight and rounded once, so that nothing adds up from one
+    update to the next. W is rounded to the element type before, as the trainer holds it.
+    """
+    merged_OI = weight_OI.to(a_RI.device, a_RI.dtype).to(torch.float32, copy=True)
+    merged_OI.addmm_(b_OR.float(), a_RI.float(), alpha=scale)
+    return merged_OI.to(a_RI.dtype)

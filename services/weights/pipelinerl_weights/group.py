@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, PrefixStore, Store, Work
 
-from pipelinerl_common.words import nouns
-from pipelinerl_weights.abort import ABORTED, AbortFlag
+from pipelinerl_common.text import nouns
 from pipelinerl_weights.checksum import from_int64, to_int64
 from pipelinerl_weights.errors import TransferAborted, TransferFailed, TransferTimeout
 from pipelinerl_weights.rendezvous import (
+    ABORTED,
+    AbortFlag,
     Collectives,
     Rendezvous,
     connect_store,

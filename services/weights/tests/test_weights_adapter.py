@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from pipelinerl_weights.adapter import a_name, b_name, layer_of
-from pipelinerl_weights.merging import merge
+from pipelinerl_weights.adapter import a_name, b_name, layer_of, merge
 
 
 def test_names_and_layers_are_each_other_s_inverse() -> None:

@@ -15,7 +15,7 @@ from pipelinerl_common.errors import PermanentError
 from pipelinerl_weights.errors import TransferAborted, TransferFailed, TransferTimeout
 from pipelinerl_weights.group import Rendezvous, TransferGroup
 from pipelinerl_weights.manifest import Manifest, TensorSpec
-from pipelinerl_weights.sender import Snapshot, send_snapshot
+from pipelinerl_weights.transfer import WeightSnapshot, send_snapshot
 
 MANIFEST = Manifest(
     (
@@ -67,7 +67,7 @@ def test_every_receiver_gets_the_exact_bytes(peers: list[Peer]) -> None:
     with form(peers, epoch=1) as group:
         for version in (0, 1, 1):
             sent = tensors(seed=version)
-            snapshot = Snapshot.pack(MANIFEST, sent.items())
+            snapshot = WeightSnapshot.pack(MANIFEST, sent.items())
             for peer in peers:
                 peer.start("receive", MANIFEST, version, TIMEOUT_S)
             report = send_snapshot(group, snapshot, version, TIMEOUT_S)
@@ -81,7 +81,7 @@ def test_every_receiver_gets_the_exact_bytes(peers: list[Peer]) -> None:
 
 
 def test_the_pace_is_kept(peers: list[Peer]) -> None:
-    snapshot = Snapshot.pack(MANIFEST, tensors(0).items())
+    snapshot = WeightSnapshot.pack(MANIFEST, tensors(0).items())
     with form(peers, epoch=1) as group:
         for peer in peers:
             peer.start("receive", MANIFEST, 1, TIMEOUT_S)
@@ -108,7 +108,7 @@ def test_an_abort_wakes_waiting_receivers_at_once_and_the_next_epoch_works(
                     "a generator refused version 3",
                 )
         with pytest.raises(TransferAborted, match="refused version 3"):
-            send_snapshot(group, Snapshot.pack(MANIFEST, tensors(3).items()), 3, TIMEOUT_S)
+            send_snapshot(group, WeightSnapshot.pack(MANIFEST, tensors(3).items()), 3, TIMEOUT_S)
     test_every_receiver_gets_the_exact_bytes(peers)
 
 
@@ -124,7 +124,7 @@ def test_an_abort_wakes_a_sender_that_waits_for_receivers(peers: list[Peer]) -> 
 
 
 def test_an_abort_in_the_middle_wakes_everyone(peers: list[Peer]) -> None:
-    snapshot = Snapshot.pack(MANIFEST, tensors(0).items())
+    snapshot = WeightSnapshot.pack(MANIFEST, tensors(0).items())
     with form(peers, epoch=1) as group:
         peers[0].start("receive", MANIFEST, 1, TIMEOUT_S, "announce")
         peers[1].start("receive", MANIFEST, 1, TIMEOUT_S)
@@ -160,7 +160,7 @@ def test_a_receiver_that_dies_fails_the_sender_and_the_others_promptly(
         assert peers[victim].result() == "marked"
         peers[victim].stop()
         with prompt(), pytest.raises(TransferFailed):
-            send_snapshot(group, Snapshot.pack(MANIFEST, tensors(1).items()), 1, TIMEOUT_S)
+            send_snapshot(group, WeightSnapshot.pack(MANIFEST, tensors(1).items()), 1, TIMEOUT_S)
         with prompt():
             assert peers[1 - victim].result()[0] == "failed"
 
@@ -185,7 +185,7 @@ def test_a_stopped_receiver_ends_at_the_deadline_and_frees_the_others(peers: lis
     large = Manifest(
         (TensorSpec("large", "float32", (4 << 20,)),), bucket_bytes=1024
     )  # more than a socket buffers
-    snapshot = Snapshot.pack(large, [("large", torch.zeros(4 << 20))])
+    snapshot = WeightSnapshot.pack(large, [("large", torch.zeros(4 << 20))])
     with form(peers, epoch=1) as group:
         peers[0].start("mark", 1)
         assert peers[0].result() == "marked"
@@ -202,7 +202,9 @@ def test_a_receiver_that_is_not_ready_is_named(peers: list[Peer]) -> None:
     with form(peers, epoch=1) as group:
         peers[0].start("receive", MANIFEST, 1, TIMEOUT_S)
         with pytest.raises(TransferTimeout, match=r"rank 2 did not get ready"):
-            send_snapshot(group, Snapshot.pack(MANIFEST, tensors(1).items()), 1, timeout_s=0.5)
+            send_snapshot(
+                group, WeightSnapshot.pack(MANIFEST, tensors(1).items()), 1, timeout_s=0.5
+            )
         with prompt():
             assert peers[0].result()[:2] == ("failed", "TransferAborted")
 
@@ -214,7 +216,7 @@ def test_a_receiver_that_expects_another_version_is_named(peers: list[Peer]) -> 
         with pytest.raises(
             TransferFailed, match="rank 2 expects version 2, but 1 is about to be sent"
         ):
-            send_snapshot(group, Snapshot.pack(MANIFEST, tensors(1).items()), 1, TIMEOUT_S)
+            send_snapshot(group, WeightSnapshot.pack(MANIFEST, tensors(1).items()), 1, TIMEOUT_S)
         with prompt():
             assert [peer.result()[1] for peer in peers] == ["TransferAborted"] * 2
 
@@ -224,7 +226,7 @@ def test_a_receiver_that_cannot_take_a_bucket_fails_everyone(peers: list[Peer]) 
         peers[0].start("receive", MANIFEST, 1, TIMEOUT_S, "raise")
         peers[1].start("receive", MANIFEST, 1, TIMEOUT_S)
         with prompt(), pytest.raises(TransferFailed, match="no room"):
-            send_snapshot(group, Snapshot.pack(MANIFEST, tensors(1).items()), 1, TIMEOUT_S)
+            send_snapshot(group, WeightSnapshot.pack(MANIFEST, tensors(1).items()), 1, TIMEOUT_S)
         with prompt():
             assert peers[0].result() == ("failed", "ValueError", "no room")
             assert peers[1].result()[:2] == ("failed", "TransferAborted")
@@ -275,13 +277,13 @@ def test_a_snapshot_casts_and_refuses_what_does_not_fit() -> None:
     manifest = Manifest(
         (TensorSpec("w", "bfloat16", (2,)), TensorSpec("b", "float32", (1,))), bucket_bytes=64
     )
-    snapshot = Snapshot.pack(
+    snapshot = WeightSnapshot.pack(
         manifest, [("b", torch.tensor([1.0])), ("w", torch.tensor([1.0, 2.0]))]
     )
     assert snapshot.buckets[0][:4].view(torch.bfloat16).tolist() == [1.0, 2.0]
     with pytest.raises(PermanentError, match=r"1 tensor.*w"):
-        Snapshot.pack(manifest, [("b", torch.tensor([1.0]))])
+        WeightSnapshot.pack(manifest, [("b", torch.tensor([1.0]))])
     with pytest.raises(PermanentError, match="x is not in the manifest"):
-        Snapshot.pack(manifest, [("x", torch.tensor([1.0]))])
+        WeightSnapshot.pack(manifest, [("x", torch.tensor([1.0]))])
     with pytest.raises(PermanentError, match=r"w has shape \(3,\), the manifest says \(2,\)"):
-        Snapshot.pack(manifest, [("w", torch.zeros(3))])
+        WeightSnapshot.pack(manifest, [("w", torch.zeros(3))])

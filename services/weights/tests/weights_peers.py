@@ -11,7 +11,7 @@ import torch
 
 from pipelinerl_weights.group import Rendezvous, TransferGroup
 from pipelinerl_weights.manifest import Bucket, Manifest
-from pipelinerl_weights.receiver import receive, tensors_of
+from pipelinerl_weights.transfer import receive, tensors_of
 
 TIMEOUT_S = 60.0
 

@@ -13,10 +13,19 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from pipelinerl_actor.generator.engine import Engine, GroupSpec, KVCache, Transfer
-from pipelinerl_actor.generator.layout import ManifestMismatch
+from pipelinerl_actor.generator.engine import GeneratorEngine, GroupSpec, KVCache, Transfer
 from pipelinerl_actor.generator.metrics import GeneratorMetrics
-from pipelinerl_actor.generator.schema import (
+from pipelinerl_actor.generator.request_handler import BadRequest, Overloaded, RequestHandler
+from pipelinerl_actor.generator.updater import WeightUpdate, WeightUpdater
+from pipelinerl_actor.generator.weight_layout import ManifestMismatch
+from pipelinerl_common.errors import (
+    FatalError,
+    MalformedMessage,
+    PipelineRLError,
+    Refused,
+    Unavailable,
+)
+from pipelinerl_common.generator_api import (
     CancelRequest,
     CancelResponse,
     CompletionRequest,
@@ -31,15 +40,6 @@ from pipelinerl_actor.generator.schema import (
     UpdateRequest,
     UpdateResponse,
     WeightsResponse,
-)
-from pipelinerl_actor.generator.serving import BadRequest, Overloaded, Serving
-from pipelinerl_actor.generator.updater import Update, WeightUpdater
-from pipelinerl_common.errors import (
-    FatalError,
-    MalformedMessage,
-    PipelineRLError,
-    Refused,
-    Unavailable,
 )
 from pipelinerl_common.metrics import CONTENT_TYPE
 from pipelinerl_common.tracing import TRACEPARENT, Tracer
@@ -65,11 +65,11 @@ RETRY_AFTER_S = "1"
 
 
 @dataclass(slots=True)
-class Generator:
+class RunningGenerator:
     """The parts that the routes speak to."""
 
-    engine: Engine
-    serving: Serving
+    engine: GeneratorEngine
+    serving: RequestHandler
     updater: WeightUpdater
     metrics: GeneratorMetrics
     token: str | None
@@ -89,7 +89,7 @@ class Generator:
         raise self._fatal or FatalError("the generator failed")
 
 
-def create_app(generator: Generator) -> FastAPI:
+def create_app(generator: RunningGenerator) -> FastAPI:
     """The generator's routes."""
     app = FastAPI(title="PipelineRL generator", docs_url=None, redoc_url=None, openapi_url=None)
     authorized = [Depends(_bearer(generator.token))]
@@ -100,7 +100,7 @@ def create_app(generator: Generator) -> FastAPI:
     return app
 
 
-def _add_serving_routes(app: FastAPI, generator: Generator, authorized: list[Any]) -> None:
+def _add_serving_routes(app: FastAPI, generator: RunningGenerator, authorized: list[Any]) -> None:
     serving = generator.serving
 
     @app.post("/v1/chat/completions", dependencies=authorized)
@@ -122,7 +122,7 @@ def _add_serving_routes(app: FastAPI, generator: Generator, authorized: list[Any
         return {"drained": await serving.drain(generator.drain_s)}
 
 
-def _add_weight_routes(app: FastAPI, generator: Generator, authorized: list[Any]) -> None:
+def _add_weight_routes(app: FastAPI, generator: RunningGenerator, authorized: list[Any]) -> None:
     updater = generator.updater
 
     @app.post("/init_process_group", dependencies=authorized)
@@ -135,7 +135,7 @@ def _add_weight_routes(app: FastAPI, generator: Generator, authorized: list[Any]
         transfer = Transfer(
             body.version, Manifest.from_dict(body.manifest.model_dump()), body.timeout_s
         )
-        update = Update(
+        update = WeightUpdate(
             body.epoch, transfer, body.mode, KVCache(body.kv_cache), body.allow_rollback
         )
         # An update that has begun goes on to its end, whoever asked for it.
@@ -163,7 +163,7 @@ def _add_weight_routes(app: FastAPI, generator: Generator, authorized: list[Any]
         )
 
 
-def _add_probe_routes(app: FastAPI, generator: Generator) -> None:
+def _add_probe_routes(app: FastAPI, generator: RunningGenerator) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
@@ -187,7 +187,7 @@ def _add_probe_routes(app: FastAPI, generator: Generator) -> None:
         return Response(generator.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
 
-def _add_error_handlers(app: FastAPI, generator: Generator) -> None:
+def _add_error_handlers(app: FastAPI, generator: RunningGenerator) -> None:
     def answer(status: int, message: str, kind: str) -> JSONResponse:
         detail = ErrorDetail(message=message, type=kind, serving_version=generator.updater.version)
         headers = (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from pipelinerl_actor.generator.load import Load
+from pipelinerl_actor.generator.metrics import EngineLoad
 from pipelinerl_common.types import VersionRun
 from pipelinerl_weights.manifest import Manifest
 
@@ -37,7 +37,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class EngineCompletion:
     """One sampled sequence.
 
     Example: token_ids (5, 9, 2), logprobs (-0.1, -2.3, -0.4), version_runs (VersionRun(6, 2),
@@ -93,7 +93,7 @@ class Received:
     """
 
 
-class Engine(Protocol):
+class GeneratorEngine(Protocol):
     """Decodes, and takes weights. The weight verbs are called by one caller at a time, in the order
     that updater.py gives.
 
@@ -108,7 +108,7 @@ class Engine(Protocol):
         """Whether memory for a second copy of the weights was set aside."""
         ...
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """How full it is, and what its steps have cost."""
         ...
 
@@ -122,7 +122,7 @@ class Engine(Protocol):
 
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: Sampling, stop: asyncio.Event | None = None
-    ) -> Completion:
+    ) -> EngineCompletion:
         """Samples one sequence. Cancelling it stops the decode, and so does `stop`, which leaves
         what was sampled.
         """

@@ -18,13 +18,18 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from pipelinerl_actor.generator.app import Generator, create_app
-from pipelinerl_actor.generator.engine import Engine
-from pipelinerl_actor.generator.environment import prepare_environment
-from pipelinerl_actor.generator.layout import AdapterLayout, Expected, Layout, read_config
+from pipelinerl_actor.generator.app import RunningGenerator, create_app
+from pipelinerl_actor.generator.engine import GeneratorEngine
 from pipelinerl_actor.generator.metrics import GeneratorMetrics
-from pipelinerl_actor.generator.serving import Limits, Serving
+from pipelinerl_actor.generator.request_handler import RequestHandler, RequestLimits
 from pipelinerl_actor.generator.updater import NOTHING_RECEIVED, WeightUpdater
+from pipelinerl_actor.generator.vllm_options import prepare_environment
+from pipelinerl_actor.generator.weight_layout import (
+    AdapterLayout,
+    ExpectedWeights,
+    WeightLayout,
+    read_config,
+)
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.metrics import GENERATOR, REFERENCE, serve_metrics
 from pipelinerl_common.service import Wiring, run_until_first
@@ -47,7 +52,7 @@ async def serve_generator(
     Raises SettingsError for a folder, an address or settings that cannot be used.
     """
     job, token = load_job(wiring.job_file), wiring.token
-    duty = duty_of(job, wiring.name)
+    duty = role_of(job, wiring.name)
     version = NOTHING_RECEIVED if version is None else version
     with _bind(wiring.listen) as listening:
         engine = make_engine(
@@ -87,7 +92,7 @@ def make_engine(
     initial_version: int,
     takes_updates: bool,
     log_level: str = "info",
-) -> Engine:
+) -> GeneratorEngine:
     """The engine that `settings` names, not yet running. One that `takes_updates` is prepared for
     those that the job sends.
 
@@ -170,7 +175,7 @@ def host_kv_bytes(job: Job, settings: GeneratorSettings, model: Path) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Duty:
+class GeneratorRole:
     """What a generator is there for. The reference's and the evaluator's serve the weights that
     they begin with.
     """
@@ -181,22 +186,28 @@ class Duty:
     """Of its metrics."""
 
 
-def duty_of(job: Job, name: str) -> Duty:
+def role_of(job: Job, name: str) -> GeneratorRole:
     """By the generator's name. Raises SettingsError for a reference in a job without one."""
     spec = job.spec
     if name.startswith("reference"):
         if spec.reference is None:
             raise SettingsError(f"--name {name}: the job has no spec.reference")
-        return Duty(spec.reference.generator, takes_updates=False, role=REFERENCE)
+        return GeneratorRole(spec.reference.generator, takes_updates=False, role=REFERENCE)
     if name.startswith("evaluator"):
         own = spec.evaluation.generator if spec.evaluation is not None else None
-        return Duty(own or spec.actors.generator, takes_updates=False)
-    return Duty(spec.actors.generator)
+        return GeneratorRole(own or spec.actors.generator, takes_updates=False)
+    return GeneratorRole(spec.actors.generator)
 
 
 def assemble(
-    job: Job, duty: Duty, model: Path, engine: Engine, *, version: int, token: str | None
-) -> Generator:
+    job: Job,
+    duty: GeneratorRole,
+    model: Path,
+    engine: GeneratorEngine,
+    *,
+    version: int,
+    token: str | None,
+) -> RunningGenerator:
     """The parts around an engine. Raises SettingsError for a folder that does not hold a model."""
     from transformers import AutoTokenizer
 
@@ -211,10 +222,12 @@ def assemble(
         )
     metrics = GeneratorMetrics(job.name, duty.role)
     metrics.watch(engine.load)
-    limits = Limits(job.spec.model.max_model_len, duty.settings.max_running_requests, vocabulary)
-    layout = Layout.of_folder(model)
+    limits = RequestLimits(
+        job.spec.model.max_model_len, duty.settings.max_running_requests, vocabulary
+    )
+    layout = WeightLayout.of_folder(model)
     adapter = job.spec.model.adapter
-    expected: Expected = layout if adapter is None else AdapterLayout(layout, adapter.rank)
+    expected: ExpectedWeights = layout if adapter is None else AdapterLayout(layout, adapter.rank)
     updater = WeightUpdater(
         engine,
         expected if duty.takes_updates else None,
@@ -223,8 +236,10 @@ def assemble(
         running=lambda: serving.num_running,
     )
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    serving = Serving(engine, tokenizer, limits, metrics, lambda: updater.version, model=job.name)
-    return Generator(engine, serving, updater, metrics, token, job.spec.actors.drain_seconds)
+    serving = RequestHandler(
+        engine, tokenizer, limits, metrics, lambda: updater.version, model=job.name
+    )
+    return RunningGenerator(engine, serving, updater, metrics, token, job.spec.actors.drain_seconds)
 
 
 def _scales_positions(config: Mapping[str, Any]) -> bool:
@@ -233,7 +248,7 @@ def _scales_positions(config: Mapping[str, Any]) -> bool:
     return bool(scaling.get("rope_type", scaling.get("type", "default")) != "default")
 
 
-async def _until_stopped(stop: asyncio.Event, generator: Generator) -> None:
+async def _until_stopped(stop: asyncio.Event, generator: RunningGenerator) -> None:
     """The clock: ends when the process was told to stop and what ran has ended, or has had its
     time.
     """

@@ -15,24 +15,27 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pipelinerl_actor.generator.background import TransferClock
-from pipelinerl_actor.generator.decode_loop import DecodeLoop, Job
 from pipelinerl_actor.generator.engine import (
-    Completion,
+    EngineCompletion,
     GroupSpec,
     KVCache,
     Received,
     Sampling,
     Transfer,
 )
-from pipelinerl_actor.generator.layout import Layout
-from pipelinerl_actor.generator.load import Load
-from pipelinerl_actor.generator.merged import MergedWeights
-from pipelinerl_actor.generator.transformers_model import Observer, TransformersModel
+from pipelinerl_actor.generator.merged_weights import MergedWeights
+from pipelinerl_actor.generator.metrics import EngineLoad, TransferClock
+from pipelinerl_actor.generator.transformers_decoder import (
+    DecodeJob,
+    DecodeLoop,
+    Observer,
+    TransformersModel,
+)
+from pipelinerl_actor.generator.weight_layout import WeightLayout
 from pipelinerl_common.errors import FatalError, SettingsError
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Bucket
-from pipelinerl_weights.receiver import receive, tensors_of
+from pipelinerl_weights.transfer import receive, tensors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ class TransformersEngine:
             await asyncio.to_thread(self._loop.stop)
             await self.leave()
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         return self._loop.clock.load()
 
     async def watch(self) -> None:
@@ -100,8 +103,8 @@ class TransformersEngine:
 
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: Sampling, stop: asyncio.Event | None = None
-    ) -> Completion:
-        job = Job(self._model.start(list(prompt_token_ids), sampling), Future(), stop)
+    ) -> EngineCompletion:
+        job = DecodeJob(self._model.start(list(prompt_token_ids), sampling), Future(), stop)
         self._loop.submit(job)
         return await asyncio.wrap_future(job.done)
 
@@ -215,7 +218,7 @@ def _check_names(model: nn.Module, folder: Path) -> None:
     """An update reaches a weight by its name in the checkpoint. Raises SettingsError when one has
     another name in memory.
     """
-    stored = Layout.of_folder(folder).shapes
+    stored = WeightLayout.of_folder(folder).shapes
     unknown = sorted(name for name, _ in model.named_parameters() if name not in stored)
     if unknown:
         raise SettingsError(

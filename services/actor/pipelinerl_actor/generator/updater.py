@@ -21,9 +21,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from pipelinerl_actor.generator.engine import Engine, GroupSpec, KVCache, Received, Transfer
-from pipelinerl_actor.generator.layout import Expected, ManifestMismatch
+from pipelinerl_actor.generator.engine import (
+    GeneratorEngine,
+    GroupSpec,
+    KVCache,
+    Received,
+    Transfer,
+)
 from pipelinerl_actor.generator.metrics import GeneratorMetrics
+from pipelinerl_actor.generator.weight_layout import ExpectedWeights, ManifestMismatch
 from pipelinerl_common.errors import FatalError, Refused
 from pipelinerl_common.telemetry import fields
 
@@ -34,7 +40,7 @@ NO_GROUP = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class WeightUpdate:
     """One request for an update, already parsed."""
 
     epoch: int
@@ -61,8 +67,8 @@ class WeightUpdater:
 
     def __init__(
         self,
-        engine: Engine,
-        layout: Expected | None,
+        engine: GeneratorEngine,
+        layout: ExpectedWeights | None,
         metrics: GeneratorMetrics,
         *,
         initial_version: int,
@@ -104,7 +110,7 @@ class WeightUpdater:
         log.info(fields(epoch=group.epoch, ranks=ranks, world_size=group.world_size))
         return ranks
 
-    async def update(self, update: Update) -> UpdateReport:
+    async def update(self, update: WeightUpdate) -> UpdateReport:
         """Raises Refused or ManifestMismatch before anything changed; TransferTimeout,
         TransferAborted or TransferFailed with the old weights serving on; FatalError when the
         weights are not to be trusted any more.
@@ -135,7 +141,7 @@ class WeightUpdater:
         )  # fmt: skip
         return report
 
-    def _check(self, update: Update) -> None:
+    def _check(self, update: WeightUpdate) -> None:
         expected = self._expected()
         if self._lock.locked():
             raise Refused("an update is running")
@@ -147,7 +153,7 @@ class WeightUpdater:
         expected.check(update.transfer.manifest)
         self._check_order(update)
 
-    def _expected(self) -> Expected:
+    def _expected(self) -> ExpectedWeights:
         if self._layout is None:
             raise Refused(
                 "this generator keeps the weights that it began with: it is the reference's or an "
@@ -155,7 +161,7 @@ class WeightUpdater:
             )
         return self._layout
 
-    def _check_order(self, update: Update) -> None:
+    def _check_order(self, update: WeightUpdate) -> None:
         if update.epoch != self.epoch:
             known = f"a member in epoch {self.epoch}" if self.epoch else "a member of no group"
             raise Refused(f"epoch {update.epoch} is not current: this generator is {known}")
@@ -165,7 +171,7 @@ class WeightUpdater:
                 "allow_rollback to go back"
             )
 
-    async def _run(self, update: Update) -> UpdateReport:
+    async def _run(self, update: WeightUpdate) -> UpdateReport:
         try:
             if update.mode == "staged":
                 return await self._staged(update)
@@ -180,7 +186,7 @@ class WeightUpdater:
         finally:
             self._publish()
 
-    async def _staged(self, update: Update) -> UpdateReport:
+    async def _staged(self, update: WeightUpdate) -> UpdateReport:
         received = await self._engine.stage(update.transfer)
         async with self._paused(update) as pause:
             start = time.monotonic()
@@ -189,7 +195,7 @@ class WeightUpdater:
             await self._commit(update, received)
         return self._report(update, received, pause, apply_s)
 
-    async def _in_place(self, update: Update) -> UpdateReport:
+    async def _in_place(self, update: WeightUpdate) -> UpdateReport:
         await self._engine.back_up()
         async with self._paused(update) as pause:
             try:
@@ -207,7 +213,7 @@ class WeightUpdater:
         return self._report(update, received, pause, received.load_s)
 
     @asynccontextmanager
-    async def _paused(self, update: Update) -> AsyncIterator["_Pause"]:
+    async def _paused(self, update: WeightUpdate) -> AsyncIterator["_Pause"]:
         """The engine stands still inside. Whatever is raised inside is fatal: the weights may be
         half of each version.
         """
@@ -226,12 +232,12 @@ class WeightUpdater:
             ) from error
         pause.seconds = time.monotonic() - start
 
-    async def _commit(self, update: Update, received: Received) -> None:
+    async def _commit(self, update: WeightUpdate, received: Received) -> None:
         await self._engine.set_version(update.transfer.version)
         self.version, self.checksum = update.transfer.version, received.checksum
 
     def _report(
-        self, update: Update, received: Received, pause: "_Pause", apply_s: float
+        self, update: WeightUpdate, received: Received, pause: "_Pause", apply_s: float
     ) -> UpdateReport:
         return UpdateReport(
             version=update.transfer.version,

@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from pipelinerl_actor.generator.merged import MergedWeights, without_effect
+from pipelinerl_actor.generator.merged_weights import MergedWeights, without_effect
 from pipelinerl_common.errors import FatalError
 
 _DERIVED = ("cpu_linear", "W_UK_T", "W_UV")

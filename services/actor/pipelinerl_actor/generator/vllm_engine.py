@@ -1,4 +1,6 @@
-"""vLLM as the generator's engine, in process: no second HTTP server, no fork.
+"""What vLLM's scheduler tells after every step, for a StepClock. Imports vLLM.
+
+vLLM as the generator's engine, in process: no second HTTP server, no fork.
 
     AsyncLLM (this process)  ->  engine core (own process: schedules, decodes)  ->  workers
     (vllm_worker.GeneratorWorker)
@@ -19,21 +21,66 @@ from vllm.inputs.engine import tokens_input
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-from pipelinerl_actor.generator.background import Reports
 from pipelinerl_actor.generator.engine import (
-    Completion,
+    EngineCompletion,
     GroupSpec,
     KVCache,
     Received,
     Sampling,
     Transfer,
 )
-from pipelinerl_actor.generator.load import Load, StepClock
+from pipelinerl_actor.generator.metrics import EngineLoad, StepClock
 from pipelinerl_actor.generator.vllm_options import VllmOptions, engine_args
-from pipelinerl_actor.generator.vllm_stats import StepStats
+from pipelinerl_actor.generator.worker_thread import WorkerReports
 from pipelinerl_common.errors import FatalError
 from pipelinerl_common.types import VersionRun
+
+
+class StepStats(PrometheusStatLogger):  # type: ignore[misc] # vLLM ships no types
+    """Feeds the clock, and vLLM's own Prometheus metrics when they are wanted at /metrics: they
+    cost time at each step.
+
+    vLLM makes it, so both are its class's: `StepStats.feeding(clock, own_metrics=True)` is a class
+    for one engine.
+    """
+
+    clock: StepClock
+    own_metrics: bool
+
+    @classmethod
+    def feeding(cls, clock: StepClock, *, own_metrics: bool) -> type["StepStats"]:
+        return type("EngineStepStats", (cls,), {"clock": clock, "own_metrics": own_metrics})
+
+    def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
+        if self.own_metrics:
+            super().__init__(vllm_config, engine_indexes)
+
+    def log_engine_initialized(self) -> None:
+        if self.own_metrics:
+            super().log_engine_initialized()
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if self.own_metrics:
+            super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+        if scheduler_stats is None:
+            return
+        self.clock.stepped(
+            num_running=scheduler_stats.num_running_reqs,
+            num_waiting=scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
+            kv_usage=scheduler_stats.kv_cache_usage,
+            num_tokens=iteration_stats.num_generation_tokens if iteration_stats else 0,
+            num_prefilled=iteration_stats.prompt_token_stats.computed if iteration_stats else 0,
+            num_preempted=iteration_stats.num_preempted_reqs if iteration_stats else 0,
+        )
+
 
 _WATCH_S = 1.0
 _GRACE_S = 30.0
@@ -63,7 +110,7 @@ class VllmEngine:
         self._ids = itertools.count()
         self._requests: set[_Request] = set()
         self._num_updates = 0
-        self._reports = Reports(options.generator.tensor_parallel_size)
+        self._reports = WorkerReports(options.generator.tensor_parallel_size)
         self._clock = StepClock(kv_tokens=0)
 
     @property
@@ -97,7 +144,7 @@ class VllmEngine:
                 llm.output_handler.cancel()  # or it reports the end of the engine core as a crash
             await asyncio.to_thread(llm.shutdown)
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         if not self._requests:
             self._clock.emptied()
         return self._clock.load()
@@ -118,7 +165,7 @@ class VllmEngine:
 
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: Sampling, stop: asyncio.Event | None = None
-    ) -> Completion:
+    ) -> EngineCompletion:
         request = _Request(stop)
         self._requests.add(request)
         try:
@@ -297,11 +344,11 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
     )
 
 
-def _completion(output: CompletionOutput, num_cached_tokens: int) -> Completion:
+def _completion(output: CompletionOutput, num_cached_tokens: int) -> EngineCompletion:
     token_ids = tuple(output.token_ids)
     logprobs: Any = output.logprobs
     spans = output.weight_versions or []
-    return Completion(
+    return EngineCompletion(
         text=output.text,
         token_ids=token_ids,
         logprobs=tuple(

@@ -1,13 +1,57 @@
-"""What vLLM is started with. Imports vLLM."""
+"""The process environment that vLLM reads. This is the only place that sets it, and it runs before
+vllm is imported.
 
+What vLLM is started with.
+"""
+
+import logging
+import os
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from vllm import AsyncEngineArgs
+from typing import TYPE_CHECKING, Any
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import GeneratorSettings
+
+if TYPE_CHECKING:
+    from vllm import AsyncEngineArgs
+
+
+_FIXED = {
+    "HF_HUB_OFFLINE": "1",  # models are folders by now
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_PLUGINS": "",  # no third-party plugin changes what is sampled
+    # scoring a full-length trajectory needs room for one more token, see vllm_engine.py
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    # the scores' temperature hooks into the first one, see vllm_worker.py
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def prepare_environment(
+    log_level: str, *, on_cpu: bool, environ: MutableMapping[str, str] = os.environ
+) -> None:
+    """Sets what vLLM needs. `on_cpu`: leave cores to the other processes of the job instead of
+    binding to them.
+    """
+    environ.update(_FIXED)
+    level = "DEBUG" if log_level == "debug" else "ERROR"
+    environ["VLLM_LOGGING_LEVEL"] = level
+    logging.getLogger("vllm").setLevel(level)
+    if on_cpu:
+        environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+            "0"  # a single worker then lives in the engine core's process
+        )
+        # The model runs eagerly there; to compile vLLM's few compiled helpers takes a C++ compiler,
+        # which an image may lack.
+        environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
+
 
 STAGING = "pipelinerl_staging"
 """Key of vLLM's `additional_config`: whether to set memory aside for a second copy of the weights.
@@ -17,7 +61,7 @@ ADAPTER_SCALE = "pipelinerl_adapter_scale"
 """Another: what an adapter's product is multiplied by; None where updates bring whole weights."""
 
 _WORKER = "pipelinerl_actor.generator.vllm_worker.GeneratorWorker"
-_FIXED = {
+_VLLM_OPTIONS_FIXED = {
     "additional_config",
     "enable_prefix_caching",
     "logprobs_mode",
@@ -51,10 +95,12 @@ class VllmOptions:
     """Whether vLLM keeps its own Prometheus metrics."""
 
 
-def engine_args(options: VllmOptions) -> AsyncEngineArgs:
+def engine_args(options: VllmOptions) -> "AsyncEngineArgs":
     """Ours, overridden by the user's `engineArgs`. Raises SettingsError for names that vLLM does
     not know.
     """
+    from vllm import AsyncEngineArgs
+
     generator = options.generator
     arguments: dict[str, Any] = {
         "model": str(options.model),
@@ -86,7 +132,7 @@ def engine_args(options: VllmOptions) -> AsyncEngineArgs:
             f"generator.engineArgs: vLLM has no argument {', '.join(unknown)}; see its EngineArgs "
             "for the names"
         )
-    fixed = sorted(set(generator.engine_args) & _FIXED)
+    fixed = sorted(set(generator.engine_args) & _VLLM_OPTIONS_FIXED)
     if fixed:
         raise SettingsError(
             f"generator.engineArgs: {', '.join(fixed)} cannot be set here; use the generator's own "

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
-from pipelinerl_actor.generator.background import BackgroundWork, Ticket, TransferClock
-from pipelinerl_actor.generator.merged import MergedWeights
+from pipelinerl_actor.generator.merged_weights import MergedWeights
+from pipelinerl_actor.generator.metrics import TransferClock
 from pipelinerl_actor.generator.vllm_copies import AdapterReload, Backup, Reload, StagingModel
 from pipelinerl_actor.generator.vllm_options import ADAPTER_SCALE, STAGING
+from pipelinerl_actor.generator.worker_thread import BackgroundWork, Ticket
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Bucket, Manifest
-from pipelinerl_weights.receiver import receive, tensors_of
+from pipelinerl_weights.transfer import receive, tensors_of
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as BaseWorker

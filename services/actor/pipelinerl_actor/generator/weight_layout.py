@@ -17,7 +17,7 @@ _FLOATING = tuple(name for name in ITEM_BYTES if name.startswith(("float", "bflo
 _LISTED = 5
 
 
-class Expected(Protocol):
+class ExpectedWeights(Protocol):
     """What an update may bring."""
 
     def check(self, manifest: Manifest) -> None:
@@ -30,7 +30,7 @@ class ManifestMismatch(PermanentError):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class WeightLayout:
     """Tensors that an update must bring, with their shapes, in the checkpoint's naming."""
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -38,7 +38,7 @@ class Layout:
     """May be missing: an output layer that is tied to the embeddings."""
 
     @classmethod
-    def of_folder(cls, folder: Path) -> "Layout":
+    def of_folder(cls, folder: Path) -> "WeightLayout":
         """Reads the headers of the folder's safetensors files. Raises SettingsError."""
         if not folder.is_dir():
             raise SettingsError(f"--model {folder}: no such folder; prepare the job's model first")
@@ -66,7 +66,7 @@ class AdapterLayout:
     layers [out, in].
     """
 
-    model: Layout
+    model: WeightLayout
     rank: int
 
     def check(self, manifest: Manifest) -> None:

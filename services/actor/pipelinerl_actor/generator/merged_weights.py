@@ -19,8 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from pipelinerl_weights.adapter import WEIGHT, a_name, b_name, layer_of
-from pipelinerl_weights.merging import merge
+from pipelinerl_weights.adapter import WEIGHT, a_name, b_name, layer_of, merge
 
 
 class MergedWeights:

@@ -9,9 +9,11 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pipelinerl_actor.generator.engine import Completion, Engine, Sampling
+from pipelinerl_actor.generator.engine import EngineCompletion, GeneratorEngine, Sampling
 from pipelinerl_actor.generator.metrics import GeneratorMetrics
-from pipelinerl_actor.generator.schema import (
+from pipelinerl_actor.models.chat import chat_token_ids
+from pipelinerl_common.errors import PermanentError, TemporaryError, Unavailable
+from pipelinerl_common.generator_api import (
     Choice,
     ChoiceMessage,
     CompletionRequest,
@@ -22,8 +24,6 @@ from pipelinerl_actor.generator.schema import (
     TokenLogprob,
     Usage,
 )
-from pipelinerl_actor.models.chat import chat_token_ids
-from pipelinerl_common.errors import PermanentError, TemporaryError, Unavailable
 
 Result = TypeVar("Result")
 
@@ -43,23 +43,23 @@ class Overloaded(TemporaryError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     max_model_len: int
     max_running_requests: int
     vocabulary: int
     """Token ids are below it."""
 
 
-class Serving:
+class RequestHandler:
     """The generator's reading side. `version` is asked for the weights' version, below 0 while
     there are none to serve with.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: GeneratorEngine,
         tokenizer: Any,
-        limits: Limits,
+        limits: RequestLimits,
         metrics: GeneratorMetrics,
         version: Callable[[], int],
         *,
@@ -235,13 +235,15 @@ class Serving:
 
     async def _generate(
         self, prompt: list[int], sampling: Sampling, stop: asyncio.Event | None
-    ) -> Completion:
+    ) -> EngineCompletion:
         completion = await self._engine.generate(prompt, sampling, stop)
         self._metrics.tokens.inc(len(completion.token_ids))
         self._metrics.sequences.inc(finish_reason=completion.finish_reason)
         return completion
 
-    def _choice(self, request: CompletionRequest, index: int, completion: Completion) -> Choice:
+    def _choice(
+        self, request: CompletionRequest, index: int, completion: EngineCompletion
+    ) -> Choice:
         logprobs = None
         if request.logprobs:
             tokens = [self._tokenizer.decode([token]) for token in completion.token_ids]

@@ -13,7 +13,6 @@ import json
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ class Ticket:
     socket: str
 
 
-class Reports:
+class WorkerReports:
     """The generator's side: hears how the workers' background work ended."""
 
     def __init__(self, num_workers: int) -> None:
@@ -130,28 +129,3 @@ def result_of(outcomes: list[Outcome]) -> list[dict[str, Any]]:
     ):
         raise FAILURES[failure["failure"]](failure["message"])
     return [outcome["result"] for outcome in outcomes]
-
-
-class TransferClock:
-    """What the time of one transfer went into."""
-
-    def __init__(self) -> None:
-        self._start = self._last = time.monotonic()
-        self._load_s = 0.0
-
-    def ready(self) -> None:
-        """The worker is about to wait for the first bucket."""
-        self._start = self._last = time.monotonic()
-
-    def bucket_arrived(self) -> None:
-        self._last = time.monotonic()
-
-    @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        start = time.monotonic()
-        yield
-        self._load_s += time.monotonic() - start
-
-    def seconds(self) -> dict[str, float]:
-        """The fields of Received beside the checksum."""
-        return {"transfer_s": self._last - self._start, "load_s": self._load_s}
