@@ -57,7 +57,7 @@ def test_test_files_have_unique_names() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["pipelinerl_common.settings", "pipelinerl_staleness.registry", "pipelinerl_operator.plan"],
+    ["pipelinerl_common.settings", "pipelinerl_staleness.registry", "pipelinerl_control.plan"],
 )
 def test_light_packages_import_without_heavy_ones(module: str) -> None:
     code = (

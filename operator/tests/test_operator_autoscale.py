@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 from fake_api import Crash
-from scaling_systems import system
-from world import JOB, World, job
+from world import JOB, World, balance, job
 
 from pipelinerl_operator.controller.status import Phase, TrainingStatus
 from pipelinerl_operator.kube.resources import JOBS
@@ -24,7 +23,7 @@ async def running(**spec: Any) -> World:
 
 async def train(world: World, begin: int, per_actor: float, r_train: float) -> int:
     """Ten steps with as many actors as are ready; how many there are after it."""
-    world.balances[JOB] = system(world.status.actors.ready, per_actor, r_train, begin)
+    world.balances[JOB] = balance(world.status.actors.ready, per_actor, r_train, begin)
     await world.settle()
     return num_actors(world)
 
@@ -63,7 +62,7 @@ async def test_one_period_is_looked_at_once_by_this_leader_and_the_next() -> Non
     assert await train(world, 0, per_actor=1.0, r_train=100.0) == 4
     writes = world.num_writes()
     for _ in range(2):
-        world.balances[JOB] = system(4, 1.0, 100.0, begin=0)
+        world.balances[JOB] = balance(4, 1.0, 100.0, begin=0)
         await world.settle()
         world.restart_operator()
     assert (num_actors(world), world.num_writes()) == (4, writes)
@@ -71,7 +70,7 @@ async def test_one_period_is_looked_at_once_by_this_leader_and_the_next() -> Non
 
 async def test_a_period_in_which_not_every_actor_was_ready_says_nothing() -> None:
     world = await running()
-    world.balances[JOB] = system(1, 1.0, 100.0)
+    world.balances[JOB] = balance(1, 1.0, 100.0)
     await world.settle()
     assert num_actors(world) == 2
     assert world.status.autoscale is None
@@ -131,7 +130,7 @@ async def test_a_suspended_job_comes_back_with_the_chosen_actors() -> None:
 async def test_nothing_is_chosen_after_the_end() -> None:
     world = await running(cleanPodPolicy="None")
     world.end("sums-trainer-0", "trainer", 0)
-    world.balances[JOB] = system(2, 1.0, 100.0)
+    world.balances[JOB] = balance(2, 1.0, 100.0)
     await world.settle()
     assert world.is_in(Phase.SUCCEEDED)
     assert world.status.autoscale is None

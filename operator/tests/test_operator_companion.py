@@ -10,6 +10,7 @@ import pytest
 from world import CONTEXT, JOB, World, job
 
 from pipelinerl_common.metrics import PREPROCESSOR, TRAINER, Metrics, serve_metrics
+from pipelinerl_control.scaling.choice import Choice
 from pipelinerl_operator.controller import companions
 from pipelinerl_operator.controller.companions import Companion
 from pipelinerl_operator.controller.decision import Wanted
@@ -17,7 +18,6 @@ from pipelinerl_operator.controller.status import JobStatus, RoleStatus
 from pipelinerl_operator.kube import Key, Object
 from pipelinerl_operator.kube.resources import PODS
 from pipelinerl_operator.objects import JobResource, desired
-from pipelinerl_operator.scaling.choice import Choice
 
 HOSTS = {"sums-trainer-0": "127.0.0.2", "sums-preprocessor-0": "127.0.0.3"}
 

@@ -12,12 +12,12 @@ from operator_jobs import make_context, make_resource
 from test_operator_convergence import FAULTS, STEPS, is_running, nth_write, take
 from world import World, job
 
+from pipelinerl_control.plan import num_gpus
 from pipelinerl_operator.controller.failures import Failure, Reason, judge
 from pipelinerl_operator.controller.status import Phase, read_time, write_time
 from pipelinerl_operator.kube import Key
 from pipelinerl_operator.kube.resources import PODS
 from pipelinerl_operator.objects import desired
-from pipelinerl_operator.plan import num_gpus
 
 SETS = [{"name": "held-out", "path": "tasks:Sums"}]
 EVALUATION: dict[str, Any] = {"everySteps": 100, "sets": SETS, "timeoutSeconds": 20}

@@ -20,7 +20,7 @@ from nats.aio.client import Client, RawCredentials
 from pipelinerl.v1 import metrics_pb2
 from pipelinerl_common.errors import SettingsError, Unavailable
 from pipelinerl_common.settings import API_VERSION, KIND
-from pipelinerl_common.stream import Layout, Login, NatsServer, Stream, connect
+from pipelinerl_common.stream import Login, NatsServer, Stream, StreamLayout, connect
 from pipelinerl_common.stream.server import find_binary
 from pipelinerl_operator.nats import claims, trust
 from pipelinerl_operator.nats.claims import StreamLimits
@@ -494,7 +494,7 @@ async def test_on_a_shared_server_namespaces_keep_jobs_apart(tmp_path: Path) -> 
         assert (await streams.observe(two)) is not None
         client = await nats.connect(server.url, token="secret")
         assert {info.config.name for info in await client.jetstream().streams_info()} == set(
-            Layout("maths", two.spec.stream, "two").streams
+            StreamLayout("maths", two.spec.stream, "two").streams
         )
         await client.close()
 

@@ -19,9 +19,9 @@ from operator_jobs import OLD, make_context, make_raw, make_resource
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.service import parse_wiring
 from pipelinerl_common.settings import load_job
+from pipelinerl_control.plan import Role, num_gpus, workload_names
 from pipelinerl_operator.objects import Capabilities, JobResource, PodSpec, desired, secret
 from pipelinerl_operator.objects.context import Peer
-from pipelinerl_operator.plan import Role, num_gpus, workload_names
 from pipelinerl_trainer.__main__ import parse_flags
 from pipelinerl_trainer.launch import parse_node
 

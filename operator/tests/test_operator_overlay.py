@@ -7,8 +7,8 @@ from operator_goldens import ON_GPUS
 from operator_jobs import make_context, make_resource
 
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_control.plan import Role
 from pipelinerl_operator.objects import desired
-from pipelinerl_operator.plan import Role
 
 
 def actor(template: dict[str, Any], **spec: Any) -> dict[str, Any]:

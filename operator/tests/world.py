@@ -7,6 +7,7 @@ from typing import Any
 from fake_api import Call, Crash, FakeApi
 
 from pipelinerl_common.errors import PipelineRLError
+from pipelinerl_control.scaling.balance import Balance
 from pipelinerl_operator.controller.cluster import OWNED, Cluster, child_resources
 from pipelinerl_operator.controller.companions import NoCompanions
 from pipelinerl_operator.controller.decision import Note, Wanted
@@ -19,7 +20,6 @@ from pipelinerl_operator.kube.resources import JOBS, PODS, key_of
 from pipelinerl_operator.nats.streams import StreamAdmin
 from pipelinerl_operator.objects import Capabilities, OperatorContext
 from pipelinerl_operator.objects.labels import POD_ROLES
-from pipelinerl_operator.scaling.balance import Balance
 
 JOB = Key("default", "sums")
 CAPABILITIES = Capabilities(36, frozenset({"policy/v1", "scheduling.volcano.sh/v1beta1"}))
@@ -282,3 +282,13 @@ class World:
                         f"{call.name} of attempt {attempt} made beside {old} of an older one"
                     )
             self.made.setdefault(call.name, []).append(attempt)
+
+
+def balance(
+    num_actors: int, per_actor: float, r_train: float, begin: int = 0, steps: int = 10
+) -> Balance:
+    """Ten steps of a job whose actors make `per_actor` groups/s each and whose trainers take up to
+    `r_train`.
+    """
+    r_gen = num_actors * per_actor
+    return Balance(begin, begin + steps, num_actors, min(r_gen, r_train), r_gen, r_train)

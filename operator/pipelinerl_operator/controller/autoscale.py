@@ -8,9 +8,9 @@
 
 from dataclasses import replace
 
+from pipelinerl_control.scaling.choice import look, num_actors
 from pipelinerl_operator.controller.decision import Draft, EventType, Wanted
 from pipelinerl_operator.objects.pods import pods
-from pipelinerl_operator.scaling.choice import look, num_actors
 
 
 def take_choice(draft: Draft) -> None:

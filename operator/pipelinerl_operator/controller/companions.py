@@ -18,6 +18,16 @@ from pipelinerl_common.metrics import COORDINATOR, Metrics
 from pipelinerl_common.service import cancel_all
 from pipelinerl_common.settings import Job
 from pipelinerl_common.tracing import Tracer, open_tracer
+from pipelinerl_control.coordinator import Coordinator, Group
+from pipelinerl_control.coordinator.metrics import export
+from pipelinerl_control.coordinator.routes import TokenRoutes
+from pipelinerl_control.coordinator.server import weight_transfer
+from pipelinerl_control.plan import Role, generator_url
+from pipelinerl_control.scaling.balance import Balance, Counts
+from pipelinerl_control.scaling.choice import Choice
+from pipelinerl_control.scaling.metrics import Scale, export_scale
+from pipelinerl_control.scaling.period import Period
+from pipelinerl_control.scaling.reading import Reading, read_metrics
 from pipelinerl_operator.controller.cluster import Cluster
 from pipelinerl_operator.controller.decision import Wanted
 from pipelinerl_operator.controller.status import (
@@ -31,18 +41,8 @@ from pipelinerl_operator.controller.status import (
 from pipelinerl_operator.controller.training import stream_status, training_status
 from pipelinerl_operator.controller.units import is_of_job
 from pipelinerl_operator.controller.views import JobView, PodView
-from pipelinerl_operator.coordinator import Coordinator, Group
-from pipelinerl_operator.coordinator.metrics import export
-from pipelinerl_operator.coordinator.routes import TokenRoutes
-from pipelinerl_operator.coordinator.server import weight_transfer
 from pipelinerl_operator.kube import Key
 from pipelinerl_operator.objects.ports import GRPC_PORT, METRICS_PORT, generator_port
-from pipelinerl_operator.plan import Role, generator_url
-from pipelinerl_operator.scaling.balance import Balance, Counts
-from pipelinerl_operator.scaling.choice import Choice
-from pipelinerl_operator.scaling.metrics import Scale, export_scale
-from pipelinerl_operator.scaling.period import Period
-from pipelinerl_operator.scaling.reading import Reading, read_metrics
 
 log = logging.getLogger(__name__)
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
+from pipelinerl_control.plan import Role
 from pipelinerl_operator.controller.decision import Draft
 from pipelinerl_operator.controller.status import RoleStatus
 from pipelinerl_operator.controller.units import STATUS_FIELDS, is_of_job
 from pipelinerl_operator.controller.views import PodView
 from pipelinerl_operator.objects import PodSpec
-from pipelinerl_operator.plan import Role
 
 OPTIONAL = (Role.REFERENCE, Role.EVALUATOR)
 """Roles that a job may do without."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from pipelinerl_control.scaling.balance import Balance
 from pipelinerl_operator.controller.status import (
     JobStatus,
     StreamStatus,
@@ -16,7 +17,6 @@ from pipelinerl_operator.controller.status import (
 from pipelinerl_operator.controller.views import JobView, OwnedView, PodView
 from pipelinerl_operator.kube import Object, Resource
 from pipelinerl_operator.objects import Desired, JobResource, PodSpec
-from pipelinerl_operator.scaling.balance import Balance
 
 
 @dataclass(frozen=True, slots=True)

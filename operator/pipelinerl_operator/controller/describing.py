@@ -1,5 +1,6 @@
 """Conditions and phase of a job that is under way."""
 
+from pipelinerl_control.plan import Role
 from pipelinerl_operator.controller.conditions import Because, Type, say
 from pipelinerl_operator.controller.counting import count_pods
 from pipelinerl_operator.controller.decision import Draft, EventType, Wanted
@@ -8,7 +9,6 @@ from pipelinerl_operator.controller.status import Phase, RoleStatus, write_time
 from pipelinerl_operator.controller.units import STATUS_FIELDS, is_of_job, unit_of
 from pipelinerl_operator.controller.views import PodView
 from pipelinerl_operator.objects.labels import selector
-from pipelinerl_operator.plan import Role
 
 
 def describe(draft: Draft, wanted: Wanted) -> None:

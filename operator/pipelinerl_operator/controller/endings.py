@@ -2,6 +2,7 @@
 ever created again.
 """
 
+from pipelinerl_control.plan import Role
 from pipelinerl_operator.controller.conditions import Because, Type, say
 from pipelinerl_operator.controller.counting import count_pods
 from pipelinerl_operator.controller.decision import Delete, Draft, EventType, Wanted
@@ -11,7 +12,6 @@ from pipelinerl_operator.controller.training import last_training_status
 from pipelinerl_operator.controller.units import expected_attempt, is_of_job
 from pipelinerl_operator.controller.views import Termination
 from pipelinerl_operator.kube.resources import JOBS
-from pipelinerl_operator.plan import Role
 
 
 def end_of_training(draft: Draft, wanted: Wanted) -> str | None:

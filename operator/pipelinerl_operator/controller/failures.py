@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pipelinerl_common.settings import FailurePolicySettings
+from pipelinerl_control.plan import ENDING_ROLES, Role
 from pipelinerl_operator.controller.status import FailureRecord, read_time
 from pipelinerl_operator.controller.views import PodView, Termination
-from pipelinerl_operator.plan import ENDING_ROLES, Role
 
 EXIT_SETTINGS = 2
 """Our services end with it when their input is wrong: starting them again would end the same way.

@@ -7,6 +7,7 @@ Succeeded
 
 from dataclasses import replace
 
+from pipelinerl_control.plan import Role, longest_evaluation_s
 from pipelinerl_operator.controller.conditions import Because, Type, say
 from pipelinerl_operator.controller.counting import count_pods
 from pipelinerl_operator.controller.decision import Draft, EventType, Wanted
@@ -14,7 +15,6 @@ from pipelinerl_operator.controller.endings import end_of_first
 from pipelinerl_operator.controller.provisioning import provision
 from pipelinerl_operator.controller.restarts import take_failures
 from pipelinerl_operator.controller.status import Phase, read_time, write_time
-from pipelinerl_operator.plan import Role, longest_evaluation_s
 
 
 def waits_for_evaluation(draft: Draft, wanted: Wanted) -> bool:

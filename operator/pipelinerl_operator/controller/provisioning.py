@@ -3,6 +3,7 @@
 import hashlib
 import json
 
+from pipelinerl_control.plan import Role
 from pipelinerl_operator.controller.decision import (
     Apply,
     CheckTemplates,
@@ -19,7 +20,6 @@ from pipelinerl_operator.controller.views import APPLIED_HASH, PodView
 from pipelinerl_operator.kube import Object
 from pipelinerl_operator.kube.resources import PODS, resource_of
 from pipelinerl_operator.objects import PodSpec
-from pipelinerl_operator.plan import Role
 
 PEER_GRACE_S = 10
 """A rank whose peer crashed hangs in a collective: it gets this long to end."""

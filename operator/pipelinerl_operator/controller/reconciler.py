@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_control.scaling.balance import Balance
 from pipelinerl_operator.controller.cluster import Cluster
 from pipelinerl_operator.controller.decide import decide
 from pipelinerl_operator.controller.decision import Child, Decision, Delete, Note, Observed, Wanted
@@ -38,7 +39,6 @@ from pipelinerl_operator.kube import Api, Key, Object
 from pipelinerl_operator.kube.errors import NotFound
 from pipelinerl_operator.kube.resources import JOBS
 from pipelinerl_operator.objects import JobResource, OperatorContext, desired
-from pipelinerl_operator.scaling.balance import Balance
 
 log = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ import logging
 from dataclasses import dataclass, replace
 
 from pipelinerl_common.errors import PipelineRLError, SettingsError
+from pipelinerl_control.plan import Role
 from pipelinerl_operator.controller.cluster import Cluster, child_resources
 from pipelinerl_operator.controller.companions import companions
 from pipelinerl_operator.controller.controller import Controller
@@ -29,7 +30,6 @@ from pipelinerl_operator.kube import (
 )
 from pipelinerl_operator.objects import Capabilities, OperatorContext
 from pipelinerl_operator.objects.context import Peer
-from pipelinerl_operator.plan import Role
 
 log = logging.getLogger(__name__)
 

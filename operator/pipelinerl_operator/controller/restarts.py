@@ -4,7 +4,8 @@ remembered before it is done.
 
 from collections.abc import Iterable
 
-from pipelinerl_common.words import counted
+from pipelinerl_common.text import counted
+from pipelinerl_control.plan import ENDING_ROLES, Role
 from pipelinerl_operator.controller.conditions import Because
 from pipelinerl_operator.controller.decision import Draft, EventType, Wanted
 from pipelinerl_operator.controller.endings import fail
@@ -29,7 +30,6 @@ from pipelinerl_operator.controller.status import (
     write_time,
 )
 from pipelinerl_operator.controller.units import STATUS_FIELDS, expected_attempt, is_of_job, unit_of
-from pipelinerl_operator.plan import ENDING_ROLES, Role
 
 
 def take_failures(draft: Draft, wanted: Wanted) -> bool:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pipelinerl_common.settings.base import Settings
-from pipelinerl_operator.scaling.choice import Choice
+from pipelinerl_control.scaling.choice import Choice
 
 MAX_FAILURES = 128
 """Failures remembered; older ones are forgotten first."""

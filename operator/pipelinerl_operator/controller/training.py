@@ -1,7 +1,7 @@
 """How training goes, read from the metrics of the job's own processes."""
 
+from pipelinerl_control.scaling.reading import Reading, parse_metrics
 from pipelinerl_operator.controller.status import StreamStatus, TrainingStatus
-from pipelinerl_operator.scaling.reading import Reading, parse_metrics
 
 
 def training_status(now: Reading, before: Reading | None) -> TrainingStatus | None:

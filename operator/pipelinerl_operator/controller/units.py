@@ -2,10 +2,10 @@
 others are alone.
 """
 
+from pipelinerl_control.plan import RESTART_SCOPES, RestartScope, Role
 from pipelinerl_operator.controller.status import JobStatus
 from pipelinerl_operator.controller.views import PodView
 from pipelinerl_operator.objects import PodSpec
-from pipelinerl_operator.plan import RESTART_SCOPES, RestartScope, Role
 
 STATUS_FIELDS = {
     Role.ACTOR: "actors",

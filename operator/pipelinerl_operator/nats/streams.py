@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from pipelinerl_common.errors import Unavailable
-from pipelinerl_common.stream import Layout, Login, ServerRequests
+from pipelinerl_common.stream import Login, ServerRequests, StreamLayout
 from pipelinerl_operator.nats.claims import Rights, StreamLimits, credentials, user_token
 from pipelinerl_operator.nats.keys import Key, KeyKind
 from pipelinerl_operator.nats.server import AccountServer, StreamServer
@@ -209,11 +209,11 @@ class SharedStreams:
         return 0  # on a server of somebody else's there is no telling whose a stream is
 
 
-def _layout(job: JobResource) -> Layout:
-    return Layout(job.name, job.spec.stream, job.namespace)
+def _layout(job: JobResource) -> StreamLayout:
+    return StreamLayout(job.name, job.spec.stream, job.namespace)
 
 
-def _limits(layout: Layout) -> StreamLimits:
+def _limits(layout: StreamLayout) -> StreamLimits:
     return StreamLimits(
         num_streams=len(layout.streams),
         num_consumers=_MAX_CONSUMERS,

@@ -6,7 +6,7 @@ import re
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import Job
-from pipelinerl_common.words import counted
+from pipelinerl_common.text import counted
 
 _SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from pipelinerl_common.settings import API_VERSION, KIND, JobSpec, service_view
-from pipelinerl_common.settings.text import write_yaml
+from pipelinerl_common.settings.load import write_yaml
 from pipelinerl_operator.objects.job_resource import JobResource
 from pipelinerl_operator.objects.labels import config_name, metadata
 from pipelinerl_operator.objects.ports import NATS_CA_KEY

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl_common.settings import JobSpec
+from pipelinerl_control.plan import Role, Workload, generator_names, num_gpus, plan_workload
 from pipelinerl_operator.objects.context import OperatorContext
 from pipelinerl_operator.objects.environment import environment
 from pipelinerl_operator.objects.job_resource import JobResource
@@ -18,7 +19,6 @@ from pipelinerl_operator.objects.ports import (
 from pipelinerl_operator.objects.probes import generator_probes, grpc_probes, grpc_readiness
 from pipelinerl_operator.objects.security import container_security
 from pipelinerl_operator.objects.volumes import CACHE, mounts, output_folder
-from pipelinerl_operator.plan import Role, Workload, generator_names, num_gpus, plan_workload
 
 GPU = "nvidia.com/gpu"
 LAUNCH_MODULE = "pipelinerl_trainer.launch"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipelinerl_operator.plan import Role
+from pipelinerl_control.plan import Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from pipelinerl_control.plan import Role
 from pipelinerl_operator.objects.context import Capabilities
 from pipelinerl_operator.objects.job_resource import JobResource
 from pipelinerl_operator.objects.labels import ROLE, metadata, selector
-from pipelinerl_operator.plan import Role
 
 
 def disruption_budgets(job: JobResource, capabilities: Capabilities) -> tuple[dict[str, Any], ...]:

@@ -3,10 +3,10 @@
 from typing import Any
 
 from pipelinerl_common.settings import JobSpec
+from pipelinerl_control.plan import Role
 from pipelinerl_operator.objects.job_resource import JobResource
 from pipelinerl_operator.objects.labels import ATTEMPT
 from pipelinerl_operator.objects.volumes import CACHE
-from pipelinerl_operator.plan import Role
 
 RESERVED_PREFIX = "PRL_"
 

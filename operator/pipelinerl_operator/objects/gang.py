@@ -6,10 +6,10 @@ Nothing else belongs to the gang, or it deadlocks: trainers wait for samples, ac
 
 from typing import Any
 
+from pipelinerl_control.plan import Role, generator_names, num_gpus
 from pipelinerl_operator.objects.containers import GPU
 from pipelinerl_operator.objects.job_resource import JobResource
 from pipelinerl_operator.objects.labels import metadata
-from pipelinerl_operator.plan import Role, generator_names, num_gpus
 
 COSCHEDULING_LABEL = "scheduling.x-k8s.io/pod-group"
 VOLCANO_ANNOTATION = "scheduling.k8s.io/group-name"

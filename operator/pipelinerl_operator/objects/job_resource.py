@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipelinerl_common.settings import API_VERSION, KIND, Job, JobSpec, parse_newer_job
+from pipelinerl_control.plan import with_actors
 from pipelinerl_operator.objects.admission import admit
-from pipelinerl_operator.plan import with_actors
 
 
 @dataclass(frozen=True, slots=True)

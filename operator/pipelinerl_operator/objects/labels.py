@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from pipelinerl_control.plan import Role
 from pipelinerl_operator.objects.job_resource import JobResource
-from pipelinerl_operator.plan import Role
 
 MANAGED_BY = "app.kubernetes.io/managed-by"
 MANAGER = "pipelinerl-operator"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl_common.settings import JobSpec
+from pipelinerl_control.plan import Role
 from pipelinerl_operator.objects.config import service_spec
 from pipelinerl_operator.objects.containers import GPU, ContainerMaker
 from pipelinerl_operator.objects.context import OperatorContext
@@ -27,7 +28,6 @@ from pipelinerl_operator.objects.ports import port
 from pipelinerl_operator.objects.security import pod_security
 from pipelinerl_operator.objects.template_hash import pod_template, template_hash
 from pipelinerl_operator.objects.volumes import has_claim, mounts
-from pipelinerl_operator.plan import Role
 
 STOP_MARGIN_S = 30
 """Between the end of a drain and the kill: to say good-bye, flush, and exit."""

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from pipelinerl_control.plan import Endpoints, Role, generator_names, reference_names, role_of
 from pipelinerl_operator.objects.context import OperatorContext
 from pipelinerl_operator.objects.job_resource import JobResource
 from pipelinerl_operator.objects.labels import pod_name
-from pipelinerl_operator.plan import Endpoints, Role, generator_names, reference_names, role_of
 
 GRPC_PORT = 7000
 GENERATOR_PORT = 8000

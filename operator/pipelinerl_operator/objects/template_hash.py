@@ -12,11 +12,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from pipelinerl_common.settings import JobSpec
+from pipelinerl_control.plan import Role, generator_names, num_gpus
 from pipelinerl_operator.objects.containers import own_image, workloads_of_pod
 from pipelinerl_operator.objects.gang import scheduler_name
 from pipelinerl_operator.objects.job_resource import JobResource
 from pipelinerl_operator.objects.volumes import CHECKPOINT_ROLES, cache_source, shared_memory
-from pipelinerl_operator.plan import Role, generator_names, num_gpus
 
 
 def template_hash(

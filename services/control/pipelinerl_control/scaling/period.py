@@ -1,6 +1,6 @@
 """The readings since the last look at the balance."""
 
-from pipelinerl_operator.scaling.balance import Balance, Counts, balance_between
+from pipelinerl_control.scaling.balance import Balance, Counts, balance_between
 
 
 class Period:

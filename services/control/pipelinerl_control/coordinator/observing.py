@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from pipelinerl_operator.coordinator.generator import GeneratorClient, ProbeResult
-from pipelinerl_operator.coordinator.membership import Observation, SeenGenerator
-from pipelinerl_operator.coordinator.trainer import TrainerClient
+from pipelinerl_control.coordinator.generator import GeneratorClient, ProbeResult
+from pipelinerl_control.coordinator.membership import Observation, SeenGenerator
+from pipelinerl_control.coordinator.trainer import TrainerClient
 
 MAX_SLOW_PROBES = 3
 """A generator that was alive may leave this many probes in a row unanswered (a busy machine) before

@@ -8,8 +8,8 @@ from typing import Any
 from pipelinerl.v1 import weights_pb2, weights_pb2_grpc
 from pipelinerl_common import rpc
 from pipelinerl_common.settings import WeightTransferSettings
-from pipelinerl_operator.coordinator.coordinator import Coordinator
-from pipelinerl_operator.coordinator.generator import Answer
+from pipelinerl_control.coordinator.coordinator import Coordinator
+from pipelinerl_control.coordinator.generator import Answer
 
 FULL_NAME = "pipelinerl.v1.WeightTransfer"
 

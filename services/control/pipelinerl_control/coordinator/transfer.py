@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl_common.tracing import span
-from pipelinerl_operator.coordinator.generator import Answer, GeneratorClient
+from pipelinerl_control.coordinator.generator import Answer, GeneratorClient
 
 REFUSALS = frozenset({400, 401, 409, 422})
 

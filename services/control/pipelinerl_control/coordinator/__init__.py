@@ -6,8 +6,8 @@ token=None) as running:
     await running.coordinator.run()
 """
 
-from pipelinerl_operator.coordinator.coordinator import Coordinator, Counters
-from pipelinerl_operator.coordinator.membership import Group, Member
-from pipelinerl_operator.coordinator.server import RunningCoordinator, serve_coordinator
+from pipelinerl_control.coordinator.coordinator import Coordinator, Counters
+from pipelinerl_control.coordinator.membership import Group, Member
+from pipelinerl_control.coordinator.server import RunningCoordinator, serve_coordinator
 
 __all__ = ["Coordinator", "Counters", "Group", "Member", "RunningCoordinator", "serve_coordinator"]

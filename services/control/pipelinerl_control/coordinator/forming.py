@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from pipelinerl_common.errors import PipelineRLError
 from pipelinerl_common.settings import WeightTransferSettings
-from pipelinerl_operator.coordinator.generator import Answer, GeneratorClient
-from pipelinerl_operator.coordinator.membership import Group
-from pipelinerl_operator.coordinator.trainer import TrainerClient
+from pipelinerl_control.coordinator.generator import Answer, GeneratorClient
+from pipelinerl_control.coordinator.membership import Group
+from pipelinerl_control.coordinator.trainer import TrainerClient
 
 TIMED_OUT = 504
 

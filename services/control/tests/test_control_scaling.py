@@ -7,14 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from control_fakes import spec_of, system
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from scaling_systems import spec_of, system
 
-from pipelinerl_operator.scaling.balance import Balance, Counts
-from pipelinerl_operator.scaling.choice import Choice, choose, look, num_actors
-from pipelinerl_operator.scaling.period import Period
+from pipelinerl_control.scaling.balance import Balance, Counts
+from pipelinerl_control.scaling.choice import Choice, choose, look, num_actors
+from pipelinerl_control.scaling.period import Period
 
 
 def test_nothing_is_chosen_before_the_period_is_over() -> None:

@@ -2,15 +2,24 @@
 
 from typing import Any
 
-from operator_jobs import make_resource
-
-from pipelinerl_common.settings import JobSpec
-from pipelinerl_operator.scaling.balance import Balance
+from pipelinerl_common.settings import JobSpec, parse_job
+from pipelinerl_control.scaling.balance import Balance
 
 
 def spec_of(least: int, most: int, start: int, gpus: int = 0, **settings: Any) -> JobSpec:
     actors = {"minReplicas": least, "maxReplicas": most, "replicas": start, "gpusPerReplica": gpus}
-    return make_resource(actors=actors, autoscale={"enabled": True, **settings}).spec
+    document = {
+        "apiVersion": "pipelinerl.dev/v1alpha1",
+        "kind": "PipelineRLJob",
+        "metadata": {"name": "sums"},
+        "spec": {
+            "model": {"uri": "tiny://arithmetic"},
+            "task": {"path": "tasks:Sums"},
+            "actors": actors,
+            "autoscale": {"enabled": True, **settings},
+        },
+    }
+    return parse_job(document, source="test").spec
 
 
 def system(

@@ -3,7 +3,7 @@ from dataclasses import replace
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipelinerl_operator.coordinator.membership import (
+from pipelinerl_control.coordinator.membership import (
     Backoff,
     Form,
     Group,

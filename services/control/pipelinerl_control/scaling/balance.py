@@ -12,7 +12,7 @@ r_train  groups/s that the trainers take when they never wait: r over the share 
 import math
 from dataclasses import dataclass
 
-from pipelinerl_operator.scaling.reading import Reading
+from pipelinerl_control.scaling.reading import Reading
 
 LATE = ("ring_buffer", "stale", "cancelled")
 """Reasons of drops by which the trainers did not get to a group in time."""

@@ -1,6 +1,6 @@
-from pipelinerl_operator.coordinator.forming import blame_joins
-from pipelinerl_operator.coordinator.generator import Answer
-from pipelinerl_operator.coordinator.transfer import TransferOutcome, blame_updates
+from pipelinerl_control.coordinator.forming import blame_joins
+from pipelinerl_control.coordinator.generator import Answer
+from pipelinerl_control.coordinator.transfer import TransferOutcome, blame_updates
 
 
 def ok(checksum: str = "c") -> Answer:

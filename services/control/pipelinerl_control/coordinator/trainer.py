@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pipelinerl.v1 import policy_pb2, policy_pb2_grpc
 from pipelinerl_common import rpc
 from pipelinerl_common.errors import PipelineRLError, Unavailable
-from pipelinerl_operator.coordinator.membership import SeenTrainer
+from pipelinerl_control.coordinator.membership import SeenTrainer
 
 PROBE_TIMEOUT_S = 5.0
 

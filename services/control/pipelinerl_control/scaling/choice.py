@@ -20,7 +20,7 @@ from pydantic import Field
 
 from pipelinerl_common.settings import JobSpec
 from pipelinerl_common.settings.base import Settings
-from pipelinerl_operator.scaling.balance import Balance
+from pipelinerl_control.scaling.balance import Balance
 from pipelinerl_planner.controllers import (
     HybridSchedule,
     HybridSettings,

@@ -6,7 +6,7 @@ import hashlib
 from typing import Any
 
 from pipelinerl_common.errors import Unavailable
-from pipelinerl_operator.coordinator.coordinator import Coordinator
+from pipelinerl_control.coordinator.coordinator import Coordinator
 
 
 class TokenRoutes:

@@ -1,7 +1,7 @@
 """What the coordinator tells about itself: read from it when somebody wants to know."""
 
 from pipelinerl_common.metrics import Metrics
-from pipelinerl_operator.coordinator.coordinator import Coordinator
+from pipelinerl_control.coordinator.coordinator import Coordinator
 
 
 def export(coordinator: Coordinator, metrics: Metrics) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pipelinerl_common.settings import Job, parse_job
-from pipelinerl_operator.plan import (
+from pipelinerl_control.plan import (
     Endpoints,
     RestartScope,
     Role,

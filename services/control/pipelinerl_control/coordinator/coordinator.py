@@ -21,9 +21,9 @@ from pipelinerl.v1 import weights_pb2
 from pipelinerl_common import tracing
 from pipelinerl_common.errors import PipelineRLError, Refused, Unavailable
 from pipelinerl_common.settings import WeightTransferSettings
-from pipelinerl_operator.coordinator.forming import form_group
-from pipelinerl_operator.coordinator.generator import ANSWER_GRACE_S, GeneratorClient
-from pipelinerl_operator.coordinator.membership import (
+from pipelinerl_control.coordinator.forming import form_group
+from pipelinerl_control.coordinator.generator import ANSWER_GRACE_S, GeneratorClient
+from pipelinerl_control.coordinator.membership import (
     Backoff,
     Form,
     Group,
@@ -31,9 +31,9 @@ from pipelinerl_operator.coordinator.membership import (
     Standing,
     decide,
 )
-from pipelinerl_operator.coordinator.observing import Observer
-from pipelinerl_operator.coordinator.trainer import TrainerClient
-from pipelinerl_operator.coordinator.transfer import TransferOutcome, update_members
+from pipelinerl_control.coordinator.observing import Observer
+from pipelinerl_control.coordinator.trainer import TrainerClient
+from pipelinerl_control.coordinator.transfer import TransferOutcome, update_members
 
 log = logging.getLogger(__name__)
 
