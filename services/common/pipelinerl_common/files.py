@@ -1,4 +1,7 @@
-"""Files that others read while they are replaced."""
+"""Files that others read while they are replaced.
+
+Files of one record a line that are appended to, and may have been cut short by a crash.
+"""
 
 import os
 from pathlib import Path
@@ -14,3 +17,26 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+
+
+_CHUNK_BYTES = 65536
+
+
+def cut_torn_line(path: Path) -> None:
+    """Removes an unfinished last line, so that the next record starts on a line of its own. Reads
+    only the file's end.
+    """
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - _CHUNK_BYTES)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end < size:
+            file.truncate(end)

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import AlgorithmSettings, parse_job
-from pipelinerl_common.settings.presets import PRESETS, Loss
+from pipelinerl_common.settings.algorithm import PRESETS, Loss
 
 
 def algorithm(**options: Any) -> AlgorithmSettings:

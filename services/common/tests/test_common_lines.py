@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl_common.lines import cut_torn_line
+from pipelinerl_common.files import cut_torn_line
 
 
 @pytest.mark.parametrize(

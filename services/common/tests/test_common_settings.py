@@ -21,7 +21,7 @@ from pipelinerl_common.settings import (
     parse_newer_job,
     service_view,
 )
-from pipelinerl_common.settings.text import read_yaml, write_yaml
+from pipelinerl_common.settings.load import read_yaml, write_yaml
 from pipelinerl_staleness.areal import ArealSettings
 from pipelinerl_staleness.conventional import ConventionalSettings
 

@@ -17,11 +17,16 @@ from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.metrics import TRAINER, Metrics
 from pipelinerl_common.service import parse_wiring
 from pipelinerl_common.settings import SinkSettings, TensorBoardSettings, WandbSettings, load_job
-from pipelinerl_common.sinks.keeper import SinkKeeper
-from pipelinerl_common.sinks.rows import Row, RowBuilder
-from pipelinerl_common.sinks.sink import MOST_FAILURES, Sink, SinkThread
-from pipelinerl_common.sinks.tensorboard import TensorBoardSink
-from pipelinerl_common.sinks.wandb import WandbSink
+from pipelinerl_common.sinks.process import SinkProcess
+from pipelinerl_common.sinks.sink import (
+    MOST_FAILURES,
+    RowBuilder,
+    Sink,
+    SinkThread,
+    StepRow,
+    TensorBoardSink,
+    WandbSink,
+)
 from pipelinerl_common.stream import NatsServer, connect
 
 JOB = """
@@ -122,7 +127,7 @@ def test_a_row_has_the_steps_own_values_and_the_newest_of_all_others() -> None:
         is None
     )
     row = rows.take(record("trainer", "trainer-0", 4, {"reward_mean": 0.5, "loss": float("nan")}))
-    assert row == Row(
+    assert row == StepRow(
         4,
         100.0,
         {
@@ -139,7 +144,7 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     sink.open()
     for step in (1, 2, 3):
         sink.write(
-            Row(
+            StepRow(
                 step, 100.0 + step, {"trainer/reward_mean": step / 4, "actor/requests_running": 8.0}
             )
         )
@@ -156,7 +161,7 @@ def test_an_offline_wandb_run_holds_what_was_logged_and_keeps_its_id(tmp_path: P
         sink = WandbSink(settings, tmp_path, job="sums", config={"seed": 1})
         sink.open()
         for step in steps:
-            sink.write(Row(step, 100.0 + step, {"trainer/reward_mean": step / 4}))
+            sink.write(StepRow(step, 100.0 + step, {"trainer/reward_mean": step / 4}))
         sink.close()
         ended = int(time.time())
         while int(time.time()) == ended:  # wandb names the folder of a session by the second
@@ -180,7 +185,7 @@ class Recorder:
     def open(self) -> None:
         """Nothing to open."""
 
-    def write(self, row: Row) -> None:
+    def write(self, row: StepRow) -> None:
         if self._gate is not None:
             self._gate.wait(60)
         if self._fails:
@@ -197,7 +202,7 @@ def test_a_slow_sink_never_makes_its_feeder_wait_and_what_it_loses_is_counted() 
     thread = SinkThread(sink, rows=4)
     began = time.monotonic()
     for step in range(100):
-        thread.put(Row(step, 0.0, {}))
+        thread.put(StepRow(step, 0.0, {}))
     assert time.monotonic() - began < 5
     assert thread.dropped["full"] in (
         95,
@@ -211,7 +216,7 @@ def test_a_slow_sink_never_makes_its_feeder_wait_and_what_it_loses_is_counted() 
 
 def test_closing_does_not_wait_for_the_pause_after_a_failure() -> None:
     thread = SinkThread(Recorder(fails=True), pause_s=600)
-    thread.put(Row(1, 0.0, {}))
+    thread.put(StepRow(1, 0.0, {}))
     assert thread.close(30)
     assert thread.dropped == {"failed": 1}
 
@@ -220,7 +225,7 @@ def test_a_sink_that_hangs_is_left_behind() -> None:
     gate = threading.Event()
     thread = SinkThread(Recorder(gate), rows=4)
     for step in range(3):
-        thread.put(Row(step, 0.0, {}))
+        thread.put(StepRow(step, 0.0, {}))
     assert not thread.close(0.2)
     gate.set()
 
@@ -229,7 +234,7 @@ def test_a_failing_sink_is_given_up_after_a_few_rows(caplog: pytest.LogCaptureFi
     thread = SinkThread(Recorder(fails=True), pause_s=0.001)
     with caplog.at_level(logging.WARNING):
         for step in range(20):
-            thread.put(Row(step, 0.0, {}))
+            thread.put(StepRow(step, 0.0, {}))
         assert thread.close(30)
     assert (thread.written, thread.dropped) == (0, {"failed": 20})
     assert len(caplog.messages) == MOST_FAILURES
@@ -267,7 +272,7 @@ async def test_the_sinks_process_writes_every_step_of_the_stream_to_both_sinks(
             record("trainer", "trainer-0", 1, {"reward_mean": 0.1}, time=time.time() - 100)
         )
         metrics = Metrics(TRAINER, job.name)
-        keeper = SinkKeeper(job.spec.telemetry.sinks, wiring, metrics)
+        keeper = SinkProcess(job.spec.telemetry.sinks, wiring, metrics)
         keeping = asyncio.ensure_future(keeper.run())
         step = 1
         async with asyncio.timeout(120):
@@ -297,7 +302,7 @@ async def test_sinks_that_cannot_start_are_tried_a_few_times_and_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wiring = parse_wiring("trainer", [f"--job={tmp_path / 'missing.yaml'}", f"--output={tmp_path}"])
-    keeper = SinkKeeper(
+    keeper = SinkProcess(
         SinkSettings(tensorboard=TensorBoardSettings()), wiring, Metrics(TRAINER, "sums")
     )
     with caplog.at_level(logging.WARNING):
@@ -311,7 +316,7 @@ async def test_sinks_that_cannot_start_are_tried_a_few_times_and_left(
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
-    keeper = SinkKeeper(
+    keeper = SinkProcess(
         SinkSettings(tensorboard=TensorBoardSettings()), wiring, Metrics(TRAINER, "sums")
     )
     with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError):
@@ -336,7 +341,7 @@ cat > /dev/null
     monkeypatch.setattr(sys, "executable", str(script))
     wiring = parse_wiring("trainer", [f"--job={tmp_path / 'job.yaml'}", f"--output={tmp_path}"])
     metrics = Metrics(TRAINER, "sums")
-    keeper = SinkKeeper(SinkSettings(tensorboard=TensorBoardSettings()), wiring, metrics)
+    keeper = SinkProcess(SinkSettings(tensorboard=TensorBoardSettings()), wiring, metrics)
     keeping = asyncio.ensure_future(keeper.run())
     async with asyncio.timeout(120):
         while metrics.values().get("sink_rows_total{sink=wandb,outcome=failed}") != 1:
@@ -352,7 +357,7 @@ cat > /dev/null
 async def test_without_a_sink_no_process_is_started(tmp_path: Path) -> None:
     wiring = parse_wiring("trainer", [f"--job={tmp_path / 'missing.yaml'}", f"--output={tmp_path}"])
     metrics = Metrics(TRAINER, "sums")
-    keeper = SinkKeeper(SinkSettings(), wiring, metrics)
+    keeper = SinkProcess(SinkSettings(), wiring, metrics)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
             await keeper.run()

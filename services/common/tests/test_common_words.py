@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl_common.words import (
+from pipelinerl_common.text import (
     close_matches,
     counted,
     did_you_mean,

@@ -15,11 +15,12 @@ from pipelinerl_common.codec.batch import (
 from pipelinerl_common.codec.group import (
     SCHEMA_VERSION,
     EncodedPart,
+    GroupJoiner,
     GroupPart,
+    PartKey,
     decode_part,
     encode_group,
 )
-from pipelinerl_common.codec.join import GroupJoiner, PartKey
 
 __all__ = [
     "SCHEMA_VERSION",

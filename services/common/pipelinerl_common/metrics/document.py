@@ -4,7 +4,7 @@ import sys
 
 from pipelinerl_common.metrics.catalog import TABLES
 from pipelinerl_common.metrics.metric import Kind, Metric
-from pipelinerl_common.words import markdown_table
+from pipelinerl_common.text import markdown_table
 
 _HEAD = """# Metrics
 

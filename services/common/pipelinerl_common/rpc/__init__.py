@@ -1,7 +1,5 @@
-"""gRPC as this project speaks it: deadlines on every call, our errors on both sides, bearer token,
-health, reflection.
-
-Only this package imports grpc.
+"""gRPC as this project speaks it: a deadline on every call, our errors on both sides, bearer token,
+health, reflection. Only this package imports grpc.
 
     policy_service = RpcService(add_PolicyServicer_to_server, policy, "pipelinerl.v1.Policy")
     async with serve("127.0.0.1:0", [policy_service], token=None) as server:

@@ -7,22 +7,41 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from pipelinerl_common.errors import PipelineRLError, SettingsError
-from pipelinerl_common.rpc.options import AUTHORIZATION, SERVER_OPTIONS
-from pipelinerl_common.rpc.status import code_of
+from pipelinerl_common.errors import (
+    FatalError,
+    PermanentError,
+    PipelineRLError,
+    Refused,
+    SettingsError,
+    TemporaryError,
+)
+from pipelinerl_common.rpc.client import AUTHORIZATION, COMMON_OPTIONS
 from pipelinerl_common.tracing import TRACEPARENT, called_by
 
 log = logging.getLogger(__name__)
 
-_MAX_DETAIL_CHARACTERS = 2000
+_MAX_DETAIL_CHARACTERS: Final = 2000
 """Details travel in HTTP/2 trailers, which are limited to 8 KiB."""
+_SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
+    *COMMON_OPTIONS,
+    ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+)
+_CODES: Final[tuple[tuple[type[PipelineRLError], grpc.StatusCode], ...]] = (
+    (SettingsError, grpc.StatusCode.INVALID_ARGUMENT),
+    (Refused, grpc.StatusCode.FAILED_PRECONDITION),
+    (PermanentError, grpc.StatusCode.INVALID_ARGUMENT),
+    (TemporaryError, grpc.StatusCode.UNAVAILABLE),
+    (FatalError, grpc.StatusCode.INTERNAL),
+)
+"""The first match counts, so subclasses come before their bases."""
 
 RpcHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[RpcHandler | None]]"
@@ -60,7 +79,7 @@ async def serve(
         [] if token is None else [_TokenInterceptor(token)]
     )
     server = grpc.aio.server(
-        interceptors=[*interceptors, _ErrorInterceptor()], options=SERVER_OPTIONS
+        interceptors=[*interceptors, _ErrorInterceptor()], options=_SERVER_OPTIONS
     )
     names = [service.full_name for service in services]
     for service in services:
@@ -100,10 +119,6 @@ def _traceparent(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     return given if isinstance(given, str) else given.decode(errors="replace")
 
 
-def _is_standard(method: str) -> bool:
-    return method.startswith("/grpc.")
-
-
 class _TokenInterceptor(grpc.aio.ServerInterceptor):
     """Refuses calls without the job's token. Health stays open, since a kubelet's probe cannot send
     one.
@@ -139,8 +154,8 @@ class _TokenInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what a handler raises into a status with the right code; what nobody meant to raise is
-    logged.
+    """Turns what a handler raises into a status with the right code, and logs errors that were not
+    raised on purpose.
     """
 
     async def intercept_service(
@@ -148,7 +163,7 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
     ) -> RpcHandler | None:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or _is_standard(method):
+        if handler is None or method.startswith("/grpc."):  # gRPC's own health and reflection
             return handler
 
         behaviour: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
@@ -180,26 +195,23 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
 def _replaced(
     handler: RpcHandler, *, unary: Callable[..., Any], stream: Callable[..., Any]
 ) -> RpcHandler:
-    """`handler` with another behaviour and the same serializers. Requests are never streams in our
-    contracts.
+    """`handler` with another behaviour and the same serializers. Requests stream only in gRPC's own
+    reflection service.
     """
+    serializers = handler.request_deserializer, handler.response_serializer
     if handler.request_streaming:
-        return grpc.stream_stream_rpc_method_handler(
-            stream, handler.request_deserializer, handler.response_serializer
-        )
+        return grpc.stream_stream_rpc_method_handler(stream, *serializers)
     if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(
-            stream, handler.request_deserializer, handler.response_serializer
-        )
-    return grpc.unary_unary_rpc_method_handler(
-        unary, handler.request_deserializer, handler.response_serializer
-    )
+        return grpc.unary_stream_rpc_method_handler(stream, *serializers)
+    return grpc.unary_unary_rpc_method_handler(unary, *serializers)
 
 
 async def _abort(
     context: grpc.aio.ServicerContext[Any, Any], method: str, error: Exception
 ) -> None:
-    code = code_of(error)
+    code = next(
+        (code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL
+    )
     details = (
         str(error) if isinstance(error, PipelineRLError) else f"{type(error).__name__}: {error}"
     )

@@ -8,9 +8,9 @@ from pipelinerl_common.settings.algorithm import (
     OptimizerSettings,
     OverlongSettings,
 )
-from pipelinerl_common.settings.autoscale import AutoscaleSettings
+from pipelinerl_common.settings.base import cluster_only_paths, service_view
 from pipelinerl_common.settings.evaluation import EvaluationSetSettings, EvaluationSettings
-from pipelinerl_common.settings.job import API_VERSION, KIND, Job, JobSpec
+from pipelinerl_common.settings.job import API_VERSION, KIND, Job, JobSpec, StalenessSettings
 from pipelinerl_common.settings.kubernetes import (
     EnvironmentVariable,
     FailurePolicySettings,
@@ -30,6 +30,7 @@ from pipelinerl_common.settings.model import (
 )
 from pipelinerl_common.settings.roles import (
     ActorSettings,
+    AutoscaleSettings,
     CheckpointSettings,
     GeneratorSettings,
     ParitySettings,
@@ -39,8 +40,6 @@ from pipelinerl_common.settings.roles import (
     TrainerSettings,
     WeightTransferSettings,
 )
-from pipelinerl_common.settings.scope import cluster_only_paths, service_view
-from pipelinerl_common.settings.staleness import StalenessSettings
 from pipelinerl_common.settings.telemetry import (
     SinkSettings,
     TelemetrySettings,

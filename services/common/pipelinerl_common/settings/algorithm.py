@@ -1,14 +1,94 @@
-"""`spec.algorithm`: the objective, the optimizer, the batch."""
+"""The named algorithms: what `spec.algorithm.loss` fills in. A new one is one line here.
 
-from collections.abc import Callable
+An algorithm is a composition: importance weights, a surrogate that bounds them, an advantage, a
+normaliser, regularisers. Each field of a preset is a setting of the same name and can be set by
+hand. Formulas are in services/trainer/ALGORITHMS.md.
+
+`spec.algorithm`: the objective, the optimizer, the batch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 from pydantic.alias_generators import to_camel
 
-from pipelinerl_common.settings import presets
 from pipelinerl_common.settings.base import Settings
+
+Loss = Literal["reinforce", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"]
+Surrogate = Literal["score", "clip"]
+Importance = Literal["token", "sequence", "geometric", "none"]
+Outside = Literal["truncate", "mask"]
+Baseline = Literal["leave_one_out", "mean", "none", "value"]
+NormalizeBy = Literal["sequences", "tokens", "sequence_means", "max_tokens"]
+
+CLIP = 0.2
+"""Both clip bounds where a preset without them is given `surrogate: clip`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossPreset:
+    """One row of the table; the defaults are those of `reinforce`."""
+
+    surrogate: Surrogate = "score"
+    importance: Importance = "token"
+    truncation: float = 5.0
+    clip_low: float = CLIP
+    clip_high: float = CLIP
+    baseline: Baseline = "leave_one_out"
+    divide_by_std: bool = False
+    gae_lambda: float = 1.0
+    normalize_by: NormalizeBy = "sequences"
+    drop_zero_advantage: bool = False
+
+
+def _clip(**fields: Any) -> LossPreset:
+    return LossPreset(**{"surrogate": "clip", "truncation": 0.0, "baseline": "mean", **fields})
+
+
+PRESETS: Mapping[Loss, LossPreset] = {
+    "reinforce": LossPreset(),
+    "ppo": _clip(baseline="value", gae_lambda=0.95, normalize_by="tokens"),
+    "grpo": _clip(divide_by_std=True, normalize_by="sequence_means"),
+    "dr_grpo": _clip(normalize_by="max_tokens"),
+    "dapo": _clip(
+        clip_high=0.28, divide_by_std=True, normalize_by="tokens", drop_zero_advantage=True
+    ),
+    "gspo": _clip(
+        importance="geometric",
+        clip_low=3e-4,
+        clip_high=4e-4,
+        divide_by_std=True,
+        normalize_by="sequence_means",
+    ),
+    "cispo": LossPreset(baseline="mean", divide_by_std=True, normalize_by="tokens"),
+    "rloo": LossPreset(importance="sequence"),
+}
+
+
+def preset_field(name: str, data: Mapping[str, Any]) -> Any:
+    """The preset's value of a field, for pydantic's default factories; `data` are the fields before
+    it.
+    """
+    return getattr(PRESETS[data["loss"]], name)
+
+
+def truncation(data: Mapping[str, Any]) -> float:
+    """Of the preset, where there are weights to be truncated; else 0, no bound."""
+    is_weighted = data["surrogate"] == "score" and data["importance"] != "none"
+    return PRESETS[data["loss"]].truncation if is_weighted else 0.0
+
+
+def clip_bound(name: str, data: Mapping[str, Any]) -> float:
+    """Of the preset, where the surrogate clips; else 0."""
+    return float(getattr(PRESETS[data["loss"]], name)) if data["surrogate"] == "clip" else 0.0
+
+
+def gae_lambda(data: Mapping[str, Any]) -> float:
+    """Of the preset, where there is a value head; 1 is what an advantage without one has."""
+    return PRESETS[data["loss"]].gae_lambda if data["baseline"] == "value" else 1.0
 
 
 class OptimizerSettings(Settings):
@@ -76,21 +156,19 @@ class AlgorithmSettings(Settings):
     """Optimizer steps of the run."""
     groups_per_step: Annotated[int, Field(ge=1, le=1000000)] = 128
     """Groups per optimizer step (B); a step trains B times `task.groupSize` trajectories."""
-    loss: presets.Loss = "reinforce"
+    loss: Loss = "reinforce"
     """The named algorithm. It fills in the fields from here to `dropZeroAdvantage`; each can be set
     by hand.
     """
-    surrogate: presets.Surrogate = Field(default_factory=partial(presets.preset_field, "surrogate"))
+    surrogate: Surrogate = Field(default_factory=partial(preset_field, "surrogate"))
     """`score`: advantage times log-probability, weighted by the importance weight, which is bounded
     and has no gradient.
     `clip`: the ratio itself carries the gradient and is clipped, as in PPO."""
-    importance: presets.Importance = Field(
-        default_factory=partial(presets.preset_field, "importance")
-    )
+    importance: Importance = Field(default_factory=partial(preset_field, "importance"))
     """What the importance weight is a ratio of: each `token`, the whole `sequence` (product), its
     `geometric` mean, or `none` (every weight is 1).
     """
-    truncation: Annotated[float, Field(ge=0)] = Field(default_factory=presets.truncation)
+    truncation: Annotated[float, Field(ge=0)] = Field(default_factory=truncation)
     """`score`: importance weights above this (c) are truncated, or masked by `outside`; 0 is no
     bound.
     """
@@ -98,40 +176,36 @@ class AlgorithmSettings(Settings):
     """`score`: importance weights below this are raised to it, or masked by `outside`; 0 is no
     bound.
     """
-    outside: presets.Outside = "truncate"
+    outside: Outside = "truncate"
     """`score`: what happens to a weight beyond its bounds: it is truncated to them, or the token
     contributes nothing.
     """
     clip_low: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default_factory=partial(presets.clip_bound, "clip_low")
+        default_factory=partial(clip_bound, "clip_low")
     )
     """`clip`: the ratio is clipped below 1 minus this; 0 with `score`."""
     clip_high: Annotated[float, Field(ge=0)] = Field(
-        default_factory=partial(presets.clip_bound, "clip_high")
+        default_factory=partial(clip_bound, "clip_high")
     )
     """`clip`: the ratio is clipped above 1 plus this; 0 with `score`."""
-    baseline: presets.Baseline = Field(default_factory=partial(presets.preset_field, "baseline"))
+    baseline: Baseline = Field(default_factory=partial(preset_field, "baseline"))
     """What is subtracted from the reward: the mean of the group's other trajectories, of the whole
     group, nothing, or a learned value head.
     """
-    divide_by_std: bool = Field(default_factory=partial(presets.preset_field, "divide_by_std"))
+    divide_by_std: bool = Field(default_factory=partial(preset_field, "divide_by_std"))
     """Whether advantages are divided by the standard deviation of the group's rewards."""
-    gae_lambda: Annotated[float, Field(ge=0, le=1)] = Field(default_factory=presets.gae_lambda)
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = Field(default_factory=gae_lambda)
     """`baseline: value`: generalised advantage estimation; 1 is return minus value, 0 the one-step
     error.
     """
     discount: Annotated[float, Field(gt=0, le=1)] = 1.0
     """`baseline: value`: discount of the reward per sampled token."""
-    normalize_by: presets.NormalizeBy = Field(
-        default_factory=partial(presets.preset_field, "normalize_by")
-    )
+    normalize_by: NormalizeBy = Field(default_factory=partial(preset_field, "normalize_by"))
     """What the sum over tokens is divided by: the step's number of `sequences` (the paper) or of
     trained `tokens`;
     `sequence_means` averages over each sequence's tokens and then over sequences; `max_tokens` divides by the number of
     sequences times `task.sampling.maxTokens`."""
-    drop_zero_advantage: bool = Field(
-        default_factory=partial(presets.preset_field, "drop_zero_advantage")
-    )
+    drop_zero_advantage: bool = Field(default_factory=partial(preset_field, "drop_zero_advantage"))
     """Groups whose trajectories all have the same reward are dropped before batching, and their
     slots given back.
     """

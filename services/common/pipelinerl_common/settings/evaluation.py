@@ -6,11 +6,10 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from pipelinerl_common.settings.base import Settings
+from pipelinerl_common.settings.base import CLUSTER_ONLY, Settings
 from pipelinerl_common.settings.kubernetes import Image, PodTemplate
 from pipelinerl_common.settings.model import SamplingSettings, TaskArgs, TaskPath
 from pipelinerl_common.settings.roles import GeneratorSettings
-from pipelinerl_common.settings.scope import CLUSTER_ONLY
 
 
 class EvaluationSetSettings(Settings):

@@ -5,9 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
-from pipelinerl_common.settings.base import Settings
+from pipelinerl_common.settings.base import CLUSTER_ONLY, Settings
 from pipelinerl_common.settings.kubernetes import ModelCacheSettings
-from pipelinerl_common.settings.scope import CLUSTER_ONLY
 
 DOTTED_PATH = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 

@@ -12,10 +12,7 @@ from collections.abc import Sequence
 
 from pipelinerl_common.service import Wiring, parse_wiring, run_service
 from pipelinerl_common.settings import Job, load_job
-from pipelinerl_common.sinks.rows import RowBuilder
-from pipelinerl_common.sinks.sink import Sink, SinkThread
-from pipelinerl_common.sinks.tensorboard import TensorBoardSink
-from pipelinerl_common.sinks.wandb import WandbSink
+from pipelinerl_common.sinks.sink import RowBuilder, Sink, SinkThread, TensorBoardSink, WandbSink
 from pipelinerl_common.stream import Login, connect
 
 LAST_RECORDS_S = 1.0

@@ -13,31 +13,30 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from pipelinerl_common.stream.job_stream import Stream, connect
-    from pipelinerl_common.stream.journal import Journal
-    from pipelinerl_common.stream.layout import Layout
+    from pipelinerl_common.stream.layout import StreamLayout
     from pipelinerl_common.stream.login import ANONYMOUS, Login
     from pipelinerl_common.stream.requests import ServerRequests
     from pipelinerl_common.stream.samples import ReceivedGroup
     from pipelinerl_common.stream.server import NatsServer
+    from pipelinerl_common.stream.stream import Journal, Stream, connect
 
 __all__ = [
     "ANONYMOUS",
     "Journal",
-    "Layout",
     "Login",
     "NatsServer",
     "ReceivedGroup",
     "ServerRequests",
     "Stream",
+    "StreamLayout",
     "connect",
 ]
 
 _HOMES: Final = {
-    "Stream": "job_stream",
-    "connect": "job_stream",
-    "Journal": "journal",
-    "Layout": "layout",
+    "Stream": "stream",
+    "connect": "stream",
+    "Journal": "stream",
+    "StreamLayout": "layout",
     "ANONYMOUS": "login",
     "Login": "login",
     "ServerRequests": "requests",

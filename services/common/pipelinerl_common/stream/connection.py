@@ -52,7 +52,7 @@ RETRYABLE: Final[tuple[type[Exception], ...]] = (
 """What passes when the server is back, has room again, or has its streams again."""
 
 
-class Connection:
+class StreamConnection:
     def __init__(self, url: str, name: str, login: Login, counters: Counter[str]) -> None:
         self._url = url
         self._name = name
@@ -79,10 +79,10 @@ class Connection:
         *,
         name: str,
         login: Login,
-        prepare: Callable[["Connection"], Awaitable[None]],
+        prepare: Callable[["StreamConnection"], Awaitable[None]],
         timeout_s: float,
         counters: Counter[str],
-    ) -> AsyncIterator["Connection"]:
+    ) -> AsyncIterator["StreamConnection"]:
         """Connects and runs `prepare`, now and after every reconnect, before anyone is told that
         the connection is ready.
 
@@ -109,12 +109,12 @@ class Connection:
     @asynccontextmanager
     async def open_in_background(
         cls, url: str, *, name: str, login: Login, counters: Counter[str]
-    ) -> AsyncIterator["Connection"]:
+    ) -> AsyncIterator["StreamConnection"]:
         """A connection that is made beside the block, whenever a server is there and takes the
         login.
         """
 
-        async def prepare(_: "Connection") -> None:
+        async def prepare(_: "StreamConnection") -> None:
             pass
 
         login.options()  # so that files which cannot be used are told at once
@@ -125,7 +125,7 @@ class Connection:
 
     @asynccontextmanager
     async def _supervised(
-        self, prepare: Callable[["Connection"], Awaitable[None]]
+        self, prepare: Callable[["StreamConnection"], Awaitable[None]]
     ) -> AsyncIterator[None]:
         supervisor = asyncio.ensure_future(self._supervise(prepare))
         try:
@@ -297,7 +297,9 @@ class Connection:
         self.jetstream = client.jetstream(timeout=ATTEMPT_S)
         await self._acks.attach(client)
 
-    async def _prepare_first(self, prepare: Callable[["Connection"], Awaitable[None]]) -> None:
+    async def _prepare_first(
+        self, prepare: Callable[["StreamConnection"], Awaitable[None]]
+    ) -> None:
         while True:
             try:
                 return await prepare(self)
@@ -306,7 +308,7 @@ class Connection:
                 log.info("nats is not usable yet, trying again: %s", error)
             await asyncio.sleep(_MAX_BACKOFF_S / 4)
 
-    async def _supervise(self, prepare: Callable[["Connection"], Awaitable[None]]) -> None:
+    async def _supervise(self, prepare: Callable[["StreamConnection"], Awaitable[None]]) -> None:
         while True:
             check_cancelled()
             await self._changed.wait()

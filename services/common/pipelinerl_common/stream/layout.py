@@ -39,7 +39,7 @@ _UNREPAIRABLE: Final = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class StreamLayout:
     """Names of one job's streams. Names of jobs and namespaces are lower-case letters, digits and
     '-'.
 

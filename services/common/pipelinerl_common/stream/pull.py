@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 
 from pipelinerl_common.errors import FatalError, PermanentError
 from pipelinerl_common.service import cancel_all, check_cancelled
-from pipelinerl_common.stream.connection import RETRYABLE, Connection
+from pipelinerl_common.stream.connection import RETRYABLE, StreamConnection
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class PullReader:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: StreamConnection,
         stream: str,
         *,
         make_consumer: Callable[[], Awaitable[str]],

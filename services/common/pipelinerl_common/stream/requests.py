@@ -8,7 +8,7 @@ from typing import Final
 
 from nats.aio.msg import Msg
 
-from pipelinerl_common.stream.connection import Connection
+from pipelinerl_common.stream.connection import StreamConnection
 from pipelinerl_common.stream.login import Login
 
 _MAX_ANSWERS: Final = 1024
@@ -17,7 +17,7 @@ _MAX_ANSWERS: Final = 1024
 class ServerRequests:
     """Raw requests, retried while the server is away, up to each call's deadline."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: StreamConnection) -> None:
         self._connection = connection
 
     @classmethod
@@ -26,7 +26,7 @@ class ServerRequests:
         """Connects beside the block, however long it takes; requests wait for it up to their own
         deadlines.
         """
-        async with Connection.open_in_background(
+        async with StreamConnection.open_in_background(
             url, name=name, login=login, counters=Counter()
         ) as connection:
             yield cls(connection)

@@ -6,13 +6,14 @@ from pipelinerl_common.tracing.span import (
     NOTHING,
     TRACEPARENT,
     Span,
+    Tracer,
     called_by,
     caller,
     current,
     headers,
+    open_tracer,
     span,
 )
-from pipelinerl_common.tracing.tracer import Tracer, open_tracer
 
 __all__ = [
     "NOTHING",

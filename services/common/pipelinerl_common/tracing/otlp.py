@@ -18,8 +18,7 @@ from opentelemetry.trace import Link, SpanContext, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from pipelinerl_common.settings.telemetry import TracingSettings
-from pipelinerl_common.tracing.span import NOTHING, TRACEPARENT, Attribute, Span, _current
-from pipelinerl_common.tracing.tracer import Tracer
+from pipelinerl_common.tracing.span import NOTHING, TRACEPARENT, Attribute, Span, Tracer, _current
 
 log = logging.getLogger(__name__)
 

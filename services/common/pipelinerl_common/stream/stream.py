@@ -1,4 +1,7 @@
-"""What a service does with its job's streams."""
+"""A small durable map from keys to bytes, one writer: the ledger's memory.
+
+What a service does with its job's streams.
+"""
 
 import asyncio
 import logging
@@ -17,15 +20,90 @@ from pipelinerl.v1 import metrics_pb2
 from pipelinerl_common import tracing
 from pipelinerl_common.codec import EncodedPart, encode_group
 from pipelinerl_common.errors import Unavailable
+from pipelinerl_common.service import cancel_all
 from pipelinerl_common.settings import StreamSettings
 from pipelinerl_common.stream.acks import check_room
-from pipelinerl_common.stream.connection import RETRYABLE, Connection
-from pipelinerl_common.stream.journal import Journal
-from pipelinerl_common.stream.layout import HEADER_RESERVE_BYTES, Layout
+from pipelinerl_common.stream.connection import RETRYABLE, StreamConnection
+from pipelinerl_common.stream.layout import HEADER_RESERVE_BYTES, StreamLayout
 from pipelinerl_common.stream.login import ANONYMOUS, Login
 from pipelinerl_common.stream.pull import Arrivals, PullReader
 from pipelinerl_common.stream.samples import ReceivedGroup, SampleReader
 from pipelinerl_common.types import SampleGroup
+
+
+class Journal:
+    """A JetStream key-value bucket. Every method waits for the server, up to its `timeout_s`, then
+    raises Unavailable.
+    """
+
+    def __init__(self, connection: StreamConnection, layout: StreamLayout) -> None:
+        self._connection = connection
+        self._layout = layout
+
+    async def put(self, key: str, value: bytes, timeout_s: float = 60.0) -> None:
+        """Sets `key`; durable when this returns. Raises ValueError for a key other than letters,
+        digits and - / _ = .
+        """
+        await self._connection.publish(self._layout.journal_subject(key), value, None, timeout_s)
+
+    async def delete(self, key: str, timeout_s: float = 60.0) -> None:
+        """Forgets `key`, leaving no marker behind, so that the bucket does not grow with its
+        history.
+        """
+        subject = self._layout.journal_subject(key)
+        await self._connection.request(
+            f"$JS.API.STREAM.PURGE.{self._layout.journal_stream}", {"filter": subject}, timeout_s
+        )
+
+    async def entries(self, timeout_s: float = 60.0) -> dict[str, bytes]:
+        """Everything that is in the bucket."""
+        entries: dict[str, bytes] = {}
+        complete = asyncio.Event()
+        num_missing = 0
+
+        async def make_consumer() -> str:
+            nonlocal num_missing
+            entries.clear()
+            info = await self._connection.jetstream.add_consumer(
+                self._layout.journal_stream, _ONCE_THROUGH
+            )
+            num_missing = info.num_pending
+            if num_missing == 0:
+                complete.set()
+            return str(info.name)
+
+        async def handle(messages: list[Msg]) -> None:
+            nonlocal num_missing
+            for message in messages:
+                entries[self._layout.journal_key(message.subject)] = message.data
+            num_missing -= len(messages)
+            if num_missing <= 0:
+                complete.set()
+
+        async def capacity() -> int:
+            return 256
+
+        stream = self._layout.journal_stream
+        reader = PullReader(
+            self._connection, stream, make_consumer=make_consumer, capacity=capacity, handle=handle
+        )
+        reading = asyncio.ensure_future(reader.run())
+        waiting = asyncio.ensure_future(complete.wait())
+        try:
+            await asyncio.wait(
+                [reading, waiting], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if reading.done():
+                reading.result()
+            if not waiting.done():
+                raise Unavailable(f"journal of {self._layout.job}: not read within {timeout_s:g} s")
+        finally:
+            await cancel_all([reading, waiting])
+        return entries
+
+
+_ONCE_THROUGH = ConsumerConfig(ack_policy=AckPolicy.NONE, inactive_threshold=60.0, mem_storage=True)
+
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +133,13 @@ async def connect(
     credentials, which may pass; SettingsError for a wrong token or limits that the server cannot
     give.
     """
-    layout = Layout(job, settings, namespace)
+    layout = StreamLayout(job, settings, namespace)
     counters: Counter[str] = Counter()
 
-    async def prepare(connection: Connection) -> None:
+    async def prepare(connection: StreamConnection) -> None:
         await layout.ensure(connection.jetstream)
 
-    opening = Connection.open(
+    opening = StreamConnection.open(
         url, name=name, login=login, prepare=prepare, timeout_s=timeout_s, counters=counters
     )
     async with opening as connection:
@@ -86,7 +164,9 @@ class Stream:
     metrics_dropped, metrics_malformed.
     """
 
-    def __init__(self, connection: Connection, layout: Layout, counters: Counter[str]) -> None:
+    def __init__(
+        self, connection: StreamConnection, layout: StreamLayout, counters: Counter[str]
+    ) -> None:
         self._connection = connection
         self._layout = layout
         self.counters = counters

@@ -17,7 +17,7 @@ END_S = 20.0
 """For the last rows on their way out, at the end of the run."""
 
 
-class SinkKeeper:
+class SinkProcess:
     """Keeps the process running where the job names a sink. Whatever becomes of it, the trainer
     only hears of it in its log.
     """
