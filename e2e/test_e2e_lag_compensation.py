@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from experiments.lag_compensation import RATES, VARIANTS, train
-from pipelinerl_common.settings.presets import PRESETS
+from pipelinerl_common.settings.algorithm import PRESETS
 
 STEPS = 60
 

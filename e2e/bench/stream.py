@@ -1,21 +1,32 @@
-"""`bench stream`: samples from an actor's process to the preprocessor's, against the reference
-system's Redis and pickle.
+"""`e2e/bench/run stream`: samples from an actor's process to the preprocessor's, against the
+reference system's Redis and pickle.
 
 Ours is the product's path: common.codec and common.stream on a real nats-server with file storage,
 every publication and every delivery acknowledged. Both sides move the same trajectories between two
-processes through one server process, in turn, several times; ratios are taken per round and their
-median counts.
+processes (see `stream_roles`) through one server process, in turn, several times; ratios are taken
+per round and their median counts.
 """
 
 import argparse
 import asyncio
+import json
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
+import psutil
+
+from bench.processes import Worker, cpu_seconds, server
 from bench.report import Report, Row, Value, at_least, at_most, progress
-from bench.stream_run import Run, run
 from bench.trajectories import Workload
+from pipelinerl_cli.up.process import Ports
+from pipelinerl_common.errors import Unavailable
+from pipelinerl_common.stream.server import NatsServer
 
 TITLE = "Sample stream against Redis + pickle"
 NO_REDIS = (
@@ -23,6 +34,49 @@ NO_REDIS = (
     "redis-server and run the bench again."
 )
 DISTINCT_GROUPS = 32
+READY_TIMEOUT_S, RUN_TIMEOUT_S = 60.0, 300.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One transfer of the whole workload. CPU time is that of producer, consumer and server
+    together; tokens are those of whole trajectories, prompts included.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    producer_cpu_seconds: float
+    consumer_cpu_seconds: float
+    server_cpu_seconds: float
+    num_samples: int
+    num_tokens: int
+    payload_bytes: int
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.num_samples / self.seconds
+
+    @property
+    def cpu_us_per_token(self) -> float:
+        return 1e6 * self.cpu_seconds / self.num_tokens
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.payload_bytes / self.num_tokens
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The measurement of one role between its start and its end. Times are of the monotonic clock,
+    which all processes share.
+    """
+
+    started: float
+    ended: float
+    cpu_seconds: float
+    num_samples: int
+    num_tokens: int
+    payload_bytes: int = 0
 
 
 def bench(args: argparse.Namespace) -> Report:
@@ -94,3 +148,82 @@ ABSOLUTES: dict[str, Callable[[list[Run]], float]] = {
 
 def _absolute(runs: list[Run]) -> dict[str, Value]:
     return {name: of(runs) for name, of in ABSOLUTES.items()}
+
+
+async def run(transport: str, workload: Workload) -> Run:
+    """Moves the workload once over "jetstream" or "redis". Raises Unavailable when a process fails
+    or samples are lost.
+    """
+    with tempfile.TemporaryDirectory(prefix="pipelinerl-bench-") as folder:
+        async with (
+            SERVERS[transport](Path(folder)) as (pid, port),
+            _role("consume", transport, port, workload) as consumer,
+            _role("produce", transport, port, workload) as producer,
+        ):
+            process = psutil.Process(pid)
+            before = cpu_seconds(process)
+            consumer.go()
+            producer.go()
+            produced, consumed = await asyncio.gather(_result(producer), _result(consumer))
+            server_cpu = cpu_seconds(process) - before
+    if (produced.num_samples, produced.num_tokens) != (consumed.num_samples, consumed.num_tokens):
+        raise Unavailable(
+            f"{transport}: {produced.num_samples} samples were written and {consumed.num_samples} "
+            "read"
+        )
+    return Run(
+        seconds=consumed.ended - produced.started,
+        cpu_seconds=produced.cpu_seconds + consumed.cpu_seconds + server_cpu,
+        producer_cpu_seconds=produced.cpu_seconds,
+        consumer_cpu_seconds=consumed.cpu_seconds,
+        server_cpu_seconds=server_cpu,
+        num_samples=consumed.num_samples,
+        num_tokens=consumed.num_tokens,
+        payload_bytes=produced.payload_bytes,
+    )
+
+
+@asynccontextmanager
+async def _role(role: str, transport: str, port: int, workload: Workload) -> AsyncIterator[Worker]:
+    """A worker (see stream_roles) that has prepared itself and waits to be started."""
+    arguments = (role, transport, str(port), json.dumps(asdict(workload)))
+    async with Worker.start(f"{transport} {role}r", "bench.stream_roles", *arguments) as worker:
+        await worker.line(READY_TIMEOUT_S)
+        yield worker
+
+
+async def _result(worker: Worker) -> Measurement:
+    return Measurement(**json.loads(await worker.line(RUN_TIMEOUT_S)))
+
+
+class Address(NamedTuple):
+    """A running server's process and port."""
+
+    pid: int
+    port: int
+
+
+@asynccontextmanager
+async def _nats(folder: Path) -> AsyncIterator[Address]:
+    """The product's server with its file storage in `folder`."""
+    async with NatsServer.start(folder) as nats:
+        yield Address(nats.pid, nats.port)
+
+
+@asynccontextmanager
+async def _redis(folder: Path) -> AsyncIterator[Address]:
+    """Redis as the reference system runs it, in memory alone."""
+    with Ports() as ports:
+        port = ports.reserve()
+        argv = (
+            *("redis-server", "--bind", "127.0.0.1", "--port", str(port)),
+            *("--dir", str(folder), "--save", "", "--appendonly", "no"),
+        )
+        async with server(argv, port, folder / "redis.log") as process:
+            yield Address(process.pid, port)
+
+
+SERVERS: dict[str, Callable[[Path], AbstractAsyncContextManager[Address]]] = {
+    "jetstream": _nats,
+    "redis": _redis,
+}

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pipelinerl_actor.task import Prompt, Rollout, Task, TaskName, Verdict
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import describe_fault
-from pipelinerl_common.words import did_you_mean
+from pipelinerl_common.text import did_you_mean
 
 
 class FunctionTask(Task):

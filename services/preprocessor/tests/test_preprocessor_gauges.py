@@ -5,19 +5,16 @@ admits nothing.
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 from pipelinerl_common.metrics import Metrics
-from pipelinerl_common.metrics.catalog.ledger import STAGES
-from pipelinerl_common.stream.job_stream import Stream, StreamDepth
-from pipelinerl_preprocessor.admission import ClosedTime
-from pipelinerl_preprocessor.counters import Counters
-from pipelinerl_preprocessor.gauges import Depths
+from pipelinerl_common.metrics.catalog import STAGES
+from pipelinerl_common.stream.stream import Stream, StreamDepth
+from pipelinerl_preprocessor.admission_service import ClosedTime
 from pipelinerl_preprocessor.journal import JournalWriter
 from pipelinerl_preprocessor.ledger import Ledger
-from pipelinerl_preprocessor.live import LiveLedger
-from pipelinerl_preprocessor.publish_gate import PublishGate
-from pipelinerl_preprocessor.ring_buffer import RingBuffer
+from pipelinerl_preprocessor.live import LiveLedger, PublishGate, RingBuffer
+from pipelinerl_preprocessor.metrics import Depths, PreprocessorCounters
 from pipelinerl_staleness.areal import Areal, ArealSettings
 from pipelinerl_staleness.policy import Policy
 from pipelinerl_staleness.slack import Slack, SlackSettings
@@ -46,7 +43,9 @@ def live_ledger(policy: Policy, clock: Callable[[], float]) -> tuple[LiveLedger,
     metrics = Metrics("preprocessor", "test")
     ledger = Ledger(policy, lease_s=1000, max_attempts=3, now=clock)
     journal, gate = JournalWriter(Bucket(), ledger), PublishGate(ledger, 10.0, clock)
-    live = LiveLedger(ledger, journal, RingBuffer(100), gate, Counters(metrics), now=clock)
+    live = LiveLedger(
+        ledger, journal, RingBuffer(100), gate, PreprocessorCounters(metrics), now=clock
+    )
     ledger.restore("start", 0, None)
     ledger.publish(0)
     return live, metrics
@@ -60,7 +59,7 @@ def by_stage(metrics: Metrics, name: str) -> list[float]:
 def test_a_group_is_in_one_stage_at_a_time_and_its_age_begins_anew_in_each() -> None:
     clock = Clock()
     live, metrics = live_ledger(Areal(ArealSettings(eta=2), B), clock)
-    Depths(live, metrics)
+    Depths(live.ledger, live.loads, metrics, live.now)
     ledger = live.ledger
     leases = ledger.grant("actor", "session", 5, clock())
     assert by_stage(metrics, "queue_groups") == [5, 0, 0, 0, 0]
@@ -92,7 +91,7 @@ def test_limits_are_those_of_the_policy_and_a_policy_without_a_promise_has_no_bo
         (Areal(ArealSettings(eta=2), B), None),
     ):
         live, metrics = live_ledger(policy, Clock())
-        Depths(live, metrics)
+        Depths(live.ledger, live.loads, metrics, live.now)
         values = metrics.values()
         assert values["outstanding_limit_groups"] == policy.max_outstanding()
         assert values.get("staleness_bound_steps") == bound
@@ -100,14 +99,13 @@ def test_limits_are_those_of_the_policy_and_a_policy_without_a_promise_has_no_bo
 
 async def test_what_has_not_been_fetched_yet_counts_for_the_stream() -> None:
     live, metrics = live_ledger(Areal(ArealSettings(eta=2), B), Clock())
-    depths = Depths(live, metrics)
+    depths = Depths(live.ledger, live.loads, metrics, live.now)
 
     async def depth(timeout_s: float) -> StreamDepth:
         return StreamDepth(num_messages=7, num_bytes=7000, max_bytes=10_000)
 
     stream = SimpleNamespace(depth=depth, counters={"retries": 3, "set_aside_job": 1})
-    live.received["0-0"] = cast(Any, SimpleNamespace(num_messages=3))
-    await depths.look_at(cast(Stream, stream), 1.0)
+    await depths.update(cast(Stream, stream), 1.0, num_fetched=3, num_forced=0)
     values = metrics.values()
     assert values["queue_groups{stage=stream}"] == 4
     assert (values["stream_messages"], values["stream_bytes"], values["stream_limit_bytes"]) == (

@@ -11,18 +11,16 @@ from preprocessor_harness import make_job
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.metrics import Metrics
-from pipelinerl_common.metrics.catalog.ledger import DROP_REASONS
-from pipelinerl_common.metrics.catalog.ledger import LAYERS as STALE_LAYERS
+from pipelinerl_common.metrics.catalog import DROP_REASONS
+from pipelinerl_common.metrics.catalog import LAYERS as STALE_LAYERS
 from pipelinerl_common.telemetry import memory_bytes
 from pipelinerl_common.types import GroupId
-from pipelinerl_preprocessor.bell import Bell
-from pipelinerl_preprocessor.counters import Counters
-from pipelinerl_preprocessor.drops import LAYERS, DropReason
-from pipelinerl_preprocessor.groups import Group, make_group_id
-from pipelinerl_preprocessor.parts import policy_of, ring_buffer_groups
-from pipelinerl_preprocessor.ring_buffer import RingBuffer
-from pipelinerl_preprocessor.sessions import Sessions
-from pipelinerl_preprocessor.trained import TrainedLog
+from pipelinerl_preprocessor.groups import DropReason, Group, make_group_id
+from pipelinerl_preprocessor.leases import Sessions
+from pipelinerl_preprocessor.live import Broadcast, RingBuffer
+from pipelinerl_preprocessor.loop import policy_of, ring_buffer_groups
+from pipelinerl_preprocessor.metrics import LAYERS, PreprocessorCounters
+from pipelinerl_preprocessor.run_log import TrainedLog
 
 
 def test_the_ring_buffer_lets_the_oldest_go() -> None:
@@ -95,7 +93,7 @@ def test_sessions_are_replaced_and_forgotten() -> None:
 
 def test_reasons_from_outside_are_words_and_bounded() -> None:
     metrics = Metrics("preprocessor", "test")
-    counters = Counters(metrics)
+    counters = PreprocessorCounters(metrics)
     counters.dropped("verifier_timeout", 5, 0)
     counters.dropped("stale", 16, 2)
     counters.wasted("cancelled", 3)
@@ -114,7 +112,7 @@ def test_reasons_from_outside_are_words_and_bounded() -> None:
 
 def test_drops_of_the_staleness_policy_are_counted_by_its_layers() -> None:
     metrics = Metrics("preprocessor", "test")
-    counters = Counters(metrics)
+    counters = PreprocessorCounters(metrics)
     counters.dropped("cancelled", 0, 0)
     counters.wasted("cancelled", 7)
     counters.dropped("stale", 16, 2)
@@ -132,7 +130,7 @@ def test_trained_groups_count_by_the_age_of_their_oldest_token() -> None:
     metrics = Metrics("preprocessor", "test")
     groups = [Group(make_group_id(0, number), number, number) for number in range(3)]
     groups[0].first_versions, groups[1].first_versions = (4, 2), (5, 5)
-    Counters(metrics).trained(5, groups)
+    PreprocessorCounters(metrics).trained(5, groups)
     values = metrics.values()
     assert values["groups_trained_total"] == 3
     assert (values["staleness_steps_count"], values["staleness_steps_sum"]) == (2, 3)
@@ -172,7 +170,7 @@ def test_a_line_that_a_full_disk_cut_off_costs_no_other(tmp_path: Path) -> None:
 
 
 async def test_a_bell_wakes_all_who_wait_now() -> None:
-    bell = Bell()
+    bell = Broadcast()
     bell.ring()
     assert not await bell.wait(0.0)
     assert not await bell.wait(0.01)

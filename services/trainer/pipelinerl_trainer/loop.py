@@ -1,4 +1,6 @@
-"""The training loop.
+"""Where one step's time goes.
+
+The training loop.
 
     every rank                                   rank 0 beside it, in the event loop
     ----------                                   -----------------------------------
@@ -16,26 +18,65 @@ the same weights: its samples are used up.
 """
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from pipelinerl.v1 import batches_pb2
+from pipelinerl_common.metrics.catalog import PHASES
 from pipelinerl_common.settings import JobSpec
 from pipelinerl_common.tracing import Tracer, span
 from pipelinerl_common.types import StepPlan
-from pipelinerl_trainer.bridge import Bridge
 from pipelinerl_trainer.checkpoint import Checkpointer
-from pipelinerl_trainer.engine import Engine
-from pipelinerl_trainer.learner import Batch, BatchReplaced, Learner
+from pipelinerl_trainer.engine import DeepSpeedEngine
+from pipelinerl_trainer.event_loop import EventLoopProxy
+from pipelinerl_trainer.learner import BatchReplaced, Learner, RankBatch
 from pipelinerl_trainer.membership import PolicyServicer
 from pipelinerl_trainer.parity import ParityCheck
-from pipelinerl_trainer.phases import Phases
 from pipelinerl_trainer.publisher import Offer, Publisher
 from pipelinerl_trainer.ranks import Ranks, Vote
 from pipelinerl_trainer.report import Reporter, StepReport
-from pipelinerl_trainer.source import BatchSource, Stopped
+from pipelinerl_trainer.source import BatchSource, TrainingStopped
 from pipelinerl_weights.manifest import Manifest
 from pipelinerl_weights.transfer import WeightSnapshot
+
+Part = TypeVar("Part")
+
+
+class StepTimer:
+    """Seconds of one step by phase, from the moment it is made."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def of(self, phase: str) -> Iterator[None]:
+        """Adds the block's time to `phase`; what it spends in an inner phase counts there only."""
+        inner_before, began = sum(self.seconds.values()), time.monotonic()
+        try:
+            yield
+        finally:
+            inner = sum(self.seconds.values()) - inner_before
+            self.seconds[phase] += time.monotonic() - began - inner
+
+    def waiting_for(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """`parts`, each wait for the next of which counts as waiting."""
+        remaining = iter(parts)
+        while True:
+            with self.of("wait"):
+                part = next(remaining, None)
+            if part is None:
+                return
+            yield part
+
+    @property
+    def total_s(self) -> float:
+        """Since the step began."""
+        return time.monotonic() - self._began
+
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +84,7 @@ PUBLISHED_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class LeaderServices:
     """What only rank 0 has, in its event loop."""
 
     publisher: Publisher
@@ -58,15 +99,15 @@ class Parts:
 
     spec: JobSpec
     ranks: Ranks
-    engine: Engine
+    engine: DeepSpeedEngine
     learner: Learner
     source: BatchSource
-    bridge: Bridge
+    bridge: EventLoopProxy
     checkpointer: Checkpointer
     parity: ParityCheck
     manifest: Manifest
     export: Callable[[], None]
-    desk: Desk | None
+    desk: LeaderServices | None
 
 
 class TrainingLoop:
@@ -87,14 +128,14 @@ class TrainingLoop:
         try:
             self._start()
             while self.step < self._parts.spec.algorithm.steps:
-                phases = Phases()
+                phases = StepTimer()
                 with phases.of("wait"):
                     batch = self._parts.source.next_batch(self.step)
                 if batch is None:
                     break
                 with self._tracer.root("optimizer step", batch.plan.traceparents, step=self.step):
                     self._train(batch, phases)
-        except Stopped:
+        except TrainingStopped:
             log.info("stopped after step %d", self.step)
             self._save()
             return
@@ -112,7 +153,7 @@ class TrainingLoop:
                     self._parts.engine, self._parts.ranks, self._parts.bridge, self.step
                 )
 
-    def _train(self, batch: Batch, phases: Phases) -> None:
+    def _train(self, batch: RankBatch, phases: StepTimer) -> None:
         """One step. A batch that was replaced half-way is left untrained, and the step not counted."""
         parts = self._parts.source.parts(batch) if batch.plan.provisional else (batch,)
         try:
@@ -157,7 +198,7 @@ class TrainingLoop:
             vote = Vote.READY if is_served else Vote.WAIT
             outcome = self._parts.ranks.vote(Vote.STOP if bridge.is_stopping else vote)
             if outcome is Vote.STOP:
-                raise Stopped
+                raise TrainingStopped
             if outcome is Vote.READY:
                 return
             bridge.pause(PUBLISHED_POLL_S)
@@ -170,7 +211,7 @@ class TrainingLoop:
         ):
             self._saved_step = self.step
 
-    def _report(self, plan: StepPlan, values: dict[str, float], phases: Phases) -> None:
+    def _report(self, plan: StepPlan, values: dict[str, float], phases: StepTimer) -> None:
         desk = self._parts.desk
         if desk is not None:
             failures = self._parts.checkpointer.num_failures

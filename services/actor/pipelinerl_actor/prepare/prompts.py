@@ -9,7 +9,7 @@ from pipelinerl_actor.models.chat import chat_token_ids
 from pipelinerl_actor.task import Task
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import TaskSettings
-from pipelinerl_common.words import counted
+from pipelinerl_common.text import counted
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ A task's own exception is a PermanentError unless it is a TemporaryError. A gene
 import random
 
 from pipelinerl_common.errors import FatalError, PermanentError, SettingsError
-from pipelinerl_common.words import counted
+from pipelinerl_common.text import counted
 
 
 class GivenUp(PermanentError):

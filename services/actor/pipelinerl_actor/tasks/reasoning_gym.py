@@ -7,7 +7,7 @@ from typing import Any
 
 from pipelinerl_actor.task import Message, Prompt, Task, Turn, Verdict
 from pipelinerl_common.errors import SettingsError
-from pipelinerl_common.words import close_matches
+from pipelinerl_common.text import close_matches
 
 DEFAULT_SYSTEM = (
     "Think step by step, then give the final answer between <answer> and </answer>. "
