@@ -14,7 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from bench.operator import MALLOC
+from bench.operator_jobs import MALLOC
 from pipelinerl_operator.kube import permissions
 
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.process_tree import tree
+from bench.processes import process_tree
 
 ROOT = Path(__file__).parents[1]
 ARITHMETIC = ROOT / "e2e" / "jobs" / "arithmetic.yaml"
@@ -133,7 +133,10 @@ class Run:
     def memory_bytes(self, name: str) -> int:
         """Resident memory of one service's processes and their children."""
         return sum(
-            map(_resident_bytes, {each.pid for root in self.pids(name) for each in tree(root)})
+            map(
+                _resident_bytes,
+                {each.pid for root in self.pids(name) for each in process_tree(root)},
+            )
         )
 
     def kill(self, name: str) -> None:

@@ -1,11 +1,10 @@
-"""A real Kubernetes API server on loopback, and nothing behind it: etcd and kube-apiserver, no
-controllers, no kubelets.
+"""A real Kubernetes API server on loopback with nothing behind it: etcd and kube-apiserver, no
+controllers, no kubelets. For the bench of the operator and for its tests.
 """
 
 import os
 import secrets
 import shutil
-import socket
 import ssl
 import subprocess
 import tempfile
@@ -17,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipelinerl_cli.up.process import Ports
 from pipelinerl_common.errors import FatalError, SettingsError
 from pipelinerl_operator.kube import Connection
 
@@ -29,16 +29,16 @@ STOP_S = 20.0
 
 @dataclass(frozen=True)
 class ApiServer:
-    """A running one. `administrator` may do everything."""
+    """A running API server with its etcd. `administrator` has every right."""
 
     administrator: Connection
     folder: Path
     processes: tuple[subprocess.Popen[bytes], ...]
-    """etcd, kube-apiserver."""
+    """etcd and kube-apiserver."""
 
     def service_account(self) -> tuple[Path, dict[str, str]]:
-        """The administrator's rights as a pod would find them: a folder, and the environment beside
-        it.
+        """The administrator's rights as a pod has them: a folder with the token, and the
+        environment that names the server.
         """
         folder = self.folder / "service-account"
         folder.mkdir(exist_ok=True)
@@ -50,13 +50,14 @@ class ApiServer:
         return folder, {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
 
     def as_user(self, token: str) -> Connection:
+        """A connection of the user with this token."""
         return Connection(
             self.administrator.server, "default", lambda: f"Bearer {token}", self.administrator.tls
         )
 
 
 def missing_binary() -> str:
-    """What is needed to start one and is not here; empty when nothing is missing."""
+    """The missing program that an API server needs; empty when nothing is missing."""
     if not (BINARIES / "kube-apiserver").exists():
         return f"{BINARIES}/kube-apiserver (e2e/cluster/build makes it)"
     return next(
@@ -66,12 +67,12 @@ def missing_binary() -> str:
 
 @contextmanager
 def api_server(users: dict[str, str] | None = None) -> Iterator[ApiServer]:
-    """Until the block is left. `users` are names by token, beside the administrator. Raises
-    SettingsError, FatalError.
+    """Runs an API server until the block is left. `users` are further users' names by token. Raises
+    SettingsError when a program is missing, FatalError when the server does not start.
     """
     if missing := missing_binary():
         raise SettingsError(f"no API server can be started: {missing} is missing")
-    with tempfile.TemporaryDirectory(prefix="api-server-") as name:
+    with tempfile.TemporaryDirectory(prefix="api-server-") as name, Ports() as ports:
         folder = Path(name)
         token = secrets.token_hex(16)
         rows = [
@@ -89,7 +90,7 @@ def api_server(users: dict[str, str] | None = None) -> Iterator[ApiServer]:
             check=True,
             capture_output=True,
         )
-        etcd_port, peer_port, port = (free_port() for _ in range(3))
+        etcd_port, peer_port, port = (ports.reserve() for _ in range(3))
         server = f"https://127.0.0.1:{port}"
         etcd = _start(folder, "etcd", _etcd(folder, etcd_port, peer_port))
         api = _start(folder, "kube-apiserver", _kube_apiserver(folder, etcd_port, port))
@@ -149,11 +150,9 @@ def _wait_until_ready(
     server: str, folder: Path, processes: tuple[subprocess.Popen[bytes], ...]
 ) -> None:
     deadline = time.monotonic() + START_S
+    # The server makes its certificate only now, so there is none yet to verify it by.
     unverified = ssl.create_default_context()
-    unverified.check_hostname, unverified.verify_mode = (
-        False,
-        ssl.CERT_NONE,
-    )  # the certificate is made only now
+    unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
     opener = urllib.request.build_opener(
         urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=unverified)
     )
@@ -188,11 +187,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def free_port() -> int:
-    """One that is free on loopback at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -1,4 +1,4 @@
-"""Pods without containers: what a kubelet would tell of them, told at once."""
+"""Pods without containers: writes the status that a kubelet would report, immediately."""
 
 import asyncio
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ def running(pod: Object) -> dict[str, Any]:
 def ended(
     pod: Object, exit_codes: Mapping[str, int] | None = None, reason: str = ""
 ) -> dict[str, Any]:
-    """Status of a pod that is over: Succeeded, or Failed when a container's exit code in
+    """Status of a pod that has ended: Succeeded, or Failed when a container's exit code in
     `exit_codes` is not 0.
     """
     codes = {
@@ -69,7 +69,7 @@ def ended(
 
 
 class HollowPods:
-    """Makes every new pod run. Use `await pods.run()` as a task."""
+    """Reports every new pod as running. Use `await pods.run()` as a task."""
 
     def __init__(self, api: Api) -> None:
         self.started = 0
@@ -77,7 +77,7 @@ class HollowPods:
         self._turns = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def run(self) -> None:
-        """For ever."""
+        """Watches the pods until cancelled; lists them again after any failure of the watch."""
         selection = Selection(PODS)
         async with asyncio.TaskGroup() as tasks:
             while True:
@@ -111,9 +111,7 @@ class HollowPods:
                     return
                 except NotFound:
                     return
-                except (
-                    PipelineRLError
-                ):  # Conflict among them: of a pod that has gone or changed meanwhile
+                except PipelineRLError:  # a Conflict too: the pod has changed or gone meanwhile
                     pass
             await asyncio.sleep(RETRY_S)
 

@@ -1,20 +1,23 @@
-"""`bench packing`: the preprocessor's packing against first fit in arrival order, on the same
-heavy-tailed batches.
+"""`e2e/bench/run packing`: the preprocessor's packing against first fit in arrival order, on the
+same heavy-tailed batches.
 
-`fill` is the share of token slots that hold a token when every row is as long as the budget, over all batches;
-`baseline_fill` the same of the baseline. `slot_fill` is the share of the slots that the trainer really computes, since the
-product cuts a row to what it uses. Imbalance is (most - fewest) / most tokens of a rank: ours in
-the worst batch, the baseline's in the median one. Samples per minute include the assignment and
-every column of every micro-batch.
+`fill` is the share of token slots that hold a token when every row is as long as the budget, over
+all batches; `baseline_fill` is the same for the baseline. `slot_fill` is the share of the slots
+that the trainer really computes, since the product cuts a row to the length in use. Imbalance is
+(most - fewest) / most tokens of a rank: ours in the worst batch, the baseline's in the median one.
+Samples per minute include the assignment and every column of every micro-batch.
+
+The baseline packs as the reference system does: samples are taken in the order of arrival; the one
+open row is closed when the next sample does not fit or when its rank has its share of the step's
+samples; rows are assigned to the ranks in turn.
 """
 
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
-from bench.first_fit import Rank, first_fit
 from bench.report import Report, Row, at_least, at_most
 from bench.trajectories import Workload
 from pipelinerl_common.types import MicroBatch, Sample
@@ -23,6 +26,14 @@ from pipelinerl_preprocessor.rows import TrainSequence, build_row
 
 TITLE = "Packing against first fit in arrival order"
 GROUP_SIZE = 8
+
+
+@dataclass
+class Rank:
+    """The baseline's rows of one rank: tokens of each row, and the samples in all of them."""
+
+    rows: list[int] = field(default_factory=list)
+    num_samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,3 +149,31 @@ def _share(fills: Sequence[float], weights: Sequence[int]) -> float:
 def _imbalance(ranks: Sequence[Rank]) -> float:
     tokens = [sum(rank.rows) for rank in ranks]
     return (max(tokens) - min(tokens)) / max(tokens)
+
+
+def first_fit(lengths: Sequence[int], num_ranks: int, num_slots: int) -> list[Rank]:
+    """Packs samples of `lengths` tokens, each at most `num_slots`, into rows; every rank gets an
+    equal share of the samples.
+    """
+    ranks = [Rank() for _ in range(num_ranks)]
+    share = -(-len(lengths) // num_ranks)
+    turn, tokens, samples = 0, 0, 0
+    for length in lengths:
+        if samples and (tokens + length > num_slots or ranks[turn].num_samples + samples == share):
+            _close(ranks[turn], tokens, samples)
+            turn, tokens, samples = _next_rank(ranks, turn, share), 0, 0
+        tokens, samples = tokens + length, samples + 1
+    if samples:
+        _close(ranks[turn], tokens, samples)
+    return ranks
+
+
+def _close(rank: Rank, tokens: int, samples: int) -> None:
+    rank.rows.append(tokens)
+    rank.num_samples += samples
+
+
+def _next_rank(ranks: Sequence[Rank], turn: int, share: int) -> int:
+    """The next rank in turn that still lacks samples."""
+    order = [(turn + step) % len(ranks) for step in range(1, len(ranks) + 1)]
+    return next((number for number in order if ranks[number].num_samples < share), turn)

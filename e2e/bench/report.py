@@ -1,4 +1,4 @@
-"""What a bench hands back, printed as a table or as one JSON object."""
+"""The result of a bench, printed as a table or as one JSON object."""
 
 import json
 import sys
@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, Union
 
+from rich.console import Console
+from rich.table import Table
+
 Value: TypeAlias = Union[float, int, str, "Mapping[str, Value]"]
+MARKS = {True: " [green]met[/]", False: " [red]missed[/]", None: ""}
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """`values` is the JSON object; a skipped bench has only `skipped`, the reason and the remedy."""
+    """The result of one bench. `values` is the JSON object; a skipped bench has only `skipped`: the
+    reason and the remedy.
+    """
 
     title: str
     values: dict[str, Value] = field(default_factory=dict)
@@ -50,20 +56,12 @@ def show(report: Report, *, as_json: bool) -> None:
     elif report.skipped is not None:
         print(f"{report.title}: skipped. {report.skipped}")
     else:
-        _print_table(report)
+        table = Table("", "measured", "baseline", "target", title=report.title)
+        for row in report.rows:
+            table.add_row(row.what, row.measured, row.baseline, row.target + MARKS[row.met])
+        Console().print(table)
 
 
 def progress(text: str) -> None:
-    """One line on standard error about what the bench does now."""
+    """Prints one line on standard error about what the bench does now."""
     print(text, file=sys.stderr, flush=True)
-
-
-def _print_table(report: Report) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("", "measured", "baseline", "target", title=report.title)
-    for row in report.rows:
-        mark = {True: " [green]met[/]", False: " [red]missed[/]", None: ""}[row.met]
-        table.add_row(row.what, row.measured, row.baseline, row.target + mark)
-    Console().print(table)

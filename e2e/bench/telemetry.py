@@ -26,7 +26,7 @@ import yaml
 from bench.processes import LAST_LINES, cpu_seconds, process_tree, running, tail
 from bench.report import Report, Row, at_most, progress
 from pipelinerl_cli.runs.records import read_records
-from pipelinerl_cli.up.process import Process, last_lines
+from pipelinerl_cli.up.process import LocalProcess, last_lines
 from pipelinerl_common.errors import PipelineRLError, Unavailable
 from pipelinerl_common.tracing.collector import collecting
 
@@ -157,7 +157,7 @@ def _write_job(output: Path, job: dict[str, Any]) -> Path:
     return job_file
 
 
-async def _at_step(process: Process, output: Path, step: int) -> Measured:
+async def _at_step(process: LocalProcess, output: Path, step: int) -> Measured:
     """Tokens trained, time and CPU time up to the moment at which `step` was reported."""
     while True:
         trained = _trained(output / "metrics.jsonl")

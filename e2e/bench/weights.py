@@ -1,15 +1,15 @@
-"""`bench weights`: in-flight updates of a live generator, against a raw broadcast of the same
-bytes.
+"""`e2e/bench/run weights`: in-flight updates of a live generator, against a raw broadcast of the
+same bytes.
 
 The bench is the trainer: it sends a model's weights over gloo on the loopback interface to the
 product's generator process, which decodes all the while. Rounds take both modes at both paces in
 turn, each beside a raw broadcast: the same buckets at the same pace to a process that only
 receives, in a process group made the same way, while the generator decodes as well. Medians count.
 
-`pause_over_transfer` is the pause over the transfer's time. `total_over_broadcast` is total / (broadcast + apply): an
-update has to move the bytes and to bring them into the model, so 1 means that it does nothing else
-and less than 1 that it does both at once. `beside_apply_over_broadcast`, (total - apply) /
-broadcast, is the same without the share that the model's loading has.
+`pause_over_transfer` is the pause over the transfer's time. `total_over_broadcast` is
+total / (broadcast + apply): an update has to move the bytes and to load them into the model, so 1
+means that it does nothing else, and less than 1 that it does both concurrently.
+`beside_apply_over_broadcast`, (total - apply) / broadcast, is the same without the model's loading.
 """
 
 import argparse
@@ -21,8 +21,7 @@ from pathlib import Path
 from statistics import median
 
 from bench.report import Report, Row, Value, at_most, progress
-from bench.weights_generator import running_generator
-from bench.weights_model import MEGABYTE, make_model
+from bench.weights_generator import MEGABYTE, make_model, running_generator
 from bench.weights_transfer import Mirror, Trainer, Update, read_snapshot
 from pipelinerl_common.errors import SettingsError
 

@@ -1,31 +1,34 @@
-"""The weights bench's generator: the product's own process with a model folder, and completions
-that keep it busy.
+"""The generator of the weights bench: the product's own process, completions that keep it busy, and
+its model, a random Qwen3 in float32 of a given size with the tiny model's tokenizer.
 """
 
 import asyncio
-import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import yaml
 
-from bench import children
+from bench.processes import running, tail
 from bench.report import progress
-from bench.weights_model import MAX_MODEL_LEN
+from pipelinerl_cli.up.process import Ports
 from pipelinerl_common.errors import PipelineRLError, Refused, Unavailable
 
+HIDDEN, INTERMEDIATE, HEADS, KEY_VALUE_HEADS, HEAD_DIM = 768, 2048, 12, 4, 64
+MAX_MODEL_LEN = 1024
+FLOAT32_BYTES = 4
+MEGABYTE = 1_000_000
 START_TIMEOUT_S, CALL_TIMEOUT_S, POLL_S = 300.0, 300.0, 0.1
 COMPLETION_TOKENS = MAX_MODEL_LEN - 64
 KV_CACHE_BYTES = 256 << 20
 
 
 class Generator:
-    """A running generator. Calls raise Refused with its answer when it says no and Unavailable when
-    it is gone.
+    """Client of a running generator. Calls raise Refused with the response when it refuses, and
+    Unavailable when it does not respond.
     """
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
@@ -66,7 +69,7 @@ class Generator:
         try:
             async with asyncio.TaskGroup() as tasks:
                 workers = [
-                    tasks.create_task(self._complete_for_ever()) for _ in range(num_requests)
+                    tasks.create_task(self._complete_repeatedly()) for _ in range(num_requests)
                 ]
                 yield
                 for worker in workers:
@@ -75,7 +78,7 @@ class Generator:
             raise failures.exceptions[0] from failures
 
     async def wait_until_running(self, num_requests: int) -> None:
-        """Returns when so many requests are being decoded. Raises Unavailable after CALL_TIMEOUT_S."""
+        """Waits until so many requests are decoded. Raises Unavailable after CALL_TIMEOUT_S."""
         deadline = time.monotonic() + CALL_TIMEOUT_S
         while await self.num_running() < num_requests:
             if time.monotonic() > deadline:
@@ -85,7 +88,7 @@ class Generator:
                 )
             await asyncio.sleep(POLL_S)
 
-    async def _complete_for_ever(self) -> None:
+    async def _complete_repeatedly(self) -> None:
         body = {
             "prompt_token_ids": [5, 40, 41, 6],
             "max_tokens": COMPLETION_TOKENS,
@@ -103,36 +106,29 @@ async def running_generator(
     """Starts the generator of the model in `folder`/model. Raises Unavailable with its log's end
     when it does not come up.
     """
-    job_file, log, port = folder / "job.yaml", folder / "generator.log", children.free_port()
+    job_file = folder / "job.yaml"
     job_file.write_text(yaml.safe_dump(_job(folder, engine, num_requests)))
-    argv = [
-        sys.executable,
-        "-m",
-        "pipelinerl_actor.generator",
-        "--job",
-        str(job_file),
-        "--name",
-        "generator-0",
-    ]
-    argv += ["--output", str(folder), "--listen", f"127.0.0.1:{port}", "--serve-initial"]
     timeout = aiohttp.ClientTimeout(total=CALL_TIMEOUT_S)
     connector = aiohttp.TCPConnector(force_close=True)
-    async with (
-        children.running(argv, log) as process,
-        aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
-    ):
-        generator = Generator(f"http://127.0.0.1:{port}", session)
+    async with AsyncExitStack() as stack:
+        address = stack.enter_context(Ports()).address()
+        argv = (
+            *("python", "-m", "pipelinerl_actor.generator", "--job", str(job_file)),
+            *("--name", "generator-0", "--output", str(folder)),
+            *("--listen", address, "--serve-initial"),
+        )
+        process = await stack.enter_async_context(running(argv, folder / "generator.log"))
+        session = aiohttp.ClientSession(timeout=timeout, connector=connector)
+        generator = Generator(f"http://{address}", await stack.enter_async_context(session))
         deadline = time.monotonic() + START_TIMEOUT_S
         while not await generator.is_healthy():
-            if process.returncode is not None or time.monotonic() > deadline:
-                raise Unavailable(
-                    f"the generator does not come up; its log ends: {children.log_tail(log)}"
-                )
+            if process.exit_status is not None or time.monotonic() > deadline:
+                raise Unavailable(f"the generator does not come up; its log ends: {tail(process)}")
             await asyncio.sleep(POLL_S)
         try:
             yield generator
         except PipelineRLError:
-            progress(f"the generator's log ends: {children.log_tail(log)}")
+            progress(f"the generator's log ends: {tail(process)}")
             raise
 
 
@@ -160,3 +156,40 @@ def _job(folder: Path, engine: str, num_requests: int) -> dict[str, Any]:
             "weightTransfer": {"backend": "gloo"},
         },
     }
+
+
+def num_layers(megabytes: int) -> int:
+    """Decoder layers that come to `megabytes` of float32 weights or a little more; one layer is 25
+    MB.
+    """
+    attention = HIDDEN * HEAD_DIM * (2 * HEADS + 2 * KEY_VALUE_HEADS)
+    layer_bytes = FLOAT32_BYTES * (attention + 3 * HIDDEN * INTERMEDIATE)
+    return -(-megabytes * MEGABYTE // layer_bytes)
+
+
+def make_model(folder: Path, megabytes: int, seed: int) -> None:
+    """Writes the model into `folder`, in Hugging Face format."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    from pipelinerl_actor.models import tiny
+
+    logging.disable_progress_bar()
+    config = Qwen3Config(
+        vocab_size=tiny.VOCAB_SIZE,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=num_layers(megabytes),
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEY_VALUE_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=MAX_MODEL_LEN,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tiny.SPECIAL_TOKENS.index(tiny.END),
+        pad_token_id=tiny.SPECIAL_TOKENS.index(tiny.PAD),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tiny.save(Qwen3ForCausalLM(config).float(), folder)

@@ -1,7 +1,7 @@
 import argparse
 
 from bench import packing
-from bench.first_fit import first_fit
+from bench.packing import first_fit
 
 
 def test_first_fit_closes_a_row_when_the_next_sample_does_not_fit() -> None:

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from bench import stream, stream_redis
+from bench import stream, stream_roles
 from bench.trajectories import Workload, cycle
 from pipelinerl_common.types import FinishReason
 
@@ -46,9 +46,9 @@ def test_cycled_groups_have_ids_of_their_own() -> None:
 
 
 def test_baseline_carries_the_same_trajectories_as_lists() -> None:
-    for group, texts in zip(WORKLOAD.groups(), stream_redis.training_texts(WORKLOAD), strict=True):
+    for group, texts in zip(WORKLOAD.groups(), stream_roles.training_texts(WORKLOAD), strict=True):
         for sample, text in zip(group.samples, texts, strict=True):
-            read = pickle.loads(stream_redis.encode(text))
+            read = pickle.loads(stream_roles.encode(text))
             assert read["input_ids"] == sample.token_ids_S.tolist()
             assert read["labels"][: read["prompt_tokens"]] == [-100] * sample.segment_lengths[0]
             assert (

@@ -7,9 +7,8 @@ import time
 
 import pytest
 
-from bench.process_tree import tree
-from bench.scraping import Load
-from bench.telemetry import Measured, report
+from bench.processes import cpu_seconds, process_tree
+from bench.telemetry import Load, Measured, report
 
 
 def test_overhead_is_the_median_of_the_pairs() -> None:
@@ -45,7 +44,7 @@ def test_only_scrapes_between_two_answers_of_a_process_count_as_failed() -> None
 
 
 def tree_cpu_seconds(root: int) -> float:
-    return sum(each.cpu_seconds for each in tree(root))
+    return sum(map(cpu_seconds, process_tree(root)))
 
 
 def test_cpu_time_is_that_of_the_process_and_of_all_below_it() -> None:
@@ -61,7 +60,7 @@ def test_cpu_time_is_that_of_the_process_and_of_all_below_it() -> None:
         parent.stdout.readline()
         assert tree_cpu_seconds(parent.pid) >= 0.5
         assert tree_cpu_seconds(os.getpid()) >= tree_cpu_seconds(parent.pid)
-        assert next(each.parent for each in tree(parent.pid)) == os.getpid()
+        assert process_tree(parent.pid)[0].ppid() == os.getpid()
         parent.communicate(b"\n", timeout=60)
     began = time.process_time()
     assert tree_cpu_seconds(os.getpid()) >= began * 0.5

@@ -6,7 +6,7 @@ import pytest
 
 from bench import weights
 from bench.weights import Measured
-from bench.weights_model import make_model, num_layers
+from bench.weights_generator import make_model, num_layers
 from bench.weights_transfer import Update, read_snapshot
 from pipelinerl_common.errors import SettingsError
 

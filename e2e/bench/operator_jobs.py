@@ -1,15 +1,16 @@
-"""`bench operator`: the operator with many jobs on a real API server, whose pods have no
+"""`e2e/bench/run operator`: the operator with many jobs on a real API server, whose pods have no
 containers.
 
-etcd and kube-apiserver run on loopback, the operator as a process of its own, as a pod would run
-it. Jobs are created as fast as the server takes them; every pod is said to run as soon as it
-exists. Measured from the first job until all are Running:
+etcd and kube-apiserver run on loopback; the operator is a process of its own, started as a pod
+would start it. Jobs are created as fast as the server accepts them; every pod is reported as
+running as soon as it exists. Measured from the first job until all are Running:
 
-- a reconcile's duration, from the operator's own histogram, waiting for the API server included;
-- resident memory of the operator, sampled every second, its peak;
-- writes per job: every write but the creation of the job's own children (and Events, which are counted apart): status, applies
-  of existing children, deletions, failed attempts included. The lease is not a job's.
-- writes of a quiet resync: of two rounds in which every job is looked at again and nothing has changed.
+- the duration of a reconcile by the operator's own histogram, waiting for the API server included;
+- the peak of the operator's resident memory, sampled every second;
+- writes per job: every write but the creation of the job's own children and of Events, which are
+  counted apart: status, applies of existing children, deletions, failed attempts included. The
+  lease belongs to no job;
+- writes of a quiet resync: of two rounds in which every job is reconciled and nothing has changed.
 """
 
 import argparse
@@ -25,10 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
+import psutil
 
-from bench.api_server import ApiServer, api_server, free_port, missing_binary
+from bench.api_server import ApiServer, api_server, missing_binary
 from bench.hollow_pods import HollowPods
 from bench.report import Report, Row, Value, at_most, progress
+from pipelinerl_cli.up.process import Ports
 from pipelinerl_common.errors import FatalError
 from pipelinerl_operator.crd import definition
 from pipelinerl_operator.kube import Object, Resource, open_api
@@ -43,20 +46,21 @@ CHILDREN_PER_JOB = 10
 """ServiceAccount, ConfigMap, Service, NetworkPolicy, two budgets, Secret, three pods."""
 RESYNC_S = 20.0
 SCRAPE_S = 5
-"""Prometheus asks every 15 s, as the chart has it. An answer of a thousand jobs is 2 MB and its
-making is work.
+"""Prometheus scrapes every 15 s, as the chart sets it. The response for a thousand jobs is 2 MB and
+costs the operator time.
 """
 DEADLINE_S = 1800.0
 AT_ONCE = 16
+"""Jobs that are being created concurrently."""
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-"""As the chart sets it for the operator."""
+"""The operator's environment, as the chart sets it."""
 WRITES = ("patch", "apply", "delete")
 Condition = Callable[[dict[str, float]], bool]
 
 
 @dataclass
 class Operator:
-    """The operator's process, and what it says of itself."""
+    """The operator's process and its metrics."""
 
     process: subprocess.Popen[bytes]
     address: str
@@ -74,29 +78,29 @@ class Operator:
         return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:])
 
     def sample(self) -> None:
+        """Samples the process's memory. Raises FatalError when it has ended."""
         if self.process.poll() is not None:
             raise FatalError(
                 f"the operator ended with status {self.process.returncode}:\n{self.last_lines()}"
             )
-        status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
-        resident = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
-        self.peak_bytes = max(self.peak_bytes, int(resident.split()[1]) * 1024)
+        resident = int(psutil.Process(self.process.pid).memory_info().rss)
+        self.peak_bytes = max(self.peak_bytes, resident)
 
 
 def bench(args: argparse.Namespace) -> Report:
-    """`args.jobs` jobs."""
+    """Measures the operator with `args.jobs` jobs."""
     if missing := missing_binary():
         return Report(TITLE, skipped=f"No API server can be started here: {missing} is missing.")
     jobs = 20 if args.quick else args.jobs
-    with api_server() as server:
-        return asyncio.run(_measure(server, jobs))
+    with api_server() as server, Ports() as ports:
+        return asyncio.run(_measure(server, ports, jobs))
 
 
-async def _measure(server: ApiServer, jobs: int) -> Report:
+async def _measure(server: ApiServer, ports: Ports, jobs: int) -> Report:
     async with open_api(server.administrator) as api, aiohttp.ClientSession() as session:
         await api.create(CRDS, "", definition())
         await _until_served(server)
-        operator = _start(server)
+        operator = _start(server, ports)
         driving = asyncio.create_task(HollowPods(api).run())
         try:
             await _until(
@@ -133,7 +137,9 @@ async def _measure(server: ApiServer, jobs: int) -> Report:
 async def _until(
     operator: Operator, session: aiohttp.ClientSession, holds: Condition
 ) -> dict[str, float]:
-    """The series once `holds` does. Samples memory meanwhile."""
+    """Waits until `holds` is true of the operator's series and returns them; samples its memory
+    meanwhile. Raises FatalError after DEADLINE_S.
+    """
     deadline = time.monotonic() + DEADLINE_S
     for second in itertools.count():
         operator.sample()
@@ -146,14 +152,14 @@ async def _until(
             break
         await asyncio.sleep(1.0)
     raise FatalError(
-        f"not steady within {DEADLINE_S:g} s; the operator's last words:\n{operator.last_lines()}"
+        f"not steady within {DEADLINE_S:g} s; the operator's last lines:\n{operator.last_lines()}"
     )
 
 
 async def _quiet_rounds(
     operator: Operator, session: aiohttp.ClientSession, jobs: int
 ) -> dict[str, float]:
-    """What two resyncs add to each series, after what was still to be written has been."""
+    """The increase of each series over two resyncs, once pending writes are done."""
     await asyncio.sleep(10.0)
     before = await operator.metrics(session)
     looked = _sum(before, "operator_reconciles_total") + 2 * jobs
@@ -200,7 +206,7 @@ def _report(
 
 
 def _job(number: int) -> Object:
-    """The smallest that has every role."""
+    """The smallest job that has every role."""
     return {
         "apiVersion": JOBS.api_version,
         "kind": JOBS.kind,
@@ -216,16 +222,16 @@ def _job(number: int) -> Object:
     }
 
 
-def _start(server: ApiServer) -> Operator:
+def _start(server: ApiServer, ports: Ports) -> Operator:
     service_account, environment = server.service_account()
-    port, coordinator_port = free_port(), free_port()
+    address = ports.address()
     log_file = server.folder / "operator.log"
     with log_file.open("wb") as log:
         flags = {
             "--service-account": str(service_account),
             "--coordinator": "operator:50052",
-            "--coordinator-listen": f"127.0.0.1:{coordinator_port}",
-            "--metrics-listen": f"127.0.0.1:{port}",
+            "--coordinator-listen": ports.address(),
+            "--metrics-listen": address,
             "--nats-url": "nats://nats:4222",
             "--actor-image": "actor:1",
             "--trainer-image": "trainer:1",
@@ -246,11 +252,11 @@ def _start(server: ApiServer) -> Operator:
             stdin=subprocess.DEVNULL,
             env={**os.environ, **MALLOC, **environment},
         )
-    return Operator(process, f"127.0.0.1:{port}", log_file)
+    return Operator(process, address, log_file)
 
 
 async def _until_served(server: ApiServer) -> None:
-    """Until the new kind is served."""
+    """Waits until the API server serves the new kind."""
     async with open_api(server.administrator) as api:
         for _ in range(100):
             with suppress(NotFound):
@@ -261,7 +267,7 @@ async def _until_served(server: ApiServer) -> None:
 
 
 def _plain(name: str) -> str:
-    """Without the prefix and the labels that are the same everywhere."""
+    """The name of a series without the prefix and the labels that are the same everywhere."""
     bare, brace, labels = name.partition("{")
     kept = [
         label
@@ -278,7 +284,7 @@ def _sum(series: dict[str, float], name: str, label: str = "") -> float:
 
 
 def _quantile(series: dict[str, float], share: float) -> float:
-    """Of the reconcile histogram, straight within its bucket as Prometheus has it."""
+    """A quantile of the reconcile histogram, linear within its bucket as Prometheus computes it."""
     prefix = 'operator_reconcile_seconds_bucket{le="'
     buckets = sorted(
         (float(key[len(prefix) :].rstrip('"}')), value)
