@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 
 from pipelinerl_common.types import GroupId
 
@@ -94,7 +94,7 @@ class GroupLease:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class LedgerSnapshot:
     """Enough to go on from a checkpoint; see LedgerSnapshot in batches.proto."""
 
     num_committed_steps: int
@@ -200,3 +200,45 @@ class GroupTable:
 
     def __len__(self) -> int:
         return len(self._groups)
+
+
+class DropReason(StrEnum):
+    """The label `reason` of `groups_dropped_total`."""
+
+    ROLLBACK = "rollback"
+    """The group belongs to a timeline that a restore left."""
+    UNKNOWN = "unknown"
+    """No such group was ever granted."""
+    DUPLICATE = "duplicate"
+    """The group has already finished once, under another attempt, or has already ended."""
+    MISMATCH = "mismatch"
+    """The message contradicts the lease: another prompt, or more samples than the group has."""
+    TEMPERATURE = "temperature"
+    """The tokens were drawn at another temperature than the job's, so their log-probs cannot be
+    trained.
+    """
+    NON_FINITE = "non_finite"
+    """A reward or log-prob is NaN or infinite."""
+    BAD_VERSION = "bad_version"
+    """A token carries a version that the trainer has not reached, or a negative one."""
+    TOO_FEW_SAMPLES = "too_few_samples"
+    """Not enough trajectories for the baseline."""
+    ZERO_ADVANTAGE = "zero_advantage"
+    """All rewards are equal and `dropZeroAdvantage` is set."""
+    NO_TOKENS = "no_tokens"
+    """Nothing to train: every completion is empty, masked or over-long."""
+    REFERENCE = "reference"
+    """The reference generators could not score it."""
+    RING_BUFFER = "ring_buffer"
+    """It waited longest when the ring buffer overflowed."""
+    STALE = "stale"
+    """The staleness policy dropped it when a batch was assembled (layer 3)."""
+    CANCELLED = "cancelled"
+    """The staleness policy cancelled it while it ran: at a publish, or on a load report (layer 2).
+    """
+    UNFINISHED = "unfinished"
+    """The run ended while it was generated."""
+    EXPIRED = "expired"
+    """Its last permitted attempt ended without a result."""
+    FAILED = "failed"
+    """The actor gave it up."""

@@ -10,8 +10,7 @@ from pipelinerl_common.errors import PermanentError, TemporaryError
 from pipelinerl_common.stream import ReceivedGroup
 from pipelinerl_common.tracing import span
 from pipelinerl_common.types import SampleGroup
-from pipelinerl_preprocessor.drops import DropReason
-from pipelinerl_preprocessor.groups import Arrival, Group
+from pipelinerl_preprocessor.groups import Arrival, DropReason, Group
 from pipelinerl_preprocessor.live import LiveLedger
 from pipelinerl_preprocessor.preparation import Preparation, PreparedGroup
 from pipelinerl_preprocessor.reference import Reference

@@ -1,4 +1,6 @@
-"""Keeps the ledger's records durable in a key-value bucket.
+"""The journal's records as JSON: one for the ledger itself, one per outstanding group.
+
+Keeps the ledger's records durable in a key-value bucket.
 
 Keys       "ledger", and "group.<slot>" per outstanding group. Slots are used again, so the bucket
 never outgrows the largest
@@ -12,16 +14,76 @@ Order      groups, then the ledger, then deletions. A crash between any two writ
 import asyncio
 import heapq
 import itertools
+import json
 import logging
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from dataclasses import asdict
+from typing import Any, Protocol, TypeAlias
 
 from pipelinerl_common.errors import FatalError, TemporaryError, Unavailable
 from pipelinerl_common.types import GroupId
-from pipelinerl_preprocessor.bell import Bell
-from pipelinerl_preprocessor.groups import Group
+from pipelinerl_preprocessor.groups import Group, LedgerState
 from pipelinerl_preprocessor.ledger import Ledger
-from pipelinerl_preprocessor.records import decode_group, decode_ledger, encode_group, encode_ledger
+
+SCHEMA_VERSION = 1
+
+
+def encode_ledger(state: LedgerState) -> bytes:
+    return _encode(asdict(state))
+
+
+def decode_ledger(key: str, payload: bytes) -> LedgerState:
+    """Raises FatalError that names the key when the record cannot be read."""
+    try:
+        fields = _decode(payload)
+        return LedgerState(**{**fields, "last_commit": tuple(fields["last_commit"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise _unreadable(key, error) from error
+
+
+def encode_group(group: Group) -> bytes:
+    """Only what recovery needs: leases are renewed and messages delivered again by themselves."""
+    return _encode(
+        {
+            "group_id": group.group_id,
+            "sequence": group.sequence,
+            "prompt_index": group.prompt_index,
+            "attempt": group.attempt,
+            "actor_id": group.actor_id,
+            "session_id": group.session_id,
+            "started_version": group.started_version,
+            **({"traceparent": group.traceparent} if group.traceparent else {}),
+        }
+    )
+
+
+def decode_group(key: str, payload: bytes) -> Group:
+    """Raises FatalError that names the key when the record cannot be read."""
+    try:
+        fields = _decode(payload)
+        return Group(**{**fields, "group_id": GroupId(fields["group_id"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise _unreadable(key, error) from error
+
+
+def _encode(fields: dict[str, Any]) -> bytes:
+    return json.dumps({"schema_version": SCHEMA_VERSION, **fields}, separators=(",", ":")).encode()
+
+
+def _decode(payload: bytes) -> dict[str, Any]:
+    fields = json.loads(payload)
+    if not isinstance(fields, dict) or fields.pop("schema_version", None) != SCHEMA_VERSION:
+        raise ValueError(f"schema_version is not {SCHEMA_VERSION}")
+    return fields
+
+
+def _unreadable(key: str, error: Exception) -> FatalError:
+    return FatalError(
+        f"journal record {key!r} cannot be read ({error}): it was written by another release or "
+        "damaged; delete the job's "
+        "journal bucket and let the trainer restore from its checkpoint"
+    )
+
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +96,7 @@ Write: TypeAlias = tuple[str, bytes | None]
 """Key and value; None deletes."""
 
 
-class Bucket(Protocol):
+class JournalStore(Protocol):
     """What is needed of `pipelinerl_common.stream.Journal`."""
 
     async def put(self, key: str, value: bytes) -> None: ...
@@ -45,13 +107,14 @@ class Bucket(Protocol):
 class JournalWriter:
     """Writes what the ledger says has changed, one write at a time, many changes in each."""
 
-    def __init__(self, bucket: Bucket, ledger: Ledger) -> None:
+    def __init__(self, bucket: JournalStore, ledger: Ledger) -> None:
         self._bucket = bucket
         self._ledger = ledger
         self._changed: set[GroupId | None] = set()
         self._num_marked = 0
         self._num_written = 0
-        self._marked, self._written = Bell(), Bell()
+        self._marked = asyncio.Event()
+        self._written = asyncio.Condition()
         self._slots: dict[GroupId, int] = {}
         self._free_slots: list[int] = []
         self._next_slot = itertools.count()
@@ -77,33 +140,36 @@ class JournalWriter:
                 self._mark(group.group_id)
 
     async def run(self) -> None:
-        """Consumes marks, produces writes; waits for marks, is unblocked by `Ledger.on_change`.
-        Never returns.
+        """Writes the records that have changed, until cancelled.
+
+        Consumes the groups that `Ledger.on_change` names, produces writes to the bucket; waits for
+        a change, and for the store while it is unreachable.
         """
         while True:
-            if not self._changed:
-                await self._marked.wait(3600.0)
-                continue
+            await self._marked.wait()
+            self._marked.clear()
             changed, self._changed = self._changed, set()
             marked = self._num_marked
             await self._write(changed)
-            self._num_written = marked
-            self._written.ring()
+            async with self._written:
+                self._num_written = marked
+                self._written.notify_all()
 
     async def sync(self, timeout_s: float = 10.0) -> None:
         """Returns when everything that has changed until now is durable. Raises Unavailable at the
         deadline.
         """
-        loop = asyncio.get_running_loop()
-        target, deadline = self._num_marked, loop.time() + timeout_s
-        while self._num_written < target:
-            if not await self._written.wait(deadline - loop.time()) and self._num_written < target:
-                raise Unavailable(f"the journal could not be written within {timeout_s:g} s")
+        target = self._num_marked
+        try:
+            async with asyncio.timeout(timeout_s), self._written:
+                await self._written.wait_for(lambda: self._num_written >= target)
+        except TimeoutError as error:
+            raise Unavailable(f"the journal could not be written within {timeout_s:g} s") from error
 
     def _mark(self, group_id: GroupId | None) -> None:
         self._changed.add(group_id)
         self._num_marked += 1
-        self._marked.ring()
+        self._marked.set()
 
     async def _write(self, changed: set[GroupId | None]) -> None:
         """Encodes all of `changed` at this one moment, then writes."""

@@ -23,8 +23,8 @@ from pipelinerl_preprocessor.groups import (
     GroupLease,
     GroupState,
     GroupTable,
+    LedgerSnapshot,
     LedgerState,
-    Snapshot,
     make_group_id,
     split_group_id,
 )
@@ -63,12 +63,12 @@ class Ledger:
         """Groups of the batch that is taken and not committed, in its order; empty between steps."""
         return tuple(group.group_id for group in self.groups.within(GroupState.TAKEN))
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> LedgerSnapshot:
         self.check_restored()
         open_prompts = sorted(
             {*self.state.open_prompts, *(group.prompt_index for group in self.groups)}
         )
-        return Snapshot(
+        return LedgerSnapshot(
             self.state.num_committed,
             self.state.next_prompt_index,
             tuple(open_prompts),
@@ -285,7 +285,7 @@ class Ledger:
     # Going back, going on
 
     def restore(
-        self, restore_id: str, num_committed: int, snapshot: Snapshot | None
+        self, restore_id: str, num_committed: int, snapshot: LedgerSnapshot | None
     ) -> list[GroupId]:
         """Rewinds to `snapshot`, or starts afresh without one; `state.rewound` tells whether
         anything changed.

@@ -1,9 +1,16 @@
-"""The ledger at work: the same object for all services of this process, with its payloads, its
+"""Wakes everybody who waits for something to change.
+
+The finished groups that wait for training: bounded, the oldest gives way.
+
+Whether finished weights may go to the generators: some policies hold a publish back.
+
+The ledger at work: the same object for all services of this process, with its payloads, its
 journal and its clock.
 
 One event loop, so between two awaits nobody else changes anything.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -12,19 +19,118 @@ from typing import Any
 
 from pipelinerl_common.stream import ReceivedGroup
 from pipelinerl_common.tracing import Tracer
-from pipelinerl_preprocessor.bell import Bell
-from pipelinerl_preprocessor.counters import Counters
-from pipelinerl_preprocessor.drops import DropReason
-from pipelinerl_preprocessor.engine_loads import EngineLoads
-from pipelinerl_preprocessor.groups import UNARRIVED, GroupState, split_group_id
+from pipelinerl_preprocessor.groups import UNARRIVED, DropReason, GroupState, split_group_id
 from pipelinerl_preprocessor.journal import JournalWriter
 from pipelinerl_preprocessor.ledger import Ledger
+from pipelinerl_preprocessor.metrics import EngineLoads, PreprocessorCounters
 from pipelinerl_preprocessor.preparation import PreparedGroup
-from pipelinerl_preprocessor.publish_gate import PublishGate
-from pipelinerl_preprocessor.ring_buffer import RingBuffer
 from pipelinerl_staleness.policy import EngineLoad
 
+
+class Broadcast:
+    """A broadcast without memory: `ring` wakes those who wait now."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def ring(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self, timeout_s: float) -> bool:
+        """False when nobody rang within `timeout_s`."""
+        event = self._event  # before any suspension: a ring after this call is not missed
+        if timeout_s <= 0:
+            return False
+        try:
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+class RingBuffer:
+    """Ids of waiting groups in the order in which they finished.
+
+    Example with room for two: add a, b, c; `add` of c returns a, which is no longer inside.
+    """
+
+    def __init__(self, max_groups: int) -> None:
+        if max_groups < 1:
+            raise ValueError(f"max_groups={max_groups} must be at least 1")
+        self.max_groups = max_groups
+        self._waiting: dict[str, None] = {}
+
+    def add(self, group_id: str) -> str | None:
+        """Returns the oldest group when it had to give way; the caller counts it and gives its slot
+        back.
+        """
+        self._waiting[group_id] = None
+        if len(self._waiting) <= self.max_groups:
+            return None
+        oldest = next(iter(self._waiting))
+        del self._waiting[oldest]
+        return oldest
+
+    def discard(self, group_id: str) -> None:
+        self._waiting.pop(group_id, None)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, group_id: object) -> bool:
+        return group_id in self._waiting
+
+
 log = logging.getLogger(__name__)
+
+
+class PublishGate:
+    """Asks the policy until it says yes, then remembers it; holds a version back for `max_hold_s`
+    at most.
+
+    As in the simulator, the next batch is not taken before the newest weights may go.
+    """
+
+    def __init__(self, ledger: Ledger, max_hold_s: float, now: Callable[[], float]) -> None:
+        self._ledger = ledger
+        self._max_hold_s = max_hold_s
+        self._now = now
+        self._allowed = -1
+        self._held: tuple[int, float] | None = None
+        self.num_forced = 0
+        """Versions that the policy still held back at their deadline."""
+
+    def may_publish(self, version: int) -> bool:
+        """Whether `version` may go now. What was allowed once, or is served already, stays allowed."""
+        if version <= max(self._allowed, self._ledger.state.served_version):
+            return True
+        if not self._ledger.policy.may_publish():
+            if self._held is None or self._held[0] != version:
+                self._held = (version, self._now())
+            if self._now() - self._held[1] < self._max_hold_s:
+                return False
+            log.warning(
+                "version=%d was held back for %g s, it is published now", version, self._max_hold_s
+            )
+            self.num_forced += 1
+        self._allowed, self._held = version, None
+        return True
+
+    def holds_back(self) -> bool:
+        """Whether the newest step's weights are wanted on the generators and may not go yet."""
+        step = self._ledger.state.num_committed
+        return (
+            step > 0
+            and self._ledger.policy.publishes_after(step - 1)
+            and not self.may_publish(step)
+        )
+
+    def rewind(self) -> None:
+        """Versions begin again at an older one."""
+        self._allowed, self._held = -1, None
+
 
 _MAX_ENDED = 4096
 
@@ -39,7 +145,7 @@ class LiveLedger:
     journal: JournalWriter
     waiting: RingBuffer
     gate: PublishGate
-    counters: Counters
+    counters: PreprocessorCounters
     note: Callable[[str, list[Any]], None] = lambda what, values: None
     """Writes down beside the policy's events what else a run is told by."""
     loads: EngineLoads = field(default_factory=EngineLoads)
@@ -47,9 +153,9 @@ class LiveLedger:
     now: Callable[[], float] = time.monotonic
     received: dict[str, ReceivedGroup] = field(default_factory=dict)
     prepared: dict[str, PreparedGroup] = field(default_factory=dict)
-    admission_bell: Bell = field(default_factory=Bell)
+    admission_bell: Broadcast = field(default_factory=Broadcast)
     """Rings when a lease may be granted or must be cancelled."""
-    batch_bell: Bell = field(default_factory=Bell)
+    batch_bell: Broadcast = field(default_factory=Broadcast)
     """Rings when a batch may be formed."""
     ended: dict[str, str] = field(default_factory=dict)
     """Why the newest groups were given up while an actor worked on them, until it tells what they

@@ -1,4 +1,6 @@
-"""The preprocessor's loops.
+"""Makes the preprocessor's parts from the job's settings.
+
+The preprocessor's loops.
 
     sample stream --> Intake --> LiveLedger (groups that wait) --> Batches --> trainer ranks
                                      |        ^                       |
@@ -12,27 +14,112 @@ between.
 
 import asyncio
 import logging
-from contextlib import closing
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from pipelinerl.v1.admission_pb2_grpc import add_AdmissionServicer_to_server
 from pipelinerl.v1.batches_pb2_grpc import add_BatchesServicer_to_server
-from pipelinerl_common.errors import TemporaryError
+from pipelinerl_common.errors import SettingsError, TemporaryError
 from pipelinerl_common.metrics import PREPROCESSOR, Metrics, record_of, serve_metrics
 from pipelinerl_common.rpc import RpcService, serve
 from pipelinerl_common.service import Wiring, run_until_first
-from pipelinerl_common.settings import Job
+from pipelinerl_common.settings import Job, JobSpec
 from pipelinerl_common.stream import Login, Stream, connect
 from pipelinerl_common.tracing import open_tracer
-from pipelinerl_preprocessor.admission import Admission, ClosedTime
-from pipelinerl_preprocessor.batches import Batches
-from pipelinerl_preprocessor.drops import DropReason
-from pipelinerl_preprocessor.events import EventLog
-from pipelinerl_preprocessor.gauges import Depths
+from pipelinerl_preprocessor.admission_service import Admission, ClosedTime
+from pipelinerl_preprocessor.batch import RowLayout
+from pipelinerl_preprocessor.batch_service import Batches
+from pipelinerl_preprocessor.groups import DropReason
 from pipelinerl_preprocessor.intake import Intake
-from pipelinerl_preprocessor.live import LiveLedger
-from pipelinerl_preprocessor.parts import layout_of, open_ledger, open_reference
+from pipelinerl_preprocessor.journal import JournalWriter
+from pipelinerl_preprocessor.ledger import Ledger
+from pipelinerl_preprocessor.live import LiveLedger, PublishGate, RingBuffer
+from pipelinerl_preprocessor.metrics import Depths, PreprocessorCounters
 from pipelinerl_preprocessor.preparation import Preparation
-from pipelinerl_preprocessor.trained import TrainedLog
+from pipelinerl_preprocessor.reference import Reference
+from pipelinerl_preprocessor.run_log import EventLog, TrainedLog
+from pipelinerl_staleness.policy import Policy
+from pipelinerl_staleness.recording import recorded
+from pipelinerl_staleness.registry import make_policy
+
+
+def policy_of(spec: JobSpec) -> Policy:
+    """Policies that count trajectories get the job's group size. Raises SettingsError when the job
+    gives them another one.
+    """
+    settings, group_size = spec.staleness.parse(), spec.task.group_size
+    if "group_size" in settings.parameter_names():
+        given = spec.staleness.parameters.get("group_size", group_size)
+        if given != group_size:
+            raise SettingsError(
+                f"staleness.groupSize={given} differs from task.groupSize={group_size}: leave "
+                "staleness.groupSize out"
+            )
+        settings = replace(settings, **{"group_size": group_size})
+    return make_policy(settings, spec.algorithm.groups_per_step)
+
+
+def ring_buffer_groups(spec: JobSpec, policy: Policy) -> int:
+    """Room of the ring buffer; unless the job limits it, for everything that can be outstanding."""
+    return spec.preprocessor.ring_buffer_groups or policy.max_outstanding()
+
+
+def layout_of(spec: JobSpec) -> RowLayout:
+    """The rows of a single rank."""
+    return RowLayout(
+        num_ranks=1,
+        row_tokens=spec.trainers.micro_batch_tokens,
+        temperature=spec.task.sampling.temperature,
+        reference=spec.reference is not None,
+        returns=spec.algorithm.baseline == "value",
+    )
+
+
+async def open_ledger(
+    spec: JobSpec, stream: Stream, trained: TrainedLog, events: EventLog, metrics: Metrics
+) -> LiveLedger:
+    """The ledger as the journal has it, or one that waits for the trainer's Restore."""
+    policy = recorded(policy_of(spec), events.write)
+    settings = spec.preprocessor
+    ledger = Ledger(
+        policy,
+        lease_s=settings.lease_seconds,
+        max_attempts=settings.max_group_attempts,
+        now=time.monotonic,
+    )
+    journal = JournalWriter(await stream.journal(), ledger)
+    room = RingBuffer(ring_buffer_groups(spec, policy))
+    # What runs ends within a trajectory's time, or its lease does: a policy that waits for it holds
+    # no publish back longer.
+    gate = PublishGate(ledger, spec.task.timeout_seconds + settings.lease_seconds, time.monotonic)
+    note = partial(_note, events)
+    live = LiveLedger(ledger, journal, room, gate, PreprocessorCounters(metrics), note)
+    await journal.recover(live.now())
+    if ledger.restored:
+        trained.rewind(ledger.state.num_committed)
+    return live
+
+
+def _note(events: EventLog, what: str, values: list[Any]) -> None:
+    events.write(what, values, None)
+
+
+@asynccontextmanager
+async def open_reference(spec: JobSpec, wiring: Wiring) -> AsyncIterator[Reference | None]:
+    """None when the job has no reference model."""
+    if spec.reference is None:
+        yield None
+        return
+    temperature = spec.task.sampling.temperature
+    async with Reference.open(
+        wiring.references, temperature=temperature, token=wiring.token
+    ) as reference:
+        yield reference
+
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +159,7 @@ async def run(
             live = await open_ledger(spec, stream, trained, events, metrics)
             live.tracer = tracer
             closed = ClosedTime(live, metrics.counter("admission_closed_seconds_total"))
-            depths = Depths(live, metrics)
+            depths = Depths(live.ledger, live.loads, metrics, live.now)
             services = [
                 RpcService(
                     add_AdmissionServicer_to_server,
@@ -142,7 +229,12 @@ async def report(
     while True:
         closed.count()
         try:
-            await depths.look_at(stream, REPORT_EVERY_S)
+            await depths.update(
+                stream,
+                REPORT_EVERY_S,
+                num_fetched=sum(received.num_messages for received in live.received.values()),
+                num_forced=live.gate.num_forced,
+            )
         except TemporaryError as error:
             log.debug("stream depth unknown: %s", error)
         await stream.publish_metrics(record_of(metrics, instance, live.ledger.state.num_committed))

@@ -16,9 +16,15 @@ from numpy.typing import NDArray
 
 from pipelinerl_common.settings import JobSpec
 from pipelinerl_common.types import FinishReason, Sample, SampleGroup
-from pipelinerl_preprocessor.advantage import BASELINES, Floats, advantages
-from pipelinerl_preprocessor.drops import DropReason
-from pipelinerl_preprocessor.penalty import kl_per_token, overlong_penalty, returns
+from pipelinerl_preprocessor.advantage import (
+    BASELINES,
+    Floats,
+    advantages,
+    kl_per_token,
+    overlong_penalty,
+    returns,
+)
+from pipelinerl_preprocessor.groups import DropReason
 from pipelinerl_preprocessor.rows import TrainSequence
 
 _LARGEST = float(np.finfo(np.float32).max)

@@ -1,15 +1,12 @@
-"""The columns of a packed row.
+"""TODO: say what this file is."""
 
-Shape suffixes: S tokens of a trajectory, T sampled tokens of it, L token slots of a row.
-"""
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl_common.types import MicroBatch, VersionRun
+from pipelinerl_common.types import MicroBatch, VersionRun, merge_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +94,3 @@ def build_row(
         temperature=temperature,
         group_numbers=tuple(number for number, _ in members),
     )
-
-
-def merge_runs(runs: Iterable[VersionRun]) -> tuple[VersionRun, ...]:
-    """Joins neighbours of the same version."""
-    merged: list[VersionRun] = []
-    for run in runs:
-        if merged and merged[-1].policy_version == run.policy_version:
-            merged[-1] = VersionRun(run.policy_version, merged[-1].num_tokens + run.num_tokens)
-        else:
-            merged.append(run)
-    return tuple(merged)

@@ -17,8 +17,8 @@ from pipelinerl_preprocessor.groups import (
     Group,
     GroupLease,
     GroupState,
+    LedgerSnapshot,
     LedgerState,
-    Snapshot,
     make_group_id,
     split_group_id,
 )
@@ -56,7 +56,7 @@ def take(ledger: Ledger) -> tuple[str, ...]:
 
 def test_leases_of_waiting_groups_come_before_open_prompts_before_new_ones() -> None:
     ledger = make_ledger()
-    ledger.restore("r", 3, Snapshot(3, 10, (4, 7), 0))
+    ledger.restore("r", 3, LedgerSnapshot(3, 10, (4, 7), 0))
     ledger.publish(3)
     [first] = ledger.grant("a", "s", 1, now=0.0)
     assert (first.group_id, first.prompt_index, first.attempt, first.lease_id) == (
@@ -255,7 +255,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.leases: list[tuple[str, GroupLease]] = []
         self.stream: list[str] = []
         self.trained: list[list[int]] = []
-        self.checkpoints: list[tuple[Snapshot, int]] = []
+        self.checkpoints: list[tuple[LedgerSnapshot, int]] = []
         self.prompt_of: dict[str, int] = {}
         self.num_restores = 0
         self.restore(None)
@@ -269,7 +269,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.store.attach(ledger)
         return ledger
 
-    def restore(self, snapshot: Snapshot | None) -> None:
+    def restore(self, snapshot: LedgerSnapshot | None) -> None:
         self.num_restores += 1
         step = snapshot.num_committed_steps if snapshot else 0
         self.ledger.restore(f"restore-{self.num_restores}", step, snapshot)

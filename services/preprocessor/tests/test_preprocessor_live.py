@@ -18,15 +18,13 @@ from preprocessor_harness import DEADLINE_S, Pulled, Rig, make_group, make_job, 
 from pipelinerl.v1 import batches_pb2
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.metrics import Metrics
-from pipelinerl_preprocessor.batches import Batches
-from pipelinerl_preprocessor.counters import Counters
+from pipelinerl_preprocessor.batch_service import Batches
 from pipelinerl_preprocessor.journal import JournalWriter
 from pipelinerl_preprocessor.ledger import Ledger
-from pipelinerl_preprocessor.live import LiveLedger
-from pipelinerl_preprocessor.parts import layout_of, policy_of
-from pipelinerl_preprocessor.publish_gate import PublishGate
-from pipelinerl_preprocessor.ring_buffer import RingBuffer
-from pipelinerl_preprocessor.trained import TrainedLog
+from pipelinerl_preprocessor.live import LiveLedger, PublishGate, RingBuffer
+from pipelinerl_preprocessor.loop import layout_of, policy_of
+from pipelinerl_preprocessor.metrics import PreprocessorCounters
+from pipelinerl_preprocessor.run_log import TrainedLog
 from pipelinerl_staleness.openrlhf import Openrlhf, OpenrlhfSettings
 from pipelinerl_staleness.policy import EngineLoad, Policy
 from pipelinerl_staleness.prime_rl import PrimeRl, PrimeRlSettings
@@ -46,7 +44,7 @@ class Bucket:
 def live_ledger(policy: Policy, now: Callable[[], float] = lambda: 0.0) -> LiveLedger:
     """With version 0 served and as many leases as the policy grants."""
     ledger = Ledger(policy, lease_s=60, max_attempts=3)
-    counters = Counters(Metrics("preprocessor", "test"))
+    counters = PreprocessorCounters(Metrics("preprocessor", "test"))
     live = LiveLedger(
         ledger,
         JournalWriter(Bucket(), ledger),
@@ -249,7 +247,12 @@ class Generator:
         if self.num_answers > 0:
             self.num_answers -= 1
             return web.json_response(
-                {"prompt_token_ids": [3, 4], "choices": [self._choice(n) for n in range(body["n"])]}
+                {
+                    "model": "policy",
+                    "prompt_token_ids": [3, 4],
+                    "choices": [self._choice(n) for n in range(body["n"])],
+                    "usage": {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4},
+                }
             )
         self.num_running += 1
         self.changed.set()

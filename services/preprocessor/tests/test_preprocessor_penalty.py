@@ -8,7 +8,7 @@ import pytest
 from preprocessor_harness import make_sample
 
 from pipelinerl_common.settings import OverlongSettings
-from pipelinerl_preprocessor.penalty import MAX_LOG_RATIO, kl_per_token, overlong_penalty, returns
+from pipelinerl_preprocessor.advantage import MAX_LOG_RATIO, kl_per_token, overlong_penalty, returns
 
 
 @pytest.mark.parametrize(

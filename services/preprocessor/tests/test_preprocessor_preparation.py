@@ -8,7 +8,7 @@ import pytest
 from preprocessor_harness import make_group, make_job, make_sample
 
 from pipelinerl_common.types import FinishReason, Sample, VersionRun
-from pipelinerl_preprocessor.drops import DropReason
+from pipelinerl_preprocessor.groups import DropReason
 from pipelinerl_preprocessor.preparation import Preparation, PreparedGroup
 
 

@@ -136,7 +136,7 @@ async def test_it_gives_up_at_the_deadline() -> None:
         async with Reference.open(
             [server.url], temperature=1.0, token=None, give_up_s=0.5
         ) as reference:
-            with pytest.raises(Unavailable, match="status 500"):
+            with pytest.raises(Unavailable, match="HTTP 500"):
                 await reference.score([sequence((1, 1))])
     async with Reference.open(
         [server.url], temperature=1.0, token=None, give_up_s=0.1
@@ -148,11 +148,15 @@ async def test_it_gives_up_at_the_deadline() -> None:
 @pytest.mark.parametrize(
     ("status", "answer", "match"),
     [
-        (400, {"error": "too long"}, "status 400.*too long"),
-        (200, {"logprobs": [[0.0, 0.0]]}, "2 log-probs for 1 tokens"),
-        (200, {"logprobs": []}, "0 sequences instead of 1"),
+        (400, {"error": "too long"}, "HTTP 400.*too long"),
+        (200, {"logprobs": [[0.0, 0.0]], "weight_version": 0}, "2 log-probs for 1 tokens"),
+        (200, {"logprobs": [], "weight_version": 0}, "0 sequences instead of 1"),
         (200, {"other": 1}, "not the expected answer"),
-        (200, {"logprobs": [[math.inf]]}, "not the expected answer|not finite"),
+        (
+            200,
+            {"logprobs": [[math.inf]], "weight_version": 0},
+            "not the expected answer|not finite",
+        ),
     ],
 )
 async def test_nonsense_is_not_retried(status: int, answer: dict[str, Any], match: str) -> None:

@@ -5,10 +5,10 @@ import time
 import numpy as np
 from preprocessor_harness import make_group, make_job, make_sample
 
-from pipelinerl_common.types import VersionRun
-from pipelinerl_preprocessor.batch import Layout, assemble
+from pipelinerl_common.types import VersionRun, merge_runs
+from pipelinerl_preprocessor.batch import RowLayout, assemble
 from pipelinerl_preprocessor.preparation import Preparation, PreparedGroup
-from pipelinerl_preprocessor.rows import TrainSequence, build_row, merge_runs
+from pipelinerl_preprocessor.rows import TrainSequence, build_row
 
 
 def sequence(
@@ -96,7 +96,7 @@ def prepared(group_id: str, lengths: list[int]) -> PreparedGroup:
 def test_the_plan_sums_over_all_ranks_and_rows() -> None:
     groups = [prepared("0-0", [5, 9, 20, 1]), prepared("0-1", [7, 7, 0, 30])]
     batch = assemble(
-        3, groups, Layout(2, 64, 1.0, reference=False, returns=False), publish_after=True
+        3, groups, RowLayout(2, 64, 1.0, reference=False, returns=False), publish_after=True
     )
     rows = [row for rank in batch.rows for row in rank]
     assert batch.plan.num_sequences == 8
@@ -109,7 +109,7 @@ def test_the_plan_sums_over_all_ranks_and_rows() -> None:
     assert {len(rank) for rank in batch.rows} == {batch.plan.num_micro_batches}
     assert batch.plan.metrics["completion_length_mean"] == 79 / 8
     same = assemble(
-        3, groups, Layout(2, 64, 1.0, reference=False, returns=False), publish_after=True
+        3, groups, RowLayout(2, 64, 1.0, reference=False, returns=False), publish_after=True
     )
     assert same.plan.batch_id == batch.plan.batch_id
 
@@ -120,7 +120,7 @@ def test_a_million_samples_a_minute_are_packed_to_columns() -> None:
         prepared(f"0-{number}", np.clip(rng.lognormal(5.5, 1.0, 8), 1, 4000).astype(int).tolist())
         for number in range(256)
     ]
-    layout = Layout(8, 4096, 1.0, reference=False, returns=False)
+    layout = RowLayout(8, 4096, 1.0, reference=False, returns=False)
     times = []
     for _ in range(3):
         start = time.process_time()

@@ -13,14 +13,12 @@ from pipelinerl_common.codec import micro_batch_to_proto, plan_to_proto
 from pipelinerl_common.errors import PermanentError, Refused
 from pipelinerl_common.tracing import Span
 from pipelinerl_common.types import StepPlan
-from pipelinerl_preprocessor.admission import MAX_WAIT_S
-from pipelinerl_preprocessor.batch import Batch, Layout, assemble
-from pipelinerl_preprocessor.drops import DropReason
-from pipelinerl_preprocessor.groups import Group, Snapshot
-from pipelinerl_preprocessor.growing import GrowingBatch
+from pipelinerl_preprocessor.admission_service import MAX_WAIT_S
+from pipelinerl_preprocessor.batch import PackedBatch, RowLayout, StreamingBatch, assemble
+from pipelinerl_preprocessor.groups import DropReason, Group, LedgerSnapshot
 from pipelinerl_preprocessor.live import LiveLedger
 from pipelinerl_preprocessor.preparation import PreparedGroup
-from pipelinerl_preprocessor.trained import TrainedLog
+from pipelinerl_preprocessor.run_log import TrainedLog
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +29,13 @@ SNAPSHOT_SCHEMA = 1
 class Batches:
     """One batch at a time, kept until its commit. Whatever changes the step holds `_lock`."""
 
-    def __init__(self, live: LiveLedger, layout: Layout, trained: TrainedLog) -> None:
+    def __init__(self, live: LiveLedger, layout: RowLayout, trained: TrainedLog) -> None:
         self._live = live
         self._layout = layout
         self._trained = trained
         self._lock = asyncio.Lock()
-        self._batch: tuple[Layout, Batch] | None = None
-        self._growing: GrowingBatch | None = None
+        self._batch: tuple[RowLayout, PackedBatch] | None = None
+        self._growing: StreamingBatch | None = None
         self._unacknowledged: list[str] = []
 
     async def PullStep(
@@ -52,7 +50,7 @@ class Batches:
                 yield pb.PullStepResponse(end=pb.EndOfRun())
                 return
             pulled = await self._pull(request, replace(self._layout, num_ranks=request.num_ranks))
-            if isinstance(pulled, Batch):
+            if isinstance(pulled, PackedBatch):
                 break
             if not await live.batch_bell.wait(give_up_at - live.now()):
                 yield pb.PullStepResponse(wait=pb.Wait(reason=pulled))
@@ -153,7 +151,7 @@ class Batches:
         live.changed(leases_ended=True)
         return pb.RestoreResponse(rewound=rewound)
 
-    async def _pull(self, request: pb.PullStepRequest, layout: Layout) -> Batch | str:
+    async def _pull(self, request: pb.PullStepRequest, layout: RowLayout) -> PackedBatch | str:
         """The batch, or what is new of one that grows, or why it must be waited for. Raises
         Unavailable and Refused.
         """
@@ -181,7 +179,7 @@ class Batches:
                 self._batch = (layout, await self._assemble(step, layout))
             return self._batch[1]
 
-    async def _grow(self, request: pb.PullStepRequest, layout: Layout) -> Batch | str:
+    async def _grow(self, request: pb.PullStepRequest, layout: RowLayout) -> PackedBatch | str:
         """Takes groups until there is a row that the caller does not have."""
         live, ledger = self._live, self._live.ledger
         growing = self._growing
@@ -194,7 +192,7 @@ class Batches:
                 ledger.policy.groups_per_step,
                 ledger.policy.publishes_after(request.step),
             )
-            growing = self._growing = GrowingBatch(
+            growing = self._growing = StreamingBatch(
                 request.step, layout, num_groups, publish_after=publish_after
             )
             for group_id in ledger.batch:
@@ -209,7 +207,7 @@ class Batches:
                 return take.wait_reason
         return growing.after(num_had)
 
-    def _add(self, growing: GrowingBatch, group_id: str) -> None:
+    def _add(self, growing: StreamingBatch, group_id: str) -> None:
         live = self._live
         live.waiting.discard(group_id)
         group = live.prepared[group_id]
@@ -230,7 +228,7 @@ class Batches:
             plan.metrics["packing_fill"],
         )  # fmt: skip
 
-    async def _assemble(self, step: int, layout: Layout) -> Batch:
+    async def _assemble(self, step: int, layout: RowLayout) -> PackedBatch:
         """In a thread, so that leases are answered meanwhile."""
         live = self._live
         groups = [live.prepared[group_id] for group_id in live.ledger.batch]
@@ -277,7 +275,7 @@ def _check_wait(wait_s: float) -> None:
         raise PermanentError(f"wait_s={wait_s} must be between 0 and {MAX_WAIT_S:g}")
 
 
-def _snapshot_of(message: pb.LedgerSnapshot) -> Snapshot:
+def _snapshot_of(message: pb.LedgerSnapshot) -> LedgerSnapshot:
     if message.schema_version != SNAPSHOT_SCHEMA:
         raise PermanentError(
             f"snapshot.schema_version={message.schema_version}: this release reads "
@@ -292,6 +290,6 @@ def _snapshot_of(message: pb.LedgerSnapshot) -> Snapshot:
             "lie before "
             f"next_prompt_index={message.next_prompt_index}"
         )
-    return Snapshot(
+    return LedgerSnapshot(
         message.num_committed_steps, message.next_prompt_index, open_prompts, message.incarnation
     )

@@ -10,8 +10,7 @@ from typing import Any
 from pipelinerl.v1 import admission_pb2 as pb
 from pipelinerl_common.errors import PermanentError, Unavailable
 from pipelinerl_common.metrics import Counter
-from pipelinerl_preprocessor.drops import DropReason
-from pipelinerl_preprocessor.groups import GroupLease
+from pipelinerl_preprocessor.groups import DropReason, GroupLease
 from pipelinerl_preprocessor.live import LiveLedger
 
 log = logging.getLogger(__name__)
