@@ -36,7 +36,7 @@ _REFUSED = (
 )
 
 
-class Limits(Settings):
+class SandboxLimits(Settings):
     """Of one run."""
 
     seconds: Annotated[float, Field(gt=0, le=600)] = 10.0
@@ -48,10 +48,10 @@ class Limits(Settings):
     """Of stdout, of stderr, and of every file that is written."""
 
 
-DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = SandboxLimits()
 
 
-class Ending(StrEnum):
+class SandboxEnding(StrEnum):
     EXITED = "exited"
     OUT_OF_TIME = "out_of_time"
     KILLED = "killed"
@@ -59,10 +59,10 @@ class Ending(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class SandboxResult:
     """Example: Result(Ending.EXITED, 1, "", "Traceback ..."). Output beyond the limit is cut off."""
 
-    ending: Ending
+    ending: SandboxEnding
     status: int
     """Exit status; for KILLED the signal's number; 0 when out of time."""
     stdout: str
@@ -70,13 +70,13 @@ class Result:
 
     @property
     def succeeded(self) -> bool:
-        return self.ending is Ending.EXITED and self.status == 0
+        return self.ending is SandboxEnding.EXITED and self.status == 0
 
 
 class Sandbox:
     """Safe for use from several threads at once."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SandboxLimits) -> None:
         """Raises SettingsError with the remedy when this machine cannot confine a program."""
         missing = [name for name in _PROGRAMS if shutil.which(name) is None]
         if missing:
@@ -91,7 +91,7 @@ class Sandbox:
             )
             raise SettingsError(f"the code sandbox does not work here ({reason}): {_REFUSED}")
 
-    def run(self, program: str, stdin: str) -> Result:
+    def run(self, program: str, stdin: str) -> SandboxResult:
         """Runs `program` with Python's standard library and nothing else. Every process of it is
         gone on return.
         """
@@ -114,22 +114,22 @@ class Sandbox:
                 start_new_session=True,
             )
             ending, status = self._wait(process)
-            return Result(ending, status, self._text(stdout), self._text(stderr))
+            return SandboxResult(ending, status, self._text(stdout), self._text(stderr))
 
-    def _wait(self, process: "subprocess.Popen[bytes]") -> tuple[Ending, int]:
+    def _wait(self, process: "subprocess.Popen[bytes]") -> tuple[SandboxEnding, int]:
         try:
             status = process.wait(self._limits.seconds)
         except subprocess.TimeoutExpired:
-            return Ending.OUT_OF_TIME, 0
+            return SandboxEnding.OUT_OF_TIME, 0
         finally:
             process.kill()  # the first process of the namespace: the kernel ends the others with it
             process.wait(_KILL_S)
         # bubblewrap reports a signal as shells do; a program that exits above 128 reads the same
         signalled = -status if status < 0 else status - 128 if status > 128 else 0
         return (
-            (Ending.KILLED, signalled)
+            (SandboxEnding.KILLED, signalled)
             if signalled in set(signal.Signals)
-            else (Ending.EXITED, status)
+            else (SandboxEnding.EXITED, status)
         )
 
     def _command(self, program_fd: int) -> list[str]:

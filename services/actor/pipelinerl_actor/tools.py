@@ -38,7 +38,7 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCall:
     """Of a tool, by the policy."""
 
     name: str
@@ -46,18 +46,18 @@ class Call:
     """Mostly a mapping; whatever JSON the policy wrote."""
 
 
-def calls_of(text: str) -> list[Call | None]:
+def calls_of(text: str) -> list[ToolCall | None]:
     """The calls in a turn's text, in order; None for one that is not of the form."""
     return [_parsed(body) for body in _CALL.findall(text)]
 
 
-def _parsed(body: str) -> Call | None:
+def _parsed(body: str) -> ToolCall | None:
     try:
         call = json.loads(body)
         name, arguments = call["name"], call.get("arguments", {})
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    return Call(name, arguments) if isinstance(name, str) else None
+    return ToolCall(name, arguments) if isinstance(name, str) else None
 
 
 class ToolTask(Task, ABC):
@@ -90,7 +90,7 @@ class ToolTask(Task, ABC):
         }
         return replace(verdict, metrics={**counts, **verdict.metrics})
 
-    async def _call(self, call: Call | None) -> tuple[str, bool]:
+    async def _call(self, call: ToolCall | None) -> tuple[str, bool]:
         """What the policy is told, and whether the tool did its work."""
         if call is None:
             return 'error: a call is {"name": ..., "arguments": {...}}', False

@@ -13,6 +13,7 @@ from aiohttp import web
 from pipelinerl.v1 import admission_pb2 as pb
 from pipelinerl.v1.admission_pb2_grpc import add_AdmissionServicer_to_server
 from pipelinerl_common import rpc
+from pipelinerl_common.generator_api import LoadResponse
 
 Answer = Callable[[dict[str, Any]], Awaitable[web.StreamResponse]]
 
@@ -45,8 +46,15 @@ def choice(
 def completion(
     texts: list[str], *, prompt: list[int] | None = None, **changes: Any
 ) -> dict[str, Any]:
-    choices = [choice(index, text, **changes) for index, text in enumerate(texts)]
-    return {"choices": choices, "prompt_token_ids": prompt or [4, 9, 2, 5]}
+    return answer_of(
+        [choice(index, text, **changes) for index, text in enumerate(texts)], prompt or [4, 9, 2, 5]
+    )
+
+
+def answer_of(choices: list[dict[str, Any]], prompt: list[int]) -> dict[str, Any]:
+    """The generator's answer with these choices."""
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": 0, "total_tokens": len(prompt)}
+    return {"model": "fake", "choices": choices, "prompt_token_ids": prompt, "usage": usage}
 
 
 class FakeGenerator:
@@ -101,9 +109,7 @@ class FakeGenerator:
             choice(index, "ab", finish_reason="abort", **fields) for index in range(body["n"])
         ]
         done = [choice(0, "7", version=1)] if body["n"] > 1 else []
-        return web.json_response(
-            {"choices": done + unfinished[len(done) :], "prompt_token_ids": [4, 9, 2, 5]}
-        )
+        return web.json_response(answer_of(done + unfinished[len(done) :], [4, 9, 2, 5]))
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
         request_id = (await request.json())["request_id"]
@@ -143,8 +149,11 @@ class FakeGenerator:
 
     async def tell_load(self, request: web.Request) -> web.StreamResponse:
         del request
+        load = dict.fromkeys(LoadResponse.model_fields, 0)
         return web.json_response(
-            {"num_running": self.num_sequences, "kv_usage": 0.25, "kv_tokens": 64, "steps_total": 3}
+            load
+            | {"num_running": self.num_sequences, "kv_usage": 0.25, "kv_tokens": 64}
+            | {"steps_total": 3}
         )
 
     async def tell_ready(self, request: web.Request) -> web.StreamResponse:

@@ -13,7 +13,7 @@ from actor_fakes import FakeAdmission, FakeGenerator, until
 
 from pipelinerl.v1 import admission_pb2 as pb
 from pipelinerl.v1.metrics_pb2 import MetricsRecord
-from pipelinerl_actor.rollout.actor import run_actor
+from pipelinerl_actor.rollout.start import run_actor
 from pipelinerl_common import stream
 from pipelinerl_common.service import Wiring
 from pipelinerl_common.settings import StreamSettings

@@ -4,15 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from actor_fakes import FakeGenerator
+from actor_fakes import FakeGenerator, answer_of
 from aiohttp import web
 
+from pipelinerl_actor.models.chat import Continuation
 from pipelinerl_actor.models.tiny import END_ID, make_tokenizer
-from pipelinerl_actor.rollout.clock import TrajectoryClock
-from pipelinerl_actor.rollout.continuation import Continuation
-from pipelinerl_actor.rollout.generator_client import GeneratorClient
-from pipelinerl_actor.rollout.generators import Generators
-from pipelinerl_actor.rollout.meter import Meter
+from pipelinerl_actor.rollout.generator_client import RolloutClient
+from pipelinerl_actor.rollout.generators import Generators, TrajectoryClock
+from pipelinerl_actor.rollout.metrics import RolloutMeter
 from pipelinerl_actor.rollout.trajectory import Sampler, Trajectory
 from pipelinerl_actor.rollout.verifier import Verifier
 from pipelinerl_actor.task import Prompt, Task, TaskName
@@ -48,7 +47,7 @@ class Player(FakeGenerator):
             "token_logprobs": [-0.125] * len(sampled),
             "weight_versions": [[self.version // 2, len(sampled)]],
         }
-        return web.json_response({"choices": [choice], "prompt_token_ids": prompt})
+        return web.json_response(answer_of([choice], prompt))
 
 
 def trajectory(
@@ -59,10 +58,10 @@ def trajectory(
     task: Task | None = None,
 ) -> Trajectory:
     generators = Generators(
-        [GeneratorClient(player.url, session, None)],
+        [RolloutClient(player.url, session, None)],
         max_running=4,
         max_retries=1,
-        meter=Meter(Metrics("actor", "test")),
+        meter=RolloutMeter(Metrics("actor", "test")),
     )
     verifier = Verifier(
         task or GuessNumber(seed=0), TaskName("", {}, 0), timeout_s=1, max_retries=0

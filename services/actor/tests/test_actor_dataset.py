@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from pipelinerl_actor.dataset import DataSettings, Problems
-from pipelinerl_actor.dataset.files import Row
-from pipelinerl_actor.dataset.problems import text_of
+from pipelinerl_actor.dataset import DatasetRow, DataSettings, Problems, text_of
 from pipelinerl_common.errors import SettingsError
 
 ROWS = [{"text": f"problem {n}", "level": n} for n in range(1, 9)]
@@ -172,4 +170,4 @@ def test_rows_are_parsed_before_the_first_step(tmp_path: Path) -> None:
 
 def test_a_row_says_where_it_stands() -> None:
     with pytest.raises(SettingsError, match=r"train\.jsonl:3: no field 'b'; it has 'a'"):
-        text_of(Row("train.jsonl:3", {"a": 1}), "b")
+        text_of(DatasetRow("train.jsonl:3", {"a": 1}), "b")

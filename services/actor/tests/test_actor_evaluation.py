@@ -9,9 +9,9 @@ import pytest
 from actor_fakes import FakeGenerator, completion
 from aiohttp import web
 
-from pipelinerl_actor.evaluation.estimates import Estimate, estimate, pass_at_k
-from pipelinerl_actor.evaluation.session import evaluator, until_ready
-from pipelinerl_actor.rollout.assembly import Pool
+from pipelinerl_actor.evaluation.evaluate import Estimate, estimate, pass_at_k
+from pipelinerl_actor.evaluation.generator import evaluator, until_ready
+from pipelinerl_actor.rollout.start import Pool
 from pipelinerl_actor.tasks.arithmetic import Arithmetic
 from pipelinerl_common.errors import FatalError, Unavailable
 from pipelinerl_common.settings import SamplingSettings, TaskSettings

@@ -15,20 +15,23 @@ import pytest
 import yaml
 
 from pipelinerl.v1.metrics_pb2 import MetricsRecord
-from pipelinerl_actor.evaluation.due import Choice, choose, is_over
-from pipelinerl_actor.evaluation.estimates import Estimate
-from pipelinerl_actor.evaluation.evaluate import Evaluation
+from pipelinerl_actor.evaluation.checkpoints import (
+    CheckpointRemoved,
+    DueCheckpoint,
+    choose,
+    is_over,
+    pinned,
+)
+from pipelinerl_actor.evaluation.evaluate import Estimate, Evaluation, make_sets, task_of
 from pipelinerl_actor.evaluation.loop import EvaluationLoop
-from pipelinerl_actor.evaluation.pin import Removed, pinned
-from pipelinerl_actor.evaluation.report import EvaluationReport
-from pipelinerl_actor.evaluation.results import (
-    Result,
+from pipelinerl_actor.evaluation.report import (
+    EvaluationReport,
+    EvaluationResult,
     evaluated_steps,
     result_file,
     results_folder,
     write_result,
 )
-from pipelinerl_actor.evaluation.sets import make_sets, task_of
 from pipelinerl_actor.models import tiny
 from pipelinerl_actor.tasks.arithmetic import Arithmetic
 from pipelinerl_common import stream
@@ -91,19 +94,19 @@ def settings(**changes: Any) -> EvaluationSettings:
 @pytest.mark.parametrize(
     ("there", "evaluated", "choice"),
     [
-        ([], [], Choice(0)),
-        ([10, 20, 30, 40], [], Choice(0)),
-        ([10, 20, 30, 40], [0], Choice(40, (20,))),
+        ([], [], DueCheckpoint(0)),
+        ([10, 20, 30, 40], [], DueCheckpoint(0)),
+        ([10, 20, 30, 40], [0], DueCheckpoint(40, (20,))),
         ([10], [0], None),
         ([50], [0, 40], None),
-        ([50, 60], [0, 40], Choice(60)),
-        ([95, 100], [0, 20], Choice(100, (40, 60, 80))),
-        ([70, 75], [0, 60], Choice(75)),  # the run's last step is no multiple
+        ([50, 60], [0, 40], DueCheckpoint(60)),
+        ([95, 100], [0, 20], DueCheckpoint(100, (40, 60, 80))),
+        ([70, 75], [0, 60], DueCheckpoint(75)),  # the run's last step is no multiple
         ([20], [0, 40], None),  # older than what is known is never gone back to
     ],
 )
 def test_the_newest_due_step_is_chosen_and_what_it_overtook_is_told(
-    there: list[int], evaluated: list[int], choice: Choice | None
+    there: list[int], evaluated: list[int], choice: DueCheckpoint | None
 ) -> None:
     last_step = 75 if 75 in there else 100
     assert choose(settings(), last_step, there[::-1], evaluated) == choice
@@ -111,7 +114,7 @@ def test_the_newest_due_step_is_chosen_and_what_it_overtook_is_told(
 
 def test_without_a_start_the_first_checkpoint_is_the_first_evaluation() -> None:
     assert choose(settings(atStart=False), 100, [], []) is None
-    assert choose(settings(atStart=False), 100, [20, 10], []) == Choice(20)
+    assert choose(settings(atStart=False), 100, [20, 10], []) == DueCheckpoint(20)
 
 
 def test_nothing_is_due_after_the_last_step() -> None:
@@ -168,13 +171,13 @@ def test_pinned_weights_stay_while_their_checkpoint_is_removed_and_go_with_the_b
 def test_a_checkpoint_that_is_gone_or_torn_is_not_pinned(tmp_path: Path) -> None:
     pins = tmp_path / "evaluations"
     with (
-        pytest.raises(Removed, match="step-40 is not there as a whole"),
+        pytest.raises(CheckpointRemoved, match="step-40 is not there as a whole"),
         pinned(tmp_path, 40, pins),
     ):
         pass
     folder = checkpoint(tmp_path, 40)
     (folder / "optimizer" / "rank-0.safetensors").write_text("torn")
-    with pytest.raises(Removed, match="not there as a whole"), pinned(tmp_path, 40, pins):
+    with pytest.raises(CheckpointRemoved, match="not there as a whole"), pinned(tmp_path, 40, pins):
         pass
 
 
@@ -190,7 +193,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_pinned_leaves_no_half_of_it(
 
     monkeypatch.setattr(os, "link", remove_then_link)
     with (
-        pytest.raises(Removed, match="was removed while it was pinned"),
+        pytest.raises(CheckpointRemoved, match="was removed while it was pinned"),
         pinned(tmp_path, 40, tmp_path / "evaluations"),
     ):
         pass
@@ -225,14 +228,14 @@ def test_what_a_dead_evaluator_left_pinned_is_removed_by_its_successor(tmp_path:
 
 
 def test_a_result_is_written_whole_and_found_again(tmp_path: Path) -> None:
-    write_result(tmp_path, Result(40, {"held-out": FOUND}, {"hard": "no"}, 12.5, (20,)))
-    write_result(tmp_path, Result(0, {"held-out": FOUND}))
+    write_result(tmp_path, EvaluationResult(40, {"held-out": FOUND}, {"hard": "no"}, 12.5, (20,)))
+    write_result(tmp_path, EvaluationResult(0, {"held-out": FOUND}))
     (results_folder(tmp_path) / ".step-60.json.tmp").write_text("half")
     assert evaluated_steps(tmp_path) == [0, 40]
     told = json.loads(result_file(tmp_path, 40).read_text())
     assert told["sets"]["held-out"]["pass_at"]["1"] == {"mean": 0.25, "low": 0.1, "high": 0.4}
     assert (told["failed"], told["overtaken"], told["seconds"]) == ({"hard": "no"}, [20], 12.5)
-    assert str(Result(40, {"held-out": FOUND}, {"hard": "no"})) == (
+    assert str(EvaluationResult(40, {"held-out": FOUND}, {"hard": "no"})) == (
         "step 40: held-out pass@1 0.250 (0.100 to 0.400), reward 0.250; hard failed: no"
     )
 
@@ -288,7 +291,7 @@ async def test_a_result_is_told_once_whatever_else_is_dropped_meanwhile(
         monkeypatch.setattr(connection, "publish_metrics", send_while_another_is_dropped)
         report = EvaluationReport(job, job.spec.evaluation, "evaluator-0", connection)
         for step in (40, 60):
-            await report.done(Result(step))
+            await report.done(EvaluationResult(step))
         async with asyncio.timeout(30):
             assert [(await anext(records)).step for _ in range(2)] == [40, 60]
 
@@ -326,7 +329,7 @@ def make_run(root: Path, model: Path, **evaluation: Any) -> Job:
 
 async def evaluate(
     root: Path, job: Job, server: stream.NatsServer, beside: Callable[[], Any] = lambda: None
-) -> tuple[Result | None, list[Any]]:
+) -> tuple[EvaluationResult | None, list[Any]]:
     """Runs the loop to the last step with `beside` called all the while; its last result, and the
     records of results.
     """
@@ -406,7 +409,7 @@ async def test_what_has_a_result_is_not_evaluated_again(
     root = tmp_path / "run"
     job = make_run(root, models[0])
     for step in (0, 2):
-        write_result(root, Result(step, {"held-out": FOUND}))
+        write_result(root, EvaluationResult(step, {"held-out": FOUND}))
     before = result_file(root, 2).read_bytes()
     checkpoint(root, 2, models[1])
     checkpoint(root, 4, models[1])
@@ -417,7 +420,9 @@ async def test_what_has_a_result_is_not_evaluated_again(
         assert (await evaluate_nothing(root, job, server)) is None
 
 
-async def evaluate_nothing(root: Path, job: Job, server: stream.NatsServer) -> Result | None:
+async def evaluate_nothing(
+    root: Path, job: Job, server: stream.NatsServer
+) -> EvaluationResult | None:
     """The loop of a run whose last step has a result: it ends at once."""
     assert job.spec.evaluation is not None
     wiring = parse_wiring("evaluator", ["--job", str(root / "job.yaml"), "--output", str(root)])

@@ -6,22 +6,18 @@ from typing import Any
 
 import aiohttp
 import pytest
-from actor_fakes import FakeGenerator, choice, completion
+from actor_fakes import Answer, FakeGenerator, answer_of, choice, completion
+from aiohttp import web
 
 from pipelinerl_actor.rollout.failures import GivenUp
-from pipelinerl_actor.rollout.generator_client import (
-    CompletionRequest,
-    ConnectionLost,
-    GeneratorAway,
-    GeneratorClient,
-    parse_completions,
-)
+from pipelinerl_actor.rollout.generator_client import RolloutClient, TurnRequest
 from pipelinerl_actor.task import Turn
 from pipelinerl_common.errors import SettingsError, TemporaryError
+from pipelinerl_common.generator_client import ConnectionLost, GeneratorAway
 from pipelinerl_common.settings import SamplingSettings
 from pipelinerl_common.types import FinishReason, VersionRun
 
-REQUEST = CompletionRequest(
+REQUEST = TurnRequest(
     SamplingSettings(max_tokens=8, stop=["."]), messages=[{"role": "user", "content": "hi"}], n=2
 )
 
@@ -33,18 +29,16 @@ async def generator() -> AsyncIterator[FakeGenerator]:
 
 
 @pytest.fixture
-async def client(generator: FakeGenerator) -> AsyncIterator[GeneratorClient]:
+async def client(generator: FakeGenerator) -> AsyncIterator[RolloutClient]:
     async with aiohttp.ClientSession() as session:
-        yield GeneratorClient(generator.url + "/", session, "secret")
+        yield RolloutClient(generator.url + "/", session, "secret")
 
 
 async def test_a_request_has_only_the_contracts_fields(
-    generator: FakeGenerator, client: GeneratorClient
+    generator: FakeGenerator, client: RolloutClient
 ) -> None:
     await client.complete(REQUEST)
-    await client.complete(
-        CompletionRequest(SamplingSettings(max_tokens=3), prompt_token_ids=[7, 8])
-    )
+    await client.complete(TurnRequest(SamplingSettings(max_tokens=3), prompt_token_ids=[7, 8]))
     common = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
     messages = [{"role": "user", "content": "hi"}]
     assert generator.requests[0] == {
@@ -58,12 +52,19 @@ async def test_a_request_has_only_the_contracts_fields(
     assert generator.headers[0]["Authorization"] == "Bearer secret"
 
 
-async def test_choices_become_turns_in_the_order_of_their_indices() -> None:
+def says(body: bytes) -> Answer:
+    async def answer(request: dict[str, Any]) -> web.StreamResponse:
+        return web.Response(body=body)
+
+    return answer
+
+
+async def test_choices_become_turns_in_the_order_of_their_indices(
+    generator: FakeGenerator, client: RolloutClient
+) -> None:
     mixed = choice(0, "ab", finish_reason="length", weight_versions=[[3, 1], [4, 0], [5, 2]])
-    body = json.dumps(
-        {"choices": [choice(1, "c"), mixed], "prompt_token_ids": [4, 5], "usage": {}}
-    ).encode()
-    completions = parse_completions(body, 2, "url")
+    generator.script.append(says(json.dumps(answer_of([choice(1, "c"), mixed], [4, 5])).encode()))
+    completions = await client.complete(REQUEST)
     assert completions.prompt_token_ids == (4, 5)
     runs = (VersionRun(3, 1), VersionRun(5, 2))
     assert completions.turns[0] == Turn(
@@ -84,20 +85,34 @@ async def test_choices_become_turns_in_the_order_of_their_indices() -> None:
         {"message": None},
     ],
 )
-async def test_a_choice_that_breaks_the_contract_is_given_up(changes: dict[str, Any]) -> None:
-    body = json.dumps({"choices": [choice(0, "7") | changes], "prompt_token_ids": [4]}).encode()
+async def test_a_choice_that_breaks_the_contract_is_given_up(
+    generator: FakeGenerator, client: RolloutClient, changes: dict[str, Any]
+) -> None:
+    choices = [choice(0, "7") | changes, choice(1, "7")]
+    generator.script.append(says(json.dumps(answer_of(choices, [4])).encode()))
     with pytest.raises(GivenUp) as raised:
-        parse_completions(body, 1, "url")
+        await client.complete(REQUEST)
     assert raised.value.reason == "bad_response"
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b'{"choices": []}', json.dumps(completion(["7"], prompt=[4])).encode()]
 )
-async def test_an_answer_without_all_choices_is_given_up(body: bytes) -> None:
+async def test_an_answer_without_all_choices_is_given_up(
+    generator: FakeGenerator, client: RolloutClient, body: bytes
+) -> None:
+    generator.script.append(says(body))
     with pytest.raises(GivenUp) as raised:
-        parse_completions(body, 2, "url")
+        await client.complete(REQUEST)
     assert raised.value.reason == "bad_response"
+
+
+async def test_a_request_that_the_generator_would_refuse_is_given_up_as_if_it_had(
+    generator: FakeGenerator, client: RolloutClient
+) -> None:
+    with pytest.raises(GivenUp) as raised:
+        await client.complete(TurnRequest(SamplingSettings(), messages=[]))
+    assert (raised.value.reason, generator.requests) == ("http_422", [])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +132,7 @@ async def test_an_answer_without_all_choices_is_given_up(body: bytes) -> None:
 )
 async def test_statuses_are_sorted(
     generator: FakeGenerator,
-    client: GeneratorClient,
+    client: RolloutClient,
     status: int,
     error: type[Exception],
     reason: str | None,
@@ -133,7 +148,7 @@ async def test_statuses_are_sorted(
     [("2", 2.0), ("0", 0.05), ("1000", 30.0), ("Wed, 21 Oct 2026 07:28:00 GMT", 0.5), ("nan", 0.5)],
 )
 async def test_a_generator_says_when_to_come_back(
-    generator: FakeGenerator, client: GeneratorClient, header: str, seconds: float
+    generator: FakeGenerator, client: RolloutClient, header: str, seconds: float
 ) -> None:
     generator.script.append(generator.status(503, Retry_After=header))
     with pytest.raises(GeneratorAway) as raised:
@@ -142,11 +157,11 @@ async def test_a_generator_says_when_to_come_back(
 
 
 async def test_a_connection_that_breaks_is_told_from_one_that_is_refused(
-    generator: FakeGenerator, client: GeneratorClient
+    generator: FakeGenerator, client: RolloutClient
 ) -> None:
     generator.script.append(generator.reset)
     with pytest.raises(ConnectionLost):
         await client.complete(REQUEST)
     async with aiohttp.ClientSession() as session:
         with pytest.raises(GeneratorAway):
-            await GeneratorClient("http://127.0.0.1:1", session, None).complete(REQUEST)
+            await RolloutClient("http://127.0.0.1:1", session, None).complete(REQUEST)

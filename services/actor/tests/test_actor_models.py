@@ -13,19 +13,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
-from pipelinerl_actor.models import arithmetic, tiny
-from pipelinerl_actor.models.arithmetic import (
+from pipelinerl_actor.models import tiny
+from pipelinerl_actor.models import tiny as arithmetic
+from pipelinerl_actor.models.chat import chat_token_ids
+from pipelinerl_actor.models.folder import check_model_folder
+from pipelinerl_actor.models.source import ModelSource, install_model
+from pipelinerl_actor.models.tiny import (
     Recipe,
     cached_model,
     fingerprint,
     success_share,
     train,
 )
-from pipelinerl_actor.models.chat import chat_token_ids
-from pipelinerl_actor.models.folder import check_model_folder
-from pipelinerl_actor.models.install import install_model
-from pipelinerl_actor.models.source import ModelSource
-from pipelinerl_actor.prepare.__main__ import main as prepare
+from pipelinerl_actor.prepare import main as prepare
 from pipelinerl_common.errors import SettingsError, Unavailable
 from pipelinerl_common.settings import ModelSettings
 

@@ -7,13 +7,13 @@ import re
 from typing import Any
 
 import pytest
-from actor_fakes import choice, until
+from actor_fakes import answer_of, choice, until
 from actor_house import House, acting, alive, wiring_of
 from aiohttp import web
 
 from pipelinerl.v1 import admission_pb2 as pb
-from pipelinerl_actor.rollout.actor import run_actor
-from pipelinerl_actor.rollout.beginning import Beginning
+from pipelinerl_actor.rollout.failures import FirstSuccessGuard
+from pipelinerl_actor.rollout.start import run_actor
 from pipelinerl_common.errors import SettingsError
 
 
@@ -106,11 +106,11 @@ async def test_an_actor_of_which_nothing_succeeds_ends_with_the_reason_as_wrong_
 
 
 def test_nothing_ends_where_something_succeeded_or_the_reason_changes_or_may_pass() -> None:
-    def fail(beginning: Beginning, reason: str, prompts: range) -> None:
+    def fail(beginning: FirstSuccessGuard, reason: str, prompts: range) -> None:
         for prompt in prompts:
             beginning.failed(prompt, reason, "why")
 
-    beginning = Beginning()
+    beginning = FirstSuccessGuard()
     fail(beginning, "http_400", range(63))
     fail(beginning, "http_400", range(63))  # the same prompts once more
     fail(beginning, "timeout", range(1000))
@@ -124,15 +124,13 @@ def test_nothing_ends_where_something_succeeded_or_the_reason_changes_or_may_pas
         beginning.failed(63, "http_400", "why")
     beginning.succeeded()
     fail(beginning, "http_400", range(1000))
-    fail(Beginning(), "verifier_unavailable", range(1000))
+    fail(FirstSuccessGuard(), "verifier_unavailable", range(1000))
 
 
 async def test_a_group_without_any_sampled_token_fails(house: House) -> None:
     async def answer(body: dict[str, Any]) -> web.StreamResponse:
         empty: dict[str, Any] = {"token_ids": [], "token_logprobs": [], "weight_versions": []}
-        return web.json_response(
-            {"choices": [choice(i, "", **empty) for i in range(4)], "prompt_token_ids": [4, 5]}
-        )
+        return web.json_response(answer_of([choice(i, "", **empty) for i in range(4)], [4, 5]))
 
     house.generator.answer = answer
     house.admission.to_grant = 1

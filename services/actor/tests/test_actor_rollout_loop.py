@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from actor_fakes import choice
+from actor_fakes import answer_of, choice
 from actor_house import JOB, House, acting, alive
 from aiohttp import web
 
@@ -129,7 +129,7 @@ async def test_an_empty_completion_is_a_sample_like_any_other(house: House) -> N
             "weight_versions": [],
             "message": {"content": None},
         }
-        return web.json_response({"choices": choices, "prompt_token_ids": [4, 5]})
+        return web.json_response(answer_of(choices, [4, 5]))
 
     house.generator.answer = answer
     house.admission.to_grant = 1

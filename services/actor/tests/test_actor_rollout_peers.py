@@ -17,10 +17,10 @@ from aiohttp import web
 
 from pipelinerl.v1 import admission_pb2 as pb
 from pipelinerl_actor.rollout import generator_client
-from pipelinerl_actor.rollout.actor import run_actor
-from pipelinerl_actor.rollout.generator_client import GeneratorClient
+from pipelinerl_actor.rollout.generator_client import RolloutClient
 from pipelinerl_actor.rollout.generators import Generators
-from pipelinerl_actor.rollout.meter import Meter
+from pipelinerl_actor.rollout.metrics import RolloutMeter
+from pipelinerl_actor.rollout.start import run_actor
 from pipelinerl_common import stream
 from pipelinerl_common.errors import PermanentError, SettingsError
 from pipelinerl_common.metrics import ACTOR, Metrics
@@ -163,9 +163,9 @@ async def test_a_generator_that_hangs_does_not_hold_back_the_news_of_another(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         hanging = f"http://127.0.0.1:{silent.getsockname()[1]}"
         async with fake.serving(), aiohttp.ClientSession() as session:
-            clients = [GeneratorClient(url, session, None) for url in (hanging, fake.url)]
+            clients = [RolloutClient(url, session, None) for url in (hanging, fake.url)]
             generators = Generators(
-                clients, max_running=8, max_retries=0, meter=Meter(Metrics(ACTOR, JOB))
+                clients, max_running=8, max_retries=0, meter=RolloutMeter(Metrics(ACTOR, JOB))
             )
             watching = asyncio.create_task(generators.watch())
             try:

@@ -12,7 +12,7 @@ from actor_house import House, acting, alive, free_port, wiring_of
 from aiohttp import web
 
 from pipelinerl.v1 import admission_pb2 as pb
-from pipelinerl_actor.rollout.actor import run_actor
+from pipelinerl_actor.rollout.start import run_actor
 
 
 async def test_an_end_of_run_stops_what_is_being_decoded(house: House) -> None:

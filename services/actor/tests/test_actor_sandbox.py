@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl_actor.sandbox import Ending, Limits, Sandbox
+from pipelinerl_actor.sandbox import Sandbox, SandboxEnding, SandboxLimits
 from pipelinerl_common.errors import SettingsError
 
 pytestmark = pytest.mark.skipif(
@@ -17,7 +17,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def sandbox() -> Sandbox:
-    return Sandbox(Limits(seconds=20, memory_bytes=256 << 20, processes=8, output_bytes=10_000))
+    return Sandbox(
+        SandboxLimits(seconds=20, memory_bytes=256 << 20, processes=8, output_bytes=10_000)
+    )
 
 
 def test_a_program_reads_stdin_and_answers_with_output_and_status(sandbox: Sandbox) -> None:
@@ -25,7 +27,7 @@ def test_a_program_reads_stdin_and_answers_with_output_and_status(sandbox: Sandb
         "import sys\nprint(input()[::-1])\nprint('oops', file=sys.stderr)\nsys.exit(3)", "hello\n"
     )
     assert (result.ending, result.status, result.stdout, result.stderr) == (
-        Ending.EXITED,
+        SandboxEnding.EXITED,
         3,
         "olleh\n",
         "oops\n",
@@ -35,7 +37,7 @@ def test_a_program_reads_stdin_and_answers_with_output_and_status(sandbox: Sandb
 
 @pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(1000)"])
 def test_a_program_ends_with_its_time(program: str) -> None:
-    assert Sandbox(Limits(seconds=5)).run(program, "").ending is Ending.OUT_OF_TIME
+    assert Sandbox(SandboxLimits(seconds=5)).run(program, "").ending is SandboxEnding.OUT_OF_TIME
 
 
 def test_nothing_of_a_program_outlives_its_run() -> None:
@@ -49,7 +51,7 @@ def test_nothing_of_a_program_outlives_its_run() -> None:
             time.sleep(1000)
         print(name)
     """
-    name = Sandbox(Limits(seconds=60)).run(_dedented(program), "").stdout.strip()
+    name = Sandbox(SandboxLimits(seconds=60)).run(_dedented(program), "").stdout.strip()
     assert name
     deadline = time.monotonic() + 30
     while (
@@ -121,7 +123,7 @@ def test_nothing_of_the_machine_is_seen_or_changed(sandbox: Sandbox) -> None:
 
 def test_a_program_that_is_killed_says_by_what(sandbox: Sandbox) -> None:
     result = sandbox.run("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", "")
-    assert (result.ending, result.status) == (Ending.KILLED, 11)
+    assert (result.ending, result.status) == (SandboxEnding.KILLED, 11)
 
 
 def test_where_nothing_confines_it_is_refused(
@@ -139,10 +141,10 @@ def test_where_nothing_confines_it_is_refused(
     with pytest.raises(
         SettingsError, match=r"No permissions to create new namespace.*CAP_SYS_ADMIN"
     ):
-        Sandbox(Limits())
+        Sandbox(SandboxLimits())
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
     with pytest.raises(SettingsError, match="needs bwrap, prlimit, setpriv: install"):
-        Sandbox(Limits())
+        Sandbox(SandboxLimits())
 
 
 def _dedented(program: str) -> str:

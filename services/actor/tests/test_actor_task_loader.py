@@ -11,7 +11,7 @@ from pipelinerl_common.errors import SettingsError
 MODULE = """
 from tempfile import TemporaryDirectory
 from typing import Literal
-from pipelinerl_actor.dataset.settings import DataSettings
+from pipelinerl_actor.dataset import DataSettings
 from pipelinerl_actor.task import Prompt, Task, Verdict
 
 class Good(Task):

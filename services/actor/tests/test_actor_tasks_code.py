@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipelinerl_actor.dataset import DataSettings
-from pipelinerl_actor.sandbox import Limits
+from pipelinerl_actor.sandbox import SandboxLimits
 from pipelinerl_actor.task import Turn, Verdict
 from pipelinerl_actor.tasks.code import Code, extract_program
 from pipelinerl_common.errors import SettingsError
@@ -80,7 +80,8 @@ def test_statements_run_after_the_program(tmp_path: Path, program: str, share: f
 
 def test_a_program_out_of_time_fails(tmp_path: Path) -> None:
     assert (
-        judge(task_of(tmp_path, SQUARE, limits=Limits(seconds=5)), "while True: pass").reward == 0
+        judge(task_of(tmp_path, SQUARE, limits=SandboxLimits(seconds=5)), "while True: pass").reward
+        == 0
     )
 
 

@@ -22,7 +22,7 @@ from pipelinerl_actor.models.tiny import make_tiny_model
 from pipelinerl_actor.rollout.verifier import Verifier
 from pipelinerl_actor.task import Prompt, Task, TaskName, Turn, Verdict
 from pipelinerl_actor.task_loader import load_task
-from pipelinerl_actor.tasks.verifiers.messages import completion_of, plain
+from pipelinerl_actor.tasks.verifiers.episode import completion_of, plain
 from pipelinerl_common.errors import PermanentError, SettingsError, TemporaryError
 from pipelinerl_common.types import FinishReason
 

@@ -11,7 +11,7 @@ from actor_script import Script
 from pipelinerl_actor.dataset import DataSettings
 from pipelinerl_actor.task import Prompt, Turn, Verdict
 from pipelinerl_actor.tasks.maths_with_python import MathsWithPython
-from pipelinerl_actor.tools import Call, Tool, ToolTask, calls_of, with_tools
+from pipelinerl_actor.tools import Tool, ToolCall, ToolTask, calls_of, with_tools
 from pipelinerl_common.errors import TemporaryError
 from pipelinerl_common.types import FinishReason
 
@@ -53,18 +53,21 @@ def call(name: str, **arguments: object) -> str:
     ("text", "calls"),
     [
         ("3", []),
-        (f"Then {call('add', a=1)}\n{call('hang')}.", [Call("add", {"a": 1}), Call("hang", {})]),
-        ('<tool_call>\n{"name": "add"}\n</tool_call>', [Call("add", {})]),
-        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', [Call("add", [1])]),
+        (
+            f"Then {call('add', a=1)}\n{call('hang')}.",
+            [ToolCall("add", {"a": 1}), ToolCall("hang", {})],
+        ),
+        ('<tool_call>\n{"name": "add"}\n</tool_call>', [ToolCall("add", {})]),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', [ToolCall("add", [1])]),
         (
             f'<tool_call>{{"name": 7}}</tool_call><tool_call>[1]</tool_call>{call("add")}',
-            [None, None, Call("add", {})],
+            [None, None, ToolCall("add", {})],
         ),
         ('<tool_call>{"name": "add"', []),
     ],
 )
 def test_calls_are_read_in_order_and_one_of_another_form_is_none(
-    text: str, calls: list[Call | None]
+    text: str, calls: list[ToolCall | None]
 ) -> None:
     assert calls_of(text) == calls
 

@@ -13,13 +13,12 @@ from actor_fakes import FakeGenerator, until
 from actor_player import TOKENIZER, Player, trajectory
 from aiohttp import web
 
+from pipelinerl_actor.models.chat import Continuation
 from pipelinerl_actor.models.tiny import make_tiny_model
-from pipelinerl_actor.rollout.clock import TrajectoryClock
-from pipelinerl_actor.rollout.continuation import Continuation
 from pipelinerl_actor.rollout.failures import GivenUp
-from pipelinerl_actor.rollout.generator_client import CompletionRequest, GeneratorClient
-from pipelinerl_actor.rollout.generators import Generators
-from pipelinerl_actor.rollout.meter import Meter
+from pipelinerl_actor.rollout.generator_client import RolloutClient, TurnRequest
+from pipelinerl_actor.rollout.generators import Generators, TrajectoryClock
+from pipelinerl_actor.rollout.metrics import RolloutMeter
 from pipelinerl_actor.rollout.trajectory import TokenRecord, check_verdict
 from pipelinerl_actor.task import Prompt, Turn, Verdict
 from pipelinerl_actor.tasks.guess_number import GuessNumber
@@ -550,12 +549,12 @@ async def test_the_clock_stands_while_a_request_waits_for_a_slot(
 
         generator.script.append(slow)
         generators = Generators(
-            [GeneratorClient(generator.url, session, None)],
+            [RolloutClient(generator.url, session, None)],
             max_running=1,
             max_retries=0,
-            meter=Meter(Metrics("actor", "test")),
+            meter=RolloutMeter(Metrics("actor", "test")),
         )
-        request = CompletionRequest(SamplingSettings(), messages=[])
+        request = TurnRequest(SamplingSettings(), prompt_token_ids=[4])
 
         async def timed(limit_s: float) -> None:
             clock = TrajectoryClock(limit_s)
@@ -586,12 +585,12 @@ async def test_waiting_requests_are_served_in_order_and_cancelled_ones_leave_no_
 ) -> None:
     async with FakeGenerator().serving() as generator:
         generators = Generators(
-            [GeneratorClient(generator.url, session, None)],
+            [RolloutClient(generator.url, session, None)],
             max_running=2,
             max_retries=0,
-            meter=Meter(Metrics("actor", "test")),
+            meter=RolloutMeter(Metrics("actor", "test")),
         )
-        request = CompletionRequest(SamplingSettings(), messages=[])
+        request = TurnRequest(SamplingSettings(), prompt_token_ids=[4])
         generator.answer = generator.hang
         waiting = [
             asyncio.ensure_future(generators.complete(request, TrajectoryClock(30)))

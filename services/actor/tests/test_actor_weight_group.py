@@ -27,7 +27,8 @@ from pipelinerl.v1 import policy_pb2_grpc
 from pipelinerl_actor.models.tiny import make_tiny_model
 from pipelinerl_common import rpc
 from pipelinerl_common.settings import WeightTransferSettings
-from pipelinerl_control.coordinator import Coordinator, serve_coordinator
+from pipelinerl_control.coordinator import Coordinator
+from pipelinerl_control.service import serve_coordinator
 from pipelinerl_trainer.membership import FULL_NAME, Membership, PolicyServicer
 from pipelinerl_trainer.publisher import Offer, Publisher
 from pipelinerl_weights.group import Pending, TransferGroup

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wiring = parse_wiring("evaluator", rest)
 
     async def run(stop: asyncio.Event) -> None:
-        from pipelinerl_actor.evaluation.assembly import run_evaluator
+        from pipelinerl_actor.evaluation.loop import run_evaluator
 
         await run_evaluator(wiring, stop, flags.last_result)
 

@@ -1,4 +1,11 @@
-"""Rolls a task out on generators that serve one version of the weights, and judges the answers.
+"""pass@k and mean reward of a sample of prompts, with confidence intervals.
+
+Prompts are the independent draws: answers to one prompt are not, so intervals resample prompts,
+never single answers.
+
+The job's evaluation sets as tasks.
+
+Rolls a task out on generators that serve one version of the weights, and judges the answers.
 
 prompts 0 .. P-1 --n answers each--> GroupRoller --HTTP--> generators
                                          | verifier
@@ -7,15 +14,119 @@ prompts 0 .. P-1 --n answers each--> GroupRoller --HTTP--> generators
 """
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipelinerl.v1.admission_pb2 import GroupLease
-from pipelinerl_actor.evaluation.estimates import Estimate, estimate, pass_at_k
 from pipelinerl_actor.rollout.group import GroupFailed, GroupRoller, Progress
-from pipelinerl_common.errors import FatalError
+from pipelinerl_actor.task import Task, TaskName
+from pipelinerl_actor.task_loader import load_task
+from pipelinerl_common.errors import FatalError, SettingsError
+from pipelinerl_common.settings import EvaluationSetSettings, Job, JobSpec, TaskSettings
 from pipelinerl_common.types import FinishReason, Sample, SampleGroup
+
+CONFIDENCE = 0.95
+_NUM_RESAMPLES = 10_000
+_CHUNK = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Example: Estimate(0.62, 0.55, 0.69): the mean over prompts, and its 95 % confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Chance that at least one of `k` answers drawn without replacement from `num_samples` is among
+    the `num_correct`.
+
+    1 - C(n - c, k) / C(n, k): the unbiased estimate of Chen et al. 2021, "Evaluating large language
+    models trained on code", equation 1.
+    """
+    if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
+        raise ValueError(
+            f"pass@{k} of {num_correct} correct among {num_samples}: needs 1 <= k <= samples and "
+            "correct <= samples"
+        )
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def estimate(values_P: Sequence[float], seed: int) -> Estimate:
+    """The mean of per-prompt values in [low, high], by the percentile bootstrap over prompts.
+
+    Where all values are equal the bootstrap says nothing; for values in [0, 1] the interval then is
+    Wilson's, as if each prompt were one trial, and for others it has no width.
+    """
+    values = np.asarray(values_P, dtype=np.float64)
+    if values.size == 0:
+        raise ValueError("an estimate needs at least one prompt")
+    mean = float(values.mean())
+    if values.min() == values.max():
+        low, high = _wilson(mean, values.size) if 0 <= mean <= 1 else (mean, mean)
+        return Estimate(mean, low, high)
+    means = _resampled_means(values, np.random.default_rng(seed))
+    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Estimate(mean, float(low), float(high))
+
+
+def _resampled_means(
+    values: NDArray[np.float64], generator: np.random.Generator
+) -> NDArray[np.float64]:
+    """In chunks, so that memory is bounded by `_CHUNK` x prompts."""
+    chunks = []
+    for start in range(0, _NUM_RESAMPLES, _CHUNK):
+        size = (min(_CHUNK, _NUM_RESAMPLES - start), values.size)
+        chunks.append(values[generator.integers(0, values.size, size)].mean(axis=1))
+    return np.concatenate(chunks)
+
+
+def _wilson(share: float, num_trials: int) -> tuple[float, float]:
+    """Wilson 1927, with z of the confidence above."""
+    z = 1.959963984540054
+    centre = share + z * z / (2 * num_trials)
+    half = z * math.sqrt(share * (1 - share) / num_trials + z * z / (4 * num_trials * num_trials))
+    scale = 1 + z * z / num_trials
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+
+
+def task_of(spec: JobSpec, each: EvaluationSetSettings) -> TaskSettings:
+    """A set as a task; what the set does not say is as in training."""
+    own = {
+        "path": each.path,
+        "args": each.args,
+        "group_size": each.samples_per_prompt,
+        "min_group_fraction": 1.0,
+    }
+    return spec.task.model_copy(update={**own, "sampling": each.sampling or spec.task.sampling})
+
+
+def seed_of(spec: JobSpec) -> int:
+    """Of the sets' prompts: those of a task that draws them are others than it is trained on, as in
+    `pipelinerl eval`.
+    """
+    return spec.seed + 1
+
+
+def make_sets(job: Job) -> dict[str, Task]:
+    """Every set's task, by the set's name; one serves all evaluations. Raises SettingsError that
+    names the set.
+    """
+    made: dict[str, Task] = {}
+    for each in job.spec.evaluation.sets if job.spec.evaluation is not None else ():
+        try:
+            made[each.name] = load_task(TaskName(each.path, each.args, seed_of(job.spec)))
+        except SettingsError as error:
+            raise SettingsError(f"evaluation set {each.name!r}: {error}") from error
+    return made
+
 
 SUCCESS = "success"
 """The verdict's metric that decides whether an answer passes; without it, a reward of at least 1
@@ -24,7 +135,7 @@ does.
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PromptOutcome:
     """Of one prompt. Example: Outcome(17, (1.0, 0.0), 1, 38): two answers, one passed, 38 sampled
     tokens.
     """
@@ -116,8 +227,8 @@ class Evaluator:
         return group
 
 
-def outcome_of(group: SampleGroup) -> Outcome:
-    return Outcome(
+def outcome_of(group: SampleGroup) -> PromptOutcome:
+    return PromptOutcome(
         prompt_index=group.prompt_index,
         rewards=tuple(sample.reward for sample in group.samples),
         num_passed=sum(_passed(sample) for sample in group.samples),
@@ -135,7 +246,11 @@ def _versions(group: SampleGroup) -> set[int]:
 
 
 def _evaluation(
-    outcomes: Sequence[Outcome], version: int, k: Sequence[int], seed: int, failures: dict[str, int]
+    outcomes: Sequence[PromptOutcome],
+    version: int,
+    k: Sequence[int],
+    seed: int,
+    failures: dict[str, int],
 ) -> Evaluation:
     n = len(outcomes[0].rewards)
     num_answers = n * len(outcomes)

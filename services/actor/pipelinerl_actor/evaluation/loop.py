@@ -7,6 +7,8 @@
 
 The file is written last: an evaluator that dies before begins the step again, and one that dies
 after does not.
+
+Puts the evaluator together from its job and its wiring, and runs it.
 """
 
 import asyncio
@@ -17,25 +19,31 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
-from pipelinerl_actor.evaluation.due import START, Choice, choose, is_over
-from pipelinerl_actor.evaluation.evaluate import Evaluation
-from pipelinerl_actor.evaluation.generating import generator
-from pipelinerl_actor.evaluation.pin import Removed, pinned
-from pipelinerl_actor.evaluation.report import EvaluationReport
-from pipelinerl_actor.evaluation.results import (
-    Result,
+from pipelinerl_actor.evaluation.checkpoints import (
+    START,
+    CheckpointRemoved,
+    DueCheckpoint,
+    choose,
+    is_over,
+    pinned,
+)
+from pipelinerl_actor.evaluation.evaluate import Evaluation, make_sets, seed_of, task_of
+from pipelinerl_actor.evaluation.generator import evaluator, generator
+from pipelinerl_actor.evaluation.report import (
+    EvaluationReport,
+    EvaluationResult,
     evaluated_steps,
     results_folder,
     write_result,
 )
-from pipelinerl_actor.evaluation.session import evaluator
-from pipelinerl_actor.evaluation.sets import seed_of, task_of
-from pipelinerl_actor.rollout.assembly import Pool
+from pipelinerl_actor.rollout.start import Pool
 from pipelinerl_actor.task import Task
+from pipelinerl_common import stream
 from pipelinerl_common.checkpoints import MODEL, complete_checkpoints
-from pipelinerl_common.errors import FatalError, PipelineRLError, Unavailable
-from pipelinerl_common.service import Wiring, run_until_first
-from pipelinerl_common.settings import EvaluationSetSettings, EvaluationSettings, JobSpec
+from pipelinerl_common.errors import FatalError, PipelineRLError, SettingsError, Unavailable
+from pipelinerl_common.metrics import serve_metrics
+from pipelinerl_common.service import Wiring, cancel_all, run_until_first
+from pipelinerl_common.settings import EvaluationSetSettings, EvaluationSettings, JobSpec, load_job
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +71,12 @@ class EvaluationLoop:
         self._told: list[int] = []
         """Steps whose result could not be written down."""
 
-    async def run(self) -> Result | None:
+    async def run(self) -> EvaluationResult | None:
         """Until the last step is evaluated, well or not. Its result, None when an earlier evaluator
         had it.
         """
         last_step = self._spec.algorithm.steps
-        result: Result | None = None
+        result: EvaluationResult | None = None
         while True:
             evaluated = [*await asyncio.to_thread(evaluated_steps, self._root), *self._told]
             if is_over(last_step, evaluated):
@@ -79,11 +87,11 @@ class EvaluationLoop:
                 continue
             result = await self._evaluate(choice) or result
 
-    def _choose(self, evaluated: list[int]) -> Choice | None:
+    def _choose(self, evaluated: list[int]) -> DueCheckpoint | None:
         there = complete_checkpoints(self._root, max(evaluated, default=START))
         return choose(self._settings, self._spec.algorithm.steps, there, evaluated)
 
-    async def _evaluate(self, choice: Choice) -> Result | None:
+    async def _evaluate(self, choice: DueCheckpoint) -> EvaluationResult | None:
         """None when the checkpoint was removed before it could be pinned."""
         began = time.monotonic()
         self._report.begin(choice.step)
@@ -92,7 +100,7 @@ class EvaluationLoop:
             stack.callback(self._report.stopped)
             try:
                 model = await asyncio.to_thread(stack.enter_context, self._weights(choice.step))
-            except Removed as error:
+            except CheckpointRemoved as error:
                 log.warning("step=%d skipped, reason=removed: %s", choice.step, error)
                 self._report.skipped(1, "removed")
                 return None
@@ -101,7 +109,9 @@ class EvaluationLoop:
             skipped = ", ".join(map(str, choice.overtaken))
             log.warning("step=%d evaluated; skipped, reason=overtaken: %s", choice.step, skipped)
             self._report.skipped(len(choice.overtaken), "overtaken")
-        result = Result(choice.step, sets, failed, time.monotonic() - began, choice.overtaken)
+        result = EvaluationResult(
+            choice.step, sets, failed, time.monotonic() - began, choice.overtaken
+        )
         log.log(logging.WARNING if failed else logging.INFO, "evaluated %s", result)
         await self._report.done(result)
         await self._write(result)
@@ -115,7 +125,7 @@ class EvaluationLoop:
             else pinned(self._root, step, results_folder(self._root))
         )
 
-    async def _write(self, result: Result) -> None:
+    async def _write(self, result: EvaluationResult) -> None:
         try:
             await asyncio.to_thread(write_result, self._root, result)
         except OSError as error:
@@ -173,3 +183,46 @@ class EvaluationLoop:
                 f"the answers come from version {evaluation.policy_version}, not from {step}"
             )
         return evaluation
+
+
+async def run_evaluator(wiring: Wiring, stop: asyncio.Event, last_result: Path | None) -> None:
+    """Until the run's last step is evaluated, or `stop` is set, which ends a running evaluation
+    without a result.
+
+    `last_result` gets the last step's result in words. Raises SettingsError for a set or wiring that cannot work.
+    """
+    job = load_job(wiring.job_file)
+    settings = job.spec.evaluation
+    if settings is None:
+        raise SettingsError(f"--name {wiring.name}: the job has no spec.evaluation")
+    tasks = make_sets(job)
+    async with stream.connect(
+        wiring.nats_url,
+        job.name,
+        job.spec.stream,
+        name=wiring.name,
+        namespace=job.metadata.namespace,
+        login=stream.Login.of(wiring),
+    ) as connection:
+        report = EvaluationReport(job, settings, wiring.name, connection)
+        loop = EvaluationLoop(job.spec, settings, wiring, report, tasks)
+        async with serve_metrics(wiring.metrics_listen, report.metrics.exposition):
+            working = asyncio.create_task(run_until_first(loop.run(), report.run()))
+            stopping = asyncio.create_task(stop.wait())
+            try:
+                await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                if working.done():
+                    _tell(working.result(), last_result)
+            finally:
+                await cancel_all([working, stopping])
+
+
+def _tell(result: EvaluationResult | None, file: Path | None) -> None:
+    """For whoever reads how the process ended. A file that cannot be written is logged."""
+    log.info("the last step is evaluated")
+    if file is None or result is None:
+        return
+    try:
+        file.write_text(str(result), encoding="utf-8")
+    except OSError as error:
+        log.warning("the last result is not written: %s", error)

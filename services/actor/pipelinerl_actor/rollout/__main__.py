@@ -11,7 +11,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wiring = parse_wiring("rollout", argv, name="actor-0")
 
     async def run(stop: asyncio.Event) -> None:
-        from pipelinerl_actor.rollout.actor import run_actor
+        from pipelinerl_actor.rollout.start import run_actor
 
         await run_actor(wiring, stop)
 

@@ -1,27 +1,64 @@
-"""Several generators as one: requests go to the least loaded that is well; H caps what runs on
+"""A trajectory's deadline, which does not run while the trajectory waits for a generator.
+
+Several generators as one: requests go to the least loaded that is well; H caps what runs on
 each.
+
+How the actor's generators do: asked every second, told to the preprocessor, whose policy may
+adapt to it.
 """
 
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from pipelinerl_actor.rollout.clock import TrajectoryClock
-from pipelinerl_actor.rollout.failures import backoff_s, exhausted
-from pipelinerl_actor.rollout.generator_client import (
-    CompletionRequest,
-    Completions,
-    ConnectionLost,
-    GeneratorAway,
-    GeneratorClient,
-)
-from pipelinerl_actor.rollout.meter import Meter
-from pipelinerl_actor.rollout.partial import Stopped
+from pipelinerl.v1.admission_pb2 import GeneratorLoad
+from pipelinerl_actor.rollout.failures import TrajectoryStopped, backoff_s, exhausted
+from pipelinerl_actor.rollout.generator_client import Completions, RolloutClient, TurnRequest
+from pipelinerl_actor.rollout.lease_client import LeaseReports
+from pipelinerl_actor.rollout.metrics import RolloutMeter
 from pipelinerl_common.errors import TemporaryError
+from pipelinerl_common.generator_client import ConnectionLost, GeneratorAway, GeneratorError
 from pipelinerl_common.tracing import span
+
+
+class TrajectoryClock:
+    """Raises TimeoutError in the block `running()` when `limit_s` seconds have passed that were not
+    `standing()`.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._timeout: asyncio.Timeout | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with asyncio.timeout(self.limit_s) as self._timeout:
+            yield
+
+    @property
+    def expired(self) -> bool:
+        return self._timeout is not None and self._timeout.expired()
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """Does nothing when the deadline has passed, or outside of `running()`."""
+        timeout = self._timeout
+        deadline = timeout.when() if timeout is not None else None
+        if timeout is None or deadline is None or timeout.expired():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        left_s = deadline - loop.time()
+        timeout.reschedule(None)
+        try:
+            yield
+        finally:
+            if not timeout.expired():
+                timeout.reschedule(loop.time() + left_s)
+
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +72,7 @@ _LOOK_AGAIN_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Generator:
-    client: GeneratorClient
+    client: RolloutClient
     running: int = 0
     """Sequences being decoded for us."""
     running_seconds: float = 0.0
@@ -65,11 +102,11 @@ class Generators:
 
     def __init__(
         self,
-        clients: Sequence[GeneratorClient],
+        clients: Sequence[RolloutClient],
         *,
         max_running: int,
         max_retries: int,
-        meter: Meter,
+        meter: RolloutMeter,
     ) -> None:
         self._generators = [_Generator(client) for client in clients]
         self.max_running = max_running
@@ -134,7 +171,7 @@ class Generators:
     def num_running(self) -> int:
         return sum(generator.running for generator in self._generators)
 
-    async def complete(self, request: CompletionRequest, clock: TrajectoryClock) -> Completions:
+    async def complete(self, request: TurnRequest, clock: TrajectoryClock) -> Completions:
         """Waits for a generator with room, while `clock` stands, then samples. Temporary errors are
         tried again.
 
@@ -163,7 +200,7 @@ class Generators:
             self.meter.sampled(completions.turns)
             return completions
 
-    async def _complete_on(self, generator: _Generator, request: CompletionRequest) -> Completions:
+    async def _complete_on(self, generator: _Generator, request: TurnRequest) -> Completions:
         try:
             completions = await generator.client.complete(request)
         except GeneratorAway as error:
@@ -187,7 +224,7 @@ class Generators:
             async with self._turnstile:
                 while True:
                     if stop is not None and stop.is_set():
-                        raise Stopped
+                        raise TrajectoryStopped
                     if (generator := self._pick(n)) is not None:
                         break
                     self._changed.clear()
@@ -228,3 +265,37 @@ class Generators:
         generator.rest_until = now + rest_s * random.uniform(0.5, 1.0)
         level = logging.WARNING if generator.failures_in_a_row in (1, 10) else logging.DEBUG
         log.log(level, "generator=%s rests for %.1f s: %s", generator.client.url, rest_s, error)
+
+
+_PERIOD_S = 1.0
+_ANSWER_S = 2.0
+
+
+class LoadWatch:
+    """A generator that does not answer in time is left out, so nothing is said of it."""
+
+    def __init__(
+        self, clients: Sequence[RolloutClient], generators: Generators, reports: LeaseReports
+    ) -> None:
+        self._clients = clients
+        self._generators = generators
+        self._reports = reports
+
+    async def run(self) -> None:
+        """Consumes the generators' answers, produces reports; waits for answers and its period,
+        never ends.
+        """
+        while True:
+            answers = await asyncio.gather(*map(self._ask, self._clients))
+            if loads := [load for load in answers if load is not None]:
+                self._reports.add_loads(loads)
+            await asyncio.sleep(_PERIOD_S)
+
+    async def _ask(self, client: RolloutClient) -> GeneratorLoad | None:
+        try:
+            load = await client.load(_ANSWER_S)
+        except GeneratorError as error:
+            log.debug("generator=%s reports no load: %s", client.url, error)
+            return None
+        load.requested_seconds_total, load.answered_total = self._generators.tally(client.url)
+        return load

@@ -17,10 +17,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipelinerl.v1.admission_pb2 import GroupLease
-from pipelinerl_actor.rollout.clock import TrajectoryClock
-from pipelinerl_actor.rollout.failures import FATAL, GivenUp, backoff_s, exhausted
-from pipelinerl_actor.rollout.meter import Meter
-from pipelinerl_actor.rollout.partial import Answer, Answers, Stopped, joined
+from pipelinerl_actor.rollout.failures import (
+    FATAL,
+    GivenUp,
+    TrajectoryStopped,
+    backoff_s,
+    exhausted,
+)
+from pipelinerl_actor.rollout.generators import TrajectoryClock
+from pipelinerl_actor.rollout.metrics import RolloutMeter
+from pipelinerl_actor.rollout.partial import PartialAnswer, PartialAnswers, joined
 from pipelinerl_actor.rollout.trajectory import Sampler, TokenRecord, Trajectory, check_verdict
 from pipelinerl_actor.task import Prompt, Task
 from pipelinerl_common.errors import PermanentError, TemporaryError
@@ -57,7 +63,7 @@ class Progress:
     """Sampled so far."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Once it is set, the group ends with what it has sampled until then."""
-    answers: Answers = field(default_factory=Answers)
+    answers: PartialAnswers = field(default_factory=PartialAnswers)
     """What it has sampled, of a group that can go on in another attempt."""
 
 
@@ -65,7 +71,7 @@ class GroupRoller:
     """Rolls out groups of one task; holds no state of any of them."""
 
     def __init__(
-        self, job: str, task: Task, settings: TaskSettings, sampler: Sampler, meter: Meter
+        self, job: str, task: Task, settings: TaskSettings, sampler: Sampler, meter: RolloutMeter
     ) -> None:
         self._job = job
         self._task = task
@@ -87,7 +93,8 @@ class GroupRoller:
         """Of a new attempt, which has what an earlier one has left."""
         has_answers = self.can_go_on and lease.HasField("partial")
         return Progress(
-            lease.group_size, answers=Answers.of(lease.partial) if has_answers else Answers()
+            lease.group_size,
+            answers=PartialAnswers.of(lease.partial) if has_answers else PartialAnswers(),
         )
 
     async def roll_out(self, lease: GroupLease, progress: Progress) -> SampleGroup:
@@ -143,7 +150,7 @@ class GroupRoller:
                     for index, record in enumerate(records)
                 ]
                 return await self._enough(finishing)
-        except Stopped as error:
+        except TrajectoryStopped as error:
             raise GroupStopped from error
         except GivenUp as error:
             self._count(error, error.__cause__, lease.group_size)
@@ -161,7 +168,7 @@ class GroupRoller:
             )
             for turn, is_complete in zip(completions.turns, completions.complete, strict=True):
                 progress.answers.keep(
-                    len(records), completions.prompt_token_ids, Answer(turn, is_complete)
+                    len(records), completions.prompt_token_ids, PartialAnswer(turn, is_complete)
                 )
                 record = TokenRecord()
                 record.add(completions.prompt_token_ids, turn)
@@ -221,13 +228,13 @@ class GroupRoller:
                     completions = await self._sampler.go_on(
                         prompt_token_ids, answer.turn, clock, progress.stop
                     )
-                    answer = Answer(
+                    answer = PartialAnswer(
                         joined(answer.turn, completions.turns[0]), completions.complete[0]
                     )
                     progress.answers.keep(index, prompt_token_ids, answer)
                     progress.num_tokens += len(completions.turns[0].token_ids)
                 if not answer.is_complete:
-                    raise Stopped
+                    raise TrajectoryStopped
                 record.add(prompt_token_ids, answer.turn)
                 return await self._finish(lease, prompt, index, record)
         finally:
@@ -261,7 +268,7 @@ class GroupRoller:
                 if isinstance(outcome, Sample):
                     samples.append(outcome)
                     continue
-                if isinstance(outcome, Stopped):
+                if isinstance(outcome, TrajectoryStopped):
                     is_stopped = True
                     continue
                 failures[outcome.reason] += 1

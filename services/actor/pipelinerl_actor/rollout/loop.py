@@ -18,10 +18,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from pipelinerl.v1 import admission_pb2 as pb
-from pipelinerl_actor.rollout.admission import LeaseDesk, Reports
-from pipelinerl_actor.rollout.beginning import Beginning
+from pipelinerl_actor.rollout.failures import FirstSuccessGuard
 from pipelinerl_actor.rollout.group import GroupFailed, GroupRoller, GroupStopped, Progress
-from pipelinerl_actor.rollout.meter import Meter
+from pipelinerl_actor.rollout.lease_client import LeaseClient, LeaseReports
+from pipelinerl_actor.rollout.metrics import RolloutMeter
 from pipelinerl_common.errors import PermanentError, Unavailable
 from pipelinerl_common.stream import Stream
 from pipelinerl_common.tracing import Tracer, span
@@ -73,11 +73,11 @@ class RolloutLoop:
 
     def __init__(
         self,
-        desk: LeaseDesk,
-        reports: Reports,
+        desk: LeaseClient,
+        reports: LeaseReports,
         roller: GroupRoller,
         stream: Stream,
-        meter: Meter,
+        meter: RolloutMeter,
         slots: "Slots",
         tracer: Tracer,
     ) -> None:
@@ -91,7 +91,7 @@ class RolloutLoop:
         self._running: dict[str, _Running] = {}
         self._changed = asyncio.Event()
         self._num_failed_in_a_row = 0
-        self._beginning = Beginning()
+        self._beginning = FirstSuccessGuard()
 
     async def run(self, stop: asyncio.Event, drain_s: float) -> None:
         """Consumes leases, produces groups, waits for the preprocessor; ends when `stop` is set.

@@ -7,38 +7,30 @@ from dataclasses import dataclass, replace
 
 from pipelinerl.v1 import admission_pb2 as pb
 from pipelinerl.v1 import sample_pb2
-from pipelinerl_actor.rollout.failures import GivenUp
 from pipelinerl_actor.task import Turn
 from pipelinerl_common.types import FinishReason, VersionRun
 
 
-class Stopped(GivenUp):
-    """A trajectory was stopped on purpose; its Answers has what it sampled."""
-
-    def __init__(self) -> None:
-        super().__init__("stopped", "stopped on purpose")
-
-
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PartialAnswer:
     """`turn` as far as it was sampled; its finish reason and text count only when it is complete."""
 
     turn: Turn
     is_complete: bool
 
 
-class Answers:
+class PartialAnswers:
     """Of one group, by sample index. All answer the same prompt."""
 
     def __init__(self) -> None:
         self.prompt_token_ids: tuple[int, ...] = ()
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, PartialAnswer] = {}
 
-    def keep(self, index: int, prompt_token_ids: tuple[int, ...], answer: Answer) -> None:
+    def keep(self, index: int, prompt_token_ids: tuple[int, ...], answer: PartialAnswer) -> None:
         self.prompt_token_ids = prompt_token_ids
         self._answers[index] = answer
 
-    def get(self, index: int) -> Answer | None:
+    def get(self, index: int) -> PartialAnswer | None:
         return self._answers.get(index)
 
     @property
@@ -63,7 +55,7 @@ class Answers:
         return pb.PartialGroup(prompt_token_ids=self.prompt_token_ids, answers=answers)
 
     @classmethod
-    def of(cls, group: pb.PartialGroup) -> "Answers":
+    def of(cls, group: pb.PartialGroup) -> "PartialAnswers":
         answers = cls()
         for each in group.answers:
             answers.keep(each.sample_index, tuple(group.prompt_token_ids), _from_proto(each))
@@ -86,7 +78,7 @@ def joined(before: Turn, after: Turn) -> Turn:
     )
 
 
-def _to_proto(index: int, answer: Answer) -> pb.PartialAnswer:
+def _to_proto(index: int, answer: PartialAnswer) -> pb.PartialAnswer:
     turn = answer.turn
     return pb.PartialAnswer(
         sample_index=index,
@@ -103,7 +95,7 @@ def _to_proto(index: int, answer: Answer) -> pb.PartialAnswer:
     )
 
 
-def _from_proto(message: pb.PartialAnswer) -> Answer:
+def _from_proto(message: pb.PartialAnswer) -> PartialAnswer:
     is_complete = message.finish_reason != sample_pb2.FINISH_REASON_UNSPECIFIED
     turn = Turn(
         message.text,
@@ -112,7 +104,7 @@ def _from_proto(message: pb.PartialAnswer) -> Answer:
         tuple(VersionRun(run.policy_version, run.num_tokens) for run in message.version_runs),
         FinishReason(message.finish_reason) if is_complete else FinishReason.LENGTH,
     )
-    return Answer(turn, is_complete)
+    return PartialAnswer(turn, is_complete)
 
 
 _FINISH_REASONS: Mapping[FinishReason, sample_pb2.FinishReason.ValueType] = {

@@ -7,12 +7,11 @@ from typing import Protocol
 
 import numpy as np
 
-from pipelinerl_actor.rollout.clock import TrajectoryClock
-from pipelinerl_actor.rollout.continuation import Continuation
-from pipelinerl_actor.rollout.failures import GivenUp
-from pipelinerl_actor.rollout.generator_client import CompletionRequest, Completions
-from pipelinerl_actor.rollout.generators import Generators
-from pipelinerl_actor.rollout.partial import Answer, Answers, Stopped
+from pipelinerl_actor.models.chat import Continuation
+from pipelinerl_actor.rollout.failures import GivenUp, TrajectoryStopped
+from pipelinerl_actor.rollout.generator_client import Completions, TurnRequest
+from pipelinerl_actor.rollout.generators import Generators, TrajectoryClock
+from pipelinerl_actor.rollout.partial import PartialAnswer, PartialAnswers
 from pipelinerl_actor.rollout.verifier import Verifier
 from pipelinerl_actor.task import Message, Prompt, Turn, Verdict
 from pipelinerl_common.settings import SamplingSettings
@@ -106,7 +105,7 @@ class Sampler:
         stop: asyncio.Event | None = None,
     ) -> Completions:
         return await self.generators.complete(
-            CompletionRequest(self.sampling, messages=messages, n=n, stop=stop), clock
+            TurnRequest(self.sampling, messages=messages, n=n, stop=stop), clock
         )
 
     async def go_on(
@@ -117,7 +116,7 @@ class Sampler:
         stop: asyncio.Event,
     ) -> Completions:
         """The rest of an answer of which the first tokens were sampled before."""
-        request = CompletionRequest(
+        request = TurnRequest(
             self.sampling,
             prompt_token_ids=prompt_token_ids,
             answer_token_ids=answer.token_ids,
@@ -129,7 +128,7 @@ class Sampler:
         self, prompt_token_ids: Sequence[int], clock: TrajectoryClock
     ) -> Completions:
         return await self.generators.complete(
-            CompletionRequest(self.sampling, prompt_token_ids=prompt_token_ids), clock
+            TurnRequest(self.sampling, prompt_token_ids=prompt_token_ids), clock
         )
 
     async def verify(self, prompt_index: int, prompt: Prompt, turn: Turn) -> Verdict:
@@ -141,7 +140,7 @@ class Keeping(Protocol):
     """Where a single-turn trajectory leaves what it samples, and what stops it."""
 
     stop: asyncio.Event
-    answers: Answers
+    answers: PartialAnswers
 
 
 class Trajectory:
@@ -205,11 +204,11 @@ class Trajectory:
         turn, is_complete = completions.turns[0], completions.complete[0]
         if self._keeping is not None:
             self._keeping.answers.keep(
-                self._sample_index, completions.prompt_token_ids, Answer(turn, is_complete)
+                self._sample_index, completions.prompt_token_ids, PartialAnswer(turn, is_complete)
             )
         self.record.add(completions.prompt_token_ids, turn)
         if not is_complete:
-            raise Stopped
+            raise TrajectoryStopped
         return turn
 
 

@@ -12,10 +12,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from pipelinerl_actor.dataset import DataSettings, Problems
-from pipelinerl_actor.dataset.files import Row
-from pipelinerl_actor.dataset.problems import field_of, text_of
-from pipelinerl_actor.sandbox import DEFAULT_LIMITS, Limits, Sandbox
+from pipelinerl_actor.dataset import DatasetRow, DataSettings, Problems, field_of, text_of
+from pipelinerl_actor.sandbox import DEFAULT_LIMITS, Sandbox, SandboxLimits
 from pipelinerl_actor.task import Message, Prompt, Task, Turn, Verdict
 from pipelinerl_common.errors import SettingsError
 
@@ -50,9 +48,9 @@ class Code(Task):
         tests_field: str = "tests",
         system: str = DEFAULT_SYSTEM,
         reward: Literal["all", "share"] = "all",
-        limits: Limits = DEFAULT_LIMITS,
+        limits: SandboxLimits = DEFAULT_LIMITS,
     ) -> None:
-        def parse(row: Row) -> CodeProblem:
+        def parse(row: DatasetRow) -> CodeProblem:
             return CodeProblem(text_of(row, problem_field), *_tests(row, tests_field))
 
         self._sandbox = Sandbox(limits)
@@ -131,7 +129,7 @@ def _lines(output: str) -> list[str]:
     return [line.rstrip() for line in output.rstrip().splitlines()]
 
 
-def _tests(row: Row, name: str) -> tuple[tuple[Example, ...], tuple[str, ...]]:
+def _tests(row: DatasetRow, name: str) -> tuple[tuple[Example, ...], tuple[str, ...]]:
     tests = field_of(row, name)
     if isinstance(tests, str):  # data sets without nested fields keep them as JSON
         try:
@@ -147,7 +145,7 @@ def _tests(row: Row, name: str) -> tuple[tuple[Example, ...], tuple[str, ...]]:
     return tuple(_example(test, row, name) for test in tests), ()
 
 
-def _example(test: object, row: Row, name: str) -> Example:
+def _example(test: object, row: DatasetRow, name: str) -> Example:
     match test:
         case {"input": str(given), "output": str(expected)}:
             return Example(given, expected)

@@ -2,9 +2,7 @@
 
 from typing import NamedTuple
 
-from pipelinerl_actor.dataset import DataSettings, Problems
-from pipelinerl_actor.dataset.files import Row
-from pipelinerl_actor.dataset.problems import field_of, text_of
+from pipelinerl_actor.dataset import DatasetRow, DataSettings, Problems, field_of, text_of
 from pipelinerl_actor.task import Message, Prompt, Task, Turn, Verdict
 from pipelinerl_common.errors import SettingsError
 
@@ -35,7 +33,7 @@ class Maths(Task):
         answer_field: str = "answer",
         system: str = DEFAULT_SYSTEM,
     ) -> None:
-        def parse(row: Row) -> MathsProblem:
+        def parse(row: DatasetRow) -> MathsProblem:
             return MathsProblem(text_of(row, problem_field), _answer(row, answer_field))
 
         self._problems = Problems.load(data, seed, parse)
@@ -63,7 +61,7 @@ class Maths(Task):
         return Verdict(success, {"success": success, "answered": float(bool(given))})
 
 
-def _answer(row: Row, name: str) -> str:
+def _answer(row: DatasetRow, name: str) -> str:
     answer = field_of(row, name)
     if (
         isinstance(answer, bool)

@@ -3,7 +3,7 @@
 import asyncio
 
 from pipelinerl_actor.dataset import DataSettings
-from pipelinerl_actor.sandbox import DEFAULT_LIMITS, Ending, Limits, Sandbox
+from pipelinerl_actor.sandbox import DEFAULT_LIMITS, Sandbox, SandboxEnding, SandboxLimits
 from pipelinerl_actor.tasks.maths import DEFAULT_SYSTEM, Maths
 from pipelinerl_actor.tools import Tool, ToolTask
 
@@ -25,7 +25,7 @@ class MathsWithPython(ToolTask, Maths):
         answer_field: str = "answer",
         system: str = DEFAULT_SYSTEM,
         max_turns: int = 4,
-        limits: Limits = DEFAULT_LIMITS,
+        limits: SandboxLimits = DEFAULT_LIMITS,
     ) -> None:
         Maths.__init__(
             self,
@@ -50,6 +50,6 @@ class MathsWithPython(ToolTask, Maths):
     async def _python(self, program: str) -> str:
         async with self._room:
             result = await asyncio.to_thread(self._sandbox.run, program, "")
-        if result.ending is Ending.OUT_OF_TIME:
+        if result.ending is SandboxEnding.OUT_OF_TIME:
             return f"{result.stdout}\nerror: out of time"
         return result.stdout if result.succeeded else f"{result.stdout}\n{result.stderr}"

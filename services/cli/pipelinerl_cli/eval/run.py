@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl_actor.evaluation.evaluate import Evaluation
-from pipelinerl_actor.evaluation.session import evaluator, until_ready
+from pipelinerl_actor.evaluation.generator import evaluator, until_ready
 from pipelinerl_actor.models.folder import check_model_folder
-from pipelinerl_actor.prepare.prompts import check_prompts
-from pipelinerl_actor.rollout.assembly import Pool
+from pipelinerl_actor.prepare import check_prompts
+from pipelinerl_actor.rollout.start import Pool
 from pipelinerl_actor.task import Task, TaskName
 from pipelinerl_actor.task_loader import load_task
 from pipelinerl_cli.up.checks import environment

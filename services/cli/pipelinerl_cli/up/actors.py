@@ -27,21 +27,20 @@ from pipelinerl_cli.up.supervisor import Supervisor
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.files import write_whole
 from pipelinerl_common.settings import Job, JobSpec
+from pipelinerl_control.balance import Counts, Period
 from pipelinerl_control.coordinator import Coordinator
+from pipelinerl_control.metrics import ActorScale
 from pipelinerl_control.plan import (
     Endpoints,
-    Workload,
+    PlannedProcess,
     generator_names,
     generator_url,
     plan,
-    plan_workload,
+    plan_process,
     with_actors,
 )
-from pipelinerl_control.scaling.balance import Counts
-from pipelinerl_control.scaling.choice import Choice, look, num_actors
-from pipelinerl_control.scaling.metrics import Scale
-from pipelinerl_control.scaling.period import Period
-from pipelinerl_control.scaling.reading import read_metrics
+from pipelinerl_control.readings import read_metrics
+from pipelinerl_control.scaling import ScalingChoice, look, num_actors
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ class Fleet:
         )
         return {name: generator_url(self._endpoints.addresses[name]) for name in names}
 
-    def workloads(self) -> tuple[Workload, ...]:
+    def workloads(self) -> tuple[PlannedProcess, ...]:
         """Every process of the run, in start order."""
         return plan(self.job, self._endpoints)
 
@@ -113,7 +112,7 @@ class Fleet:
         for actor in come:
             self._actors.add(actor)
             names = (*generator_names(self._job, actor), _name(actor))
-            supervisor.add(plan_workload(self._job, self._endpoints, name) for name in names)
+            supervisor.add(plan_process(self._job, self._endpoints, name) for name in names)
             self._changed()
         coordinator.wake()
         await asyncio.gather(*(self._let_go(actor, supervisor, coordinator) for actor in go))
@@ -159,10 +158,10 @@ class ChoiceFile:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def read(self) -> Choice | None:
+    def read(self) -> ScalingChoice | None:
         """None without one. Raises SettingsError when it cannot be read."""
         try:
-            return Choice.model_validate_json(self._path.read_bytes())
+            return ScalingChoice.model_validate_json(self._path.read_bytes())
         except FileNotFoundError:
             return None
         except (OSError, ValidationError) as error:
@@ -171,7 +170,7 @@ class ChoiceFile:
                 "from actors.replicas"
             ) from error
 
-    def write(self, choice: Choice) -> None:
+    def write(self, choice: ScalingChoice) -> None:
         write_whole(self._path, choice.model_dump_json(by_alias=True) + "\n")
 
     def remove(self) -> None:
@@ -195,8 +194,8 @@ class Autoscaler:
         """That there should be."""
         return num_actors(self._spec, self._choice)
 
-    def scale(self, num_ready: int) -> Scale:
-        return Scale(
+    def scale(self, num_ready: int) -> ActorScale:
+        return ActorScale(
             self.num_actors, num_ready, None if self._choice is None else self._choice.ratio
         )
 

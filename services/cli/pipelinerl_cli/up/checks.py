@@ -26,7 +26,7 @@ from pipelinerl_common.settings import Job
 from pipelinerl_common.stream.layout import StreamLayout
 from pipelinerl_common.stream.server import find_binary
 from pipelinerl_common.text import counted
-from pipelinerl_control.plan import num_gpus, role_of, workload_names
+from pipelinerl_control.plan import num_gpus, process_names, role_of
 
 _COMPUTING = ("generator-", "reference-", "trainer-", "evaluator-")
 
@@ -35,7 +35,7 @@ def threads_per_process(job: Job, cores: int) -> int:
     """Compute threads of each generator, reference, trainer rank and evaluator, so that together
     they have about the cores.
     """
-    computing = [name for name in workload_names(job) if name.startswith(_COMPUTING)]
+    computing = [name for name in process_names(job) if name.startswith(_COMPUTING)]
     return max(1, cores // len(computing))
 
 
@@ -50,7 +50,7 @@ def assign_gpus(job: Job, visible: str | None) -> dict[str, str]:
     ids = visible.split(",") if visible else None
     assigned: dict[str, str] = {}
     taken = 0
-    for name in workload_names(job):
+    for name in process_names(job):
         count = num_gpus(job, name)
         own = range(taken, taken + count)
         assigned[name] = ",".join(ids[k] if ids and k < len(ids) else str(k) for k in own)
@@ -63,7 +63,7 @@ def gpus_by_role(job: Job) -> dict[str, int]:
     "trainer": 1}.
     """
     counts: Counter[str] = Counter()
-    for name in workload_names(job):
+    for name in process_names(job):
         counts[role_of(name).value] += num_gpus(job, name)
     return {role: count for role, count in counts.items() if count}
 
@@ -106,7 +106,7 @@ def environment(job: Job, name: str, inherited: Mapping[str, str], cores: int) -
     return own
 
 
-MODULE = "pipelinerl_actor.rollout.verifier_process"
+MODULE = "pipelinerl_actor.rollout.verifier"
 TRIAL_S = 30.0
 """A task that takes longer, since it reads much data, is left to the preparation, which makes it
 once more.

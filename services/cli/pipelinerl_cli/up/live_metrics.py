@@ -34,7 +34,7 @@ from pipelinerl_common.metrics import is_counter
 from pipelinerl_common.settings import Job
 from pipelinerl_common.stream import Login, connect
 from pipelinerl_common.text import counted
-from pipelinerl_control.scaling.metrics import Scale
+from pipelinerl_control.metrics import ActorScale
 
 SPARK_STEPS = 40
 TRENDS = (
@@ -206,7 +206,7 @@ class SessionRecords:
         """Records that could not be written."""
         self._writer = writer
         self._view = view
-        self._scale: Scale | None = None
+        self._scale: ActorScale | None = None
 
     def begin(self) -> None:
         self._write({SESSION_START: 1.0, **self._restart_values()})
@@ -228,7 +228,7 @@ class SessionRecords:
     def take(self, name: str, value: float) -> None:
         self._write({name: value})
 
-    def take_scale(self, scale: Scale) -> None:
+    def take_scale(self, scale: ActorScale) -> None:
         """Written when it has changed."""
         if scale != self._scale:
             self._scale = scale

@@ -42,17 +42,17 @@ from pipelinerl_common.files import write_whole
 from pipelinerl_common.metrics import COORDINATOR, Metrics, serve_metrics
 from pipelinerl_common.settings import EvaluationSettings, Job
 from pipelinerl_common.tracing import open_tracer
-from pipelinerl_control.coordinator import Coordinator, serve_coordinator
-from pipelinerl_control.coordinator.metrics import export
+from pipelinerl_control.coordinator import Coordinator
+from pipelinerl_control.metrics import ActorScale, export_coordinator
 from pipelinerl_control.plan import (
     Endpoints,
+    PlannedProcess,
     Role,
-    Workload,
     longest_evaluation_s,
+    process_names,
     with_actors,
-    workload_names,
 )
-from pipelinerl_control.scaling.metrics import Scale
+from pipelinerl_control.service import serve_coordinator
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class LocalRun:
         self._guard = Guard()
         self._token = folder.make_token()
         self._autoscaler = Autoscaler(job.spec, ChoiceFile(folder.choice_file), display.note)
-        self._scale: Callable[[], Scale] = lambda: self._autoscaler.scale(0)
+        self._scale: Callable[[], ActorScale] = lambda: self._autoscaler.scale(0)
         self._writer = MetricsWriter.open(folder.metrics_file, time.time(), self._view.take)
         self._records = SessionRecords(self._writer, self._view)
 
@@ -122,7 +122,7 @@ class LocalRun:
         self._list_targets(fleet, endpoints)
         metrics = await self._serve_metrics(stack, endpoints.metrics_addresses[targets.OWN])
         coordinator = await self._coordinate(stack, endpoints, fleet)
-        export(coordinator, metrics)
+        export_coordinator(coordinator, metrics)
         coordinator.tracer = await stack.enter_async_context(
             open_tracer(self._job, COORDINATOR, targets.OWN)
         )
@@ -156,7 +156,7 @@ class LocalRun:
         await feed.settle(quiet_s=0.5, timeout_s=3.0)
         return ending
 
-    def _supervise(self, stack: AsyncExitStack, workloads: Sequence[Workload]) -> Supervisor:
+    def _supervise(self, stack: AsyncExitStack, workloads: Sequence[PlannedProcess]) -> Supervisor:
         supervisor = Supervisor(
             workloads, self._launch, self._is_finished, on_restart=self._records.count_restart
         )
@@ -305,7 +305,7 @@ class LocalRun:
             log.warning("Prometheus' list of targets is not up to date: %s", error)
 
     def _endpoints(self, ports: Ports, nats_url: str) -> Endpoints:
-        names = workload_names(self._largest)
+        names = process_names(self._largest)
         return Endpoints(
             job_file=self._folder.job_file,
             output=self._folder.root,
@@ -319,7 +319,7 @@ class LocalRun:
             },
         )
 
-    async def _launch(self, workload: Workload) -> LocalProcess:
+    async def _launch(self, workload: PlannedProcess) -> LocalProcess:
         return await self._start(workload.name, workload.argv)
 
     async def _start(self, name: str, argv: tuple[str, ...]) -> LocalProcess:

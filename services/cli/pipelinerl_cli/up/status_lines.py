@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipelinerl_actor.evaluation.results import evaluated_steps
+from pipelinerl_actor.evaluation.report import evaluated_steps
 from pipelinerl_cli.runs.records import SILENCE_LIMIT_S, SILENCE_RECORD
 from pipelinerl_cli.up.live_metrics import GENERATING, RunView
 from pipelinerl_common.metrics import EVALUATOR

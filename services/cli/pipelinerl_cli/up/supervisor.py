@@ -23,7 +23,7 @@ from typing import Any
 
 from pipelinerl_cli.up.process import LOG_PREFIX, LocalProcess
 from pipelinerl_common.text import counted
-from pipelinerl_control.plan import ENDING_ROLES, RestartScope, Role, Workload
+from pipelinerl_control.plan import ENDING_ROLES, PlannedProcess, RestartScope, Role
 
 EXIT_DONE, EXIT_SETTINGS = 0, 2
 
@@ -119,7 +119,7 @@ class ProcessFailure:
 class _Unit:
     name: str
     role: Role
-    workloads: tuple[Workload, ...]
+    workloads: tuple[PlannedProcess, ...]
     budget: RestartBudget = field(default_factory=RestartBudget)
     is_retired: bool = False
     """Its process is to end, and not to be started again."""
@@ -134,8 +134,8 @@ class Supervisor:
 
     def __init__(
         self,
-        workloads: Iterable[Workload],
-        launch: Callable[[Workload], Awaitable[LocalProcess]],
+        workloads: Iterable[PlannedProcess],
+        launch: Callable[[PlannedProcess], Awaitable[LocalProcess]],
         run_is_finished: Callable[[], bool],
         on_restart: Callable[[str], None],
         budget: Callable[[], RestartBudget] = RestartBudget,
@@ -177,7 +177,7 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*self._kept, return_exceptions=True)
 
-    def add(self, workloads: Iterable[Workload]) -> None:
+    def add(self, workloads: Iterable[PlannedProcess]) -> None:
         """Starts these, too, and keeps them running; nothing once the run is being stopped."""
         if self._stopping:
             return
@@ -260,7 +260,7 @@ class Supervisor:
         await asyncio.sleep(delay)
         return None
 
-    async def _start(self, workload: Workload, unit: _Unit) -> LocalProcess:
+    async def _start(self, workload: PlannedProcess, unit: _Unit) -> LocalProcess:
         process = await self._launch(workload)
         self._running[workload.name] = process
         if self._is_over(unit):
@@ -268,9 +268,9 @@ class Supervisor:
         return process
 
 
-def _units(workloads: Iterable[Workload], budget: Callable[[], RestartBudget]) -> list[_Unit]:
+def _units(workloads: Iterable[PlannedProcess], budget: Callable[[], RestartBudget]) -> list[_Unit]:
     """One per process, or one per role where the role restarts together."""
-    groups: dict[str, list[Workload]] = {}
+    groups: dict[str, list[PlannedProcess]] = {}
     for workload in workloads:
         together = workload.restart_scope is RestartScope.ROLE
         groups.setdefault(f"{workload.role.value}s" if together else workload.name, []).append(

@@ -15,9 +15,8 @@ from functools import partial
 from pipelinerl_common.metrics import COORDINATOR, Metrics
 from pipelinerl_common.settings import Job
 from pipelinerl_common.telemetry import memory_bytes
-from pipelinerl_control.plan import Role, role_of, workload_names
-from pipelinerl_control.scaling.metrics import Scale, export_scale
-from pipelinerl_operator.objects.ports import SERVE_THEIR_OWN
+from pipelinerl_control.metrics import ActorScale, export_scale
+from pipelinerl_control.plan import HTTP_ROLES, Role, process_names, role_of
 
 OWN = "up"
 """Name of this process among the targets."""
@@ -28,7 +27,7 @@ def needs_port(name: str) -> bool:
     trainer's ranks one speaks.
     """
     role = role_of(name)
-    return role not in SERVE_THEIR_OWN and (role is not Role.TRAINER or name == "trainer-0")
+    return role not in HTTP_ROLES and (role is not Role.TRAINER or name == "trainer-0")
 
 
 def targets_file(
@@ -39,10 +38,10 @@ def targets_file(
     `addresses` are the processes' own, `metrics_addresses` the ports for metrics, that of this process included.
     """
     where = {OWN: metrics_addresses[OWN]}
-    for name in workload_names(job):
+    for name in process_names(job):
         if name in metrics_addresses:
             where[name] = metrics_addresses[name]
-        elif role_of(name) in SERVE_THEIR_OWN:
+        elif role_of(name) in HTTP_ROLES:
             where[name] = addresses[name]
     targets = [
         {
@@ -58,7 +57,7 @@ def targets_file(
     return json.dumps(targets, indent=1) + "\n"
 
 
-def own_metrics(job: Job, restarts: Counter[str], scale: Callable[[], Scale]) -> Metrics:
+def own_metrics(job: Job, restarts: Counter[str], scale: Callable[[], ActorScale]) -> Metrics:
     """This process's. `restarts` counts by the name of what was started again."""
     metrics = Metrics(COORDINATOR, job.name)
     metrics.gauge("memory_bytes").read(memory_bytes)

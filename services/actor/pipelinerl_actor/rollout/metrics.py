@@ -13,7 +13,7 @@ from pipelinerl_common.telemetry import memory_bytes
 _PERIOD_S = 1.0
 
 
-class Meter:
+class RolloutMeter:
     """Totals since the start. Errors are by reason: retries, trajectories and groups given up."""
 
     def __init__(self, metrics: Metrics) -> None:
@@ -66,7 +66,7 @@ class MetricsReport:
 
     def __init__(
         self,
-        meter: Meter,
+        meter: RolloutMeter,
         stream: Stream,
         *,
         instance: str,

@@ -27,7 +27,7 @@ reaches.
 """
 
 
-class LeaseDesk:
+class LeaseClient:
     """Asks for leases and renews what runs. A preprocessor that is away is waited for."""
 
     def __init__(self, channel: Channel, actor_id: str) -> None:
@@ -68,7 +68,7 @@ class LeaseDesk:
         return response
 
 
-class Reports:
+class LeaseReports:
     """Tells the preprocessor what became of leases, in order, for as long as it takes."""
 
     def __init__(self, channel: Channel, actor_id: str) -> None:

@@ -1,1 +1,0 @@
-"""`python -m pipelinerl_actor.prepare`: fetches or makes a job's model before the services start."""
