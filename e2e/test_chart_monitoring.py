@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from monitoring.alerts import ALERTS
-from monitoring.dashboards import DASHBOARDS
+from monitoring.files import ALERTS, DASHBOARDS
 from test_chart_render import HELM, of_kind, refusal, render
 
 pytestmark = pytest.mark.skipif(

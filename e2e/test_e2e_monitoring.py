@@ -18,9 +18,8 @@ import pytest
 import yaml
 
 import prometheus_server
-from monitoring.alerts.alert import with_thresholds
-from monitoring.alerts.documents import prometheus_rules, thresholds
-from monitoring.files import CHART
+from monitoring.alert import with_thresholds
+from monitoring.files import CHART, prometheus_rules, thresholds
 from pipelinerl_common.metrics import CATALOG, serve_metrics
 from pipelinerl_operator.controller.telemetry import Telemetry
 from pipelinerl_operator.controller.views import JobView

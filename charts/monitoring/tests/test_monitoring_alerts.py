@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from monitoring.alerts import ALERTS, GROUPS
-from monitoring.alerts.alert import TEST_MINUTES, Alert, Series, with_thresholds
-from monitoring.alerts.documents import grafana_rules, prometheus_rules, thresholds
-from monitoring.files import CHART
+from monitoring.alert import TEST_MINUTES, Alert, Series, with_thresholds
+from monitoring.files import ALERTS, CHART, GROUPS, grafana_rules, prometheus_rules, thresholds
 from pipelinerl_common.metrics import CATALOG
 
 PROMTOOL = shutil.which("promtool")

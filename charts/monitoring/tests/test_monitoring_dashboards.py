@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from monitoring.__main__ import main
-from monitoring.files import CHART, generated
+from monitoring.files import CHART, generated, main
 from pipelinerl_common.metrics import CATALOG, Kind
 
 HAS_NO_LIMIT = {"Step", "Reward", "Generated"}
