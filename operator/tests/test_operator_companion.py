@@ -10,7 +10,7 @@ import pytest
 from world import CONTEXT, JOB, World, job
 
 from pipelinerl_common.metrics import PREPROCESSOR, TRAINER, Metrics, serve_metrics
-from pipelinerl_control.scaling.choice import Choice
+from pipelinerl_control.scaling import ScalingChoice
 from pipelinerl_operator.controller import companions
 from pipelinerl_operator.controller.companions import Companion
 from pipelinerl_operator.controller.decision import Wanted
@@ -87,7 +87,7 @@ async def test_the_balance_grows_from_the_first_reading_on(running: Running) -> 
 async def test_a_look_at_it_begins_it_anew(running: Running) -> None:
     await running.step(3, 8)
     await running.step(13, 80)
-    status = JobStatus(autoscale=Choice(actors=2, start=2, step=13, ratio=1.0))
+    status = JobStatus(autoscale=ScalingChoice(actors=2, start=2, step=13, ratio=1.0))
     running.companion.update(status, 1)
     assert running.steps() is None
     await running.step(14, 8)
@@ -114,7 +114,8 @@ async def test_the_metrics_say_how_many_actors_there_are_and_why(running: Runnin
     assert 'pipelinerl_actors_ready{job="sums",namespace="default",role="coordinator"} 2' in text
     assert "pipelinerl_autoscale_ratio{" not in text
     running.companion.update(
-        JobStatus(actors=actors, autoscale=Choice(actors=3, start=2, step=10, ratio=0.975)), 1
+        JobStatus(actors=actors, autoscale=ScalingChoice(actors=3, start=2, step=10, ratio=0.975)),
+        1,
     )
     text = running.companion.metrics().exposition().decode()
     assert (

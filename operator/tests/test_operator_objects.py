@@ -19,7 +19,7 @@ from operator_jobs import OLD, make_context, make_raw, make_resource
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.service import parse_wiring
 from pipelinerl_common.settings import load_job
-from pipelinerl_control.plan import Role, num_gpus, workload_names
+from pipelinerl_control.plan import Role, num_gpus, process_names
 from pipelinerl_operator.objects import Capabilities, JobResource, PodSpec, desired, secret
 from pipelinerl_operator.objects.context import Peer
 from pipelinerl_trainer.__main__ import parse_flags
@@ -159,7 +159,7 @@ def test_pods_carry_exactly_the_processes_of_the_plan(sections: dict[str, Any]) 
     job = any_job(sections)
     pods = [(each, each.manifest(0)) for each in desired(job, make_context()).pods]
     carried = [name for _, manifest in pods for name in names_in(manifest)]
-    assert sorted(carried) == sorted(workload_names(job.job))
+    assert sorted(carried) == sorted(process_names(job.job))
     for spec, manifest in pods:
         assert (
             tuple(each["name"] for each in manifest["spec"]["containers"]) == spec.main_containers

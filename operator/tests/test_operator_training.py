@@ -1,6 +1,6 @@
 """What the operator's status shows of a job's metrics."""
 
-from pipelinerl_control.scaling.reading import Reading
+from pipelinerl_control.readings import Reading
 from pipelinerl_operator.controller.status import StreamStatus, TrainingStatus
 from pipelinerl_operator.controller.training import stream_status, training_status
 

@@ -7,7 +7,7 @@ from typing import Any
 from fake_api import Call, Crash, FakeApi
 
 from pipelinerl_common.errors import PipelineRLError
-from pipelinerl_control.scaling.balance import Balance
+from pipelinerl_control.balance import Balance
 from pipelinerl_operator.controller.cluster import OWNED, Cluster, child_resources
 from pipelinerl_operator.controller.companions import NoCompanions
 from pipelinerl_operator.controller.decision import Note, Wanted

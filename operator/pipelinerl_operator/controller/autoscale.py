@@ -8,7 +8,7 @@
 
 from dataclasses import replace
 
-from pipelinerl_control.scaling.choice import look, num_actors
+from pipelinerl_control.scaling import look, num_actors
 from pipelinerl_operator.controller.decision import Draft, EventType, Wanted
 from pipelinerl_operator.objects.pods import pods
 

@@ -18,16 +18,14 @@ from pipelinerl_common.metrics import COORDINATOR, Metrics
 from pipelinerl_common.service import cancel_all
 from pipelinerl_common.settings import Job
 from pipelinerl_common.tracing import Tracer, open_tracer
-from pipelinerl_control.coordinator import Coordinator, Group
-from pipelinerl_control.coordinator.metrics import export
-from pipelinerl_control.coordinator.routes import TokenRoutes
-from pipelinerl_control.coordinator.server import weight_transfer
+from pipelinerl_control.balance import Balance, Counts, Period
+from pipelinerl_control.coordinator import Coordinator
+from pipelinerl_control.membership import WeightGroup
+from pipelinerl_control.metrics import ActorScale, export_coordinator, export_scale
 from pipelinerl_control.plan import Role, generator_url
-from pipelinerl_control.scaling.balance import Balance, Counts
-from pipelinerl_control.scaling.choice import Choice
-from pipelinerl_control.scaling.metrics import Scale, export_scale
-from pipelinerl_control.scaling.period import Period
-from pipelinerl_control.scaling.reading import Reading, read_metrics
+from pipelinerl_control.readings import Reading, read_metrics
+from pipelinerl_control.scaling import ScalingChoice
+from pipelinerl_control.service import TokenRoutes, weight_transfer
 from pipelinerl_operator.controller.cluster import Cluster
 from pipelinerl_operator.controller.decision import Wanted
 from pipelinerl_operator.controller.status import (
@@ -73,9 +71,9 @@ class Companion:
         self._restarts: Mapping[str, int] = {}
         self._num_jobs = 1
         self._before: Reading | None = None
-        self._choice: Choice | None = None
+        self._choice: ScalingChoice | None = None
         self._period = Period()
-        self._scale = Scale()
+        self._scale = ActorScale()
         self._traced: Job | None = (
             wanted.job.job if wanted.job.spec.telemetry.tracing is not None else None
         )
@@ -94,7 +92,7 @@ class Companion:
             "evaluator": status.evaluator.restarts if status.evaluator else 0,
         }
         self._num_jobs = num_jobs
-        self._scale = Scale(
+        self._scale = ActorScale(
             status.actors.desired,
             status.actors.ready,
             status.autoscale.ratio if status.autoscale else None,
@@ -129,7 +127,7 @@ class Companion:
     def metrics(self) -> Metrics:
         """Made anew for each scrape: everything in it is read from elsewhere."""
         metrics = Metrics(COORDINATOR, self._key.name, self._key.namespace)
-        export(self.coordinator, metrics)
+        export_coordinator(self.coordinator, metrics)
         export_scale(metrics, lambda: self._scale)
         for role, count in self._restarts.items():
             metrics.counter("restarts_total").read(partial(float, count), restarted=role)
@@ -137,7 +135,7 @@ class Companion:
 
     async def coordinate(self, changed: Callable[[], None]) -> None:
         """For ever: forms groups. `changed` is called when there is something to put into status."""
-        seen: tuple[Group | None, str] | None = None
+        seen: tuple[WeightGroup | None, str] | None = None
         traced = (
             nullcontext(Tracer())
             if self._traced is None

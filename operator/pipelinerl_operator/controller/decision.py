@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from pipelinerl_control.scaling.balance import Balance
+from pipelinerl_control.balance import Balance
 from pipelinerl_operator.controller.status import (
     JobStatus,
     StreamStatus,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pipelinerl_common.errors import SettingsError
-from pipelinerl_control.scaling.balance import Balance
+from pipelinerl_control.balance import Balance
 from pipelinerl_operator.controller.cluster import Cluster
 from pipelinerl_operator.controller.decide import decide
 from pipelinerl_operator.controller.decision import Child, Decision, Delete, Note, Observed, Wanted

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pipelinerl_common.settings.base import Settings
-from pipelinerl_control.scaling.choice import Choice
+from pipelinerl_control.scaling import ScalingChoice
 
 MAX_FAILURES = 128
 """Failures remembered; older ones are forgotten first."""
@@ -169,7 +169,7 @@ class JobStatus(Settings):
     """Pods of the reference model."""
     evaluator: RoleStatus | None = None
     """Pod of the evaluator."""
-    autoscale: Choice | None = None
+    autoscale: ScalingChoice | None = None
     """What autoscale has chosen. Remembered."""
     actor_selector: Annotated[str, Field(max_length=512)] | None = None
     """Label selector of the actors, for autoscalers."""

@@ -1,6 +1,6 @@
 """How training goes, read from the metrics of the job's own processes."""
 
-from pipelinerl_control.scaling.reading import Reading, parse_metrics
+from pipelinerl_control.readings import Reading, parse_metrics
 from pipelinerl_operator.controller.status import StreamStatus, TrainingStatus
 
 

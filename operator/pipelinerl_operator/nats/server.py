@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from pipelinerl_common.errors import Unavailable
 from pipelinerl_common.service import cancel_all
-from pipelinerl_common.stream import ServerRequests
+from pipelinerl_common.stream import StreamConnection
 from pipelinerl_operator.nats.claims import StreamLimits, account_token, deletion_token, read_claims
 from pipelinerl_operator.nats.keys import Key
 
@@ -38,7 +38,7 @@ class AccountServer:
     until the connection has been away: the server may then have come back without its disk.
     """
 
-    def __init__(self, requests: ServerRequests, operator: Key) -> None:
+    def __init__(self, requests: StreamConnection, operator: Key) -> None:
         self._requests = requests
         self._operator = operator
         self._ensured: dict[str, _Ensured] = {}
@@ -50,7 +50,7 @@ class AccountServer:
         """While the block runs, tells the server after every reconnect of the accounts that it may
         have forgotten.
         """
-        async with self._requests.reconnecting(self._reconnected.set):
+        async with self._requests.listening(self._reconnected.set):
             task = asyncio.ensure_future(self._restore_for_ever())
             try:
                 yield
@@ -60,7 +60,7 @@ class AccountServer:
     async def ensure(self, account: str, name: str, limits: StreamLimits) -> bool:
         """True when the server was told something new. Raises Unavailable."""
         state = _Ensured(self._requests.generation, name, limits)
-        if self._requests.is_connected and self._ensured.get(account) == state:
+        if self._requests.is_ready and self._ensured.get(account) == state:
             return False
         wanted = account_token(self._operator, account, name, limits, int(time.time()))
         found = await self._requests.ask(
@@ -147,7 +147,7 @@ class AccountServer:
 class StreamServer:
     """Streams in the account of the connection itself."""
 
-    def __init__(self, requests: ServerRequests) -> None:
+    def __init__(self, requests: StreamConnection) -> None:
         self._requests = requests
 
     async def delete(self, stream: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from pipelinerl_common.errors import Unavailable
-from pipelinerl_common.stream import Login, ServerRequests, StreamLayout
+from pipelinerl_common.stream import Login, StreamConnection, StreamLayout
 from pipelinerl_operator.nats.claims import Rights, StreamLimits, credentials, user_token
 from pipelinerl_operator.nats.keys import Key, KeyKind
 from pipelinerl_operator.nats.server import AccountServer, StreamServer
@@ -73,7 +73,7 @@ class AccountStreams:
     """
 
     def __init__(
-        self, requests: ServerRequests, operator: Key, url: str, ca_file: Path | None
+        self, requests: StreamConnection, operator: Key, url: str, ca_file: Path | None
     ) -> None:
         self._server = AccountServer(requests, operator)
         self._operator = operator
@@ -89,7 +89,7 @@ class AccountStreams:
         without its disk is told of all accounts again.
         """
         login = Login(credentials_text=administration_credentials(operator), ca_file=ca_file)
-        async with ServerRequests.open(url, login, name=_CLIENT) as requests:
+        async with StreamConnection.open_in_background(url, login, name=_CLIENT) as requests:
             streams = cls(requests, operator, url, ca_file)
             async with streams._server.restoring():
                 yield streams
@@ -106,7 +106,7 @@ class AccountStreams:
         its limits still fit into the store. Raises Unavailable.
         """
         login = Login(credentials_text=credentials_text, ca_file=self._ca_file)
-        async with ServerRequests.open(self._url, login, name=_CLIENT) as requests:
+        async with StreamConnection.open_in_background(self._url, login, name=_CLIENT) as requests:
             try:
                 await requests.ask("$JS.API.INFO", b"", _ROOM_S)
             except Unavailable as error:
@@ -171,7 +171,7 @@ class AccountStreams:
 class SharedStreams:
     """Everybody's streams beside one another, under one login."""
 
-    def __init__(self, requests: ServerRequests, login_text: str | None) -> None:
+    def __init__(self, requests: StreamConnection, login_text: str | None) -> None:
         self._server = StreamServer(requests)
         self._login_text = login_text
 
@@ -186,7 +186,7 @@ class SharedStreams:
         login = (
             Login(ca_file=ca_file) if login_text is None else Login.from_text(login_text, ca_file)
         )
-        async with ServerRequests.open(url, login, name=_CLIENT) as requests:
+        async with StreamConnection.open_in_background(url, login, name=_CLIENT) as requests:
             yield cls(requests, login_text)
 
     async def ensure(self, job: JobResource) -> str | None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl_common.settings import JobSpec
-from pipelinerl_control.plan import Role, Workload, generator_names, num_gpus, plan_workload
+from pipelinerl_control.plan import PlannedProcess, Role, generator_names, num_gpus, plan_process
 from pipelinerl_operator.objects.context import OperatorContext
 from pipelinerl_operator.objects.environment import environment
 from pipelinerl_operator.objects.job_resource import JobResource
@@ -58,7 +58,7 @@ class ContainerMaker:
         self._output = output_folder(job, role)
         self.names = workloads_of_pod(job.spec, role, index, generator_names(job.job, index))
         wiring = endpoints(job, context, self.names, self._output)
-        self._workloads = tuple(plan_workload(job.job, wiring, name) for name in self.names)
+        self._workloads = tuple(plan_process(job.job, wiring, name) for name in self.names)
 
     def make(self) -> Containers:
         main = {
@@ -88,7 +88,7 @@ class ContainerMaker:
         return (self._generator("generator", self._workloads[0], GENERATOR_PORT, startup_s),)
 
     def _generator(
-        self, name: str, workload: Workload, port: int, startup_s: float
+        self, name: str, workload: PlannedProcess, port: int, startup_s: float
     ) -> dict[str, Any]:
         gpus = num_gpus(self._job.job, workload.name)
         container = self._container(name, workload.argv, {"metrics": port}, num_gpus=gpus)
@@ -166,7 +166,7 @@ class ContainerMaker:
         return {GPU: str(num_gpus), **({rdma.resource_name: str(rdma.count)} if rdma else {})}
 
 
-def launch_argv(ranks: tuple[Workload, ...]) -> tuple[str, ...]:
+def launch_argv(ranks: tuple[PlannedProcess, ...]) -> tuple[str, ...]:
     """The command of a trainer pod: the rank itself, or a launcher that starts the node's ranks
     after the first one's flags.
     """

@@ -2,7 +2,14 @@
 
 from pathlib import Path
 
-from pipelinerl_control.plan import Endpoints, Role, generator_names, reference_names, role_of
+from pipelinerl_control.plan import (
+    HTTP_ROLES,
+    Endpoints,
+    Role,
+    generator_names,
+    reference_names,
+    role_of,
+)
 from pipelinerl_operator.objects.context import OperatorContext
 from pipelinerl_operator.objects.job_resource import JobResource
 from pipelinerl_operator.objects.labels import pod_name
@@ -14,8 +21,6 @@ RENDEZVOUS_PORT = 29500
 """Of the trainer ranks' own group."""
 LOOPBACK = "127.0.0.1"
 EVERY_INTERFACE = "0.0.0.0"
-SERVE_THEIR_OWN = (Role.GENERATOR, Role.REFERENCE)
-"""Roles whose HTTP port has /metrics too."""
 TOKEN_KEY = "token"
 NATS_KEY = "nats.creds"
 NATS_CA_KEY = "nats-ca.crt"
@@ -82,7 +87,7 @@ def endpoints(
         metrics_addresses={
             name: f"{EVERY_INTERFACE}:{METRICS_PORT}"
             for name in names
-            if role_of(name) not in SERVE_THEIR_OWN
+            if role_of(name) not in HTTP_ROLES
         },
         log_level=context.log_level,
         listen_hosts={role: EVERY_INTERFACE for role in Role} | _LISTEN_HOSTS,

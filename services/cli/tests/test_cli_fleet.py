@@ -13,7 +13,7 @@ from pipelinerl_cli.up.process import LocalProcess
 from pipelinerl_cli.up.supervisor import Supervisor
 from pipelinerl_common.settings import Job, parse_job
 from pipelinerl_control.coordinator import Coordinator
-from pipelinerl_control.plan import Endpoints, Workload, workload_names
+from pipelinerl_control.plan import Endpoints, PlannedProcess, process_names
 
 
 def two_actors() -> Job:
@@ -34,7 +34,7 @@ async def test_targets_follow_an_actor_that_goes_before_it_was_ready_and_comes_a
     tmp_path: Path,
 ) -> None:
     job = two_actors()
-    names = workload_names(job)
+    names = process_names(job)
     endpoints = Endpoints(
         job_file=tmp_path / "job.yaml",
         output=tmp_path,
@@ -56,7 +56,7 @@ async def test_targets_follow_an_actor_that_goes_before_it_was_ready_and_comes_a
 
     processes: list[LocalProcess] = []
 
-    async def launch(workload: Workload) -> LocalProcess:
+    async def launch(workload: PlannedProcess) -> LocalProcess:
         log_file = tmp_path / f"{workload.name}.log"
         process = await LocalProcess.start(
             workload.name, ("sleep", "600"), log_file=log_file, environment=dict(os.environ)

@@ -17,7 +17,7 @@ from pipelinerl_cli.runs.records import MetricsWriter, Record, read_records
 from pipelinerl_cli.up.live_metrics import RunView, SessionRecords
 from pipelinerl_cli.up.status_lines import LOOK_S, Silence
 from pipelinerl_cli.up.supervisor import in_background
-from pipelinerl_control.scaling.metrics import Scale
+from pipelinerl_control.metrics import ActorScale
 
 
 def step(number: int) -> Record:
@@ -86,7 +86,7 @@ async def test_silence_is_watched_and_shown_while_nothing_of_it_can_be_written(
     ended = asyncio.Event()
     silences = iter([{"generator-0-0": 20.0}, {"generator-0-0": 50.0}, {"generator-0-0": 200.0}])
     records.begin()
-    records.take_scale(Scale(desired=2, ready=1))
+    records.take_scale(ActorScale(desired=2, ready=1))
     async with AsyncExitStack() as stack:
         silence = Silence(said.append, records.take, lambda name: ended.set())
         in_background(stack, silence.watch(lambda: next(silences, {})))

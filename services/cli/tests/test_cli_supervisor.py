@@ -13,7 +13,7 @@ import pytest
 
 from pipelinerl_cli.up.process import LocalProcess
 from pipelinerl_cli.up.supervisor import ProcessFailure, RestartBudget, Supervisor
-from pipelinerl_control.plan import Role, Workload
+from pipelinerl_control.plan import PlannedProcess, Role
 
 DEADLINE_S = 30
 NOTE_THE_END = """
@@ -30,8 +30,8 @@ STAY = "import time; print('up', flush=True); time.sleep(600)"
 """Ends at SIGTERM by default action."""
 
 
-def workload(name: str) -> Workload:
-    return Workload(
+def workload(name: str) -> PlannedProcess:
+    return PlannedProcess(
         name, Role(name.partition("-")[0]), int(name.rpartition("-")[2]), (), "127.0.0.1:1"
     )
 
@@ -51,7 +51,7 @@ class Stage:
         self.changed = asyncio.Event()
         self.processes: dict[str, LocalProcess] = {}
 
-    async def launch(self, workload: Workload) -> LocalProcess:
+    async def launch(self, workload: PlannedProcess) -> LocalProcess:
         programs = self.programs[workload.name]
         choices = [programs] if isinstance(programs, str) else programs
         program = choices[min(self.starts[workload.name], len(choices) - 1)]

@@ -72,7 +72,7 @@ class Endpoints:
     coordinator: str
     """`host:port` of the weight-transfer coordinator's gRPC server."""
     addresses: Mapping[str, str]
-    """`host:port` by workload name, for every name of `workload_names(job)`."""
+    """`host:port` by workload name, for every name of `process_names(job)`."""
     trainer_master: str
     """`host:port` of the trainer ranks' own rendezvous, on rank 0."""
     token_file: Path | None = None
@@ -89,7 +89,7 @@ class Endpoints:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class PlannedProcess:
     """One process.
 
     Example: Workload("actor-0", Role.ACTOR, 0, ("python", "-m", "pipelinerl_actor.rollout",
@@ -116,7 +116,7 @@ def role_of(name: str) -> Role:
     return Role(name.partition("-")[0])
 
 
-def workload_names(job: Job) -> tuple[str, ...]:
+def process_names(job: Job) -> tuple[str, ...]:
     """Names of the job's processes in start order; they depend on the job alone."""
     spec = job.spec
     actors = range(spec.actors.replicas)
@@ -194,17 +194,17 @@ def num_gpus(job: Job, name: str) -> int:
             return 0
 
 
-def plan(job: Job, endpoints: Endpoints) -> tuple[Workload, ...]:
+def plan(job: Job, endpoints: Endpoints) -> tuple[PlannedProcess, ...]:
     """The job's processes in start order. Raises ValueError when `endpoints` lacks the address of
     one.
     """
-    missing = [name for name in workload_names(job) if name not in endpoints.addresses]
+    missing = [name for name in process_names(job) if name not in endpoints.addresses]
     if missing:
         raise ValueError(f"no address for {', '.join(missing)}")
-    return tuple(plan_workload(job, endpoints, name) for name in workload_names(job))
+    return tuple(plan_process(job, endpoints, name) for name in process_names(job))
 
 
-def plan_workload(job: Job, endpoints: Endpoints, name: str) -> Workload:
+def plan_process(job: Job, endpoints: Endpoints, name: str) -> PlannedProcess:
     """One of the job's processes. `endpoints` need only hold the addresses that it uses."""
     role = role_of(name)
     index = int(name.rpartition("-")[2])
@@ -215,7 +215,9 @@ def plan_workload(job: Job, endpoints: Endpoints, name: str) -> Workload:
         *_common_flags(endpoints, name),
         *_role_flags(job, endpoints, role, index),
     )
-    return Workload(name=name, role=role, index=index, argv=argv, address=endpoints.addresses[name])
+    return PlannedProcess(
+        name=name, role=role, index=index, argv=argv, address=endpoints.addresses[name]
+    )
 
 
 def _common_flags(endpoints: Endpoints, name: str) -> tuple[str, ...]:
@@ -274,3 +276,7 @@ def _role_flags(job: Job, endpoints: Endpoints, role: Role, index: int) -> tuple
         # A start of the trainers is always a return to the newest checkpoint, if there is one.
         return (*generators, *ranks, "--master-address", host, "--master-port", port, "--resume")
     return ()
+
+
+HTTP_ROLES = (Role.GENERATOR, Role.REFERENCE)
+"""Roles whose HTTP port has /metrics too."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from pipelinerl_common.settings import JobSpec, parse_job
-from pipelinerl_control.scaling.balance import Balance
+from pipelinerl_control.balance import Balance
 
 
 def spec_of(least: int, most: int, start: int, gpus: int = 0, **settings: Any) -> JobSpec:

@@ -1,6 +1,5 @@
-from pipelinerl_control.coordinator.forming import blame_joins
-from pipelinerl_control.coordinator.generator import Answer
-from pipelinerl_control.coordinator.transfer import TransferOutcome, blame_updates
+from pipelinerl_control.generator import Answer
+from pipelinerl_control.transfer import TransferOutcome, blame_joins, blame_updates
 
 
 def ok(checksum: str = "c") -> Answer:

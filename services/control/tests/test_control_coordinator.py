@@ -15,9 +15,9 @@ from pipelinerl.v1 import policy_pb2, policy_pb2_grpc, weights_pb2, weights_pb2_
 from pipelinerl_common import rpc
 from pipelinerl_common.errors import Refused, Unavailable
 from pipelinerl_common.settings import WeightTransferSettings
-from pipelinerl_control.coordinator.coordinator import Coordinator
-from pipelinerl_control.coordinator.generator import GeneratorClient
-from pipelinerl_control.coordinator.server import weight_transfer
+from pipelinerl_control.coordinator import Coordinator
+from pipelinerl_control.generator import GeneratorClient
+from pipelinerl_control.service import weight_transfer
 
 TOKEN = "secret"
 MANIFEST = weights_pb2.WeightManifest(
@@ -398,7 +398,7 @@ async def test_a_process_that_takes_an_expelled_ones_name_at_another_address_joi
 async def test_generator_that_never_answers_the_join_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pipelinerl_control.coordinator.generator.ANSWER_GRACE_S", 0.1)
+    monkeypatch.setattr("pipelinerl_control.generator.ANSWER_GRACE_S", 0.1)
     async with running("a", "b", form_timeout_s=0.5) as harness:
         harness.generators["b"].on_join = "hang"
         await harness.until_members("a")
@@ -444,7 +444,7 @@ async def test_member_that_fails_after_another_succeeded_is_expelled_and_the_ver
 
 
 async def test_silent_member_is_expelled_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelinerl_control.coordinator.generator.ANSWER_GRACE_S", 0.1)
+    monkeypatch.setattr("pipelinerl_control.generator.ANSWER_GRACE_S", 0.1)
     async with running("a", "b") as harness:
         await harness.until_members("a", "b")
         harness.generators["b"].on_update = "hang"

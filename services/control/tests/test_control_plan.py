@@ -7,12 +7,12 @@ import pytest
 from pipelinerl_common.settings import Job, parse_job
 from pipelinerl_control.plan import (
     Endpoints,
+    PlannedProcess,
     RestartScope,
     Role,
-    Workload,
     num_gpus,
     plan,
-    workload_names,
+    process_names,
 )
 
 
@@ -33,18 +33,18 @@ def make_endpoints(job: Job) -> Endpoints:
         nats_url="nats://127.0.0.1:4222",
         coordinator="127.0.0.1:4000",
         addresses={
-            name: f"127.0.0.1:{5000 + number}" for number, name in enumerate(workload_names(job))
+            name: f"127.0.0.1:{5000 + number}" for number, name in enumerate(process_names(job))
         },
         trainer_master="127.0.0.1:4001",
         token_file=Path("/run/token"),
     )
 
 
-def workloads(job: Job) -> dict[str, Workload]:
+def workloads(job: Job) -> dict[str, PlannedProcess]:
     return {workload.name: workload for workload in plan(job, make_endpoints(job))}
 
 
-def values(workload: Workload, flag: str) -> list[str]:
+def values(workload: PlannedProcess, flag: str) -> list[str]:
     return [workload.argv[at + 1] for at, part in enumerate(workload.argv) if part == flag]
 
 
@@ -62,7 +62,7 @@ def test_names_count_generators_per_actor_and_ranks_over_nodes() -> None:
         actors={"replicas": 2, "generatorsPerReplica": 2},
         trainers={"replicas": 2, "processesPerNode": 2},
     )
-    assert workload_names(job) == (
+    assert process_names(job) == (
         "preprocessor-0",
         *("generator-0-0", "generator-0-1", "generator-1-0", "generator-1-1"),
         *("trainer-0", "trainer-1", "trainer-2", "trainer-3"),
@@ -168,7 +168,7 @@ def test_gpus_are_those_of_the_job_and_none_on_a_cpu() -> None:
     names = ("generator-0-3", "reference-0", "trainer-1", "actor-0", "preprocessor-0")
     assert [num_gpus(job, name) for name in names] == [2, 2, 1, 0, 0]
     on_cpu = make_job(reference={}, **kl)
-    assert {num_gpus(on_cpu, name) for name in workload_names(on_cpu)} == {0}
+    assert {num_gpus(on_cpu, name) for name in process_names(on_cpu)} == {0}
     assert num_gpus(make_job(reference={"gpusPerReplica": 1}, **kl), "reference-0") == 1
 
 

@@ -9,8 +9,8 @@ from aiohttp.test_utils import TestServer
 
 from pipelinerl_common.metrics import PREPROCESSOR, TRAINER, Metrics, metrics_of
 from pipelinerl_common.metrics.catalog import DROP_REASONS, STAGES
-from pipelinerl_control.scaling import reading
-from pipelinerl_control.scaling.balance import (
+from pipelinerl_control import readings
+from pipelinerl_control.balance import (
     LATE,
     LOST,
     WAITING,
@@ -18,7 +18,7 @@ from pipelinerl_control.scaling.balance import (
     Counts,
     balance_between,
 )
-from pipelinerl_control.scaling.reading import READ, Reading, parse_metrics, read_metrics
+from pipelinerl_control.readings import READ, Reading, parse_metrics, read_metrics
 
 
 def test_what_a_trainer_exports_is_read_back() -> None:
@@ -80,9 +80,9 @@ async def test_a_document_that_comes_in_pieces_is_read_whole(big_document: bytes
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(body=big_document)
 
-    reading = await _read(metrics)
-    assert reading is not None
-    assert reading.values == {"policy_version": 7}
+    readings = await _read(metrics)
+    assert readings is not None
+    assert readings.values == {"policy_version": 7}
 
 
 async def test_a_document_without_end_and_a_server_at_odds_are_passed_over(
@@ -95,7 +95,7 @@ async def test_a_document_without_end_and_a_server_at_odds_are_passed_over(
         return web.Response(status=503)
 
     assert await _read(broken) is None
-    monkeypatch.setattr(reading, "MAX_BYTES", 1000)
+    monkeypatch.setattr(readings, "MAX_BYTES", 1000)
     assert await _read(metrics) is None
 
 

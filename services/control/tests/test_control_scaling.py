@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from pipelinerl_control.scaling.balance import Balance, Counts
-from pipelinerl_control.scaling.choice import Choice, choose, look, num_actors
-from pipelinerl_control.scaling.period import Period
+from pipelinerl_control.balance import Balance, Counts, Period
+from pipelinerl_control.scaling import ScalingChoice, choose, look, num_actors
 
 
 def test_nothing_is_chosen_before_the_period_is_over() -> None:
@@ -122,12 +121,12 @@ HYBRID: dict[str, Any] = {"schedule": "hybrid", "exploreSteps": 50}
     [
         ({}, None, 2),
         (HYBRID, None, 8),
-        ({}, Choice(actors=5, start=2, step=10), 5),
-        (HYBRID, Choice(actors=5, start=2, step=50), 5),
-        ({}, Choice(actors=5, start=3, step=10), 2),
-        (HYBRID, Choice(actors=5, start=3, step=50), 2),
-        ({}, Choice(actors=9, start=2, step=10), 8),
-        ({"enabled": False}, Choice(actors=5, start=2, step=10), 2),
+        ({}, ScalingChoice(actors=5, start=2, step=10), 5),
+        (HYBRID, ScalingChoice(actors=5, start=2, step=50), 5),
+        ({}, ScalingChoice(actors=5, start=3, step=10), 2),
+        (HYBRID, ScalingChoice(actors=5, start=3, step=50), 2),
+        ({}, ScalingChoice(actors=9, start=2, step=10), 8),
+        ({"enabled": False}, ScalingChoice(actors=5, start=2, step=10), 2),
         ({**HYBRID, "enabled": False}, None, 2),
     ],
     ids=[
@@ -143,7 +142,7 @@ HYBRID: dict[str, Any] = {"schedule": "hybrid", "exploreSteps": 50}
     ],
 )
 def test_how_many_actors_there_should_be(
-    settings: dict[str, Any], choice: Choice | None, expected: int
+    settings: dict[str, Any], choice: ScalingChoice | None, expected: int
 ) -> None:
     assert num_actors(spec_of(1, 8, 2, **settings), choice) == expected
 
@@ -159,7 +158,7 @@ def test_a_hybrid_schedule_goes_down_to_its_share_after_exploring_and_then_follo
     assert look(spec, None, None, None) is None
     down = look(spec, None, 51, None)
     assert down is not None
-    assert down.choice == Choice(actors=3, start=2, step=51, ratio=None)
+    assert down.choice == ScalingChoice(actors=3, start=2, step=51, ratio=None)
     assert down.why == (
         "actors 8 -> 3: the 50 steps in which every actor generates are over (step 51); from here "
         "on it is "
@@ -167,14 +166,14 @@ def test_a_hybrid_schedule_goes_down_to_its_share_after_exploring_and_then_follo
     )
     up = look(spec, down.choice, 61, system(3, 1.0, 100.0, begin=51))
     assert up is not None
-    assert up.choice == Choice(actors=5, start=2, step=61, ratio=1.0)
+    assert up.choice == ScalingChoice(actors=5, start=2, step=61, ratio=1.0)
     assert up.why.startswith(
         "actors 3 -> 5: trainers wait for samples (ratio 1.000, above highRatio=0.95)"
     )
 
 
 def test_going_back_to_a_checkpoint_does_not_bring_exploring_back() -> None:
-    spec, choice = spec_of(1, 8, 2, **HYBRID), Choice(actors=3, start=2, step=51)
+    spec, choice = spec_of(1, 8, 2, **HYBRID), ScalingChoice(actors=3, start=2, step=51)
     assert look(spec, choice, 10, None) is None
     assert num_actors(spec, choice) == 3
 
@@ -202,7 +201,7 @@ def test_what_is_said_of_a_number_that_goes_down() -> None:
 
 
 def test_a_balance_of_another_number_of_actors_or_of_steps_looked_at_before_says_nothing() -> None:
-    spec, choice = spec_of(1, 8, 2), Choice(actors=4, start=2, step=15)
+    spec, choice = spec_of(1, 8, 2), ScalingChoice(actors=4, start=2, step=15)
     assert look(spec, choice, 20, system(3, 1.0, 100.0, begin=10)) is None
     assert look(spec, choice, 20, system(4, 1.0, 100.0, begin=10)) is None
     assert look(spec, choice, 25, system(4, 1.0, 100.0, begin=15)) is not None

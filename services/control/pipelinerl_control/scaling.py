@@ -20,11 +20,11 @@ from pydantic import Field
 
 from pipelinerl_common.settings import JobSpec
 from pipelinerl_common.settings.base import Settings
-from pipelinerl_control.scaling.balance import Balance
+from pipelinerl_control.balance import Balance
 from pipelinerl_planner.controllers import (
+    HybridPhase,
     HybridSchedule,
     HybridSettings,
-    Phase,
     Share,
     ShareRule,
     ShareRuleSettings,
@@ -35,7 +35,7 @@ _ROUNDING = 1e-9
 Count = Annotated[int, Field(ge=0)]
 
 
-class Choice(Settings):
+class ScalingChoice(Settings):
     """What was chosen, in place of spec.actors.replicas. There is none while a hybrid schedule
     explores.
     """
@@ -54,11 +54,11 @@ class Choice(Settings):
 class Look:
     """What came of a look. `why` is for people, and empty when the number stays what it was."""
 
-    choice: Choice
+    choice: ScalingChoice
     why: str
 
 
-def num_actors(spec: JobSpec, choice: Choice | None) -> int:
+def num_actors(spec: JobSpec, choice: ScalingChoice | None) -> int:
     """Actors that there should be: the choice, unless it was made for another `actors.replicas`."""
     actors, settings = spec.actors, spec.autoscale
     if not settings.enabled or actors.max_replicas is None:
@@ -71,7 +71,7 @@ def num_actors(spec: JobSpec, choice: Choice | None) -> int:
 
 
 def look(
-    spec: JobSpec, choice: Choice | None, step: int | None, balance: Balance | None
+    spec: JobSpec, choice: ScalingChoice | None, step: int | None, balance: Balance | None
 ) -> Look | None:
     """The next choice, after `step` optimizer steps and with `balance` since the last. None while
     it is too early.
@@ -84,7 +84,7 @@ def look(
     chosen = choose(spec, before, balance)
     if chosen is None:
         return None
-    after = Choice(
+    after = ScalingChoice(
         actors=chosen, start=spec.actors.replicas, step=balance.step, ratio=round(balance.ratio, 3)
     )
     return Look(after, _why(spec, before, chosen, balance))
@@ -113,7 +113,7 @@ def _end_of_exploring(spec: JobSpec, before: int, step: int) -> Look | None:
     settings, rule, gpus = spec.autoscale, _rule(spec), _gpus_per_actor(spec)
     schedule = HybridSchedule(HybridSettings(rule, settings.explore_steps, settings.split_share))
     state = schedule.observe(schedule.initial(), step, 0.0, 0.0)
-    if state.phase is Phase.EXPLORE:
+    if state.phase is HybridPhase.EXPLORE:
         return None
     chosen = round(state.share.num_generating / gpus)
     why = (
@@ -123,7 +123,7 @@ def _end_of_exploring(spec: JobSpec, before: int, step: int) -> Look | None:
         "places, trainers included"
     )
     return Look(
-        Choice(actors=chosen, start=spec.actors.replicas, step=step),
+        ScalingChoice(actors=chosen, start=spec.actors.replicas, step=step),
         why if chosen != before else "",
     )
 
@@ -150,7 +150,7 @@ def _gpus_per_actor(spec: JobSpec) -> int:
     return spec.actors.gpus_per_replica or 1
 
 
-def _has_been_looked_at(balance: Balance, last: Choice | None) -> bool:
+def _has_been_looked_at(balance: Balance, last: ScalingChoice | None) -> bool:
     """Steps before the last look count only once the trainers have gone back to a checkpoint."""
     return last is not None and balance.begin_step < last.step <= balance.step
 

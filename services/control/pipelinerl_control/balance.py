@@ -7,12 +7,14 @@ r_gen    groups/s that generation makes when nothing holds it up: those, those t
          over the time in which admission was open
 r_train  groups/s that the trainers take when they never wait: r over the share of the time in which they did not wait
 ```
+
+The readings since the last look at the balance.
 """
 
 import math
 from dataclasses import dataclass
 
-from pipelinerl_control.scaling.reading import Reading
+from pipelinerl_control.readings import Reading
 
 LATE = ("ring_buffer", "stale", "cancelled")
 """Reasons of drops by which the trainers did not get to a group in time."""
@@ -125,3 +127,36 @@ def balance_between(begin: Counts, now: Counts) -> Balance | None:
         r_gen=(taken + late + piled_up) / open_s,
         r_train=taken / busy_s if busy_s > 0 else math.inf,
     )
+
+
+class Period:
+    """Grows with every reading; begins anew when a process came or went, and after each look."""
+
+    def __init__(self) -> None:
+        self.balance: Balance | None = None
+        """Over the period so far; None before its first step."""
+        self._ends: tuple[Counts, Counts] | None = None
+        """The first and the newest reading."""
+
+    def begin_anew(self) -> None:
+        """With the newest reading."""
+        self._ends = None if self._ends is None else (self._ends[1], self._ends[1])
+        self.balance = None
+
+    def take(self, counts: Counts | None, last_look: int | None) -> None:
+        """A reading, None where there is nothing to count yet. `last_look` is the step of the last
+        look.
+
+        Trainers that have gone back to a checkpoint pass that step again: it cannot lie within a
+        period.
+        """
+        if counts is None:
+            self._ends = self.balance = None
+            return
+        begin = (
+            self._ends[0] if self._ends is not None and counts.follows(self._ends[1]) else counts
+        )
+        if last_look is not None and begin.step < last_look <= counts.step:
+            begin = counts
+        self._ends = (begin, counts)
+        self.balance = balance_between(begin, counts)

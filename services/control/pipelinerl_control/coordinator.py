@@ -15,25 +15,26 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from pydantic import ValidationError
 
 from pipelinerl.v1 import weights_pb2
 from pipelinerl_common import tracing
 from pipelinerl_common.errors import PipelineRLError, Refused, Unavailable
+from pipelinerl_common.generator_api import UpdateRequest, UpdateResponse
+from pipelinerl_common.generator_client import ANSWER_GRACE_S, GeneratorClient
 from pipelinerl_common.settings import WeightTransferSettings
-from pipelinerl_control.coordinator.forming import form_group
-from pipelinerl_control.coordinator.generator import ANSWER_GRACE_S, GeneratorClient
-from pipelinerl_control.coordinator.membership import (
-    Backoff,
+from pipelinerl_control.membership import (
     Form,
-    Group,
+    MemberBackoff,
     Observation,
     Standing,
+    WeightGroup,
     decide,
 )
-from pipelinerl_control.coordinator.observing import Observer
-from pipelinerl_control.coordinator.trainer import TrainerClient
-from pipelinerl_control.coordinator.transfer import TransferOutcome, update_members
+from pipelinerl_control.observer import Observer, TrainerClient
+from pipelinerl_control.transfer import TransferOutcome, form_group, update_members
+from pipelinerl_weights.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ RETRY_S = 2.0
 
 
 @dataclass
-class Counters:
+class CoordinatorCounters:
     """What the coordinator has done since it started."""
 
     groups_formed: int = 0
@@ -54,13 +55,15 @@ class Counters:
 
 @dataclass
 class _State:
-    group: Group | None = None
+    group: WeightGroup | None = None
     forming: bool = False
     transfer_deadline: float | None = None
     not_before: float = 0.0
     clients: dict[str, GeneratorClient] = field(default_factory=dict)
     """Of the group's members."""
     served: dict[str, int] = field(default_factory=dict)
+    manifest: tuple[weights_pb2.WeightManifest, str] | None = None
+    """The manifest of the group's updates and its hash, from the first update on."""
     waiting_for: str = "starting"
 
 
@@ -82,7 +85,7 @@ class Coordinator:
         settle_s: float = 2.0,
         epoch_floor: int = 0,
     ) -> None:
-        self.counters = Counters()
+        self.counters = CoordinatorCounters()
         self.period_s = 1.0
         """Time between two rounds without a cause."""
         self.tracer = tracing.Tracer()
@@ -92,7 +95,7 @@ class Coordinator:
         self._settle_s = settle_s
         self._epoch_floor = epoch_floor
         self._state = _State()
-        self._backoff = Backoff()
+        self._backoff = MemberBackoff()
         self._is_due = False
         self._sleep: asyncio.Future[None] | None = None
         """Until the next round. One of these is smaller than an Event, and the operator has a
@@ -101,7 +104,7 @@ class Coordinator:
         self._transfers: set[asyncio.Task[TransferOutcome]] = set()
 
     @property
-    def group(self) -> Group | None:
+    def group(self) -> WeightGroup | None:
         return self._state.group
 
     @property
@@ -187,26 +190,38 @@ class Coordinator:
         allow_rollback: bool,
         timeout_s: float,
     ) -> TransferOutcome:
-        """Updates every member to `version`. Raises Refused for a wrong epoch or a busy group,
-        Unavailable without members.
+        """Updates every member to `version`. `manifest` may be empty but in a group's first update.
+
+        Raises Refused for a wrong epoch, a busy group or a missing manifest, Unavailable without
+        members.
         """
         group = self._current_group(epoch)
         timeout_s = min(
             self._settings.sync_timeout_seconds, timeout_s or self._settings.sync_timeout_seconds
         )
-        body = {
-            "epoch": epoch,
-            "version": version,
-            "manifest": manifest_body(manifest),
-            "mode": self._settings.mode,
-            "kv_cache": self._settings.kv_cache,
-            "allow_rollback": allow_rollback,
-        }
+        if manifest.tensors:
+            self._state.manifest = (manifest, Manifest.from_proto(manifest).hash)
+        if self._state.manifest is None:
+            raise Refused(f"epoch {epoch}: its first update must carry the manifest")
+        manifest, manifest_hash = self._state.manifest
+        try:
+            request = UpdateRequest(
+                epoch=epoch,
+                version=version,
+                manifest_hash=manifest_hash,
+                mode=self._settings.mode,
+                kv_cache=self._settings.kv_cache,
+                allow_rollback=allow_rollback,
+                timeout_s=timeout_s,
+            )
+        except ValidationError as error:
+            raise Refused(f"not an update that generators can take: {error}") from error
         self._state.transfer_deadline = (
             asyncio.get_running_loop().time() + timeout_s + 2 * ANSWER_GRACE_S
         )
         task = asyncio.create_task(
-            self._transfer(group, body, timeout_s, tracing.caller()), name=f"transfer {version}"
+            self._transfer(group, request, manifest, tracing.caller()),
+            name=f"transfer {version}",
         )
         self._transfers.add(task)
         task.add_done_callback(self._transfers.discard)
@@ -217,7 +232,7 @@ class Coordinator:
             task.cancel()
         await asyncio.gather(*self._transfers, return_exceptions=True)
 
-    def _current_group(self, epoch: int) -> Group:
+    def _current_group(self, epoch: int) -> WeightGroup:
         group = self._state.group
         if self._state.forming or group is None:
             raise Refused(f"epoch {epoch}: a group is being formed; wait for JoinGroup")
@@ -232,7 +247,11 @@ class Coordinator:
         return group
 
     async def _transfer(
-        self, group: Group, body: Mapping[str, Any], timeout_s: float, traceparent: str
+        self,
+        group: WeightGroup,
+        request: UpdateRequest,
+        manifest: weights_pb2.WeightManifest,
+        traceparent: str,
     ) -> TransferOutcome:
         members = dict(self._state.clients)
 
@@ -241,19 +260,19 @@ class Coordinator:
 
         try:
             with self.tracer.continued(
-                "update generators", traceparent, version=body["version"], members=len(members)
+                "update generators", traceparent, version=request.version, members=len(members)
             ):
-                outcome = await update_members(members, body, timeout_s, abort)
-            await self._conclude(group, outcome, body["version"])
+                outcome = await update_members(members, request, manifest, abort)
+            await self._conclude(group, outcome, request.version)
             return outcome
         finally:
             if self._state.group is group or self._state.group is None:
                 self._state.transfer_deadline = None
             self.wake()
 
-    async def _conclude(self, group: Group, outcome: TransferOutcome, version: int) -> None:
-        for name, answer in outcome.answers.items():
-            if answer.ok and name not in outcome.expelled:
+    async def _conclude(self, group: WeightGroup, outcome: TransferOutcome, version: int) -> None:
+        for name, reply in outcome.replies.items():
+            if isinstance(reply, UpdateResponse) and name not in outcome.expelled:
                 self._state.served[name] = version
                 self._backoff.succeeded(name)
         if outcome.published:
@@ -270,7 +289,7 @@ class Coordinator:
             return
         self._leave_out(outcome.expelled)
 
-    async def _abandon(self, group: Group) -> None:
+    async def _abandon(self, group: WeightGroup) -> None:
         """Ends the group at the trainer, and with it every collective that somebody waits in."""
         self._state.group = None
         self._epoch_floor = max(self._epoch_floor, group.epoch + 1)
@@ -301,6 +320,7 @@ class Coordinator:
         self._state.waiting_for = f"generators to join epoch {group.epoch}"
         self._epoch_floor = group.epoch
         self._state.forming, self._state.group, self._state.transfer_deadline = True, None, None
+        self._state.manifest = None  # a trainer that was restarted may have another model
         try:
             clients = {name: self._observer.client(name) for name in group.names}
             failure = await form_group(group, self._trainer, clients, self._settings)
@@ -328,12 +348,3 @@ class Coordinator:
             self.counters.expulsions += 1
             delay = self._backoff.failed(name, now)
             log.warning("generator=%s left out for %g s: %s", name, delay, reason)
-
-
-def manifest_body(manifest: weights_pb2.WeightManifest) -> dict[str, Any]:
-    """The manifest as /request_weight_update carries it."""
-    tensors = [
-        {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)}
-        for spec in manifest.tensors
-    ]
-    return {"tensors": tensors, "bucket_bytes": manifest.bucket_bytes}

@@ -56,7 +56,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class WeightGroup:
     """A formed group. Example: members of 2 and 1 workers have the rank offsets 1 and 3; the world
     size is 4.
     """
@@ -84,12 +84,12 @@ class Wait:
 class Form:
     """Form this group in place of the current one."""
 
-    group: Group
+    group: WeightGroup
     reason: str
 
 
 @dataclass
-class Backoff:
+class MemberBackoff:
     """Generators left out after a failure: 1 s, then twice as long each time, at most 60 s."""
 
     _failures: dict[str, int] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class Backoff:
 class Standing:
     """What the coordinator itself knows when it decides."""
 
-    group: Group | None
+    group: WeightGroup | None
     """The last group that formed and was not broken since."""
     transfer_deadline: float | None = None
     """Of the update that is running, if one is."""
@@ -138,17 +138,17 @@ class Standing:
     """
 
 
-def assign_ranks(epoch: int, workers: Mapping[str, int]) -> Group:
+def assign_ranks(epoch: int, workers: Mapping[str, int]) -> WeightGroup:
     """Trainer rank 0, then the workers of each generator in the mapping's order."""
     members = []
     offset = 1
     for name, num_workers in workers.items():
         members.append(Member(name, num_workers, offset))
         offset += num_workers
-    return Group(epoch, tuple(members))
+    return WeightGroup(epoch, tuple(members))
 
 
-def decide(seen: Observation, standing: Standing, backoff: Backoff) -> Wait | Form:
+def decide(seen: Observation, standing: Standing, backoff: MemberBackoff) -> Wait | Form:
     """What to do now."""
     group = standing.group
     if seen.trainer is None:
@@ -172,7 +172,7 @@ def decide(seen: Observation, standing: Standing, backoff: Backoff) -> Wait | Fo
     )
 
 
-def _ready(seen: Observation, standing: Standing, backoff: Backoff) -> list[SeenGenerator]:
+def _ready(seen: Observation, standing: Standing, backoff: MemberBackoff) -> list[SeenGenerator]:
     """Who belongs into the group: members that are there, and newcomers that are neither left out
     nor just back.
     """
@@ -189,7 +189,9 @@ def _ready(seen: Observation, standing: Standing, backoff: Backoff) -> list[Seen
     return [generator for generator in seen.generators if is_ready(generator)]
 
 
-def _fault(trainer: SeenTrainer, ready: Sequence[SeenGenerator], group: Group | None) -> str | None:
+def _fault(
+    trainer: SeenTrainer, ready: Sequence[SeenGenerator], group: WeightGroup | None
+) -> str | None:
     """Why the group is not what it should be, or None."""
     if group is None:
         return "no group"

@@ -1,5 +1,10 @@
-"""The `WeightTransfer` service in front of the coordinator."""
+"""The `WeightTransfer` service in front of the coordinator.
 
+Which job a call of the shared `WeightTransfer` service is for: the one whose bearer token it
+carries.
+"""
+
+import hashlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -7,9 +12,11 @@ from typing import Any
 
 from pipelinerl.v1 import weights_pb2, weights_pb2_grpc
 from pipelinerl_common import rpc
+from pipelinerl_common.errors import Unavailable
+from pipelinerl_common.generator_client import GeneratorError
 from pipelinerl_common.settings import WeightTransferSettings
-from pipelinerl_control.coordinator.coordinator import Coordinator
-from pipelinerl_control.coordinator.generator import Answer
+from pipelinerl_control.coordinator import Coordinator
+from pipelinerl_control.transfer import UpdateReply
 
 FULL_NAME = "pipelinerl.v1.WeightTransfer"
 
@@ -31,10 +38,8 @@ class WeightTransferServicer(weights_pb2_grpc.WeightTransferServicer):
             timeout_s=request.timeout_s,
         )
         members = [
-            member_result(
-                name, answer, outcome.expelled.get(name, answer.error), request.policy_version
-            )
-            for name, answer in outcome.answers.items()
+            member_result(name, reply, outcome.expelled.get(name))
+            for name, reply in outcome.replies.items()
         ]
         return weights_pb2.PublishVersionResponse(published=outcome.published, members=members)
 
@@ -50,29 +55,28 @@ class WeightTransferServicer(weights_pb2_grpc.WeightTransferServicer):
         )
 
 
-def member_result(name: str, answer: Answer, error: str, version: int) -> weights_pb2.MemberResult:
-    """One member's answer for the trainer. A failed member serves what it says itself, -1 when it
-    says nothing.
+def member_result(name: str, reply: UpdateReply, expelled: str | None) -> weights_pb2.MemberResult:
+    """One member's reply for the trainer; `expelled` is why it is left out, if it is. A failed
+    member serves the version that it says it does, -1 when it says nothing.
     """
-    if not answer.ok or error:
-        reported = answer.body.get("error")
-        serving = reported.get("serving_version") if isinstance(reported, Mapping) else None
+    if isinstance(reply, GeneratorError):
         return weights_pb2.MemberResult(
             generator=name,
             ok=False,
-            error=error,
-            policy_version=serving if isinstance(serving, int) else -1,
+            error=expelled or str(reply),
+            policy_version=reply.serving_version,
         )
-    body = answer.body
+    if expelled is not None:
+        return weights_pb2.MemberResult(generator=name, ok=False, error=expelled, policy_version=-1)
     return weights_pb2.MemberResult(
         generator=name,
         ok=True,
-        policy_version=int(body.get("version", version)),
-        checksum=str(body.get("checksum", "")),
-        pause_s=float(body.get("pause_s", 0)),
-        transfer_s=float(body.get("transfer_s", 0)),
-        apply_s=float(body.get("apply_s", 0)),
-        num_running=int(body.get("num_running", 0)),
+        policy_version=reply.version,
+        checksum=reply.checksum,
+        pause_s=reply.pause_s,
+        transfer_s=reply.transfer_s,
+        apply_s=reply.apply_s,
+        num_running=reply.num_running,
     )
 
 
@@ -112,3 +116,35 @@ async def serve_coordinator(
             yield RunningCoordinator(coordinator, server.address)
         finally:
             await coordinator.close()
+
+
+class TokenRoutes:
+    """Coordinators by the hash of their job's token, so that looking one up takes no time that
+    tells of another.
+    """
+
+    def __init__(self) -> None:
+        self._by_digest: dict[bytes, Coordinator] = {}
+
+    def add(self, token: str, coordinator: Coordinator) -> None:
+        self._by_digest[_digest(f"Bearer {token}")] = coordinator
+
+    def remove(self, token: str) -> None:
+        self._by_digest.pop(_digest(f"Bearer {token}"), None)
+
+    def find(self, context: Any) -> Coordinator:
+        """Raises Unavailable: an operator that has just begun to lead does not know every job yet,
+        and callers try again.
+        """
+        metadata = dict(context.invocation_metadata() or ())
+        given = metadata.get("authorization", "")
+        coordinator = self._by_digest.get(
+            _digest(given if isinstance(given, str) else given.decode("utf-8", "replace"))
+        )
+        if coordinator is None:
+            raise Unavailable("no job of this operator that runs has this bearer token")
+        return coordinator
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
