@@ -6,7 +6,7 @@ from pipelinerl_staleness.checks import check_flag, check_number, check_optional
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class SimulatedCluster:
     """Generators, trainer and the way between them.
 
     The defaults are the article's machine: 8 GPUs, two of them generators with 500192 tokens of KV

@@ -110,7 +110,7 @@ class ShareRule:
         return self.settings.add if ratio > self.settings.high_ratio else 0
 
 
-class Phase(StrEnum):
+class HybridPhase(StrEnum):
     EXPLORE = "explore"
     """All GPUs generate, and train in turns."""
     SPLIT = "split"
@@ -139,7 +139,7 @@ class HybridSettings:
 
 @dataclass(frozen=True, slots=True)
 class HybridState:
-    phase: Phase
+    phase: HybridPhase
     share: Share
 
 
@@ -154,11 +154,11 @@ class HybridSchedule:
     def initial(self) -> HybridState:
         if self.settings.explore_steps == 0:
             return self._split(0)
-        return HybridState(Phase.EXPLORE, Share(self.settings.rule.num_gpus, 0))
+        return HybridState(HybridPhase.EXPLORE, Share(self.settings.rule.num_gpus, 0))
 
     def observe(self, state: HybridState, step: int, r: float, r_gen: float) -> HybridState:
         """The state after `step` optimizer steps; arguments as of ShareRule.observe."""
-        if state.phase is Phase.EXPLORE:
+        if state.phase is HybridPhase.EXPLORE:
             return self._split(step) if step >= self.settings.explore_steps else state
         if not self.settings.adjust:
             return state
@@ -169,5 +169,6 @@ class HybridSchedule:
     def _split(self, step: int) -> HybridState:
         rule = self.settings.rule
         return HybridState(
-            Phase.SPLIT, Share(rule.clamped(round(self.settings.split_share * rule.num_gpus)), step)
+            HybridPhase.SPLIT,
+            Share(rule.clamped(round(self.settings.split_share * rule.num_gpus)), step),
         )

@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 from math import sqrt
 
-from pipelinerl_planner.cluster import Cluster
+from pipelinerl_planner.cluster import SimulatedCluster
 
 NEVER = float("inf")
 
 
-class Sequence:
+class SimulatedSequence:
     """One trajectory. `num_generated` is right only while it does not run; ask the engine
     otherwise.
     """
@@ -40,7 +40,7 @@ class Sequence:
         self.prompt = prompt
         self.length = length
         self.num_generated = 0
-        self.engine: Engine | None = None
+        self.engine: SimulatedEngine | None = None
         self.end_step = -1
         """The engine's step count at its last token, while it runs."""
         self.start_context = 0
@@ -51,18 +51,18 @@ class Sequence:
         """(version, tokens) of what was generated up to the last publish."""
 
 
-class Engine:
+class SimulatedEngine:
     """`clock` is when the next decode step may begin: a step boundary in the past, or the end of a
     prefill.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
         self._block_tokens = cluster.block_tokens
         self._num_blocks = cluster.kv_tokens // cluster.block_tokens
         self.clock = 0.0
-        self.running: dict[Sequence, None] = {}
-        self.waiting: deque[Sequence] = deque()
+        self.running: dict[SimulatedSequence, None] = {}
+        self.waiting: deque[SimulatedSequence] = deque()
         self.num_preemptions = 0
         self.num_refilled_tokens = 0
         self.running_seconds = 0.0
@@ -73,7 +73,7 @@ class Engine:
         self._context = 0
         self._used = 0
         self._phases = [0] * self._block_tokens
-        self._ends: list[tuple[int, int, Sequence]] = []
+        self._ends: list[tuple[int, int, SimulatedSequence]] = []
         self._num_joined = 0
 
     @property
@@ -88,20 +88,20 @@ class Engine:
     def kv_tokens_used(self) -> int:
         return self._context
 
-    def generated(self, sequence: Sequence) -> int:
+    def generated(self, sequence: SimulatedSequence) -> int:
         """Response tokens so far."""
         if sequence.end_step < 0:
             return sequence.num_generated
         return sequence.length - (sequence.end_step - self._step)
 
-    def add(self, sequence: Sequence, now: float) -> None:
+    def add(self, sequence: SimulatedSequence, now: float) -> None:
         sequence.engine = self
         self.waiting.append(sequence)
         if len(self.waiting) == 1:
             self.advance(now)
             self._fill(now)
 
-    def remove(self, sequences: Iterable[Sequence], now: float) -> None:
+    def remove(self, sequences: Iterable[SimulatedSequence], now: float) -> None:
         """Cancels sequences of this engine, running or waiting."""
         self.advance(now)
         for sequence in sequences:
@@ -126,7 +126,7 @@ class Engine:
             return NEVER
         return self.clock + self._seconds(self._steps_to_event())
 
-    def handle_event(self) -> list[Sequence]:
+    def handle_event(self) -> list[SimulatedSequence]:
         """Goes to the next event. Returns the sequences that ended."""
         self._run(self._steps_to_event())
         ended = []
@@ -180,7 +180,7 @@ class Engine:
             self.waiting.popleft()
             self._join(sequence, context)
 
-    def _join(self, sequence: Sequence, context: int) -> None:
+    def _join(self, sequence: SimulatedSequence, context: int) -> None:
         self._prefill(context)
         if sequence.num_generated:
             self.num_refilled_tokens += context
@@ -193,7 +193,7 @@ class Engine:
         self._num_joined += 1
         heappush(self._ends, (sequence.end_step, self._num_joined, sequence))
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: SimulatedSequence) -> None:
         context = sequence.start_context + self._step
         del self.running[sequence]
         sequence.end_step = -1

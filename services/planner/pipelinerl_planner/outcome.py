@@ -6,7 +6,7 @@ _BIN_TOKENS = 16
 
 
 @dataclass
-class Outcome:
+class SimulationOutcome:
     """Counters of one run. Memory does not grow with the number of steps.
 
     Example: 10 steps of 128 trajectories, trained_tokens 11.6 million, wall_seconds 6100.

@@ -4,21 +4,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipelinerl_planner.cluster import Cluster
+from pipelinerl_planner.cluster import SimulatedCluster
 from pipelinerl_planner.lengths import ConstructedLengths, Lengths, LognormalLengths
 from pipelinerl_staleness.policy import PolicySettings
 from pipelinerl_staleness.registry import POLICIES, parse_policy_settings
 
 
 @dataclass(frozen=True, slots=True)
-class Preset:
+class SimulationPreset:
     """Hardware, load and what the policies are told about them.
 
     Example: `article` trains 10 steps of 16 groups of 8 trajectories on 8 GPUs.
     """
 
     about: str
-    cluster: Cluster
+    cluster: SimulatedCluster
     groups_per_step: int
     group_size: int
     num_steps: int
@@ -46,31 +46,31 @@ _ARTICLE_PARAMETERS: Mapping[str, Mapping[str, Any]] = {
     "nemo_in_order": _ARTICLE_NEMO,
 }
 
-PRESETS: Mapping[str, Preset] = {
-    "article": Preset(
+PRESETS: Mapping[str, SimulationPreset] = {
+    "article": SimulationPreset(
         about="the comparison article: 8B model, 2 generating and 6 training GPUs, 10 steps of 16 "
         "groups of 8",
-        cluster=Cluster(),
+        cluster=SimulatedCluster(),
         groups_per_step=16,
         group_size=8,
         num_steps=10,
         lengths=lambda seed, _, size: LognormalLengths(seed, size),
         parameters=_ARTICLE_PARAMETERS,
     ),
-    "article-constructed": Preset(
+    "article-constructed": SimulationPreset(
         about="the article's adversarial load: a fast batch, two slow ones, then fast ones; "
         "training and publishing are short",
-        cluster=Cluster(train_tokens_per_s=9000.0, publish_s=4.0),
+        cluster=SimulatedCluster(train_tokens_per_s=9000.0, publish_s=4.0),
         groups_per_step=16,
         group_size=8,
         num_steps=12,
         lengths=ConstructedLengths,
         parameters=_ARTICLE_PARAMETERS,
     ),
-    "paper-128": Preset(
+    "paper-128": SimulationPreset(
         about="the PipelineRL paper's main run: 7B model, 128 GPUs, 48 of them generating 64 "
         "sequences each, 128 groups of 8",
-        cluster=Cluster(
+        cluster=SimulatedCluster(
             num_engines=48,
             kv_tokens=900_000,
             max_sequences=64,

@@ -11,25 +11,25 @@ groups may start, whether finished weights may be published and, if the trainer 
 next batch.
 """
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from pipelinerl_planner.cluster import Cluster
-from pipelinerl_planner.engine import NEVER, Engine, Sequence
+from pipelinerl_planner.cluster import SimulatedCluster
+from pipelinerl_planner.engine import NEVER, SimulatedSequence
+from pipelinerl_planner.generators import SimulatedGenerators
 from pipelinerl_planner.lengths import Lengths
-from pipelinerl_planner.outcome import Outcome, count, count_length
+from pipelinerl_planner.outcome import SimulationOutcome, count, count_length
 from pipelinerl_staleness.policy import EngineLoad, Policy
 
 _REPORT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SimulationRun:
     """What is simulated, apart from the policy."""
 
-    cluster: Cluster
+    cluster: SimulatedCluster
     lengths: Lengths
     num_steps: int
     train_seconds: tuple[float, ...] = ()
@@ -40,7 +40,9 @@ class Run:
     """Of each publish, in place of the cluster's; behind the last they begin again."""
 
 
-def simulate(policy: Policy, run: Run, progress: Callable[[int], None] | None = None) -> Outcome:
+def simulate(
+    policy: Policy, run: SimulationRun, progress: Callable[[int], None] | None = None
+) -> SimulationOutcome:
     """Trains `run.num_steps` steps, or until the data ends. Calls `progress` with the number of
     finished steps.
 
@@ -51,14 +53,16 @@ def simulate(policy: Policy, run: Run, progress: Callable[[int], None] | None = 
 
 
 class _Simulation:
-    def __init__(self, policy: Policy, run: Run, progress: Callable[[int], None] | None) -> None:
+    def __init__(
+        self, policy: Policy, run: SimulationRun, progress: Callable[[int], None] | None
+    ) -> None:
         self.policy = policy
         self.run = run
         self.progress = progress
-        self.outcome = Outcome()
+        self.outcome = SimulationOutcome()
         self.now = 0.0
-        self.generators = _Generators(run.cluster)
-        self.groups: dict[str, list[Sequence]] = {}
+        self.generators = SimulatedGenerators(run.cluster)
+        self.groups: dict[str, list[SimulatedSequence]] = {}
         self.num_unfinished: dict[str, int] = {}
         self.num_drawn = 0
         self.data_ended = False
@@ -69,7 +73,7 @@ class _Simulation:
         self.trainer_free_at: float | None = None
         self.pause_at: float | None = None
         self.publish_ends_at: float | None = None
-        self.answers: list[tuple[float, int, Sequence]] = []
+        self.answers: list[tuple[float, int, SimulatedSequence]] = []
         """Sequences sampled to their end, by when the actor has them."""
         self.num_answers = 0
         self.arriving: list[tuple[float, str]] = []
@@ -83,7 +87,7 @@ class _Simulation:
         self.next_report = _REPORT_S if reports else NEVER
         self.num_preemptions_reported = 0
 
-    def go(self) -> Outcome:
+    def go(self) -> SimulationOutcome:
         self._ask_policy()
         while self.step < self.run.num_steps:
             ways = (heap[0][0] if heap else None for heap in (self.answers, self.arriving))
@@ -185,14 +189,14 @@ class _Simulation:
             return
         group = str(self.num_drawn)
         self.num_drawn += 1
-        self.groups[group] = [Sequence(group, prompt, length) for length in lengths]
+        self.groups[group] = [SimulatedSequence(group, prompt, length) for length in lengths]
         self.num_unfinished[group] = len(lengths)
         self.num_leased += len(lengths)
         self.policy.admitted(group)
         self.policy.started(group, self.version)
         self.generators.queue.extend(self.groups[group])
 
-    def _answered(self, sequence: Sequence) -> None:
+    def _answered(self, sequence: SimulatedSequence) -> None:
         self.generators.release(sequence)
         if sequence.cancelled:
             return
@@ -209,7 +213,7 @@ class _Simulation:
             self.policy.finished(group)
             self.may_take = True
 
-    def _label(self, sequence: Sequence) -> None:
+    def _label(self, sequence: SimulatedSequence) -> None:
         """Everything generated since the last publish is of the version served now."""
         new = self.generators.generated(sequence) - sum(tokens for _, tokens in sequence.segments)
         if new <= 0:
@@ -307,138 +311,3 @@ class _Simulation:
         for sequence in sequences:
             count_length(self.outcome.dropped_lengths, sequence.length)
         return sum(sequence.num_generated for sequence in sequences)
-
-
-class _Generators:
-    """All engines, and the requests that wait in front of them for a trajectory slot. A slot is
-    held from the moment that a request is sent to the one that its answer is there.
-    """
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._request_s = cluster.request_s
-        self._by_actors = cluster.max_leased is not None or cluster.request_s > 0
-        self._num_slots = cluster.max_sequences * cluster.num_engines
-        self._sent: list[tuple[float, int, int, Sequence]] = []
-        """Requests on their way to an engine, by when they are there."""
-        self._num_sent = 0
-        self._engine_of: dict[Sequence, int] = {}
-        self.engines = [Engine(cluster) for _ in range(cluster.num_engines)]
-        self.queue: deque[Sequence] = deque()
-        self.limit: int | None = None
-        self._loads = [0] * cluster.num_engines
-        self._events: list[tuple[float, int, int]] = []
-        self._epochs = [0] * cluster.num_engines
-        self._index = {engine: index for index, engine in enumerate(self.engines)}
-
-    def start(self, now: float) -> None:
-        """Sends queued requests to the engine that has fewest, while the limit allows."""
-        if not self.queue:
-            return
-        changed = set()
-        room = len(self.queue) if self.limit is None else self.limit - sum(self._loads)
-        if self._by_actors:
-            room = min(room, self._num_slots - sum(self._loads))
-        for _ in range(min(room, len(self.queue))):
-            index = self._loads.index(min(self._loads))
-            sequence = self.queue.popleft()
-            self._loads[index] += 1
-            self._engine_of[sequence] = index
-            if self._request_s:
-                self._num_sent += 1
-                heappush(self._sent, (now + self._request_s / 2, self._num_sent, index, sequence))
-            else:
-                self.engines[index].add(sequence, now)
-                changed.add(index)
-        for index in changed:
-            self._schedule(index)
-
-    def next_event(self) -> float:
-        while self._events and self._events[0][2] != self._epochs[self._events[0][1]]:
-            heappop(self._events)
-        at = self._events[0][0] if self._events else NEVER
-        return min(at, self._sent[0][0]) if self._sent else at
-
-    def handle_event(self, now: float) -> list[Sequence]:
-        """Sequences that were sampled to their end; they hold their slots until they are released."""
-        if self._sent and self._sent[0][0] <= now:
-            _, _, index, sequence = heappop(self._sent)
-            if not sequence.cancelled:
-                self.engines[index].add(sequence, now)
-                self._schedule(index)
-            return []
-        _, index, _ = heappop(self._events)
-        ended = self.engines[index].handle_event()
-        self._schedule(index)
-        return ended
-
-    def release(self, sequence: Sequence) -> None:
-        """Its slot is free. Again for one that was cancelled on its way changes nothing."""
-        index = self._engine_of.pop(sequence, None)
-        if index is not None:
-            self._loads[index] -= 1
-
-    def generated(self, sequence: Sequence) -> int:
-        return (
-            sequence.engine.generated(sequence)
-            if sequence.engine is not None
-            else sequence.num_generated
-        )
-
-    def in_flight(self) -> list[Sequence]:
-        return [
-            sequence for engine in self.engines for sequence in (*engine.running, *engine.waiting)
-        ]
-
-    def cancel(self, sequences: list[Sequence], now: float) -> None:
-        by_engine: dict[int, list[Sequence]] = {}
-        queued = set()
-        for sequence in sequences:
-            sequence.cancelled = True
-            if sequence.end_step >= 0 or sequence.engine is not None or sequence.num_generated == 0:
-                self.release(sequence)
-            if sequence.engine is not None:
-                by_engine.setdefault(self._index[sequence.engine], []).append(sequence)
-            elif sequence.num_generated == 0:
-                queued.add(sequence)
-        if queued:
-            self.queue = deque(sequence for sequence in self.queue if sequence not in queued)
-        for index, cancelled in by_engine.items():
-            self.engines[index].remove(cancelled, now)
-            self._schedule(index)
-
-    def pause(self, now: float) -> None:
-        for index, engine in enumerate(self.engines):
-            engine.pause(now)
-            self._schedule(index)
-
-    def resume(self, now: float, keeps_kv: bool) -> None:
-        for index, engine in enumerate(self.engines):
-            engine.resume(now, keeps_kv)
-            self._schedule(index)
-
-    def load(self, now: float) -> tuple[float, int]:
-        """KV usage of the fullest engine, and requests that wait for blocks."""
-        for engine in self.engines:
-            engine.advance(now)
-        return max(engine.kv_usage for engine in self.engines), sum(
-            len(engine.waiting) for engine in self.engines
-        )
-
-    def integrals(self, now: float) -> tuple[float, float]:
-        """Running sequences of all engines, and the mean KV usage, each integrated over time."""
-        for engine in self.engines:
-            engine.advance(now)
-        usage = sum(engine.kv_usage_seconds for engine in self.engines) / len(self.engines)
-        return sum(engine.running_seconds for engine in self.engines), usage
-
-    def effort(self) -> tuple[int, int]:
-        """Preemptions and tokens prefilled again so far."""
-        return sum(e.num_preemptions for e in self.engines), sum(
-            e.num_refilled_tokens for e in self.engines
-        )
-
-    def _schedule(self, index: int) -> None:
-        self._epochs[index] += 1
-        at = self.engines[index].next_event()
-        if at < NEVER:
-            heappush(self._events, (at, index, self._epochs[index]))

@@ -10,15 +10,19 @@ FLOP/s. All throughputs are in tokens per flash, over all N GPUs.
     L     longest response, `mean` its mean length, in tokens
     tau   flashes of one GPU to train one token
     U(h)  utilisation at h sequences per GPU
+
+The search over (H, I): there is no closed form for the best pair (appendix A.3), so all of them
+are tried.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl_planner.length_distribution import LengthDistribution
+from pipelinerl_planner.lengths import LengthDistribution
 from pipelinerl_planner.utilization import Utilization
 
 Integers = NDArray[np.int64]
@@ -28,7 +32,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class PlanWorkload:
     """What is planned for. Example: the paper's case study is 128 GPUs, 128 sequences a step,
     lengths 1..L, tau 4.92.
     """
@@ -51,7 +55,7 @@ class Throughput:
     r: float
 
 
-def conventional(load: Workload, num_steps: int) -> Throughput:
+def conventional(load: PlanWorkload, num_steps: int) -> Throughput:
     """Conventional RL with G = `num_steps` optimizer steps a round: first all GPUs generate, then
     all train.
 
@@ -72,7 +76,7 @@ def conventional_steps(max_lag: int) -> int:
     return max_lag + 1
 
 
-def in_flight(load: Workload, batch_per_gpu: int, num_generating: int) -> Throughput:
+def in_flight(load: PlanWorkload, batch_per_gpu: int, num_generating: int) -> Throughput:
     """In-flight RL with H = `batch_per_gpu` and I = `num_generating`; generation and training go on
     at once.
 
@@ -83,31 +87,117 @@ def in_flight(load: Workload, batch_per_gpu: int, num_generating: int) -> Throug
     return Throughput(r_gen, r_train, min(r_gen, r_train))
 
 
-def lag(load: Workload, in_progress: int) -> float:
+def lag(load: PlanWorkload, in_progress: int) -> float:
     """g_max before it is rounded up: H * I * L / (mean * B). With B=2048 the case study's is 8.25:
     "about 8".
     """
     return in_progress * load.lengths.longest / (load.lengths.mean * load.batch_size)
 
 
-def max_lag(load: Workload, batch_per_gpu: int, num_generating: int) -> int:
+def max_lag(load: PlanWorkload, batch_per_gpu: int, num_generating: int) -> int:
     """g_max = ceil(H * I * L / (mean * B)), in optimizer steps: while the longest response is
     generated, the generators finish H * I * L / mean sequences (appendix A.3).
     """
     return int(max_lags(load, np.asarray(batch_per_gpu * num_generating))[()])
 
 
-def max_lags(load: Workload, in_progress: Integers) -> Integers:
+def max_lags(load: PlanWorkload, in_progress: Integers) -> Integers:
     """g_max for each number of sequences in progress, H * I."""
     steps = in_progress * load.lengths.longest / (load.lengths.mean * load.batch_size)
     lags: Integers = np.ceil(steps - _ROUNDING).astype(np.int64)
     return lags
 
 
-def least_batch_size(load: Workload, in_progress: int, lag: int) -> int:
+def least_batch_size(load: PlanWorkload, in_progress: int, lag: int) -> int:
     """B that brings g_max down to `lag` with H * I = `in_progress`."""
     return ceil(in_progress * load.lengths.longest / (load.lengths.mean * lag) - _ROUNDING)
 
 
 CASE_GPUS, CASE_BATCH, CASE_LENGTHS, CASE_TAU = 128, 128, "uniform:1:2048", 4.92
 """The paper's case study (appendix A.4); its longest length is left open and hardly matters."""
+
+
+BATCH_STEP = 8
+"""Above 8, only multiples of 8 are tried as H: engines capture their graphs for such batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What is tried. Example: 128 GPUs, each a generator's: I = 1, 2, ..., 127."""
+
+    most_per_gpu: int = 512
+    """Largest H."""
+    gpus_per_actor: int = 1
+    """I is a multiple of this."""
+    max_lag: int | None = None
+    """Largest g_max; None for any."""
+
+    def num_pairs(self, num_gpus: int) -> int:
+        """How many pairs (H, I) are tried. Example: 128 GPUs and H up to 512: 71 * 127 = 9,017."""
+        num_batches = min(self.most_per_gpu, BATCH_STEP) + max(
+            self.most_per_gpu // BATCH_STEP - 1, 0
+        )
+        return num_batches * ((num_gpus - 1) // self.gpus_per_actor)
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierPoint:
+    """A pair that no pair of smaller or equal lag beats.
+
+    Example: H=192, I=44, g_max=132 (131.9), 16.9 tokens/flash, speed-up 1.57.
+    """
+
+    batch_per_gpu: int
+    num_generating: int
+    max_lag: int
+    lag: float
+    """`max_lag` before it is rounded up."""
+    throughput: Throughput
+    speedup: float
+    """Over conventional RL with the same largest lag."""
+
+    @property
+    def in_progress(self) -> int:
+        """Sequences decoded at once by all generators: H * I."""
+        return self.batch_per_gpu * self.num_generating
+
+
+def frontier(load: PlanWorkload, grid: Grid) -> tuple[FrontierPoint, ...]:
+    """Pairs in the order of rising lag and throughput; empty when none keeps the largest lag.
+
+    Of pairs with the same lag and throughput the one with the fewest sequences in progress is
+    taken.
+    """
+    batch = np.array(
+        [h for h in range(1, grid.most_per_gpu + 1) if h <= BATCH_STEP or h % BATCH_STEP == 0],
+        dtype=np.int64,
+    )
+    generating = np.arange(grid.gpus_per_actor, load.num_gpus, grid.gpus_per_actor, dtype=np.int64)
+    pairs_HI = batch[:, None] * generating[None, :]
+    lags_HI = max_lags(load, pairs_HI)
+    gen_HI = load.utilization(batch)[:, None] * generating[None, :]
+    train_HI = np.broadcast_to((load.num_gpus - generating) / load.tau, gen_HI.shape)
+    rate_HI = np.minimum(gen_HI, train_HI)
+    points: list[FrontierPoint] = []
+    best = 0.0
+    for index in np.lexsort((pairs_HI.ravel(), -rate_HI.ravel(), lags_HI.ravel())):
+        h, i = divmod(int(index), len(generating))
+        largest_lag, rate = int(lags_HI[h, i]), float(rate_HI[h, i])
+        if grid.max_lag is not None and largest_lag > grid.max_lag:
+            break
+        if rate > best * (1 + 1e-9):
+            best = rate
+            slower = conventional(load, conventional_steps(largest_lag)).r
+            throughput = Throughput(float(gen_HI[h, i]), float(train_HI[h, i]), rate)
+            pair = int(batch[h]), int(generating[i])
+            points.append(
+                FrontierPoint(
+                    *pair, largest_lag, lag(load, pair[0] * pair[1]), throughput, rate / slower
+                )
+            )
+    return tuple(points)
+
+
+def chosen(points: Sequence[FrontierPoint], max_lag: int | None) -> FrontierPoint:
+    """The fastest pair within a given lag; without one, the pair of the greatest speed-up."""
+    return points[-1] if max_lag is not None else max(points, key=lambda point: point.speedup)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from pipelinerl_planner.outcome import Outcome
+from pipelinerl_planner.outcome import SimulationOutcome
 from pipelinerl_planner.presets import PRESETS
-from pipelinerl_planner.simulation import Run, simulate
+from pipelinerl_planner.simulation import SimulationRun, simulate
 from pipelinerl_staleness.registry import make_policy
 
 SEEDS = (0, 1, 2)
@@ -26,7 +26,7 @@ UNBOUNDED = [
 ]
 
 
-def outcomes(policy: str, **parameters: Any) -> tuple[Outcome, ...]:
+def outcomes(policy: str, **parameters: Any) -> tuple[SimulationOutcome, ...]:
     """One outcome per seed. `preset` and `num_steps` belong to the run, everything else to the
     policy.
     """
@@ -37,14 +37,14 @@ def outcomes(policy: str, **parameters: Any) -> tuple[Outcome, ...]:
 @cache
 def _outcomes(
     policy: str, name: str, num_steps: int | None, parameters: tuple[tuple[str, Any], ...]
-) -> tuple[Outcome, ...]:
+) -> tuple[SimulationOutcome, ...]:
     preset = PRESETS[name]
     settings = preset.policy_settings(policy, dict(parameters))
     batch = preset.groups_per_step
     results = []
     for seed in SEEDS:
         lengths = preset.lengths(seed, batch, preset.group_size)
-        run = Run(preset.cluster, lengths, num_steps or preset.num_steps)
+        run = SimulationRun(preset.cluster, lengths, num_steps or preset.num_steps)
         results.append(simulate(make_policy(settings, batch), run))
     return tuple(results)
 

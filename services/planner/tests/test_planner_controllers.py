@@ -8,10 +8,10 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from pipelinerl_planner.controllers import (
+    HybridPhase,
     HybridSchedule,
     HybridSettings,
     HybridState,
-    Phase,
     Share,
     ShareRule,
     ShareRuleSettings,
@@ -112,19 +112,19 @@ def test_settings_that_make_no_sense(fields: dict[str, float], message: str) -> 
 def test_hybrid_splits_once_and_then_follows_the_rule() -> None:
     schedule = HybridSchedule(HybridSettings(ShareRuleSettings(128), explore_steps=50))
     state = schedule.initial()
-    assert state == HybridState(Phase.EXPLORE, Share(128, 0))
+    assert state == HybridState(HybridPhase.EXPLORE, Share(128, 0))
     assert schedule.observe(state, 49, 1.0, 1.0) == state
     state = schedule.observe(state, 50, 1.0, 1.0)
-    assert state == HybridState(Phase.SPLIT, Share(38, 50))
+    assert state == HybridState(HybridPhase.SPLIT, Share(38, 50))
     assert schedule.observe(state, 59, 1.0, 1.0) == state
     assert schedule.observe(state, 60, 1.0, 1.0).share == Share(40, 60)
-    assert schedule.observe(state, 20, 1.0, 1.0).phase is Phase.SPLIT
+    assert schedule.observe(state, 20, 1.0, 1.0).phase is HybridPhase.SPLIT
 
 
 def test_hybrid_without_adjustment_keeps_its_share() -> None:
     schedule = HybridSchedule(HybridSettings(ShareRuleSettings(10), explore_steps=0, adjust=False))
     state = schedule.initial()
-    assert state == HybridState(Phase.SPLIT, Share(3, 0))
+    assert state == HybridState(HybridPhase.SPLIT, Share(3, 0))
     assert schedule.observe(state, 1000, 1.0, 1.0) == state
 
 
@@ -138,8 +138,8 @@ def test_hybrid_bounds_and_order_of_phases(
     for steps, r, r_gen in trace:
         step += steps
         state = schedule.observe(state, step, r, r_gen)
-        assert (state.phase is Phase.EXPLORE) == (step < explore_steps)
-        if state.phase is Phase.EXPLORE:
+        assert (state.phase is HybridPhase.EXPLORE) == (step < explore_steps)
+        if state.phase is HybridPhase.EXPLORE:
             assert state.share.num_generating == num_gpus
         else:
             assert 1 <= state.share.num_generating <= num_gpus - 1

@@ -5,11 +5,11 @@ from math import ceil
 
 import pytest
 
-from pipelinerl_planner.cluster import Cluster
-from pipelinerl_planner.engine import NEVER, Engine, Sequence
+from pipelinerl_planner.cluster import SimulatedCluster
+from pipelinerl_planner.engine import NEVER, SimulatedEngine, SimulatedSequence
 
 BLOCK_TOKENS = 16
-CLUSTER = Cluster(
+CLUSTER = SimulatedCluster(
     kv_tokens=BLOCK_TOKENS * 40,
     max_sequences=6,
     decode_step_s=0.01,
@@ -19,10 +19,10 @@ CLUSTER = Cluster(
 
 
 def run_closed(
-    arrivals: list[tuple[float, Sequence]], cluster: Cluster
-) -> tuple[dict[str, float], Engine]:
+    arrivals: list[tuple[float, SimulatedSequence]], cluster: SimulatedCluster
+) -> tuple[dict[str, float], SimulatedEngine]:
     """When each sequence ends."""
-    engine = Engine(cluster)
+    engine = SimulatedEngine(cluster)
     ends = {}
     pending = list(arrivals)
     while pending or engine.num_sequences:
@@ -38,7 +38,7 @@ def run_closed(
 class TokenByToken:
     """The same rules, one decode step at a time."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SimulatedCluster) -> None:
         self.cluster = cluster
         self.clock = 0.0
         self.running: list[list[int]] = []  # [index, context, tokens left]
@@ -69,7 +69,7 @@ class TokenByToken:
             self.waiting.insert(0, self.running.pop())
             self.num_preemptions += 1
 
-    def run(self, arrivals: list[tuple[float, Sequence]]) -> dict[str, float]:
+    def run(self, arrivals: list[tuple[float, SimulatedSequence]]) -> dict[str, float]:
         ends: dict[str, float] = {}
         pending = list(arrivals)
         names: list[str] = []
@@ -105,8 +105,8 @@ def test_closed_forms_equal_decoding_token_by_token(seed: int) -> None:
         now += rng.choice((0.0, rng.uniform(0, 3)))
         arrivals.append((now, (str(index), rng.randint(1, 60), rng.randint(1, 300))))
 
-    def fresh() -> list[tuple[float, Sequence]]:
-        return [(at, Sequence(*what)) for at, what in arrivals]
+    def fresh() -> list[tuple[float, SimulatedSequence]]:
+        return [(at, SimulatedSequence(*what)) for at, what in arrivals]
 
     ends, engine = run_closed(fresh(), CLUSTER)
     reference = TokenByToken(CLUSTER)
@@ -123,7 +123,9 @@ def test_the_random_traces_preempt() -> None:
 
 def _preemptions(seed: int) -> int:
     rng = random.Random(seed)
-    sequences = [(0.0, Sequence(str(index), 30, rng.randint(100, 300))) for index in range(6)]
+    sequences = [
+        (0.0, SimulatedSequence(str(index), 30, rng.randint(100, 300))) for index in range(6)
+    ]
     return run_closed(sequences, CLUSTER)[1].num_preemptions
 
 
@@ -131,15 +133,15 @@ def test_hand_computed_end_of_two_sequences() -> None:
     """Prefill of 10 + 10 tokens at 1000/s, then steps of 10 ms and 0.1 ms per token of context,
     contexts 20, 22, 24.
     """
-    sequences = [(0.0, Sequence("a", 10, 3)), (0.0, Sequence("b", 10, 3))]
+    sequences = [(0.0, SimulatedSequence("a", 10, 3)), (0.0, SimulatedSequence("b", 10, 3))]
     ends, _ = run_closed(sequences, CLUSTER)
     assert ends == pytest.approx({"a": 0.02 + 0.03 + 1e-4 * 66, "b": 0.02 + 0.03 + 1e-4 * 66})
 
 
 def test_publish_stops_the_clock_and_prefills_again_unless_the_cache_is_kept() -> None:
     for keeps_kv, refilled in ((True, 0), (False, 110)):
-        engine = Engine(CLUSTER)
-        engine.add(Sequence("a", 100, 50), 0.0)
+        engine = SimulatedEngine(CLUSTER)
+        engine.add(SimulatedSequence("a", 100, 50), 0.0)
         tenth_step = 0.1 + 10 * 0.01 + 1e-4 * (10 * 100 + 45)
         engine.pause(tenth_step + 1e-6)
         assert engine.next_event() == NEVER
@@ -152,8 +154,8 @@ def test_publish_stops_the_clock_and_prefills_again_unless_the_cache_is_kept() -
 
 
 def test_cancelled_sequences_free_their_blocks_for_waiting_ones() -> None:
-    engine = Engine(CLUSTER)
-    first, second = Sequence("a", 600, 30), Sequence("b", 600, 30)
+    engine = SimulatedEngine(CLUSTER)
+    first, second = SimulatedSequence("a", 600, 30), SimulatedSequence("b", 600, 30)
     engine.add(first, 0.0)
     engine.add(second, 0.0)
     assert (list(engine.running), list(engine.waiting)) == ([first], [second])
@@ -164,4 +166,4 @@ def test_cancelled_sequences_free_their_blocks_for_waiting_ones() -> None:
 
 def test_a_sequence_larger_than_the_cache_is_refused() -> None:
     with pytest.raises(ValueError, match="kv_tokens=640 cannot hold one sequence of 641 tokens"):
-        run_closed([(0.0, Sequence("a", 10, 700))], CLUSTER)
+        run_closed([(0.0, SimulatedSequence("a", 10, 700))], CLUSTER)

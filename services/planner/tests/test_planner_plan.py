@@ -16,14 +16,16 @@ import yaml
 from pipelinerl_cli.plan import add_arguments, run
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import parse_job
-from pipelinerl_planner.frontier import Grid, chosen, frontier
-from pipelinerl_planner.length_distribution import empirical, lognormal, parse_lengths, uniform
+from pipelinerl_planner.lengths import empirical, lognormal, parse_lengths, uniform
 from pipelinerl_planner.line_chart import Axes, line_chart
 from pipelinerl_planner.throughput import (
+    Grid,
+    PlanWorkload,
     Throughput,
-    Workload,
+    chosen,
     conventional,
     conventional_steps,
+    frontier,
     in_flight,
     lag,
     least_batch_size,
@@ -31,7 +33,7 @@ from pipelinerl_planner.throughput import (
 )
 from pipelinerl_planner.utilization import FittedCurve, MeasuredCurve, read_utilization
 
-CASE = Workload(128, 128, uniform(1, 2048), 4.92, FittedCurve())
+CASE = PlanWorkload(128, 128, uniform(1, 2048), 4.92, FittedCurve())
 """The paper's case study, appendix A.4."""
 JOB = {
     "apiVersion": "pipelinerl.dev/v1alpha1",
@@ -95,7 +97,7 @@ def test_case_study_search_finds_the_papers_pair_as_the_greatest_speedup() -> No
 
 
 def test_case_study_with_a_larger_batch_has_a_sixteenth_of_the_lag() -> None:
-    larger = Workload(128, 2048, CASE.lengths, CASE.tau, CASE.utilization)
+    larger = PlanWorkload(128, 2048, CASE.lengths, CASE.tau, CASE.utilization)
     in_progress = 192 * 44
     assert lag(larger, in_progress) == pytest.approx(8.25, rel=0.01)
     assert lag(CASE, in_progress) == pytest.approx(133, rel=0.01)
@@ -127,19 +129,19 @@ def test_throughputs_by_hand() -> None:
     takes 4 flashes.
     """
     curve = MeasuredCurve((4.0,), (1.0,), "hand")
-    load = Workload(1, 2, empirical([1, 3], "hand"), 2.0, curve)
+    load = PlanWorkload(1, 2, empirical([1, 3], "hand"), 2.0, curve)
     assert load.lengths.survival.tolist() == [1, 0.5, 0.5]
     assert conventional(load, 1) == Throughput(
         4 / 12, 0.5, 0.2
     )  # 4 tokens in 12 flashes; 1 / (3 + 2)
-    two = Workload(2, 2, load.lengths, 2.0, curve)
+    two = PlanWorkload(2, 2, load.lengths, 2.0, curve)
     assert in_flight(two, 2, 1) == Throughput(0.5, 0.5, 0.5)
     assert max_lag(two, 2, 1) == 2  # ceil(2 * 1 * 3 / (2 * 2)) = ceil(1.5)
     assert max_lag(two, 4, 1) == 3  # exactly 3
 
 
 def test_frontier_agrees_with_trying_every_pair() -> None:
-    load = Workload(12, 24, uniform(1, 64), 3.0, FittedCurve())
+    load = PlanWorkload(12, 24, uniform(1, 64), 3.0, FittedCurve())
     points = frontier(load, Grid(most_per_gpu=32))
     batches = [*range(1, 9), 16, 24, 32]
     tried = [(max_lag(load, h, i), in_flight(load, h, i).r) for h in batches for i in range(1, 12)]

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from pipelinerl_planner.lengths import LognormalLengths
-from pipelinerl_planner.outcome import Outcome
+from pipelinerl_planner.outcome import SimulationOutcome
 from pipelinerl_planner.presets import PRESETS
-from pipelinerl_planner.simulation import Run, simulate
+from pipelinerl_planner.simulation import SimulationRun, simulate
 from pipelinerl_staleness.registry import make_policy
 
 ARTICLE = PRESETS["article"]
@@ -56,7 +56,7 @@ def outcomes(
     policy: str,
     parameter: str,
     value: Any,
-) -> tuple[Outcome, ...]:
+) -> tuple[SimulationOutcome, ...]:
     settings = ARTICLE.policy_settings(policy, {parameter: value})
     cluster = replace(ARTICLE.cluster, train_tokens_per_s=train_tokens_per_s)
     batch = ARTICLE.groups_per_step
@@ -67,12 +67,14 @@ def outcomes(
             seed, ARTICLE.group_size, median=median, group_sigma=group_sigma, own_sigma=own_sigma
         )
         found.append(
-            simulate(make_policy(settings, batch), Run(cluster, lengths, ARTICLE.num_steps))
+            simulate(
+                make_policy(settings, batch), SimulationRun(cluster, lengths, ARTICLE.num_steps)
+            )
         )
     return tuple(found)
 
 
-def under(spread: Spread, policy: str, parameter: str, value: Any) -> tuple[Outcome, ...]:
+def under(spread: Spread, policy: str, parameter: str, value: Any) -> tuple[SimulationOutcome, ...]:
     return outcomes(spread, SEEDS, ARTICLE.cluster.train_tokens_per_s, policy, parameter, value)
 
 

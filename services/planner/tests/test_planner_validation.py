@@ -17,9 +17,8 @@ import pytest
 
 from pipelinerl_cli import replay
 from pipelinerl_cli.simulate import add_arguments, run
-from pipelinerl_planner.fit import fit_cluster
 from pipelinerl_planner.recorded_run import read_recorded_run
-from pipelinerl_planner.validation import validate
+from pipelinerl_planner.validation import fit_cluster, validate
 
 RECORDED = Path(__file__).parent / "recorded_run"
 

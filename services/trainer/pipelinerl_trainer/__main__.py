@@ -74,10 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not getattr(wiring, option):
                 raise SettingsError(f"--{option}: not given; the trainer needs its host:port")
 
-        from pipelinerl_trainer.assembly import Run
         from pipelinerl_trainer.engine import prepare_environment
-        from pipelinerl_trainer.ranks import Place
-        from pipelinerl_trainer.service import run_rank
+        from pipelinerl_trainer.ranks import RankPlacement
+        from pipelinerl_trainer.start import TrainerArgs, run_rank
 
         sequence_size = job.spec.trainers.sequence_parallel_size
         if flags.num_ranks % sequence_size:
@@ -87,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         local_rank = flags.rank % job.spec.trainers.processes_per_node
         prepare_environment(local_rank, flags.rank, flags.num_ranks)
-        place = Place(
+        place = RankPlacement(
             flags.rank,
             flags.num_ranks,
             local_rank,
@@ -95,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             flags.master_port,
             sequence_size,
         )
-        await run_rank(Run(job, wiring, place, flags.resume, flags.last_metrics), stop)
+        await run_rank(TrainerArgs(job, wiring, place, flags.resume, flags.last_metrics), stop)
 
     return run_service(run, name=wiring.name, log_level=wiring.log_level)
 

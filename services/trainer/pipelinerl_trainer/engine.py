@@ -74,7 +74,7 @@ class StepOutcome:
     """Global L2 norm before clipping; inf when not applied."""
 
 
-class Engine:
+class DeepSpeedEngine:
     """The policy under DeepSpeed ZeRO 1, 2 or 3. Every method must be called by every rank, in the
     same order.
     """

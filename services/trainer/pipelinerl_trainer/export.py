@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipelinerl_common.errors import FatalError
-from pipelinerl_trainer.engine import Engine
+from pipelinerl_trainer.engine import DeepSpeedEngine
 from pipelinerl_trainer.ranks import Ranks, Vote
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,11 @@ class WriteFailed(Exception):
 
 
 def export_policy(
-    engine: Engine, ranks: Ranks, source: Path, target: Path, shard_bytes: int = SHARD_BYTES
+    engine: DeepSpeedEngine,
+    ranks: Ranks,
+    source: Path,
+    target: Path,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes the weights to `target` (which exists), with everything but the weights copied from
     the model folder `source`.
@@ -69,14 +73,14 @@ def export_policy(
         _copy_companions(source, target, str(engine.dtype).removeprefix("torch."))
 
 
-def adapter_tensors(engine: Engine) -> dict[str, Tensor]:
+def adapter_tensors(engine: DeepSpeedEngine) -> dict[str, Tensor]:
     """Copies of the adapter on the host; none where there is no adapter. Every rank must call it."""
     if engine.policy.adapter is None:
         return {}
     return {name: weight.to("cpu", copy=True) for name, weight in engine.served_weights()}
 
 
-def save_adapter(engine: Engine, tensors: Mapping[str, Tensor], target: Path) -> None:
+def save_adapter(engine: DeepSpeedEngine, tensors: Mapping[str, Tensor], target: Path) -> None:
     """Writes `adapter_tensors` to the new folder `target` as `peft.PeftModel.from_pretrained` loads
     them, if there are any.
 
@@ -101,7 +105,7 @@ def load_adapter_tensors(folder: Path) -> dict[str, Tensor]:
     }
 
 
-def export_final(engine: Engine, ranks: Ranks, source: Path, target: Path) -> None:
+def export_final(engine: DeepSpeedEngine, ranks: Ranks, source: Path, target: Path) -> None:
     """The policy to `target`, which appears as a whole or not at all, in place of an older one; its
     adapter to a folder in it.
 
@@ -148,7 +152,7 @@ def together(ranks: Ranks, action: Callable[[], None], what: str) -> bool:
     return ranks.vote(vote) is Vote.READY
 
 
-def _shards(engine: Engine, shard_bytes: int) -> dict[str, list[str]]:
+def _shards(engine: DeepSpeedEngine, shard_bytes: int) -> dict[str, list[str]]:
     """Tensor names by file name, in the order in which the engine gives them."""
     groups: list[list[str]] = [[]]
     size = 0

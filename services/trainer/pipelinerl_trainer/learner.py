@@ -9,12 +9,12 @@ import numpy as np
 from pipelinerl_common.errors import FatalError
 from pipelinerl_common.settings import AlgorithmSettings
 from pipelinerl_common.types import MicroBatch, StepPlan
-from pipelinerl_trainer.engine import Engine
+from pipelinerl_trainer.engine import DeepSpeedEngine
 from pipelinerl_trainer.metrics import StepMetrics
 from pipelinerl_trainer.objective import Objective
+from pipelinerl_trainer.optimizer import learning_rate
 from pipelinerl_trainer.packed import pack_row
 from pipelinerl_trainer.ranks import Ranks
-from pipelinerl_trainer.schedule import learning_rate
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ them.
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RankBatch:
     """What one rank trains in one step: the plan, equal on all ranks, and this rank's rows, which
     it may share with others.
     """
@@ -48,7 +48,7 @@ class Learner:
     """
 
     def __init__(
-        self, engine: Engine, ranks: Ranks, settings: AlgorithmSettings, max_tokens: int
+        self, engine: DeepSpeedEngine, ranks: Ranks, settings: AlgorithmSettings, max_tokens: int
     ) -> None:
         self._engine = engine
         self._ranks = ranks
@@ -57,7 +57,7 @@ class Learner:
         self.num_skipped_steps = 0
         self._num_skipped_in_a_row = 0
 
-    def train_step(self, batch: Batch) -> dict[str, float]:
+    def train_step(self, batch: RankBatch) -> dict[str, float]:
         """Trains a whole `batch` and returns the step's metrics by name, the same on every rank.
 
         A step whose loss or gradient is not finite leaves the weights as they are; it is counted
@@ -66,7 +66,7 @@ class Learner:
         """
         return self.train_parts((batch,))[1]
 
-    def train_parts(self, parts: Iterable[Batch]) -> tuple[StepPlan, dict[str, float]]:
+    def train_parts(self, parts: Iterable[RankBatch]) -> tuple[StepPlan, dict[str, float]]:
         """The same for a batch that comes in parts, and its final plan.
 
         Raises what `parts` raises; after BatchReplaced nothing of the batch is left.
@@ -84,7 +84,7 @@ class Learner:
             self._count_skipped(plan, metrics)
         return plan, values | {"learning_rate": rate, SKIPPED_STEPS: float(self.num_skipped_steps)}
 
-    def accumulate(self, parts: Iterable[Batch]) -> tuple[StepPlan, StepMetrics]:
+    def accumulate(self, parts: Iterable[RankBatch]) -> tuple[StepPlan, StepMetrics]:
         """Forward and backward only: the gradient is there afterwards, and not yet applied.
 
         While the plan is provisional, losses are divided by a guess, the same on every rank; once

@@ -22,7 +22,7 @@ LAG_BINS = (
 """Names of a step's tokens by lag."""
 
 
-class Metric:
+class StepMetric:
     """Some numbers that are combined over ranks by a sum each. A subclass names them as its fields."""
 
     def load(self, rows_RK: Tensor) -> None:
@@ -41,7 +41,7 @@ class Metric:
 
 
 @dataclass
-class Total(Metric):
+class Total(StepMetric):
     """A sum."""
 
     value: float = 0.0
@@ -51,7 +51,7 @@ class Total(Metric):
 
 
 @dataclass
-class Maximum(Metric):
+class Maximum(StepMetric):
     """The largest; 0 when nothing was added."""
 
     value: float = 0.0
@@ -64,7 +64,7 @@ class Maximum(Metric):
 
 
 @dataclass
-class Mean(Metric):
+class Mean(StepMetric):
     """A mean over tokens or sequences; 0 when there were none."""
 
     total: float = 0.0
@@ -80,7 +80,7 @@ class Mean(Metric):
 
 
 @dataclass
-class EffectiveSampleSize(Metric):
+class EffectiveSampleSize(StepMetric):
     """(sum w)^2 / (N sum w^2), in (0, 1]; 1 when all weights are equal, as they are on-policy. 0
     when there were none.
 
@@ -102,7 +102,7 @@ class EffectiveSampleSize(Metric):
 
 
 @dataclass
-class LagHistogram(Metric):
+class LagHistogram(StepMetric):
     """Tokens by lag: the version that trains them minus the version that sampled them."""
 
     bins: list[float] = field(default_factory=lambda: [0.0] * (MAX_LAG_BIN + 1))
@@ -193,7 +193,7 @@ class StepMetrics:
 
     def reduce(self, ranks: Ranks) -> None:
         """One collective for all of them."""
-        metrics: list[Metric] = [getattr(self, each.name) for each in fields(self)]
+        metrics: list[StepMetric] = [getattr(self, each.name) for each in fields(self)]
         states = [metric.numbers() for metric in metrics]
         rows_RK = ranks.gather([number for state in states for number in state])
         start = 0

@@ -64,9 +64,8 @@ def stored_shapes(folder: Path) -> dict[str, Shape]:
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as tensors:
-                shapes |= {
-                    name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()
-                }
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
         except SafetensorError as error:
             raise SettingsError(
                 f"model folder {folder}: {file.name} is not a safetensors file: {error}"

@@ -1,4 +1,16 @@
-"""The loss of one packed row: policy loss, KL penalty, entropy bonus and value loss of its trained
+"""From per-token losses to the step's loss: a sum over tokens with weights that a row knows,
+divided by a number that is the same for every row on every rank. So the gradient does not depend on
+how sequences were packed, nor on ranks or accumulation.
+
+A new normalisation is one line in `NORMALIZATIONS`. Shape suffix T: the trained tokens of a packed
+row.
+
+Advantages from a value head: generalised advantage estimation over the trained tokens of each
+sequence.
+
+Shape suffix T: the trained tokens of a packed row, each sequence's in order.
+
+The loss of one packed row: policy loss, KL penalty, entropy bonus and value loss of its trained
 tokens, summed.
 
     total = sum_t weight_t * ( policy_t + kl * k_t - entropy * H_t + value * 0.5 (v_t - R_t)^2 )
@@ -8,6 +20,7 @@ whole step's normaliser is the caller's: it is the same number for every row, on
 the gradient does not depend on how sequences were packed.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +29,67 @@ from torch import Tensor
 from pipelinerl_common.errors import FatalError
 from pipelinerl_common.settings import AlgorithmSettings
 from pipelinerl_common.types import StepPlan
-from pipelinerl_trainer.gae import generalized_advantages
-from pipelinerl_trainer.importance import IMPORTANCE, token
+from pipelinerl_trainer.importance import IMPORTANCE, lengths_per_sequence, token
 from pipelinerl_trainer.losses import SURROGATES, PolicyLoss, kl_to_reference, value_loss
-from pipelinerl_trainer.normalization import NORMALIZATIONS
 from pipelinerl_trainer.packed import TokenColumns
 from pipelinerl_trainer.scoring import TokenScores
+
+
+@dataclass(frozen=True, slots=True)
+class Normalization:
+    """`weights_T(sequence_T)` of the tokens in the sum and `divisor(plan, max_tokens)` of it."""
+
+    weights_T: Callable[[Tensor], Tensor]
+    divisor: Callable[[StepPlan, int], float]
+
+
+def _ones(sequence_T: Tensor) -> Tensor:
+    return torch.ones(len(sequence_T), device=sequence_T.device)
+
+
+def _inverse_lengths(sequence_T: Tensor) -> Tensor:
+    return 1.0 / lengths_per_sequence(sequence_T, torch.float32)
+
+
+NORMALIZATIONS: Mapping[str, Normalization] = {
+    # (1/N) sum_i sum_t: the paper's 1/m over sequences (arXiv 2509.19128, equation 5). Long
+    # sequences weigh more.
+    "sequences": Normalization(_ones, lambda plan, max_tokens: plan.num_sequences),
+    # (1/sum_i n_i) sum_i sum_t: DAPO's token-level loss (arXiv 2503.14476, equation 12).
+    "tokens": Normalization(_ones, lambda plan, max_tokens: plan.num_trained_tokens),
+    # (1/N) sum_i (1/n_i) sum_t: GRPO (arXiv 2402.03300, equation 3) and GSPO. Each sequence weighs
+    # the same.
+    "sequence_means": Normalization(_inverse_lengths, lambda plan, max_tokens: plan.num_sequences),
+    # (1/(N max_tokens)) sum_i sum_t: Dr. GRPO's constant (arXiv 2503.20783, section 3.2), free of
+    # any length bias.
+    "max_tokens": Normalization(_ones, lambda plan, max_tokens: plan.num_sequences * max_tokens),
+}
+
+
+def generalized_advantages(
+    returns_T: Tensor, values_T: Tensor, sequence_T: Tensor, *, discount: float, gae_lambda: float
+) -> Tensor:
+    """A_t = delta_t + discount lambda A_{t+1} with delta_t = r_t + discount v_{t+1} - v_t; v and A
+    are 0 behind the last token.
+
+    Returns are R_t = r_t + discount R_{t+1}, so delta_t = e_t - discount e_{t+1} with the error e_t
+    = R_t - v_t: rewards need not be known one by one. With lambda = 1 the sum telescopes to A_t =
+    e_t, return minus value, which is exact then. Source: GAE (arXiv 1506.02438), equations 11 and
+    16; lambda = 1 is PipelineRL (arXiv 2509.19128), equation 5.
+    """
+    errors_T = returns_T - values_T
+    if gae_lambda == 1.0:
+        return errors_T
+    is_last_T = torch.ones_like(sequence_T, dtype=torch.bool)
+    is_last_T[:-1] = sequence_T[1:] != sequence_T[:-1]
+    next_errors_T = errors_T.roll(-1).masked_fill(is_last_T, 0.0)
+    deltas = (errors_T - discount * next_errors_T).tolist()
+    advantages: list[float] = []
+    advantage = 0.0
+    for delta, is_last in zip(reversed(deltas), reversed(is_last_T.tolist()), strict=True):
+        advantage = delta + (0.0 if is_last else discount * gae_lambda * advantage)
+        advantages.append(advantage)
+    return errors_T.new_tensor(advantages[::-1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,9 @@ A difference beyond numerics means a wrong element type, temperature, position o
 training on it would be training on noise.
 """
 
-import json
 import logging
 import random
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,26 +17,30 @@ import numpy as np
 
 from pipelinerl.v1 import batches_pb2
 from pipelinerl_common.codec import micro_batch_from_proto, micro_batch_to_proto
-from pipelinerl_common.errors import FatalError, SettingsError
+from pipelinerl_common.errors import FatalError, PipelineRLError, SettingsError
+from pipelinerl_common.generator_api import CompletionRequest
+from pipelinerl_common.generator_client import GeneratorClient
 from pipelinerl_common.settings import JobSpec
 from pipelinerl_common.types import MicroBatch, VersionRun
-from pipelinerl_trainer.bridge import Bridge
-from pipelinerl_trainer.engine import Engine
+from pipelinerl_trainer.engine import DeepSpeedEngine
+from pipelinerl_trainer.event_loop import EventLoopProxy
 from pipelinerl_trainer.packed import pack_row
 from pipelinerl_trainer.ranks import Ranks, Vote
-from pipelinerl_trainer.source import Stopped
+from pipelinerl_trainer.source import TrainingStopped
 
 log = logging.getLogger(__name__)
 
 PROMPT_TOKENS, COMPLETION_TOKENS = 8, 32
 REQUEST_S = 60.0
+CALL_GRACE_S = 10.0
+"""Time that the event loop may need beyond a request's own deadline."""
 PATIENCE_S = 300.0
 """Longest time for the generators to answer all prompts once one of them serves the weights."""
 PAUSE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class SampledPrompt:
     """What a generator sampled for one prompt."""
 
     generator: str
@@ -70,7 +71,9 @@ class ParityCheck:
             )
         return bool(self._prompts and self._generators)
 
-    def run(self, engine: Engine, ranks: Ranks, bridge: Bridge, version: int) -> float:
+    def run(
+        self, engine: DeepSpeedEngine, ranks: Ranks, bridge: EventLoopProxy, version: int
+    ) -> float:
         """The mean absolute difference per token. Raises SettingsError beyond the bound, FatalError
         without answers.
         """
@@ -101,14 +104,14 @@ class ParityCheck:
         log.info("parity mean=%.3g max=%.3g tokens=%d bound=%g", mean, largest, count, bound)
         return mean
 
-    def _collect(self, ranks: Ranks, bridge: Bridge, version: int) -> list[Completion]:
+    def _collect(self, ranks: Ranks, bridge: EventLoopProxy, version: int) -> list[SampledPrompt]:
         """Rank 0's completions; nothing on the others, who wait in rounds."""
-        found: list[Completion] = []
+        found: list[SampledPrompt] = []
         deadline = time.monotonic() + PATIENCE_S
         while True:
             vote = Vote.READY
             if ranks.is_leader and len(found) < len(self._prompts):
-                vote = self._next(found, version)
+                vote = self._next(found, bridge, version)
                 if vote is Vote.WAIT and time.monotonic() > deadline:
                     log.error(
                         "the generators did not complete %d prompts within %g s",
@@ -120,7 +123,7 @@ class ParityCheck:
             if outcome is Vote.READY:
                 return found
             if outcome is Vote.STOP:
-                raise Stopped
+                raise TrainingStopped
             if outcome is Vote.FAILED:
                 raise FatalError(
                     "the parity check got no answers from the generators; see rank 0's log"
@@ -128,48 +131,36 @@ class ParityCheck:
             if vote is Vote.WAIT and len(found) < len(self._prompts):
                 bridge.pause(PAUSE_S)
 
-    def _next(self, found: list[Completion], version: int) -> Vote:
+    def _next(self, found: list[SampledPrompt], bridge: EventLoopProxy, version: int) -> Vote:
         """Asks for one more completion; READY when that was the last."""
         prompt = self._prompts[len(found)]
         url = self._generators[len(found) % len(self._generators)]
         try:
-            found.append(self._ask(url, prompt, version))
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            found.append(bridge.wait(self._ask(url, prompt, version), REQUEST_S + CALL_GRACE_S))
+        except (PipelineRLError, ValueError) as error:
             log.info("generator=%s has no completion for the parity check yet: %s", url, error)
             return Vote.WAIT
         return Vote.READY if len(found) == len(self._prompts) else Vote.WAIT
 
-    def _ask(self, url: str, prompt: tuple[int, ...], version: int) -> Completion:
-        """Raises OSError when there is no answer, ValueError and the like when it is not one."""
-        body = {
-            "model": "policy",
-            "prompt_token_ids": list(prompt),
-            "max_tokens": self._max_tokens,
-            "temperature": self._temperature,
-            "logprobs": True,
-            "seed": len(prompt),
-        }
-        headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {self._token}"} if self._token else {}
+    async def _ask(self, url: str, prompt: tuple[int, ...], version: int) -> SampledPrompt:
+        """Raises GeneratorError without an answer, ValueError for one that is of no use."""
+        request = CompletionRequest(
+            model="policy",
+            prompt_token_ids=list(prompt),
+            max_tokens=self._max_tokens,
+            temperature=self._temperature,
+            logprobs=True,
+            seed=len(prompt),
         )
-        request = urllib.request.Request(
-            f"{url}/v1/chat/completions", json.dumps(body).encode(), headers
-        )
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with opener.open(request, timeout=REQUEST_S) as response:
-                choice: dict[str, Any] = json.load(response)["choices"][0]
-        except urllib.error.HTTPError as error:
-            raise OSError(
-                f"HTTP {error.code}: {error.read(2000).decode(errors='replace')}"
-            ) from error
-        served = {int(run[0]) for run in choice["weight_versions"]}
+        answer = await GeneratorClient(url, self._token).complete(request, REQUEST_S)
+        [choice] = answer.choices
+        served = {served_version for served_version, _ in choice.weight_versions}
         if served != {version}:
             raise ValueError(f"it served version {sorted(served)}, not {version}")
-        token_ids, logprobs = tuple(choice["token_ids"]), tuple(choice["token_logprobs"])
+        token_ids, logprobs = tuple(choice.token_ids), tuple(choice.token_logprobs)
         if not token_ids or len(token_ids) != len(logprobs):
             raise ValueError(f"{len(token_ids)} tokens with {len(logprobs)} log-probabilities")
-        return Completion(url, prompt, token_ids, logprobs)
+        return SampledPrompt(url, prompt, token_ids, logprobs)
 
 
 def _prompts(seed: int, count: int, vocabulary: int) -> list[tuple[int, ...]]:
@@ -179,7 +170,7 @@ def _prompts(seed: int, count: int, vocabulary: int) -> list[tuple[int, ...]]:
     ]
 
 
-def _row(completions: Sequence[Completion], temperature: float, version: int) -> MicroBatch:
+def _row(completions: Sequence[SampledPrompt], temperature: float, version: int) -> MicroBatch:
     """All completions packed into one row; a filler row without any."""
     num_slots = sum(len(each.prompt_ids) + len(each.token_ids) for each in completions)
     zeros_L = np.zeros(num_slots, np.float32)

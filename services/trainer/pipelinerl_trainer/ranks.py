@@ -45,7 +45,7 @@ class Vote(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlacement:
     """Which rank this is, and where rank 0 listens."""
 
     rank: int = 0
@@ -73,7 +73,7 @@ class Ranks:
 
     def __init__(
         self,
-        place: Place,
+        place: RankPlacement,
         device: torch.device,
         control: dist.ProcessGroup | None,
         sequence: SequenceGroup = ALONE,
@@ -138,7 +138,7 @@ def cuda_index(local_rank: int) -> int:
 
 
 @contextmanager
-def join_ranks(place: Place) -> Iterator[Ranks]:
+def join_ranks(place: RankPlacement) -> Iterator[Ranks]:
     """Forms the process group. Raises FatalError when the others do not come, and when one of them
     is lost inside.
 
@@ -195,7 +195,7 @@ def _is_lost_rank(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
-def _sequence_group(place: Place) -> SequenceGroup:
+def _sequence_group(place: RankPlacement) -> SequenceGroup:
     """Every rank makes the groups of all, in the same order."""
     if place.sequence_size == 1:
         return ALONE
@@ -213,7 +213,7 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _store(place: Place) -> Store:
+def _store(place: RankPlacement) -> Store:
     if place.num_ranks == 1:
         return HashStore()
     return TCPStore(

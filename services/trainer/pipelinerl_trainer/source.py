@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from pipelinerl.v1 import batches_pb2
 from pipelinerl_common.errors import FatalError, PermanentError, Refused, TemporaryError
 from pipelinerl_common.types import StepPlan
-from pipelinerl_trainer.batches import CALL_S, TRANSFER_S, WAIT_S, BatchesClient
-from pipelinerl_trainer.bridge import Bridge
-from pipelinerl_trainer.learner import Batch, BatchReplaced
+from pipelinerl_trainer.batch_client import CALL_S, TRANSFER_S, WAIT_S, BatchClient
+from pipelinerl_trainer.event_loop import EventLoopProxy
+from pipelinerl_trainer.learner import BatchReplaced, RankBatch
 from pipelinerl_trainer.ranks import Ranks, Vote
 
 log = logging.getLogger(__name__)
@@ -34,14 +34,14 @@ REPORT_EVERY_S = 30.0
 Result = TypeVar("Result")
 
 
-class Stopped(Exception):
+class TrainingStopped(Exception):
     """The process was asked to stop while the ranks waited."""
 
 
 class BatchSource:
     """Used in the training thread, by every rank in the same order."""
 
-    def __init__(self, client: BatchesClient, bridge: Bridge, ranks: Ranks) -> None:
+    def __init__(self, client: BatchClient, bridge: EventLoopProxy, ranks: Ranks) -> None:
         self._client = client
         self._bridge = bridge
         self._ranks = ranks
@@ -67,7 +67,7 @@ class BatchSource:
 
         return self._leader_until_done(restore, "to restore the ledger")
 
-    def next_batch(self, step: int) -> Batch | None:
+    def next_batch(self, step: int) -> RankBatch | None:
         """This rank's part of the batch of `step`, the same batch on all ranks. None at the end of
         the run. Raises Stopped.
         """
@@ -83,7 +83,7 @@ class BatchSource:
             if vote is Vote.READY:
                 self._back_off("other ranks do not have this batch yet")
 
-    def parts(self, first: Batch) -> Iterator[Batch]:
+    def parts(self, first: RankBatch) -> Iterator[RankBatch]:
         """The batch that `first` begins, as it comes: the same number of rows on every rank in each
         part, and the final plan with the last. Raises BatchReplaced, Stopped or FatalError, on
         every rank alike.
@@ -94,7 +94,7 @@ class BatchSource:
                 self._ranks.gather([float(len(rows))]).min()
             )  # ranks may have heard of more or fewer rows
             num_given += num_ready
-            yield Batch(plan, rows[:num_ready])
+            yield RankBatch(plan, rows[:num_ready])
             rows = rows[num_ready:]
             if num_given == plan.num_micro_batches and not plan.provisional:
                 return
@@ -126,7 +126,9 @@ class BatchSource:
 
         return self._leader_until_done(commit, f"to commit step {plan.step}")
 
-    def _pull(self, step: int, batch_id: str = "", num_had: int = 0) -> tuple[Vote, Batch | None]:
+    def _pull(
+        self, step: int, batch_id: str = "", num_had: int = 0
+    ) -> tuple[Vote, RankBatch | None]:
         if self._bridge.is_stopping:
             return Vote.STOP, None
         try:
@@ -184,7 +186,7 @@ class BatchSource:
 
     def _raise_on(self, outcome: Vote) -> None:
         if outcome is Vote.STOP:
-            raise Stopped
+            raise TrainingStopped
         if outcome is Vote.FAILED:
             raise FatalError(self._refusal)
 
@@ -203,7 +205,7 @@ class BatchSource:
             log.info("%s", reason)
 
 
-def _identity(batch: Batch | None) -> str:
+def _identity(batch: RankBatch | None) -> str:
     """What ranks must have in common to train together: one that grows is trained in parts, by all
     ranks or by none.
     """

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import AdapterSettings
 from pipelinerl_trainer.adapter import AdaptedLinear, Adapter
-from pipelinerl_trainer.checkpoint_store import Checkpoint
-from pipelinerl_trainer.engine import Engine
+from pipelinerl_trainer.checkpoint import Checkpoint
+from pipelinerl_trainer.engine import DeepSpeedEngine
 from pipelinerl_trainer.export import export_final
 from pipelinerl_trainer.model import load_policy
 from pipelinerl_trainer.packed import pack_row
-from pipelinerl_trainer.ranks import Place, join_ranks
+from pipelinerl_trainer.ranks import RankPlacement, join_ranks
 
 EVERYTHING = toys.trajectories(7)
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -169,11 +169,11 @@ def test_only_adapters_have_gradients_and_theirs_are_the_chain_rule_s(
     ).spec
     settings = toys.full_algorithm()
     toys.save_tiny_model(tmp_path)
-    with join_ranks(Place()) as ranks:
+    with join_ranks(RankPlacement()) as ranks:
         policy = load_policy(tmp_path, spec, ranks.device)
         assert policy.adapter is not None
         set_b(policy.adapter)
-        made = Engine(policy, ranks, stage, settings.optimizer)
+        made = DeepSpeedEngine(policy, ranks, stage, settings.optimizer)
         rows = [EVERYTHING[5:], [], EVERYTHING[2:5], EVERYTHING[:2]]
         toys.learner(made, ranks, settings).accumulate((toys.batch_of(rows, EVERYTHING),))
         found = {name: safe_get_full_grad(weight) for name, weight in policy.adapter.parameters()}

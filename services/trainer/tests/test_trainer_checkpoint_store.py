@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl_common.checkpoints import MANIFEST
-from pipelinerl_trainer.checkpoint_store import CheckpointStore
+from pipelinerl_trainer.checkpoint import CheckpointStore
 
 
 def write(store: CheckpointStore, step: int, content: str = "weights") -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import trainer_toys as toys
 
-from pipelinerl_trainer.engine import Engine
-from pipelinerl_trainer.ranks import Place, join_ranks
+from pipelinerl_trainer.engine import DeepSpeedEngine
+from pipelinerl_trainer.ranks import RankPlacement, join_ranks
 
 NUM_STEPS = 3
 PROGRAM = """
@@ -30,8 +30,8 @@ def run(name: str) -> list[dict[str, str]]:
     """Every metric of a few optimizer steps, and a sum over all weights, as hexadecimal floats."""
     settings = toys.full_algorithm(**toys.ALGORITHMS[name])
     steps = []
-    with join_ranks(Place()) as ranks:
-        engine = Engine(toys.tiny_policy(settings), ranks, 1, settings.optimizer)
+    with join_ranks(RankPlacement()) as ranks:
+        engine = DeepSpeedEngine(toys.tiny_policy(settings), ranks, 1, settings.optimizer)
         learner = toys.learner(engine, ranks, settings)
         for step in range(NUM_STEPS):
             everything = toys.trajectories(6, seed=20 + step)

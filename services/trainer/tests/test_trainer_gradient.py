@@ -16,11 +16,11 @@ from trainer_two_ranks import free_ports, run_two_ranks
 
 from pipelinerl_common.errors import FatalError
 from pipelinerl_common.settings import AlgorithmSettings
-from pipelinerl_trainer.engine import Engine
-from pipelinerl_trainer.learner import MAX_SKIPPED_IN_A_ROW, Batch, BatchReplaced
+from pipelinerl_trainer.engine import DeepSpeedEngine
+from pipelinerl_trainer.learner import MAX_SKIPPED_IN_A_ROW, BatchReplaced, RankBatch
 from pipelinerl_trainer.model import PolicyModel, load_policy
 from pipelinerl_trainer.packed import pack_row
-from pipelinerl_trainer.ranks import Place, join_ranks
+from pipelinerl_trainer.ranks import RankPlacement, join_ranks
 
 TOLERANCE = 1e-5
 PROGRAM_S = 150
@@ -38,7 +38,7 @@ def assert_same_gradient(found: dict[str, torch.Tensor], expected: dict[str, tor
         )
 
 
-def full_gradient(engine: Engine) -> dict[str, torch.Tensor]:
+def full_gradient(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     return {
         name: safe_get_full_grad(weight).clone()
         for name, weight in engine.policy.named_parameters()
@@ -48,8 +48,8 @@ def full_gradient(engine: Engine) -> dict[str, torch.Tensor]:
 def gradient_of(
     settings: AlgorithmSettings, rows: list[list[toys.Trajectory]], stage: int
 ) -> dict[str, torch.Tensor]:
-    with join_ranks(Place()) as ranks:
-        engine = Engine(toys.tiny_policy(settings), ranks, stage, settings.optimizer)
+    with join_ranks(RankPlacement()) as ranks:
+        engine = DeepSpeedEngine(toys.tiny_policy(settings), ranks, stage, settings.optimizer)
         toys.learner(engine, ranks, settings).accumulate((toys.batch_of(rows, EVERYTHING),))
         return full_gradient(engine)
 
@@ -90,8 +90,8 @@ def test_a_batch_that_comes_in_parts_gives_the_plain_gradient(
     """
     settings = toys.full_algorithm(normalizeBy=normalize_by)
     parts = toys.parts_of([EVERYTHING[5:], [], EVERYTHING[2:5], EVERYTHING[:2]], EVERYTHING)
-    with join_ranks(Place()) as ranks:
-        engine = Engine(toys.tiny_policy(settings), ranks, stage, settings.optimizer)
+    with join_ranks(RankPlacement()) as ranks:
+        engine = DeepSpeedEngine(toys.tiny_policy(settings), ranks, stage, settings.optimizer)
         learner = toys.learner(engine, ranks, settings)
         before = {name: weight.clone() for name, weight in engine.served_weights()}
         with pytest.raises(BatchReplaced):
@@ -114,9 +114,11 @@ def test_parts_are_scaled_right_with_half_precision_weights() -> None:
     rows = [EVERYTHING[:4], EVERYTHING[4:]]
     found = []
     for parts in (toys.parts_of(rows, EVERYTHING), [toys.batch_of(rows, EVERYTHING)]):
-        with join_ranks(Place()) as ranks:
+        with join_ranks(RankPlacement()) as ranks:
             model = toys.tiny_model().to(torch.bfloat16)
-            engine = Engine(PolicyModel(model, with_value_head=False), ranks, 1, settings.optimizer)
+            engine = DeepSpeedEngine(
+                PolicyModel(model, with_value_head=False), ranks, 1, settings.optimizer
+            )
             toys.learner(engine, ranks, settings).accumulate(parts)
             found.append(full_gradient(engine))
     streamed, whole = found
@@ -219,7 +221,7 @@ def test_two_ranks_train_the_adapter_that_one_trains(
 ) -> None:
     folder, _ = two_ranks
     spec = toys.full_spec(model={"adapter": toys.ADAPTER})
-    with join_ranks(Place()) as ranks:
+    with join_ranks(RankPlacement()) as ranks:
         made = Setup.of(spec, folder, ranks)
         before = made.served()
         for step in range(4):
@@ -250,7 +252,7 @@ def test_two_ranks_resume_an_adapter_bit_by_bit(two_ranks: tuple[Path, dict[str,
 def test_activation_checkpointing_changes_nothing(tmp_path: Path, stage: int) -> None:
     spec = toys.full_spec(trainers={"activationCheckpointing": True, "zeroStage": stage})
     toys.save_tiny_model(tmp_path / "model")
-    with join_ranks(Place()) as ranks:
+    with join_ranks(RankPlacement()) as ranks:
         made = Setup.of(spec, tmp_path, ranks)
         assert made.engine.policy.language_model.is_gradient_checkpointing
         made.learner.accumulate((toys.batch_of([EVERYTHING[:4], EVERYTHING[4:]], EVERYTHING),))
@@ -273,8 +275,8 @@ def test_weights_that_are_no_longer_finite_end_the_process_at_the_step_that_made
     stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = toys.full_algorithm()
-    with join_ranks(Place()) as ranks:
-        engine = Engine(toys.tiny_policy(settings), ranks, stage, settings.optimizer)
+    with join_ranks(RankPlacement()) as ranks:
+        engine = DeepSpeedEngine(toys.tiny_policy(settings), ranks, stage, settings.optimizer)
         learner = toys.learner(engine, ranks, settings)
         learner.train_step(toys.batch_of([EVERYTHING], EVERYTHING, 0))
         monkeypatch.setattr("pipelinerl_trainer.learner.learning_rate", lambda *_: float("inf"))
@@ -285,7 +287,7 @@ def test_weights_that_are_no_longer_finite_end_the_process_at_the_step_that_made
             learner.train_step(toys.batch_of([EVERYTHING], EVERYTHING, 1))
 
 
-def spoiled(batch: Batch) -> Batch:
+def spoiled(batch: RankBatch) -> RankBatch:
     for row in batch.micro_batches:
         row.advantages_L[row.loss_mask_L == 1] = float("nan")
     return batch
@@ -294,8 +296,8 @@ def spoiled(batch: Batch) -> Batch:
 def test_a_run_whose_gradients_stay_not_finite_ends() -> None:
     """One step that is right in between, and the count begins anew."""
     settings = toys.full_algorithm()
-    with join_ranks(Place()) as ranks:
-        engine = Engine(toys.tiny_policy(settings), ranks, 1, settings.optimizer)
+    with join_ranks(RankPlacement()) as ranks:
+        engine = DeepSpeedEngine(toys.tiny_policy(settings), ranks, 1, settings.optimizer)
         learner = toys.learner(engine, ranks, settings)
         few = EVERYTHING[:1]
         for step in range(2):

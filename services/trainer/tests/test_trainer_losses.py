@@ -10,7 +10,6 @@ import trainer_toys as toys
 from torch import Tensor
 
 from pipelinerl_common.settings import AlgorithmSettings
-from pipelinerl_trainer.gae import generalized_advantages
 from pipelinerl_trainer.importance import (
     IMPORTANCE,
     MAX_LOG_RATIO,
@@ -25,6 +24,7 @@ from pipelinerl_trainer.losses import (
     mixed,
     value_loss,
 )
+from pipelinerl_trainer.objective import generalized_advantages
 
 
 def column(*values: float, grad: bool = False) -> Tensor:

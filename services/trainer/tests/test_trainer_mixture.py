@@ -12,10 +12,15 @@ from test_trainer_gradient import assert_same_gradient, full_gradient
 from trainer_setup import Setup, setup
 
 from pipelinerl_common.errors import SettingsError
-from pipelinerl_trainer.checkpoint_tensors import CheckpointTensors, check_tensors, stored_shapes
 from pipelinerl_trainer.export import export_policy
-from pipelinerl_trainer.model import PolicyModel, load_policy
-from pipelinerl_trainer.ranks import Place, join_ranks
+from pipelinerl_trainer.model import (
+    CheckpointTensors,
+    PolicyModel,
+    check_tensors,
+    load_policy,
+    stored_shapes,
+)
+from pipelinerl_trainer.ranks import RankPlacement, join_ranks
 
 KINDS = {
     "qwen3_moe": "model.layers.1.mlp.experts.3.up_proj.weight",
@@ -52,7 +57,7 @@ def test_the_gradient_is_the_plain_one_and_has_no_router_loss(
 ) -> None:
     """The model's configuration asks for a router loss; the plain computation has none."""
     spec = toys.full_spec(trainers={"zeroStage": stage})
-    with join_ranks(Place()) as ranks:
+    with join_ranks(RankPlacement()) as ranks:
         made = Setup.of(spec, tmp_path, ranks)
         assert made.engine.policy.language_model.config.output_router_logits
         made.learner.accumulate((toys.batch_of([EVERYTHING[:4], [], EVERYTHING[4:]], EVERYTHING),))

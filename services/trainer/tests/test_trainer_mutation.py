@@ -6,7 +6,9 @@ import test_trainer_losses
 import test_trainer_objective
 
 from mutation import Runner, survivors
-from pipelinerl_trainer import gae, importance, losses, normalization, objective
+from pipelinerl_trainer import importance, losses, objective
+from pipelinerl_trainer import objective as gae
+from pipelinerl_trainer import objective as normalization
 
 SUBJECTS = [module.__name__ for module in (importance, gae, losses, normalization, objective)]
 TESTS = [module.__name__ for module in (test_trainer_losses, test_trainer_objective)]

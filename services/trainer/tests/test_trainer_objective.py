@@ -10,8 +10,7 @@ from test_trainer_losses import column, gradient, log_of, numbers
 
 from pipelinerl_common.errors import FatalError
 from pipelinerl_common.settings import AlgorithmSettings
-from pipelinerl_trainer.normalization import NORMALIZATIONS
-from pipelinerl_trainer.objective import Objective
+from pipelinerl_trainer.objective import NORMALIZATIONS, Objective
 from pipelinerl_trainer.packed import TokenColumns
 from pipelinerl_trainer.scoring import TokenScores
 

@@ -6,9 +6,9 @@ import trainer_toys as toys
 from torch import nn
 
 from pipelinerl_common.settings import OptimizerSettings
-from pipelinerl_trainer.engine import Engine
+from pipelinerl_trainer.engine import DeepSpeedEngine
 from pipelinerl_trainer.optimizer import LAG, DelayCompensatedAdamW, make_optimizer
-from pipelinerl_trainer.ranks import Place, join_ranks
+from pipelinerl_trainer.ranks import RankPlacement, join_ranks
 
 
 def settings(**options: object) -> OptimizerSettings:
@@ -79,8 +79,8 @@ def test_under_deepspeed_the_lag_of_the_batch_counts_and_the_state_is_saved(stag
         job = toys.full_algorithm(
             optimizer={"learningRate": 1e-2, "delayCompensation": compensation}
         )
-        with join_ranks(Place()) as ranks:
-            engine = Engine(toys.tiny_policy(job), ranks, stage, job.optimizer)
+        with join_ranks(RankPlacement()) as ranks:
+            engine = DeepSpeedEngine(toys.tiny_policy(job), ranks, stage, job.optimizer)
             learner = toys.learner(engine, ranks, job)
             for step in (1, 2, 3):
                 everything = toys.trajectories(4, seed=step)

@@ -8,12 +8,12 @@ from trainer_peers import Generator
 
 from pipelinerl_common.errors import FatalError, SettingsError
 from pipelinerl_trainer import parity
-from pipelinerl_trainer.bridge import Bridge
-from pipelinerl_trainer.engine import Engine
+from pipelinerl_trainer.engine import DeepSpeedEngine
+from pipelinerl_trainer.event_loop import EventLoopProxy
 from pipelinerl_trainer.model import PolicyModel
 from pipelinerl_trainer.parity import ParityCheck, vocabulary_of
-from pipelinerl_trainer.ranks import Place, join_ranks
-from pipelinerl_trainer.source import Stopped
+from pipelinerl_trainer.ranks import RankPlacement, join_ranks
+from pipelinerl_trainer.source import TrainingStopped
 
 
 @pytest.fixture(autouse=True)
@@ -26,14 +26,14 @@ async def check(
 ) -> float:
     """Runs the check as the loop does, in a thread beside the event loop."""
     spec = toys.job(trainers={"parity": {"numPrompts": 3, "maxLogprobDifference": 0.01}}).spec
-    bridge = Bridge()
+    bridge = EventLoopProxy()
     if stop:
         bridge.stop()
 
     def run() -> float:
-        with join_ranks(Place()) as ranks:
+        with join_ranks(RankPlacement()) as ranks:
             policy = PolicyModel(toys.tiny_model(), with_value_head=False)
-            engine = Engine(policy, ranks, stage, spec.algorithm.optimizer)
+            engine = DeepSpeedEngine(policy, ranks, stage, spec.algorithm.optimizer)
             checking = ParityCheck(spec, urls, token, vocabulary_of(policy.language_model))
             assert checking.is_wanted
             return checking.run(engine, ranks, bridge, version)
@@ -79,7 +79,7 @@ async def test_other_weights_are_no_answer_and_no_answer_is_an_error(
 
 
 async def test_a_stop_ends_the_check() -> None:
-    with Generator(busy=10**6) as generator, pytest.raises(Stopped):
+    with Generator(busy=10**6) as generator, pytest.raises(TrainingStopped):
         await check(generator.url, stop=True)
 
 

@@ -11,8 +11,8 @@ from trainer_peers import DEADLINE_S, until
 from pipelinerl_common import stream
 from pipelinerl_common.metrics import TRAINER, Metrics
 from pipelinerl_common.stream import Login, NatsServer
+from pipelinerl_trainer.loop import StepTimer
 from pipelinerl_trainer.metrics import StepMetrics
-from pipelinerl_trainer.phases import Phases
 from pipelinerl_trainer.report import Reporter, StepReport
 
 SETTINGS = toys.job().spec.stream
@@ -20,7 +20,7 @@ SETTINGS = toys.job().spec.stream
 
 def report(step: int) -> StepReport:
     values = {**StepMetrics().values(), "learning_rate": 0.1, "skipped_steps_total": 0.0}
-    return StepReport(toys.plan_of(toys.trajectories(2), step), values, Phases().seconds, 1.0, 0)
+    return StepReport(toys.plan_of(toys.trajectories(2), step), values, StepTimer().seconds, 1.0, 0)
 
 
 async def test_steps_that_are_done_while_the_stream_s_server_is_away_are_told_when_it_is_back(

@@ -21,16 +21,16 @@ from pipelinerl_common.errors import FatalError, SettingsError
 from pipelinerl_common.service import Wiring
 from pipelinerl_common.settings import Job
 from pipelinerl_common.stream import NatsServer
-from pipelinerl_trainer import service
-from pipelinerl_trainer.assembly import Run
-from pipelinerl_trainer.ranks import Place
+from pipelinerl_trainer import start
+from pipelinerl_trainer.ranks import RankPlacement
+from pipelinerl_trainer.start import TrainerArgs
 
 LAST_METRICS = "last-metrics"
 
 
 def run_of(
     job: Job, output: Path, peers: Peers, nats_url: str, *, listen: str, resume: bool = False
-) -> Run:
+) -> TrainerArgs:
     wiring = Wiring(
         job_file=Path("job.yaml"),
         name="trainer-0",
@@ -44,7 +44,7 @@ def run_of(
         token_file=None,
         log_level="info",
     )
-    return Run(job, wiring, Place(), resume, last_metrics=output / LAST_METRICS)
+    return TrainerArgs(job, wiring, RankPlacement(), resume, last_metrics=output / LAST_METRICS)
 
 
 @dataclass
@@ -90,7 +90,7 @@ async def running(
     peers.coordinator.trainer = listen
     stop = asyncio.Event()
     run = run_of(toys.job(**spec), output, peers, nats.url, listen=listen, resume=resume)
-    task = asyncio.create_task(service.run_rank(run, stop), name="trainer")
+    task = asyncio.create_task(start.run_rank(run, stop), name="trainer")
     try:
         if form:
             forming = asyncio.create_task(peers.coordinator.form())

@@ -4,7 +4,7 @@ import pytest
 import trainer_toys as toys
 
 from pipelinerl_common.settings import OptimizerSettings
-from pipelinerl_trainer.schedule import learning_rate
+from pipelinerl_trainer.optimizer import learning_rate
 
 
 def settings(**options: object) -> OptimizerSettings:

@@ -16,7 +16,7 @@ from transformers import MambaConfig, Qwen3Config
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_trainer.model import load_policy
 from pipelinerl_trainer.packed import pack_row
-from pipelinerl_trainer.ranks import Place, join_ranks
+from pipelinerl_trainer.ranks import RankPlacement, join_ranks
 from pipelinerl_trainer.sequence_parallel import SequenceGroup
 
 CPU = torch.device("cpu")
@@ -75,7 +75,7 @@ def test_one_rank_two_that_share_and_two_apart_train_alike(
 ) -> None:
     folder, results = ran
     case = cases.CASES[name]
-    with join_ranks(Place()) as ranks:
+    with join_ranks(RankPlacement()) as ranks:
         alone = case.train(folder, ranks)
     assert alone["metrics"][0]["num_trained_tokens"] > 0
     assert alone["metrics"][-1]["loss"] != alone["metrics"][0]["loss"]

@@ -27,7 +27,7 @@ from pipelinerl.v1 import (
 from pipelinerl_common import rpc
 from pipelinerl_common.codec import micro_batch_to_proto, plan_to_proto
 from pipelinerl_common.errors import Refused, TemporaryError, Unavailable
-from pipelinerl_trainer.learner import Batch
+from pipelinerl_trainer.learner import RankBatch
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Bucket, Manifest
 from pipelinerl_weights.transfer import receive, tensors_of
@@ -148,7 +148,7 @@ class Preprocessor(batches_pb2_grpc.BatchesServicer):
         return ""
 
     def _grow(
-        self, request: batches_pb2.PullStepRequest, parts: list[Batch]
+        self, request: batches_pb2.PullStepRequest, parts: list[RankBatch]
     ) -> Iterator[batches_pb2.PullStepResponse]:
         if request.first_micro_batch == 1:
             self.replaced_steps.discard(request.step)
@@ -439,8 +439,17 @@ class Generator:
             ids.append(token)
             logprobs.append(float(distribution[token]))
         choice = {
+            "index": 0,
+            "message": {"content": ""},
+            "finish_reason": "length",
             "token_ids": ids[len(request["prompt_token_ids"]) :],
             "token_logprobs": logprobs,
             "weight_versions": [[self.version, len(logprobs)]],
         }
-        return 200, {"choices": [choice]}
+        usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+        return 200, {
+            "model": "policy",
+            "choices": [choice],
+            "prompt_token_ids": request["prompt_token_ids"],
+            "usage": usage,
+        }

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from pipelinerl_trainer.engine import Engine, prepare_environment
+from pipelinerl_trainer.engine import DeepSpeedEngine, prepare_environment
 
 RANK, NUM_RANKS, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 PORTS = [int(port) for port in sys.argv[4:]]
@@ -30,9 +30,9 @@ from deepspeed.utils import safe_get_full_grad  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from trainer_setup import Setup, newest  # noqa: E402
 
-from pipelinerl_trainer.batches import Pulled  # noqa: E402
-from pipelinerl_trainer.learner import Batch, BatchReplaced, Learner  # noqa: E402
-from pipelinerl_trainer.ranks import Place, Ranks, Vote, join_ranks  # noqa: E402
+from pipelinerl_trainer.batch_client import Pulled  # noqa: E402
+from pipelinerl_trainer.learner import BatchReplaced, Learner, RankBatch  # noqa: E402
+from pipelinerl_trainer.ranks import RankPlacement, Ranks, Vote, join_ranks  # noqa: E402
 from pipelinerl_trainer.source import BatchSource  # noqa: E402
 
 EVERYTHING = toys.trajectories(7)
@@ -43,17 +43,17 @@ PACKINGS = {
 }
 
 
-def place(port: int) -> Place:
-    return Place(RANK, NUM_RANKS, RANK, "127.0.0.1", port)
+def place(port: int) -> RankPlacement:
+    return RankPlacement(RANK, NUM_RANKS, RANK, "127.0.0.1", port)
 
 
-def batch(step: int) -> Batch:
+def batch(step: int) -> RankBatch:
     everything = toys.trajectories(6, seed=10 + step)
     rows = [[everything[:2], everything[2:4]], [everything[4:], []]]
     return toys.batch_of(rows[RANK], everything, step)
 
 
-def gradients(engine: Engine, learner: Learner, stage: int) -> None:
+def gradients(engine: DeepSpeedEngine, learner: Learner, stage: int) -> None:
     for name, rows in PACKINGS.items():
         learner.accumulate((toys.batch_of(rows[RANK], EVERYTHING),))
         save_gradient(engine, f"{stage}-{name}")
@@ -68,7 +68,7 @@ def algorithms(ranks: Ranks, *, with_value_head: bool) -> None:
         if (each.baseline == "value") is with_value_head
     }
     first = next(iter(chosen.values()))
-    engine = Engine(toys.tiny_policy(first), ranks, 2, first.optimizer)
+    engine = DeepSpeedEngine(toys.tiny_policy(first), ranks, 2, first.optimizer)
     for name, each in chosen.items():
         toys.learner(engine, ranks, each).accumulate(
             (toys.batch_of(PACKINGS["uneven"][RANK], EVERYTHING),)
@@ -76,7 +76,7 @@ def algorithms(ranks: Ranks, *, with_value_head: bool) -> None:
         save_gradient(engine, f"algorithm-{name}")
 
 
-def save_gradient(engine: Engine, name: str) -> None:
+def save_gradient(engine: DeepSpeedEngine, name: str) -> None:
     found = {
         key: safe_get_full_grad(parameter) for key, parameter in engine.policy.named_parameters()
     }
@@ -110,13 +110,15 @@ class Script:
         return BatchSource(self, self, ranks)  # type: ignore[arg-type]
 
 
-def streamed(ranks: Ranks, engine: Engine, learner: Learner, stage: int) -> dict[str, bool]:
+def streamed(
+    ranks: Ranks, engine: DeepSpeedEngine, learner: Learner, stage: int
+) -> dict[str, bool]:
     """Rank 0 hears of one row, then of two; rank 1 of two, then must wait, then of one. Before that
     rank 1 alone hears that the batch was replaced.
     """
     parts = toys.parts_of(PACKINGS["uneven"][RANK], EVERYTHING)
     first, second, third = parts
-    other = Pulled(batch=Batch(replace(first.plan, batch_id="other"), first.micro_batches))
+    other = Pulled(batch=RankBatch(replace(first.plan, batch_id="other"), first.micro_batches))
     before, raised = weights(engine), False
     script = Script(other) if RANK else Script(Pulled(batch=second))
     try:
@@ -125,10 +127,12 @@ def streamed(ranks: Ranks, engine: Engine, learner: Learner, stage: int) -> dict
         raised = True
     unchanged = weights(engine) == before
     if RANK == 0:
-        script = Script(Pulled(batch=Batch(third.plan, second.micro_batches + third.micro_batches)))
+        script = Script(
+            Pulled(batch=RankBatch(third.plan, second.micro_batches + third.micro_batches))
+        )
     else:
         script = Script(Pulled(wait_reason="not yet"), Pulled(batch=third))
-        first = Batch(second.plan, first.micro_batches + second.micro_batches)
+        first = RankBatch(second.plan, first.micro_batches + second.micro_batches)
     learner.accumulate(script.source(ranks).parts(first))
     assert script.asked == ([1] if RANK == 0 else [2, 2])
     save_gradient(engine, f"{stage}-streamed")
@@ -147,11 +151,11 @@ def pulled(ranks: Ranks) -> bool:
     return not (found.plan.provisional or script.answers)
 
 
-def weights(engine: Engine) -> list[float]:
+def weights(engine: DeepSpeedEngine) -> list[float]:
     return [float(value) for _, weight in engine.served_weights() for value in weight.flatten()[:3]]
 
 
-def poisoned(learner: Learner, engine: Engine) -> dict[str, object]:
+def poisoned(learner: Learner, engine: DeepSpeedEngine) -> dict[str, object]:
     """A number that is not one, on rank 1 only."""
     bad = batch(9)
     if RANK == 1:

@@ -11,8 +11,8 @@ from typing import Any
 import trainer_toys as toys
 
 from pipelinerl_common.settings import JobSpec
-from pipelinerl_trainer.engine import Engine
-from pipelinerl_trainer.learner import Batch, Learner
+from pipelinerl_trainer.engine import DeepSpeedEngine
+from pipelinerl_trainer.learner import Learner, RankBatch
 from pipelinerl_trainer.model import load_policy
 from pipelinerl_trainer.ranks import Ranks
 
@@ -45,14 +45,16 @@ class Case:
             self.options, trainers={"zeroStage": 1, **self.trainers}, model=self.model_options
         )
 
-    def engine(self, folder: Path, ranks: Ranks) -> Engine:
+    def engine(self, folder: Path, ranks: Ranks) -> DeepSpeedEngine:
         policy = load_policy(folder / self.model, self.spec, ranks.device, ranks.sequence)
         toys.spread_value_head(policy)
         if self.chunk_tokens is not None:
             policy.token_head._chunk_bytes = 4 * toys.VOCABULARY * self.chunk_tokens
-        return Engine(policy, ranks, self.spec.trainers.zero_stage, self.spec.algorithm.optimizer)
+        return DeepSpeedEngine(
+            policy, ranks, self.spec.trainers.zero_stage, self.spec.algorithm.optimizer
+        )
 
-    def batch(self, step: int, ranks: Ranks) -> Batch:
+    def batch(self, step: int, ranks: Ranks) -> RankBatch:
         """Rows of different lengths; with rows of their own, two ranks get one each."""
         members = toys.trajectories(6, seed=10 + step)
         rows = [members[: 3 + step % 2], members[3 + step % 2 :]]
@@ -68,11 +70,13 @@ class Case:
             engine, toys.learner(engine, ranks, self.spec.algorithm), ranks, range(NUM_STEPS)
         )
 
-    def go_on(self, engine: Engine, learner: Learner, ranks: Ranks, steps: range) -> dict[str, Any]:
+    def go_on(
+        self, engine: DeepSpeedEngine, learner: Learner, ranks: Ranks, steps: range
+    ) -> dict[str, Any]:
         return trained(engine, [learner.train_step(self.batch(step, ranks)) for step in steps])
 
 
-def trained(engine: Engine, values: list[dict[str, float]]) -> dict[str, Any]:
+def trained(engine: DeepSpeedEngine, values: list[dict[str, float]]) -> dict[str, Any]:
     """What must come out the same: metrics of every step, and the weights."""
     weights = [
         (name, weight.float().flatten().tolist()) for name, weight in engine.served_weights()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from pipelinerl_trainer.engine import Engine, prepare_environment
+from pipelinerl_trainer.engine import DeepSpeedEngine, prepare_environment
 
 RANK, FOLDER, PORTS = int(sys.argv[1]), Path(sys.argv[2]), [int(port) for port in sys.argv[3:]]
 NUM_RANKS = 2
@@ -27,14 +27,14 @@ from deepspeed.utils import safe_get_full_grad  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from trainer_setup import Setup, newest  # noqa: E402
 
-from pipelinerl_trainer.ranks import Place, Ranks, join_ranks  # noqa: E402
+from pipelinerl_trainer.ranks import RankPlacement, Ranks, join_ranks  # noqa: E402
 
 
-def place(port: int, *, shared: bool = True) -> Place:
-    return Place(RANK, NUM_RANKS, RANK, "127.0.0.1", port, NUM_RANKS if shared else 1)
+def place(port: int, *, shared: bool = True) -> RankPlacement:
+    return RankPlacement(RANK, NUM_RANKS, RANK, "127.0.0.1", port, NUM_RANKS if shared else 1)
 
 
-def save_gradient(engine: Engine, name: str) -> None:
+def save_gradient(engine: DeepSpeedEngine, name: str) -> None:
     found = {
         key: safe_get_full_grad(parameter) for key, parameter in engine.policy.named_parameters()
     }
@@ -48,7 +48,9 @@ def save_gradient(engine: Engine, name: str) -> None:
 
 def gradients(ranks: Ranks, stage: int) -> None:
     settings = toys.full_algorithm()
-    engine = Engine(toys.tiny_policy(settings, ranks.sequence), ranks, stage, settings.optimizer)
+    engine = DeepSpeedEngine(
+        toys.tiny_policy(settings, ranks.sequence), ranks, stage, settings.optimizer
+    )
     for name, rows in cases.PACKINGS.items():
         toys.learner(engine, ranks, settings).accumulate((toys.batch_of(rows, cases.EVERYTHING),))
         save_gradient(engine, f"{stage}-{name}")
@@ -63,7 +65,7 @@ def algorithms(ranks: Ranks, *, with_value_head: bool) -> None:
         if (each.baseline == "value") is with_value_head
     }
     first = next(iter(chosen.values()))
-    engine = Engine(toys.tiny_policy(first, ranks.sequence), ranks, 2, first.optimizer)
+    engine = DeepSpeedEngine(toys.tiny_policy(first, ranks.sequence), ranks, 2, first.optimizer)
     for name, each in chosen.items():
         toys.learner(engine, ranks, each).accumulate(
             (toys.batch_of(cases.PACKINGS["rows"], cases.EVERYTHING),)

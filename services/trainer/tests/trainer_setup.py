@@ -11,12 +11,11 @@ from torch import Tensor
 
 from pipelinerl.v1 import batches_pb2
 from pipelinerl_common.settings import JobSpec
-from pipelinerl_trainer.assembly import make_engine
-from pipelinerl_trainer.checkpoint import Checkpointer
-from pipelinerl_trainer.checkpoint_store import Checkpoint, CheckpointStore
-from pipelinerl_trainer.engine import Engine
+from pipelinerl_trainer.checkpoint import Checkpoint, Checkpointer, CheckpointStore
+from pipelinerl_trainer.engine import DeepSpeedEngine
 from pipelinerl_trainer.learner import Learner
-from pipelinerl_trainer.ranks import Place, Ranks, join_ranks
+from pipelinerl_trainer.ranks import RankPlacement, Ranks, join_ranks
+from pipelinerl_trainer.start import make_engine
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Setup:
     folder: Path
     prepared: Path
     ranks: Ranks
-    engine: Engine
+    engine: DeepSpeedEngine
     learner: Learner
 
     @classmethod
@@ -78,7 +77,7 @@ def setup(
     if not (folder / "model").exists():
         toys.save_tiny_model(folder / "model")
     trainers = {"zeroStage": stage, **spec.pop("trainers", {})}
-    with join_ranks(Place()) as ranks:
+    with join_ranks(RankPlacement()) as ranks:
         yield Setup.of(toys.job(**spec, trainers=trainers).spec, folder, ranks, checkpoint)
 
 

@@ -20,8 +20,8 @@ from pipelinerl_common.settings import AlgorithmSettings, Job, JobSpec, parse_jo
 from pipelinerl_common.settings.algorithm import PRESETS
 from pipelinerl_common.types import GroupId, MicroBatch, StepPlan, VersionRun
 from pipelinerl_trainer import attention
-from pipelinerl_trainer.engine import Engine
-from pipelinerl_trainer.learner import Batch, BatchReplaced, Learner
+from pipelinerl_trainer.engine import DeepSpeedEngine
+from pipelinerl_trainer.learner import BatchReplaced, Learner, RankBatch
 from pipelinerl_trainer.model import PolicyModel
 from pipelinerl_trainer.ranks import Ranks
 from pipelinerl_trainer.sequence_parallel import ALONE, SequenceGroup
@@ -223,21 +223,21 @@ def plan_of(
 
 def batch_of(
     rows: Sequence[Sequence[Trajectory]], everything: Sequence[Trajectory], step: int = 0
-) -> Batch:
+) -> RankBatch:
     """This rank's rows of a batch that trains `everything` over all ranks."""
     micro_batches = tuple(pack(members, index) for index, members in enumerate(rows))
-    return Batch(plan_of(everything, step, len(rows)), micro_batches)
+    return RankBatch(plan_of(everything, step, len(rows)), micro_batches)
 
 
 def parts_of(
     rows: Sequence[Sequence[Trajectory]], everything: Sequence[Trajectory], step: int = 0
-) -> list[Batch]:
+) -> list[RankBatch]:
     """The same batch as it comes from a streaming policy: row by row, with counts that are wrong
     until the last row.
     """
     batch = batch_of(rows, everything, step)
     parts = [
-        Batch(
+        RankBatch(
             replace(
                 batch.plan,
                 num_micro_batches=number,
@@ -249,16 +249,16 @@ def parts_of(
         )
         for number, row in enumerate(batch.micro_batches, start=1)
     ]
-    return [*parts[:-1], Batch(batch.plan, batch.micro_batches[-1:])]
+    return [*parts[:-1], RankBatch(batch.plan, batch.micro_batches[-1:])]
 
 
-def replaced_after(parts: Sequence[Batch]) -> Iterator[Batch]:
+def replaced_after(parts: Sequence[RankBatch]) -> Iterator[RankBatch]:
     """Parts of a batch that is replaced before its last one."""
     yield from parts
     raise BatchReplaced("batch")
 
 
-def learner(engine: Engine, ranks: Ranks, settings: AlgorithmSettings) -> Learner:
+def learner(engine: DeepSpeedEngine, ranks: Ranks, settings: AlgorithmSettings) -> Learner:
     return Learner(engine, ranks, settings, MAX_TOKENS)
 
 

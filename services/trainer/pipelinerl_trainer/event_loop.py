@@ -6,7 +6,8 @@ thread of its own, and asks for what it needs of the network here.
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from pipelinerl_common.errors import Unavailable
@@ -14,7 +15,7 @@ from pipelinerl_common.errors import Unavailable
 Result = TypeVar("Result")
 
 
-class Bridge:
+class EventLoopProxy:
     """Made in the event loop's thread, used in the training thread."""
 
     def __init__(self) -> None:
@@ -49,3 +50,28 @@ class Bridge:
     def pause(self, seconds: float) -> None:
         """Sleeps, but not beyond a stop."""
         self._stopping.wait(seconds)
+
+
+async def in_thread(function: Callable[[], Result]) -> Result:
+    """Runs `function` in a daemon thread: a rank that hangs in a collective must not keep its
+    process from ending.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Result] = loop.create_future()
+
+    def settle(act: Callable[[], None]) -> None:
+        if not future.done():
+            act()
+
+    def work() -> None:
+        try:
+            result = function()
+        except BaseException as error:  # noqa: BLE001 - crosses threads; raised again where it is awaited
+            outcome = partial(future.set_exception, error)
+        else:
+            outcome = partial(future.set_result, result)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, outcome)
+
+    threading.Thread(target=work, name="training", daemon=True).start()
+    return await future

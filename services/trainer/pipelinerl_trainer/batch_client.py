@@ -7,7 +7,7 @@ from pipelinerl_common import rpc
 from pipelinerl_common.codec import micro_batch_from_proto, plan_from_proto
 from pipelinerl_common.errors import MalformedMessage
 from pipelinerl_common.types import MicroBatch, StepPlan
-from pipelinerl_trainer.learner import Batch
+from pipelinerl_trainer.learner import RankBatch
 
 WAIT_S = 5.0
 """How long the preprocessor may hold a pull until the batch is there."""
@@ -20,7 +20,7 @@ CALL_S = 10.0
 class Pulled:
     """What a pull gave: a batch, or the reason to wait, or neither at the end of the run."""
 
-    batch: Batch | None = None
+    batch: RankBatch | None = None
     wait_reason: str | None = None
 
     @property
@@ -28,7 +28,7 @@ class Pulled:
         return self.batch is None and self.wait_reason is None
 
 
-class BatchesClient:
+class BatchClient:
     """Calls as data rank `rank` of `num_ranks`: ranks that share rows each pull the same ones.
 
     All raise Unavailable, Refused or PermanentError as `rpc.call` does.
@@ -114,7 +114,7 @@ def _checked(
     micro_batches: list[MicroBatch],
     batch_id: str = "",
     num_had: int = 0,
-) -> Batch:
+) -> RankBatch:
     if plan is None:
         raise MalformedMessage(f"PullStep({step}) sent no plan")
     if plan.step != step:
@@ -125,4 +125,4 @@ def _checked(
             f"PullStep({step}) sent {len(micro_batches)} micro-batches, {expected} are due by the "
             "plan; at least 1"
         )
-    return Batch(plan, tuple(micro_batches))
+    return RankBatch(plan, tuple(micro_batches))
