@@ -1,16 +1,16 @@
-"""In-flight RL against conventional RL: the same job, code and cores, over several seeds.
+"""Measures in-flight RL against conventional RL: the same job, code and cores, several seeds.
 
     python e2e/experiments/baselines.py run --output FOLDER [--seeds 5] [--conventional 1,2,4,8]
     [--steps 60] [--cores 2] python e2e/experiments/baselines.py report FOLDER [--json FILE]
     [--markdown FILE] [--plot FOLDER]
 
 Conventional RL generates the batches of G optimizer steps, trains them, publishes the weights, and
-generates again. `run` looks first for the G to compare with, on a seed of its own: the one whose
-reward comes to the goal first, of those that come to it and do not collapse, each process computing
-with its share of the cores, and the best again with all of them. Only conventional RL is tuned so.
-Then each reported seed runs in flight, with that G, and with G = 1, in turn, so that slow drifts of
-the machine hit all alike. Runs that are finished are kept: the same command goes on with an
-experiment that was stopped.
+generates again. `run` first searches for the G to compare with, on a seed of its own: of those
+whose reward reaches the goal and does not collapse, the one that reaches it first, each process
+computing with its share of the cores, and the best once more with all of them. Only conventional RL
+is tuned in this way. Then each reported seed runs in flight, with that G, and with G = 1, in turn,
+so that slow drifts of the machine affect all of them alike. Finished runs are kept: the same
+command resumes an experiment that was stopped.
 
 Time counts from the first generated token of a run: model preparation, engine start and the first
 weights are left out.
@@ -49,10 +49,10 @@ def parse() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser(
         "run",
-        help="make the runs, or go on with them",
+        help="make the runs, or resume them",
         epilog="A run of 60 steps takes about a minute on two cores: 5 seeds and 4 values of G are "
         "at most 20 runs, 25 to 30 "
-        "minutes. Nothing else should run on the machine; the report tells how much did.",
+        "minutes. Nothing else should run on the machine; the report says how much did.",
     )
     run.add_argument(
         "--output", type=Path, required=True, metavar="FOLDER", help="of the experiment"
@@ -161,7 +161,7 @@ def main() -> None:
     except PipelineRLError as error:
         sys.exit(f"baselines {flags.command}: {error}")
     except KeyboardInterrupt:
-        sys.exit("stopped; the same command goes on with it")
+        sys.exit("stopped; the same command resumes it")
 
 
 if __name__ == "__main__":

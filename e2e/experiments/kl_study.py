@@ -1,13 +1,13 @@
-"""How far from on-policy are tokens that were sampled while the weights changed? The paper's
-section 5.1 on a tiny model.
+"""Measures how far from on-policy tokens are that were sampled while the weights changed: the
+paper's section 5.1 on a tiny model.
 
     python e2e/experiments/kl_study.py [--engine transformers] [--starts 0,32,64] [--gmax 16]
     [--json FILE] [--plot FOLDER]
 
 A training run leaves a checkpoint after every optimizer step. From some of them on, completions are
-sampled while the next checkpoints come in flight, with old KV kept or recomputed, and by the first
-checkpoint alone, as conventional RL does. Each is compared with the checkpoint that would train on
-it, by the KL divergence per token. See kl/study.py, and README.md for results.
+sampled while the next checkpoints arrive in flight, with old KV kept or recomputed, and with the
+first checkpoint alone, as conventional RL does. Each is compared with the checkpoint that would
+train on it, by the KL divergence per token. See kl/study.py, and README.md for results.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the rows are written")
     parser.add_argument("--plot", type=Path, help="folder for the charts")
     flags = parser.parse_args()
-    from experiments.kl.command import Flags, run  # torch: not for --help
+    from experiments.kl.command import Flags, run  # imports torch, which --help does not need
     from experiments.kl.engines import Schedule
 
     try:

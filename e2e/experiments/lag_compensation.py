@@ -1,5 +1,5 @@
-"""Does any compensation of lag help? A small policy learns from samples that are late by a known
-number of steps.
+"""Measures whether any compensation of lag helps: a small policy learns from samples that are late
+by a known number of steps.
 
     python e2e/experiments/lag_compensation.py [--seeds 10] [--json FILE]
 
@@ -50,7 +50,7 @@ ON_POLICY: dict[str, Options] = {"any: every weight is 1": {}}
 
 @dataclass(frozen=True)
 class Run:
-    """What came of one seed."""
+    """The result of one variant on one seed."""
 
     steps_to_goal: int | None
     final_reward: float
@@ -69,7 +69,7 @@ class Network(nn.Module):
 
 
 def table(network: Network) -> Tensor:
-    """Log-probability of each token after each: [VOCABULARY, VOCABULARY]."""
+    """Log-probability of each token after each other: [VOCABULARY, VOCABULARY]."""
     with torch.no_grad():
         logprobs: Tensor = network(torch.arange(VOCABULARY))
     return logprobs
@@ -91,7 +91,7 @@ def sample(tables: list[Tensor], random: torch.Generator) -> tuple[Tensor, Tenso
 
 
 def expected_reward(logprobs: Tensor, follows: Tensor) -> float:
-    """Exact, by the distribution over tokens at each place."""
+    """The exact expected reward, from the distribution over tokens at each position."""
     transition = logprobs.double().exp()
     right = transition[torch.arange(VOCABULARY), follows]
     place = torch.full((VOCABULARY,), 1 / VOCABULARY, dtype=torch.float64)

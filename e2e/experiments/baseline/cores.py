@@ -13,22 +13,22 @@ from bench.processes import cpu_seconds, process_tree
 
 @dataclass(frozen=True, slots=True)
 class CoreUse:
-    """Core-seconds up to `time`, seconds since the epoch. Example: CoreUse(1764446400.5,
+    """Core-seconds used up to `time`, seconds since the epoch. Example: CoreUse(1764446400.5,
     {"trainer": 12.5}, 80.0).
     """
 
     time: float
     by_role: dict[str, float]
-    """Since the processes began."""
+    """Core-seconds since the processes started."""
     machine: float
-    """Of everything on the machine, since it began."""
+    """Core-seconds of everything on the machine since it was started."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
 
 def measure(root: int, now: float) -> CoreUse:
-    """Of the process `root` and all that came from it."""
+    """Measures the process `root` and all its descendants."""
     by_role: dict[str, float] = defaultdict(float)
     roles: dict[int, str] = {}
     for process in process_tree(root):
@@ -39,7 +39,7 @@ def measure(root: int, now: float) -> CoreUse:
 
 
 def read(path: Path) -> list[CoreUse]:
-    """Empty where nothing was measured."""
+    """Reads the measurements of a run; empty where nothing was measured."""
     return (
         [CoreUse(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
         if path.exists()
@@ -49,15 +49,15 @@ def read(path: Path) -> list[CoreUse]:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """In use on average. Example: Cores({"trainer": 0.6, "generator": 0.9}, 0.05)."""
+    """Cores in use on average. Example: Cores({"trainer": 0.6, "generator": 0.9}, 0.05)."""
 
     by_role: dict[str, float]
     others: float
-    """By whatever else is on the machine."""
+    """Cores used by everything else on the machine."""
 
 
 def between(uses: list[CoreUse]) -> Cores | None:
-    """From the first to the last of `uses`; None of fewer than two."""
+    """Average from the first to the last of `uses`; None for fewer than two."""
     if len(uses) < 2:
         return None
     first, last = uses[0], uses[-1]

@@ -1,5 +1,5 @@
-"""What the runs come to: numbers of one run, ratios between settings over the seeds, and the most
-that overlap could bring.
+"""Numbers of one run, ratios between settings over the seeds, and the most that overlap could
+bring.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ NUM_RESAMPLES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class RunNumbers:
-    """Of one run, from its first generated token to its last step. None where it has no such
-    number.
+    """The numbers of one run, from its first generated token to its last step; None where the run
+    has no such number.
     """
 
     setting: str
@@ -36,25 +36,25 @@ class RunNumbers:
     ess_min: float | None
     trajectories_per_second: float
     tokens_per_second: float
-    """Trained."""
+    """Trajectories trained."""
     seconds_per_step: float
     training_s: float
-    """Per step: the trainer does anything but wait for its batch."""
+    """Seconds per step in which the trainer does anything but wait for its batch."""
     generator_busy: float | None
-    """Share of the time in which the engine decodes; None where too little was recorded to tell."""
+    """Share of the time in which the engine decodes; None where too little was recorded."""
     cores_by_role: dict[str, float]
     """Cores in use on average; empty where they were not measured."""
     cores_of_others: float
-    """Of whatever else ran on the machine."""
+    """Cores used by everything else on the machine."""
 
     @property
     def generation_s(self) -> float:
-        """Per step: the trainer has to wait for its batch."""
+        """Seconds per step in which the trainer waits for its batch."""
         return self.seconds_per_step - self.training_s
 
     @property
     def core_seconds(self) -> float:
-        """Per step, of all processes of the run together; 0 where they were not measured."""
+        """Core-seconds per step of all processes of the run; 0 where they were not measured."""
         return sum(self.cores_by_role.values()) * self.seconds_per_step
 
 
@@ -100,7 +100,7 @@ def _generator_busy(root: Path) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Example: Ratio(1.62, 1.51, 1.74, 5): the ratio of means over 5 seeds and its 95 % interval."""
+    """A ratio of means and its 95 % interval. Example: Ratio(1.62, 1.51, 1.74, 5) over 5 seeds."""
 
     value: float
     low: float
@@ -129,20 +129,20 @@ def paired_ratio(above: Sequence[float | None], below: Sequence[float | None]) -
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What doing generation and training at once can bring, against one after the other. Seconds
+    """The most that concurrent generation and training can gain over one after the other. Seconds
     are per step.
     """
 
     generation_s: float
     training_s: float
-    """Of conventional RL, each with the machine for itself."""
+    """Seconds of conventional RL, each phase with the machine for itself."""
     core_seconds: float
-    """That all processes of the in-flight runs take; 0 where unknown."""
+    """Core-seconds of all processes of the in-flight runs; 0 where unknown."""
     num_cores: int
 
     @property
     def least_s(self) -> float:
-        """No step is shorter than the longer of the two, nor than its work shared by all cores."""
+        """Seconds of the shortest possible step: the longer phase, or the work shared by all cores."""
         return max(self.generation_s, self.training_s, self.core_seconds / self.num_cores)
 
     @property
@@ -155,14 +155,14 @@ class Overlap:
 
     @property
     def speed_up(self) -> float:
-        """The same, as far as the cores have room for the work of both."""
+        """The same, limited by the cores that the work of both needs."""
         return (self.generation_s + self.training_s) / self.least_s
 
 
 def overlap(
     conventional: Sequence[RunNumbers], in_flight: Sequence[RunNumbers], num_cores: int
 ) -> Overlap:
-    """Means over the runs, at least one of each."""
+    """The bound from means over the runs, at least one of each kind."""
     return Overlap(
         fmean(run.generation_s for run in conventional),
         fmean(run.training_s for run in conventional),

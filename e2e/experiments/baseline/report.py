@@ -1,4 +1,4 @@
-"""What came of an experiment: tables in Markdown, numbers in JSON, plots in SVG."""
+"""The report of an experiment: tables in Markdown, numbers in JSON, plots in SVG."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +27,12 @@ from experiments.baseline.targets import Target, shown
 from pipelinerl_cli.compare.page import BEHAVIOUR, LEARNING
 from pipelinerl_cli.compare.runs import Compared, Variant, load_one
 from pipelinerl_cli.compare.table import cell, note, table
-from pipelinerl_cli.report.charts import standalone
+from pipelinerl_cli.report.charts import svg_file
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.text import markdown_table
 
 NOISY_CORES = 0.1
-"""More than so many cores in use by others is told as a disturbance."""
+"""More cores than these in use by others are reported as a disturbance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,11 @@ class Report:
     searched: tuple[Arm, ...]
     best: Arm
     arms: tuple[Arm, ...]
-    """In flight, then the conventional ones, the best first."""
+    """The arms: in flight, then the conventional ones, the best first."""
 
     @classmethod
     def of(cls, folder: Path) -> "Report":
-        """Raises SettingsError when runs are missing without which nothing can be said."""
+        """Reads the experiment. Raises SettingsError when runs that the report needs are missing."""
         plan = Plan.read(folder)
         missing = [
             setting.name
@@ -73,7 +73,7 @@ class Report:
         ]
         if missing:
             raise SettingsError(
-                f"{folder}: the search has not finished ({', '.join(missing)}); go on with `run` "
+                f"{folder}: the search has not finished ({', '.join(missing)}); resume with `run` "
                 "first"
             )
         best = best_conventional(folder, plan)
@@ -90,7 +90,7 @@ class Report:
         chosen = next((arm for arm in arms if arm.setting == best), None)
         if chosen is None or arms[0].setting != plan.in_flight:
             raise SettingsError(
-                f"{folder}: no reported seed has finished both ways; go on with `run` first"
+                f"{folder}: no reported seed has finished both ways; resume with `run` first"
             )
         return cls(plan, tuple(searched), chosen, tuple(arms))
 
@@ -100,7 +100,7 @@ class Report:
 
     @property
     def _whole(self) -> list[Arm]:
-        """Of the search, what was not a mere trial of threads."""
+        """Runs of the search that were more than a trial of threads."""
         return [arm for arm in self.searched if arm.setting in self.plan.searched]
 
     @property
@@ -127,10 +127,10 @@ class Report:
         ]
 
     def pictures(self) -> Iterator[tuple[str, str]]:
-        """Names and texts of SVG files."""
+        """The plots as SVG text by file name."""
         variants = [arm.variant for arm in self.arms]
         for picture in (*LEARNING, *BEHAVIOUR):
-            yield picture.name, standalone(*picture.of(variants))
+            yield picture.name, svg_file(*picture.of(variants))
 
     def json(self) -> str:
         document = {
@@ -185,7 +185,7 @@ class Report:
         return f"{name} with {', '.join(self.plan.overrides)}" if self.plan.overrides else name
 
     def _why(self) -> str:
-        """What bounds the speed-up, from what was measured."""
+        """The bound on the speed-up, from the measured seconds and cores."""
         made = self.overlap
         measured = self.ratio(self.in_flight, self.best, lambda run: run.trajectories_per_second)
         phases = (
@@ -206,7 +206,7 @@ class Report:
         return f"{phases}{room}. Measured: trajectories per second {shown(measured)} times as many."
 
     def _ratios(self, arm: Arm) -> Iterator[tuple[str, Ratio]]:
-        """Of a conventional arm and the in-flight one; above 1 speaks for in-flight RL."""
+        """Ratios of a conventional arm to the in-flight one; above 1 favours in-flight RL."""
         mine = self.in_flight
         for name, above, below, of in (
             ("time to goal", arm, mine, lambda run: run.seconds_to_goal),
@@ -311,7 +311,7 @@ class Report:
 
 
 def _arm(folder: Path, plan: Plan, setting: Setting, seeds: Sequence[int]) -> Arm | None:
-    """None without a finished run."""
+    """The arm of a setting; None without a finished run."""
     roots = [place(folder, seed, setting) for seed in seeds]
     runs: list[Compared] = [load_one(root, setting.name) for root in roots if is_finished(root)]
     if not runs:

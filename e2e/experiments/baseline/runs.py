@@ -1,10 +1,10 @@
-"""Which runs the experiment makes, and how it makes them: one after another, each in a folder of
-its own.
+"""The runs of the experiment: which there are, and how they are made, one after another, each in a
+folder of its own.
 
 ```
-FOLDER/plan.json                    what was asked for
-FOLDER/search/conventional-4/       the search for the conventional RL to compare with, on a seed of its own
-FOLDER/seed-1/in-flight/            the runs that are reported; beside each <name>.cores.jsonl and <name>.terminal
+FOLDER/plan.json                 the arguments of the experiment
+FOLDER/search/conventional-4/    the search for the conventional RL to compare with, on its own seed
+FOLDER/seed-1/in-flight/         a reported run; beside it <name>.cores.jsonl and <name>.terminal
 ```
 """
 
@@ -25,27 +25,27 @@ from pipelinerl_cli.up.orphans import tethered
 from pipelinerl_common.errors import FatalError, SettingsError
 
 SEARCH, SEARCH_SEED = "search", 1000
-"""Not among the seeds that are reported."""
+"""Seed of the search, which is not among the reported seeds."""
 COLLAPSE = 0.1
-"""A run whose last smoothed reward is so far below its best has collapsed."""
+"""A run has collapsed when its last smoothed reward is this far below its best."""
 LEAST_TRIAL_STEPS = 8
 PERIOD_S = 1.0
 DEADLINE_S = 1200.0
-"""Of one run."""
+"""Longest time of one run."""
 STOP_S = 90.0
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One kind of run. `num_steps` is G, the steps of a round of conventional RL; None in flight."""
+    """One kind of run. `num_steps` is G, the steps in a round of conventional RL; None in flight."""
 
     num_steps: int | None
     threads: int
-    """Of the generator and of the trainer, each."""
+    """Threads of the generator and of the trainer, each."""
 
     @property
     def name(self) -> str:
-        """Of its folders. Example: "conventional-4-threads-2"."""
+        """Name of the setting's folders. Example: "conventional-4-threads-2"."""
         kind = "in-flight" if self.num_steps is None else f"conventional-{self.num_steps}"
         return kind if self.threads == 1 else f"{kind}-threads-{self.threads}"
 
@@ -66,7 +66,7 @@ class Plan:
     goal: float
     cores: int
     overrides: tuple[str, ...] = ()
-    """Settings below spec that all runs have in place of the job file's, as path=value."""
+    """Settings below spec that replace the job file's in all runs, as path=value."""
 
     @property
     def threads(self) -> int:
@@ -86,11 +86,15 @@ class Plan:
         return len(self.searched) + 1 + 3 * self.seeds
 
     def widened(self, setting: Setting) -> Setting:
-        """Both processes compute with all cores: one of them at a time does, in conventional RL."""
+        """Threads of processes that compute with all cores: in conventional RL one computes at a
+        time.
+        """
         return replace(setting, threads=self.cores)
 
     def trial_steps(self, setting: Setting) -> int:
-        """Steps that tell how fast a setting is: it learns no differently with other threads."""
+        """Steps that suffice to measure how fast a setting is: threads do not change what it
+        learns.
+        """
         return min(self.steps, max(LEAST_TRIAL_STEPS, 2 * (setting.num_steps or 1)))
 
     def reported(self, best: Setting) -> list[Setting]:
@@ -137,7 +141,7 @@ def is_finished(root: Path) -> bool:
 
 
 def is_stable(run: Compared, goal: float) -> bool:
-    """It comes to the goal and does not collapse."""
+    """Whether the run reaches the goal and does not collapse."""
     best = run.best_reward
     return (
         best is not None
@@ -147,8 +151,8 @@ def is_stable(run: Compared, goal: float) -> bool:
 
 
 def best_conventional(folder: Path, plan: Plan) -> Setting:
-    """The setting of the search that comes to the goal first, of those that are stable; and with
-    all cores for each process, if that was tried and is faster. Raises SettingsError without one.
+    """The stable setting of the search that reaches the goal first; with all cores for each process
+    if that was tried and is faster. Raises SettingsError when there is none.
     """
     reached: dict[Setting, float] = {}
     for setting in plan.searched:
@@ -169,13 +173,13 @@ def best_conventional(folder: Path, plan: Plan) -> Setting:
 
 
 def trial_seconds(folder: Path, plan: Plan, setting: Setting) -> float:
-    """Of the first steps of a run of the search, as many as are made to try threads."""
+    """Seconds of the first steps of a run of the search, as many as a trial of threads makes."""
     steps = load_one(place(folder, SEARCH_SEED, setting), setting.name).history.steps
     return steps[min(plan.trial_steps(setting), len(steps)) - 1].t
 
 
 def up(plan: Plan, root: Path, seed: int, setting: Setting) -> None:
-    """One run of `pipelinerl up`, while what it takes of the cores is written down. Raises
+    """Makes one run of `pipelinerl up` and records its use of the cores meanwhile. Raises
     FatalError when it fails.
     """
     command = [
@@ -223,8 +227,8 @@ CarryOut = Callable[[Plan, Path, int, Setting], None]
 
 
 class Experiment:
-    """Makes the runs of a plan in a folder. Runs that are finished are kept; one that is not is
-    begun again.
+    """Makes the runs of a plan in a folder. Finished runs are kept; an
+    unfinished one is started again from the beginning.
     """
 
     def __init__(
@@ -243,7 +247,7 @@ class Experiment:
         self._plan.write(self._folder)
         self._say(
             f"at most {self._num_runs} runs, one after another; stopped with Ctrl-C, the same "
-            "command goes on"
+            "command resumes"
         )
         for setting in self._plan.searched:
             self._run(SEARCH_SEED, setting)
@@ -272,13 +276,14 @@ class Experiment:
         self._seconds.append(time.monotonic() - began)
         left = (self._num_runs - self._num_done) * sum(self._seconds) / len(self._seconds)
         self._say(
-            f"{where}: {_told(load_one(root, setting.name), self._plan.goal)}; about "
+            f"{where}: {_line(load_one(root, setting.name), self._plan.goal)}; about "
             f"{left / 60:.0f} min left"
         )
 
 
 def rotated(settings: Sequence[Setting], seed: int) -> list[Setting]:
-    """Another one first for every seed, so that none always runs after the same."""
+    """The order of a seed's runs: another one is first for every seed, so that no setting always
+    follows the same one."""
     first = seed % len(settings)
     return [*settings[first:], *settings[:first]]
 
@@ -292,7 +297,7 @@ def _ended(process: "subprocess.Popen[bytes]") -> bool:
     return True
 
 
-def _told(run: Compared, goal: float) -> str:
+def _line(run: Compared, goal: float) -> str:
     step = run.first_reaching(goal)
     reached = f"reward {goal:g} after {step.t:.0f} s" if step else f"never a reward of {goal:g}"
     summary = run.summary

@@ -1,4 +1,4 @@
-"""What in-flight RL has to show against the best conventional RL, and whether it did."""
+"""The targets of in-flight RL against the best conventional RL, and whether they were met."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from experiments.baseline.numbers import Ratio, RunNumbers
 
 LEAST_SPEED_UP, MOST_SAMPLES = 1.5, 1.1
 SMALL_G = 4
-"""In-flight ESS is measured by that of conventional runs of up to so many steps a round, or up to
-the best one's if more.
+"""In-flight ESS is compared with that of conventional runs with at most this many steps in a round,
+or as many as the best one has if those are more.
 """
 
 
@@ -41,7 +41,7 @@ def speed_up(ratio: Ratio | None) -> Target:
 
 
 def samples(ratio: Ratio | None) -> Target:
-    """`ratio` of in-flight to conventional trajectories. Fewer are no fault."""
+    """`ratio` of in-flight to conventional trajectories. Fewer trajectories meet the target too."""
     return Target(
         "trajectories to the goal, in-flight / conventional",
         f"at most {MOST_SAMPLES:g}",
@@ -53,8 +53,8 @@ def samples(ratio: Ratio | None) -> Target:
 def ess(
     in_flight: Sequence[RunNumbers], conventional: Sequence[tuple[int, RunNumbers]], best: int
 ) -> Target:
-    """`conventional`: runs with their G, `best` the best. The higher an ESS the closer to
-    on-policy: it may not be below their least.
+    """`conventional` are runs with their G, `best` is the G of the best. A higher ESS is closer to
+    on-policy: the in-flight ESS must not be below the least of theirs.
     """
     small = max(SMALL_G, best)
     mine = [run.ess_mean for run in in_flight if run.ess_mean is not None]

@@ -16,18 +16,19 @@ _Z = 1.96
 
 
 def exact(behaviour_NTV: Tensor, target_NTV: Tensor) -> Tensor:
-    """[N, T] float64, from all log-probabilities of both: sum_v mu_v (log mu_v - log pi_v); only
-    contexts are sampled.
+    """The exact divergence [N, T] in float64, from all log-probabilities of both:
+    sum_v mu_v (log mu_v - log pi_v); only contexts are sampled.
 
-    Both are normalised again in float64, so that what float32 rounded counts to second order only.
+    Both are normalised again in float64, so that the rounding of float32 matters to second order
+    only.
     """
     behaviour, target = behaviour_NTV.double().log_softmax(-1), target_NTV.double().log_softmax(-1)
     return (behaviour.exp() * (behaviour - target)).sum(-1)
 
 
 def k3(behaviour_NT: Tensor, target_NT: Tensor) -> Tensor:
-    """[N, T] float64, from log-probabilities of the sampled tokens alone: r - 1 - log r with r = pi
-    / mu.
+    """An estimate [N, T] in float64, from log-probabilities of the sampled tokens alone:
+    r - 1 - log r with r = pi / mu.
 
     Unbiased under sampling from mu, never negative, and of less variance than the log-ratio, since
     r - 1 has mean 0 and varies against it. Source: J. Schulman, Approximating KL Divergence (2020).
@@ -46,8 +47,8 @@ class Estimate:
 
     @classmethod
     def of(cls, divergence_NT: Tensor) -> "Estimate":
-        """Sequences are independent, tokens of one are not: the spread is that of the sequences'
-        own means.
+        """The mean over sequences. Sequences are independent, tokens of one are not: the spread is
+        that of the sequences' own means.
         """
         means_N = divergence_NT.mean(1)
         mean = float(means_N.mean())

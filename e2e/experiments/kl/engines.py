@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from experiments.kl import divergence
-from experiments.kl.course import PERIOD, Course, Weights, sampling_model
+from experiments.kl.policy_sequence import PERIOD, PolicySequence, Weights, sampling_model
 from pipelinerl_actor.generator.engine import (
     EngineCompletion,
     GeneratorEngine,
@@ -41,8 +41,8 @@ SAMPLING_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """After which tokens the behaviour's weights change: every num_tokens / max_lag, the first time
-    after twice as many.
+    """The tokens after which the behaviour's weights change: every num_tokens / max_lag, the first
+    time after twice as many.
 
     Example: 64 tokens and a largest lag of 8 change after tokens 16, 24, 32, 40, 48 and 56.
     """
@@ -67,50 +67,59 @@ class Schedule:
         return range(2 * self.interval, self.num_tokens, self.interval)
 
     def end(self, lag: int) -> int:
-        """Tokens that a sequence has when its weights are `lag` steps newer than its first token's
-        and about to change.
+        """Tokens of a sequence when its weights are `lag` steps newer than its first token's and
+        about to change.
         """
         return min(self.num_tokens, (lag + 2) * self.interval)
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What was sampled, and from what."""
+    """Sampled tokens and their log-probabilities."""
 
     ids_NS: Tensor
     logprobs_NT: Tensor
-    """Of the sampled tokens."""
+    """Log-probabilities of the sampled tokens."""
     versions_NT: Tensor
     distributions_NTV: Tensor | None
     """Log-probabilities of all tokens, where the engine shows them."""
 
     def swaps(self) -> list[float]:
-        """After how many tokens the weights changed, one number per change, mean over sequences."""
+        """The number of tokens after which the weights changed, for each change, mean over
+        sequences.
+        """
         versions = range(int(self.versions_NT.min()), int(self.versions_NT.max()))
         return [float((self.versions_NT <= version).sum(1).double().mean()) for version in versions]
 
 
 class Studied(ABC):
-    """An engine and the checkpoints that it can be given."""
+    """An engine and the checkpoints that can be loaded into it."""
 
-    def __init__(self, engine: GeneratorEngine, course: Course) -> None:
+    def __init__(self, engine: GeneratorEngine, policies: PolicySequence) -> None:
         self._engine = engine
-        self._course = course
-        self._manifest = _manifest(course.weights[0])
+        self._policies = policies
+        self._manifest = _manifest(policies.weights[0])
         self._group: TransferGroup | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The engine runs and is in a group with this process as the sender."""
+        """Runs the engine, in a group with this process as the sender."""
         async with self._engine.running():
             world_size = 1 + self._engine.num_workers
             rendezvous = Rendezvous.open("127.0.0.1", 0, world_size, TRANSFER_S)
             spec = GroupSpec(1, "127.0.0.1", rendezvous.port, 1, world_size, "gloo", TRANSFER_S)
             joining = asyncio.create_task(self._engine.join(spec))
             self._group = await asyncio.to_thread(
-                TransferGroup.join, "127.0.0.1", rendezvous.port, rank=0, world_size=world_size, backend="gloo", epoch=1,
-                timeout_s=TRANSFER_S, store=rendezvous,
-            )  # fmt: skip
+                TransferGroup.join,
+                "127.0.0.1",
+                rendezvous.port,
+                rank=0,
+                world_size=world_size,
+                backend="gloo",
+                epoch=1,
+                timeout_s=TRANSFER_S,
+                store=rendezvous,
+            )
             await joining
             try:
                 yield
@@ -125,8 +134,8 @@ class Studied(ABC):
         swaps: Sequence[int],
         kv_cache: KVCache,
     ) -> Samples:
-        """Sequences that checkpoint `start` begins; after each number of tokens in `swaps` the next
-        checkpoint goes on.
+        """Samples sequences that start under checkpoint `start`; after each number of tokens in
+        `swaps` the next checkpoint continues them.
         """
         samplings = [
             Sampling(num_tokens, seed=seed, ignore_eos=True) for seed in range(len(prompts_NP))
@@ -156,7 +165,7 @@ class Studied(ABC):
 
     @abstractmethod
     async def divergence(self, samples: Samples) -> Tensor:
-        """[N, T] float64: KL(behaviour || target) of every token, exact or an estimate."""
+        """KL(behaviour || target) of every token, [N, T] in float64, exact or an estimate."""
 
     # How it is driven
 
@@ -164,19 +173,19 @@ class Studied(ABC):
     async def _begin(
         self, group: asyncio.TaskGroup, prompt: list[int], swaps: Sequence[int]
     ) -> None:
-        """Sequences have just been handed in."""
+        """Called when sequences have been submitted."""
 
     @abstractmethod
     async def _reach(self, num_sampled: int) -> None:
-        """Returns when every sequence has that many tokens."""
+        """Waits until every sequence has that many tokens."""
 
     @abstractmethod
     async def _go_on(self) -> None:
-        """After a swap."""
+        """Called after a swap."""
 
     @abstractmethod
     async def _finish(self) -> None:
-        """After the last swap."""
+        """Called after the last swap."""
 
     # Updates
 
@@ -187,7 +196,7 @@ class Studied(ABC):
 
     async def _stage(self, version: int) -> None:
         assert self._group is not None
-        snapshot = WeightSnapshot.pack(self._manifest, self._course.weights[version].items())
+        snapshot = WeightSnapshot.pack(self._manifest, self._policies.weights[version].items())
         receiving = asyncio.create_task(
             self._engine.stage(Transfer(version, self._manifest, TRANSFER_S))
         )
@@ -212,20 +221,20 @@ class Studied(ABC):
 
 
 class StudiedTransformers(Studied):
-    """Exact: sequences stand still at the chosen tokens, and whole distributions are seen."""
+    """The exact engine: sequences stop at the chosen tokens, and it shows whole distributions."""
 
-    def __init__(self, course: Course, max_running: int) -> None:
+    def __init__(self, policies: PolicySequence, max_running: int) -> None:
         self._seen: dict[int | None, list[Tensor]] = {}
         options = TransformersOptions(
-            course.folder, "float32", "model", max_running, initial_version=0, can_stage=True
+            policies.folder, "float32", "model", max_running, initial_version=0, can_stage=True
         )
         self._transformers = TransformersEngine(options, self._see)
-        self._target = sampling_model(course.folder)
+        self._target = sampling_model(policies.folder)
         self._num_sampled = 0
-        super().__init__(self._transformers, course)
+        super().__init__(self._transformers, policies)
 
     async def compare_with(self, version: int) -> None:
-        self._target.load_state_dict(self._course.weights[version])
+        self._target.load_state_dict(self._policies.weights[version])
 
     async def divergence(self, samples: Samples) -> Tensor:
         assert samples.distributions_NTV is not None
@@ -235,7 +244,7 @@ class StudiedTransformers(Studied):
 
     @torch.inference_mode()
     def target(self, ids_NS: Tensor) -> Tensor:
-        """[N, T, V] log-probabilities under the target, its KV its own."""
+        """Log-probabilities [N, T, V] under the target, with KV of its own."""
         logits_NTV: Tensor = self._target(input_ids=ids_NS, use_cache=False).logits[
             :, PERIOD - 1 : -1
         ]
@@ -256,7 +265,8 @@ class StudiedTransformers(Studied):
     ) -> None:
         await asyncio.sleep(
             0
-            # every sequence is handed to the decoding thread, which stands still since the first update
+            # Every sequence is passed to the decoding thread, which is paused since the first
+            # update.
         )
         self._seen, self._num_sampled = {}, 0
 
@@ -265,37 +275,37 @@ class StudiedTransformers(Studied):
         self._num_sampled = num_sampled
 
     async def _go_on(self) -> None:
-        """It stays paused until the next advance."""
+        """The engine stays paused until the next advance."""
 
     async def _finish(self) -> None:
         await self._engine.resume()
 
 
 class StudiedVllm(Studied):
-    """vLLM goes on while an update is prepared, so it stops some tokens late; its version runs tell
-    after which.
+    """vLLM: it continues decoding while an update is prepared, so it stops some tokens late; its
+    version runs show after which.
 
-    Of each sampled token it gives one log-probability, and of the target's it computes that same
-    one.
+    It returns one log-probability for each sampled token, and computes the same one under the
+    target.
     """
 
-    def __init__(self, course: Course, max_running: int) -> None:
+    def __init__(self, policies: PolicySequence, max_running: int) -> None:
         # All KV is recomputed in one step, so that no sequence decodes ahead of the others after an
         # update.
-        arguments = {"max_num_batched_tokens": max_running * course.job.spec.model.max_model_len}
+        arguments = {"max_num_batched_tokens": max_running * policies.job.spec.model.max_model_len}
         settings = GeneratorSettings.model_validate(
             {"engine": "vllm", "maxRunningRequests": max_running, "engineArgs": arguments}
         )
         engine = make_engine(
-            course.job,
+            policies.job,
             settings,
-            course.folder,
+            policies.folder,
             initial_version=0,
             takes_updates=True,
             log_level="warning",
         )
-        self._companions: dict[int, asyncio.Task[EngineCompletion]] = {}
-        super().__init__(engine, course)
+        self._markers: dict[int, asyncio.Task[EngineCompletion]] = {}
+        super().__init__(engine, policies)
 
     async def compare_with(self, version: int) -> None:
         await self._serve(version)
@@ -310,8 +320,10 @@ class StudiedVllm(Studied):
     async def _begin(
         self, group: asyncio.TaskGroup, prompt: list[int], swaps: Sequence[int]
     ) -> None:
-        """Companions, decoded in step with the sequences, that end where the weights are to change."""
-        self._companions = {
+        """Starts markers: sequences decoded in step with the others that end where the weights are
+        to change.
+        """
+        self._markers = {
             num: group.create_task(
                 self._engine.generate(prompt, Sampling(num, seed=0, ignore_eos=True))
             )
@@ -319,13 +331,13 @@ class StudiedVllm(Studied):
         }
 
     async def _reach(self, num_sampled: int) -> None:
-        await self._companions[num_sampled]
+        await self._markers[num_sampled]
 
     async def _go_on(self) -> None:
         await self._engine.resume()
 
     async def _finish(self) -> None:
-        """It runs."""
+        """The engine decodes; nothing is to be resumed."""
 
 
 ENGINES = {"transformers": StudiedTransformers, "vllm": StudiedVllm}

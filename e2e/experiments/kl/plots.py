@@ -5,9 +5,10 @@ from pathlib import Path
 
 from experiments.kl.divergence import Estimate
 from experiments.kl.study import Result
-from pipelinerl_planner.line_chart import Axes, write_line_chart
+from pipelinerl_cli.report.charts import svg_file, write_chart
+from pipelinerl_cli.report.svg import Axis, Line
 
-_KL = "KL to on-policy, nats per token"
+KL = Axis("KL to on-policy, nats per token", low=0, cuts=True)
 
 
 def write_plots(folder: Path, results: Sequence[Result]) -> None:
@@ -17,29 +18,36 @@ def write_plots(folder: Path, results: Sequence[Result]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for result in results:
         start, schedule = result.start, result.schedule
-        by_lag = Axes(
-            f"Begun at step {start}, trained g steps later", "lag g (optimizer steps)", _KL
-        )
-        _write(folder / f"kl-by-lag-{start}.svg", by_lag, result.by_lag, 1)
-        by_token = Axes(
-            f"Begun at step {start}, trained at step {start + schedule.max_lag}", "token", _KL
+        _write(
+            folder / f"kl-by-lag-{start}.svg",
+            f"Begun at step {start}, trained g steps later",
+            "lag g (optimizer steps)",
+            result.by_lag,
         )
         _write(
-            folder / f"kl-by-token-{start}.svg", by_token, result.by_token, schedule.interval, 0.5
+            folder / f"kl-by-token-{start}.svg",
+            f"Begun at step {start}, trained at step {start + schedule.max_lag}",
+            "token",
+            result.by_token,
+            width=schedule.interval,
+            offset=0.5,
         )
 
 
 def _write(
     path: Path,
-    axes: Axes,
+    title: str,
+    x: str,
     curves: Mapping[str, Sequence[Estimate]],
-    width: int,
+    width: int = 1,
     offset: float = 0.0,
 ) -> None:
-    """Estimates stand `width` apart, the first at `offset` times that."""
-    lines, bands = {}, {}
-    for name, curve in curves.items():
+    """Estimates stand `width` apart, the first at `offset` times that, with their intervals."""
+    lines = []
+    for colour, (name, curve) in enumerate(curves.items()):
         xs = [(at + offset) * width for at in range(len(curve))]
-        lines[name] = [(x, each.mean) for x, each in zip(xs, curve, strict=True)]
-        bands[name] = [(x, each.low, each.high) for x, each in zip(xs, curve, strict=True)]
-    write_line_chart(path, axes, lines, bands=bands)
+        low, mean, high = (
+            [getattr(each, edge) for each in curve] for edge in ("low", "mean", "high")
+        )
+        lines += [Line(name, xs, high, colour, "band", low), Line(name, xs, mean, colour)]
+    write_chart(path, title, svg_file(title, Axis(x, low=0), KL, lines))

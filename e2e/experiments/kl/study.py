@@ -1,11 +1,10 @@
-"""What the paper's section 5.1 compares (arXiv 2509.19128, figure 7), from one checkpoint on.
+"""The comparison of the paper's section 5.1 (arXiv 2509.19128, figure 7), from one checkpoint on.
 
-by lag g       KL(mu || pi of g steps later). Conventional: mu is the first checkpoint alone, over
-all tokens. In flight: mu
-               is the first checkpoint and those that followed it up to the g-th, over the tokens
-               until the next change.
-by token       KL(mu || pi of max_lag steps later) along whole sequences, in blocks as long as
-between two changes.
+by lag g    KL(mu || pi of g steps later). Conventional: mu is the first checkpoint alone, over all
+            tokens. In flight: mu is the first checkpoint and those that followed it up to the
+            g-th, over the tokens until the next change.
+by token    KL(mu || pi of max_lag steps later) along whole sequences, in blocks that are as long as
+            the tokens between two changes.
 """
 
 import time
@@ -26,21 +25,21 @@ KV_CACHES = {KEPT: KVCache.KEEP, RECOMPUTED: KVCache.RECOMPUTE}
 
 @dataclass(frozen=True)
 class Result:
-    """From one start. Nats per token."""
+    """The results from one start, in nats per token."""
 
     start: int
     schedule: Schedule
     swaps: dict[str, list[float]]
-    """After how many tokens the weights did change, by method."""
+    """The number of tokens after which the weights changed, by method."""
     by_lag: dict[str, list[Estimate]]
-    """Lags 0 to max_lag, by method."""
+    """Divergence at lags 0 to max_lag, by method."""
     by_token: dict[str, list[Estimate]]
-    """Blocks of `schedule.interval` tokens, by method; conventional sampling also for half of the
-    largest lag.
+    """Divergence in blocks of `schedule.interval` tokens, by method; conventional sampling also for
+    half of the largest lag.
     """
     excess: list[Estimate]
-    """Lags 0 to max_lag: of kept KV over recomputed, sequence by sequence of the same prompt and
-    seed.
+    """Excess of kept over recomputed KV at lags 0 to max_lag, between sequences of the same prompt
+    and seed.
     """
 
     @property
@@ -52,7 +51,7 @@ class Result:
         return {method: equivalent_lag(curve, self.by_lag[method][-1].mean) for method in KV_CACHES}
 
     def rows(self) -> list[dict[str, Any]]:
-        """For a JSON file."""
+        """The results for a JSON file."""
         lags = [
             {"start": self.start, "method": method, "lag": lag, **asdict(estimate)}
             for method, estimates in self.by_lag.items()
@@ -88,8 +87,8 @@ class Result:
 async def study(
     studied: Studied, schedule: Schedule, start: int, prompts_NP: Tensor, say: Callable[[str], None]
 ) -> Result:
-    """Samples with every method, then compares with one checkpoint after another. `say` is told how
-    it goes.
+    """Samples with every method, then compares with one checkpoint after another. `say` receives
+    lines on the progress.
     """
     samples: dict[str, Samples] = {}
     for method in (CONVENTIONAL, *KV_CACHES):
@@ -118,8 +117,8 @@ async def study(
 def _curves(
     divergences: dict[str, list[Tensor]], schedule: Schedule
 ) -> tuple[dict[str, list[Estimate]], dict[str, list[Estimate]], list[Estimate]]:
-    """Of each method's divergences [N, T] by lag: means by lag, means by token, and what kept KV
-    adds by lag.
+    """Means by lag, means by token, and the excess of kept KV by lag, of each method's divergences
+    [N, T] by lag.
     """
     until = {
         method: [each[:, : schedule.end(lag)] for lag, each in enumerate(divergences[method])]
@@ -146,13 +145,13 @@ def _summary(result: Result) -> list[str]:
     lines = []
     for method, estimates in result.by_lag.items():
         shown = sorted({1, result.schedule.max_lag // 2, result.schedule.max_lag})
-        told = "  ".join(
+        values = "  ".join(
             f"lag {g}: {estimates[g].mean:.3g} [{estimates[g].low:.3g}, {estimates[g].high:.3g}]"
             for g in shown
         )
         equivalent = result.equivalent_lags.get(method)
         as_far = "" if equivalent is None else f"  as far as conventional lag {equivalent:.1f}"
-        lines.append(f"start={result.start} {method}: {told}{as_far}")
+        lines.append(f"start={result.start} {method}: {values}{as_far}")
     last = result.excess[-1]
     lines.append(
         f"start={result.start} old KV adds {last.mean:.3g} [{last.low:.3g}, {last.high:.3g}] at "

@@ -49,9 +49,7 @@ COMMANDS: dict[str, Command] = {
         "pass@k of saved weights on a task, with confidence intervals",
         "pipelinerl_cli.eval.command",
     ),
-    "new-task": Command(
-        "write a task and a job to start your own from", "pipelinerl_cli.new_task"
-    ),
+    "new-task": Command("write a task and a job to start your own from", "pipelinerl_cli.new_task"),
 }
 
 

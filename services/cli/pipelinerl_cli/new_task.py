@@ -1,4 +1,4 @@
-"""`pipelinerl new-task NAME`: writes a task and a job, complete and runnable as they are on a CPU."""
+"""`pipelinerl new-task NAME`: writes a task and a job that run as they are, on a CPU."""
 
 import argparse
 import importlib.util

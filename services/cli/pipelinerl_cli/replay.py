@@ -1,21 +1,20 @@
-"""`pipelinerl replay DIR`: a recorded run's events through a fresh policy, its decisions compared
-with the recorded ones.
+"""`pipelinerl replay DIR`: feeds a recorded run's events to a fresh policy and compares its
+decisions with the recorded ones.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipelinerl_common.text import counted, did_you_mean_folder
 from pipelinerl_staleness.recording import Record, replay
 
 FILES = ("events.1.jsonl", "events.jsonl")
-"""In the order in which they were written; the first is there only when the log has outgrown one
+"""In the order in which they were written; the first one exists only when the log has outgrown one
 file.
 """
-
 EXIT_DIFFERENT, EXIT_BAD_INPUT = 1, 2
 
 
@@ -30,51 +29,50 @@ def run(args: argparse.Namespace) -> int:
     paths = [args.folder / name for name in FILES if (args.folder / name).is_file()]
     if not paths:
         hint = did_you_mean_folder(args.folder)
-        print(
-            f"replay: {args.folder} has no {FILES[-1]}: give the output folder of a run{hint}",
-            file=sys.stderr,
-        )  # noqa: T201
+        needed = f"{args.folder} has no {FILES[-1]}: give the output folder of a run{hint}"
+        print(f"replay: {needed}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    where = ""
-
-    def records() -> Iterator[Record]:
-        nonlocal where
-        for path in paths:
-            with path.open("rb") as file:
-                for number, line in enumerate(file, start=1):
-                    where = f"{path}:{number}"
-                    if line.endswith(
-                        b"\n"
-                    ):  # a running or crashed preprocessor may be in the middle of its last line
-                        yield _record_of(line)
-
+    events = _Events(paths)
     try:
-        outcome = replay(records())
+        outcome = replay(events.records())
     except (ValueError, OSError, RecursionError) as error:
-        print(f"replay: {where}: not an event: {error}", file=sys.stderr)  # noqa: T201
+        print(f"replay: {events.place}: not an event: {error}", file=sys.stderr)
         return EXIT_DIFFERENT
     agreed = (
         f"{counted(outcome.num_events, 'event')} fed to a fresh policy, "
         f"{counted(outcome.num_decisions, 'decision')} compared"
     )
     if outcome.difference is None:
-        print(f"{agreed}: {'all agree' if outcome.num_decisions else 'none was recorded yet'}")  # noqa: T201
+        print(f"{agreed}: {'all agree' if outcome.num_decisions else 'none was recorded yet'}")
         return 0
-    print(f"{agreed}, which agree; the next one differs")  # noqa: T201
-    print(f"{where}: {outcome.difference.what}")  # noqa: T201
+    print(f"{agreed}, which agree; the next one differs")
+    print(f"{events.place}: {outcome.difference.what}")
     return EXIT_DIFFERENT
 
 
+class _Events:
+    """The recorded events, and the place of the newest one that was read."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self.place = ""
+
+    def records(self) -> Iterator[Record]:
+        for path in self._paths:
+            with path.open("rb") as file:
+                for number, line in enumerate(file, start=1):
+                    self.place = f"{path}:{number}"
+                    # A running or crashed preprocessor may have written part of its last line.
+                    if line.endswith(b"\n"):
+                        yield _record_of(line)
+
+
 def _record_of(line: bytes) -> Record:
-    fields = json.loads(line)
-    if (
-        not isinstance(fields, list)
-        or len(fields) != 4
-        or not isinstance(fields[1], str)
-        or not isinstance(fields[2], list)
-    ):
-        raise ValueError(
-            "expected [seconds, method, arguments, answer], got "
-            f"{line[:80].decode(errors='replace')!r}"
-        )
-    return fields[1], fields[2], fields[3]
+    event = json.loads(line)
+    if isinstance(event, list) and len(event) == 4:
+        _, method, arguments, answer = event
+        if isinstance(method, str) and isinstance(arguments, list):
+            return method, arguments, answer
+    raise ValueError(
+        f"expected [seconds, method, arguments, answer], got {line[:80].decode(errors='replace')!r}"
+    )

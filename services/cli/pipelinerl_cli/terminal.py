@@ -1,10 +1,12 @@
-"""Types of command-line arguments that several subcommands take.
-
-A table on the terminal: columns as wide as their widest cell, never cut.
-"""
+"""What several subcommands share on a terminal: types of arguments, tables, progress."""
 
 import argparse
+import io
+import sys
 from collections.abc import Sequence
+
+WIDE = 10_000
+"""Columns: a table is as wide as its cells, never cut."""
 
 
 def at_least_one(text: str) -> int:
@@ -15,11 +17,31 @@ def at_least_one(text: str) -> int:
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    lines = [list(head), *(list(row) for row in rows)]
-    widths = [max(len(line[k]) for line in lines) for k in range(len(head))]
-    for line in lines:
-        first, *rest = (
-            cell.ljust(width) if k == 0 else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        print("  ".join([first, *rest]))
+    """The first column is aligned left, the others right."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for k, name in enumerate(head):
+        table.add_column(Text(name), justify="left" if k == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    # Printed as text: a reader that is gone must end the command quietly, as for other output.
+    lines = io.StringIO()
+    Console(file=lines, width=WIDE, force_terminal=sys.stdout.isatty()).print(table)
+    print(lines.getvalue(), end="")
+
+
+class ProgressLine:
+    """A line on stderr, rewritten in place on a terminal and left out elsewhere."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._shows = sys.stderr.isatty() and not quiet
+
+    def say(self, text: str) -> None:
+        if self._shows:
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        self.say("")

@@ -36,6 +36,20 @@ JOB = {
 }
 
 
+def completion(token_ids: list[int]) -> dict[str, Any]:
+    """A generator's answer with one choice of these tokens."""
+    choice = {
+        "index": 0,
+        "message": {"content": ""},
+        "finish_reason": "length",
+        "token_ids": token_ids,
+        "token_logprobs": [-0.5] * len(token_ids),
+        "weight_versions": [[0, len(token_ids)]],
+    }
+    usage = {"prompt_tokens": 1, "completion_tokens": len(token_ids), "total_tokens": 1}
+    return {"model": "m", "choices": [choice], "prompt_token_ids": [1], "usage": usage}
+
+
 class Generator:
     """Decodes every request in the same time, at most `places` at once; or gives a fixed answer."""
 
@@ -60,7 +74,7 @@ class Generator:
         async with self._places:
             await asyncio.sleep(REQUEST_S)
         self._running -= 1
-        return web.json_response({"choices": [{"index": 0, "token_ids": [7] * body["max_tokens"]}]})
+        return web.json_response(completion([7] * body["max_tokens"]))
 
 
 @contextmanager
@@ -208,8 +222,8 @@ def test_job_gives_lengths_temperature_gpus_and_concurrency(tmp_path: Path) -> N
             "serves only with --serve-initial",
         ),
         ((500, "broken"), PermanentError, "HTTP 500: broken"),
-        ((200, "[]"), PermanentError, "not a generator's answer"),
-        ((200, '{"choices": [{"token_ids": []}]}'), PermanentError, "the answer has no tokens"),
+        ((200, "[]"), PermanentError, "not the expected answer"),
+        ((200, json.dumps(completion([]))), PermanentError, "the answer has no tokens"),
     ],
 )
 def test_refusals_and_bad_answers_are_told(
@@ -224,7 +238,7 @@ def test_refusals_and_bad_answers_are_told(
 def test_slow_answers_end_at_the_timeout(tmp_path: Path) -> None:
     with (
         serving(Generator(places=0)) as url,
-        pytest.raises(Unavailable, match=r"no answer in 0\.1 s"),
+        pytest.raises(Unavailable, match=r"no answer within 0\.1 s; see --timeout"),
     ):
         command("--generator", url, "--timeout", "0.1", "--output", str(tmp_path / "u.json"))
 

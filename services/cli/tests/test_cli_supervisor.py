@@ -337,10 +337,12 @@ async def test_process_does_not_outlive_the_one_that_started_it_even_when_that_i
     parent_program = f"""
 import asyncio, os
 from pathlib import Path
-from pipelinerl_cli.up.process import Process
+from pipelinerl_cli.up.process import LocalProcess
 async def main():
     log = Path({str(tmp_path)!r}) / "child.log"
-    child = await Process.start("child", ("python", "-c", {STAY!r}), log_file=log, environment=dict(os.environ))
+    child = await LocalProcess.start(
+        "child", ("python", "-c", {STAY!r}), log_file=log, environment=dict(os.environ)
+    )
     while not child.last_lines(1) == ["up"]:
         await asyncio.sleep(0.01)
     print(child.pid, flush=True)

@@ -203,7 +203,7 @@ def test_signal_stops_in_order_and_the_next_up_goes_on(
     summary = up.summary()
     assert summary["status"] == "interrupted"
     assert summary["steps"] >= 3
-    assert "the same command goes on with the run" in up.text
+    assert "the same command resumes the run" in up.text
     resumed = start("--max-steps", str(summary["steps"] + 3))
     assert resumed.wait() == 0
     assert f"after step {summary['steps']} of" in resumed.text

@@ -26,9 +26,9 @@ from pipelinerl_cli.watch.cluster import ClusterJob
 from pipelinerl_cli.watch.run_folder import RunFolderSource
 from pipelinerl_operator.controller.status import (
     Condition,
+    JobPhase,
     JobStatus,
     LastFailure,
-    Phase,
     RoleStatus,
     TrainingStatus,
 )
@@ -227,11 +227,11 @@ def test_a_trainer_that_went_back_to_a_checkpoint_is_told_at_once(tmp_path: Path
     )
     first, done, again = source.look()
     assert (
-        first == "the trainer goes on after step 10: steps 11 to 16 are done again, 96 groups were "
+        first == "the trainer resumed after step 10: steps 11 to 16 are repeated, 96 groups were "
         "dropped"
     )
     assert done.startswith("step 11/1000")
-    assert again == "the trainer goes on after step 10: step 11 is done again, 1 group was dropped"
+    assert again == "the trainer resumed after step 10: step 11 is repeated, 1 group was dropped"
 
 
 def test_what_cannot_be_watched_is_refused_with_the_remedy(
@@ -248,7 +248,7 @@ def test_what_cannot_be_watched_is_refused_with_the_remedy(
 
 TIME = "2026-01-01T00:00:00Z"
 STATUS = JobStatus(
-    phase=Phase.RUNNING,
+    phase=JobPhase.RUNNING,
     start_time=TIME,
     actors=RoleStatus(
         desired=4,

@@ -14,10 +14,11 @@ import pytest
 import yaml
 
 from pipelinerl_cli.plan import add_arguments, run
+from pipelinerl_cli.report.charts import svg_file
+from pipelinerl_cli.report.svg import Axis, Line
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import parse_job
 from pipelinerl_planner.lengths import empirical, lognormal, parse_lengths, uniform
-from pipelinerl_planner.line_chart import Axes, line_chart
 from pipelinerl_planner.throughput import (
     Grid,
     PlanWorkload,
@@ -311,16 +312,14 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_lines_have_bands_and_small_numbers_fill_the_chart() -> None:
-    line, band = [(0.0, 0.0), (4.0, 0.011)], [(0.0, 0.0, 0.0), (4.0, -0.01, 0.019)]
-    root = ElementTree.fromstring(line_chart(Axes("t", "x", "y"), {"a": line}, bands={"a": band}))
+    line = Line("a", [0.0, 4.0], [0.0, 0.011])
+    band = Line("a", [0.0, 4.0], [0.0, 0.019], 0, "band", [0.0, -0.01])
+    y = Axis("y", low=0, cuts=True)
+    root = ElementTree.fromstring(svg_file("t", Axis("x", low=0), y, [line, band]))
     (polygon,) = root.findall("{http://www.w3.org/2000/svg}polygon")
     heights = [float(pair.split(",")[1]) for pair in polygon.attrib["points"].split()]
-    assert heights == [
-        352.0,
-        55.6,
-        352.0,
-        352.0,
-    ]  # of 352 to 40 for 0 to 0.02; what is below 0 ends there
+    # 214 to 12 for 0 to 0.02; values below 0 are drawn there
+    assert heights == [214.0, 22.1, 214.0, 214.0]
     assert root.find("{http://www.w3.org/2000/svg}circle") is None
 
 

@@ -9,7 +9,7 @@ from pipelinerl_common.text import counted
 
 if TYPE_CHECKING:
     from pipelinerl_cli.calibrate.curve_file import CurveScale
-    from pipelinerl_cli.calibrate.endpoint import Completion
+    from pipelinerl_cli.calibrate.endpoint import RequestShape
     from pipelinerl_cli.calibrate.measurement import Level
     from pipelinerl_common.settings import Job
 
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     from pipelinerl_common.settings import load_job
 
     job = None if args.job is None else load_job(args.job)
-    completion, scale = _completion(args, job), _scale(args, job)
+    shape, scale = _shape(args, job), _scale(args, job)
     default_most = _MAX_RUNNING if job is None else job.spec.actors.generator.max_running_requests
     most = _at_least_one(
         "--max-running", default_most if args.max_running is None else args.max_running
@@ -100,11 +100,11 @@ def run(args: argparse.Namespace) -> int:
     for flag, value in (("--seconds", args.seconds), ("--timeout", args.timeout)):
         _positive(flag, value)
     token = _token(args.token_file)
-    measured = asyncio.run(_measure_all(args, completion, levels(most), token))
+    measured = asyncio.run(_measure_all(args, shape, levels(most), token))
     about = {
         "generator": args.generator,
-        "prompt_tokens": completion.prompt_tokens,
-        "max_tokens": completion.max_tokens,
+        "prompt_tokens": shape.prompt_tokens,
+        "max_tokens": shape.max_tokens,
     }
     document = curve_document(measured, scale, about)
     write_curve(args.output, document)
@@ -118,19 +118,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _measure_all(
-    args: argparse.Namespace, completion: "Completion", concurrencies: list[int], token: str | None
+    args: argparse.Namespace, shape: "RequestShape", concurrencies: list[int], token: str | None
 ) -> list["Level"]:
     import aiohttp
 
     from pipelinerl_cli.calibrate.endpoint import Endpoint
     from pipelinerl_cli.calibrate.measurement import measure
+    from pipelinerl_common.generator_client import GeneratorClient
 
     measured = []
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=aiohttp.ClientTimeout(total=args.timeout)
-    ) as session:
-        endpoint = Endpoint(session, args.generator, completion, token)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        client = GeneratorClient(args.generator, token, session)
+        endpoint = Endpoint(client, shape, args.timeout)
         for concurrency in concurrencies:
             level = await measure(endpoint.complete, concurrency, args.seconds)
             print(
@@ -142,8 +142,8 @@ async def _measure_all(
     return measured
 
 
-def _completion(args: argparse.Namespace, job: "Job | None") -> "Completion":
-    from pipelinerl_cli.calibrate.endpoint import Completion
+def _shape(args: argparse.Namespace, job: "Job | None") -> "RequestShape":
+    from pipelinerl_cli.calibrate.endpoint import RequestShape
 
     prompt_tokens, max_tokens, temperature = _PROMPT_TOKENS, _MAX_TOKENS, 1.0
     if job is not None:
@@ -152,7 +152,7 @@ def _completion(args: argparse.Namespace, job: "Job | None") -> "Completion":
             job.spec.task.sampling.temperature,
         )
         prompt_tokens = min(prompt_tokens, job.spec.model.max_model_len - max_tokens)
-    return Completion(
+    return RequestShape(
         _at_least_one(
             "--prompt-tokens", prompt_tokens if args.prompt_tokens is None else args.prompt_tokens
         ),

@@ -1,22 +1,20 @@
 """The generator that is measured, over HTTP."""
 
-import json
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
 import aiohttp
 
-from pipelinerl_common.errors import PermanentError, SettingsError, Unavailable
+from pipelinerl_common.errors import PermanentError, PipelineRLError, SettingsError, Unavailable
+from pipelinerl_common.generator_api import CompletionRequest
+from pipelinerl_common.generator_client import GeneratorClient, GeneratorError, NoAnswer
 
 _PROMPT_IDS = range(1, 9)
 """Prompts are made of these: any vocabulary has them."""
-_MAX_ERROR_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class RequestShape:
     """What every request asks for. Example: 256 tokens after a prompt of 32."""
 
     prompt_tokens: int
@@ -30,73 +28,50 @@ class Endpoint:
     length.
     """
 
-    session: aiohttp.ClientSession
-    url: str
-    completion: Completion
-    token: str | None = None
+    client: GeneratorClient
+    shape: RequestShape
+    timeout_s: float
     _numbers: "count[int]" = field(default_factory=count)
 
     async def complete(self) -> int:
-        """One request; returns the number of sampled tokens, at least 1. The session's timeout is
-        its deadline.
+        """Sends one request; returns the number of sampled tokens, at least 1.
 
-        Raises SettingsError for what the user can set right, Unavailable, or PermanentError for an
-        answer that is none.
+        Raises SettingsError for what the user can change, Unavailable, or PermanentError.
         """
-        url = f"{self.url.rstrip('/')}/v1/chat/completions"
-        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        try:
-            async with self.session.post(url, json=self._body(), headers=headers) as response:
-                body = await response.read()
-                if response.status != 200:
-                    raise _refusal(url, response.status, body)
-        except aiohttp.InvalidURL as error:
-            raise SettingsError(
-                f"--generator {self.url}: not a URL, for example http://127.0.0.1:8000"
-            ) from error
-        except TimeoutError as error:
-            raise Unavailable(
-                f"{url}: no answer in {self.session.timeout.total:g} s; see --timeout"
-            ) from error
-        except aiohttp.ClientError as error:
-            raise Unavailable(f"{url}: {error}") from error
-        return _num_tokens(url, body)
-
-    def _body(self) -> dict[str, Any]:
         first = next(self._numbers)
-        prompt = [
-            _PROMPT_IDS[(first + place) % len(_PROMPT_IDS)]
-            for place in range(self.completion.prompt_tokens)
-        ]
-        return {
-            "prompt_token_ids": prompt,
-            "max_tokens": self.completion.max_tokens,
-            "temperature": self.completion.temperature,
-            "ignore_eos": True,
-        }
+        request = CompletionRequest(
+            prompt_token_ids=[
+                _PROMPT_IDS[(first + place) % len(_PROMPT_IDS)]
+                for place in range(self.shape.prompt_tokens)
+            ],
+            max_tokens=self.shape.max_tokens,
+            temperature=self.shape.temperature,
+            ignore_eos=True,
+        )
+        try:
+            answer = await self.client.complete(request, self.timeout_s)
+        except GeneratorError as error:
+            raise self._explained(error) from error
+        num_tokens = sum(len(choice.token_ids) for choice in answer.choices)
+        if num_tokens < 1:
+            raise PermanentError(f"{self.client.url}: the answer has no tokens")
+        return num_tokens
 
-
-def _num_tokens(url: str, body: bytes) -> int:
-    try:
-        num_tokens = sum(len(choice["token_ids"]) for choice in json.loads(body)["choices"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise PermanentError(f"{url}: not a generator's answer: {error!r}") from error
-    if num_tokens < 1:
-        raise PermanentError(f"{url}: the answer has no tokens")
-    return num_tokens
-
-
-def _refusal(url: str, status: int, body: bytes) -> Exception:
-    text = body.decode(errors="replace")
-    with suppress(
-        ValueError, KeyError, TypeError
-    ):  # what is not our error document is shown as it is
-        text = str(json.loads(text)["error"]["message"])
-    message = f"{url}: HTTP {status}: {text[:_MAX_ERROR_CHARACTERS]}"
-    if status in (401, 403):
-        return SettingsError(f"{message}; give the generator's token with --token-file")
-    if status in (400, 422):
-        return SettingsError(f"{message}; see --prompt-tokens and --max-tokens")
-    if status == 503:
-        return Unavailable(f"{message}; a generator outside a job serves only with --serve-initial")
-    return PermanentError(message)
+    def _explained(self, error: GeneratorError) -> PipelineRLError:
+        if isinstance(error.__cause__, aiohttp.InvalidURL):
+            return SettingsError(
+                f"--generator {self.client.url}: not a URL, for example http://127.0.0.1:8000"
+            )
+        if isinstance(error, NoAnswer):
+            return Unavailable(f"{error}; see --timeout")
+        if error.status in (0, 200):  # no answer, or one that is not a completion
+            return error
+        if error.status in (401, 403):
+            return SettingsError(f"{error}; give the generator's token with --token-file")
+        if error.status in (400, 422):
+            return SettingsError(f"{error}; see --prompt-tokens and --max-tokens")
+        if error.status == 503:
+            return Unavailable(
+                f"{error}; a generator outside a job serves only with --serve-initial"
+            )
+        return PermanentError(str(error))

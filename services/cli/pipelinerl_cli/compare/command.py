@@ -29,9 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from pipelinerl_cli.compare.page import compare_page, differences, warning
+    from pipelinerl_cli.compare.page import compare_page
     from pipelinerl_cli.compare.runs import load, variants
-    from pipelinerl_cli.compare.table import note, table
+    from pipelinerl_cli.compare.table import differences, note, table, warning
     from pipelinerl_cli.terminal import print_table
     from pipelinerl_common.errors import SettingsError
 

@@ -1,11 +1,7 @@
-"""Runs as they are compared. Their time is that in which they generated or trained, so that
-start-up counts for nobody.
+"""Runs as they are compared, over their training time, so that start-up counts for none of them;
+and variants: runs that differ in nothing but their seed.
 
-When a session's first token came is known to a second, the actor's period of telling: up to a
-second after what counts for it.
-
-Runs that differ in nothing but their seed stand together: one line in a plot, with the range of
-the runs around it.
+A session's first token is known to a second only, the actors' reporting period.
 """
 
 import json
@@ -19,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pipelinerl_cli.doctor.facts import JobFacts
-from pipelinerl_cli.report.charts import Line, smooth
+from pipelinerl_cli.report.svg import Line, smooth
 from pipelinerl_cli.runs.folder import load_run
 from pipelinerl_cli.runs.history import RunHistory, Step
 from pipelinerl_cli.runs.summary import summarize
@@ -29,10 +25,17 @@ SMOOTHING = 5
 """A reward counts as reached when the mean of this many steps has reached it."""
 ROUNDING = 1e-9
 """Keeps a mean of 0.8 that was summed up from being 0.7999...."""
+NUM_POINTS = 200
+"""Points of a curve over several runs, which have no steps in common."""
+
+Series = tuple[Sequence[float], Sequence[float]]
+"""Places, ascending, and values."""
 
 
 @dataclass(frozen=True)
 class Compared:
+    """One run, with the numbers that are compared."""
+
     root: Path
     label: str
     job: Job
@@ -42,7 +45,7 @@ class Compared:
 
     @property
     def name(self) -> str:
-        """The folder's."""
+        """The folder's name."""
         return self.root.resolve().name
 
     @cached_property
@@ -72,28 +75,23 @@ class Compared:
 
     @property
     def waiting_share(self) -> float | None:
-        """Of the trainer's time, what it waits for batches."""
+        """The share of the trainer's time in which it waits for batches."""
         steps = [step for step in self.history.steps if step.get("step_seconds") > 0]
+        waited = sum(step.values.get("wait_seconds", 0.0) for step in steps)
         whole = sum(step.get("step_seconds") for step in steps)
-        return (
-            sum(step.values.get("wait_seconds", 0.0) for step in steps) / whole if whole else None
-        )
+        return waited / whole if whole else None
 
     @property
     def places_in_use(self) -> float | None:
-        """Of the sequences that the generators can decode at once, the share that they do, up to
-        the last step.
-        """
-        share = self.history.places_in_use(
-            0.0, self._last.t if self._last else 0.0, JobFacts(self.job).num_places
-        )
+        """The share of the generators' places for sequences that is in use, up to the last step."""
+        end, places = self._last.t if self._last else 0.0, JobFacts(self.job).num_places
+        share = self.history.places_in_use(0.0, end, places)
         return share if math.isfinite(share) else None
 
     def pass_at(self, name: str, k: int) -> float | None:
         """The newest pass@k on the evaluation set `name`."""
-        found = [
-            each.pass_at[k] for each in self.history.evaluations.get(name, ()) if k in each.pass_at
-        ]
+        results = self.history.evaluations.get(name, ())
+        found = [each.pass_at[k] for each in results if k in each.pass_at]
         return found[-1].mean if found else None
 
     @property
@@ -119,33 +117,27 @@ def load_one(root: Path, label: str) -> Compared:
     return Compared(root, label, run.job, history.in_training_time(), summary)
 
 
-NUM_POINTS = 200
-"""Of a curve over several runs, which have no steps in common."""
-
-Series = tuple[Sequence[float], Sequence[float]]
-"""Places, ascending, and values."""
-
-
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """At least one run."""
+    """At least one run; several differ in their seed only."""
 
     label: str
     runs: tuple[Compared, ...]
 
     @property
+    def job(self) -> Job:
+        """The first run's, which differs from the others in its seed only."""
+        return self.runs[0].job
+
+    @property
     def policy(self) -> str:
         """Example: "conventional, stepsPerGeneration 4"."""
-        staleness = self.runs[0].job.spec.staleness
-        return ", ".join(
-            [
-                staleness.policy,
-                *(f"{name} {value}" for name, value in (staleness.model_extra or {}).items()),
-            ]
-        )
+        staleness = self.job.spec.staleness
+        parameters = (staleness.model_extra or {}).items()
+        return ", ".join([staleness.policy, *(f"{name} {value}" for name, value in parameters)])
 
     def lines(self, colour: int, series: Callable[[Compared], Series]) -> list[Line]:
-        """The runs' mean; below it, of several, the range from the lowest to the highest."""
+        """The runs' mean; behind that of several runs the range from the lowest to the highest."""
         if len(self.runs) == 1:
             return [Line(self.label, *series(self.runs[0]), colour)]
         curve = curve_of([series(run) for run in self.runs])
@@ -155,7 +147,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Several runs' values at places that all of them have come to."""
+    """Several runs' values at places that all of them have reached."""
 
     xs: list[float]
     mean: list[float]
@@ -164,8 +156,8 @@ class Curve:
 
 
 def curve_of(series: Sequence[Series]) -> Curve:
-    """Each run's values between its own places by straight lines, from where the last run begins to
-    where the first one ends.
+    """Each run's values interpolated linearly, from where the last run begins to where the first
+    one ends.
 
     Empty when a run has no values, or one ends before another begins.
     """
@@ -176,45 +168,32 @@ def curve_of(series: Sequence[Series]) -> Curve:
         return Curve([], [], [], [])
     places = np.linspace(start, end, NUM_POINTS)
     values = np.stack([np.interp(places, xs, ys) for xs, ys in series])
-    return Curve(
-        *(each.tolist() for each in (places, values.mean(0), values.min(0), values.max(0)))
-    )
+    edges = (places, values.mean(0), values.min(0), values.max(0))
+    return Curve(*(each.tolist() for each in edges))
 
 
 def variants(runs: Sequence[Compared]) -> list[Variant]:
-    """In the order of their first runs. Runs of the same settings and seed are repetitions, and
-    stand each for itself.
+    """In the order of their first runs. Runs of the same settings and seed are repetitions: each is
+    a variant of its own.
     """
     groups: dict[str, list[Compared]] = {}
     for run in runs:
-        groups.setdefault(_settings(run.job), []).append(run)
-    together = [
-        group
-        for group in groups.values()
-        if len({run.job.spec.seed for run in group}) == len(group)
-    ]
-    grouped = {id(run): group for group in together for run in group}
-    apart = [grouped.get(id(run), [run]) for run in runs]
-    return [
-        Variant(_label(group, runs), tuple(group))
-        for run, group in zip(runs, apart, strict=True)
-        if group[0] is run
-    ]
-
-
-def _settings(job: Job) -> str:
-    return json.dumps(job.spec.model_dump(mode="json", exclude={"seed"}), sort_keys=True)
+        settings = run.job.spec.model_dump(mode="json", exclude={"seed"})
+        groups.setdefault(json.dumps(settings, sort_keys=True), []).append(run)
+    found: dict[int, list[Compared]] = {}
+    for group in groups.values():
+        is_one = len({run.job.spec.seed for run in group}) == len(group)
+        for each in [group] if is_one else [[run] for run in group]:
+            found[runs.index(each[0])] = each
+    return [Variant(_label(found[k], runs), tuple(found[k])) for k in sorted(found)]
 
 
 def _label(group: Sequence[Compared], runs: Sequence[Compared]) -> str:
-    """The folders' name where it is theirs alone, as of seed-1/fast and seed-2/fast."""
+    """The folders' common name where no other run has it, as of seed-1/fast and seed-2/fast."""
     if len(group) == 1:
         return group[0].label
     name = group[0].name
-    if (
-        [run.name for run in runs].count(name)
-        == len(group)
-        == [run.name for run in group].count(name)
-    ):
+    same_name = [run for run in runs if run.name == name]
+    if len(same_name) == len(group) and all(run in group for run in same_name):
         return name
     return f"{group[0].label} and {len(group) - 1} more"

@@ -19,7 +19,7 @@ from pipelinerl_actor.evaluation.evaluate import Evaluation
 from pipelinerl_actor.evaluation.generator import evaluator, until_ready
 from pipelinerl_actor.models.folder import check_model_folder
 from pipelinerl_actor.prepare import check_prompts
-from pipelinerl_actor.rollout.start import Pool
+from pipelinerl_actor.rollout.start import GeneratorPool
 from pipelinerl_actor.task import Task, TaskName
 from pipelinerl_actor.task_loader import load_task
 from pipelinerl_cli.up.checks import environment
@@ -148,7 +148,7 @@ async def _evaluate(
             await _until_ready(
                 generator, f"http://{address}", job.spec.actors.startup_timeout_seconds
             )
-            pool = Pool(
+            pool = GeneratorPool(
                 [f"http://{address}"], model, job.spec.actors.generator.max_running_requests
             )
             async with evaluator(made, task, seed, pool, progress.count) as evaluating:

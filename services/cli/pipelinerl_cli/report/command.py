@@ -1,4 +1,4 @@
-"""`pipelinerl report DIR`: summary.json and report.html from metrics.jsonl, again."""
+"""`pipelinerl report DIR`: writes summary.json and report.html from metrics.jsonl again."""
 
 import argparse
 from pathlib import Path
@@ -18,8 +18,8 @@ def run(args: argparse.Namespace) -> int:
         write_results(args.run, earlier.job, earlier.status, earlier.failure)
     except OSError as error:
         raise SettingsError(
-            f"{args.run}: summary and report cannot be written: {error}; make room or the folder "
-            "writable"
+            f"{args.run}: summary and report cannot be written: {error}; make room or make the "
+            "folder writable"
         ) from error
     print(args.run / "report.html")
     return 0

@@ -1,7 +1,7 @@
 """The figures of a run's report: what it learns, how stale its tokens are, where its time goes."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -10,7 +10,7 @@ from pipelinerl_cli.report.svg import MAX_POINTS, NUM_COLOURS, Axis, Line, smoot
 from pipelinerl_cli.runs.evaluations import Evaluated, Interval
 from pipelinerl_cli.runs.history import RunHistory, SeriesPoint, Step
 from pipelinerl_cli.runs.records import SESSION_ROLE
-from pipelinerl_common.metrics.catalog.learning import MAX_LAG_BUCKET
+from pipelinerl_common.metrics.catalog import MAX_LAG_BUCKET
 
 SMOOTHING, SMOOTHING_SHARE = 10, 0.01
 """Steps of the running mean that is drawn over a noisy per-step value: so many, or this share of a
@@ -249,7 +249,7 @@ def _fates(history: RunHistory) -> list[Part]:
     """
     generated = history.total("actor", "tokens_generated_total")
     trained = sum(step.values.get("num_trained_tokens", 0.0) for step in history.steps)
-    dropped = history.totals_by_label("preprocessor", "tokens_dropped_total{reason=", "}")
+    dropped = history.totals_between("preprocessor", "tokens_dropped_total{reason=", "}")
     rest = generated - trained - sum(dropped.values())
     return [
         Part("trained", trained, 2),
@@ -273,16 +273,17 @@ def _phases(history: RunHistory) -> list[Line]:
     window = max(PHASE_SMOOTHING, every)
     heights = [smooth(values, window)[::every] for values in (*known, rest)]
     xs = [step.t for step in steps][::every]
-    stack: Callable[[list[float], list[float]], list[float]] = lambda below, own: [
-        a + b for a, b in zip(below, own, strict=True)
-    ]
-    tops = list(accumulate(heights, stack))
+    tops = list(accumulate(heights, _added))
     floors = [[0.0] * len(xs), *tops[:-1]]
     labels = [(label, colour) for label, _, colour in PHASES] + [("rest", 5)]
     return [
         Line(label, xs, top, colour, "area", floor)
         for (label, colour), top, floor in zip(labels, tops, floors, strict=True)
     ]
+
+
+def _added(below: list[float], own: list[float]) -> list[float]:
+    return [a + b for a, b in zip(below, own, strict=True)]
 
 
 def _sizes(history: RunHistory) -> list[str]:

@@ -1,1 +1,1 @@
-"""TODO: say what this package is."""
+"""A run as it was recorded: its records, time series, evaluations and summary, and its folder."""

@@ -1,4 +1,4 @@
-"""What the evaluator found, from its records: one set at one step is one `Evaluated`."""
+"""The evaluator's results, from its records: one set at one step is one `Evaluated`."""
 
 import math
 import re
@@ -13,7 +13,7 @@ _PASS = re.compile(r"^evaluation_pass_ratio\{set=([^,}]+),k=(\d+)\}$")
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Example: Interval(0.81, 0.76, 0.85): a mean over prompts with its 95 % interval."""
+    """A mean over prompts with its 95 % interval. Example: Interval(0.81, 0.76, 0.85)."""
 
     mean: float
     low: float
@@ -29,9 +29,11 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
+    """The result of one evaluation set at one step."""
+
     step: int
     name: str
-    """Of the set."""
+    """The set's name."""
     pass_at: Mapping[int, Interval]
     """By k, ascending."""
     reward: Interval
@@ -50,25 +52,20 @@ def is_evaluation(record: Record) -> bool:
 
 
 def evaluated(record: Record) -> list[Evaluated]:
-    """Of the record of a step, one for each set that has a result."""
+    """The results in one step's record, one for each set that has one."""
     passes: dict[str, dict[int, Interval]] = {}
-    for name in record.values:
-        if found := _PASS.match(name):
-            of_k = f"{{set={found[1]},k={found[2]}}}"
-            passes.setdefault(found[1], {})[int(found[2])] = _interval(
-                record, "evaluation_pass_ratio", of_k, mean=""
-            )
-    return [
-        _of_set(record, name, dict(sorted(pass_at.items()))) for name, pass_at in passes.items()
-    ]
+    for found in filter(None, map(_PASS.match, record.values)):
+        name, k = found[1], int(found[2])
+        interval = _interval(record, "evaluation_pass_ratio", f"{{set={name},k={k}}}", mean="")
+        passes.setdefault(name, {})[k] = interval
+    return [_of_set(record, name, dict(sorted(each.items()))) for name, each in passes.items()]
 
 
 def evaluations(records: Iterable[Record]) -> Evaluations:
-    """Of a step that was evaluated twice the last counts."""
+    """The results of a run. The last one counts for a step that was evaluated twice."""
     found: dict[tuple[str, int], Evaluated] = {}
-    for record in records:
-        if is_evaluation(record):
-            found |= {(each.name, each.step): each for each in evaluated(record)}
+    for record in filter(is_evaluation, records):
+        found |= {(each.name, each.step): each for each in evaluated(record)}
     by_set: dict[str, list[Evaluated]] = {}
     for _, each in sorted(found.items(), key=lambda item: item[0][1]):
         by_set.setdefault(each.name, []).append(each)
@@ -82,34 +79,29 @@ def evaluation_line(record: Record) -> str | None:
     """
     if not is_evaluation(record):
         return None
-    parts = [
-        f"{each.name} {', '.join([*_passes(each), f'reward {each.reward.mean:.3f}'])}"
-        for each in evaluated(record)
-    ]
+    parts = []
+    for each in evaluated(record):
+        passes = [f"pass@{k} {interval}" for k, interval in each.pass_at.items()]
+        parts.append(f"{each.name} {', '.join([*passes, f'reward {each.reward.mean:.3f}'])}")
     if num_failed := int(record.values.get("evaluation_sets_failed", 0)):
         parts.append(f"{num_failed} set(s) failed, see logs/{record.instance}.log")
     return f"step {record.step} evaluated: {'; '.join(parts)}"
 
 
-def _passes(each: Evaluated) -> list[str]:
-    return [f"pass@{k} {interval}" for k, interval in each.pass_at.items()]
-
-
 def _of_set(record: Record, name: str, pass_at: Mapping[int, Interval]) -> Evaluated:
-    of_set = f"{{set={name}}}"
+    labels = f"{{set={name}}}"
     value = record.values.get
     return Evaluated(
         step=record.step,
         name=name,
         pass_at=pass_at,
-        reward=_interval(record, "evaluation_reward", of_set, mean="_mean"),
-        tokens_mean=value(f"evaluation_tokens_mean{of_set}", math.nan),
-        truncated_ratio=value(f"evaluation_truncated_ratio{of_set}", math.nan),
-        num_prompts=int(value(f"evaluation_prompts{of_set}", 0)),
+        reward=_interval(record, "evaluation_reward", labels, mean="_mean"),
+        tokens_mean=value(f"evaluation_tokens_mean{labels}", math.nan),
+        truncated_ratio=value(f"evaluation_truncated_ratio{labels}", math.nan),
+        num_prompts=int(value(f"evaluation_prompts{labels}", 0)),
     )
 
 
 def _interval(record: Record, name: str, labels: str, *, mean: str) -> Interval:
-    return Interval(
-        *(record.values.get(f"{name}{edge}{labels}", math.nan) for edge in (mean, "_low", "_high"))
-    )
+    edges = (f"{name}{edge}{labels}" for edge in (mean, "_low", "_high"))
+    return Interval(*(record.values.get(edge, math.nan) for edge in edges))

@@ -1,12 +1,11 @@
-"""A run's folder, read: the job and how it ended.
-
-A job's settings by their paths, so that two jobs can be told apart.
-"""
+"""A run's folder, read: its job, its records, and how it ended."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from pipelinerl_cli.runs.history import RunHistory
 from pipelinerl_cli.runs.records import read_records
@@ -17,12 +16,14 @@ from pipelinerl_common.text import did_you_mean_folder
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
+    """A run as its folder describes it."""
+
     root: Path
     job: Job
     status: str
     """As in summary.json; "running" when there is none yet, or it is of an earlier session."""
     failure: str
-    """Why it failed, in one line; empty where it did not, or nobody knows."""
+    """Why it failed, in one line; empty when it did not, or when the reason is unknown."""
     is_live: bool
     """A process of this machine runs it."""
 
@@ -65,27 +66,26 @@ def _outcome(summary: Path) -> tuple[str, str]:
 def is_held(lock: Path) -> bool:
     """Whether the process that wrote its id into the run's lock file runs on this machine.
 
-    Looks without locking, which could refuse an `up` that starts at that moment.
+    It only looks: to try the lock could refuse an `up` that starts at that moment.
     """
     try:
-        words = Path("/proc", lock.read_text(encoding="ascii").strip(), "cmdline").read_bytes()
-    except (OSError, ValueError):
+        command = psutil.Process(int(lock.read_text(encoding="ascii"))).cmdline()
+    except (OSError, ValueError, psutil.Error):
         return False
-    return b"pipelinerl" in words
+    return any("pipelinerl" in word for word in command)
 
 
 def flat_settings(job: Job) -> dict[str, Any]:
-    """Those below spec. Example: {"algorithm.optimizer.learningRate": 0.0002, "model.adapter":
-    None, ...}.
+    """A job's settings by their paths below spec, so that two jobs can be compared. Example:
+    {"algorithm.optimizer.learningRate": 0.0002, "model.adapter": None, ...}.
     """
     return _flat(job.model_dump(mode="json", by_alias=True)["spec"])
 
 
 def _flat(node: Any, path: str = "") -> dict[str, Any]:
-    if isinstance(node, dict) and node:
-        return {
-            key: value
-            for name, child in node.items()
-            for key, value in _flat(child, f"{path}{name}.").items()
-        }
-    return {path.rstrip("."): node}
+    if not isinstance(node, dict) or not node:
+        return {path.rstrip("."): node}
+    flat: dict[str, Any] = {}
+    for name, child in node.items():
+        flat |= _flat(child, f"{path}{name}.")
+    return flat

@@ -16,9 +16,8 @@ from pipelinerl_common.metrics.catalog import MAX_LAG_BUCKET
 LAG_BUCKETS = tuple(
     f"lag_steps_bucket{{le={bound}}}" for bound in (*range(MAX_LAG_BUCKET + 1), "+Inf")
 )
-
 EDGE_STEPS = 5
-"""What a run began with, and came to, are means over at most this many steps."""
+"""First and last values of a run are means over at most this many steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +30,8 @@ class SeriesPoint:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One optimizer step as the trainer reported it. Example: step 13 of 32 groups of 8 has
-    samples=13*256 behind it.
+    """One optimizer step as the trainer reported it. Example: samples=13*256 at step 13 of a job
+    with 32 groups of 8.
     """
 
     step: int
@@ -43,14 +42,16 @@ class Step:
     """Tokens trained up to and including this step."""
     values: dict[str, float]
     tokens_by_lag: tuple[float, ...] = ()
-    """Trained tokens of lag 0, 1, ..., the last for all above; empty when the run does not tell."""
+    """Trained tokens of lag 0, 1, ..., the last for all above; empty when the run does not report
+    them.
+    """
 
     def get(self, name: str) -> float:
         return self.values.get(name, math.nan)
 
 
 class RunHistory:
-    """Series of one run, over all its sessions."""
+    """Time series of one run, over all its sessions."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         self.generation = Generation()
@@ -72,12 +73,12 @@ class RunHistory:
 
     @property
     def training_seconds(self) -> float:
-        """In which it generated or trained: start-up and shutdown of its sessions left out."""
+        """In which it generated or trained, without start-up and shutdown of its sessions."""
         return self.generation.training_time.total
 
     @property
     def first_steps(self) -> Sequence[Step]:
-        """At most `EDGE_STEPS`, and none of the last ones: of 7 steps 3. A single step is a first
+        """At most `EDGE_STEPS` and no step of `last_steps`: 3 of 7 steps. A single step is a first
         one.
         """
         return self.steps[: self._num_edge]
@@ -91,11 +92,11 @@ class RunHistory:
         return min(EDGE_STEPS, max(1, len(self.steps) // 2))
 
     def at(self, time: float) -> float:
-        """Where clock time `time` lies in these series."""
+        """The place of clock time `time` in these series."""
         return (self._training_time or self.time).at(time)
 
     def in_training_time(self) -> "RunHistory":
-        """The same series over `training_seconds`, without what was told in start-up and shutdown."""
+        """The same series over `training_seconds`, without the values of start-up and shutdown."""
         training = copy(self)
         training._training_time = self.generation.training_time
         training.steps = _steps(self._by_role["trainer"], training.at)
@@ -103,28 +104,25 @@ class RunHistory:
 
     def of_steps(self, name: str) -> list[SeriesPoint]:
         """The trainer's per-step value over time, where it is finite."""
-        return [
-            SeriesPoint(step.t, step.get(name))
-            for step in self.steps
-            if math.isfinite(step.get(name))
-        ]
+        finite = (step for step in self.steps if math.isfinite(step.get(name)))
+        return [SeriesPoint(step.t, step.get(name)) for step in finite]
 
     def gauge(self, role: str, name: str) -> list[SeriesPoint]:
-        """A value over time, summed over the role's instances: each contributes what it said last."""
+        """A value over time, summed over the role's instances with each one's newest value."""
         latest: dict[str, float] = {}
         points: list[SeriesPoint] = []
         for record in self._by_role[role]:
-            if name in record.values and math.isfinite(record.values[name]):
+            if math.isfinite(record.values.get(name, math.nan)):
                 latest[record.instance] = record.values[name]
-                if self._training_time is None or self._training_time.holds(record.time):
+                if self._training_time is None or self._training_time.contains(record.time):
                     points.append(SeriesPoint(self.at(record.time), sum(latest.values())))
         return points
 
     def places_in_use(self, start: float, until: float, places: float) -> float:
-        """Of the sequences that the generators that there were can decode at once, the share that
-        they did.
+        """The share of the generators' places for sequences that was in use.
 
-        `places` counts where the run does not tell how many there were. Not-a-number where it does not tell how many ran.
+        Without a recorded number of places there are `places`. Not-a-number when the run does not
+        report how many sequences ran.
         """
         running, limit = (
             mean_over_time(self.gauge("actor", name), start, until)
@@ -133,62 +131,62 @@ class RunHistory:
         return running / (limit if limit > 0 else places)
 
     def at_steps(self, role: str, name: str) -> list[tuple[int, float]]:
-        """A value of a role with one process as it was at the end of each step; steps before it was
-        told are left out.
+        """A value of a role with one process as it was at the end of each step, without the steps
+        before its first record.
         """
-        said = [
-            (self.at(each.time), each.values[name])
-            for each in self._by_role[role]
-            if name in each.values
-        ]
-        times = [t for t, _ in said]
+        records = [each for each in self._by_role[role] if name in each.values]
+        times = [self.at(each.time) for each in records]
         found = [(step.step, bisect.bisect_right(times, step.t)) for step in self.steps]
-        return [(step, said[place - 1][1]) for step, place in found if place]
+        return [(step, records[place - 1].values[name]) for step, place in found if place]
 
     def total(self, role: str, name: str) -> float:
-        """What a counter counted over all instances, restarts of the process included."""
-        return sum(counter_total(values) for values in self._counters(role, name).values())
-
-    def names(self, role: str) -> set[str]:
-        return {name for record in self._by_role[role] for name in record.values}
-
-    def _counters(self, role: str, name: str) -> dict[str, list[float]]:
+        """A counter's total over all instances and restarts of their processes."""
         values: dict[str, list[float]] = defaultdict(list)
         for record in self._by_role[role]:
-            if name in record.values and math.isfinite(record.values[name]):
+            if math.isfinite(record.values.get(name, math.nan)):
                 values[record.instance].append(record.values[name])
-        return values
+        return sum(map(counter_total, values.values()))
+
+    def totals_between(self, role: str, prefix: str, suffix: str) -> dict[str, float]:
+        """Totals above 0 of the counters named prefix + reason + suffix, by reason."""
+        names = {name for record in self._by_role[role] for name in record.values}
+        totals = {}
+        for name in sorted(names):
+            reason = name.removeprefix(prefix).removesuffix(suffix)
+            if reason and name == f"{prefix}{reason}{suffix}" and (total := self.total(role, name)):
+                totals[reason] = total
+        return totals
 
 
 def mean_over_time(points: Sequence[SeriesPoint], start: float, until: float) -> float:
-    """Of a value that holds until it is told again, from `start` to `until`. Not-a-number where it
-    was not told by then.
+    """Mean from `start` to `until` of a value that holds until its next point. Not-a-number without
+    a point by then.
 
     Example: 4 at 0 s and 1 at 2 s, from 0 to 3 s: (2 * 4 + 1 * 1) / 3 = 3.
     """
-    said = [point for point in points if point.t <= until]
-    if not said:
+    known = [point for point in points if point.t <= until]
+    if not known:
         return math.nan
-    ends = [*(point.t for point in said[1:]), until]
-    held = [max(0.0, end - max(start, point.t)) for point, end in zip(said, ends, strict=True)]
+    ends = [*(point.t for point in known[1:]), until]
+    held = [max(0.0, end - max(start, point.t)) for point, end in zip(known, ends, strict=True)]
     if sum(held) <= 0:
-        return said[-1].value
-    return sum(point.value * seconds for point, seconds in zip(said, held, strict=True)) / sum(held)
+        return known[-1].value
+    weighted = (point.value * seconds for point, seconds in zip(known, held, strict=True))
+    return sum(weighted) / sum(held)
 
 
 def _steps(records: Iterable[Record], at: Callable[[float], float]) -> list[Step]:
-    """Steps that count: when the trainer went back to a checkpoint, what it had done since then is
+    """The steps that count: a trainer that goes back to a checkpoint makes its steps since then
     void.
     """
     valid: list[tuple[Record, tuple[float, ...]]] = []
     previous: tuple[float, ...] = ()
-    for record in records:
-        if ends_step(record):
-            while valid and valid[-1][0].step >= record.step:
-                valid.pop()
-            counted = tuple(record.values[name] for name in LAG_BUCKETS if name in record.values)
-            valid.append((record, _lags_of_step(previous, counted)))
-            previous = counted
+    for record in filter(ends_step, records):
+        while valid and valid[-1][0].step >= record.step:
+            valid.pop()
+        counted = tuple(record.values[name] for name in LAG_BUCKETS if name in record.values)
+        valid.append((record, _lags_of_step(previous, counted)))
+        previous = counted
     steps: list[Step] = []
     samples = tokens = 0.0
     for record, lags in valid:
@@ -199,8 +197,8 @@ def _steps(records: Iterable[Record], at: Callable[[float], float]) -> list[Step
 
 
 def _lags_of_step(previous: tuple[float, ...], counted: tuple[float, ...]) -> tuple[float, ...]:
-    """Tokens by lag that came with one step. The trainer counts tokens up to each lag since its
-    process started.
+    """Tokens by lag that one step added. The trainer counts tokens up to each lag since its process
+    started.
 
     Example: (5, 9) and then (6, 12) are 1 token of lag 0 and 2 of lag 1.
     """

@@ -1,6 +1,5 @@
-"""metrics.jsonl: one metrics record per line, in the order of arrival.
-
-Counters of processes that may begin again at 0.
+"""The records of a run: metrics.jsonl holds one metrics record per line, in the order of arrival.
+`pipelinerl up` adds some about itself.
 """
 
 import errno
@@ -20,13 +19,28 @@ from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.files import cut_torn_line
 
 THINNING_S_PER_S = 1.0 / 3600.0
-"""Of an instance, records that are not tied to a step are kept at most once per this many seconds
-and second of the run's age: one a second in the first hour, one in 24 seconds after a day. So they
-grow with the logarithm of time.
+"""Records of one instance that are not tied to a step are kept at most once per this many seconds
+for each second of the run's age: one a second in the first hour, one in 24 seconds after a day. So
+the file grows with the logarithm of time.
 """
+REPORTING_EVERY_SECOND = ("actor", "preprocessor")
+"""Roles whose processes write a record about once a second, whatever they do."""
+QUIET_S = 20.0
+"""A gap this long between such records is no coincidence."""
 
 SESSION_ROLE = "up"
 """Role of the records that `pipelinerl up` writes about itself; never thinned."""
+SESSION_START = "session_started"
+"""The value that marks the first record of a session."""
+SILENCE_RECORD = "silent_{name}_seconds"
+"""Name of the seconds for which a running generator has not answered; 0 once it answers again or
+was ended.
+"""
+SILENCE_LIMIT_S = 180.0
+"""After this long the generator is ended and restarted like a crashed one; the kubelet waits as
+long.
+"""
+_SILENCE = re.compile(SILENCE_RECORD.format(name="(.+)"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +61,8 @@ class Record:
         values = {
             name: value if math.isfinite(value) else None for name, value in self.values.items()
         }
-        return json.dumps(
-            {
-                "role": self.role,
-                "instance": self.instance,
-                "time": self.time,
-                "step": self.step,
-                "values": values,
-            },
-            allow_nan=False,
-        )
-
-
-def ends_step(record: Record) -> bool:
-    """Whether it is what the trainer tells after an optimizer step."""
-    return record.role == "trainer" and record.step >= 0 and "reward_mean" in record.values
+        head = {"role": self.role, "instance": self.instance, "time": self.time, "step": self.step}
+        return json.dumps({**head, "values": values}, allow_nan=False)
 
 
 def parse_record(line: str) -> Record:
@@ -69,16 +70,15 @@ def parse_record(line: str) -> Record:
     document: Any = json.loads(line)
     if not isinstance(document, dict) or not isinstance(document.get("values"), dict):
         raise ValueError("not a metrics record")
-    values = {
-        str(name): math.nan if value is None else float(value)
-        for name, value in document["values"].items()
-    }
     return Record(
         role=str(document["role"]),
         instance=str(document["instance"]),
         time=float(document["time"]),
         step=int(document["step"]),
-        values=values,
+        values={
+            str(name): math.nan if value is None else float(value)
+            for name, value in document["values"].items()
+        },
     )
 
 
@@ -89,21 +89,60 @@ def read_records(path: Path) -> Iterator[Record]:
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
-                try:
-                    yield parse_record(line)
-                except (ValueError, KeyError, TypeError) as error:
-                    if line.endswith("\n"):
-                        raise SettingsError(
-                            f"{path}: line {number} is not a metrics record: {error}"
-                        ) from error
+                if (record := _record_of(path, number, line)) is not None:
+                    yield record
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: cannot be read: {error}") from error
 
 
+def _record_of(path: Path, number: int, line: str) -> Record | None:
+    try:
+        return parse_record(line)
+    except (ValueError, KeyError, TypeError) as error:
+        if not line.endswith("\n"):
+            return None
+        raise SettingsError(f"{path}: line {number} is not a metrics record: {error}") from error
+
+
+def ends_step(record: Record) -> bool:
+    """Whether the trainer wrote it after an optimizer step."""
+    return record.role == "trainer" and record.step >= 0 and "reward_mean" in record.values
+
+
+def has_left(record: Record) -> bool:
+    """Whether it is the last record of an actor that autoscaling has removed."""
+    return record.values.get("requests_limit") == 0.0
+
+
+def silent_name(value_name: str) -> str | None:
+    """The generator whose silence a value is, None for another value. Example:
+    "silent_generator-0-0_seconds" belongs to generator-0-0.
+    """
+    found = _SILENCE.fullmatch(value_name)
+    return found[1] if found else None
+
+
+def quiet_in_file_s(run_seconds: float) -> float:
+    """`QUIET_S` for records of the run's file, which keeps fewer of them the older the run is."""
+    return QUIET_S + 3 * THINNING_S_PER_S * run_seconds
+
+
+def increase(before: float, now: float) -> float:
+    """A counter's increase. A smaller value means that its process restarted at 0. Example:
+    increase(5, 1) is 1.
+    """
+    return now - before if now >= before else now
+
+
+def counter_total(values: Iterable[float]) -> float:
+    """The sum of a counter's increases. Example: [3, 5, 1, 4] is 5 + 4 = 9."""
+    return sum(increase(before, now) for before, now in pairwise(chain([0.0], values)))
+
+
 @dataclass
 class MetricsWriter:
-    """Appends records, each once, over all sessions of a run: after a resume the stream replays
-    from its beginning.
+    """Appends records to metrics.jsonl, each once over all sessions of a run: after a resume the
+    stream replays from its beginning.
     """
 
     path: Path
@@ -117,24 +156,23 @@ class MetricsWriter:
     def open(
         cls, path: Path, now: float, take: Callable[[Record], object] = lambda record: None
     ) -> "MetricsWriter":
-        """Goes on with an existing file, whose records `take` is given. Raises SettingsError when
-        it is not ours.
+        """Continues an existing file, whose records are passed to `take`. Raises SettingsError when
+        the file is something else.
         """
         writer = cls(path, started_at=now)
         if path.exists():
             cut_torn_line(path)
             for record in read_records(path):
                 writer.started_at = min(writer.started_at, record.time)
-                writer._newest[record.instance] = max(
-                    record.time, writer._newest.get(record.instance, 0.0)
-                )
+                newest = writer._newest.get(record.instance, 0.0)
+                writer._newest[record.instance] = max(record.time, newest)
                 take(record)
         writer._file = path.open("ab", buffering=0)
         return writer
 
     def write(self, record: Record) -> bool:
-        """Whether the record was news. What is news may still be thinned out of the file. After an
-        OSError it stays news.
+        """Whether the record is new. A new one may still be thinned out of the file. After an
+        OSError it counts as new again.
         """
         if record.time <= self._newest.get(record.instance, 0.0):
             return False
@@ -157,73 +195,14 @@ class MetricsWriter:
 
 
 def _append(file: FileIO, line: bytes) -> None:
-    """Whole or not at all: of a line that does not fit, what a full disk took is cut off again.
-    Raises OSError.
-    """
+    """Writes the whole line or nothing. Raises OSError."""
     end = file.seek(0, os.SEEK_END)
     try:
         if file.write(line) != len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError:
-        with suppress(OSError):  # a device has no end to be cut
+        # A full disk takes part of a line, which would tear the next one: cut it off again. A
+        # device has no end to cut.
+        with suppress(OSError):
             file.truncate(end)
         raise
-
-
-REPORTING_EVERY_SECOND = ("actor", "preprocessor")
-"""Roles whose processes write a record about once a second, whatever they do."""
-
-
-QUIET_S = 20.0
-"""So long they are not silent by chance."""
-
-
-def quiet_in_file_s(run_seconds: float) -> float:
-    """`QUIET_S` where records come from the run's file, which keeps fewer of them as the run grows
-    old.
-    """
-    return QUIET_S + 3 * THINNING_S_PER_S * run_seconds
-
-
-def has_left(record: Record) -> bool:
-    """Whether it is the last one of an actor that was let go."""
-    return record.values.get("requests_limit") == 0.0
-
-
-def increase(before: float, now: float) -> float:
-    """Of a counter; less than before means that its process began again at 0. Example: increase(5,
-    1) is 1.
-    """
-    return now - before if now >= before else now
-
-
-def counter_total(values: Iterable[float]) -> float:
-    """The sum of a counter's increases. Example: [3, 5, 1, 4] is 5 + 4 = 9."""
-    return sum(increase(before, now) for before, now in pairwise(chain([0.0], values)))
-
-
-SILENCE_RECORD = "silent_{name}_seconds"
-"""Name of the value in the records of `pipelinerl up`; 0 once the generator answers again or was
-ended.
-"""
-
-
-_RECORDED = re.compile(SILENCE_RECORD.format(name="(.+)"))
-
-
-def silent_name(value_name: str) -> str | None:
-    """Whose silence a value is, None of another value. Example: "silent_generator-0-0_seconds" is
-    generator-0-0's.
-    """
-    found = _RECORDED.fullmatch(value_name)
-    return found[1] if found else None
-
-
-SESSION_START = "session_started"
-"""Name of the value that marks the first record of a session."""
-
-
-SILENCE_LIMIT_S = 180.0
-"""Then the process is ended, and started again like one that has crashed; the kubelet waits as
-long.
-"""

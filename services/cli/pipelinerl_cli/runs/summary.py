@@ -1,6 +1,26 @@
-"""summary.json: what a run came to, in numbers.
+"""summary.json: what a run achieved, in numbers; and the lines that are printed at its end.
 
-What is printed when a run has ended.
+```
+status                 "finished", "interrupted" or "failed"
+steps                  optimizer steps done
+seconds                of the run, start-up included, time between sessions left out
+training_seconds       in which it generated or trained: each session from its first token or step
+reward_first, _last    means over the first and the last steps: at most 5 of each, none in both
+lag_mean, lag_max      in steps; the mean is over trained tokens
+ess_min, ess_mean      of the steps, 1 is on-policy
+weight_updates         versions that the generators took while running
+pause_seconds_mean     of the steps: decoding paused for the update, on the slowest member
+transfer_seconds_mean  likewise
+tokens_generated       by all actors
+tokens_trained         that had a loss in the steps that count
+waste                  share of the generated tokens that were never trained
+tokens_per_second      generated, mean over training_seconds
+restarts               of processes, all sessions; restarts_by_process likewise
+dropped_groups         by reason; so are rollout_errors and evaluations_skipped
+evaluation             by set: step, pass_at and reward as {mean, low, high} of the newest
+                       evaluation, `first` of the oldest
+```
+A number that the run has no data for is None.
 """
 
 import math
@@ -16,67 +36,68 @@ from pipelinerl_common.text import counted
 
 
 def summarize(history: RunHistory, *, status: str, job: str, seed: int) -> dict[str, Any]:
-    """The summary's keys. A number that the run has no data for is None.
-
-    status               "finished", "interrupted" or "failed"
-    steps                optimizer steps done
-    seconds              of the run, start-up included, time between sessions left out
-    training_seconds     in which it generated or trained: of each session from its first token or step to its last
-    reward_first, _last  means of the steps' mean rewards over the first and the last steps: at most
-    5 of each, none in both
-    lag_mean             per trained token, in steps; lag_max over the run
-    ess_min, ess_mean    per step, 1 is on-policy
-    weight_updates       versions that the generators took while running
-    pause_seconds_mean   over the steps: decoding stood still for the update, on the slowest member
-    transfer_seconds_mean likewise
-    tokens_generated     by all actors; tokens_trained those that had a loss in the steps that counted
-    waste                share of the generated tokens that were never trained
-    tokens_per_second    generated, mean over training_seconds
-    restarts             of processes, all sessions; by process in restarts_by_process
-    dropped_groups       by reason
-    evaluation           by set: step, pass_at and reward as {mean, low, high} of the newest evaluation, first of the oldest;
-                         evaluations_skipped by reason
-    """
-    steps = history.steps
-    generated = history.generation.tokens
-    trained = sum(step.values.get("num_trained_tokens", 0.0) for step in steps)
+    """The document of summary.json; the keys are explained at the top of this module."""
+    last = history.steps[-1] if history.steps else None
     return {
         "job": job,
         "status": status,
         "seed": seed,
-        "steps": steps[-1].step if steps else 0,
+        "steps": last.step if last else 0,
         "seconds": _rounded(history.seconds),
         "training_seconds": _rounded(history.training_seconds),
+        **_learning(history),
+        **_updates(history),
+        "samples_trained": int(last.samples) if last else 0,
+        **_tokens(history),
+        "dropped_groups": _counts(history, "preprocessor", "groups_dropped_total{reason=", "}"),
+        "rollout_errors": _counts(history, "actor", "rollout_errors_total{reason=", "}"),
+        "restarts": int(history.total(SESSION_ROLE, "restarts_total")),
+        "restarts_by_process": _counts(history, SESSION_ROLE, "restarts_", "_process_total"),
+        "evaluation": {name: _evaluation(each) for name, each in history.evaluations.items()},
+        "evaluations_failed": int(history.total(EVALUATOR, "evaluations_total{outcome=failed}")),
+        "evaluations_skipped": _counts(
+            history, EVALUATOR, "evaluations_skipped_total{reason=", "}"
+        ),
+    }
+
+
+def _learning(history: RunHistory) -> dict[str, float | None]:
+    steps = history.steps
+    rewards, lags, ess = (
+        [step.get(name) for step in steps] for name in ("reward_mean", "lag_max", "ess")
+    )
+    token_lags = ((step.get("lag_mean"), step.get("num_trained_tokens")) for step in steps)
+    return {
         "reward_first": _mean(step.get("reward_mean") for step in history.first_steps),
         "reward_last": _mean(step.get("reward_mean") for step in history.last_steps),
-        "reward_max": _max(step.get("reward_mean") for step in steps),
+        "reward_max": _rounded(max(_finite(rewards), default=math.nan)),
         "success_last": _mean(step.get("success_mean") for step in history.last_steps),
-        "lag_max": _max(step.get("lag_max") for step in steps),
-        "lag_mean": _weighted_mean(
-            (step.get("lag_mean"), step.get("num_trained_tokens")) for step in steps
-        ),
-        "ess_min": _min(step.get("ess") for step in steps),
-        "ess_mean": _mean(step.get("ess") for step in steps),
+        "lag_max": _rounded(max(_finite(lags), default=math.nan)),
+        "lag_mean": _weighted_mean(token_lags),
+        "ess_min": _rounded(min(_finite(ess), default=math.nan)),
+        "ess_mean": _mean(ess),
+    }
+
+
+def _updates(history: RunHistory) -> dict[str, float | None]:
+    return {
         "weight_updates": int(history.total("trainer", "weight_updates_total")),
         "weight_update_failures": int(history.total("trainer", "weight_update_failures_total")),
         "pause_seconds_mean": _mean(point.value for point in history.of_steps("pause_seconds")),
         "transfer_seconds_mean": _mean(
             point.value for point in history.of_steps("transfer_seconds")
         ),
-        "samples_trained": int(steps[-1].samples) if steps else 0,
+    }
+
+
+def _tokens(history: RunHistory) -> dict[str, float | None]:
+    generated = history.generation.tokens
+    trained = sum(step.values.get("num_trained_tokens", 0.0) for step in history.steps)
+    return {
         "tokens_generated": int(generated),
         "tokens_trained": int(trained),
         "waste": _rounded(max(0.0, 1 - trained / generated)) if generated else None,
         "tokens_per_second": _rounded(history.generation.tokens_per_second),
-        "dropped_groups": _by_middle(history, "preprocessor", "groups_dropped_total{reason=", "}"),
-        "rollout_errors": _by_middle(history, "actor", "rollout_errors_total{reason=", "}"),
-        "restarts": int(history.total(SESSION_ROLE, "restarts_total")),
-        "restarts_by_process": _by_middle(history, SESSION_ROLE, "restarts_", "_process_total"),
-        "evaluation": {name: _evaluation(each) for name, each in history.evaluations.items()},
-        "evaluations_failed": int(history.total(EVALUATOR, "evaluations_total{outcome=failed}")),
-        "evaluations_skipped": _by_middle(
-            history, EVALUATOR, "evaluations_skipped_total{reason=", "}"
-        ),
     }
 
 
@@ -84,41 +105,29 @@ def _evaluation(of_set: Sequence[Evaluated]) -> dict[str, Any]:
     """`of_set` in order of steps, with at least one."""
     first, last = of_set[0], of_set[-1]
     return {
-        "step": last.step,
-        "pass_at": {str(k): _edges(interval) for k, interval in last.pass_at.items()},
-        "reward": _edges(last.reward),
+        **_scores(last),
         "tokens_mean": _rounded(last.tokens_mean),
         "truncated_ratio": _rounded(last.truncated_ratio),
         "prompts": last.num_prompts,
-        "first": {
-            "step": first.step,
-            "pass_at": {str(k): _edges(interval) for k, interval in first.pass_at.items()},
-            "reward": _edges(first.reward),
-        },
+        "first": _scores(first),
+    }
+
+
+def _scores(each: Evaluated) -> dict[str, Any]:
+    return {
+        "step": each.step,
+        "pass_at": {str(k): _edges(interval) for k, interval in each.pass_at.items()},
+        "reward": _edges(each.reward),
     }
 
 
 def _edges(interval: Interval) -> dict[str, float | None]:
-    return {
-        "mean": _rounded(interval.mean),
-        "low": _rounded(interval.low),
-        "high": _rounded(interval.high),
-    }
+    return {edge: _rounded(getattr(interval, edge)) for edge in ("mean", "low", "high")}
 
 
-def _by_middle(history: RunHistory, role: str, prefix: str, suffix: str) -> dict[str, int]:
-    """Counters named prefix + reason + suffix, by reason, those that counted anything."""
-    counts: dict[str, int] = {}
-    for name in sorted(history.names(role)):
-        if (
-            name.startswith(prefix)
-            and name.endswith(suffix)
-            and len(name) > len(prefix) + len(suffix)
-        ):
-            count = int(history.total(role, name))
-            if count:
-                counts[name[len(prefix) : -len(suffix)]] = count
-    return counts
+def _counts(history: RunHistory, role: str, prefix: str, suffix: str) -> dict[str, int]:
+    totals = history.totals_between(role, prefix, suffix)
+    return {reason: int(count) for reason, count in totals.items() if count >= 1}
 
 
 def _finite(values: Iterable[float]) -> list[float]:
@@ -128,14 +137,6 @@ def _finite(values: Iterable[float]) -> list[float]:
 def _mean(values: Iterable[float]) -> float | None:
     finite = _finite(values)
     return _rounded(sum(finite) / len(finite)) if finite else None
-
-
-def _max(values: Iterable[float]) -> float | None:
-    return _rounded(max(_finite(values), default=math.nan))
-
-
-def _min(values: Iterable[float]) -> float | None:
-    return _rounded(min(_finite(values), default=math.nan))
 
 
 def _weighted_mean(pairs: Iterable[tuple[float, float]]) -> float | None:
@@ -163,23 +164,24 @@ def print_outcome(summary: Mapping[str, Any], root: Path, failure: str | None) -
         for line in evaluation_lines(summary):
             print(line)
     if summary["status"] == "interrupted":
-        print("stopped; the same command goes on with the run")
+        print("stopped; the same command resumes the run")
     print(f"report: {root / 'report.html'}")
 
 
 def _line(summary: Mapping[str, Any]) -> str:
+    def shown(key: str, form: str) -> str:
+        return _shown(summary[key], form)
+
     restarts = f", {counted(summary['restarts'], 'restart')}" if summary["restarts"] else ""
-    updates = counted(summary["weight_updates"], "in-flight update")
     return (
-        f"{counted(summary['steps'], 'step')} in {shown(summary['training_seconds'], '.0f')} s of "
-        "training, "
-        f"{shown(summary['seconds'], '.0f')} s in all: "
-        f"reward {shown(summary['reward_first'], '.3f')} -> "
-        f"{shown(summary['reward_last'], '.3f')}, "
-        f"{updates} (pause {shown(summary['pause_seconds_mean'], '.3f')} s mean), "
-        f"lag {shown(summary['lag_mean'], '.2f')} mean {shown(summary['lag_max'], '.0f')} max, "
-        f"ESS {shown(summary['ess_mean'], '.3f')}, {shown(summary['tokens_per_second'], ',.0f')} "
-        f"tokens/s mean{restarts}"
+        f"{counted(summary['steps'], 'step')} in {shown('training_seconds', '.0f')} s of training, "
+        f"{shown('seconds', '.0f')} s in all: "
+        f"reward {shown('reward_first', '.3f')} -> {shown('reward_last', '.3f')}, "
+        f"{counted(summary['weight_updates'], 'in-flight update')} "
+        f"(pause {shown('pause_seconds_mean', '.3f')} s mean), "
+        f"lag {shown('lag_mean', '.2f')} mean {shown('lag_max', '.0f')} max, "
+        f"ESS {shown('ess_mean', '.3f')}, {shown('tokens_per_second', ',.0f')} tokens/s mean"
+        f"{restarts}"
     )
 
 
@@ -190,15 +192,12 @@ def evaluation_lines(summary: Mapping[str, Any]) -> list[str]:
         parts = []
         for k, now in each["pass_at"].items():
             before = each["first"]["pass_at"].get(k, {}).get("mean")
-            began = f"{shown(before, '.3f')} -> " if each["first"]["step"] != each["step"] else ""
-            parts.append(
-                f"pass@{k} {began}{shown(now['mean'], '.3f')} ({shown(now['low'], '.3f')} to "
-                f"{shown(now['high'], '.3f')})"
-            )
+            began = f"{_shown(before, '.3f')} -> " if each["first"]["step"] != each["step"] else ""
+            mean, low, high = (_shown(now[edge], ".3f") for edge in ("mean", "low", "high"))
+            parts.append(f"pass@{k} {began}{mean} ({low} to {high})")
         lines.append(f"{name}: {', '.join(parts)} at step {each['step']}")
     return lines
 
 
-def shown(value: float | None, form: str) -> str:
-    """Example: shown(0.1234, ".2f") is "0.12"; shown(None, ".2f") is "-"."""
+def _shown(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)

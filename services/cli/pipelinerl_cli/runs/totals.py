@@ -1,11 +1,5 @@
-"""Time of a run over its sessions.
-
-The time in which a run generated or trained.
-
-How much the actors of a run have generated, and how fast: one definition for what is shown live
-and in the end.
-
-The mean of a value of the trainer's over a run, while it runs.
+"""Numbers that add up over a run's sessions, record by record: its time, the time in which it
+trained, tokens, means, rollbacks. One definition for the live display and for the summary.
 """
 
 import bisect
@@ -16,12 +10,13 @@ from pipelinerl_cli.runs.records import SESSION_START, Record, ends_step, increa
 from pipelinerl_common.metrics import PREPROCESSOR
 from pipelinerl_common.text import counted
 
+TOKENS = "tokens_generated_total"
+DROPPED = "groups_dropped_total{reason=rollback}"
+
 
 class ActiveTime:
     """Maps clock time to seconds of the run: a run that was stopped for an hour and resumed is not
-    an hour longer.
-
-    Fed with all records in their order, and right for those that it was fed with.
+    an hour longer. Takes all records in their order.
     """
 
     def __init__(self) -> None:
@@ -42,10 +37,10 @@ class ActiveTime:
         session = bisect.bisect_right(self._starts, time) - 1
         if session < 0:
             return 0.0
-        into = time - self._starts[session]
-        return self._offsets[session] + (
-            into if session == len(self._starts) - 1 else min(into, self._length(session))
-        )
+        elapsed = time - self._starts[session]
+        if session < len(self._starts) - 1:  # the newest session has no known end
+            elapsed = min(elapsed, self._length(session))
+        return self._offsets[session] + elapsed
 
     @property
     def total(self) -> float:
@@ -61,10 +56,11 @@ class ActiveTime:
 
 
 class TrainingTime:
-    """Maps clock time to seconds of it: of every session from its first token or step to its last.
+    """Maps clock time to seconds of training: each session counts from its first token or step to
+    its last.
 
     Example: sessions that generated or trained from 10 to 16 and from 100 to 120 make 26 s, and 110
-    lies at 16 s.
+    is at 16 s.
     """
 
     def __init__(self) -> None:
@@ -91,23 +87,18 @@ class TrainingTime:
         return sum(end - start for start, end in zip(self._starts, self._ends, strict=True))
 
     def at(self, time: float) -> float:
-        """Seconds of it up to clock time `time`."""
-        return sum(
-            max(0.0, min(time, end) - start)
-            for start, end in zip(self._starts, self._ends, strict=True)
-        )
+        """Seconds of training up to clock time `time`."""
+        sessions = zip(self._starts, self._ends, strict=True)
+        return sum(max(0.0, min(time, end) - start) for start, end in sessions)
 
-    def holds(self, time: float) -> bool:
+    def contains(self, time: float) -> bool:
         """Whether the run generated or trained at clock time `time`."""
         session = bisect.bisect_right(self._starts, time) - 1
         return session >= 0 and time <= self._ends[session]
 
 
-TOKENS = "tokens_generated_total"
-
-
 class Generation:
-    """Fed with all records of a run in their order."""
+    """How many tokens the actors have generated, and how fast. Takes all records in their order."""
 
     def __init__(self) -> None:
         self.tokens = 0.0
@@ -130,34 +121,33 @@ class Generation:
             self._count(record, total)
 
     def _count(self, record: Record, total: float) -> None:
-        """Tokens came after the last record of an actor without them."""
         more = increase(self._counted.get(record.instance, 0.0), total)
         if more:
+            # They were generated after the last record of an actor, which did not have them yet.
+            start = record.time if self._newest is None else self._newest
             self.tokens += more
-            self.training_time.take(
-                record.time if self._newest is None else self._newest, record.time
-            )
+            self.training_time.take(start, record.time)
         self._counted[record.instance] = total
         self._newest = record.time
 
     @property
     def tokens_per_second(self) -> float:
-        """Mean over the time in which the run generated or trained. Not-a-number without tokens."""
+        """Mean over the training time. Not-a-number without tokens."""
         seconds = self.training_time.total
         return self.tokens / seconds if self.tokens > 0 and seconds > 0 else math.nan
 
 
 def _start_of_step(record: Record) -> float:
-    """When the trainer had the step's samples, where it tells; it may have waited for the
-    generators' start before.
+    """When the trainer had the step's samples; before, it may have waited for the generators to
+    start.
     """
     worked = record.values.get("step_seconds", 0.0) - record.values.get("wait_seconds", 0.0)
     return record.time - worked if worked > 0 else record.time
 
 
 class StepMean:
-    """Of `name` over the steps that count: what the trainer did before it went back to a checkpoint
-    does not.
+    """The mean of a trainer's value over the steps that count. Steps done before the trainer went
+    back to a checkpoint, and done again since, do not count twice.
     """
 
     def __init__(self, name: str) -> None:
@@ -184,15 +174,14 @@ class StepMean:
         return self._sum / len(self._steps) if self._steps else math.nan
 
 
-DROPPED = "groups_dropped_total{reason=rollback}"
-
-
-class Setback:
-    """Fed with the records of a run in their order."""
+class Rollback:
+    """Notices that the trainer went back to a checkpoint, which the preprocessor reports at once.
+    Takes all records in their order.
+    """
 
     def __init__(self) -> None:
         self.line = ""
-        """What the newest record tells of it; empty where it tells of none."""
+        """A sentence about it when the newest record shows it, else empty."""
         self._step = 0
         """Steps committed."""
         self._dropped = 0.0
@@ -203,18 +192,18 @@ class Setback:
             return
         dropped = record.values.get(DROPPED, 0.0)
         if record.step < self._step:
-            self.line = _line(record.step, self._step, int(increase(self._dropped, dropped)))
+            self.line = _rollback(record.step, self._step, int(increase(self._dropped, dropped)))
         self._step, self._dropped = record.step, dropped
 
 
-def _line(step: int, was: int, num_dropped: int) -> str:
-    """Example: "the trainer goes on after step 10: steps 11 to 16 are done again, 96 groups were
+def _rollback(step: int, was: int, num_dropped: int) -> str:
+    """Example: "the trainer resumed after step 10: steps 11 to 16 are repeated, 96 groups were
     dropped".
     """
-    again = f"step {was} is" if was == step + 1 else f"steps {step + 1} to {was} are"
-    groups = (
-        f", {counted(num_dropped, 'group')} {'was' if num_dropped == 1 else 'were'} dropped"
-        if num_dropped
-        else ""
-    )
-    return f"the trainer goes on after step {step}: {again} done again{groups}"
+    repeated = f"step {was} is" if was == step + 1 else f"steps {step + 1} to {was} are"
+    groups = ""
+    if num_dropped:
+        groups = (
+            f", {counted(num_dropped, 'group')} {'was' if num_dropped == 1 else 'were'} dropped"
+        )
+    return f"the trainer resumed after step {step}: {repeated} repeated{groups}"

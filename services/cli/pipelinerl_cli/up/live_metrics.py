@@ -28,7 +28,7 @@ from pipelinerl_cli.runs.records import (
     increase,
     silent_name,
 )
-from pipelinerl_cli.runs.totals import Generation, Setback, StepMean
+from pipelinerl_cli.runs.totals import Generation, Rollback, StepMean
 from pipelinerl_common.errors import PipelineRLError
 from pipelinerl_common.metrics import is_counter
 from pipelinerl_common.settings import Job
@@ -66,7 +66,7 @@ class RunView:
     step_times: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=20))
     generation: Generation = field(default_factory=Generation)
     pause: StepMean = field(default_factory=lambda: StepMean("pause_seconds"))
-    setback: Setback = field(default_factory=Setback)
+    rollback: Rollback = field(default_factory=Rollback)
     evaluations: deque[list[Evaluated]] = field(default_factory=lambda: deque(maxlen=SPARK_STEPS))
     """The newest ones, each with its sets."""
     _trends: dict[tuple[str, str], deque[float]] = field(
@@ -87,7 +87,7 @@ class RunView:
         """Whether the record finished a step."""
         self.generation.take(record)
         self.pause.take(record)
-        self.setback.take(record)
+        self.rollback.take(record)
         if SESSION_START in record.values:
             self.step_times.clear()  # the time between two sessions says nothing of the pace
             self._gauges.clear()

@@ -335,7 +335,7 @@ class LocalRun:
     def _take(self, record: Record) -> None:
         if self._view.take(record):
             self._display.stepped(self._view)
-        if line := self._view.setback.line or evaluation_line(record):
+        if line := self._view.rollback.line or evaluation_line(record):
             self._display.note(line)
 
     async def _refresh(self) -> None:

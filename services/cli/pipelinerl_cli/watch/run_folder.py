@@ -110,7 +110,7 @@ class RunFolderSource:
         self._newest = max(self._newest, record.time)
         if self._view.take(record):
             return step_line(self._view)
-        return self._view.setback.line or evaluation_line(record)
+        return self._view.rollback.line or evaluation_line(record)
 
     def headline(self) -> str:
         view = self._view

@@ -8,8 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from pipelinerl_cli.report.charts import Bar, Part, bar_file
+from pipelinerl_cli.report.svg import Axis
 from pipelinerl_cli.simulate import add_arguments, run
-from pipelinerl_planner.charts import Bar, chart
 from pipelinerl_planner.lengths import ConstructedLengths, LognormalLengths, read_trace
 from pipelinerl_staleness.registry import POLICIES
 
@@ -140,7 +141,7 @@ def test_table_names_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
         (["--policy", "roll", "--trace", "missing.csv"], "missing.csv"),
         (
             ["--policy", "roll", "--plot", "chart.png", *SMALL],
-            "chart.png must end in .svg or .html",
+            "chart.png: must end in .svg or .html",
         ),
     ],
 )
@@ -167,18 +168,21 @@ def test_plot_has_one_panel_per_policy_and_hatched_waste(tmp_path: Path) -> None
         )
     svg = (tmp_path / "chart.svg").read_text()
     ElementTree.fromstring(svg)
-    assert svg.count('font-weight="bold"') == 2
+    assert svg.count('class="title"') == 1 + 2
+    assert svg.count("<pattern") == 2
     assert svg in (tmp_path / "chart.html").read_text()
 
 
 def test_bars_are_as_high_as_their_numbers() -> None:
+    waste = [Part("L2", 50.0, 1, is_hatched=True), Part("L3", 50.0, 5, is_hatched=True)]
+    trained = [Part("0", 300.0, 0, opacity=0.5), Part("1", 100.0, 0)]
     svg = ElementTree.fromstring(
-        chart({"p": [Bar("1", {0: 300.0, 1: 100.0}, 50.0, 50.0, "max 1")]})
+        bar_file("t", Axis("tokens/s"), {"p": [Bar("1", [*trained, *waste], "max 1")]})
     )
     rectangles = [node for node in svg.iter("{http://www.w3.org/2000/svg}rect") if len(node)]
     heights = [float(node.attrib["height"]) for node in rectangles]
-    assert heights == pytest.approx([156 * share for share in (0.6, 0.2, 0.1, 0.1)], abs=0.06)
-    assert [node.attrib["fill"] for node in rectangles][2:] == ["url(#L2)", "url(#L3)"]
+    assert heights == pytest.approx([202 * share for share in (0.6, 0.2, 0.1, 0.1)], abs=0.06)
+    assert [node.attrib["fill"] for node in rectangles][2:] == ["url(#hatch1)", "url(#hatch5)"]
 
 
 def test_traces_in_csv_and_jsonl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

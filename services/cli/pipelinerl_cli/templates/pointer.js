@@ -1,6 +1,6 @@
-// Shows the values under the pointer, or where the arrow keys are. Positions are read back from the drawn lines, so that the page
+// Shows the values under the pointer or at the arrow keys. Positions are read back from the drawn lines, so that the page
 // holds every number once.
-const [WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM] = [560, 250, 52, 14, 12, 36];
+const [WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM] = {{ frame | tojson }};
 const compact = (v) => { for (const [limit, unit] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]])
   if (Math.abs(v) >= limit) return parseFloat((v / limit).toPrecision(3)) + unit; return String(parseFloat(v.toPrecision(3))); };
 const clock = (v) => { const s = Math.round(v), two = (n) => String(n).padStart(2, "0"); return s < 60 ? s + " s"

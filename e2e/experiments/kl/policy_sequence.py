@@ -2,8 +2,8 @@
 after every optimizer step.
 
 The task: a prompt is PERIOD random digits, and every token of the completion should equal the one
-PERIOD places before it. So what decides a token are keys and values that were computed PERIOD
-tokens ago, under older weights if an update came between. The base model has a supervised start on
+PERIOD places before it. So a token depends on keys and values that were computed PERIOD tokens
+earlier, under older weights if an update came between. The base model has a supervised start on
 streams of digits that repeat only now and then. From there on rows, advantages, losses and
 optimizer are those of preprocessor and trainer; every batch is on-policy.
 
@@ -40,10 +40,10 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything that decides the checkpoints."""
+    """Everything that determines the checkpoints."""
 
     num_tokens: int
-    """Of a completion; none ends earlier."""
+    """Tokens of a completion; none ends earlier."""
     num_steps: int
     seed: int = 0
     groups: int = 8
@@ -51,11 +51,11 @@ class Recipe:
     learning_rate: float = 2e-4
     base_steps: int = 300
     base_tokens: int = 72
-    """Of a stream in the supervised start."""
+    """Tokens of a stream in the supervised start."""
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class PolicySequence:
     """The base model's folder, and the weights after 0, 1, 2, ... optimizer steps."""
 
     folder: Path
@@ -65,9 +65,9 @@ class Course:
     """Mean reward of the batch that each step trained."""
 
 
-def train(recipe: Recipe, folder: Path) -> Iterator[Course]:
-    """The course so far, first with the base alone, then after every step; it is the same object
-    that grows.
+def train(recipe: Recipe, folder: Path) -> Iterator[PolicySequence]:
+    """Yields the sequence so far, first with the base alone, then after every step; it is the same
+    growing object.
     """
     random = torch.Generator().manual_seed(recipe.seed)
     base = make_base(recipe, random)
@@ -76,10 +76,10 @@ def train(recipe: Recipe, folder: Path) -> Iterator[Course]:
     policy = load_policy(folder, job.spec, torch.device("cpu"))
     optimizer = make_optimizer(policy.parameters(), job.spec.algorithm.optimizer)
     sampler = sampling_model(folder)
-    course = Course(folder, job, [_copy(policy)], [])
-    yield course
+    policies = PolicySequence(folder, job, [_copy(policy)], [])
+    yield policies
     for step in range(recipe.num_steps):
-        sampler.load_state_dict(course.weights[-1])
+        sampler.load_state_dict(policies.weights[-1])
         prompts_NP = make_prompts(recipe.groups, random).repeat_interleave(recipe.group_size, 0)
         ids_NS, logprobs_NT = sample(sampler, prompts_NP, recipe.num_tokens, random)
         rewards_N = _rewards(ids_NS)
@@ -90,18 +90,18 @@ def train(recipe: Recipe, folder: Path) -> Iterator[Course]:
             step,
             _sequences(recipe, job, step, ids_NS, logprobs_NT, rewards_N),
         )
-        course.weights.append(_copy(policy))
-        course.rewards.append(float(rewards_N.mean()))
-        yield course
+        policies.weights.append(_copy(policy))
+        policies.rewards.append(float(rewards_N.mean()))
+        yield policies
 
 
 def make_prompts(count: int, random: torch.Generator) -> Tensor:
-    """[N, PERIOD] random digits."""
+    """Random digits, [N, PERIOD]."""
     return torch.tensor(DIGITS)[torch.randint(len(DIGITS), (count, PERIOD), generator=random)]
 
 
 def sampling_model(folder: Path) -> Any:
-    """The model as transformers has it; what the trainer loads knows packed rows only."""
+    """The model as transformers builds it; the one that the trainer loads takes packed rows only."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
@@ -113,7 +113,7 @@ def make_base(recipe: Recipe, random: torch.Generator) -> Any:
     for step in range(recipe.base_steps):
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1.0, (step + 1) / 20) * (1 - step / recipe.base_steps)
-        # First it sees what repeating is, then how seldom it is wanted.
+        # First the model learns to repeat, then how seldom that is asked for.
         ids_NS = _streams(
             32, recipe.base_tokens, 0.9 if 2 * step < recipe.base_steps else BASE_SHARE, random
         )
@@ -127,7 +127,7 @@ def make_base(recipe: Recipe, random: torch.Generator) -> Any:
 
 
 def _streams(count: int, num_tokens: int, share: float, random: torch.Generator) -> Tensor:
-    """[N, PERIOD + T] digits, of which `share` repeat on purpose and a tenth of the rest by chance."""
+    """Digits [N, PERIOD + T]; `share` of them repeat on purpose, a tenth of the rest by chance."""
     ids_NS = torch.cat([make_prompts(count, random) for _ in range(2 + num_tokens // PERIOD)], 1)[
         :, : PERIOD + num_tokens
     ]
@@ -156,7 +156,7 @@ def sample(
 
 
 def _rewards(ids_NS: Tensor) -> Tensor:
-    """[N] float64: share of sampled tokens that repeat."""
+    """Rewards [N] in float64: the share of sampled tokens that repeat."""
     return (ids_NS[:, PERIOD:] == ids_NS[:, :-PERIOD]).double().mean(1)
 
 
@@ -209,7 +209,7 @@ def _step(
 
 
 def _rows(job: Job, sequences: list[TrainSequence]) -> Iterator[MicroBatch]:
-    """Sequences are all as long, so as many fit into every row."""
+    """Packs the sequences into rows; all have the same length, so every row holds as many."""
     slots = job.spec.trainers.micro_batch_tokens
     each = slots // sequences[0].num_tokens
     for index, first in enumerate(range(0, len(sequences), each)):
