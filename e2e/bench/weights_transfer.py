@@ -104,7 +104,7 @@ class Trainer:
         body: dict[str, Any] = {
             "epoch": EPOCH,
             "version": self._version,
-            "manifest": self._snapshot.manifest.to_dict(),
+            "manifest": self._snapshot.manifest.to_json(),
             "mode": mode,
             "kv_cache": "keep",
             "allow_rollback": False,

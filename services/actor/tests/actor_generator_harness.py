@@ -215,7 +215,7 @@ class Trainer:
     ) -> "asyncio.Task[tuple[int, Any]]":
         """POST /request_weight_update, under way."""
         body = {
-            "epoch": self.epoch, "version": version, "manifest": manifest_of(weights, self.bucket_bytes).to_dict(),
+            "epoch": self.epoch, "version": version, "manifest": manifest_of(weights, self.bucket_bytes).to_json(),
             "timeout_s": CALL_S, **fields,
         }  # fmt: skip
         return asyncio.create_task(self.client.call("POST", "/request_weight_update", body))

@@ -223,7 +223,7 @@ async def test_an_evaluator_s_generator_serves_a_mixture_in_transformers_and_tak
         post = {
             "epoch": 1,
             "version": 41,
-            "manifest": manifest_of(mixture.weights).to_dict(),
+            "manifest": manifest_of(mixture.weights).to_json(),
             "timeout_s": 5,
         }
         assert (await client.call("POST", "/request_weight_update", post))[0] == 409

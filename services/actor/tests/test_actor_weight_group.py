@@ -203,7 +203,7 @@ async def house(folder: Path, pods: Pods, *, sync_timeout_s: float) -> AsyncIter
         server = await stack.enter_async_context(
             rpc.serve("127.0.0.1:0", [service], token=TOKEN, grace_s=0.5)
         )
-        servicer.open(manifest_of(Reference(folder / "model").weights), lambda: 0)
+        servicer.open(lambda: 0)
         publishing = asyncio.create_task(publisher.run(membership))
         settings = WeightTransferSettings(
             backend="gloo", form_timeout_seconds=60, sync_timeout_seconds=sync_timeout_s

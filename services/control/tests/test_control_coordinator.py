@@ -14,10 +14,11 @@ from aiohttp import web
 from pipelinerl.v1 import policy_pb2, policy_pb2_grpc, weights_pb2, weights_pb2_grpc
 from pipelinerl_common import rpc
 from pipelinerl_common.errors import Refused, Unavailable
+from pipelinerl_common.generator_api import UnknownManifest, WeightsResponse
 from pipelinerl_common.settings import WeightTransferSettings
 from pipelinerl_control.coordinator import Coordinator
-from pipelinerl_control.generator import GeneratorClient
 from pipelinerl_control.service import weight_transfer
+from pipelinerl_weights.manifest import Manifest
 
 TOKEN = "secret"
 MANIFEST = weights_pb2.WeightManifest(
@@ -37,6 +38,10 @@ class FakeGenerator:
     on_join: str | int = "ok"
     answers: asyncio.Event = field(default_factory=asyncio.Event)
     """Probes wait for it; it is set at the start."""
+    is_old: bool = False
+    """Of a release before manifests had hashes."""
+    manifests: set[str] = field(default_factory=set)
+    num_unknown: int = 0
     joins: list[dict[str, Any]] = field(default_factory=list)
     updates: list[dict[str, Any]] = field(default_factory=list)
     released: asyncio.Event = field(default_factory=asyncio.Event)
@@ -79,9 +84,17 @@ class FakeGenerator:
         return web.json_response({})
 
     async def _weights(self, request: web.Request) -> web.Response:
-        return web.json_response(
-            {"version": self.version, "epoch": self.epoch, "num_workers": self.num_workers}
+        weights = WeightsResponse(
+            version=self.version,
+            checksum=None,
+            epoch=self.epoch,
+            num_workers=self.num_workers,
+            num_running=0,
+            updates_total=0,
+            update_failures_total=0,
+            draining=False,
         )
+        return web.json_response(weights.model_dump())
 
     async def _join(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -90,12 +103,20 @@ class FakeGenerator:
 
     def _joined(self, body: dict[str, Any]) -> dict[str, Any]:
         self.epoch = body["epoch"]
+        self.manifests.clear()
         self.joined.set()
         return {"epoch": body["epoch"], "ranks": [body["rank_offset"]]}
 
     async def _update(self, request: web.Request) -> web.Response:
         assert request.headers["Authorization"] == f"Bearer {TOKEN}"
         body = await request.json()
+        if self.is_old and "manifest_hash" in body:
+            return error_response(422, "manifest: Field required", self.version)
+        if "manifest_hash" in body and body["manifest_hash"] not in self.manifests:
+            self.num_unknown += 1
+            return error_response(409, "unknown manifest", self.version, UnknownManifest.__name__)
+        if "manifest" in body:
+            self.manifests.add(Manifest.from_json(body["manifest"]).hash)
         self.updates.append(body)
         self.update_arrived.set()
         if self.hold is not None:
@@ -129,8 +150,10 @@ class FakeGenerator:
         return web.json_response(succeed())
 
 
-def error_response(status: int, message: str, serving_version: int) -> web.Response:
-    body = {"error": {"message": message, "type": "test", "serving_version": serving_version}}
+def error_response(
+    status: int, message: str, serving_version: int, kind: str = "test"
+) -> web.Response:
+    body = {"error": {"message": message, "type": kind, "serving_version": serving_version}}
     return web.json_response(body, status=status)
 
 
@@ -192,12 +215,17 @@ class Harness:
         return self.coordinator.group.epoch if self.coordinator.group else 0
 
     async def publish(
-        self, version: int, epoch: int | None = None, timeout_s: float = 5
+        self,
+        version: int,
+        epoch: int | None = None,
+        timeout_s: float = 5,
+        *,
+        manifest: weights_pb2.WeightManifest | None = MANIFEST,
     ) -> weights_pb2.PublishVersionResponse:
         request = weights_pb2.PublishVersionRequest(
             epoch=self.epoch if epoch is None else epoch,
             policy_version=version,
-            manifest=MANIFEST,
+            manifest=manifest,
             timeout_s=timeout_s,
         )
         async with rpc.connect(self.address, token=TOKEN) as channel:
@@ -317,6 +345,41 @@ async def test_publish_before_a_group_exists_is_refused() -> None:
             await harness.publish(3, epoch=1)
 
 
+async def test_the_manifest_travels_once_in_an_epoch_and_again_in_the_next() -> None:
+    async with running("a", "b") as harness:
+        await harness.until_members("a", "b")
+        with pytest.raises(Refused, match="must carry the manifest"):
+            await harness.publish(3, manifest=None)
+        assert (await harness.publish(3)).published
+        assert (await harness.publish(4, manifest=None)).published
+        assert (await harness.publish(5)).published  # a trainer that did not get its last answer
+        expected = Manifest.from_proto(MANIFEST)
+        for generator in (harness.generators["a"], harness.generators["b"]):
+            first, *later = generator.updates
+            assert Manifest.from_json(first["manifest"]) == expected
+            assert "manifest_hash" not in first
+            assert [update["manifest_hash"] for update in later] == [expected.hash] * 2
+            assert not any("manifest" in update for update in later)
+            assert generator.num_unknown == 1
+        await harness.generators["b"].stop()
+        await harness.until_members("a")
+        with pytest.raises(Refused, match="must carry the manifest"):
+            await harness.publish(6, manifest=None)
+        assert (await harness.publish(6)).published
+        assert "manifest" in harness.generators["a"].updates[-1]
+        assert harness.coordinator.counters.expulsions == 0
+
+
+async def test_a_generator_of_an_earlier_release_gets_the_manifest_with_every_update() -> None:
+    async with running("a", "b") as harness:
+        await harness.until_members("a", "b")
+        harness.generators["b"].is_old = True
+        for version in (3, 4):
+            assert (await harness.publish(version)).published
+        assert ["manifest" in update for update in harness.generators["a"].updates] == [True, False]
+        assert ["manifest" in update for update in harness.generators["b"].updates] == [True, True]
+
+
 async def test_leaver_is_dropped_and_the_rest_goes_on() -> None:
     async with running("a", "b") as harness:
         await harness.until_members("a", "b")
@@ -398,7 +461,7 @@ async def test_a_process_that_takes_an_expelled_ones_name_at_another_address_joi
 async def test_generator_that_never_answers_the_join_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pipelinerl_control.generator.ANSWER_GRACE_S", 0.1)
+    monkeypatch.setattr("pipelinerl_common.generator_client.ANSWER_GRACE_S", 0.1)
     async with running("a", "b", form_timeout_s=0.5) as harness:
         harness.generators["b"].on_join = "hang"
         await harness.until_members("a")
@@ -444,7 +507,7 @@ async def test_member_that_fails_after_another_succeeded_is_expelled_and_the_ver
 
 
 async def test_silent_member_is_expelled_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelinerl_control.generator.ANSWER_GRACE_S", 0.1)
+    monkeypatch.setattr("pipelinerl_common.generator_client.ANSWER_GRACE_S", 0.1)
     async with running("a", "b") as harness:
         await harness.until_members("a", "b")
         harness.generators["b"].on_update = "hang"
@@ -457,7 +520,7 @@ async def test_silent_member_is_expelled_at_the_deadline(monkeypatch: pytest.Mon
 async def test_a_generator_that_stops_answering_is_silent_until_it_answers_or_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(GeneratorClient.probe, "__defaults__", (0.2,))
+    monkeypatch.setattr("pipelinerl_control.observer.GENERATOR_PROBE_S", 0.2)
     async with running("a", "b") as harness:
         await harness.until_members("a", "b")
         assert harness.coordinator.silent == {}

@@ -12,7 +12,6 @@ from pipelinerl.v1 import policy_pb2, policy_pb2_grpc
 from pipelinerl_common.errors import PermanentError, Refused, Unavailable
 from pipelinerl_weights.errors import TransferFailed
 from pipelinerl_weights.group import Rendezvous, TransferGroup
-from pipelinerl_weights.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -133,15 +132,13 @@ class PolicyServicer(policy_pb2_grpc.PolicyServicer):
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
-        self._manifest: Manifest | None = None
-        self._policy_version: Callable[[], int] = lambda: -1
+        self._policy_version: Callable[[], int] | None = None
 
-    def open(self, manifest: Manifest, policy_version: Callable[[], int]) -> None:
+    def open(self, policy_version: Callable[[], int]) -> None:
         """`policy_version` gives the trainer's own version, which may be ahead of what was
         published.
         """
         self._policy_version = policy_version
-        self._manifest = manifest
 
     async def JoinGroup(
         self, request: policy_pb2.JoinGroupRequest, context: Any
@@ -157,15 +154,13 @@ class PolicyServicer(policy_pb2_grpc.PolicyServicer):
         self, request: policy_pb2.GetPolicyRequest, context: Any
     ) -> policy_pb2.GetPolicyResponse:
         return policy_pb2.GetPolicyResponse(
-            policy_version=self._policy_version(),
-            epoch=self._membership.epoch,
-            manifest=self._loaded().to_proto(),
+            policy_version=self._loaded()(), epoch=self._membership.epoch
         )
 
-    def _loaded(self) -> Manifest:
-        if self._manifest is None:
+    def _loaded(self) -> Callable[[], int]:
+        if self._policy_version is None:
             raise Unavailable("the trainer is still loading the model")
-        return self._manifest
+        return self._policy_version
 
 
 def _check(request: policy_pb2.JoinGroupRequest) -> None:

@@ -182,12 +182,13 @@ class Publisher:
 
     async def _publish(self, offer: Offer, group: TransferGroup, epoch: int) -> None:
         started = time.monotonic()
+        is_first = self._published is None or self._published[0] != epoch
         request = weights_pb2.PublishVersionRequest(
             epoch=epoch,
             policy_version=offer.version,
-            manifest=offer.snapshot.manifest.to_proto(),
-            allow_rollback=self._may_roll_back
-            and (self._published is None or self._published[0] != epoch),
+            # The coordinator keeps the manifest for the rest of the epoch.
+            manifest=offer.snapshot.manifest.to_proto() if is_first else None,
+            allow_rollback=self._may_roll_back and is_first,
             timeout_s=self._timeout_s,
         )
         asking = asyncio.create_task(self._ask(request), name=f"PublishVersion {offer.version}")

@@ -100,7 +100,7 @@ def train(
         engine = make_engine(run.job.spec, run.model_folder, ranks, checkpoint)
         loop = make_loop(run, ranks, engine, bridge, client, desk, checkpoint)
         if desk is not None:
-            bridge.call(desk.servicer.open, manifest_of(engine, run), lambda: loop.step)
+            bridge.call(desk.servicer.open, lambda: loop.step)
         loop.run()
 
 

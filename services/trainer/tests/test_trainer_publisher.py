@@ -85,7 +85,7 @@ async def publishing(*, may_roll_back: bool = False) -> AsyncIterator[Harness]:
             rpc.serve("127.0.0.1:0", [service], token=None, grace_s=0.5)
         )
         coordinator.trainer = server.address
-        servicer.open(MANIFEST, lambda: 7)
+        servicer.open(lambda: 7)
         task = asyncio.create_task(publisher.run(membership))
         try:
             yield harness
@@ -108,6 +108,21 @@ async def test_the_newest_offer_is_sent_once_the_group_is_there_and_then_marked(
         assert (status.served_version, status.num_updates, status.num_failures) == (3, 1, 0)
         assert (status.pause_s, status.transfer_s, status.apply_s) == (0.25, 0.5, 0.125)
         assert 0 < status.publish_s < UPDATE_S
+
+
+async def test_the_manifest_is_sent_until_an_epochs_first_success_and_again_in_the_next() -> None:
+    async with publishing() as harness:
+        harness.coordinator.die_before_receiving = True
+        harness.publisher.offer(offer(1))
+        await harness.coordinator.form()
+        await until(lambda: not harness.coordinator.die_before_receiving, "the failed update")
+        await harness.coordinator.form()
+        for version in (1, 2, 3):
+            harness.publisher.offer(offer(version))
+            await until(lambda v=version: harness.marked[-1:] == [v], "the publication")
+        await harness.coordinator.form()
+        await until(lambda: harness.coordinator.versions == [1, 2, 3, 3], "version 3 once more")
+        assert harness.coordinator.manifests == [(2, True), (2, False), (2, False), (3, True)]
 
 
 async def test_an_offer_that_is_overtaken_while_the_group_is_looked_at_is_not_sent() -> None:
@@ -283,7 +298,7 @@ async def test_a_group_of_one_leaves_every_group_and_is_told_as_an_epoch() -> No
         assert harness.membership.group is None
         policy = await harness.coordinator.policy()
         assert (policy.epoch, policy.policy_version) == (2, 7)
-        assert Manifest.from_proto(policy.manifest) == MANIFEST
+        assert not policy.HasField("manifest")  # a probe each second is no place for it
 
 
 async def test_a_newer_group_replaces_one_that_never_forms() -> None:

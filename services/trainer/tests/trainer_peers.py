@@ -243,11 +243,13 @@ class Coordinator(weights_pb2_grpc.WeightTransferServicer):
     rollbacks: list[bool] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     manifest: Manifest | None = None
+    manifests: list[tuple[int, bool]] = field(default_factory=list)
+    """For every update that was tried, its epoch and whether it carried the manifest."""
 
     async def form(self) -> None:
         """Begins the next epoch with the receiver."""
         self.leave()
-        self.epoch += 1
+        self.epoch, self.manifest = self.epoch + 1, None
         timeout_s = 20.0
         async with rpc.connect(self.trainer, token=None) as channel:
             response = await rpc.call(
@@ -304,7 +306,10 @@ class Coordinator(weights_pb2_grpc.WeightTransferServicer):
                 generator="generator-0-0", ok=False, error="no answer", policy_version=-1
             )
             return weights_pb2.PublishVersionResponse(published=False, members=[failed])
-        self.manifest = Manifest.from_proto(request.manifest)
+        self.manifests.append((request.epoch, request.HasField("manifest")))
+        if request.HasField("manifest"):
+            self.manifest = Manifest.from_proto(request.manifest)
+        assert self.manifest is not None, "the first update of an epoch carries the manifest"
         received: dict[str, Tensor] = {}
 
         def take(bucket: Bucket, buffer: Tensor) -> None:

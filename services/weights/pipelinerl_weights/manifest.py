@@ -5,6 +5,7 @@ Sender and receivers compute the same layout from the same manifest, so only byt
 update.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -116,16 +117,24 @@ class Manifest:
             end += padded
         yield Bucket(index, tuple(slots), end)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The JSON form that /request_weight_update takes."""
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form, which an UpdateRequest carries. Example: {"tensors": [{"name": "w",
+        "dtype": "float32", "shape": [2, 3]}], "bucket_bytes": 1024}.
+        """
         tensors = [
             {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)}
             for tensor in self.tensors
         ]
         return {"tensors": tensors, "bucket_bytes": self.bucket_bytes}
 
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of the JSON form: the name by which updates refer to a manifest sent before."""
+        text = json.dumps(self.to_json(), separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
     @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> "Manifest":
+    def from_json(cls, document: Mapping[str, Any]) -> "Manifest":
         """Raises MalformedMessage."""
         try:
             tensors = tuple(
@@ -139,18 +148,6 @@ class Manifest:
             return cls(tensors, int(document["bucket_bytes"]))
         except (KeyError, TypeError, ValueError) as error:
             raise MalformedMessage(f"not a weight manifest: {error!r}") from error
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> "Manifest":
-        """Raises MalformedMessage."""
-        try:
-            document = json.loads(text)
-        except ValueError as error:
-            raise MalformedMessage(f"not a weight manifest: {error}") from error
-        return cls.from_dict(document)
 
     def to_proto(self) -> weights_pb2.WeightManifest:
         tensors = [

@@ -30,11 +30,14 @@ from pipelinerl_common.generator_api import (
     CancelResponse,
     CompletionRequest,
     CompletionResponse,
+    DrainResponse,
     ErrorDetail,
     ErrorResponse,
+    HealthResponse,
     InitGroupRequest,
     InitGroupResponse,
     LoadResponse,
+    ReadyResponse,
     ScoreRequest,
     ScoreResponse,
     UpdateRequest,
@@ -118,8 +121,8 @@ def _add_serving_routes(app: FastAPI, generator: RunningGenerator, authorized: l
         return await _while_connected(request, serving.score(body))
 
     @app.post("/drain", dependencies=authorized)
-    async def drain() -> dict[str, bool]:
-        return {"drained": await serving.drain(generator.drain_s)}
+    async def drain() -> DrainResponse:
+        return DrainResponse(drained=await serving.drain(generator.drain_s))
 
 
 def _add_weight_routes(app: FastAPI, generator: RunningGenerator, authorized: list[Any]) -> None:
@@ -132,9 +135,12 @@ def _add_weight_routes(app: FastAPI, generator: RunningGenerator, authorized: li
 
     @app.post("/request_weight_update", dependencies=authorized)
     async def request_weight_update(body: UpdateRequest, request: Request) -> UpdateResponse:
-        transfer = Transfer(
-            body.version, Manifest.from_dict(body.manifest.model_dump()), body.timeout_s
+        manifest = (
+            updater.known_manifest(body.manifest_hash)
+            if body.manifest is None
+            else Manifest.from_json(body.manifest)
         )
+        transfer = Transfer(body.version, manifest, body.timeout_s)
         update = WeightUpdate(
             body.epoch, transfer, body.mode, KVCache(body.kv_cache), body.allow_rollback
         )
@@ -147,7 +153,7 @@ def _add_weight_routes(app: FastAPI, generator: RunningGenerator, authorized: li
             receiving.set(
                 pause_s=report.pause_s, transfer_s=report.transfer_s, apply_s=report.apply_s
             )
-        return UpdateResponse(**asdict(report))
+        return report
 
     @app.get("/weights")
     async def weights() -> WeightsResponse:
@@ -165,18 +171,18 @@ def _add_weight_routes(app: FastAPI, generator: RunningGenerator, authorized: li
 
 def _add_probe_routes(app: FastAPI, generator: RunningGenerator) -> None:
     @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
+    async def health() -> HealthResponse:
+        return HealthResponse()
 
     @app.get("/ready")
-    async def ready() -> dict[str, int]:
+    async def ready() -> ReadyResponse:
         if not generator.serving.ready:
             raise Unavailable(
                 "draining"
                 if generator.serving.draining
                 else "no weights of the job were received yet"
             )
-        return {"version": generator.updater.version}
+        return ReadyResponse(version=generator.updater.version)
 
     @app.get("/load")
     async def load() -> LoadResponse:

@@ -31,7 +31,9 @@ from pipelinerl_actor.generator.engine import (
 from pipelinerl_actor.generator.metrics import GeneratorMetrics
 from pipelinerl_actor.generator.weight_layout import ExpectedWeights, ManifestMismatch
 from pipelinerl_common.errors import FatalError, Refused
+from pipelinerl_common.generator_api import UnknownManifest, UpdateResponse
 from pipelinerl_common.telemetry import fields
+from pipelinerl_weights.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -48,16 +50,6 @@ class WeightUpdate:
     mode: str
     kv_cache: KVCache
     allow_rollback: bool
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateReport:
-    version: int
-    checksum: str
-    pause_s: float
-    transfer_s: float
-    apply_s: float
-    num_running: int
 
 
 class WeightUpdater:
@@ -83,6 +75,8 @@ class WeightUpdater:
         self.version = initial_version
         self.checksum: str | None = None
         self.epoch = NO_GROUP
+        self._manifest: Manifest | None = None
+        """The manifest of the present group's updates, once one has carried it."""
         self.num_updates = 0
         self.num_failures = 0
         self._publish()
@@ -101,7 +95,7 @@ class WeightUpdater:
             )
         await self._engine.leave()
         async with self._lock:
-            self.epoch = NO_GROUP
+            self.epoch, self._manifest = NO_GROUP, None
             try:
                 ranks = await self._engine.join(group)
                 self.epoch = group.epoch
@@ -110,7 +104,17 @@ class WeightUpdater:
         log.info(fields(epoch=group.epoch, ranks=ranks, world_size=group.world_size))
         return ranks
 
-    async def update(self, update: WeightUpdate) -> UpdateReport:
+    def known_manifest(self, manifest_hash: str | None) -> Manifest:
+        """The manifest that an earlier update of the present group carried. Raises UnknownManifest,
+        so that the caller sends it again.
+        """
+        if self._manifest is None or self._manifest.hash != manifest_hash:
+            raise UnknownManifest(
+                f"manifest {manifest_hash} is unknown in epoch {self.epoch}; send the update with it"
+            )
+        return self._manifest
+
+    async def update(self, update: WeightUpdate) -> UpdateResponse:
         """Raises Refused or ManifestMismatch before anything changed; TransferTimeout,
         TransferAborted or TransferFailed with the old weights serving on; FatalError when the
         weights are not to be trusted any more.
@@ -152,6 +156,7 @@ class WeightUpdater:
             )
         expected.check(update.transfer.manifest)
         self._check_order(update)
+        self._manifest = update.transfer.manifest
 
     def _expected(self) -> ExpectedWeights:
         if self._layout is None:
@@ -171,7 +176,7 @@ class WeightUpdater:
                 "allow_rollback to go back"
             )
 
-    async def _run(self, update: WeightUpdate) -> UpdateReport:
+    async def _run(self, update: WeightUpdate) -> UpdateResponse:
         try:
             if update.mode == "staged":
                 return await self._staged(update)
@@ -186,7 +191,7 @@ class WeightUpdater:
         finally:
             self._publish()
 
-    async def _staged(self, update: WeightUpdate) -> UpdateReport:
+    async def _staged(self, update: WeightUpdate) -> UpdateResponse:
         received = await self._engine.stage(update.transfer)
         async with self._paused(update) as pause:
             start = time.monotonic()
@@ -195,7 +200,7 @@ class WeightUpdater:
             await self._commit(update, received)
         return self._report(update, received, pause, apply_s)
 
-    async def _in_place(self, update: WeightUpdate) -> UpdateReport:
+    async def _in_place(self, update: WeightUpdate) -> UpdateResponse:
         await self._engine.back_up()
         async with self._paused(update) as pause:
             try:
@@ -238,8 +243,8 @@ class WeightUpdater:
 
     def _report(
         self, update: WeightUpdate, received: Received, pause: "_Pause", apply_s: float
-    ) -> UpdateReport:
-        return UpdateReport(
+    ) -> UpdateResponse:
+        return UpdateResponse(
             version=update.transfer.version,
             checksum=received.checksum,
             pause_s=pause.seconds,

@@ -36,6 +36,7 @@ from pipelinerl_actor.generator.vllm_options import VllmOptions, engine_args
 from pipelinerl_actor.generator.worker_thread import WorkerReports
 from pipelinerl_common.errors import FatalError
 from pipelinerl_common.types import VersionRun
+from pipelinerl_weights.manifest import Manifest
 
 
 class StepStats(PrometheusStatLogger):  # type: ignore[misc] # vLLM ships no types
@@ -109,6 +110,8 @@ class VllmEngine:
         self._llm: AsyncLLM | None = None
         self._ids = itertools.count()
         self._requests: set[_Request] = set()
+        self._manifest: Manifest | None = None
+        """The one that the workers have."""
         self._num_updates = 0
         self._reports = WorkerReports(options.generator.tensor_parallel_size)
         self._clock = StepClock(kv_tokens=0)
@@ -293,8 +296,12 @@ class VllmEngine:
                 request.restart.set()
 
     async def _receive(self, method: str, transfer: Transfer) -> Received:
-        arguments = (transfer.version, transfer.manifest.to_json(), transfer.timeout_s)
-        results = await self._in_background(method, transfer.timeout_s, *arguments)
+        if transfer.manifest is not self._manifest:
+            await self._call("weights_manifest", transfer.manifest.to_json())
+            self._manifest = transfer.manifest
+        results = await self._in_background(
+            method, transfer.timeout_s, transfer.version, transfer.timeout_s
+        )
         checksums = {str(result["checksum"]) for result in results}
         if len(checksums) != 1:
             raise RuntimeError(

@@ -38,6 +38,7 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
         super().load_model(*args, **kwargs)
         self._work = BackgroundWork(self.rank)
         self._group: TransferGroup | None = None
+        self._manifest: Manifest | None = None
         self._backup: Backup | None = None
         self._merged = self._merged_weights()
         self._update: AdapterReload | None = None
@@ -71,21 +72,21 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
             self._group.close()
             self._group = None
 
-    def weights_stage(
-        self, ticket: Sequence[Any], version: int, manifest: str, timeout_s: float
-    ) -> None:
+    def weights_manifest(self, document: dict[str, Any]) -> None:
+        """The manifest of the updates that follow, in its JSON form."""
+        self._manifest = Manifest.from_json(document)
+
+    def weights_stage(self, ticket: Sequence[Any], version: int, timeout_s: float) -> None:
         assert self._staging is not None
         reload = self._reload(self._staging.reload)
-        self._work.start(
-            Ticket(*ticket), lambda: self._receive(reload, version, manifest, timeout_s)
-        )
+        self._work.start(Ticket(*ticket), lambda: self._receive(reload, version, timeout_s))
 
     def weights_receive_in_place(
-        self, ticket: Sequence[Any], version: int, manifest: str, timeout_s: float
+        self, ticket: Sequence[Any], version: int, timeout_s: float
     ) -> None:
         reload = self._reload(self._in_place)
         self._work.start(
-            Ticket(*ticket), lambda: self._receive_in_place(reload, version, manifest, timeout_s)
+            Ticket(*ticket), lambda: self._receive_in_place(reload, version, timeout_s)
         )
 
     def weights_back_up(self, ticket: Sequence[Any]) -> None:
@@ -127,17 +128,18 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
         return self._update or reload
 
     def _receive_in_place(
-        self, reload: Reload | AdapterReload, version: int, manifest: str, timeout_s: float
+        self, reload: Reload | AdapterReload, version: int, timeout_s: float
     ) -> dict[str, Any]:
-        result = self._receive(reload, version, manifest, timeout_s)
+        result = self._receive(reload, version, timeout_s)
         if self._update is not None:
             self._served = self._update.adapter
         return result
 
     def _receive(
-        self, reload: Reload | AdapterReload, version: int, manifest: str, timeout_s: float
+        self, reload: Reload | AdapterReload, version: int, timeout_s: float
     ) -> dict[str, Any]:
         assert self._group is not None
+        assert self._manifest is not None
         clock = TransferClock()
 
         def load(bucket: Bucket, buffer: Tensor) -> None:
@@ -151,7 +153,7 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
             try:
                 checksum = receive(
                     self._group,
-                    Manifest.from_json(manifest),
+                    self._manifest,
                     version,
                     timeout_s,
                     load,
