@@ -1,6 +1,4 @@
-"""A PipelineRLJob on a cluster, as tests see it: small, without a GPU, and with the namespace it
-lives in.
-"""
+"""A PipelineRLJob of the cluster tests: small, without a GPU, together with its namespace."""
 
 import copy
 import shutil
@@ -15,14 +13,14 @@ from cluster_session import OURS, ROOT, STATE, Cluster, wait_for
 
 ARITHMETIC = ROOT / "e2e" / "jobs" / "arithmetic.yaml"
 MADE_MODELS = Path.home() / ".cache" / "pipelinerl"
-"""What `pipelinerl up` made here before: making a model takes a minute."""
+"""Models that `pipelinerl up` made on this machine before: making one takes a minute."""
 ENDLESS = 1_000_000
 READY_S = 400.0
 """Longest time for a job to run, on two cores that others use too."""
 
 
 def namespace_object(name: str) -> dict[str, Any]:
-    """A namespace that refuses pods that are not restricted, where the server has such a thing."""
+    """A namespace that refuses unrestricted pods, where the server enforces pod security."""
     key, _, value = OURS.partition("=")
     labels = {"pod-security.kubernetes.io/enforce": "restricted", key: value}
     return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
@@ -148,7 +146,7 @@ class ClusterJob:
         )
 
     def pods(self, role: str = "") -> list[dict[str, Any]]:
-        """The job's pods that are not being deleted."""
+        """Pods of the job that are not being deleted."""
         selector = f"pipelinerl.dev/job={self.name}" + (
             f",pipelinerl.dev/role={role}" if role else ""
         )
@@ -180,7 +178,7 @@ class ClusterJob:
         )
 
     def wait_until_training(self, steps: int = 2, timeout_s: float = READY_S) -> int:
-        """Waits for Running and for `steps` more steps than there are; returns the step."""
+        """Waits for Running and for `steps` more steps than now; returns the step."""
         self.wait_for_phase("Running", timeout_s=timeout_s)
         first = self.step
         wait_for(

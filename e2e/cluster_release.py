@@ -14,13 +14,13 @@ CHART = ROOT / "charts" / "pipelinerl"
 NAME, NAMESPACE = "prl", "pipelinerl-e2e"
 CRD = "pipelinerljobs.pipelinerl.dev"
 NEWER_FIELD, NEWER_COLUMN = "ttlSecondsAfterFinished", "Policy"
-"""What the CRD of `older_chart` lacks."""
+"""The field and the column that the CRD of `older_chart` lacks."""
 LEADER = "app.kubernetes.io/component=operator,pipelinerl.dev/leader=true"
 
 
 def older_chart(folder: Path) -> Path:
-    """The chart as an earlier version may have been: its number, and a CRD without one field and
-    one column.
+    """The chart as an earlier version may have been: an older number, and a CRD without one field
+    and one column.
     """
     chart = shutil.copytree(CHART, folder / "older")
     for name, left_out in {
@@ -62,11 +62,11 @@ class Release:
         self.cluster.kubectl("label", "namespace", NAMESPACE, OURS, "--overwrite")
 
     def clear(self) -> None:
-        """Removes what a session left that did not end well."""
+        """Removes what a session that was interrupted has left."""
         self.cluster.kubectl("delete", "namespace", "--selector", OURS, timeout_s=300)
 
     def uninstall(self) -> None:
-        """Leaves nothing of these tests in the cluster, and everything of others."""
+        """Removes everything of these tests from the cluster, and nothing else."""
         self.cluster.helm(
             "uninstall", NAME, "--namespace", NAMESPACE, "--timeout", "60s", check=False
         )

@@ -1,8 +1,8 @@
 """The cluster that tests run on: an existing one through KUBECONFIG, or the one of e2e/cluster,
-brought up for the session.
+started for the session.
 
-README.md in e2e/cluster says what an existing one must have. Everything waits with a deadline, and
-what a wait saw last is in its error.
+README.md in e2e/cluster says what an existing one must have. Every wait has a deadline, and its
+error contains the last state that it saw.
 """
 
 import json
@@ -30,30 +30,30 @@ Value = TypeVar("Value")
 
 
 class CannotRun(Exception):
-    """This machine cannot have a cluster; the message says why."""
+    """This machine cannot run a cluster; the message says why."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Kubernetes cluster, through kubectl and Helm as its users have them."""
+    """A Kubernetes cluster, used through kubectl and Helm as its users do."""
 
     kubeconfig: Path
     is_local: bool
-    """Whether it is the one of e2e/cluster, whose parts tests may stop."""
+    """Whether it is the local cluster of e2e/cluster, whose parts tests may stop."""
     registry: str
     tag: str
 
     def kubectl(
         self, *arguments: str, stdin: str | None = None, timeout_s: float = 60, check: bool = True
     ) -> str:
-        """What kubectl printed; with check=False its errors too."""
+        """Runs kubectl and returns what it printed; with check=False its errors too."""
         return self._run("kubectl", arguments, stdin, timeout_s, check)
 
     def helm(self, *arguments: str, timeout_s: float = 240, check: bool = True) -> str:
         return self._run("helm", arguments, None, timeout_s, check)
 
     def get(self, *arguments: str) -> dict[str, Any] | None:
-        """An object or a list; None when it does not exist."""
+        """Gets an object or a list; None when it does not exist."""
         text = self.kubectl("get", *arguments, "--ignore-not-found", "--output", "json")
         found: dict[str, Any] | None = json.loads(text) if text.strip() else None
         return found
@@ -109,7 +109,7 @@ def wait_for(
     timeout_s: float,
     now: Callable[[], object] = lambda: "",
 ) -> Value:
-    """The first true value of `look`. Raises AssertionError with `now()`, what there is instead."""
+    """Waits for the first true value of `look`. Raises AssertionError with the state, `now()`."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -118,7 +118,7 @@ def wait_for(
         except (
             AssertionError,
             subprocess.TimeoutExpired,
-        ) as error:  # the API server may be away for a while
+        ) as error:  # the API server may be unreachable for a while
             value, problem = None, str(error)
         if value:
             return value
@@ -127,9 +127,7 @@ def wait_for(
 
 
 def existing() -> Cluster | None:
-    """The cluster of KUBECONFIG, or None. Raises CannotRun when it is nobody's that these tests may
-    use.
-    """
+    """The cluster of KUBECONFIG, or None. Raises CannotRun when these tests must not use it."""
     kubeconfig = os.environ.get("KUBECONFIG")
     if not kubeconfig:
         return None
@@ -146,7 +144,7 @@ def existing() -> Cluster | None:
 
 
 def bring_up() -> Cluster:
-    """Makes what the local cluster needs, where that is missing, and starts it. Raises CannotRun."""
+    """Builds the missing parts of the local cluster and starts it. Raises CannotRun."""
     _script("prepare", timeout_s=2400)
     take_down()
     kubeconfig = _script("up", timeout_s=240).splitlines()[-1]
@@ -198,7 +196,7 @@ def _script(name: str, *arguments: str, timeout_s: float) -> str:
 
 
 def diagnosis(cluster: Cluster) -> str:
-    """What a person would look at first, in every namespace of the tests: objects, events, logs."""
+    """Objects, events and logs in every namespace of the tests, as a person would look at first."""
     parts: list[str] = []
     try:
         for each in cluster.items("namespaces", "--selector", OURS):

@@ -19,7 +19,7 @@ CLUSTER = pytest.StashKey[Cluster]()
 
 @pytest.fixture
 def new_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """Makes runs in the test's folder and ends what is left of them."""
+    """Makes runs in the test's folder; ends their processes afterwards."""
     runs: list[Run] = []
 
     def make(name: str, *arguments: str, job: Path = ARITHMETIC) -> Run:
@@ -35,7 +35,7 @@ def new_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on the cluster come last: it is brought up once, and nothing is measured beside it."""
+    """Tests on the cluster come last: it is started once, and nothing is measured beside it."""
     items.sort(key=lambda item: item.get_closest_marker("cluster") is not None)
 
 
@@ -54,7 +54,7 @@ def pytest_runtest_makereport(
 @pytest.fixture(scope="session")
 def cluster(pytestconfig: pytest.Config) -> Iterator[Cluster]:
     """The cluster of KUBECONFIG, or the local one, for the whole session. In CI the local one must
-    come up.
+    start.
     """
     try:
         existing = cluster_session.existing()
@@ -91,7 +91,7 @@ def new_namespace(cluster: Cluster, release: Release) -> Iterator[Callable[[str]
         namespace = f"pipelinerl-e2e-{name}"
         cluster.kubectl(
             "create", "--filename", "-", stdin=json.dumps(namespace_object(namespace))
-        )  # never one that is there
+        )  # fails where the namespace exists already
         made.append(namespace)
         for each in ("cache", "checkpoints"):
             claim(cluster, namespace, each)

@@ -58,12 +58,12 @@ _COMMUTE = {"min", "max", "minimum", "maximum"}
 
 @dataclass(frozen=True)
 class Mutant:
-    """One changed place."""
+    """One change of the source."""
 
     module: str
     line: int
     change: str
-    """The source line and what becomes of a part of it, as "return a * b: a * b -> a / b"; without
+    """The source line and the change of a part of it, as "return a * b: a * b -> a / b"; without
     the line's number, so that it can be listed as equivalent.
     """
     tree: ast.Module
@@ -185,7 +185,7 @@ def modules(fresh: dict[str, types.ModuleType]) -> Iterator[None]:
 class Runner:
     """Runs the functions of the modules `tests` against mutants of the modules `subjects`.
 
-    Both are given in the order of their imports, and are executed anew for each mutant.
+    Both are given in the order of their imports, and are executed again for each mutant.
     """
 
     def __init__(self, subjects: Sequence[str], tests: Sequence[str]) -> None:

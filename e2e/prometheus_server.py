@@ -1,4 +1,4 @@
-"""A real Prometheus on loopback, for as long as a test needs it."""
+"""A real Prometheus on loopback for one test."""
 
 import json
 import shutil
@@ -21,14 +21,14 @@ START_S = 60.0
 
 
 class Prometheus:
-    """Its HTTP interface."""
+    """HTTP client of a running Prometheus."""
 
     def __init__(self, url: str) -> None:
         self.url = url
 
     def get(self, path: str, **parameters: str | float) -> Any:
-        """`data` of the answer. Raises AssertionError with what the server says about a wrong
-        query.
+        """The field `data` of the response. Raises AssertionError with the server's message about a
+        wrong query.
         """
         try:
             with urllib.request.urlopen(
@@ -50,7 +50,7 @@ class Prometheus:
         return result
 
     def alerts(self) -> list[dict[str, Any]]:
-        """Those that are pending or firing now."""
+        """Alerts that are pending or firing now."""
         found: list[dict[str, Any]] = self.get("alerts")["alerts"]
         return found
 
@@ -66,7 +66,7 @@ class Prometheus:
 def running(
     folder: Path, scrape: Sequence[Mapping[str, Any]], rules: Mapping[str, Any]
 ) -> Iterator[Prometheus]:
-    """Scrapes and evaluates `rules` every second until the block is left. Everything lies in
+    """Scrapes and evaluates `rules` every second until the block is left. All its files are in
     `folder`.
     """
     assert PROMETHEUS is not None

@@ -1,4 +1,4 @@
-"""The chart's alerts and dashboards as they come out of Helm."""
+"""The chart's alerts and dashboards as Helm renders them."""
 
 import json
 import re

@@ -1,5 +1,5 @@
-"""The chart's NATS: a configuration that nats-server takes, keys that stay where they belong, and a
-cluster by one value.
+"""The chart's NATS: a configuration that nats-server accepts, keys that stay in their Secrets, and
+a cluster by one value.
 """
 
 import base64
@@ -13,7 +13,7 @@ import pytest
 from cluster_release import CHART, older_chart
 from pipelinerl_common.stream.server import find_binary
 from pipelinerl_operator.nats import trust
-from pipelinerl_operator.nats.keys import Key, KeyKind
+from pipelinerl_operator.nats.keys import KeyKind, NatsKey
 from test_chart_render import HELM, of_kind, refusal, render
 
 pytestmark = pytest.mark.skipif(
@@ -36,7 +36,7 @@ def pod_of(documents: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def environment_of(documents: list[dict[str, Any]], password: str) -> dict[str, str]:
-    """As the kubelet would set it."""
+    """The environment of the container, as the kubelet would set it."""
     variables = {
         each["name"]: each.get("value", "") for each in pod_of(documents)["containers"][0]["env"]
     }
@@ -62,7 +62,7 @@ def test_another_version_of_the_chart_restarts_no_server(tmp_path: Path) -> None
 @pytest.mark.parametrize("replicas", [1, 3, 5])
 def test_the_server_takes_its_configuration(replicas: int, tmp_path: Path) -> None:
     documents = render(f"nats.replicas={replicas}")
-    secret = trust.auth_secret(f"{NAME}-auth", Key.generate(KeyKind.OPERATOR), {})
+    secret = trust.auth_secret(f"{NAME}-auth", NatsKey.generate(KeyKind.OPERATOR), {})
     content = {key: base64.b64decode(value).decode() for key, value in secret["data"].items()}
     (config,) = (
         each for each in of_kind(documents, "ConfigMap") if each["metadata"]["name"] == NAME

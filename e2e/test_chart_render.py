@@ -1,4 +1,6 @@
-"""The chart without a cluster: what it renders for several values, and what it refuses."""
+"""The chart without a cluster: the objects that it renders for several values, and values that it
+refuses.
+"""
 
 import difflib
 import functools
@@ -79,7 +81,7 @@ def render(
     version: str = "1.36",
     chart: Path = CHART,
 ) -> list[dict[str, Any]]:
-    """What `helm template` makes; not to be changed."""
+    """The objects that `helm template` renders, cached; callers must not change them."""
     flags = [flag for each in sets for flag in ("--set", each)]
     result = helm(
         "template", release, str(chart), "--namespace", namespace, "--kube-version", version, *flags
@@ -125,8 +127,8 @@ def reviewed(documents: list[dict[str, Any]]) -> list[str]:
 
 @pytest.mark.parametrize("name", VALUES)
 def test_what_is_rendered_is_what_was_reviewed(name: str) -> None:
-    """The default in full, other values by what they change. PIPELINERL_UPDATE_GOLDEN=1 writes the
-    files again.
+    """The default is compared in full, other values by their differences from it.
+    PIPELINERL_UPDATE_GOLDEN=1 writes the files again.
     """
     default = reviewed(render())
     if name == "default":

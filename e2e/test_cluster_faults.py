@@ -1,6 +1,6 @@
-"""On a real cluster: one endless job, and everything that may go wrong around it in turn.
+"""On a real cluster: one endless job, and one fault after another.
 
-It must train on each time, and only what was hit may have been started again.
+It must continue training each time, and only what the fault hit may have been restarted.
 """
 
 import json
@@ -39,7 +39,7 @@ def endless(
 
 @pytest.fixture
 def job(endless: ClusterJob) -> ClusterJob:
-    """The endless job, training and whole."""
+    """The endless job, training with all its processes."""
     endless.wait_until_training(steps=1)
     wait_for(
         "whole job",
@@ -73,7 +73,7 @@ def kill(cluster: Cluster, pod: dict[str, Any], container: str) -> None:
 
 def recovers_from_a_kill(job: ClusterJob, role: str, container: str) -> dict[str, Any]:
     """Kills a container of `role`; returns the role's status once its pod is a new one and training
-    goes on.
+    has continued.
     """
     before, restarts = job.uids(), job.status["restarts"]
     (pod,) = job.pods(role)
@@ -114,7 +114,7 @@ def test_a_killed_trainer_goes_on_from_its_checkpoint(job: ClusterJob) -> None:
     assert trainers["restarts"] >= 1
     assert (
         job.step >= step - 5
-    )  # checkpoint.everySteps, and what a status of 15 s ago could not show
+    )  # checkpoint.everySteps, and the steps that a status of 15 s ago does not show
 
 
 def test_a_killed_preprocessor_is_replaced_alone(job: ClusterJob) -> None:
@@ -188,7 +188,7 @@ def test_a_generator_that_falls_silent_is_left_out_alone_and_comes_back(
     generator = container_id(second_actor, "generator-0")
     signal_container(
         generator, "STOP"
-    )  # in an update, or before one: it never answers, and nothing tells that it is gone
+    )  # in an update, or before one: it does not respond, and nothing reports its end
     try:
         deadline_s = 20 + RECOVERY_S / 2  # syncTimeoutSeconds, and a status that is up to 15 s old
         wait_for(
@@ -272,7 +272,7 @@ def test_a_suspended_job_holds_nothing_and_resumes_where_it_stopped(job: Cluster
 
 
 def test_a_job_deleted_in_the_middle_leaves_nothing(job: ClusterJob) -> None:
-    """Last of this file: the endless job ends with it."""
+    """The last test of this file, since it ends the endless job."""
     job.delete("--wait=true")
     kinds = "pods,services,configmaps,secrets,networkpolicies,poddisruptionbudgets,serviceaccounts"
     selector = f"pipelinerl.dev/job={job.name}"

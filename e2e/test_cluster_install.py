@@ -1,4 +1,4 @@
-"""On a real cluster: install, the example job, what people see of it, and what its pods may do."""
+"""On a real cluster: installation, the example job, its status for users, and its pods' rights."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_kubectl_explains_the_job(cluster: Cluster, release: Release, tmp_path: 
     fresh = (
         "--cache-dir",
         str(tmp_path),
-    )  # `explain` believes a cache from before the installation
+    )  # `explain` uses a cache from before the installation
     assert "Optimizer steps" in cluster.kubectl("explain", "prl.spec.algorithm.steps", *fresh)
     assert "One word for people" in cluster.kubectl("explain", "prl.status.phase", *fresh)
 
@@ -63,7 +63,7 @@ def test_the_pods_of_a_job_are_restricted(arithmetic: ClusterJob) -> None:
 
 
 def violations(spec: dict[str, Any]) -> list[str]:
-    """What the pod security level `restricted` would refuse."""
+    """The violations of the pod security level `restricted`."""
     found = [
         f"{field} is set" for field in ("hostNetwork", "hostPID", "hostIPC") if spec.get(field)
     ]

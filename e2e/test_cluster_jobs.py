@@ -1,5 +1,5 @@
-"""On a real cluster: jobs that are refused, that end, that live beside others, and namespaces that
-go.
+"""On a real cluster: jobs that are refused, that end, that share a namespace, and namespaces that
+are deleted.
 """
 
 import re
@@ -22,8 +22,8 @@ def namespace(new_namespace: Callable[[str], str]) -> str:
 
 @pytest.fixture(scope="module")
 def pair(namespace: str, new_job: Callable[..., ClusterJob]) -> tuple[ClusterJob, ClusterJob]:
-    """Two short jobs that run at once. The first one trains adapters and is evaluated; the second
-    one goes by itself.
+    """Two short jobs that run concurrently. The first one trains adapters and is evaluated; the
+    second one deletes itself.
     """
     held_out = {"name": "held-out", "path": ARITHMETIC_TASK, "numPrompts": 8, "args": {"digits": 1}}
     evaluation = {"everySteps": 5, "sets": [held_out], "timeoutSeconds": 300}
@@ -73,7 +73,7 @@ def test_a_pod_template_that_the_server_refuses_is_told_in_its_words(
     assert "must be greater than or equal to 0" in condition["message"]
     assert job.pods() == []
     job.patch(trainers={"podTemplate": None})
-    wait_for("pods of the mended job", lambda: len(job.pods()) == 3, 90, lambda: job.status)
+    wait_for("pods of the fixed job", lambda: len(job.pods()) == 3, 90, lambda: job.status)
     job.delete()
 
 
@@ -93,14 +93,16 @@ def test_two_jobs_in_one_namespace_both_succeed(pair: tuple[ClusterJob, ClusterJ
 def test_the_last_step_of_a_job_with_adapters_is_evaluated(
     pair: tuple[ClusterJob, ClusterJob],
 ) -> None:
-    """After `test_two_jobs_in_one_namespace_both_succeed`."""
+    """Runs after `test_two_jobs_in_one_namespace_both_succeed`."""
     kept, _ = pair
     (evaluator,) = kept.pods("evaluator")
     assert evaluator["status"]["phase"] == "Succeeded"
     assert kept.condition("Evaluating")["status"] == "False"
-    told = kept.events()
-    assert {"Evaluating", "Evaluated", "Succeeded"} <= set(told)
-    assert re.fullmatch(r"step 3: held-out pass@1 \S.*", told["Evaluated"][0]), told["Evaluated"]
+    events = kept.events()
+    assert {"Evaluating", "Evaluated", "Succeeded"} <= set(events)
+    assert re.fullmatch(r"step 3: held-out pass@1 \S.*", events["Evaluated"][0]), events[
+        "Evaluated"
+    ]
 
 
 def test_a_finished_job_is_removed_after_its_time_and_another_one_stays(

@@ -29,7 +29,7 @@ from up_run import ARITHMETIC
 
 PLAN = Plan(str(ARITHMETIC), seeds=2, conventional=(1, 4, 8), steps=20, goal=0.8, cores=2)
 SECONDS = {None: 1.0, 1: 3.0, 4: 2.0, 8: 1.5}
-"""Of a step, by G."""
+"""Seconds of a step, by G."""
 ESS = {None: 0.97, 1: 1.0, 4: 0.96, 8: 0.7}
 WAIT_SHARE = 0.6
 
@@ -90,7 +90,7 @@ def folder(tmp_path: Path) -> Path:
 def test_search_takes_the_fastest_that_does_not_collapse_and_every_seed_runs_all_settings(
     folder: Path,
 ) -> None:
-    """G = 8 comes to the goal first and collapses; two threads make each step twice as long here."""
+    """G = 8 reaches the goal first and collapses; two threads make each step twice as long here."""
     assert best_conventional(folder, PLAN) == Setting(4, threads=1)
     runs = sorted(str(path.parent.relative_to(folder)) for path in folder.glob("*/*/metrics.jsonl"))
     assert runs == [
@@ -135,9 +135,9 @@ def test_finished_runs_are_kept_and_unfinished_ones_made_again(folder: Path) -> 
     Experiment(folder, PLAN, said.append, carry_out).run()
     assert made == [(2, "in-flight")]
     assert sum("is there already" in line for line in said) == 9
-    (told,) = [line for line in said if "seed-2/in-flight:" in line]
+    (line,) = [line for line in said if "seed-2/in-flight:" in line]
     assert (
-        "20 steps in 24 s of training, reward 0.8 after 13 s, at the end 0.900" in told
+        "20 steps in 24 s of training, reward 0.8 after 13 s, at the end 0.900" in line
     )  # 11 steps of 1.2 s
 
 

@@ -1,4 +1,4 @@
-"""A run in which an actor with its generator leaves, and comes back, while training goes on."""
+"""A run in which an actor and its generator leave and return while training continues."""
 
 import json
 import re
@@ -19,7 +19,7 @@ ELASTIC = (
     *("--set", "actors.maxReplicas=2"),
     *("--set", "algorithm.groupsPerStep=8"),
     *("--set", "staleness={policy: slack, eta: 2}"),
-    # Whatever the machine's balance is, an actor that may come does.
+    # An actor that may be added is added, whatever the machine's balance is.
     *(
         "--set",
         "autoscale={enabled: true, schedule: hybrid, exploreSteps: 6, periodSteps: 6, lowRatio: "
@@ -27,7 +27,7 @@ ELASTIC = (
     ),
 )
 LAG_BOUND = 2
-"""Of the policy slack with eta=2."""
+"""The bound of the policy slack with eta=2."""
 UPDATE = re.compile(r"\bupdate=(\d+) mode=staged checksum=(\w+)")
 
 
@@ -36,7 +36,7 @@ def starts(run: Run, name: str) -> int:
 
 
 def lives(run: Run, name: str) -> list[list[tuple[int, str]]]:
-    """Updates (version, checksum) that a generator took, by its starts."""
+    """Updates (version, checksum) that a generator received, for each of its starts."""
     log = (run.output / "logs" / f"{name}.log").read_text()
     by_life = log.split(f"Z {name} starts\n")[1:]
     return [
@@ -61,7 +61,8 @@ def test_an_actor_leaves_and_another_joins_while_training_goes_on(
     )
     gone = published_groups(run, "actor-1")
     run.wait_until(
-        lambda: published_groups(run, "actor-1")[len(gone) :][-1:] > [4.0], "groups of the newcomer"
+        lambda: published_groups(run, "actor-1")[len(gone) :][-1:] > [4.0],
+        "groups of the new actor",
     )
     run.wait_for_step(len(run.steps) + 4)  # what it has published is trained
     run.signal(signal.SIGINT)
@@ -100,7 +101,7 @@ def test_an_actor_leaves_and_another_joins_while_training_goes_on(
     assert set(run.summary["rollout_errors"]) <= {"generator_away"}, "it is not ready at once"
     assert main(["replay", str(run.output)]) == 0
 
-    # the bound holds, and the newcomer had the right weights
+    # the bound holds, and the new actor had the right weights
     assert max(step["lag_max"] for step in run.steps) <= LAG_BOUND
     (stayed,), (first, second) = lives(run, "generator-0-0"), lives(run, "generator-1-0")
     known = dict(stayed)

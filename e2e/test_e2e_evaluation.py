@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 def results(run: Run) -> dict[int, dict[str, Any]]:
-    """By step."""
+    """The evaluation records by step."""
     files = (run.output / "evaluations").glob("step-*.json")
     return {
         each["step"]: each
@@ -90,7 +90,7 @@ def test_an_interrupted_run_goes_on_and_evaluates_nothing_twice(
     run.start()
     assert run.wait(400) == 0, run.terminal[-4000:]
     found = results(run)
-    assert max(found) == 24, "the last step is evaluated, though it is no multiple of everySteps"
+    assert max(found) == 24, "the last step is evaluated, though everySteps does not divide it"
     assert {
         step: (run.output / "evaluations" / f"step-{step}.json").stat().st_mtime_ns
         for step in before

@@ -11,10 +11,10 @@ import torch
 
 from experiments.kl import divergence
 from experiments.kl.command import Flags, study_all
-from experiments.kl.course import PERIOD, Course, Recipe, make_prompts, train
 from experiments.kl.divergence import Estimate, equivalent_lag
 from experiments.kl.engines import Schedule, StudiedTransformers, StudiedVllm
 from experiments.kl.plots import write_plots
+from experiments.kl.policy_sequence import PERIOD, PolicySequence, Recipe, make_prompts, train
 from experiments.kl.study import CONVENTIONAL, KEPT, RECOMPUTED, Result
 from pipelinerl_actor.generator.engine import KVCache
 
@@ -27,7 +27,7 @@ NUM_SEQUENCES = 8
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """For a network this small."""
+    """The learning rate of a network this small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -35,7 +35,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def course(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Course:
+def policies(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> PolicySequence:
     recipe = Recipe(
         SCHEDULE.num_tokens,
         max(STARTS) + SCHEDULE.max_lag,
@@ -43,14 +43,14 @@ def course(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Course
         base_steps=200,
         base_tokens=48,
     )
-    *_, course = train(recipe, tmp_path_factory.mktemp("base"))
-    return course
+    *_, policies = train(recipe, tmp_path_factory.mktemp("base"))
+    return policies
 
 
 @pytest.fixture(scope="module")
-def results(course: Course) -> list[Result]:
+def results(policies: PolicySequence) -> list[Result]:
     return asyncio.run(
-        study_all(Flags("transformers", STARTS, SCHEDULE, NUM_SEQUENCES, seed=0), course)
+        study_all(Flags("transformers", STARTS, SCHEDULE, NUM_SEQUENCES, seed=0), policies)
     )
 
 
@@ -86,7 +86,7 @@ def test_in_flight_stays_closer_than_conventional_sampling_of_the_same_lag(
 
 
 def test_old_kv_is_only_a_little_worse_than_recomputed_kv(results: list[Result]) -> None:
-    """What it adds is less than half of what in-flight updates save."""
+    """Kept KV adds less than half of what in-flight updates save."""
     for result in results:
         kept, recomputed, conventional = (
             result.by_lag[each][-1].mean for each in (KEPT, RECOMPUTED, CONVENTIONAL)
@@ -102,9 +102,9 @@ def test_in_flight_the_first_tokens_are_the_farthest_from_on_policy(results: lis
 
 
 async def test_weights_change_after_the_chosen_tokens_and_the_samples_are_the_same_every_time(
-    course: Course,
+    policies: PolicySequence,
 ) -> None:
-    studied = StudiedTransformers(course, max_running=4)
+    studied = StudiedTransformers(policies, max_running=4)
     prompts_NP = make_prompts(2, torch.Generator().manual_seed(5))
     async with studied.running():
         first, again = [
@@ -116,11 +116,13 @@ async def test_weights_change_after_the_chosen_tokens_and_the_samples_are_the_sa
     assert torch.equal(first.logprobs_NT, again.logprobs_NT)
 
 
-async def test_old_kv_is_old_and_recomputed_kv_is_that_of_the_new_weights(course: Course) -> None:
+async def test_old_kv_is_old_and_recomputed_kv_is_that_of_the_new_weights(
+    policies: PolicySequence,
+) -> None:
     """The distributions of the tokens after a swap are those of a plain forward exactly where KV
     was recomputed.
     """
-    studied = StudiedTransformers(course, max_running=4)
+    studied = StudiedTransformers(policies, max_running=4)
     prompts_NP = make_prompts(2, torch.Generator().manual_seed(5))
     async with studied.running():
         await studied.compare_with(1)
@@ -135,14 +137,14 @@ async def test_old_kv_is_old_and_recomputed_kv_is_that_of_the_new_weights(course
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")  # of vLLM's imports
 async def test_vllm_is_studied_too_and_tells_when_its_weights_changed(tmp_path: Path) -> None:
-    """As above, by the sampled tokens. It goes on while it is told to stop, so the change is never
-    early.
+    """The same, by the sampled tokens. The engine decodes until it has stopped, so the change is
+    never early.
     """
     recipe = Recipe(
         480, num_steps=1, groups=1, group_size=2, learning_rate=1e-2, base_steps=1, base_tokens=8
     )
-    *_, course = train(recipe, tmp_path)
-    studied = StudiedVllm(course, max_running=4)
+    *_, policies = train(recipe, tmp_path)
+    studied = StudiedVllm(policies, max_running=4)
     prompts_NP = make_prompts(2, torch.Generator().manual_seed(5))
     divergences = {}
     async with studied.running():
@@ -162,9 +164,9 @@ async def test_vllm_is_studied_too_and_tells_when_its_weights_changed(tmp_path: 
 
 
 async def test_the_estimate_from_sampled_tokens_agrees_with_the_exact_divergence(
-    course: Course,
+    policies: PolicySequence,
 ) -> None:
-    studied = StudiedTransformers(course, max_running=16)
+    studied = StudiedTransformers(policies, max_running=16)
     prompts_NP = make_prompts(16, torch.Generator().manual_seed(5))
     async with studied.running():
         samples = await studied.sample(prompts_NP, SCHEDULE.num_tokens, 0, (), KVCache.KEEP)

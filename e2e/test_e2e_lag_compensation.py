@@ -15,7 +15,7 @@ STEPS = 60
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """For a network this small."""
+    """The learning rate of a network this small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -32,7 +32,7 @@ def test_every_named_algorithm_learns(name: str) -> None:
 
 
 def test_the_task_does_not_teach_itself() -> None:
-    """Without a learning rate to speak of the reward stays that of chance, 1 of 12."""
+    """With a negligible learning rate the reward stays that of chance, 1 of 12."""
     assert train({}, lag=0, rate=1e-9, seed=0, steps=STEPS).final_reward < 0.2
 
 

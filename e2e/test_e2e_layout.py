@@ -1,5 +1,5 @@
-"""The house keeps its shape: what lies at the top, what must not be a package, what starts without
-heavy imports.
+"""The repository keeps its shape: the files at the top, folders that must not be packages, and
+packages that import nothing heavy.
 """
 
 import operator
@@ -38,7 +38,7 @@ def test_the_operator_folder_does_not_shadow_the_standard_library() -> None:
 
 @pytest.mark.parametrize("file", ["e2e/environment", "Dockerfile.actor", "Dockerfile.trainer"])
 def test_every_extra_that_is_installed_exists(file: str) -> None:
-    """pip only warns of one that does not, and installs the rest."""
+    """pip only warns of an extra that does not exist, and installs the rest."""
     with (ROOT / "pyproject.toml").open("rb") as project:
         extras = set(tomllib.load(project)["project"]["optional-dependencies"])
     text = (ROOT / file).read_text()

@@ -21,7 +21,7 @@ import prometheus_server
 from monitoring.alert import with_thresholds
 from monitoring.files import CHART, prometheus_rules, thresholds
 from pipelinerl_common.metrics import CATALOG, serve_metrics
-from pipelinerl_operator.controller.telemetry import Telemetry
+from pipelinerl_operator.controller.telemetry import OperatorTelemetry
 from pipelinerl_operator.controller.views import JobView
 from pipelinerl_operator.kube import WorkQueue
 from prometheus_server import Prometheus
@@ -47,21 +47,21 @@ EVALUATED = (
 )
 WITHOUT_DATA = {
     "pipelinerl_kl_ref": "the job has no reference model",
-    "pipelinerl_autoscale_ratio": "nobody looks at it",
+    "pipelinerl_autoscale_ratio": "the operator computes it, for jobs that scale by themselves",
 }
-"""Series that this run cannot have, and why."""
+"""Series that this run cannot have, and the reason."""
 
 
 @dataclass(frozen=True)
 class Monitored:
-    """A run that has ended, and what Prometheus saw of it."""
+    """A run that has ended, and Prometheus with its series."""
 
     run: Run
     prometheus: Prometheus
     start: float
     end: float
     lag_alert: dict[str, Any]
-    """As it was while it fired."""
+    """The alert while it fired."""
 
     def series(self, query: str) -> list[dict[str, Any]]:
         return self.prometheus.series(query, self.start, self.end)
@@ -69,14 +69,12 @@ class Monitored:
 
 @contextmanager
 def operator_metrics() -> Iterator[str]:
-    """The operator's own metrics on a port of their own: a leader with one job that it looks at all
-    the time.
-    """
+    """Serves the metrics of an operator: a leader that keeps reconciling one job."""
     ready, stop = threading.Event(), threading.Event()
     address: list[str] = []
 
     async def serve() -> None:
-        telemetry = Telemetry(is_leader=lambda: True)
+        telemetry = OperatorTelemetry(is_leader=lambda: True)
         queue: WorkQueue = WorkQueue()
         telemetry.watch_queue(queue)
         telemetry.watch_informers(cast(Any, [SimpleNamespace(silence_s=1.0, restarts=0)]))

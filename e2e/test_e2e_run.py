@@ -93,7 +93,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(new_run: Callable[..., Run]
     assert 4 <= before < 10
     run.start()
     run.wait_for_step(before + 2)
-    run.signal(signal.SIGKILL)  # the hard way: nothing may outlive `up`
+    run.signal(signal.SIGKILL)  # without a warning: no process may outlive `up`
     run.wait(30)
     assert_ended_without_leftovers(run)
     run.start()

@@ -27,7 +27,7 @@ spec:
     path: pipelinerl_actor.tasks.arithmetic:Arithmetic
     args: {digits: 1}
     groupSize: 4
-    sampling: {temperature: 1.0, maxTokens: 400} # random weights: an end token about every hundredth time
+    sampling: {temperature: 1.0, maxTokens: 400} # 1 token in 100 is an end token
   algorithm:
     steps: 24
     groupsPerStep: 8
@@ -49,7 +49,7 @@ spec:
 def test_a_live_run_is_what_its_simulation_says(
     new_run: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """Other work on the machine changes the costs while the run goes on, so this one is held to 30
+    """Other work on the machine changes the costs during the run, so this one is held to 30
     %, beyond which the model would be wrong; a recording in services/planner/tests is held to 5 %.
     """
     make_tiny_model(tmp_path / "weights")

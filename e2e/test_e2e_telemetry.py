@@ -1,5 +1,5 @@
-"""One short run of all services, scraped and traced: the catalog is what is exported, and the
-traces are what the docs say.
+"""One short run of all services, scraped and traced: it exports what the catalog lists, and the
+traces are those that the docs describe.
 """
 
 import json
@@ -35,15 +35,15 @@ NOT_IN_THIS_RUN = {
     "value_error": "there is no value head",
     "autoscale_ratio": "nothing scales",
 }
-"""Catalogued, declared, and without a value here."""
+"""Metrics that are catalogued and declared, and have no value in this run."""
 
 
 @pytest.fixture(scope="module")
 def observed(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[dict[str, str], Collector, Path]]:
-    """What every process exported after some steps, by target name; what was traced, once all have
-    ended.
+    """The metrics that every process exported after some steps, by target name, and all spans once
+    the run has ended.
     """
     folder = tmp_path_factory.mktemp("telemetry")
     with collecting() as (endpoint, collector):

@@ -56,7 +56,7 @@ class Run:
         self.process.send_signal(number)
 
     def wait(self, timeout_s: float = DEADLINE_S) -> int:
-        """Exit status of `up`."""
+        """Waits for `up` to end and returns its exit status."""
         assert self.process is not None
         try:
             return self.process.wait(timeout_s)
@@ -140,7 +140,7 @@ class Run:
         )
 
     def kill(self, name: str) -> None:
-        """kill -9 of one service's processes."""
+        """Kills one service's processes with SIGKILL."""
         pids = self.pids(name)
         assert pids, f"{name} does not run"
         for pid in pids:

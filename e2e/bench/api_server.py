@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pipelinerl_cli.up.process import Ports
 from pipelinerl_common.errors import FatalError, SettingsError
-from pipelinerl_operator.kube import Connection
+from pipelinerl_operator.kube import ApiConnection
 
 BINARIES = (
     Path(os.environ.get("CLUSTER_CACHE", Path.home() / ".cache" / "local-kubernetes")) / "bin"
@@ -31,7 +31,7 @@ STOP_S = 20.0
 class ApiServer:
     """A running API server with its etcd. `administrator` has every right."""
 
-    administrator: Connection
+    administrator: ApiConnection
     folder: Path
     processes: tuple[subprocess.Popen[bytes], ...]
     """etcd and kube-apiserver."""
@@ -49,9 +49,9 @@ class ApiServer:
         host, _, port = self.administrator.server.removeprefix("https://").rpartition(":")
         return folder, {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
 
-    def as_user(self, token: str) -> Connection:
+    def as_user(self, token: str) -> ApiConnection:
         """A connection of the user with this token."""
-        return Connection(
+        return ApiConnection(
             self.administrator.server, "default", lambda: f"Bearer {token}", self.administrator.tls
         )
 
@@ -98,7 +98,7 @@ def api_server(users: dict[str, str] | None = None) -> Iterator[ApiServer]:
             _wait_until_ready(server, folder, (etcd, api))
             tls = ssl.create_default_context(cafile=str(folder / "certs" / "apiserver.crt"))
             yield ApiServer(
-                Connection(server, "default", lambda: f"Bearer {token}", lambda: tls),
+                ApiConnection(server, "default", lambda: f"Bearer {token}", lambda: tls),
                 folder,
                 (etcd, api),
             )

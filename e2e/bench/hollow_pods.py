@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipelinerl_common.errors import PipelineRLError
-from pipelinerl_operator.kube import Api, Change, Key, Object, Selection
+from pipelinerl_operator.kube import Api, Change, Object, ObjectKey, Selection
 from pipelinerl_operator.kube.errors import Gone, NotFound
 from pipelinerl_operator.kube.resources import PODS, key_of
 
@@ -116,6 +116,6 @@ class HollowPods:
             await asyncio.sleep(RETRY_S)
 
 
-async def say(api: Api, pod: Key, status: dict[str, Any]) -> None:
+async def say(api: Api, pod: ObjectKey, status: dict[str, Any]) -> None:
     """Writes a pod's status, as its kubelet would."""
     await api.patch_status(PODS, pod.namespace, pod.name, {"status": status})

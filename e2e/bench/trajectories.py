@@ -1,4 +1,4 @@
-"""Made-up trajectories with the sizes of real ones: heavy-tailed lengths, a prompt and a
+"""Synthetic trajectories with the sizes of real ones: heavy-tailed lengths, a prompt and a
 completion, a few version runs.
 """
 
@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 from pipelinerl_common.types import FinishReason, GroupId, Sample, SampleGroup, VersionRun
 
 VOCABULARY = 151_936
-"""Qwen's; frequent tokens have low ids, as in text."""
+"""The size of Qwen's vocabulary; frequent tokens have low ids, as in text."""
 COMPLETION_SIGMA = 0.8
 PROMPT_MEDIAN, PROMPT_SIGMA, PROMPT_MAX = 150, 0.5, 1024
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`num_groups` groups drawn from a pool of `num_distinct`, so that memory stays small however
-    long the run is.
+    """The trajectories of a bench: `num_groups` groups from a pool of `num_distinct`, so that
+    memory stays small however long the run is.
     """
 
     num_groups: int
@@ -62,7 +62,7 @@ class Workload:
 
 
 def cycle(pool: list[SampleGroup], num_groups: int) -> Iterator[SampleGroup]:
-    """`num_groups` groups, each with an id of its own."""
+    """Yields `num_groups` groups of the pool in turn, each with an id of its own."""
     for number in range(num_groups):
         yield replace(
             pool[number % len(pool)], group_id=GroupId(f"0-{number}"), prompt_index=number
@@ -103,5 +103,5 @@ def _sample(
 
 
 def _token_ids(random: np.random.Generator, count: int) -> NDArray[np.uint32]:
-    """Log-uniform over the vocabulary: half of the tokens are among its 400 most frequent."""
+    """Tokens log-uniform over the vocabulary: half of them are among its 400 most frequent."""
     return (np.exp(random.uniform(0.0, np.log(VOCABULARY), count)) - 1).astype(np.uint32)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
 from bench.report import Report, Row, Value, at_most, progress
 from bench.weights_generator import MEGABYTE, make_model, running_generator
@@ -26,7 +27,7 @@ from bench.weights_transfer import Mirror, Trainer, Update, read_snapshot
 from pipelinerl_common.errors import SettingsError
 
 TITLE = "In-flight weight updates against a raw broadcast"
-MODES = ("staged", "inplace")
+MODES: tuple[Literal["staged"], Literal["inplace"]] = ("staged", "inplace")
 
 
 @dataclass
@@ -83,7 +84,7 @@ async def _bench(args: argparse.Namespace, folder: Path, rounds: int) -> Report:
     progress("starting the generator")
     async with (
         running_generator(folder, args.engine, args.requests) as generator,
-        Trainer.joined(generator, snapshot) as trainer,
+        Trainer.joined(generator.client, snapshot) as trainer,
         Mirror.joined(snapshot) as mirror,
         generator.busy(args.requests),
     ):

@@ -6,16 +6,18 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import yaml
 
 from bench.processes import running, tail
 from bench.report import progress
 from pipelinerl_cli.up.process import Ports
-from pipelinerl_common.errors import PipelineRLError, Refused, Unavailable
+from pipelinerl_common.errors import PipelineRLError, Unavailable
+from pipelinerl_common.generator_api import CompletionRequest
+from pipelinerl_common.generator_client import GeneratorClient, GeneratorUnavailable
 
 HIDDEN, INTERMEDIATE, HEADS, KEY_VALUE_HEADS, HEAD_DIM = 768, 2048, 12, 4, 64
 MAX_MODEL_LEN = 1024
@@ -26,40 +28,11 @@ COMPLETION_TOKENS = MAX_MODEL_LEN - 64
 KV_CACHE_BYTES = 256 << 20
 
 
-class Generator:
-    """Client of a running generator. Calls raise Refused with the response when it refuses, and
-    Unavailable when it does not respond.
-    """
+@dataclass(frozen=True, slots=True)
+class BusyGenerator:
+    """A running generator, and the requests that keep it busy."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
-        self.url = url
-        self._session = session
-
-    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """One control call; the answer's JSON."""
-        try:
-            async with self._session.post(self.url + path, json=body) as response:
-                if response.status != 200:
-                    raise Refused(
-                        f"{path} answers {response.status}: {(await response.text())[:2000]}"
-                    )
-                answer: dict[str, Any] = await response.json()
-                return answer
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise Unavailable(f"{path} at {self.url}: {error!r}") from error
-
-    async def num_running(self) -> int:
-        """Requests that are being decoded now."""
-        async with self._session.get(self.url + "/weights") as response:
-            response.raise_for_status()
-            return int((await response.json())["num_running"])
-
-    async def is_healthy(self) -> bool:
-        try:
-            async with self._session.get(self.url + "/health") as response:
-                return response.status == 200
-        except aiohttp.ClientConnectionError:
-            return False
+    client: GeneratorClient
 
     @asynccontextmanager
     async def busy(self, num_requests: int) -> AsyncIterator[None]:
@@ -80,36 +53,42 @@ class Generator:
     async def wait_until_running(self, num_requests: int) -> None:
         """Waits until so many requests are decoded. Raises Unavailable after CALL_TIMEOUT_S."""
         deadline = time.monotonic() + CALL_TIMEOUT_S
-        while await self.num_running() < num_requests:
+        while (await self.client.weights(CALL_TIMEOUT_S)).num_running < num_requests:
             if time.monotonic() > deadline:
                 raise Unavailable(
-                    f"{self.url} does not run {num_requests} requests at once after "
+                    f"{self.client.url} does not run {num_requests} requests at once after "
                     f"{CALL_TIMEOUT_S:g} s"
                 )
             await asyncio.sleep(POLL_S)
 
     async def _complete_repeatedly(self) -> None:
-        body = {
-            "prompt_token_ids": [5, 40, 41, 6],
-            "max_tokens": COMPLETION_TOKENS,
-            "temperature": 1.0,
-            "ignore_eos": True,
-        }
+        request = CompletionRequest(
+            prompt_token_ids=[5, 40, 41, 6],
+            max_tokens=COMPLETION_TOKENS,
+            temperature=1.0,
+            ignore_eos=True,
+        )
         while True:
-            await self.post("/v1/chat/completions", body)
+            await self.client.complete(request, CALL_TIMEOUT_S)
+
+
+async def _is_healthy(client: GeneratorClient) -> bool:
+    try:
+        await client.check_health(CALL_TIMEOUT_S)
+    except GeneratorUnavailable:
+        return False
+    return True
 
 
 @asynccontextmanager
 async def running_generator(
     folder: Path, engine: str, num_requests: int
-) -> AsyncIterator[Generator]:
+) -> AsyncIterator[BusyGenerator]:
     """Starts the generator of the model in `folder`/model. Raises Unavailable with its log's end
     when it does not come up.
     """
     job_file = folder / "job.yaml"
     job_file.write_text(yaml.safe_dump(_job(folder, engine, num_requests)))
-    timeout = aiohttp.ClientTimeout(total=CALL_TIMEOUT_S)
-    connector = aiohttp.TCPConnector(force_close=True)
     async with AsyncExitStack() as stack:
         address = stack.enter_context(Ports()).address()
         argv = (
@@ -118,15 +97,14 @@ async def running_generator(
             *("--listen", address, "--serve-initial"),
         )
         process = await stack.enter_async_context(running(argv, folder / "generator.log"))
-        session = aiohttp.ClientSession(timeout=timeout, connector=connector)
-        generator = Generator(f"http://{address}", await stack.enter_async_context(session))
+        client = GeneratorClient(f"http://{address}")
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not await generator.is_healthy():
+        while not await _is_healthy(client):
             if process.exit_status is not None or time.monotonic() > deadline:
                 raise Unavailable(f"the generator does not come up; its log ends: {tail(process)}")
             await asyncio.sleep(POLL_S)
         try:
-            yield generator
+            yield BusyGenerator(client)
         except PipelineRLError:
             progress(f"the generator's log ends: {tail(process)}")
             raise

@@ -15,21 +15,23 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 from safetensors import safe_open
 
 from bench.processes import Worker
-from bench.weights_generator import Generator
 from pipelinerl_common.errors import SettingsError, Unavailable
+from pipelinerl_common.generator_api import InitGroupRequest, UpdateRequest
+from pipelinerl_common.generator_client import GeneratorClient
 from pipelinerl_common.settings import WeightTransferSettings
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Manifest, TensorSpec
 from pipelinerl_weights.rendezvous import Rendezvous
 from pipelinerl_weights.transfer import WeightSnapshot, send_snapshot
 
-BACKEND, TIMEOUT_S, EPOCH = "gloo", 300.0, 1
+BACKEND: Literal["gloo"] = "gloo"
+TIMEOUT_S, EPOCH = 300.0, 1
 BARRIER = "0" * 16
 DTYPE = "float32"
 
@@ -69,7 +71,7 @@ class Trainer:
     """Rank 0 of the generator's group."""
 
     def __init__(
-        self, generator: Generator, group: TransferGroup, snapshot: WeightSnapshot
+        self, generator: GeneratorClient, group: TransferGroup, snapshot: WeightSnapshot
     ) -> None:
         self._generator, self._group, self._snapshot = generator, group, snapshot
         self._version = 0
@@ -77,39 +79,37 @@ class Trainer:
     @classmethod
     @asynccontextmanager
     async def joined(
-        cls, generator: Generator, snapshot: WeightSnapshot
+        cls, generator: GeneratorClient, snapshot: WeightSnapshot
     ) -> AsyncIterator["Trainer"]:
         """Forms the group of this process and the generator's one worker."""
         rendezvous = Rendezvous.open("127.0.0.1", 0, 2, TIMEOUT_S)
-        body = {
-            "epoch": EPOCH,
-            "master_address": "127.0.0.1",
-            "master_port": rendezvous.port,
-            "rank_offset": 1,
-            "world_size": 2,
-        }
-        posted = asyncio.create_task(
-            generator.post(
-                "/init_process_group", {**body, "backend": BACKEND, "timeout_s": TIMEOUT_S}
-            )
+        request = InitGroupRequest(
+            epoch=EPOCH,
+            master_address="127.0.0.1",
+            master_port=rendezvous.port,
+            rank_offset=1,
+            world_size=2,
+            backend=BACKEND,
+            timeout_s=TIMEOUT_S,
         )
+        posted = asyncio.create_task(generator.init_process_group(request))
         group = await asyncio.to_thread(_join, rendezvous)
         with group:
             await posted
             yield cls(generator, group, snapshot)
 
-    async def update(self, mode: str, pace: float | None) -> Update:
+    async def update(self, mode: Literal["staged", "inplace"], pace: float | None) -> Update:
         """Sends the weights once more as a new version, at most `pace` bytes per second."""
         self._version += 1
-        body: dict[str, Any] = {
-            "epoch": EPOCH,
-            "version": self._version,
-            "manifest": self._snapshot.manifest.to_json(),
-            "mode": mode,
-            "kv_cache": "keep",
-            "allow_rollback": False,
-            "timeout_s": TIMEOUT_S,
-        }
+        manifest = self._snapshot.manifest
+        request = UpdateRequest(
+            epoch=EPOCH,
+            version=self._version,
+            manifest=manifest.to_json() if self._version == 1 else None,
+            manifest_hash=None if self._version == 1 else manifest.hash,
+            mode=mode,
+            timeout_s=TIMEOUT_S,
+        )
         started = time.monotonic()
         sending = asyncio.create_task(
             asyncio.to_thread(
@@ -117,24 +117,23 @@ class Trainer:
             )
         )
         try:
-            answer = await self._generator.post("/request_weight_update", body)
+            answer = await self._generator.update_weights(request)
         except BaseException:
             self._group.abort("the generator refused the update")
             await asyncio.gather(sending, return_exceptions=True)
             raise
         total_s = time.monotonic() - started
         await sending
-        if answer["checksum"] != self._snapshot.checksum:
+        if answer.checksum != self._snapshot.checksum:
             raise Unavailable(
-                f"the generator has checksum {answer['checksum']} instead of "
-                f"{self._snapshot.checksum}"
+                f"the generator has checksum {answer.checksum} instead of {self._snapshot.checksum}"
             )
         return Update(
-            answer["pause_s"],
-            answer["transfer_s"],
-            answer["apply_s"],
+            answer.pause_s,
+            answer.transfer_s,
+            answer.apply_s,
             total_s,
-            answer["num_running"],
+            answer.num_running,
         )
 
 

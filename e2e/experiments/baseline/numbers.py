@@ -142,7 +142,7 @@ class Overlap:
 
     @property
     def least_s(self) -> float:
-        """Seconds of the shortest possible step: the longer phase, or the work shared by all cores."""
+        """Seconds of the shortest step: the longer phase, or the work shared by all cores."""
         return max(self.generation_s, self.training_s, self.core_seconds / self.num_cores)
 
     @property

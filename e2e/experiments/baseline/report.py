@@ -64,7 +64,7 @@ class Report:
 
     @classmethod
     def of(cls, folder: Path) -> "Report":
-        """Reads the experiment. Raises SettingsError when runs that the report needs are missing."""
+        """Reads the experiment. Raises SettingsError when runs that it needs are missing."""
         plan = Plan.read(folder)
         missing = [
             setting.name

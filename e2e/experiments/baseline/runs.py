@@ -37,7 +37,7 @@ STOP_S = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One kind of run. `num_steps` is G, the steps in a round of conventional RL; None in flight."""
+    """One kind of run. `num_steps` is G, the steps in a conventional round; None in flight."""
 
     num_steps: int | None
     threads: int

@@ -101,7 +101,7 @@ def make_prompts(count: int, random: torch.Generator) -> Tensor:
 
 
 def sampling_model(folder: Path) -> Any:
-    """The model as transformers builds it; the one that the trainer loads takes packed rows only."""
+    """The model as transformers builds it; the trainer's takes packed rows only."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
