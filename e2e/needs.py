@@ -37,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=list(LINES),
         help="leave out what needs it",
     )
+    parser.addoption("--lane", choices=["shared", "alone"], help="tests that may share the machine")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
