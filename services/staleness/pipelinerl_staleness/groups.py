@@ -1,5 +1,5 @@
-"""What almost every policy keeps: the groups admitted and not ended, each running or ready, with a
-version stamp.
+"""The groups that a policy has admitted and that have not ended, each running or ready, with a
+version stamp; and the base class of the policies that decide by them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,7 +42,7 @@ class Groups:
             self.restamp(group, version)
 
     def restamp(self, group: str, version: int) -> None:
-        """Unknown groups are ignored."""
+        """Replaces the stamp of a known group; an unknown one is ignored."""
         if group in self.running:
             self._count_running(self.running[group], -1)
             self.running[group] = version
@@ -54,7 +54,7 @@ class Groups:
         return self.running[group] if group in self.running else self.ready.get(group, default)
 
     def finish(self, group: str) -> bool:
-        """Whether the group was running, which makes it ready now."""
+        """Makes a running group ready. False when it was not running."""
         if group not in self.running:
             return False
         stamp = self.running.pop(group)
@@ -62,12 +62,12 @@ class Groups:
         self.ready[group] = stamp
         return True
 
-    def remove(self, group: str) -> bool:
-        """Whether the group was known."""
+    def remove(self, group: str) -> None:
+        """Forgets a group; an unknown one is ignored."""
         if group in self.running:
             self._count_running(self.running.pop(group), -1)
         self.ready.pop(group, None)
-        return self._order.pop(group, None) is not None
+        self._order.pop(group, None)
 
     def dispatch_order(self, group: str) -> int:
         return self._order[group]
@@ -79,7 +79,7 @@ class Groups:
         return sorted(self.ready, key=self._order.__getitem__)
 
     def ready_by_stamp(self) -> list[str]:
-        """Oldest stamp first, ties by dispatch order."""
+        """Ready groups, oldest stamp first, ties by dispatch order."""
         return sorted(self.ready, key=lambda group: (self.ready[group], self._order[group]))
 
     def running_before(self, stamp: int) -> tuple[str, ...]:
@@ -87,6 +87,24 @@ class Groups:
 
     def ready_before(self, stamp: int) -> tuple[str, ...]:
         return tuple(group for group, version in self.ready.items() if version < stamp)
+
+    def oldest_ready(self, needed: int) -> list[str] | int:
+        """`needed` ready groups from the oldest stamps, in dispatch order within a stamp; or the
+        stamp that must be waited for.
+
+        A younger stamp is touched only when every group of the older ones is in the batch, so a
+        stamp with fewer groups than a batch is completed from the next one and never stalls.
+        """
+        chosen: list[str] = []
+        ready = self.ready_by_stamp()
+        for stamp in sorted({*self.num_running_by_stamp, *self.ready.values()}):
+            of_stamp = [group for group in ready if self.ready[group] == stamp]
+            chosen += of_stamp[: needed - len(chosen)]
+            if len(chosen) == needed:
+                return chosen
+            if stamp in self.num_running_by_stamp:
+                return stamp
+        return chosen
 
     def _count_running(self, stamp: int, change: int) -> None:
         left = self.num_running_by_stamp.get(stamp, 0) + change
@@ -144,7 +162,7 @@ class GroupPolicy(Policy):
         )
 
     def cancel(self, groups: tuple[str, ...]) -> tuple[str, ...]:
-        """Removes `groups` and hands them back as the groups to cancel or drop."""
+        """Removes `groups` and returns them as the groups to cancel or drop."""
         for group in groups:
             self.groups.remove(group)
         return groups
@@ -160,14 +178,51 @@ class GroupPolicy(Policy):
         return Take(groups=chosen, dropped=dropped)
 
     def deliver_in_dispatch_order(self) -> Take:
-        """The B earliest dispatched of all outstanding groups, once every one of them has finished."""
+        """The B earliest dispatched of all outstanding groups once all of them have finished."""
         batch = self.groups.in_dispatch_order()[: self.groups_per_step]
         running = sum(group in self.groups.running for group in batch)
-        return (
-            self.wait(f"{running} of the earliest {len(batch)} groups unfinished")
-            if running
-            else self.deliver(batch)
-        )
+        if running:
+            return self.wait(f"{running} of the earliest {len(batch)} groups unfinished")
+        return self.deliver(batch)
+
+    def deliver_oldest_first(self, dropped: tuple[str, ...] = ()) -> Take:
+        """B groups of the oldest stamps, waiting for the running ones among them: this keeps a
+        bound without dropping.
+        """
+        chosen = self.groups.oldest_ready(self.groups_per_step)
+        if isinstance(chosen, int):
+            return self.wait(f"groups started at version {chosen} come first", dropped)
+        return self.deliver(chosen, dropped)
 
     def wait(self, why: str, dropped: tuple[str, ...] = ()) -> Take:
         return Take(dropped=dropped, wait_reason=f"{why}, {len(self.groups.running)} running")
+
+
+class TrajectorySlots:
+    """Slots that the trajectories of running groups hold, for policies that admit by trajectories.
+    A group holds one slot per trajectory from its admission; each finished trajectory frees its
+    own.
+
+    Example with groups of 8: hold("a"), hold("b"), free_one("a"): num_held 15.
+    """
+
+    def __init__(self, group_size: int) -> None:
+        self._group_size = group_size
+        self._held: dict[str, int] = {}
+        self.num_held = 0
+
+    def hold(self, group: str) -> None:
+        self._held[group] = self._group_size
+        self.num_held += self._group_size
+
+    def free_one(self, group: str) -> bool:
+        """Frees one of the group's slots. False when it held none."""
+        if self._held.get(group, 0) == 0:
+            return False
+        self._held[group] -= 1
+        self.num_held -= 1
+        return True
+
+    def free(self, group: str) -> None:
+        """Frees what the group still holds: it has finished, failed or been cancelled."""
+        self.num_held -= self._held.pop(group, 0)

@@ -1,16 +1,22 @@
-"""What NeMo-RL's four samplers share: the buffer, the cap on what runs, and the gate of the gated
-ones.
+"""NeMo-RL's four samplers over one buffer of groups.
+
+windowed      no gate; stale groups are cancelled at a publish and evicted from the batch
+weight_fifo   gated; the oldest start weight among all groups is trained first
+ready_first   gated; whatever is ready is trained
+in_order      gated; the step that trains a group is fixed when the group is dispatched
 """
 
 from dataclasses import dataclass
 
-from pipelinerl_staleness.checks import check_optional_whole, check_whole
+from pipelinerl_staleness.checks import check_flag, check_optional_whole, check_whole
 from pipelinerl_staleness.groups import GroupPolicy
-from pipelinerl_staleness.policy import PolicySettings
+from pipelinerl_staleness.policy import PolicySettings, Take
 
 
 @dataclass(frozen=True, slots=True)
 class NemoSettings(PolicySettings):
+    """Parameters that NeMo-RL's samplers share."""
+
     eta: int = 1
     """Versions that a group may lag behind its step (NeMo-RL `max_staleness_versions`;
     `max_lookahead_versions` for in_order), at least 0; 0 is on-policy.
@@ -29,8 +35,8 @@ class NemoSettings(PolicySettings):
 
 
 class Nemo(GroupPolicy):
-    """A group holds a place in the buffer from dispatch until it is taken or evicted. The KV cache
-    survives a publish.
+    """The buffer, the cap on what runs, and the gate. A group holds a place in the buffer from
+    dispatch until it is taken or evicted. The KV cache survives a publish.
     """
 
     settings: NemoSettings
@@ -54,9 +60,125 @@ class Nemo(GroupPolicy):
     def has_room(self) -> bool:
         return len(self.groups) < self._buffer and len(self.groups.running) < self._max_running
 
-    def gate_is_open(self) -> bool:
-        """Batch j may start when version j - eta is served."""
-        return self.has_room() and self.within_capacity(self.settings.eta)
-
     def max_outstanding(self) -> int:
         return self._buffer
+
+
+class GatedNemo(Nemo):
+    """A sampler with the gate: batch j may start when version j - eta is served."""
+
+    def may_admit(self) -> bool:
+        return self.has_room() and self.within_capacity(self.settings.eta)
+
+
+@dataclass(frozen=True, slots=True)
+class NemoWindowedSettings(NemoSettings):
+    """NeMo-RL `sampler.name: windowed`."""
+
+    sample_freshest_first: bool = False
+    """Whether the youngest ready groups are trained first (NeMo-RL `sample_freshest_first`), not
+    the earliest dispatched.
+    """
+
+    def __post_init__(self) -> None:
+        NemoSettings.__post_init__(self)
+        check_flag("sample_freshest_first", self.sample_freshest_first)
+
+
+class NemoWindowed(Nemo):
+    """Admission knows the buffer and the running cap only. A publish cancels running groups stamped
+    before v - eta, a batch evicts ready ones stamped before k - eta. Strict: at most eta, paid with
+    drops.
+    """
+
+    settings_type = NemoWindowedSettings
+    settings: NemoWindowedSettings
+
+    def may_admit(self) -> bool:
+        return self.has_room()
+
+    def published(self, version: int) -> tuple[str, ...]:
+        super().published(version)
+        return self.cancel(self.groups.running_before(self.version - self.settings.eta))
+
+    def take(self, step: int) -> Take:
+        dropped = self.cancel(self.groups.ready_before(step - self.settings.eta))
+        candidates = self.groups.ready_by_dispatch()
+        if self.settings.sample_freshest_first:
+            candidates.sort(key=lambda group: -self.groups.ready[group])
+        return self.deliver(candidates, dropped)
+
+    def bound(self) -> int:
+        return self.settings.eta
+
+
+@dataclass(frozen=True, slots=True)
+class NemoWeightFifoSettings(NemoSettings):
+    """NeMo-RL `sampler.name: weight_fifo`."""
+
+
+class NemoWeightFifo(GatedNemo):
+    """Waits for the oldest stamp among running and ready groups. Strict: at most (w + eta + 1) B
+    groups have a stamp of w or less, they are trained before all younger ones, hence by step w +
+    eta. NeMo-RL stalls when a stamp has fewer than B groups; here such a batch is completed from
+    the next stamp.
+    """
+
+    settings_type = NemoWeightFifoSettings
+
+    def take(self, step: int) -> Take:
+        if len(self.groups.ready) < self.groups_per_step:
+            return self.wait(f"{len(self.groups.ready)} of {self.groups_per_step} groups ready")
+        return self.deliver_oldest_first()
+
+    def bound(self) -> int:
+        return self.settings.eta
+
+    def min_waiting(self) -> int:
+        return self.max_outstanding()
+
+
+@dataclass(frozen=True, slots=True)
+class NemoReadyFirstSettings(NemoSettings):
+    """NeMo-RL `sampler.name: ready_first`."""
+
+
+class NemoReadyFirst(GatedNemo):
+    """Takes the B earliest dispatched of the ready groups, whatever their age: no bound except with
+    eta = 0.
+    """
+
+    settings_type = NemoReadyFirstSettings
+
+    def take(self, step: int) -> Take:
+        return self.deliver(self.groups.ready_by_dispatch())
+
+    def bound(self) -> int | None:
+        return 0 if self.settings.eta == 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class NemoInOrderSettings(NemoSettings):
+    """NeMo-RL `sampler.name: in_order`; eta is `max_lookahead_versions`."""
+
+
+class NemoInOrder(GatedNemo):
+    """Batch k is the B earliest dispatched of all outstanding groups, waited for to the last one.
+    Strict: at most eta.
+
+    When a group fails, later ones move up (NeMo-RL's `promote`), so a step never waits for a group
+    that is gone.
+    """
+
+    settings_type = NemoInOrderSettings
+
+    def take(self, step: int) -> Take:
+        if len(self.groups.ready) < self.groups_per_step:
+            return self.wait(f"{len(self.groups.ready)} of {self.groups_per_step} groups ready")
+        return self.deliver_in_dispatch_order()
+
+    def bound(self) -> int:
+        return self.settings.eta
+
+    def min_waiting(self) -> int:
+        return self.max_outstanding()

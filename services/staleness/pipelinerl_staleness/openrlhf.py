@@ -1,5 +1,6 @@
-"""OpenRLHF's asynchronous loop as its code has it: whole batches, one generated at a time, a queue
-of permits.
+"""OpenRLHF's asynchronous loop, twice: as its code has it, whole batches, one generated at a time,
+limited by a queue of permits; and as the comparison article models it, permits of groups, which is
+AReaL's capacity with one batch less.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from pipelinerl_staleness.policy import PolicySettings, Take
 
 @dataclass(frozen=True, slots=True)
 class OpenrlhfSettings(PolicySettings):
+    """Parameters of `openrlhf`."""
+
     async_queue_size: int = 1
     """Batches generated or queued and not yet taken (OpenRLHF `async_queue_size`), at least 1."""
     partial_rollout: bool = False
@@ -73,3 +76,37 @@ class Openrlhf(GroupPolicy):
             self.settings.async_queue_size
         )
         return has_permit and not self.groups.running and not weights_wait
+
+
+@dataclass(frozen=True, slots=True)
+class OpenrlhfArticleSettings(PolicySettings):
+    """Parameters of `openrlhf_article`."""
+
+    async_queue_size: int = 1
+    """Batches outstanding (OpenRLHF `async_queue_size`), at least 1; 1 is synchronous here, unlike
+    in OpenRLHF's code.
+    """
+
+    def __post_init__(self) -> None:
+        check_whole("async_queue_size", self.async_queue_size, 1)
+
+
+class OpenrlhfArticle(GroupPolicy):
+    """Decides as `areal` does with eta = async_queue_size - 1: B earliest started of the finished,
+    no bound beyond q = 1.
+    """
+
+    settings_type = OpenrlhfArticleSettings
+    settings: OpenrlhfArticleSettings
+
+    def may_admit(self) -> bool:
+        return self.within_capacity(self.settings.async_queue_size - 1)
+
+    def take(self, step: int) -> Take:
+        return self.deliver(self.groups.ready_by_dispatch())
+
+    def bound(self) -> int | None:
+        return 0 if self.settings.async_queue_size == 1 else None
+
+    def max_outstanding(self) -> int:
+        return self.settings.async_queue_size * self.groups_per_step

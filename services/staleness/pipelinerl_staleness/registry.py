@@ -8,23 +8,17 @@ from pipelinerl_staleness.areal import Areal
 from pipelinerl_staleness.conventional import Conventional
 from pipelinerl_staleness.dressage import Dressage
 from pipelinerl_staleness.layered import Layered
-from pipelinerl_staleness.nemo_in_order import NemoInOrder
-from pipelinerl_staleness.nemo_ready_first import NemoReadyFirst
-from pipelinerl_staleness.nemo_weight_fifo import NemoWeightFifo
-from pipelinerl_staleness.nemo_windowed import NemoWindowed
-from pipelinerl_staleness.openrlhf import Openrlhf
-from pipelinerl_staleness.openrlhf_article import OpenrlhfArticle
+from pipelinerl_staleness.nemo import NemoInOrder, NemoReadyFirst, NemoWeightFifo, NemoWindowed
+from pipelinerl_staleness.openrlhf import Openrlhf, OpenrlhfArticle
 from pipelinerl_staleness.policy import Policy, PolicySettings
 from pipelinerl_staleness.prime_rl import PrimeRl
 from pipelinerl_staleness.psrl import Psrl
-from pipelinerl_staleness.roll import Roll
-from pipelinerl_staleness.roll_rlvr import RollRlvr
+from pipelinerl_staleness.roll import Roll, RollRlvr
 from pipelinerl_staleness.skyrl import Skyrl
 from pipelinerl_staleness.slack import Slack
 from pipelinerl_staleness.slime import Slime
 from pipelinerl_staleness.trl import Trl
-from pipelinerl_staleness.verl_drop import VerlDrop
-from pipelinerl_staleness.verl_wait import VerlWait
+from pipelinerl_staleness.verl import VerlDrop, VerlWait
 
 _POLICY_TYPES: Mapping[str, type[Policy]] = {
     "areal": Areal,

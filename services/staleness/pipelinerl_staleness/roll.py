@@ -1,4 +1,9 @@
-"""ROLL as the comparison article models it: one ratio rules admission, cancelling and the filter."""
+"""ROLL's asynchronous generation: one ratio rules admission, cancelling and the batch.
+
+roll        as the comparison article models it: stale groups are filtered out
+roll_rlvr   the scheduler for verifiable rewards, as its code has it: each start step is used up
+            before the next one
+"""
 
 from dataclasses import dataclass
 
@@ -9,6 +14,8 @@ from pipelinerl_staleness.policy import PolicySettings, Take
 
 @dataclass(frozen=True, slots=True)
 class RollSettings(PolicySettings):
+    """Parameters of `roll`."""
+
     rho: int = 0
     """Oldest age of a trained group in versions (ROLL `async_generation_ratio`), at least 0; 0 is
     synchronous.
@@ -43,3 +50,24 @@ class Roll(GroupPolicy):
 
     def max_outstanding(self) -> int:
         return (self.settings.rho + 1) * self.groups_per_step
+
+
+@dataclass(frozen=True, slots=True)
+class RollRlvrSettings(RollSettings):
+    """ROLL `async_generation_ratio`, whole numbers."""
+
+
+class RollRlvr(Roll):
+    """Admission and cancelling as in `roll`, but the batch blocks on every older start step in
+    turn. With whole ratios this is the same as `nemo_weight_fifo`: nothing is ever old enough to be
+    cancelled or dropped.
+    """
+
+    settings_type = RollRlvrSettings
+
+    def take(self, step: int) -> Take:
+        dropped = self.cancel(self.groups.ready_before(step - self.settings.rho))
+        return self.deliver_oldest_first(dropped)
+
+    def min_waiting(self) -> int:
+        return self.max_outstanding()

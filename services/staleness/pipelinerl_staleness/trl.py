@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from pipelinerl_staleness.checks import check_choice, check_flag, check_whole
-from pipelinerl_staleness.groups import GroupPolicy
+from pipelinerl_staleness.groups import GroupPolicy, TrajectorySlots
 from pipelinerl_staleness.policy import PolicySettings, Take
-from pipelinerl_staleness.trajectory_slots import TrajectorySlots
 
 
 @dataclass(frozen=True, slots=True)
