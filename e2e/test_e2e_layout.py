@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TOP_LEVEL = {
+    "docs",
     "README.md", "LICENSE", "pyproject.toml", "services", "proto", "charts", "operator", "e2e",
     "Dockerfile.actor", "Dockerfile.trainer",
 }  # fmt: skip

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Final
 
 RUNBOOKS: Final = "@runbooksUrl@"
-"""Place holder for where charts/docs/runbooks.md is published: a value of the chart, like the
+"""Place holder for where docs/pages/how-to/runbooks.md is published: a value of the chart, like the
 thresholds.
 """
 

@@ -47,7 +47,7 @@ GROUPS: Final[dict[str, tuple[Alert, ...]]] = {
 }
 
 ALERTS: Final[tuple[Alert, ...]] = tuple(alert for group in GROUPS.values() for alert in group)
-"""All alerts. Each has a section in charts/docs/runbooks.md."""
+"""All alerts. Each has a section in docs/pages/how-to/runbooks.md."""
 
 
 def generated() -> dict[str, str]:

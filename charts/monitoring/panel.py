@@ -44,7 +44,7 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 from monitoring.alert import BY_JOB
 
 DOCS: Final = "@docsUrl@"
-"""Place holder for where charts/docs is published: a value of the chart."""
+"""Place holder for where docs/pages is published: a value of the chart."""
 TAG: Final = "pipelinerl"
 SOURCE: Final = DataSourceRef(type_val="prometheus", uid="$datasource")
 _ALL: Final = VariableOption(text="All", value="$__all")
@@ -257,7 +257,7 @@ def page(name: str, title: str, description: str, *, of_jobs: bool = True) -> Da
         .timezone("browser")
         .tooltip(DashboardCursorSync.CROSSHAIR)
         .with_variable(DatasourceVariable("datasource").label("Data source").type("prometheus"))
-        .link(explanation.url(f"{DOCS}/staleness-metrics.md"))
+        .link(explanation.url(f"{DOCS}/explanation/staleness.md"))
         .link(others.include_vars(True).keep_time(True))
     )
     if of_jobs:

@@ -20,7 +20,7 @@ needs_promtool = pytest.mark.skipif(
     PROMTOOL is None, reason="no promtool: apt-get install prometheus"
 )
 
-FILLED: dict[str, float | str] = {**thresholds(), "runbooksUrl": "https://docs.example/runbooks.md"}
+FILLED: dict[str, float | str] = {**thresholds(), "runbooksUrl": "https://docs.example/how-to/runbooks.md"}
 
 
 def promtool(*arguments: str, folder: Path) -> str:
@@ -71,14 +71,14 @@ def test_every_alert_fires_and_is_quiet_where_it_should(tmp_path: Path, group: s
 def test_a_description_shows_the_number_and_the_limit(tmp_path: Path) -> None:
     rules = with_thresholds(
         yaml.safe_dump(prometheus_rules()),
-        {**thresholds(), "runbooksUrl": "https://docs.example/runbooks.md"},
+        {**thresholds(), "runbooksUrl": "https://docs.example/how-to/runbooks.md"},
     )
     (tmp_path / "rules.yaml").write_text(rules)
     annotations = {
         "summary": "The effective sample size of sums is low",
         "description": "Only 40% of the batch of sums is left as effective sample size, averaged "
         "over 10 minutes (limit 0.5).",
-        "runbook_url": "https://docs.example/runbooks.md#pipelinerlesslow",
+        "runbook_url": "https://docs.example/how-to/runbooks.md#pipelinerlesslow",
     }
     test = {
         "interval": "1m",
@@ -124,7 +124,7 @@ def test_every_place_holder_has_a_default_and_every_default_a_place() -> None:
 
 
 def test_every_alert_has_its_section_in_the_runbooks() -> None:
-    text = (CHART.parent / "docs" / "runbooks.md").read_text(encoding="utf-8")
+    text = (CHART.parents[1] / "docs/pages/how-to/runbooks.md").read_text(encoding="utf-8")
     sections = re.split(r"^### ", text, flags=re.MULTILINE)[1:]
     by_name = {section.partition("\n")[0]: section for section in sections}
     assert set(by_name) == {alert.name for alert in ALERTS}

@@ -78,7 +78,7 @@ def test_queries_ask_for_metrics_that_exist_of_the_chosen_jobs() -> None:
 
 
 def test_every_dashboard_links_to_what_the_numbers_mean_which_is_there() -> None:
-    assert (CHART.parent / "docs" / "staleness-metrics.md").is_file()
+    assert (CHART.parents[1] / "docs" / "pages/explanation/staleness.md").is_file()
     for path, text in generated().items():
         if path.startswith("dashboards/"):
-            assert json.loads(text)["links"][0]["url"] == "@docsUrl@/staleness-metrics.md"
+            assert json.loads(text)["links"][0]["url"] == "@docsUrl@/explanation/staleness.md"

@@ -4,8 +4,8 @@
 {{- range $name, $value := .root.Values.prometheusRule.thresholds -}}
 {{- $text = replace (printf "@%s@" $name) (toString $value) $text -}}
 {{- end -}}
-{{- $docs := default "charts/docs" (trimSuffix "/" .root.Values.docsUrl) -}}
-{{- $text = replace "@runbooksUrl@" (printf "%s/runbooks.md" $docs) $text -}}
+{{- $docs := default "docs/pages" (trimSuffix "/" .root.Values.docsUrl) -}}
+{{- $text = replace "@runbooksUrl@" (printf "%s/how-to/runbooks.md" $docs) $text -}}
 {{- $text = replace "@docsUrl@" $docs $text -}}
 {{- replace "@datasourceUid@" .root.Values.grafana.alerts.datasourceUid $text -}}
 {{- end -}}

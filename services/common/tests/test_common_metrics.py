@@ -274,7 +274,7 @@ async def test_without_an_address_nothing_is_served() -> None:
 
 
 def test_the_documentation_is_the_catalog() -> None:
-    page = Path(__file__).parents[3] / "charts" / "docs" / "metrics.md"
+    page = Path(__file__).parents[3] / "docs/pages/reference/metrics.md"
     assert page.read_text() == document(), (
-        "run python -m pipelinerl_common.metrics.document > charts/docs/metrics.md"
+        "run python -m pipelinerl_common.metrics.document > docs/pages/reference/metrics.md"
     )

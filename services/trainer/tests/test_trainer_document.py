@@ -11,7 +11,7 @@ import yaml
 from pipelinerl_common.settings import parse_job
 from pipelinerl_common.settings.algorithm import PRESETS
 
-DOCUMENT = (Path(__file__).parents[1] / "ALGORITHMS.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).parents[3] / "docs/pages/explanation/algorithms.md").read_text(encoding="utf-8")
 EXAMPLES: list[dict[str, Any]] = [
     yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL)
 ]

@@ -5,7 +5,7 @@ The trainer's, from rank 0 for all ranks. Gauges are of the newest step.
 The evaluator's: how good checkpoints are on the job's evaluation sets. Gauges of results are of
 the newest evaluation.
 
-All metrics of the project. A new one is one row in one of the tables; `charts/docs/metrics.md`
+All metrics of the project. A new one is one row in one of the tables; `docs/pages/reference/metrics.md`
 is generated from them.
 """
 

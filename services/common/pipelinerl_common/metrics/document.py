@@ -1,4 +1,4 @@
-"""The catalog for people: `python -m pipelinerl_common.metrics.document > charts/docs/metrics.md`."""
+"""The catalog for people: `python -m pipelinerl_common.metrics.document > docs/pages/reference/metrics.md`."""
 
 import sys
 
@@ -9,7 +9,7 @@ from pipelinerl_common.text import markdown_table
 _HEAD = """# Metrics
 
 Generated from `services/common/pipelinerl_common/metrics/catalog` by `python -m pipelinerl_common.metrics.document`; a test
-holds the two together. What lag, staleness, ESS and queue depth mean: [staleness-metrics.md](staleness-metrics.md).
+holds the two together. What the numbers mean: [lag, staleness, ESS and queue depth](../explanation/staleness.md).
 
 Every service answers `GET /metrics` where `--metrics-listen` says; generators and references do on their own HTTP port, and add
 vLLM's own metrics (`vllm:*`) unless `telemetry.engineMetrics` is false. Every series has the labels `job` and `role` beside
@@ -25,7 +25,7 @@ scrape_configs:
 ```
 
 The records in a run's `metrics.jsonl` have the same names without `pipelinerl_`, labels in braces: `queue_groups{stage=ready}`.
-Multi-rank trainers speak through rank 0, for all ranks. A gauge without a value is missing. Traces: [tracing.md](tracing.md).
+Multi-rank trainers speak through rank 0, for all ranks. A gauge without a value is missing. Traces: [tracing](../how-to/tracing.md).
 """
 
 

@@ -2,7 +2,7 @@
 
 An algorithm is a composition: importance weights, a surrogate that bounds them, an advantage, a
 normaliser, regularisers. Each field of a preset is a setting of the same name and can be set by
-hand. Formulas are in services/trainer/ALGORITHMS.md.
+hand. Formulas are in docs/pages/explanation/algorithms.md.
 
 `spec.algorithm`: the objective, the optimizer, the batch.
 """
