@@ -11,9 +11,10 @@ from doctor_runs import JOB, Change, job, run_facts, run_records
 
 from pipelinerl_cli.__main__ import main
 from pipelinerl_cli.doctor.facts import JobFacts, RunFacts, given_up_messages
-from pipelinerl_cli.doctor.finding import SEVERITIES, Severity
+from pipelinerl_cli.doctor.finding import SEVERITIES
 from pipelinerl_cli.doctor.rules import JOB_RULES, RUN_RULES, Named, diagnose_job, diagnose_run
 from pipelinerl_cli.runs.records import Record
+from pipelinerl_common.judgements import Severity
 from pipelinerl_common.settings import Job
 
 WAITS = {"wait_seconds": 4.0}
@@ -101,7 +102,7 @@ RUN_CASES: dict[str, tuple[Change, Severity, str]] = {
     ),
     "checkpoints_failed": (
         Change(late={"checkpoint_failures_total": 2.0}),
-        Severity.WARNING,
+        Severity.CRITICAL,  # as the alert: a crash loses every step since the last good checkpoint
         "2 checkpoints",
     ),
     "evaluations_fail": (

@@ -7,9 +7,19 @@ from collections.abc import Mapping
 from itertools import groupby
 
 from pipelinerl_cli.doctor.facts import RunFacts, mean
-from pipelinerl_cli.doctor.finding import Finding, Severity
+from pipelinerl_cli.doctor.finding import Finding
 from pipelinerl_cli.runs.evaluations import is_evaluation
 from pipelinerl_cli.runs.records import SILENCE_LIMIT_S
+from pipelinerl_common.judgements import (
+    CHECKPOINTS_FAIL,
+    DROPS,
+    MEMORY_GROWS,
+    RESTARTS,
+    ROLLOUT_ERRORS,
+    STEPS_SKIPPED,
+    UPDATES_FAIL,
+    Severity,
+)
 from pipelinerl_common.metrics import EVALUATOR
 from pipelinerl_common.text import counted, nouns
 
@@ -150,14 +160,6 @@ def _late(facts: RunFacts) -> Finding:
     )
 
 
-MUCH_DROPPED = 0.05
-"""Share of the groups."""
-MANY_ERRORS = 0.01
-"""Rollout errors per trajectory."""
-MANY_FAILURES = 0.05
-"""Share of the weight updates."""
-GROWTH = 1.5
-"""Memory of a process in the run's last quarter over that in its second quarter."""
 LATE_S = 60.0
 """An evaluator ends its evaluation itself at evaluation.timeoutSeconds; one that is later than this
 hangs.
@@ -192,20 +194,16 @@ def run_failed(facts: RunFacts) -> Finding | None:
 
 def processes_restarted(facts: RunFacts) -> Finding | None:
     by_process = facts.summary["restarts_by_process"]
-    if not facts.summary["restarts"]:
+    if not RESTARTS.is_beyond(facts.summary["restarts"]):
         return None
     listed = ", ".join(
         f"{name} {count}" for name, count in sorted(by_process.items(), key=lambda each: -each[1])
     )
     return Finding(
-        Severity.WARNING,
+        RESTARTS.severity,
         f"processes were restarted {counted(facts.summary['restarts'], 'time')}: "
         f"{listed or 'unknown which'}",
-        (
-            "logs/ of these processes",
-            "memory limits, actors.generator.kvCacheBytes and trainers.microBatchTokens: lower if "
-            "killed",
-        ),
+        RESTARTS.remedies,
         {
             "restarts": facts.summary["restarts"],
             **{f"restarts_{name}": count for name, count in by_process.items()},
@@ -219,10 +217,10 @@ def updates_failed(facts: RunFacts) -> Finding | None:
         return None
     share = failures / (failures + updates)
     return Finding(
-        Severity.WARNING if share > MANY_FAILURES else Severity.ADVICE,
-        f"{failures} of {counted(failures + updates, 'weight update')} failed; old weights were "
-        "served until the next",
-        ("weightTransfer.syncTimeoutSeconds: higher", "logs/ of the generators"),
+        UPDATES_FAIL.severity if UPDATES_FAIL.is_beyond(share) else Severity.ADVICE,
+        f"{failures} of {counted(failures + updates, 'weight update')} failed; "
+        f"{UPDATES_FAIL.meaning}",
+        UPDATES_FAIL.remedies,
         {"failures": failures, "updates": updates},
     )
 
@@ -234,12 +232,12 @@ def groups_dropped(facts: RunFacts) -> Finding | None:
         if reason not in _OTHER_RULES_DROPS
     }
     total, trained = sum(dropped.values()), facts.total("preprocessor", "groups_trained_total")
-    if not total or total / (total + trained) <= MUCH_DROPPED:
+    if not total or not DROPS.is_beyond(total / (total + trained)):
         return None
     by_count = sorted(dropped.items(), key=lambda each: -each[1])
     listed = ", ".join(f"{reason} {count}" for reason, count in by_count)
     return Finding(
-        Severity.WARNING,
+        DROPS.severity,
         f"{100 * total / (total + trained):.0f} % of the groups were generated in vain: {listed}",
         tuple(_DROP_ADVICE[reason] for reason, _ in by_count if reason in _DROP_ADVICE)
         or ("logs/ of the preprocessor",),
@@ -256,10 +254,10 @@ def rollouts_fail(facts: RunFacts) -> Finding | None:
         facts.total("actor", "samples_generated_total"),
     )
     total = sum(errors.values())
-    if not total or total / max(samples, 1) <= MANY_ERRORS:
+    if not ROLLOUT_ERRORS.is_beyond(total / max(samples, 1)):
         return None
     return Finding(
-        Severity.WARNING,
+        ROLLOUT_ERRORS.severity,
         f"{counted(total, 'rollout error')} for {counted(samples, 'trajectory', 'trajectories')}: "
         f"{told_errors(facts)}",
         error_advice(errors),
@@ -286,31 +284,26 @@ def sequences_overlong(facts: RunFacts) -> Finding | None:
 def steps_not_finite(facts: RunFacts) -> Finding | None:
     skipped = facts.total("trainer", "skipped_steps_total")
     batches = sum(step.values.get("non_finite_micro_batches", 0.0) for step in facts.history.steps)
-    if not skipped and not batches:
+    if not STEPS_SKIPPED.is_beyond(skipped + batches):
         return None
     return Finding(
-        Severity.CRITICAL,
+        STEPS_SKIPPED.severity,
         f"{counted(skipped, 'step')} skipped and "
-        f"{counted(batches, 'micro-batch', 'micro-batches')} left out because loss or "
-        "gradient was not finite",
-        (
-            "algorithm.optimizer.learningRate: lower",
-            "algorithm.truncation: lower",
-            "model.dtype: bfloat16 rather than float16",
-        ),
+        f"{counted(batches, 'micro-batch', 'micro-batches')} left out because "
+        f"{STEPS_SKIPPED.meaning}",
+        STEPS_SKIPPED.remedies,
         {"skipped_steps": skipped, "non_finite_micro_batches": batches},
     )
 
 
 def checkpoints_failed(facts: RunFacts) -> Finding | None:
     failures = facts.total("trainer", "checkpoint_failures_total")
-    if not failures:
+    if not CHECKPOINTS_FAIL.is_beyond(failures):
         return None
     return Finding(
-        Severity.WARNING,
-        f"{counted(failures, 'checkpoint')} could not be written: a crash would lose what came "
-        "after the last good one",
-        ("the output's file system: space and permissions", "trainers.checkpoint.keep: lower"),
+        CHECKPOINTS_FAIL.severity,
+        f"{counted(failures, 'checkpoint')} could not be written: {CHECKPOINTS_FAIL.meaning}",
+        CHECKPOINTS_FAIL.remedies,
         {"checkpoint_failures": failures},
     )
 
@@ -367,10 +360,10 @@ def memory_grows(facts: RunFacts) -> Finding | None:
         late = mean(value for place, value in points if place >= 0.75)
         if early > 0 and late / early > growth:
             worst, growth, now = instance, late / early, late
-    if not growth > GROWTH:
+    if not MEMORY_GROWS.is_beyond(growth):
         return None
     return Finding(
-        Severity.WARNING,
+        MEMORY_GROWS.severity,
         f"the memory of {worst} grew {growth:.1f} times since the run's second quarter, to "
         f"{now / 2**30:.2f} GiB",
         (

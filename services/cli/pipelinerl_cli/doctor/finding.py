@@ -2,19 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
-
-class Severity(StrEnum):
-    """In the order in which findings are shown."""
-
-    CRITICAL = "critical"
-    """The run does not learn, or not what it should."""
-    WARNING = "warning"
-    """Time, tokens or stability are lost."""
-    ADVICE = "advice"
-    """Worth a look."""
-
+from pipelinerl_common.judgements import Severity
 
 SEVERITIES = tuple(Severity)
 

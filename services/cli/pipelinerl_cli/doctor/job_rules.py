@@ -1,15 +1,9 @@
 """Rules on a job file. Rules of thumb are those of users of in-flight RL, not results."""
 
 from pipelinerl_cli.doctor.facts import JobFacts
-from pipelinerl_cli.doctor.finding import Finding, Severity
+from pipelinerl_cli.doctor.finding import Finding
+from pipelinerl_common.judgements import PLANNED_LAG, SMALL_BATCH, STABLE_SHARE, Severity
 from pipelinerl_common.text import counted
-
-LEAST_BATCH_PER_GPU = 192
-"""Sequences that a generating GPU should decode at once (H); below it decoding waits for memory."""
-STABLE_SHARE = (0.30, 0.35)
-"""Share of the GPUs that generate in stable runs."""
-STUDIED_LAG = 32
-"""Largest g_max of the paper's study of the KL to on-policy sampling (section 5.1)."""
 
 
 def admission_below_places(facts: JobFacts) -> Finding | None:
@@ -33,18 +27,18 @@ def small_generator_batch(facts: JobFacts) -> Finding | None:
     if facts.num_generating == 0:
         return None
     per_gpu = facts.num_places / facts.num_generating
-    if per_gpu >= LEAST_BATCH_PER_GPU:
+    if not SMALL_BATCH.is_beyond(per_gpu):
         return None
     return Finding(
-        Severity.ADVICE,
+        SMALL_BATCH.severity,
         f"a generating GPU decodes at most {counted(per_gpu, 'sequence')} at once; throughput "
         "grows almost in proportion up to "
-        f"about {LEAST_BATCH_PER_GPU}",
+        f"about {SMALL_BATCH.limit:g}",
         (
             "actors.generator.maxRunningRequests: higher",
             "actors.replicas: fewer, for the same lag (pipelinerl plan)",
         ),
-        {"batch_per_gpu": per_gpu, "least": LEAST_BATCH_PER_GPU},
+        {"batch_per_gpu": per_gpu, "least": SMALL_BATCH.limit},
     )
 
 
@@ -69,14 +63,14 @@ def unusual_share(facts: JobFacts) -> Finding | None:
 
 def large_planned_lag(facts: JobFacts) -> Finding | None:
     lag = facts.planned_lag
-    if lag <= STUDIED_LAG:
+    if not PLANNED_LAG.is_beyond(lag):
         return None
     return Finding(
-        Severity.WARNING,
-        f"a sequence may be up to about {lag} steps old when it is trained; studied are lags up to "
-        f"{STUDIED_LAG}",
-        ("algorithm.groupsPerStep: higher", "staleness.eta: lower", "actors.replicas: fewer"),
-        {"planned_lag": lag, "studied_lag": STUDIED_LAG},
+        PLANNED_LAG.severity,
+        f"a sequence may be up to about {lag} steps old when it is trained: {PLANNED_LAG.meaning} "
+        f"than {PLANNED_LAG.limit:g}",
+        PLANNED_LAG.remedies,
+        {"planned_lag": lag, "studied_lag": PLANNED_LAG.limit},
     )
 
 

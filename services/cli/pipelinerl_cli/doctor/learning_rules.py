@@ -1,41 +1,31 @@
 """Rules on what a run learns from."""
 
 from pipelinerl_cli.doctor.facts import RunFacts
-from pipelinerl_cli.doctor.finding import Finding, Severity
+from pipelinerl_cli.doctor.finding import Finding
+from pipelinerl_common.judgements import (
+    CLIPPED,
+    COMPLETIONS_LONG,
+    ENTROPY_COLLAPSED,
+    ESS,
+    GRADIENT_NORM,
+    LAG,
+    NO_ADVANTAGE,
+    REWARD_FLAT,
+    SOLVED_REWARD,
+)
 
-LOW_ESS, USELESS_ESS = 0.8, 0.5
-"""Effective sample size, 1 is on-policy."""
-HIGH_LAG = 8.0
-"""Mean lag in steps."""
-LONG_COMPLETION = 0.8
-"""Mean completion length over maxTokens; beyond it many are cut off."""
-ZERO_ADVANTAGE = 0.5
-"""Share of groups without a gradient."""
-COLLAPSED_ENTROPY = 0.1
-"""Entropy over what it was in the beginning."""
-CLIPPED = 0.2
-"""Share of tokens whose ratio is clipped or truncated."""
-GRADIENT_RATIO = 10.0
-"""Gradient norm over maxGradNorm."""
 _FEWEST_STEPS = 20
-_LEAST_GAIN = 0.02
-_GOOD_REWARD = 0.9
+"""Steps before which nothing is said about a trend."""
 
 
 def ess_low(facts: RunFacts) -> Finding | None:
     ess = facts.mean("ess")
-    if not ess < LOW_ESS:
+    if not ESS.is_beyond(ess):
         return None
     return Finding(
-        Severity.CRITICAL if ess < USELESS_ESS else Severity.WARNING,
-        f"the effective sample size is {ess:.2f}: of 100 trained tokens {100 * ess:.0f} count, so "
-        "far off-policy are they",
-        (
-            "staleness.eta: lower",
-            "algorithm.groupsPerStep: higher",
-            "actors.replicas: fewer",
-            "algorithm.optimizer.learningRate: lower",
-        ),
+        ESS.severity_of(ess),
+        f"the effective sample size is {ess:.2f}: {ESS.meaning}",
+        ESS.remedies,
         {
             "ess": ess,
             "ess_truncated": facts.mean("ess_truncated"),
@@ -46,12 +36,12 @@ def ess_low(facts: RunFacts) -> Finding | None:
 
 def lag_high(facts: RunFacts) -> Finding | None:
     lag = facts.mean("lag_mean")
-    if not lag > HIGH_LAG:
+    if not LAG.is_beyond(lag):
         return None
     return Finding(
-        Severity.WARNING,
+        LAG.severity,
         f"trained tokens are {lag:.1f} steps old on average",
-        ("staleness.eta: lower", "algorithm.groupsPerStep: higher", "actors.replicas: fewer"),
+        LAG.remedies,
         {"lag_mean": lag, "lag_max": facts.mean("lag_max"), "ess": facts.mean("ess")},
     )
 
@@ -59,17 +49,13 @@ def lag_high(facts: RunFacts) -> Finding | None:
 def completions_cut_off(facts: RunFacts) -> Finding | None:
     limit = facts.job.spec.task.sampling.max_tokens
     length = facts.mean("completion_length_mean")
-    if not length > LONG_COMPLETION * limit:
+    if not COMPLETIONS_LONG.is_beyond(length / limit):
         return None
     return Finding(
-        Severity.WARNING,
-        f"completions have {length:.0f} tokens on average of at most {limit}: many are cut off "
-        "before their answer",
-        (
-            "task.sampling.maxTokens: higher, with model.maxModelLen",
-            "algorithm.overlong.penaltyBufferTokens: above 0",
-            "algorithm.overlong.completions: mask",
-        ),
+        COMPLETIONS_LONG.severity,
+        f"completions have {length:.0f} tokens on average of at most {limit}: "
+        f"{COMPLETIONS_LONG.meaning}",
+        COMPLETIONS_LONG.remedies,
         {"completion_length_mean": length, "max_tokens": limit},
     )
 
@@ -84,11 +70,11 @@ def groups_without_gradient(facts: RunFacts) -> Finding | None:
     dropped = float(facts.summary["dropped_groups"].get("zero_advantage", 0))
     trained = facts.total("preprocessor", "groups_trained_total")
     share = max(expected, dropped / (dropped + trained) if dropped + trained else 0.0)
-    if share <= ZERO_ADVANTAGE:
+    if not NO_ADVANTAGE.is_beyond(share):
         return None
     too_hard = success < 0.5
     return Finding(
-        Severity.CRITICAL if share > 0.9 and too_hard else Severity.WARNING,
+        NO_ADVANTAGE.severity_of(share) if too_hard else NO_ADVANTAGE.severity,
         f"at least {100 * share:.0f} % of the groups have equal rewards and teach nothing: the "
         "prompts are too "
         f"{'hard' if too_hard else 'easy'}",
@@ -103,26 +89,23 @@ def groups_without_gradient(facts: RunFacts) -> Finding | None:
 
 def entropy_collapsed(facts: RunFacts) -> Finding | None:
     first, last = facts.first("entropy"), facts.last("entropy")
-    if not (len(facts.history.steps) >= _FEWEST_STEPS and last < COLLAPSED_ENTROPY * first):
+    collapsed = first > 0 and ENTROPY_COLLAPSED.is_beyond(last / first)
+    if not collapsed or len(facts.history.steps) < _FEWEST_STEPS:
         return None
-    if facts.last("reward_mean") > _GOOD_REWARD:
+    if facts.last("reward_mean") > SOLVED_REWARD:
         return None
     return Finding(
-        Severity.WARNING,
+        ENTROPY_COLLAPSED.severity,
         f"the entropy fell from {first:.3f} to {last:.3f} before the task was learnt: nothing new "
         "is tried any more",
-        (
-            "algorithm.entropyCoefficient: above 0",
-            "algorithm.optimizer.learningRate: lower",
-            "algorithm.clipHigh: higher",
-        ),
+        ENTROPY_COLLAPSED.remedies,
         {"entropy_first": first, "entropy_last": last, "reward_last": facts.last("reward_mean")},
     )
 
 
 def ratios_clipped(facts: RunFacts) -> Finding | None:
     share = facts.mean("clip_fraction")
-    if not share > CLIPPED:
+    if not CLIPPED.is_beyond(share):
         return None
     limit = (
         "algorithm.truncation"
@@ -130,7 +113,7 @@ def ratios_clipped(facts: RunFacts) -> Finding | None:
         else "algorithm.clipHigh"
     )
     return Finding(
-        Severity.WARNING,
+        CLIPPED.severity,
         f"{100 * share:.0f} % of the tokens have a clipped ratio",
         ("staleness.eta: lower", "algorithm.optimizer.learningRate: lower", f"{limit}: higher"),
         {"clip_fraction": share, "ess": facts.mean("ess")},
@@ -139,17 +122,13 @@ def ratios_clipped(facts: RunFacts) -> Finding | None:
 
 def gradients_scaled_down(facts: RunFacts) -> Finding | None:
     norm, limit = facts.mean("grad_norm"), facts.job.spec.algorithm.optimizer.max_grad_norm
-    if not norm > GRADIENT_RATIO * limit:
+    if not GRADIENT_NORM.is_beyond(norm / limit):
         return None
     return Finding(
-        Severity.ADVICE,
-        f"the gradient norm is {norm:.2f}, {norm / limit:.0f} times maxGradNorm: every step is "
-        "scaled down",
-        (
-            "algorithm.optimizer.maxGradNorm: higher",
-            "algorithm.groupsPerStep: higher",
-            "algorithm.optimizer.learningRate: lower",
-        ),
+        GRADIENT_NORM.severity,
+        f"the gradient norm is {norm:.2f}, {norm / limit:.0f} times maxGradNorm: "
+        f"{GRADIENT_NORM.meaning}",
+        GRADIENT_NORM.remedies,
         {"grad_norm": norm, "max_grad_norm": limit},
     )
 
@@ -157,16 +136,13 @@ def gradients_scaled_down(facts: RunFacts) -> Finding | None:
 def reward_flat(facts: RunFacts) -> Finding | None:
     first, last = facts.first("reward_mean"), facts.last("reward_mean")
     num_steps = len(facts.history.steps)
-    if not (num_steps >= _FEWEST_STEPS and last < first + _LEAST_GAIN and last < _GOOD_REWARD):
+    is_flat = REWARD_FLAT.is_beyond(last - first) and last < SOLVED_REWARD
+    if not is_flat or num_steps < _FEWEST_STEPS:
         return None
     return Finding(
-        Severity.CRITICAL,
-        f"the reward went from {first:.3f} to {last:.3f} in {num_steps} steps: the run does not "
-        "learn",
-        (
-            "algorithm.optimizer.learningRate: higher, or lower if the reward fell",
-            "task.args: prompts of which some succeed",
-            "staleness.eta: lower",
-        ),
+        REWARD_FLAT.severity,
+        f"the reward went from {first:.3f} to {last:.3f} in {num_steps} steps: "
+        f"{REWARD_FLAT.meaning}",
+        REWARD_FLAT.remedies,
         {"reward_first": first, "reward_last": last, "steps": num_steps},
     )

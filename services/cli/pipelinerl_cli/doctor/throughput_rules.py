@@ -4,38 +4,31 @@ from math import isnan
 from statistics import fmean, pstdev
 
 from pipelinerl_cli.doctor.facts import FEWEST_POINTS, RunFacts, mean
-from pipelinerl_cli.doctor.finding import Finding, Severity
-from pipelinerl_cli.doctor.job_rules import LEAST_BATCH_PER_GPU
+from pipelinerl_cli.doctor.finding import Finding
+from pipelinerl_common.judgements import (
+    ACTORS_UNEVEN,
+    GENERATORS_IDLE,
+    KV_CACHE_FULL,
+    KV_CACHE_TIGHT,
+    LOAD_SWINGS,
+    PACKING_FILL,
+    PACKING_IMBALANCE,
+    PAUSE_SHARE,
+    PREEMPTIONS,
+    QUEUE_DEPTH,
+    SMALL_BATCH,
+    TRAINER_BUSY,
+    TRAINER_STARVED,
+    UPDATE_STEPS,
+)
 from pipelinerl_common.text import counted
-
-STARVED_WAIT = 0.2
-"""The trainer waits for more than this share of its time."""
-BUSY_WAIT = 0.1
-"""Below this share it does not wait."""
-IDLE_FILL = 0.6
-"""Generators are idle when less than this share of their places is taken."""
-DEEP_QUEUE = 1.5
-"""Batches of finished groups that wait."""
-LONG_PAUSE = 0.05
-"""Share of the step's time that decoding stands still for new weights."""
-UNEVEN = 0.2
-"""How far below the mean an actor may be; users advise 15 to 20 %."""
-FULL_KV = 0.7
-"""Share of the KV blocks beyond which more sequences at once would soon preempt one another."""
-OVERFULL_KV = 0.92
-MANY_PREEMPTIONS = 0.1
-"""Of one trajectory. Rare ones cost little."""
-SWING = 0.5
-"""Standard deviation of the running requests over their mean."""
 
 
 def admission_starves_generators(facts: RunFacts) -> Finding | None:
-    if not (
-        facts.wait_share > STARVED_WAIT and facts.fill < IDLE_FILL and _admission_is_tight(facts)
-    ):
+    if not (_starved(facts) and _idle(facts) and _admission_is_tight(facts)):
         return None
     return Finding(
-        Severity.WARNING,
+        TRAINER_STARVED.severity,
         f"the trainer waits {_percent(facts.wait_share)} of its time while "
         f"{_percent(1 - facts.fill)} of the generators' "
         "places are empty: the staleness policy lets only "
@@ -50,14 +43,10 @@ def admission_starves_generators(facts: RunFacts) -> Finding | None:
 
 
 def environment_starves_generators(facts: RunFacts) -> Finding | None:
-    if not (
-        facts.wait_share > STARVED_WAIT
-        and facts.fill < IDLE_FILL
-        and not _admission_is_tight(facts)
-    ):
+    if not (_starved(facts) and _idle(facts)) or _admission_is_tight(facts):
         return None
     return Finding(
-        Severity.WARNING,
+        TRAINER_STARVED.severity,
         f"the trainer waits {_percent(facts.wait_share)} of its time while "
         f"{_percent(1 - facts.fill)} of the generators' "
         "places are empty, though the staleness policy allows more: trajectories spend their time "
@@ -72,16 +61,20 @@ def environment_starves_generators(facts: RunFacts) -> Finding | None:
 
 
 def generation_is_slow(facts: RunFacts) -> Finding | None:
-    if not (facts.wait_share > STARVED_WAIT and facts.fill >= IDLE_FILL):
+    if not (_starved(facts) and facts.fill >= GENERATORS_IDLE.limit):
         return None
     return Finding(
-        Severity.WARNING,
+        TRAINER_STARVED.severity,
         f"the trainer waits {_percent(facts.wait_share)} of its time, the generators are "
         f"{_percent(facts.fill)} full: "
         "generation is the bottleneck" + _kv_room(facts),
         (
             _more("actors", "two", "trainers", facts),
-            *(() if facts.kv_usage > FULL_KV else ("actors.generator.maxRunningRequests: higher",)),
+            *(
+                ()
+                if KV_CACHE_TIGHT.is_beyond(facts.kv_usage)
+                else ("actors.generator.maxRunningRequests: higher",)
+            ),
         ),
         {
             "wait_share": facts.wait_share,
@@ -94,14 +87,13 @@ def generation_is_slow(facts: RunFacts) -> Finding | None:
 
 def kv_cache_full(facts: RunFacts) -> Finding | None:
     preemptions = facts.preemptions_per_trajectory
-    if not (preemptions > MANY_PREEMPTIONS or facts.kv_usage > OVERFULL_KV):
+    if not (PREEMPTIONS.is_beyond(preemptions) or KV_CACHE_FULL.is_beyond(facts.kv_usage)):
         return None
     generator = facts.job.spec.actors.generator
     return Finding(
-        Severity.WARNING,
+        KV_CACHE_FULL.severity,
         f"the fullest generator uses {_percent(facts.kv_usage)} of its KV cache, and a trajectory "
-        "is preempted "
-        f"{preemptions:.1f} times on average: each time all of it is computed again",
+        f"is preempted {preemptions:.1f} times on average: {PREEMPTIONS.meaning}",
         (
             f"actors.generator.maxRunningRequests: lower than {generator.max_running_requests}",
             "actors.generator.kvCacheBytes: higher where memory allows",
@@ -112,10 +104,10 @@ def kv_cache_full(facts: RunFacts) -> Finding | None:
 
 
 def training_is_slow(facts: RunFacts) -> Finding | None:
-    if not (facts.wait_share < BUSY_WAIT and facts.fill < IDLE_FILL):
+    if not (TRAINER_BUSY.is_beyond(facts.wait_share) and _idle(facts)):
         return None
     return Finding(
-        Severity.WARNING,
+        TRAINER_BUSY.severity,
         f"the trainer never waits ({_percent(facts.wait_share)} of its time) and "
         f"{_percent(1 - facts.fill)} of the generators' "
         "places are empty: training is the bottleneck",
@@ -135,26 +127,24 @@ def training_is_slow(facts: RunFacts) -> Finding | None:
 def queue_too_deep(facts: RunFacts) -> Finding | None:
     ready = facts.gauge_mean("preprocessor", "queue_groups{stage=ready}")
     batches = ready / facts.job.spec.algorithm.groups_per_step
-    if not batches > DEEP_QUEUE:
+    if not QUEUE_DEPTH.is_beyond(batches):
         return None
     return Finding(
-        Severity.WARNING,
-        f"{ready:.0f} finished groups wait on average, {batches:.1f} batches: every one of them "
-        "adds a step of lag for nothing",
-        ("staleness.eta: lower", "actors.replicas: fewer", "trainers.replicas: more"),
+        QUEUE_DEPTH.severity,
+        f"{ready:.0f} finished groups wait on average, {batches:.1f} batches: "
+        f"{QUEUE_DEPTH.meaning}",
+        QUEUE_DEPTH.remedies,
         {"groups_ready": ready, "batches": batches, "lag_mean": facts.mean("lag_mean")},
     )
 
 
 def updates_slower_than_steps(facts: RunFacts) -> Finding | None:
-    share = facts.step_share("publish_seconds")
-    if not share > 1:
+    if not UPDATE_STEPS.is_beyond(facts.step_share("publish_seconds")):
         return None
     return Finding(
-        Severity.WARNING,
+        UPDATE_STEPS.severity,
         f"a weight update takes {facts.mean('publish_seconds'):.2f} s, a step "
-        f"{facts.mean('step_seconds'):.2f} s: "
-        "versions are skipped and the lag grows",
+        f"{facts.mean('step_seconds'):.2f} s: {UPDATE_STEPS.meaning}",
         (
             *(
                 ("weightTransfer.backend: nccl between GPUs",)
@@ -175,7 +165,7 @@ def updates_slower_than_steps(facts: RunFacts) -> Finding | None:
 def updates_pause_decoding(facts: RunFacts) -> Finding | None:
     pause = facts.summary["pause_seconds_mean"]
     whole = mean(step.get("step_seconds") for step in facts.history.steps)
-    if pause is None or not (whole > 0 and pause / whole > LONG_PAUSE):
+    if pause is None or not (whole > 0 and PAUSE_SHARE.is_beyond(pause / whole)):
         return None
     transfer = facts.job.spec.weight_transfer
     remedies = (
@@ -188,7 +178,7 @@ def updates_pause_decoding(facts: RunFacts) -> Finding | None:
         ("algorithm.groupsPerStep: higher, for fewer updates", True),
     )
     return Finding(
-        Severity.WARNING,
+        PAUSE_SHARE.severity,
         f"decoding stands still for {pause:.3f} s mean in each step, {_percent(pause / whole)} of "
         "its time",
         tuple(remedy for remedy, applies in remedies if applies),
@@ -200,18 +190,17 @@ def generators_run_small_batches(facts: RunFacts) -> Finding | None:
     if facts.job.num_generating == 0:
         return None
     running = facts.gauge_mean("actor", "requests_running") / facts.job.num_generating
-    if not running < LEAST_BATCH_PER_GPU:
+    if not SMALL_BATCH.is_beyond(running):
         return None
     return Finding(
-        Severity.ADVICE,
+        SMALL_BATCH.severity,
         f"a generating GPU decodes {counted(running, 'sequence')} at once on average; below "
-        f"{LEAST_BATCH_PER_GPU} it waits "
-        "for memory",
+        f"{SMALL_BATCH.limit:g} {SMALL_BATCH.meaning}",
         (
             "actors.replicas: fewer, with more sequences each (pipelinerl plan)",
             "staleness.eta: higher",
         ),
-        {"batch_per_gpu": running, "least": LEAST_BATCH_PER_GPU},
+        {"batch_per_gpu": running, "least": SMALL_BATCH.limit},
     )
 
 
@@ -221,11 +210,11 @@ def actors_uneven(facts: RunFacts) -> Finding | None:
         return None
     slowest = min(tokens, key=lambda instance: tokens[instance])
     behind = 1 - tokens[slowest] / fmean(tokens.values())
-    if behind <= UNEVEN:
+    if not ACTORS_UNEVEN.is_beyond(behind):
         return None
     hardware = "GPU" if facts.job.num_generating > 0 else "CPU"
     return Finding(
-        Severity.WARNING,
+        ACTORS_UNEVEN.severity,
         f"{slowest} generates {_percent(behind)} less than the mean of {len(tokens)} actors",
         (
             f"the node of {slowest}: look for other load or throttling",
@@ -240,51 +229,49 @@ def load_swings(facts: RunFacts) -> Finding | None:
     if (
         len(running) < 2 * FEWEST_POINTS
         or not fmean(running)
-        or pstdev(running) / fmean(running) <= SWING
+        or not LOAD_SWINGS.is_beyond(pstdev(running) / fmean(running))
     ):
         return None
     return Finding(
-        Severity.ADVICE,
+        LOAD_SWINGS.severity,
         f"the number of running requests swings between {min(running):.0f} and {max(running):.0f} "
-        f"around {fmean(running):.0f}: generators are filled in bursts",
-        (
-            "staleness.eta: higher",
-            "staleness.policy: one that admits group by group, such as slack",
-        ),
+        f"around {fmean(running):.0f}: {LOAD_SWINGS.meaning}",
+        LOAD_SWINGS.remedies,
         {"deviation": pstdev(running) / fmean(running), "mean": fmean(running)},
     )
 
 
 def packing_loose(facts: RunFacts) -> Finding | None:
     fill = facts.mean("packing_fill")
-    if not fill < 0.8:
+    if not PACKING_FILL.is_beyond(fill):
         return None
     return Finding(
-        Severity.ADVICE,
+        PACKING_FILL.severity,
         f"only {_percent(fill)} of the micro-batches' slots hold tokens",
-        (
-            "trainers.microBatchTokens: a larger multiple of the usual length",
-            "algorithm.groupsPerStep: higher",
-        ),
+        PACKING_FILL.remedies,
         {"packing_fill": fill},
     )
 
 
 def packing_uneven(facts: RunFacts) -> Finding | None:
     imbalance = facts.mean("packing_imbalance")
-    if not imbalance > 0.1:
+    if not PACKING_IMBALANCE.is_beyond(imbalance):
         return None
     return Finding(
-        Severity.WARNING,
-        f"the emptiest rank has {_percent(imbalance)} fewer tokens than the fullest and waits for "
-        "it in every step",
-        (
-            "algorithm.groupsPerStep: higher",
-            "trainers.microBatchTokens: lower",
-            "trainers.replicas: fewer",
-        ),
+        PACKING_IMBALANCE.severity,
+        f"the emptiest rank has {_percent(imbalance)} fewer tokens than the fullest: "
+        f"{PACKING_IMBALANCE.meaning}",
+        PACKING_IMBALANCE.remedies,
         {"packing_imbalance": imbalance},
     )
+
+
+def _starved(facts: RunFacts) -> bool:
+    return TRAINER_STARVED.is_beyond(facts.wait_share)
+
+
+def _idle(facts: RunFacts) -> bool:
+    return GENERATORS_IDLE.is_beyond(facts.fill)
 
 
 def _admission_is_tight(facts: RunFacts) -> bool:
