@@ -14,7 +14,7 @@ import yaml
 
 from bench.processes import running, tail
 from bench.report import progress
-from pipelinerl_cli.up.process import Ports
+from pipelinerl_cli.up.placement import Ports
 from pipelinerl_common.errors import PipelineRLError, Unavailable
 from pipelinerl_common.generator_api import CompletionRequest
 from pipelinerl_common.generator_client import GeneratorClient, GeneratorUnavailable

@@ -452,6 +452,26 @@ async def test_a_wrong_manifest_is_refused_before_anything_changes(
     assert (await client.choice(PROMPT, 2))["token_ids"] == [Y, Y]
 
 
+async def test_a_manifest_is_named_by_its_hash_until_the_next_group(
+    client: Client, trainer: Trainer, reference: Reference
+) -> None:
+    weights = reference.constant(X)
+    named = {
+        "manifest": None,
+        "manifest_hash": manifest_of(weights, trainer.bucket_bytes).hash,
+    }
+    await trainer.update(weights)
+    await trainer.update(reference.constant(Y), **named)
+    await trainer.update(reference.constant(X), mode="inplace", **named)
+    assert (await client.choice(PROMPT, 2))["token_ids"] == [X, X]
+    await trainer.form()
+    status, answer = await trainer.request(reference.constant(Y), trainer.version + 1, **named)
+    assert (status, answer["error"]["type"]) == (409, "UnknownManifest")
+    await trainer.update(reference.constant(Y))
+    await trainer.update(reference.constant(X), **named)
+    assert (await client.choice(PROMPT, 2))["token_ids"] == [X, X]
+
+
 async def test_a_wrong_epoch_is_refused(
     client: Client, trainer: Trainer, reference: Reference
 ) -> None:

@@ -18,6 +18,9 @@ from pipelinerl_actor.generator.service import serve_http
 from pipelinerl_actor.generator.updater import WeightUpdater
 from pipelinerl_actor.generator.weight_layout import WeightLayout
 from pipelinerl_common.errors import FatalError
+from pipelinerl_common.generator_api import InitGroupRequest, UpdateRequest
+from pipelinerl_common.generator_client import GeneratorClient, GeneratorRefused
+from pipelinerl_weights.manifest import Manifest, TensorSpec
 
 BODY = {"prompt_token_ids": [1, 2], "max_tokens": 4}
 
@@ -155,6 +158,50 @@ async def test_a_fatal_error_answers_and_ends_the_process() -> None:
         assert answer["error"]["type"] == "FatalError"
         with pytest.raises(FatalError, match="device fault"):
             await asyncio.wait_for(generator.watch(), 5)
+
+
+async def test_an_unknown_manifest_is_refused_before_anything_happens_and_then_sent_along() -> None:
+    engine = FakeEngine()
+    manifest = Manifest((TensorSpec("w", "float32", (2, 3)),), 64)
+    async with serving(engine) as (http, generator):
+        client = GeneratorClient(http.url)
+
+        async def join(epoch: int) -> None:
+            request = InitGroupRequest(
+                epoch=epoch,
+                master_address="127.0.0.1",
+                master_port=1,
+                rank_offset=1,
+                world_size=2,
+                backend="gloo",
+                timeout_s=5,
+            )
+            await client.init_process_group(request)
+            engine.verbs.clear()
+
+        def update(epoch: int, version: int, **fields: Any) -> UpdateRequest:
+            return UpdateRequest(epoch=epoch, version=version, timeout_s=5, **fields)
+
+        for epoch in (1, 2):  # a group that is formed again knows no manifest
+            await join(epoch)
+            with pytest.raises(GeneratorRefused, match="send the update with it") as refused:
+                await client.update_weights(update(epoch, 1, manifest_hash=manifest.hash))
+            assert (refused.value.status, refused.value.kind) == (409, "UnknownManifest")
+            assert (engine.verbs, generator.updater.num_failures) == ([], 0)
+            await client.update_weights(update(epoch, 1, manifest=manifest.to_json()))
+            assert "stage" in engine.verbs
+            by_hash = update(epoch, 2, manifest_hash=manifest.hash, mode="inplace")
+            assert (await client.update_weights(by_hash)).version == 2
+            engine.verbs.clear()
+            other = Manifest((TensorSpec("w", "float32", (3, 3)),), 64)
+            with pytest.raises(GeneratorRefused, match="does not fit the model") as mismatch:
+                await client.update_weights(update(epoch, 3, manifest=other.to_json()))
+            assert (mismatch.value.status, mismatch.value.kind) == (422, "ManifestMismatch")
+            with pytest.raises(GeneratorRefused, match="not a weight manifest") as malformed:
+                await client.update_weights(update(epoch, 3, manifest={"tensors": [{}]}))
+            assert malformed.value.status == 422
+            assert (engine.verbs, generator.updater.version) == ([], 2)
+            generator.updater.version = 0
 
 
 async def test_unknown_paths_and_broken_bodies_answer_in_the_same_form() -> None:

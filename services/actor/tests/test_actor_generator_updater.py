@@ -1,5 +1,7 @@
 """The order of an update, and which failures the generator survives."""
 
+from dataclasses import replace
+
 import pytest
 from actor_generator_fakes import FakeEngine
 
@@ -8,6 +10,7 @@ from pipelinerl_actor.generator.metrics import GeneratorMetrics
 from pipelinerl_actor.generator.updater import WeightUpdate, WeightUpdater
 from pipelinerl_actor.generator.weight_layout import ManifestMismatch, WeightLayout
 from pipelinerl_common.errors import FatalError, Refused
+from pipelinerl_common.generator_api import UnknownManifest
 from pipelinerl_weights.errors import TransferAborted, TransferTimeout
 from pipelinerl_weights.manifest import Manifest, TensorSpec
 
@@ -134,6 +137,31 @@ async def test_refusals_touch_nothing(
         await updater.update(wanted)
     assert engine.verbs == []
     assert (updater.version, updater.epoch) == (1, 7)
+
+
+async def test_a_manifest_is_known_from_the_groups_first_update_to_the_next_group(
+    engine: FakeEngine, updater: WeightUpdater
+) -> None:
+    with pytest.raises(UnknownManifest, match="unknown in epoch 7"):
+        updater.known_manifest(MANIFEST.hash)
+    await updater.update(update(version=1))
+    assert updater.known_manifest(MANIFEST.hash) == MANIFEST
+    with pytest.raises(UnknownManifest):
+        updater.known_manifest("another")
+    await updater.join(GroupSpec(8, "127.0.0.1", 1234, 1, 2, "gloo", 5.0))
+    with pytest.raises(UnknownManifest, match="unknown in epoch 8"):
+        updater.known_manifest(MANIFEST.hash)
+
+
+async def test_a_manifest_that_does_not_fit_is_not_remembered(
+    engine: FakeEngine, updater: WeightUpdater
+) -> None:
+    wrong = Manifest((TensorSpec("w", "float32", (3, 3)),), 1024)
+    with pytest.raises(ManifestMismatch):
+        await updater.update(replace(update(), transfer=Transfer(1, wrong, 5.0)))
+    with pytest.raises(UnknownManifest):
+        updater.known_manifest(wrong.hash)
+    assert engine.verbs == []
 
 
 async def test_going_back_needs_permission(engine: FakeEngine, updater: WeightUpdater) -> None:

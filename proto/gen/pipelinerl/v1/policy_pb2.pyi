@@ -99,7 +99,9 @@ class GetPolicyResponse(_message.Message):
     policy_version: _builtins.int
     epoch: _builtins.int
     @_builtins.property
-    def manifest(self) -> _weights_pb2.WeightManifest: ...
+    def manifest(self) -> _weights_pb2.WeightManifest:
+        """not filled: PublishVersion carries the manifest, once in an epoch"""
+
     def __init__(
         self,
         *,

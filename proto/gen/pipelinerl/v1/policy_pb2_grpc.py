@@ -59,7 +59,7 @@ class PolicyServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetPolicy(self, request, context):
-        """The trainer's policy version and the manifest of its weights.
+        """The trainer's policy version and its epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,7 +37,7 @@ class PolicyStub:
     Errors: FAILED_PRECONDITION (epoch not newer than the current one), INVALID_ARGUMENT.
     """
     GetPolicy: _grpc.UnaryUnaryMultiCallable[_policy_pb2.GetPolicyRequest, _policy_pb2.GetPolicyResponse]
-    """The trainer's policy version and the manifest of its weights."""
+    """The trainer's policy version and its epoch."""
 
 @_typing.type_check_only
 class PolicyAsyncStub(PolicyStub):
@@ -48,7 +48,7 @@ class PolicyAsyncStub(PolicyStub):
     Errors: FAILED_PRECONDITION (epoch not newer than the current one), INVALID_ARGUMENT.
     """
     GetPolicy: _aio.UnaryUnaryMultiCallable[_policy_pb2.GetPolicyRequest, _policy_pb2.GetPolicyResponse]  # type: ignore[assignment]
-    """The trainer's policy version and the manifest of its weights."""
+    """The trainer's policy version and its epoch."""
 
 class PolicyServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -68,6 +68,6 @@ class PolicyServicer(metaclass=_abc_1.ABCMeta):
         request: _policy_pb2.GetPolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_policy_pb2.GetPolicyResponse, _abc.Awaitable[_policy_pb2.GetPolicyResponse]]:
-        """The trainer's policy version and the manifest of its weights."""
+        """The trainer's policy version and its epoch."""
 
 def add_PolicyServicer_to_server(servicer: PolicyServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -93,7 +93,9 @@ class PublishVersionRequest(_message.Message):
     """the trainer was restored from a checkpoint: generators accept an older version once"""
     timeout_s: _builtins.float
     @_builtins.property
-    def manifest(self) -> Global___WeightManifest: ...
+    def manifest(self) -> Global___WeightManifest:
+        """until the epoch's first update has succeeded; empty afterwards, since it is the same"""
+
     def __init__(
         self,
         *,
