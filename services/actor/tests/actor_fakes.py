@@ -186,8 +186,6 @@ class FakeAdmission:
         self.group_size = group_size
         self.to_grant = 0
         self.to_cancel: list[str] = []
-        self.to_recall: list[str] = []
-        """Cancelled too, but their events are to bring what was sampled."""
         self.partial: pb.PartialGroup | None = None
         """Given with the next leases."""
         self.max_trajectories: int | None = None
@@ -202,11 +200,10 @@ class FakeAdmission:
         self.requests.append(request)
         with suppress(TimeoutError):
             await until(
-                lambda: self.to_grant or self.to_cancel or self.to_recall or self.done,
+                lambda: self.to_grant or self.to_cancel or self.done,
                 request.wait_s if request.max_groups else 0,
             )
-        recalled, self.to_recall = self.to_recall, []
-        cancelled, self.to_cancel = [*self.to_cancel, *recalled], []
+        cancelled, self.to_cancel = self.to_cancel, []
         num_groups = min(self.to_grant, request.max_groups)
         self.to_grant -= num_groups
         if num_groups:
@@ -214,7 +211,6 @@ class FakeAdmission:
         return pb.LeaseResponse(
             leases=[self._lease() for _ in range(num_groups)],
             cancelled_lease_ids=cancelled,
-            recalled_lease_ids=recalled,
             max_trajectories=self.max_trajectories,
             served_version=3,
             state=pb.RUN_STATE_DONE if self.done else pb.RUN_STATE_RUNNING,

@@ -12,6 +12,7 @@ from pipelinerl_actor.models.tiny import END_ID, make_tokenizer
 from pipelinerl_actor.rollout.generator_client import RolloutClient
 from pipelinerl_actor.rollout.generators import Generators, TrajectoryClock
 from pipelinerl_actor.rollout.metrics import RolloutMeter
+from pipelinerl_actor.rollout.progress import Progress
 from pipelinerl_actor.rollout.trajectory import Sampler, Trajectory
 from pipelinerl_actor.rollout.verifier import Verifier
 from pipelinerl_actor.task import Prompt, Task, TaskName
@@ -69,4 +70,4 @@ def trajectory(
     sampler = Sampler(
         generators, SamplingSettings(max_tokens=8), verifier, Continuation(model_folder), seed=0
     )
-    return Trajectory(sampler, 0, 0, prompt, TrajectoryClock(30))
+    return Trajectory(sampler, 0, 0, prompt, TrajectoryClock(30), Progress({0}))

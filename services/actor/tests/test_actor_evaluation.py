@@ -11,7 +11,7 @@ from aiohttp import web
 
 from pipelinerl_actor.evaluation.evaluate import Estimate, estimate, pass_at_k
 from pipelinerl_actor.evaluation.generator import evaluator, until_ready
-from pipelinerl_actor.rollout.start import Pool
+from pipelinerl_actor.rollout.start import GeneratorPool
 from pipelinerl_actor.tasks.arithmetic import Arithmetic
 from pipelinerl_common.errors import FatalError, Unavailable
 from pipelinerl_common.settings import SamplingSettings, TaskSettings
@@ -73,7 +73,7 @@ async def test_an_evaluation_counts_what_passes_per_prompt(tmp_path: Path) -> No
 
         generator.answer = answer
         async with evaluator(
-            TASK, ARITHMETIC, 0, Pool([generator.url], tmp_path, max_running=8)
+            TASK, ARITHMETIC, 0, GeneratorPool([generator.url], tmp_path, max_running=8)
         ) as evaluating:
             evaluation = await evaluating.run(range(50), (1, 2), seed=0)
     sums = [_sum(index) for index in range(50)]
@@ -101,7 +101,7 @@ async def test_weights_that_change_meanwhile_are_refused(tmp_path: Path) -> None
 
         generator.answer = answer
         async with evaluator(
-            TASK, ARITHMETIC, 0, Pool([generator.url], tmp_path, max_running=8)
+            TASK, ARITHMETIC, 0, GeneratorPool([generator.url], tmp_path, max_running=8)
         ) as evaluating:
             with pytest.raises(FatalError, match=r"several versions of the weights: \[0, 1\]"):
                 await evaluating.run(range(10), (1,), seed=0)
@@ -122,7 +122,7 @@ async def test_prompts_that_fail_are_counted_and_left_out(tmp_path: Path) -> Non
             TASK,
             ARITHMETIC,
             0,
-            Pool([generator.url], tmp_path, max_running=8),
+            GeneratorPool([generator.url], tmp_path, max_running=8),
             lambda: done.append(1),
         ) as evaluating:
             evaluation = await evaluating.run(range(10), (1,), seed=0)
@@ -139,7 +139,7 @@ async def test_no_prompt_at_all_is_an_error(tmp_path: Path) -> None:
 
         generator.answer = answer
         async with evaluator(
-            TASK, ARITHMETIC, 0, Pool([generator.url], tmp_path, max_running=8)
+            TASK, ARITHMETIC, 0, GeneratorPool([generator.url], tmp_path, max_running=8)
         ) as evaluating:
             with pytest.raises(FatalError, match="none of the 3 prompts could be evaluated"):
                 await evaluating.run(range(3), (1,), seed=0)

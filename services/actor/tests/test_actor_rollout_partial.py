@@ -1,4 +1,4 @@
-"""Groups that are stopped half done, and go on in another attempt from what they have sampled."""
+"""Groups that are stopped half done, and resume in another attempt from what they have sampled."""
 
 from typing import Any
 
@@ -20,33 +20,6 @@ def partial_of(event: pb.GroupEvent) -> dict[int, tuple[list[int], list[tuple[in
         )
         for answer in event.partial.answers
     }
-
-
-@pytest.mark.parametrize("max_tokens", [8, 300], ids=["in one request", "each alone"])
-async def test_a_recalled_group_brings_what_it_has_sampled(house: House, max_tokens: int) -> None:
-    house.generator.answer = house.generator.linger
-    house.admission.to_grant = 1
-    async with acting(house, "Together", model_len=512, sampling={"maxTokens": max_tokens}) as (
-        actor,
-        _,
-    ):
-        await alive(actor, lambda: house.generator.num_sequences == 4)
-        house.admission.to_recall = ["lease-0"]
-        await alive(actor, lambda: house.admission.outcomes(pb.GROUP_OUTCOME_CANCELLED))
-    (event,) = house.admission.outcomes(pb.GROUP_OUTCOME_CANCELLED)
-    halves = ([97, 98], [(1, 1), (2, 1)])
-    first = ([55, 2], [(1, 2)]) if max_tokens == 8 else halves
-    assert partial_of(event) == {0: first, 1: halves, 2: halves, 3: halves}
-    assert [answer.finish_reason for answer in event.partial.answers] == [
-        1 if max_tokens == 8 else 0,
-        0,
-        0,
-        0,
-    ]
-    assert list(event.partial.answers[1].logprobs) == [-0.5, -0.25]
-    assert list(event.partial.prompt_token_ids) == [4, 9, 2, 5]
-    assert event.tokens_wasted == 0
-    assert house.groups == []
 
 
 async def test_a_group_goes_on_from_what_an_earlier_attempt_has_sampled(house: House) -> None:
@@ -88,24 +61,44 @@ async def test_a_group_goes_on_from_what_an_earlier_attempt_has_sampled(house: H
     assert started.served_version == 1  # what the policy must count from
 
 
-async def test_a_stop_hands_back_what_running_groups_have_sampled(house: House) -> None:
+@pytest.mark.parametrize("max_tokens", [8, 300], ids=["in one request", "each alone"])
+async def test_a_stop_hands_back_what_running_groups_have_sampled(
+    house: House, max_tokens: int
+) -> None:
     house.generator.answer = house.generator.linger
     house.admission.to_grant = 2
-    async with acting(house, "Together", actors={"drainSeconds": 0}) as (actor, stop):
+    async with acting(
+        house,
+        "Together",
+        actors={"drainSeconds": 0},
+        model_len=512,
+        sampling={"maxTokens": max_tokens},
+    ) as (actor, stop):
         await alive(actor, lambda: house.generator.num_sequences == 8)
         stop.set()
         await alive(actor, lambda: len(house.admission.outcomes(pb.GROUP_OUTCOME_HANDED_BACK)) == 2)
     events = house.admission.outcomes(pb.GROUP_OUTCOME_HANDED_BACK)
     assert sorted(event.lease_id for event in events) == ["lease-0", "lease-1"]
-    assert all(len(event.partial.answers) == 4 for event in events)
+    halves = ([97, 98], [(1, 1), (2, 1)])
+    first = ([55, 2], [(1, 2)]) if max_tokens == 8 else halves
+    for event in events:
+        assert partial_of(event) == {0: first, 1: halves, 2: halves, 3: halves}
+        reasons = [answer.finish_reason for answer in event.partial.answers]
+        assert reasons == [1 if max_tokens == 8 else 0, 0, 0, 0]
+        assert list(event.partial.answers[1].logprobs) == [-0.5, -0.25]
+        assert list(event.partial.prompt_token_ids) == [4, 9, 2, 5]
+        assert event.tokens_wasted == 0
+    assert house.groups == []
 
 
 async def test_a_task_with_stop_strings_begins_again(house: House) -> None:
     house.generator.answer = house.generator.hang
     house.admission.to_grant = 1
-    async with acting(house, "Together", sampling={"maxTokens": 8, "stop": ["."]}) as (actor, _):
+    async with acting(
+        house, "Together", actors={"drainSeconds": 0}, sampling={"maxTokens": 8, "stop": ["."]}
+    ) as (actor, stop):
         await alive(actor, lambda: house.generator.num_sequences == 4)
-        house.admission.to_recall = ["lease-0"]
-        await alive(actor, lambda: house.admission.outcomes(pb.GROUP_OUTCOME_CANCELLED))
-    (event,) = house.admission.outcomes(pb.GROUP_OUTCOME_CANCELLED)
+        stop.set()
+        await alive(actor, lambda: house.admission.outcomes(pb.GROUP_OUTCOME_HANDED_BACK))
+    (event,) = house.admission.outcomes(pb.GROUP_OUTCOME_HANDED_BACK)
     assert not event.HasField("partial")

@@ -1,5 +1,5 @@
 """`python -m pipelinerl_actor.evaluation`: evaluates a run's checkpoints on the job's evaluation
-sets, as they come.
+sets, as the trainer writes them.
 """
 
 import argparse
@@ -14,11 +14,11 @@ from pipelinerl_common.service import parse_wiring, run_service
 def main(argv: Sequence[str] | None = None) -> int:
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     own.add_argument(
-        "--last-result", type=Path, help="file that gets the last step's result in words"
+        "--last-result", type=Path, help="file that gets the last step's result as text"
     )
     flags, rest = own.parse_known_args(argv)
     if {"-h", "--help"} & set(rest):
-        sys.stdout.write(f"of the evaluator alone:\n{own.format_help()}\n")
+        sys.stdout.write(f"evaluator only:\n{own.format_help()}\n")
     wiring = parse_wiring("evaluator", rest)
 
     async def run(stop: asyncio.Event) -> None:

@@ -1,18 +1,17 @@
-"""Which checkpoint is evaluated next. Pure.
+"""The checkpoint that is evaluated next, and its weights for as long as they are read.
 
-every 20 of 60 steps, evaluated: none      there: 0, 10, 20, 30, 40   ->  0, the initial weights, which nothing overtakes
-                      evaluated: 0         there: 10, 20, 30, 40      ->  40, and 20 is overtaken
-                      evaluated: 0, 40     there: 50, 60              ->  60, the last step, which is always due
+every 20 of 60 steps
+evaluated: none    present: 0, 10, 20, 30, 40 -> 0, the initial weights, which nothing overtakes
+evaluated: 0       present: 10, 20, 30, 40    -> 40, and 20 is overtaken
+evaluated: 0, 40   present: 50, 60            -> 60, the last step, which is always due
 
-Keeps a checkpoint's weights while they are read, though the trainer removes the checkpoint
-meanwhile.
+The trainer may remove a checkpoint while it is evaluated. So its weights are pinned:
 
-evaluations/.step-40.pin/   hard links of the checkpoint's `model/`, or copies where the file system
-has no hard links
+evaluations/.step-40.pin/   hard links of the checkpoint's `model/`, or copies without hard links
 
 A checkpoint's files are never written again, so a link to one is that file for as long as it
-exists, and it takes no room. Whoever crashes leaves the other unharmed: the trainer knows nothing
-of pins, and an evaluator removes what a dead one left.
+exists, and takes no room. A crash on either side is harmless: the trainer does not know of pins,
+and an evaluator removes those of its predecessor.
 """
 
 import os
@@ -32,6 +31,8 @@ START = 0
 
 @dataclass(frozen=True, slots=True)
 class DueCheckpoint:
+    """The step to evaluate next."""
+
     step: int
     overtaken: tuple[int, ...] = ()
     """Steps that were due since the newest evaluated one and will not be evaluated."""
@@ -41,9 +42,7 @@ def choose(
     settings: EvaluationSettings, last_step: int, there: Iterable[int], evaluated: Collection[int]
 ) -> DueCheckpoint | None:
     """The newest due step of the checkpoints that are `there`, which come newest first; None
-    without one.
-
-    `last_step` is the run's.
+    without one. `last_step` is the run's.
     """
     if settings.at_start and START not in evaluated:
         return DueCheckpoint(START)
@@ -62,22 +61,21 @@ def is_due(settings: EvaluationSettings, last_step: int, step: int) -> bool:
 
 
 def is_over(last_step: int, evaluated: Iterable[int]) -> bool:
-    """Nothing more will be due."""
+    """Whether no further step will be due."""
     return max(evaluated, default=START) >= last_step
 
 
 class CheckpointRemoved(TemporaryError):
-    """The checkpoint is not there any more, or not as a whole."""
+    """The checkpoint is not present any more, or only in part."""
 
 
 @contextmanager
 def pinned(root: Path, step: int, pins: Path) -> Iterator[Path]:
-    """The model of a checkpoint of the run in `root`, whole until the end of the block. One at a
-    time below `pins`.
-
-    Raises Removed.
+    """The model of a checkpoint of the run in `root`, complete until the end of the block. `pins`
+    holds one at a time. Raises CheckpointRemoved.
     """
-    remove_pins(pins)
+    for leftover in pins.glob(".step-*.pin"):
+        shutil.rmtree(leftover, ignore_errors=True)
     checkpoint, pin = checkpoint_folder(root, step), pins / f".step-{step}.pin"
     files = files_of(checkpoint)
     if files is None:
@@ -91,12 +89,6 @@ def pinned(root: Path, step: int, pins: Path) -> Iterator[Path]:
         shutil.rmtree(pin, ignore_errors=True)
 
 
-def remove_pins(pins: Path) -> None:
-    """Those that an earlier evaluator has left behind."""
-    for leftover in pins.glob(".step-*.pin"):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
 def _pin(file: Path, target: Path, size: int) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -104,6 +96,7 @@ def _pin(file: Path, target: Path, size: int) -> None:
         actual = target.stat().st_size
     except FileNotFoundError as error:
         raise CheckpointRemoved(f"{file} was removed while it was pinned") from error
+    # The trainer removes files one by one: a copy may have been cut off in the middle.
     if actual != size:
         raise CheckpointRemoved(f"{file} has {actual} bytes, not {size}")
 
@@ -113,7 +106,6 @@ def _link_or_copy(file: Path, target: Path) -> None:
         os.link(file, target)
     except FileNotFoundError:
         raise
-    except (
-        OSError
-    ):  # no hard links here: an object store's mount, another owner, another file system
+    except OSError:
+        # No hard links: an object store's mount, another owner, another file system.
         shutil.copyfile(file, target)

@@ -1,16 +1,13 @@
-"""pass@k and mean reward of a sample of prompts, with confidence intervals.
-
-Prompts are the independent draws: answers to one prompt are not, so intervals resample prompts,
-never single answers.
-
-The job's evaluation sets as tasks.
-
-Rolls a task out on generators that serve one version of the weights, and judges the answers.
+"""Rolls a task out on generators that serve one version of the weights, and estimates pass@k and
+the mean reward, with confidence intervals.
 
 prompts 0 .. P-1 --n answers each--> GroupRoller --HTTP--> generators
                                          | verifier
                                          v
                  outcomes per prompt --> pass@k, reward, with intervals
+
+Prompts are the independent draws: answers to one prompt are not, so intervals resample prompts,
+never single answers.
 """
 
 import asyncio
@@ -23,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.v1.admission_pb2 import GroupLease
-from pipelinerl_actor.rollout.group import GroupFailed, GroupRoller, Progress
+from pipelinerl_actor.rollout.failures import GroupFailed
+from pipelinerl_actor.rollout.group import GroupRoller
 from pipelinerl_actor.task import Task, TaskName
 from pipelinerl_actor.task_loader import load_task
 from pipelinerl_common.errors import FatalError, SettingsError
@@ -37,7 +35,7 @@ _CHUNK = 500
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Example: Estimate(0.62, 0.55, 0.69): the mean over prompts, and its 95 % confidence interval."""
+    """A mean over prompts and its 95 % confidence interval. Example: Estimate(0.62, 0.55, 0.69)."""
 
     mean: float
     low: float
@@ -80,7 +78,7 @@ def estimate(values_P: Sequence[float], seed: int) -> Estimate:
 def _resampled_means(
     values: NDArray[np.float64], generator: np.random.Generator
 ) -> NDArray[np.float64]:
-    """In chunks, so that memory is bounded by `_CHUNK` x prompts."""
+    # In chunks, so that memory is bounded by `_CHUNK` x prompts.
     chunks = []
     for start in range(0, _NUM_RESAMPLES, _CHUNK):
         size = (min(_CHUNK, _NUM_RESAMPLES - start), values.size)
@@ -89,7 +87,7 @@ def _resampled_means(
 
 
 def _wilson(share: float, num_trials: int) -> tuple[float, float]:
-    """Wilson 1927, with z of the confidence above."""
+    """The interval of Wilson 1927, with z of the confidence above."""
     z = 1.959963984540054
     centre = share + z * z / (2 * num_trials)
     half = z * math.sqrt(share * (1 - share) / num_trials + z * z / (4 * num_trials * num_trials))
@@ -98,7 +96,7 @@ def _wilson(share: float, num_trials: int) -> tuple[float, float]:
 
 
 def task_of(spec: JobSpec, each: EvaluationSetSettings) -> TaskSettings:
-    """A set as a task; what the set does not say is as in training."""
+    """The task settings of a set; what the set leaves open is as in training."""
     own = {
         "path": each.path,
         "args": each.args,
@@ -109,15 +107,15 @@ def task_of(spec: JobSpec, each: EvaluationSetSettings) -> TaskSettings:
 
 
 def seed_of(spec: JobSpec) -> int:
-    """Of the sets' prompts: those of a task that draws them are others than it is trained on, as in
-    `pipelinerl eval`.
+    """The seed of the sets' prompts. It differs from the training's, so that a task that draws its
+    prompts is evaluated on others, as in `pipelinerl eval`.
     """
     return spec.seed + 1
 
 
 def make_sets(job: Job) -> dict[str, Task]:
-    """Every set's task, by the set's name; one serves all evaluations. Raises SettingsError that
-    names the set.
+    """The task of every set by its name, for all evaluations. Raises SettingsError that names the
+    set.
     """
     made: dict[str, Task] = {}
     for each in job.spec.evaluation.sets if job.spec.evaluation is not None else ():
@@ -129,15 +127,14 @@ def make_sets(job: Job) -> dict[str, Task]:
 
 
 SUCCESS = "success"
-"""The verdict's metric that decides whether an answer passes; without it, a reward of at least 1
-does.
+"""The verdict's metric that decides whether an answer passes; without it, a reward of at least 1.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class PromptOutcome:
-    """Of one prompt. Example: Outcome(17, (1.0, 0.0), 1, 38): two answers, one passed, 38 sampled
-    tokens.
+    """The answers to one prompt. Example: PromptOutcome(17, (1.0, 0.0), 1, 38) has two answers, one
+    of which passed, and 38 sampled tokens.
     """
 
     prompt_index: int
@@ -150,7 +147,7 @@ class PromptOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What is reported. Failed prompts are counted by reason and are in no estimate."""
+    """The result for one task. Failed prompts are counted by reason and are in no estimate."""
 
     policy_version: int
     num_prompts: int
@@ -182,7 +179,7 @@ class Evaluator:
         self._on_prompt = on_prompt
 
     async def run(self, prompts: Sequence[int], k: Sequence[int], seed: int) -> Evaluation:
-        """Raises FatalError when no prompt could be evaluated, or when the weights keep changing."""
+        """Raises FatalError when no prompt could be evaluated, or when the weights changed."""
         failures: Counter[str] = Counter()
         groups = [
             group
@@ -213,9 +210,7 @@ class Evaluator:
         )
         async with self._room:
             try:
-                group = await self._roller.roll_out(
-                    lease, Progress(num_unsampled=self._num_samples)
-                )
+                group = await self._roller.roll_out(lease, self._roller.begin(lease))
             except GroupFailed as error:
                 failures[error.reason] += 1
                 return None

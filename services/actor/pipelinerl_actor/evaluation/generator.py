@@ -1,6 +1,5 @@
-"""An evaluation of one task on a pool of generators, and the wait until a generator serves.
-
-A generator of the evaluator's own, which serves one folder's weights and ends with the block.
+"""The evaluator's own generator, the wait until a generator serves, and an evaluation on a pool of
+generators.
 """
 
 import asyncio
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from pipelinerl_actor.evaluation.evaluate import Evaluator
 from pipelinerl_actor.rollout.metrics import RolloutMeter
-from pipelinerl_actor.rollout.start import Pool, open_rollouts
+from pipelinerl_actor.rollout.start import GeneratorPool, open_roller
 from pipelinerl_actor.task import Task
 from pipelinerl_common.errors import Unavailable
 from pipelinerl_common.generator_client import GeneratorClient
@@ -21,9 +20,13 @@ from pipelinerl_common.metrics import ACTOR, Metrics
 from pipelinerl_common.service import Wiring
 from pipelinerl_common.settings import TaskSettings
 
+log = logging.getLogger(__name__)
+
 _NAME = "evaluation"
 _ASK_S = 5.0
 _PAUSE_S = 0.2
+_STOP_S = 30.0
+"""An engine needs time to end, and one that is killed may leave workers behind."""
 
 
 @asynccontextmanager
@@ -31,17 +34,17 @@ async def evaluator(
     task: Task,
     settings: TaskSettings,
     seed: int,
-    pool: Pool,
+    pool: GeneratorPool,
     on_prompt: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Evaluator]:
-    """An Evaluator of `task`, which `settings` and `seed` make, on `pool`; `settings.group_size`
-    answers a prompt.
+    """An Evaluator of `task`, which `settings` and `seed` make, on `pool`. It samples
+    `settings.group_size` answers for each prompt.
     """
     meter = RolloutMeter(Metrics(ACTOR, _NAME))
-    async with open_rollouts(_NAME, task, settings, seed, pool, meter) as rollouts:
-        at_once = max(1, -(-rollouts.generators.num_slots // settings.group_size) + 1)
+    async with open_roller(_NAME, task, settings, seed, pool, meter) as (roller, generators):
+        at_once = max(1, -(-generators.num_slots // settings.group_size) + 1)
         yield Evaluator(
-            rollouts.roller, num_samples=settings.group_size, at_once=at_once, on_prompt=on_prompt
+            roller, num_samples=settings.group_size, at_once=at_once, on_prompt=on_prompt
         )
 
 
@@ -61,14 +64,10 @@ async def until_ready(url: str, timeout_s: float | None, is_alive: Callable[[], 
         raise Unavailable(f"the generator serves nothing after {timeout_s:g} s") from None
 
 
-log = logging.getLogger(__name__)
-
-_STOP_S = 30.0
-"""An engine takes its time to end, and one that is killed may leave workers behind."""
-
-
 @dataclass(frozen=True, slots=True)
 class OwnGenerator:
+    """A generator's process, started for one evaluation."""
+
     url: str
     process: asyncio.subprocess.Process
 
@@ -79,7 +78,7 @@ class OwnGenerator:
         await until_ready(self.url, None, lambda: self.process.returncode is None)
 
     async def ended(self) -> None:
-        """Waits for its end, which is always too early. Raises Unavailable."""
+        """Waits for the end of the process, which is always too early. Raises Unavailable then."""
         raise Unavailable(
             f"the generator ended with status {await self.process.wait()} while it was needed"
         )
@@ -87,21 +86,15 @@ class OwnGenerator:
 
 @asynccontextmanager
 async def generator(wiring: Wiring, model: Path, step: int) -> AsyncIterator[OwnGenerator]:
-    """Started to serve `model` as version `step`, on the evaluator's own address. What it logs is
-    in the evaluator's log.
+    """A generator that serves `model` as version `step` on the evaluator's own address, until the
+    end of the block. Its log lines go to the evaluator's log.
     """
     token = ("--token-file", str(wiring.token_file)) if wiring.token_file else ()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "pipelinerl_actor.generator"),
-        *(
-            "--job",
-            str(wiring.job_file),
-            "--output",
-            str(wiring.output),
-            "--name",
-            f"{wiring.name}-generator",
-        ),
-        *("--listen", wiring.listen, "--log-level", wiring.log_level, *token),
+        *("--job", str(wiring.job_file), "--output", str(wiring.output)),
+        *("--name", f"{wiring.name}-generator", "--listen", wiring.listen),
+        *("--log-level", wiring.log_level, *token),
         *("--model", str(model), "--serve-initial", "--initial-version", str(step)),
         stdin=asyncio.subprocess.DEVNULL,
     )
@@ -119,8 +112,9 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
         async with asyncio.timeout(_STOP_S):
             await process.wait()
     except TimeoutError:
-        log.warning("the generator has not ended %g s after it was told to, and is killed", _STOP_S)
+        log.warning("the generator has not ended %g s after its SIGTERM, and is killed", _STOP_S)
     finally:
+        # Also when this coroutine is cancelled: no generator outlives the evaluator.
         if process.returncode is None:
             process.kill()
             await process.wait()

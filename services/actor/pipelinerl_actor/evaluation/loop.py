@@ -1,14 +1,11 @@
 """The loop of the evaluator.
 
- checkpoints --choose--> pin --a generator on these weights--> every set --> record,
- evaluations/step-N.json
-      ^                                                                              |
-      +------------------------------- look again -----------------------------------+
+ checkpoints --choose--> pin --a generator on these weights--> every set --> record, and
+      ^                                                               evaluations/step-N.json
+      +------------------------------ look again ---------------------------+
 
-The file is written last: an evaluator that dies before begins the step again, and one that dies
-after does not.
-
-Puts the evaluator together from its job and its wiring, and runs it.
+The file is written last: after a crash before it the step is evaluated again, after a crash behind
+it not.
 """
 
 import asyncio
@@ -36,7 +33,7 @@ from pipelinerl_actor.evaluation.report import (
     results_folder,
     write_result,
 )
-from pipelinerl_actor.rollout.start import Pool
+from pipelinerl_actor.rollout.start import GeneratorPool
 from pipelinerl_actor.task import Task
 from pipelinerl_common import stream
 from pipelinerl_common.checkpoints import MODEL, complete_checkpoints
@@ -51,7 +48,7 @@ LOOK_S = 2.0
 
 
 class EvaluationLoop:
-    """One run's. `wiring.output` is the run's folder."""
+    """Evaluates the due checkpoints of one run, whose folder is `wiring.output`."""
 
     def __init__(
         self,
@@ -61,108 +58,100 @@ class EvaluationLoop:
         report: EvaluationReport,
         tasks: Mapping[str, Task],
     ) -> None:
-        """`tasks`: of the sets, by name."""
+        """`tasks` has the task of every set, by the set's name."""
         self._spec = spec
         self._settings = settings
         self._wiring = wiring
         self._report = report
         self._tasks = tasks
         self._root = wiring.output
-        self._told: list[int] = []
-        """Steps whose result could not be written down."""
+        self._unwritten: list[int] = []
+        """Steps whose result could not be written."""
 
     async def run(self) -> EvaluationResult | None:
-        """Until the last step is evaluated, well or not. Its result, None when an earlier evaluator
-        had it.
+        """Consumes checkpoints, produces results, waits for checkpoints and generators; ends when
+        the last step is evaluated, successfully or not.
+
+        Returns its result, None when an earlier evaluator had it.
         """
         last_step = self._spec.algorithm.steps
         result: EvaluationResult | None = None
         while True:
-            evaluated = [*await asyncio.to_thread(evaluated_steps, self._root), *self._told]
+            evaluated = await asyncio.to_thread(evaluated_steps, self._root)
+            evaluated += self._unwritten
             if is_over(last_step, evaluated):
                 return result
-            choice = await asyncio.to_thread(self._choose, evaluated)
-            if choice is None:
+            due = await asyncio.to_thread(self._choose, evaluated)
+            if due is None:
                 await asyncio.sleep(LOOK_S)
                 continue
-            result = await self._evaluate(choice) or result
+            result = await self._evaluate(due) or result
 
     def _choose(self, evaluated: list[int]) -> DueCheckpoint | None:
         there = complete_checkpoints(self._root, max(evaluated, default=START))
         return choose(self._settings, self._spec.algorithm.steps, there, evaluated)
 
-    async def _evaluate(self, choice: DueCheckpoint) -> EvaluationResult | None:
+    async def _evaluate(self, due: DueCheckpoint) -> EvaluationResult | None:
         """None when the checkpoint was removed before it could be pinned."""
         began = time.monotonic()
-        self._report.begin(choice.step)
-        log.info("step=%d evaluation begins", choice.step)
+        self._report.begin(due.step)
+        log.info("step=%d evaluation begins", due.step)
         with ExitStack() as stack:
             stack.callback(self._report.stopped)
             try:
-                model = await asyncio.to_thread(stack.enter_context, self._weights(choice.step))
+                model = await asyncio.to_thread(stack.enter_context, self._weights(due.step))
             except CheckpointRemoved as error:
-                log.warning("step=%d skipped, reason=removed: %s", choice.step, error)
+                log.warning("step=%d skipped, reason=removed: %s", due.step, error)
                 self._report.skipped(1, "removed")
                 return None
-            sets, failed = await self._measure(model, choice.step)
-        if choice.overtaken:
-            skipped = ", ".join(map(str, choice.overtaken))
-            log.warning("step=%d evaluated; skipped, reason=overtaken: %s", choice.step, skipped)
-            self._report.skipped(len(choice.overtaken), "overtaken")
-        result = EvaluationResult(
-            choice.step, sets, failed, time.monotonic() - began, choice.overtaken
-        )
+            sets, failed = await self._measure(model, due.step)
+        if due.overtaken:
+            skipped = ", ".join(map(str, due.overtaken))
+            log.warning("step=%d evaluated; skipped, reason=overtaken: %s", due.step, skipped)
+            self._report.skipped(len(due.overtaken), "overtaken")
+        result = EvaluationResult(due.step, sets, failed, time.monotonic() - began, due.overtaken)
         log.log(logging.WARNING if failed else logging.INFO, "evaluated %s", result)
         await self._report.done(result)
-        await self._write(result)
-        return result
-
-    def _weights(self, step: int) -> AbstractContextManager[Path]:
-        """The initial model is removed by nobody."""
-        return (
-            nullcontext(self._root / MODEL)
-            if step == START
-            else pinned(self._root, step, results_folder(self._root))
-        )
-
-    async def _write(self, result: EvaluationResult) -> None:
         try:
             await asyncio.to_thread(write_result, self._root, result)
         except OSError as error:
-            log.error("alert=write_failed the result of step %d: %s", result.step, error)
-            self._told.append(result.step)
+            # A full disk must not make the evaluator measure the same step again and again.
+            log.error("alert=write_failed the result of step %d: %s", due.step, error)
+            self._unwritten.append(due.step)
+        return result
+
+    def _weights(self, step: int) -> AbstractContextManager[Path]:
+        """The initial model needs no pin, since it is never removed."""
+        if step == START:
+            return nullcontext(self._root / MODEL)
+        return pinned(self._root, step, results_folder(self._root))
 
     async def _measure(
         self, model: Path, step: int
     ) -> tuple[dict[str, Evaluation], dict[str, str]]:
-        """By set: what was found, and why the others have nothing."""
+        """The results by set, and why the other sets have none."""
         sets: dict[str, Evaluation] = {}
         failed: dict[str, str] = {}
         limit_s = self._settings.timeout_seconds
         why = ""
+        engine = self._settings.generator or self._spec.actors.generator
+        max_running, token = engine.max_running_requests, self._wiring.token
         async with generator(self._wiring, model, step) as own:
             try:
                 async with asyncio.timeout(limit_s):
                     await own.until_ready()
-                    measuring = self._measure_sets(self._pool(own.url, model), step, sets, failed)
-                    await run_until_first(measuring, own.ended())
+                    pool = GeneratorPool([own.url], model, max_running, token)
+                    # A generator that ends would leave its requests waiting for another one.
+                    await run_until_first(self._measure_sets(pool, step, sets, failed), own.ended())
             except TimeoutError:
                 why = f"not done within evaluation.timeoutSeconds={limit_s:g}"
             except Unavailable as error:
                 why = str(error)
-        rest = [
-            each.name
-            for each in self._settings.sets
-            if each.name not in sets and each.name not in failed
-        ]
-        return sets, failed | dict.fromkeys(rest, why)
-
-    def _pool(self, url: str, model: Path) -> Pool:
-        engine = self._settings.generator or self._spec.actors.generator
-        return Pool([url], model, engine.max_running_requests, self._wiring.token)
+        missing = {each.name for each in self._settings.sets} - sets.keys() - failed.keys()
+        return sets, failed | dict.fromkeys(missing, why)
 
     async def _measure_sets(
-        self, pool: Pool, step: int, sets: dict[str, Evaluation], failed: dict[str, str]
+        self, pool: GeneratorPool, step: int, sets: dict[str, Evaluation], failed: dict[str, str]
     ) -> None:
         for each in self._settings.sets:
             try:
@@ -170,7 +159,9 @@ class EvaluationLoop:
             except PipelineRLError as error:  # one set's fault must not cost the others' results
                 failed[each.name] = f"{type(error).__name__}: {error}"
 
-    async def _measure_set(self, each: EvaluationSetSettings, pool: Pool, step: int) -> Evaluation:
+    async def _measure_set(
+        self, each: EvaluationSetSettings, pool: GeneratorPool, step: int
+    ) -> Evaluation:
         """Raises FatalError when it has no result, or one of other weights."""
         seed = seed_of(self._spec)
         counting = partial(self._report.prompt_done, each.name)
@@ -186,10 +177,11 @@ class EvaluationLoop:
 
 
 async def run_evaluator(wiring: Wiring, stop: asyncio.Event, last_result: Path | None) -> None:
-    """Until the run's last step is evaluated, or `stop` is set, which ends a running evaluation
-    without a result.
+    """Runs until the run's last step is evaluated, or `stop` is set, which ends a running
+    evaluation without a result.
 
-    `last_result` gets the last step's result in words. Raises SettingsError for a set or wiring that cannot work.
+    The last step's result is written to `last_result` as text. Raises SettingsError for a set or
+    wiring that cannot work.
     """
     job = load_job(wiring.job_file)
     settings = job.spec.evaluation
@@ -212,17 +204,17 @@ async def run_evaluator(wiring: Wiring, stop: asyncio.Event, last_result: Path |
             try:
                 await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 if working.done():
-                    _tell(working.result(), last_result)
+                    _write_last(working.result(), last_result)
             finally:
                 await cancel_all([working, stopping])
 
 
-def _tell(result: EvaluationResult | None, file: Path | None) -> None:
-    """For whoever reads how the process ended. A file that cannot be written is logged."""
+def _write_last(result: EvaluationResult | None, file: Path | None) -> None:
     log.info("the last step is evaluated")
     if file is None or result is None:
         return
     try:
         file.write_text(str(result), encoding="utf-8")
     except OSError as error:
+        # The file is for display only: the process has done its work all the same.
         log.warning("the last result is not written: %s", error)

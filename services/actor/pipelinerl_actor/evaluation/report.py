@@ -1,35 +1,41 @@
-"""`evaluations/step-40.json`: what one evaluation found. A step that has such a file is not
-evaluated again.
+"""What an evaluation reports: a file, a record, and gauges.
 
-What the evaluator tells: its progress, and one record and a set of gauges for each result.
+`evaluations/step-40.json` holds what was found at a step; a step that has such a file is not
+evaluated again. The record and the gauges carry the same numbers, and the progress meanwhile.
 """
 
+import asyncio
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelinerl_common.files import write_whole
-
-if TYPE_CHECKING:
-    from pipelinerl_actor.evaluation.evaluate import Evaluation
-import asyncio
-import logging
-from typing import TYPE_CHECKING
-
 from pipelinerl_common.metrics import EVALUATOR, Metrics, record_of
 from pipelinerl_common.settings import EvaluationSettings, Job
 from pipelinerl_common.stream import Stream
 from pipelinerl_common.telemetry import memory_bytes
 
+if TYPE_CHECKING:
+    from pipelinerl_actor.evaluation.evaluate import Evaluation
+
+log = logging.getLogger(__name__)
+
 SCHEMA_VERSION = 1
+PERIOD_S = 1.0
+TRIES = 60
+"""How often, once a period, the record of a result is sent while the stream's server is
+unreachable; its file has the result all the same.
+"""
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Of one step. Example: Result(40, {"held-out": Evaluation(...)}, {"hard": "TimeoutError:
-    ..."}, 12.5, (20,)).
+    """The result of one step's evaluation.
+
+    Example: EvaluationResult(40, {"held-out": Evaluation(...)}, {"hard": "TimeoutError"}, 12.5).
     """
 
     step: int
@@ -68,7 +74,7 @@ def _numbers(evaluation: "Evaluation") -> str:
 
 
 def results_folder(root: Path) -> Path:
-    """Of the run in `root`."""
+    """The folder of the results of the run in `root`."""
     return root / "evaluations"
 
 
@@ -83,22 +89,15 @@ def evaluated_steps(root: Path) -> list[int]:
 
 
 def write_result(root: Path, result: EvaluationResult) -> None:
-    """Whole or not at all, and durable. Raises OSError."""
+    """Writes the whole file or nothing, durably. Raises OSError."""
     target = result_file(root, result.step)
     target.parent.mkdir(parents=True, exist_ok=True)
     write_whole(target, json.dumps(result.document(), indent=2) + "\n")
 
 
-log = logging.getLogger(__name__)
-
-PERIOD_S = 1.0
-TRIES = 60
-"""How often, once a period, the record of a result is sent while the stream's server is away; its
-file has it all the same.
-"""
-
-
 class EvaluationReport:
+    """The evaluator's metrics, and the records of them that it publishes."""
+
     def __init__(
         self, job: Job, settings: EvaluationSettings, instance: str, stream: Stream
     ) -> None:
@@ -106,39 +105,31 @@ class EvaluationReport:
         self._settings = settings
         self._instance = instance
         self._stream = stream
-        self._pass_at = {
-            edge: metrics.gauge(f"evaluation_pass_ratio{edge}") for edge in ("", "_low", "_high")
-        }
-        self._reward = {
-            edge: metrics.gauge(f"evaluation_reward{edge}") for edge in ("_mean", "_low", "_high")
-        }
-        self._of_set = {
-            name: metrics.gauge(f"evaluation_{name}")
-            for name in ("tokens_mean", "truncated_ratio", "prompts", "prompts_done")
-        }
         self._skipped = metrics.counter("evaluations_skipped_total")
         self._ended = metrics.counter("evaluations_total")
         self._failures = metrics.counter("evaluation_prompts_failed_total")
-        metrics.gauge("evaluation_running_step").set(-1.0)
+        self._running_step = metrics.gauge("evaluation_running_step")
+        self._running_step.set(-1.0)
+        self._prompts_done = metrics.gauge("evaluation_prompts_done")
         metrics.gauge("memory_bytes").read(memory_bytes)
         for each in settings.sets:
             metrics.gauge("evaluation_prompts_planned").set(each.num_prompts, set=each.name)
         self._num_done: dict[str, int] = {}
 
     def begin(self, step: int) -> None:
-        self.metrics.gauge("evaluation_running_step").set(step)
+        self._running_step.set(step)
         self._num_done.clear()
         for each in self._settings.sets:
-            self._of_set["prompts_done"].set(0, set=each.name)
+            self._prompts_done.set(0, set=each.name)
 
     def prompt_done(self, name: str) -> None:
-        """One prompt more of the set `name`."""
+        """Counts a prompt of the set `name`."""
         self._num_done[name] = self._num_done.get(name, 0) + 1
-        self._of_set["prompts_done"].set(self._num_done[name], set=name)
+        self._prompts_done.set(self._num_done[name], set=name)
 
     def stopped(self) -> None:
         """The running evaluation has ended, with a result or without."""
-        self.metrics.gauge("evaluation_running_step").set(-1.0)
+        self._running_step.set(-1.0)
 
     def skipped(self, count: int, reason: str) -> None:
         self._skipped.inc(count, reason=reason)
@@ -151,42 +142,41 @@ class EvaluationReport:
         self._ended.inc(outcome="failed" if result.failed else "done")
         for each in self._settings.sets:
             self._show(each.name, each.pass_at, result.sets.get(each.name))
-        await self._tell(result.step)
-
-    def _show(self, name: str, ks: list[int], evaluation: "Evaluation | None") -> None:
-        """A set without a result has no values, rather than those of an older step."""
-        for k in ks:
-            found = None if evaluation is None else evaluation.pass_at[k]
-            self._pass_at[""].set(None if found is None else found.mean, set=name, k=str(k))
-            self._pass_at["_low"].set(None if found is None else found.low, set=name, k=str(k))
-            self._pass_at["_high"].set(None if found is None else found.high, set=name, k=str(k))
-        reward = None if evaluation is None else evaluation.reward
-        self._reward["_mean"].set(None if reward is None else reward.mean, set=name)
-        self._reward["_low"].set(None if reward is None else reward.low, set=name)
-        self._reward["_high"].set(None if reward is None else reward.high, set=name)
-        self._of_set["tokens_mean"].set(
-            None if evaluation is None else evaluation.tokens_per_answer, set=name
-        )
-        self._of_set["truncated_ratio"].set(
-            None if evaluation is None else evaluation.truncated_share, set=name
-        )
-        self._of_set["prompts"].set(
-            None if evaluation is None else evaluation.num_prompts, set=name
-        )
-        for reason, count in (evaluation.failures if evaluation is not None else {}).items():
-            self._failures.inc(count, set=name, reason=reason)
-
-    async def _tell(self, step: int) -> None:
         for _ in range(TRIES):
-            if await self._publish(step):
+            if await self._publish(result.step):
                 return
             await asyncio.sleep(PERIOD_S)
         log.warning(
-            "step=%d the stream's server is away: its record is lost, its file is not", step
+            "step=%d the stream's server is unreachable: its record is lost, its file is not",
+            result.step,
         )
 
+    def _show(self, name: str, ks: list[int], evaluation: "Evaluation | None") -> None:
+        """Sets the gauges of one set. Without a result they have no values, rather than those of an
+        older step.
+        """
+
+        def show(gauge: str, value: float | None, **labels: str) -> None:
+            self.metrics.gauge(f"evaluation_{gauge}").set(value, set=name, **labels)
+
+        for k in ks:
+            found = evaluation.pass_at[k] if evaluation else None
+            show("pass_ratio", found.mean if found else None, k=str(k))
+            show("pass_ratio_low", found.low if found else None, k=str(k))
+            show("pass_ratio_high", found.high if found else None, k=str(k))
+        show("reward_mean", evaluation.reward.mean if evaluation else None)
+        show("reward_low", evaluation.reward.low if evaluation else None)
+        show("reward_high", evaluation.reward.high if evaluation else None)
+        show("tokens_mean", evaluation.tokens_per_answer if evaluation else None)
+        show("truncated_ratio", evaluation.truncated_share if evaluation else None)
+        show("prompts", evaluation.num_prompts if evaluation else None)
+        for reason, count in (evaluation.failures if evaluation else {}).items():
+            self._failures.inc(count, set=name, reason=reason)
+
     async def run(self) -> None:
-        """Publishes the progress about every second, produces nothing else, never ends."""
+        """Consumes the gauges, produces a record of the progress about every second, waits for its
+        period only; runs until cancelled.
+        """
         while True:
             await asyncio.sleep(PERIOD_S)
             await self._publish(-1)

@@ -1,1 +1,1 @@
-"""The rollout loop: leases groups, samples them from the generators, verifies them, publishes them."""
+"""The rollout loop: leases groups, samples them on the generators, verifies and publishes them."""

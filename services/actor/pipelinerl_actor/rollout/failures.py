@@ -1,20 +1,18 @@
-"""What can go wrong with a trajectory, sorted: tried again, given up, or the actor's end.
+"""What can fail while a group is rolled out, and the consequence of each kind of failure.
 
-TemporaryError   tried again, `task.maxRetries` times
+TemporaryError   retried, `task.maxRetries` times
 PermanentError   the trajectory is given up and counted by a short reason
 SettingsError, FatalError   the actor ends
 
-A task's own exception is a PermanentError unless it is a TemporaryError. A generator that is away
-(Unavailable) is no failure: requests wait for one that is not.
-
-A job of which nothing succeeds, always for the same reason, is ended instead of burning prompts
-for ever.
+A task's own exception is a PermanentError unless it is a TemporaryError. An unreachable generator
+(Unavailable) is not a failure: its requests wait for another one.
 """
 
-import random
-
-from pipelinerl_common.errors import FatalError, PermanentError, SettingsError
+from pipelinerl_common.backoff import Backoff
+from pipelinerl_common.errors import FatalError, PermanentError, SettingsError, TemporaryError
 from pipelinerl_common.text import counted
+
+FATAL = (SettingsError, FatalError)
 
 
 class GivenUp(PermanentError):
@@ -27,45 +25,53 @@ class GivenUp(PermanentError):
         self.reason = reason
 
 
-def exhausted(reason: str, num_failures: int, max_retries: int, error: Exception) -> GivenUp | None:
-    """What to raise from `error` when the tries have run out, of which `num_failures` have failed;
-    None before.
-    """
-    if num_failures <= max_retries:
-        return None
-    return GivenUp(reason, f"{counted(num_failures, 'try', 'tries')}, the last: {error}")
+class RolloutStopped(GivenUp):
+    """A trajectory was stopped on purpose; the group's PartialGroup holds what it sampled."""
+
+    def __init__(self) -> None:
+        super().__init__("stopped", "stopped on purpose")
 
 
-FATAL = (SettingsError, FatalError)
+class GroupFailed(PermanentError):
+    """Too few of a group's trajectories succeeded; `reason` is why most of the others did not."""
 
-_FIRST_BACKOFF_S = 0.2
-_MAX_BACKOFF_S = 5.0
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
-def backoff_s(num_failures: int) -> float:
-    """Seconds to wait after `num_failures` (at least 1) in a row: doubling, with jitter so that
-    many do not return at once.
-    """
-    longest_s = min(_FIRST_BACKOFF_S * 2.0 ** min(num_failures - 1, 10), _MAX_BACKOFF_S)
-    return longest_s * random.uniform(0.5, 1.0)
+class Retries:
+    """The tries of one piece of work that may fail with a TemporaryError."""
+
+    def __init__(self, reason: str, max_retries: int) -> None:
+        """`reason` is that of the GivenUp which ends the tries."""
+        self._reason = reason
+        self._max_retries = max_retries
+        self._backoff = Backoff()
+
+    async def wait(self, error: TemporaryError) -> None:
+        """Waits before the next try. Raises GivenUp from `error` when no retry is left."""
+        if self._backoff.num_failures >= self._max_retries:
+            tries = counted(self._max_retries + 1, "try", "tries")
+            raise GivenUp(self._reason, f"{tries}, the last: {error}") from error
+        await self._backoff.sleep()
 
 
 MOST_PROMPTS = 64
+"""Prompts that may fail for one permanent reason before anything has succeeded."""
 
 PERMANENT = {
-    "task_error": "repair the task, whose traceback is in the actor's log",
-    "verifier_error": "repair the task's verify, whose error is above",
-    "bad_verdict": "let the task return a Verdict",
-    "non_finite_reward": "let the task's rewards be finite",
-    "non_finite_metric": "let the metrics of the task's verdicts be finite",
-    "no_turns": "let the task's rollout sample something before it returns a verdict",
-    "no_tokens": "see what the model samples: every answer is empty",
+    "task_error": "fix the task; its traceback is in the actor's log",
+    "verifier_error": "fix the task's verify; its error is above",
+    "bad_verdict": "return a Verdict from the task",
+    "non_finite_reward": "return finite rewards from the task",
+    "non_finite_metric": "return finite metrics in the task's verdicts",
+    "no_turns": "sample something in the task's rollout before it returns a verdict",
+    "no_tokens": "check what the model samples: every answer is empty",
     "bad_response": "the generator must keep the contract of its HTTP interface",
     "unpublishable": "shorten the trajectories, or raise the payload limit of the stream's server",
 }
-"""Reasons that no retry can help, and the remedy. Those of the generator, "http_400" and its like,
-are such too.
-"""
+"""Remedy for each reason that no retry fixes. So are those of the generator, such as "http_400"."""
 GENERATOR_REFUSES = (
     "model.maxModelLen must hold a prompt and task.sampling.maxTokens more, and "
     "the chat template take the messages"
@@ -73,7 +79,9 @@ GENERATOR_REFUSES = (
 
 
 class FirstSuccessGuard:
-    """Of one actor's process: what has failed while nothing has succeeded."""
+    """Ends an actor whose groups all fail for the same permanent reason, so that a broken task does
+    not use up prompts indefinitely. After the first published group it does nothing.
+    """
 
     def __init__(self) -> None:
         self._is_over = False
@@ -82,20 +90,20 @@ class FirstSuccessGuard:
         self._served_version = -1
 
     def succeeded(self) -> None:
-        """A group is published: whatever fails from here on is counted and dropped."""
+        """A group is published: from here on failures are only counted, and groups dropped."""
         self._is_over = True
         self._prompts.clear()
 
     def serves(self, version: int) -> None:
-        """Generators serve `version`. A new one is made of groups that others have published: then
-        counting begins again.
+        """Generators serve `version`. A newer one was trained on groups that other actors have
+        published, so the count starts over.
         """
         if version > self._served_version:
             self._served_version = version
             self._prompts.clear()
 
     def failed(self, prompt_index: int, reason: str, message: str) -> None:
-        """Raises SettingsError when so many prompts in a row have failed for one permanent reason."""
+        """Raises SettingsError at the 64th prompt in a row that fails for one permanent reason."""
         if self._is_over:
             return
         if reason != self._reason:
@@ -106,15 +114,9 @@ class FirstSuccessGuard:
             return
         self._prompts.add(prompt_index)
         if len(self._prompts) >= MOST_PROMPTS:
-            self._is_over = True  # those that fail beside it say nothing else
+            # Groups that fail at the same moment would raise the same error once more each.
+            self._is_over = True
             raise SettingsError(
                 f"nothing has succeeded, and {MOST_PROMPTS} prompts failed for the same reason: "
                 f"{reason}: {message}; {remedy}"
             )
-
-
-class TrajectoryStopped(GivenUp):
-    """A trajectory was stopped on purpose; its Answers has what it sampled."""
-
-    def __init__(self) -> None:
-        super().__init__("stopped", "stopped on purpose")

@@ -1,32 +1,40 @@
-"""A trajectory's deadline, which does not run while the trajectory waits for a generator.
+"""The actor's generators as one: requests go to the least loaded one that serves, and at most
+`max_running` sequences run on each.
 
-Several generators as one: requests go to the least loaded that is well; H caps what runs on
-each.
-
-How the actor's generators do: asked every second, told to the preprocessor, whose policy may
-adapt to it.
+A trajectory's deadline is here too, since it stops while the trajectory waits for a generator.
 """
 
 import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
 
 from pipelinerl.v1.admission_pb2 import GeneratorLoad
-from pipelinerl_actor.rollout.failures import TrajectoryStopped, backoff_s, exhausted
+from pipelinerl_actor.rollout.failures import Retries, RolloutStopped
 from pipelinerl_actor.rollout.generator_client import Completions, RolloutClient, TurnRequest
 from pipelinerl_actor.rollout.lease_client import LeaseReports
 from pipelinerl_actor.rollout.metrics import RolloutMeter
+from pipelinerl_common.backoff import Backoff
 from pipelinerl_common.errors import TemporaryError
 from pipelinerl_common.generator_client import ConnectionLost, GeneratorAway, GeneratorError
 from pipelinerl_common.tracing import span
 
+log = logging.getLogger(__name__)
+
+_FIRST_REST_S, _MAX_REST_S = 0.2, 2.0
+_PROBE_PERIOD_S = 0.5
+_MAX_WAIT_S = 1.0
+"""Longest sleep of a request that waits for a generator; any change wakes it earlier."""
+_LOAD_PERIOD_S = 1.0
+_LOAD_S = 2.0
+"""Longest time for a generator to report its load."""
+
 
 class TrajectoryClock:
-    """Raises TimeoutError in the block `running()` when `limit_s` seconds have passed that were not
-    `standing()`.
+    """A deadline of `limit_s` seconds for the block `running()`, which raises TimeoutError then.
+    Blocks inside it that are `paused()` do not count.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -43,7 +51,7 @@ class TrajectoryClock:
         return self._timeout is not None and self._timeout.expired()
 
     @contextmanager
-    def standing(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Does nothing when the deadline has passed, or outside of `running()`."""
         timeout = self._timeout
         deadline = timeout.when() if timeout is not None else None
@@ -60,32 +68,21 @@ class TrajectoryClock:
                 timeout.reschedule(loop.time() + left_s)
 
 
-log = logging.getLogger(__name__)
-
-_MAX_AWAY_BACKOFF_S = 2.0
-_LOST_BACKOFF_S = 0.2
-_LOOK_PERIOD_S = 0.5
-_LOOK_AGAIN_S = 1.0
-"""Longest sleep of a request that waits for a generator; it is woken earlier by whatever changes.
-"""
-
-
 @dataclass(slots=True, eq=False)
 class _Generator:
     client: RolloutClient
     running: int = 0
-    """Sequences being decoded for us."""
+    """Sequences that it decodes for this actor."""
     running_seconds: float = 0.0
     """`running`, integrated over time up to `changed_at`."""
     changed_at: float = 0.0
     num_answered: int = 0
-    failures_in_a_row: int = 0
+    backoff: Backoff = field(default_factory=lambda: Backoff(_FIRST_REST_S, _MAX_REST_S))
+    """Counts its failures in a row."""
     serves: bool = False
-    """Has been found to, and was not away since."""
+    """Whether it was found to serve, and has not been unreachable since."""
     rest_until: float = 0.0
-    """Until then it is left alone; after a failure it gets one request at a time until one
-    succeeds.
-    """
+    """No request is sent before. After a failure it gets one at a time until one succeeds."""
 
     def add(self, n: int) -> None:
         now = asyncio.get_running_loop().time()
@@ -96,9 +93,7 @@ class _Generator:
 
 
 class Generators:
-    """The actor's generators. At most `max_running` sequences run on each; more requests wait,
-    first come first served.
-    """
+    """All generators of an actor. Requests that find no free slot wait, first come first served."""
 
     def __init__(
         self,
@@ -113,19 +108,11 @@ class Generators:
         self._max_retries = max_retries
         self.meter = meter
         self.limit: int | None = None
-        """Sequences that may run at once on all generators together, by the staleness policy; None
+        """Sequences that the staleness policy allows at once on all generators together; None
         without a limit.
         """
         self._turnstile = asyncio.Lock()
         self._changed = asyncio.Event()
-
-    def tally(self, url: str) -> tuple[float, int]:
-        """Of one generator: sequences asked for and unanswered, integrated over time, and sequences
-        answered.
-        """
-        generator = next(each for each in self._generators if each.client.url == url)
-        generator.add(0)
-        return generator.running_seconds, generator.num_answered
 
     @property
     def num_slots(self) -> int:
@@ -134,33 +121,10 @@ class Generators:
 
     @property
     def num_serving_slots(self) -> int:
-        """Of those that serve: more would be leased only to wait, and hold up whoever waits for
-        those groups.
+        """Slots of the generators that serve. Groups leased beyond them would only wait, and delay
+        every step that waits for those groups.
         """
         return self.max_running * sum(generator.serves for generator in self._generators)
-
-    async def look(self) -> None:
-        """Asks those that are not known to serve. What one answers counts at once, however long
-        another takes.
-        """
-        await asyncio.gather(
-            *(self._look_at(generator) for generator in self._generators if not generator.serves)
-        )
-
-    async def _look_at(self, generator: _Generator) -> None:
-        generator.serves = await generator.client.serves()
-
-    async def watch(self) -> None:
-        """Looks for ever, at each by itself. Consumes the answers, produces slots, waits for
-        answers and its period.
-        """
-        await asyncio.gather(*map(self._watch_one, self._generators))
-
-    async def _watch_one(self, generator: _Generator) -> None:
-        while True:
-            await asyncio.sleep(_LOOK_PERIOD_S)
-            if not generator.serves:
-                await self._look_at(generator)
 
     @property
     def most_at_once(self) -> int:
@@ -171,68 +135,99 @@ class Generators:
     def num_running(self) -> int:
         return sum(generator.running for generator in self._generators)
 
-    async def complete(self, request: TurnRequest, clock: TrajectoryClock) -> Completions:
-        """Waits for a generator with room, while `clock` stands, then samples. Temporary errors are
-        tried again.
+    async def probe(self) -> None:
+        """Asks every generator that is not known to serve whether it does."""
+        waiting = [generator for generator in self._generators if not generator.serves]
+        await asyncio.gather(*map(self._probe, waiting))
 
-        Raises Stopped when the request is stopped before it is sent; GivenUp: "generator_error"
-        after `max_retries`, or what no retry can help; SettingsError for a refused token.
+    async def _probe(self, generator: _Generator) -> None:
+        generator.serves = await generator.client.serves()
+
+    async def watch(self) -> None:
+        """Consumes the generators' readiness, produces slots; waits for answers and its period;
+        runs until cancelled. Each generator has its own loop, so that a slow one delays no other.
         """
-        num_failures = 0
+
+        async def watch_one(generator: _Generator) -> None:
+            while True:
+                await asyncio.sleep(_PROBE_PERIOD_S)
+                if not generator.serves:
+                    await self._probe(generator)
+
+        await asyncio.gather(*map(watch_one, self._generators))
+
+    async def report_loads(self, reports: LeaseReports) -> None:
+        """Consumes the generators' loads, produces reports for the preprocessor, whose policy may
+        adapt to them; waits for answers and its period; runs until cancelled.
+        """
+        while True:
+            answers = await asyncio.gather(*map(self._load_of, self._generators))
+            if loads := [load for load in answers if load is not None]:
+                reports.add_loads(loads)
+            await asyncio.sleep(_LOAD_PERIOD_S)
+
+    async def _load_of(self, generator: _Generator) -> GeneratorLoad | None:
+        """None for a generator that does not answer in time: nothing is reported of it."""
+        try:
+            load = await generator.client.load(_LOAD_S)
+        except GeneratorError as error:
+            log.debug("generator=%s reports no load: %s", generator.client.url, error)
+            return None
+        generator.add(0)  # integrates up to now
+        load.requested_seconds_total = generator.running_seconds
+        load.answered_total = generator.num_answered
+        return load
+
+    async def complete(self, request: TurnRequest, clock: TrajectoryClock) -> Completions:
+        """Waits for a generator with room while `clock` is paused, then samples. Retries after
+        temporary errors.
+
+        Raises RolloutStopped when the request is stopped before it is sent; GivenUp:
+        "generator_error" after `max_retries`, or what no retry fixes; SettingsError for a refused
+        token.
+        """
+        retries = Retries("generator_error", self._max_retries)
         while True:
             try:
-                async with self._slot(request.n, clock, request.stop) as generator:
-                    with span("generate", sequences=request.n) as generating:
-                        completions = await self._complete_on(generator, request)
-                        generating.set(
-                            tokens=sum(len(turn.token_ids) for turn in completions.turns)
-                        )
+                completions = await self._complete_on_one(request, clock)
             except GeneratorAway:
+                # No failure of the request: it waits for another generator, as long as that takes.
                 self.meter.failed("generator_away")
-                continue
             except TemporaryError as error:
                 self.meter.failed("generator_error")
-                num_failures += 1
-                if given_up := exhausted("generator_error", num_failures, self._max_retries, error):
-                    raise given_up from error
-                await asyncio.sleep(backoff_s(num_failures))
-                continue
-            self.meter.sampled(completions.turns)
-            return completions
+                await retries.wait(error)
+            else:
+                self.meter.sampled(completions.turns)
+                return completions
 
-    async def _complete_on(self, generator: _Generator, request: TurnRequest) -> Completions:
-        try:
-            completions = await generator.client.complete(request)
-        except GeneratorAway as error:
-            generator.serves = False
-            self._let_rest(generator, error.retry_after_s, error)
-            raise
-        except ConnectionLost as error:
-            self._let_rest(generator, _LOST_BACKOFF_S, error)
-            raise
-        if generator.failures_in_a_row:
-            log.info("generator=%s works again", generator.client.url)
-        generator.failures_in_a_row = 0
-        generator.serves = True
+    async def _complete_on_one(self, request: TurnRequest, clock: TrajectoryClock) -> Completions:
+        async with self._slot(request.n, clock, request.stop) as generator:
+            with span("generate", sequences=request.n) as generating:
+                try:
+                    completions = await generator.client.complete(request)
+                except GeneratorAway as error:
+                    generator.serves = False
+                    self._let_rest(generator, error.retry_after_s, error)
+                    raise
+                except ConnectionLost as error:
+                    self._let_rest(generator, _FIRST_REST_S, error)
+                    raise
+                if generator.backoff.num_failures:
+                    log.info("generator=%s answers again", generator.client.url)
+                generator.backoff.reset()
+                generator.serves = True
+                generating.set(tokens=sum(len(turn.token_ids) for turn in completions.turns))
         return completions
 
     @asynccontextmanager
     async def _slot(
         self, n: int, clock: TrajectoryClock, stop: asyncio.Event | None
     ) -> AsyncIterator[_Generator]:
-        with clock.standing():
+        with clock.paused():
+            # The request at the head of the line holds the lock while it looks for room: otherwise
+            # small requests would overtake a large one indefinitely.
             async with self._turnstile:
-                while True:
-                    if stop is not None and stop.is_set():
-                        raise TrajectoryStopped
-                    if (generator := self._pick(n)) is not None:
-                        break
-                    self._changed.clear()
-                    try:
-                        async with asyncio.timeout(_LOOK_AGAIN_S):
-                            await self._changed.wait()
-                    except TimeoutError:
-                        pass
+                generator = await self._wait_for_room(n, stop)
         generator.add(n)
         try:
             yield generator
@@ -240,6 +235,15 @@ class Generators:
         finally:
             generator.add(-n)
             self._changed.set()
+
+    async def _wait_for_room(self, n: int, stop: asyncio.Event | None) -> _Generator:
+        while not (stop is not None and stop.is_set()):
+            if (generator := self._pick(n)) is not None:
+                return generator
+            self._changed.clear()
+            # The timeout is for rests that end and limits that rise, which set no event.
+            await wait_for_event(self._changed, _MAX_WAIT_S)
+        raise RolloutStopped
 
     def _pick(self, n: int) -> _Generator | None:
         if self.limit is not None and self.num_running and self.num_running + n > self.limit:
@@ -250,52 +254,22 @@ class Generators:
             for generator in self._generators
             if generator.running + n <= self.max_running
             and now >= generator.rest_until
-            and (generator.failures_in_a_row == 0 or generator.running == 0)
+            and (generator.backoff.num_failures == 0 or generator.running == 0)
         ]
         return min(able, key=lambda generator: generator.running, default=None)
 
     def _let_rest(self, generator: _Generator, at_least_s: float, error: Exception) -> None:
         now = asyncio.get_running_loop().time()
         if now < generator.rest_until:
-            return  # another of its requests has already told
-        generator.failures_in_a_row += 1
-        rest_s = max(
-            at_least_s, min(0.1 * 2 ** min(generator.failures_in_a_row, 10), _MAX_AWAY_BACKOFF_S)
-        )
-        generator.rest_until = now + rest_s * random.uniform(0.5, 1.0)
-        level = logging.WARNING if generator.failures_in_a_row in (1, 10) else logging.DEBUG
+            return  # another of its requests failed just before, for the same reason
+        rest_s = max(at_least_s * random.uniform(0.5, 1.0), generator.backoff.next_delay())
+        generator.rest_until = now + rest_s
+        level = logging.WARNING if generator.backoff.num_failures in (1, 10) else logging.DEBUG
         log.log(level, "generator=%s rests for %.1f s: %s", generator.client.url, rest_s, error)
 
 
-_PERIOD_S = 1.0
-_ANSWER_S = 2.0
-
-
-class LoadWatch:
-    """A generator that does not answer in time is left out, so nothing is said of it."""
-
-    def __init__(
-        self, clients: Sequence[RolloutClient], generators: Generators, reports: LeaseReports
-    ) -> None:
-        self._clients = clients
-        self._generators = generators
-        self._reports = reports
-
-    async def run(self) -> None:
-        """Consumes the generators' answers, produces reports; waits for answers and its period,
-        never ends.
-        """
-        while True:
-            answers = await asyncio.gather(*map(self._ask, self._clients))
-            if loads := [load for load in answers if load is not None]:
-                self._reports.add_loads(loads)
-            await asyncio.sleep(_PERIOD_S)
-
-    async def _ask(self, client: RolloutClient) -> GeneratorLoad | None:
-        try:
-            load = await client.load(_ANSWER_S)
-        except GeneratorError as error:
-            log.debug("generator=%s reports no load: %s", client.url, error)
-            return None
-        load.requested_seconds_total, load.answered_total = self._generators.tally(client.url)
-        return load
+async def wait_for_event(event: asyncio.Event, timeout_s: float) -> None:
+    """Returns when `event` is set or `timeout_s` has passed."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()

@@ -14,7 +14,9 @@ _PERIOD_S = 1.0
 
 
 class RolloutMeter:
-    """Totals since the start. Errors are by reason: retries, trajectories and groups given up."""
+    """Counts of one actor since its start. Errors are counted by reason: retries, and trajectories
+    and groups that are given up.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
@@ -36,7 +38,7 @@ class RolloutMeter:
             self._completions.observe(len(turn.token_ids))
 
     def published(self, num_samples: int, seconds: float) -> None:
-        """A group is on the stream, `seconds` after its lease."""
+        """Counts a group that reached the stream `seconds` after its lease."""
         self._published.inc()
         self._samples.inc(num_samples)
         self._group_seconds.observe(seconds)
@@ -45,7 +47,7 @@ class RolloutMeter:
         self._failed.inc()
 
     def failed(self, reason: str, count: int = 1) -> bool:
-        """Whether it is the first of its reason."""
+        """Counts errors; true for the first of its reason."""
         self._errors.inc(count, reason=reason)
         is_first = reason not in self._seen
         self._seen.add(reason)
@@ -53,7 +55,7 @@ class RolloutMeter:
 
     @contextmanager
     def verifying(self) -> Iterator[None]:
-        """Measures the block."""
+        """Measures the time of the block."""
         began = time.monotonic()
         try:
             yield
@@ -62,7 +64,7 @@ class RolloutMeter:
 
 
 class MetricsReport:
-    """Publishes everything that is measured, once a second."""
+    """Publishes the actor's metrics on the stream, once a second."""
 
     def __init__(
         self,
@@ -86,24 +88,25 @@ class MetricsReport:
         self._last = (time.monotonic(), 0)
 
     async def run(self) -> None:
-        """Consumes the meter, produces one record a second, waits for nothing else, never ends."""
+        """Consumes the meter, produces one record a second, waits for its period only; runs until
+        cancelled.
+        """
         while True:
             await asyncio.sleep(_PERIOD_S)
-            await self.publish()
-
-    async def publish(self) -> None:
-        (then, tokens_then), now = self._last, time.monotonic()
-        self._last = (now, self._meter.num_tokens)
-        self._rate.set((self._meter.num_tokens - tokens_then) / max(now - then, 1e-9))
-        await self._send()
+            (then, tokens_then), now = self._last, time.monotonic()
+            self._last = (now, self._meter.num_tokens)
+            self._rate.set((self._meter.num_tokens - tokens_then) / max(now - then, 1e-9))
+            await self._publish()
 
     async def publish_last(self) -> None:
-        """Who adds up the actors takes what each said last: this one generates nothing any more."""
+        """Publishes rates of zero: sums over the actors use each one's last record, and this actor
+        generates nothing any more.
+        """
         self._rate.set(0.0)
         self._limit.set(0.0)
-        await self._send()
+        await self._publish()
 
-    async def _send(self) -> None:
+    async def _publish(self) -> None:
         for event, count in self._stream.counters.items():
             self._events.reach(count, event=event)
         await self._stream.publish_metrics(record_of(self._meter.metrics, self._instance))

@@ -1,8 +1,4 @@
-"""What rolling a task out needs, put together once for training and for evaluation: generators,
-verifier, chat template.
-
-Puts one actor together from its job and its wiring, and runs it.
-"""
+"""Assembles a rollout loop, or the part of it that evaluation uses too, and runs it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -14,10 +10,10 @@ import aiohttp
 
 from pipelinerl_actor.models.chat import Continuation
 from pipelinerl_actor.rollout.generator_client import RolloutClient
-from pipelinerl_actor.rollout.generators import Generators, LoadWatch
+from pipelinerl_actor.rollout.generators import Generators
 from pipelinerl_actor.rollout.group import GroupRoller
 from pipelinerl_actor.rollout.lease_client import LeaseClient, LeaseReports
-from pipelinerl_actor.rollout.loop import RolloutLoop, Slots
+from pipelinerl_actor.rollout.loop import RolloutLoop
 from pipelinerl_actor.rollout.metrics import MetricsReport, RolloutMeter
 from pipelinerl_actor.rollout.trajectory import Sampler
 from pipelinerl_actor.rollout.verifier import Verifier
@@ -35,8 +31,8 @@ _CONNECT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
-    """Which generators there are, and the model that they serve."""
+class GeneratorPool:
+    """The addresses of an actor's generators, and the model that they serve."""
 
     urls: Sequence[str]
     """Base URLs, for example "http://127.0.0.1:8000"."""
@@ -47,39 +43,38 @@ class Pool:
     token: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Rollouts:
-    clients: Sequence[RolloutClient]
-    generators: Generators
-    roller: GroupRoller
-
-
 @asynccontextmanager
-async def open_rollouts(
-    job: str, task: Task, settings: TaskSettings, seed: int, pool: Pool, meter: RolloutMeter
-) -> AsyncIterator[Rollouts]:
-    """Connections and the verifier's processes end with the block. `task` is what `settings` and
-    `seed` make.
+async def open_roller(
+    job: str,
+    task: Task,
+    settings: TaskSettings,
+    seed: int,
+    pool: GeneratorPool,
+    meter: RolloutMeter,
+) -> AsyncIterator[tuple[GroupRoller, Generators]]:
+    """Rolls out groups of `task`, which `settings` and `seed` make, on the pool's generators. Their
+    connections and the verifier's processes end with the block.
     """
     async with AsyncExitStack() as stack:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         session = await stack.enter_async_context(
             aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
         )
-        clients = [RolloutClient(url, session, pool.token) for url in pool.urls]
         generators = Generators(
-            clients, max_running=pool.max_running, max_retries=settings.max_retries, meter=meter
+            [RolloutClient(url, session, pool.token) for url in pool.urls],
+            max_running=pool.max_running,
+            max_retries=settings.max_retries,
+            meter=meter,
         )
-        name = TaskName(settings.path, settings.args, seed)
         verifier = Verifier(
             task,
-            name,
+            TaskName(settings.path, settings.args, seed),
             timeout_s=settings.verifier_timeout_seconds,
             max_retries=settings.max_retries,
         )
         stack.push_async_callback(verifier.close)
         sampler = Sampler(generators, settings.sampling, verifier, Continuation(pool.model), seed)
-        yield Rollouts(clients, generators, GroupRoller(job, task, settings, sampler, meter))
+        yield GroupRoller(job, task, settings, sampler, meter), generators
 
 
 async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
@@ -94,44 +89,25 @@ async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
         raise SettingsError("--preprocessor is missing: the rollout loop needs its host:port")
     task = load_task(TaskName(spec.task.path, spec.task.args, spec.seed))
     meter = RolloutMeter(Metrics(ACTOR, job.name))
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(
-            serve_metrics(wiring.metrics_listen, meter.metrics.exposition)
-        )
-        tracer = await stack.enter_async_context(open_tracer(job, ACTOR, wiring.name))
-        pool = Pool(
-            wiring.generators,
-            wiring.output / MODEL,
-            spec.actors.generator.max_running_requests,
-            token,
-        )
-        rollouts = await stack.enter_async_context(
-            open_rollouts(job.name, task, spec.task, spec.seed, pool, meter)
-        )
-        generators = rollouts.generators
-        channel = await stack.enter_async_context(rpc.connect(wiring.preprocessor, token=token))
-        samples = await stack.enter_async_context(
-            stream.connect(
-                wiring.nats_url,
-                job.name,
-                spec.stream,
-                name=wiring.name,
-                namespace=job.metadata.namespace,
-                login=stream.Login.of(wiring),
-            )
-        )
+    max_running = spec.actors.generator.max_running_requests
+    pool = GeneratorPool(wiring.generators, wiring.output / MODEL, max_running, token)
+    async with (
+        serve_metrics(wiring.metrics_listen, meter.metrics.exposition),
+        open_tracer(job, ACTOR, wiring.name) as tracer,
+        open_roller(job.name, task, spec.task, spec.seed, pool, meter) as (roller, generators),
+        rpc.connect(wiring.preprocessor, token=token) as channel,
+        stream.connect(
+            wiring.nats_url,
+            job.name,
+            spec.stream,
+            name=wiring.name,
+            namespace=job.metadata.namespace,
+            login=stream.Login.of(wiring),
+        ) as samples,
+    ):
         reports = LeaseReports(channel, wiring.name)
-        slots = Slots(lambda: generators.num_serving_slots, spec.task.group_size)
-        loop = RolloutLoop(
-            LeaseClient(channel, wiring.name),
-            reports,
-            rollouts.roller,
-            samples,
-            meter,
-            slots,
-            tracer,
-        )
-        load = LoadWatch(rollouts.clients, generators, reports)
+        leases = LeaseClient(channel, wiring.name)
+        loop = RolloutLoop(leases, reports, roller, generators, samples, meter, tracer)
         metrics = MetricsReport(
             meter,
             samples,
@@ -139,11 +115,16 @@ async def run_actor(wiring: Wiring, stop: asyncio.Event) -> None:
             num_running=lambda: generators.num_running,
             num_slots=generators.num_slots,
         )
-        await generators.look()
-        leasing = loop.run(stop, spec.actors.drain_seconds)
+        # Before the loop: without a generator that serves it would not call the preprocessor yet.
+        await generators.probe()
         try:
             await run_until_first(
-                leasing, generators.watch(), reports.run(), load.run(), metrics.run()
+                loop.run(stop, spec.task.group_size, spec.actors.drain_seconds),
+                generators.watch(),
+                generators.report_loads(reports),
+                reports.run(),
+                metrics.run(),
             )
         finally:
-            await metrics.publish_last()  # why it ended may be in the last second's
+            # The cause of the end may be among the last second's counts.
+            await metrics.publish_last()

@@ -1,17 +1,15 @@
-"""Runs a task's `verify` under its time limit: a coroutine here, a plain function in a process that
-can be ended.
+"""Runs a task's `verify` under its time limit: a coroutine in the rollout loop, a plain function in
+a separate process, which can be killed.
 
-A verifier's process is handed the task's path, args and seed and makes its own task; a request
-names a prompt by its index. So only JSON lines cross the pipe. Processes are started when needed,
-at most `num_processes`, and ended after a time-out.
+    Verifier --{"path", "args", "seed", "sys_path"}-->     this module as a process: JSON lines
+             <--{}-----------------------------------     on stdin, answers on stdout, in order;
+             --{"prompt_index", "messages", "turn"}-->     ends with its stdin
+             <--{"reward", "metrics"}-----------------
 
-A process that runs a task's plain `verify`: JSON lines in on stdin, JSON lines out on stdout, in
-order.
-
-First {"path", "args", "seed", "sys_path"}, answered with {}; then {"prompt_index", "messages",
-"turn"} each time, answered with {"reward", "metrics"}. `messages` are those that the policy saw: a
-prompt that is another one here would be judged wrongly. Either may be answered with {"error",
-"temporary"}. Ends with its stdin. What the task prints goes to stderr.
+The process makes its own task, and a request names a prompt by its index, so that only JSON crosses
+the pipe. `messages` are those that the policy saw: a prompt that differs in the process would be
+judged wrongly. Any answer may be {"error", "temporary"} instead. What the task prints goes to
+stderr. Processes are started when needed, at most `num_processes`, and killed after a time-out.
 """
 
 import asyncio
@@ -25,7 +23,7 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
 from typing import IO, Any
 
-from pipelinerl_actor.rollout.failures import GivenUp, backoff_s, exhausted
+from pipelinerl_actor.rollout.failures import GivenUp, Retries
 from pipelinerl_actor.task import Prompt, Task, TaskName, Turn, Verdict
 from pipelinerl_actor.task_loader import load_task
 from pipelinerl_common.errors import FatalError, PipelineRLError, SettingsError, TemporaryError
@@ -38,7 +36,7 @@ _START_S = 120.0
 
 
 class Verifier:
-    """`verify` for all trajectories of the job, at most `num_processes` plain ones at once."""
+    """Verifies the answers of a job's trajectories, in at most `num_processes` processes."""
 
     def __init__(
         self,
@@ -58,24 +56,19 @@ class Verifier:
         self._room = asyncio.Semaphore(num_processes or min(8, os.cpu_count() or 1))
 
     async def verify(self, prompt_index: int, prompt: Prompt, turn: Turn) -> Verdict:
-        """Tries again after a TemporaryError, which verifiers that ask remote services raise.
+        """Retries after a TemporaryError, which verifiers that call remote services raise.
 
         Raises GivenUp: "verifier_timeout", "verifier_error", "verifier_died",
         "verifier_unavailable".
         """
-        num_failures = 0
+        retries = Retries("verifier_unavailable", self._max_retries)
         while True:
             try:
                 if self._in_loop:
                     return await self._verify_here(prompt, turn)
                 return await self._verify_in_process(prompt_index, prompt, turn)
             except TemporaryError as error:
-                num_failures += 1
-                if given_up := exhausted(
-                    "verifier_unavailable", num_failures, self._max_retries, error
-                ):
-                    raise given_up from error
-            await asyncio.sleep(backoff_s(num_failures))
+                await retries.wait(error)
 
     async def _verify_here(self, prompt: Prompt, turn: Turn) -> Verdict:
         try:
@@ -107,23 +100,20 @@ class Verifier:
                     f"verify took longer than {self._timeout_s:g} s, its process is ended",
                 ) from error
         if "error" in answer:
-            raise (
-                TemporaryError(answer["error"])
-                if answer["temporary"]
-                else GivenUp("verifier_error", answer["error"])
-            )
+            if answer["temporary"]:
+                raise TemporaryError(answer["error"])
+            raise GivenUp("verifier_error", answer["error"])
         return Verdict(answer["reward"], answer["metrics"])
 
     @asynccontextmanager
     async def _process(self) -> AsyncIterator["_Process"]:
-        """A process of one's own. It is ended when the block raises, and kept for the next
-        otherwise.
-        """
+        """A process for one question. It is reused, unless the block raises."""
         async with self._room:
             process = self._idle.pop() if self._idle else await _Process.start(self._name)
             try:
                 yield process
             except BaseException:
+                # It may be in the middle of an answer, which would go to the next question.
                 await process.end()
                 raise
             self._idle.append(process)
@@ -134,7 +124,7 @@ class Verifier:
 
 
 class _Process:
-    """One `verifier_process`, asked one thing at a time."""
+    """One verifier's process, which answers one question at a time."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -143,14 +133,20 @@ class _Process:
     async def start(cls, name: TaskName) -> "_Process":
         """Raises FatalError when the task cannot be made there, although it could here."""
         child = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "pipelinerl_actor.rollout.verifier_process",
+            *(sys.executable, "-m", "pipelinerl_actor.rollout.verifier"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the actor, which ends its processes
         )
         process = cls(child)
+        try:
+            await process._make_task(name)
+        except BaseException:
+            await process.end()
+            raise
+        return process
+
+    async def _make_task(self, name: TaskName) -> None:
         hello = {
             "path": name.path,
             "args": dict(name.args),
@@ -159,21 +155,15 @@ class _Process:
         }
         try:
             async with asyncio.timeout(_START_S):
-                answer = await process.ask(hello)
+                answer = await self.ask(hello)
         except (GivenUp, TimeoutError) as error:
-            await process.end()
             raise FatalError(
                 f"the verifier's process for {name.path} does not start: {error!r}"
             ) from error
-        except BaseException:
-            await process.end()
-            raise
         if "error" in answer:
-            await process.end()
             raise FatalError(
                 f"the verifier's process cannot make the task {name.path}: {answer['error']}"
             )
-        return process
 
     async def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Raises GivenUp("verifier_died") when the process ends instead of answering."""
@@ -187,10 +177,8 @@ class _Process:
         except (OSError, ValueError) as error:  # a broken pipe; a line over the reader's limit
             raise GivenUp("verifier_died", f"the verifier's process is gone: {error}") from error
         if not line.endswith(b"\n"):
-            raise GivenUp(
-                "verifier_died",
-                f"the verifier's process ended with status {await self._process.wait()}",
-            )
+            status = await self._process.wait()
+            raise GivenUp("verifier_died", f"the verifier's process ended with status {status}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -201,6 +189,8 @@ class _Process:
 
 
 def main() -> None:
+    """The verifier's process."""
+    # stdout carries answers only: what the task prints there goes to stderr.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     hello = json.loads(sys.stdin.buffer.readline() or b"null")
@@ -228,19 +218,16 @@ def _verdict(task: Task, question: dict[str, Any]) -> dict[str, Any]:
         if list(prompt.messages) != question["messages"]:
             raise SettingsError(
                 f"prompt({question['prompt_index']}) is not the same in two processes; it must "
-                "follow from the index, the args "
-                f"and the seed"
+                "follow from the index, the args and the seed"
             )
         verdict: Any = task.verify(prompt, _turn(question["turn"]))
-        if inspect.isawaitable(
-            verdict
-        ):  # a plain function that returns a coroutine, for example a decorated one
+        if inspect.isawaitable(verdict):  # of a plain function, for example a decorated one
             verdict = asyncio.run(_awaited(verdict))
         return {
             "reward": float(verdict.reward),
             "metrics": {str(name): float(value) for name, value in verdict.metrics.items()},
         }
-    except Exception as error:  # noqa: BLE001 - the task's code: whatever it raises counts against one trajectory
+    except Exception as error:  # noqa: BLE001 - the task's code: any error is one trajectory's
         return {
             "error": f"{type(error).__name__}: {error}"[:2000],
             "temporary": isinstance(error, TemporaryError),
