@@ -21,7 +21,7 @@ import prometheus_server
 from monitoring.alert import with_thresholds
 from monitoring.files import CHART, prometheus_rules, thresholds
 from pipelinerl_common.metrics import CATALOG, serve_metrics
-from pipelinerl_operator.controller.telemetry import OperatorTelemetry
+from pipelinerl_operator.controller.telemetry import Telemetry
 from pipelinerl_operator.controller.views import JobView
 from pipelinerl_operator.kube import WorkQueue
 from prometheus_server import Prometheus
@@ -74,7 +74,7 @@ def operator_metrics() -> Iterator[str]:
     address: list[str] = []
 
     async def serve() -> None:
-        telemetry = OperatorTelemetry(is_leader=lambda: True)
+        telemetry = Telemetry(is_leader=lambda: True)
         queue: WorkQueue = WorkQueue()
         telemetry.watch_queue(queue)
         telemetry.watch_informers(cast(Any, [SimpleNamespace(silence_s=1.0, restarts=0)]))

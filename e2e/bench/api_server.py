@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelinerl_cli.up.process import Ports
+from pipelinerl_cli.up.placement import Ports
 from pipelinerl_common.errors import FatalError, SettingsError
 from pipelinerl_operator.kube import ApiConnection
 

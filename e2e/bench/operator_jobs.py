@@ -31,9 +31,9 @@ import psutil
 from bench.api_server import ApiServer, api_server, missing_binary
 from bench.hollow_pods import HollowPods
 from bench.report import Report, Row, Value, at_most, progress
-from pipelinerl_cli.up.process import Ports
+from pipelinerl_cli.up.placement import Ports
 from pipelinerl_common.errors import FatalError
-from pipelinerl_operator.crd import definition
+from pipelinerl_operator.crd import crd_definition
 from pipelinerl_operator.kube import Object, Resource, open_api
 from pipelinerl_operator.kube.errors import NotFound
 from pipelinerl_operator.kube.resources import JOBS
@@ -98,7 +98,7 @@ def bench(args: argparse.Namespace) -> Report:
 
 async def _measure(server: ApiServer, ports: Ports, jobs: int) -> Report:
     async with open_api(server.administrator) as api, aiohttp.ClientSession() as session:
-        await api.create(CRDS, "", definition())
+        await api.create(CRDS, "", crd_definition())
         await _until_served(server)
         operator = _start(server, ports)
         driving = asyncio.create_task(HollowPods(api).run())

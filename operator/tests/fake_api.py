@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from pipelinerl_operator.kube import Change, Key, Object, Page, Resource, Selection, WatchEvent
+from pipelinerl_operator.kube import (
+    Change,
+    Object,
+    ObjectKey,
+    Page,
+    Resource,
+    Selection,
+    WatchEvent,
+)
 from pipelinerl_operator.kube.errors import AlreadyExists, Conflict, Forbidden, Gone, NotFound
 from pipelinerl_operator.kube.resources import JOBS, PODS, SECRETS
 
@@ -41,7 +49,7 @@ class FakeApi:
     """`fault` is asked before every write."""
 
     def __init__(self, clock: Callable[[], float] = lambda: 1_000_000.0) -> None:
-        self.objects: dict[tuple[Resource, Key], Object] = {}
+        self.objects: dict[tuple[Resource, ObjectKey], Object] = {}
         self.writes: list[Call] = []
         self.fault: Callable[[Call], Fault | None] = lambda call: None
         self.terminating: set[str] = set()
@@ -58,7 +66,7 @@ class FakeApi:
     # reading
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Object:
-        return copy.deepcopy(self._find(resource, Key(namespace or "", name)))
+        return copy.deepcopy(self._find(resource, ObjectKey(namespace or "", name)))
 
     async def pages(self, selection: Selection) -> AsyncIterator[Page]:
         yield Page(self.list(selection), str(self.version))
@@ -87,7 +95,7 @@ class FakeApi:
         return [copy.deepcopy(body) for body in found if _fits(body, selection)]
 
     def of(self, resource: Resource, name: str, namespace: str = "default") -> Object | None:
-        return self.objects.get((resource, Key(namespace, name)))
+        return self.objects.get((resource, ObjectKey(namespace, name)))
 
     # writing
 
@@ -97,7 +105,7 @@ class FakeApi:
         name = body["metadata"]["name"]
         call = Call("dry-run" if dry_run else "create", resource, name, body)
         lost = self._begin(call)
-        key = Key(namespace, name)
+        key = ObjectKey(namespace, name)
         self.before_create(call)
         if namespace in self.terminating:
             raise Forbidden(
@@ -128,7 +136,7 @@ class FakeApi:
 
     async def apply(self, resource: Resource, namespace: str, body: Object) -> Object:
         lost = self._begin(Call("apply", resource, body["metadata"]["name"], body))
-        key = Key(namespace, body["metadata"]["name"])
+        key = ObjectKey(namespace, body["metadata"]["name"])
         old = self._find(resource, key)
         new = copy.deepcopy({**old, **body, "metadata": {**old["metadata"], **body["metadata"]}})
         new["metadata"]["generation"] = old["metadata"]["generation"] + 1
@@ -147,7 +155,7 @@ class FakeApi:
 
     async def replace(self, resource: Resource, namespace: str, body: Object) -> Object:
         lost = self._begin(Call("update", resource, body["metadata"]["name"], body))
-        key = Key(namespace, body["metadata"]["name"])
+        key = ObjectKey(namespace, body["metadata"]["name"])
         old = self._find(resource, key)
         if old["metadata"]["resourceVersion"] != body["metadata"].get("resourceVersion"):
             raise Conflict(f"{key} has changed")
@@ -165,7 +173,7 @@ class FakeApi:
         foreground: bool = False,
     ) -> Object:
         lost = self._begin(Call("delete", resource, name, uid))
-        key = Key(namespace, name)
+        key = ObjectKey(namespace, name)
         old = self._find(resource, key)
         if old["metadata"]["uid"] != uid:
             raise Conflict(f"{key} has another UID")
@@ -174,7 +182,9 @@ class FakeApi:
 
     # what users, the kubelet and controllers do
 
-    def remove(self, resource: Resource, key: Key, grace_s: int | None = None) -> Object | None:
+    def remove(
+        self, resource: Resource, key: ObjectKey, grace_s: int | None = None
+    ) -> Object | None:
         """As a deletion by anybody. The object while it is still terminating, else None."""
         old = self.objects[resource, key]
         phase = (old.get("status") or {}).get("phase")
@@ -192,7 +202,12 @@ class FakeApi:
         return None
 
     def edit(
-        self, resource: Resource, key: Key, change: Callable[[Object], None], *, spec: bool = False
+        self,
+        resource: Resource,
+        key: ObjectKey,
+        change: Callable[[Object], None],
+        *,
+        spec: bool = False,
     ) -> None:
         """Somebody else's write. `spec` grows the generation."""
         body = copy.deepcopy(self.objects[resource, key])
@@ -209,7 +224,7 @@ class FakeApi:
 
     def _patched(self, call: Call, namespace: str, *, is_status: bool) -> Object:
         lost = self._begin(call)
-        key = Key(namespace, call.name)
+        key = ObjectKey(namespace, call.name)
         old = self._find(call.resource, key)
         wanted = (call.body.get("metadata") or {}).get("resourceVersion")
         if wanted is not None and wanted != old["metadata"]["resourceVersion"]:
@@ -234,18 +249,18 @@ class FakeApi:
             raise lost
         return copy.deepcopy(body)
 
-    def _find(self, resource: Resource, key: Key) -> Object:
+    def _find(self, resource: Resource, key: ObjectKey) -> Object:
         if (resource, key) not in self.objects:
             raise NotFound(f"{resource.plural} {key} not found")
         return self.objects[resource, key]
 
-    def _put(self, resource: Resource, key: Key, body: Object, change: Change) -> None:
+    def _put(self, resource: Resource, key: ObjectKey, body: Object, change: Change) -> None:
         self.version += 1
         body["metadata"]["resourceVersion"] = str(self.version)
         self.objects[resource, key] = body
         self._tell(resource, WatchEvent(change, body))
 
-    def _drop(self, resource: Resource, key: Key) -> None:
+    def _drop(self, resource: Resource, key: ObjectKey) -> None:
         body = copy.deepcopy(self.objects.pop((resource, key)))
         self.version += 1
         body["metadata"]["resourceVersion"] = str(self.version)

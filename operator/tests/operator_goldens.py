@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from operator_jobs import OLD, make_context, make_resource
 
-from pipelinerl_operator.objects import JobResource, OperatorContext, desired, secret
+from pipelinerl_operator.objects import JobResource, OperatorContext, desired_objects, job_secret
 
 FOLDER = Path(__file__).parent / "golden"
 
@@ -50,9 +50,9 @@ GOLDENS: dict[str, tuple[JobResource, OperatorContext]] = {
 def manifests(name: str) -> list[dict[str, Any]]:
     """Everything of a golden job, its second attempt on any node but one."""
     job, context = GOLDENS[name]
-    wanted = desired(job, context)
+    wanted = desired_objects(job, context)
     pods = (pod.manifest(attempt=1, excluded_nodes=["broken"]) for pod in wanted.pods)
-    return [secret(job, "token"), *wanted.config, *pods]
+    return [job_secret(job, "token"), *wanted.config, *pods]
 
 
 class _Dumper(yaml.SafeDumper):

@@ -6,7 +6,7 @@ import pytest
 from fake_api import Crash
 from world import JOB, World, balance, job
 
-from pipelinerl_operator.controller.status import Phase, TrainingStatus
+from pipelinerl_operator.controller.status import JobPhase, TrainingStatus
 from pipelinerl_operator.kube.resources import JOBS
 
 ACTORS = {"replicas": 2, "minReplicas": 1, "maxReplicas": 4}
@@ -17,7 +17,7 @@ async def running(**spec: Any) -> World:
     world = World()
     await world.submit(job(**{"actors": ACTORS, "autoscale": ON, **spec}))
     await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
     return world
 
 
@@ -132,7 +132,7 @@ async def test_nothing_is_chosen_after_the_end() -> None:
     world.end("sums-trainer-0", "trainer", 0)
     world.balances[JOB] = balance(2, 1.0, 100.0)
     await world.settle()
-    assert world.is_in(Phase.SUCCEEDED)
+    assert world.is_in(JobPhase.SUCCEEDED)
     assert world.status.autoscale is None
     assert "Autoscaled" not in world.notes.reasons
     assert world.violations == []

@@ -12,12 +12,12 @@ from world import CONTEXT, JOB, World, job
 from pipelinerl_common.metrics import PREPROCESSOR, TRAINER, Metrics, serve_metrics
 from pipelinerl_control.scaling import ScalingChoice
 from pipelinerl_operator.controller import companions
-from pipelinerl_operator.controller.companions import Companion
+from pipelinerl_operator.controller.companions import JobRuntime
 from pipelinerl_operator.controller.decision import Wanted
 from pipelinerl_operator.controller.status import JobStatus, RoleStatus
-from pipelinerl_operator.kube import Key, Object
+from pipelinerl_operator.kube import Object, ObjectKey
 from pipelinerl_operator.kube.resources import PODS
-from pipelinerl_operator.objects import JobResource, desired
+from pipelinerl_operator.objects import JobResource, desired_objects
 
 HOSTS = {"sums-trainer-0": "127.0.0.2", "sums-preprocessor-0": "127.0.0.3"}
 
@@ -32,8 +32,12 @@ class Running:
         view = world.cluster.jobs.get(JOB)
         assert view is not None
         resource = JobResource.parse(view.body)
-        self.companion = Companion(
-            view, Wanted(resource, desired(resource, CONTEXT)), world.status, "token", world.cluster
+        self.companion = JobRuntime(
+            view,
+            Wanted(resource, desired_objects(resource, CONTEXT)),
+            world.status,
+            "token",
+            world.cluster,
         )
 
     async def step(self, step: int, num_groups: int) -> None:
@@ -59,7 +63,7 @@ async def running(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
     await world.submit(job())
     await world.settle()
     for name, host in HOSTS.items():
-        world.api.edit(PODS, Key("default", name), partial(_move, host))
+        world.api.edit(PODS, ObjectKey("default", name), partial(_move, host))
     world.sync()
     async with AsyncExitStack() as stack:
         job_ = Running(world, await stack.enter_async_context(aiohttp.ClientSession()))
@@ -98,7 +102,7 @@ async def test_a_look_at_it_begins_it_anew(running: Running) -> None:
 async def test_an_actor_that_is_gone_begins_it_anew(running: Running) -> None:
     await running.step(3, 8)
     await running.step(13, 80)
-    running.world.api.remove(PODS, Key("default", "sums-actor-1"), 0)
+    running.world.api.remove(PODS, ObjectKey("default", "sums-actor-1"), 0)
     running.world.sync()
     await running.step(14, 8)
     assert running.steps() is None

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from world import JOB, World, job
 
-from pipelinerl_operator.controller.status import Phase
-from pipelinerl_operator.kube import Key
+from pipelinerl_operator.controller.status import JobPhase
+from pipelinerl_operator.kube import ObjectKey
 from pipelinerl_operator.kube.errors import ApiUnavailable, Conflict, Forbidden, TooManyRequests
 from pipelinerl_operator.kube.resources import CONFIG_MAPS, JOBS, PODS
 
@@ -75,7 +75,7 @@ async def take(world: World, step: tuple[object, ...]) -> None:
         case ("fail", str(name), str(kind)):
             fail(world, name, kind)
         case ("delete", str(name)) if name in world.pods():
-            world.api.remove(PODS, Key("default", name))
+            world.api.remove(PODS, ObjectKey("default", name))
         case ("edit", str(kind)):
             edit(world, kind)
         case ("wait", int(seconds)):
@@ -111,7 +111,7 @@ def fail(world: World, name: str, kind: str) -> None:
         case "container":
             world.end(name, container, 1, phase="Running")
         case "vanished":
-            world.api.remove(PODS, Key("default", name), 0)
+            world.api.remove(PODS, ObjectKey("default", name), 0)
 
 
 def edit(world: World, kind: str) -> None:
@@ -137,7 +137,7 @@ def check(world: World) -> None:
     if world.status.is_finished:
         assert all(pod["status"]["phase"] in ("Succeeded", "Failed") for pod in pods.values())
         return
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
     wanted = {f"sums-actor-{index}" for index in range(spec["actors"]["replicas"])} | set(NAMES[2:])
     assert set(pods) == wanted
     assert all(pod["status"]["phase"] == "Running" for pod in pods.values())
@@ -147,7 +147,7 @@ def check(world: World) -> None:
             "trainer" if role == "trainer" else f"{role}-{index}", 0
         )
     assert world.status.actors.ready == spec["actors"]["replicas"]
-    assert (CONFIG_MAPS, Key("default", "sums-job")) in world.api.objects
+    assert (CONFIG_MAPS, ObjectKey("default", "sums-job")) in world.api.objects
 
 
 async def live(steps: list[tuple[object, ...]]) -> None:

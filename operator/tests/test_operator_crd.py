@@ -20,7 +20,7 @@ from operator_jobs import make_raw
 from pydantic import BaseModel, JsonValue
 
 from pipelinerl_common.errors import SettingsError
-from pipelinerl_operator.crd.definition import definition, job_schema
+from pipelinerl_operator.crd.definition import crd_definition, job_schema
 from pipelinerl_operator.crd.rules import RULES, place
 from pipelinerl_operator.crd.rules import Path as RulePath
 from pipelinerl_operator.crd.schema import structural_schema
@@ -77,7 +77,9 @@ def test_the_crd_is_small() -> None:
 
 
 def test_the_definition_is_valid_by_the_newest_schema() -> None:
-    kubernetes_validate.validate(definition(), kubernetes_validate.latest_version(), strict=True)
+    kubernetes_validate.validate(
+        crd_definition(), kubernetes_validate.latest_version(), strict=True
+    )
 
 
 def test_every_schema_is_structural_and_bounded() -> None:
@@ -135,7 +137,7 @@ def test_status_has_no_defaults_and_conditions_merge_by_type() -> None:
 
 
 def test_columns_and_scale_point_at_fields_that_exist() -> None:
-    version = definition()["spec"]["versions"][0]
+    version = crd_definition()["spec"]["versions"][0]
     paths = [column["jsonPath"] for column in version["additionalPrinterColumns"]]
     for path in [*paths, *version["subresources"]["scale"].values()]:
         if not path.startswith(".metadata"):
@@ -225,7 +227,7 @@ def test_rules_are_left_out_for_servers_that_do_not_know_them() -> None:
     everything = yaml.safe_load(
         "\n".join(line for line in lines[2:-1] if not line.startswith("{{-"))
     )
-    assert everything["spec"] == definition()["spec"]
+    assert everything["spec"] == crd_definition()["spec"]
     assert everything["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
 
 

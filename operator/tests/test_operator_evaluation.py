@@ -13,11 +13,11 @@ from test_operator_convergence import FAULTS, STEPS, is_running, nth_write, take
 from world import World, job
 
 from pipelinerl_control.plan import num_gpus
-from pipelinerl_operator.controller.failures import Failure, Reason, judge
-from pipelinerl_operator.controller.status import Phase, read_time, write_time
-from pipelinerl_operator.kube import Key
+from pipelinerl_operator.controller.failures import FailureReason, PodFailure, judge
+from pipelinerl_operator.controller.status import JobPhase, read_time, write_time
+from pipelinerl_operator.kube import ObjectKey
 from pipelinerl_operator.kube.resources import PODS
-from pipelinerl_operator.objects import desired
+from pipelinerl_operator.objects import desired_objects
 
 SETS = [{"name": "held-out", "path": "tasks:Sums"}]
 EVALUATION: dict[str, Any] = {"everySteps": 100, "sets": SETS, "timeoutSeconds": 20}
@@ -29,7 +29,7 @@ async def running(**spec: Any) -> World:
     world = World()
     await world.submit(job(evaluation=EVALUATION, **spec))
     await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
     return world
 
 
@@ -46,7 +46,9 @@ async def trained(**spec: Any) -> World:
 
 def evaluator(**spec: Any) -> dict[str, Any]:
     claim = {"trainers": {"checkpoint": {"pvc": "checkpoints"}}}
-    wanted = desired(make_resource(evaluation=EVALUATION, **{**claim, **spec}), make_context())
+    wanted = desired_objects(
+        make_resource(evaluation=EVALUATION, **{**claim, **spec}), make_context()
+    )
     (pod,) = (each for each in wanted.pods if each.role == "evaluator")
     return pod.manifest(0)
 
@@ -104,7 +106,7 @@ async def test_it_is_started_again_alone_and_never_costs_a_restart_of_the_budget
     for _ in range(3):
         world.end("sums-evaluator-0", "evaluator", 1, message="no memory")
         await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
     assert world.attempts()["sums-evaluator-0"] == 3
     assert set(world.attempts().values()) == {0, 3}
     assert world.status.evaluator is not None
@@ -114,7 +116,7 @@ async def test_it_is_started_again_alone_and_never_costs_a_restart_of_the_budget
 
 def test_only_rules_that_name_it_are_for_it() -> None:
     policy = job()["spec"]["failurePolicy"]
-    wrong = Failure("sums-evaluator-0", "evaluator", "node", Reason.ERROR, 2)
+    wrong = PodFailure("sums-evaluator-0", "evaluator", "node", FailureReason.ERROR, 2)
     for rules, fails in (
         ([], False),
         ([{"action": "FailJob", "exitCodes": [2]}], False),
@@ -144,7 +146,7 @@ async def test_the_job_runs_without_it() -> None:
 
 async def test_the_last_evaluation_is_waited_for_and_only_its_pod_runs_on() -> None:
     world = await trained()
-    assert world.is_in(Phase.EVALUATING)
+    assert world.is_in(JobPhase.EVALUATING)
     assert {name for name, pod in world.pods().items() if pod["status"]["phase"] == "Running"} == {
         "sums-evaluator-0"
     }
@@ -157,7 +159,7 @@ async def test_the_last_evaluation_is_waited_for_and_only_its_pod_runs_on() -> N
     )
     world.end("sums-evaluator-0", "evaluator", 0, message="step 60: held-out pass@1 0.812")
     await world.settle()
-    assert world.is_in(Phase.SUCCEEDED)
+    assert world.is_in(JobPhase.SUCCEEDED)
     assert [(note.reason, note.message) for note in world.notes.notes][-3:] == [
         ("Evaluating", "training is finished; the last step is evaluated"),
         ("Evaluated", "step 60: held-out pass@1 0.812"),
@@ -171,11 +173,11 @@ async def test_an_evaluator_that_was_faster_is_not_waited_for() -> None:
     world.end("sums-evaluator-0", "evaluator", 0)
     world.now += 300
     await world.settle()
-    assert world.is_in(Phase.RUNNING), "that it is done is no failure"
+    assert world.is_in(JobPhase.RUNNING), "that it is done is no failure"
     assert world.attempts()["sums-evaluator-0"] == 0
     world.end("sums-trainer-0", "trainer", 0)
     await world.settle()
-    assert world.is_in(Phase.SUCCEEDED)
+    assert world.is_in(JobPhase.SUCCEEDED)
     assert "Evaluating" not in world.notes.reasons
 
 
@@ -183,7 +185,7 @@ async def test_an_evaluation_that_does_not_end_ends_the_wait() -> None:
     world = await trained()
     world.now += LIMIT_S
     await world.settle()
-    assert world.is_in(Phase.SUCCEEDED)
+    assert world.is_in(JobPhase.SUCCEEDED)
     assert "NotEvaluated" in world.notes.reasons
     assert set(world.pods()) == TRAINERS
 
@@ -199,20 +201,20 @@ async def test_an_evaluator_that_keeps_failing_after_training_fails_nothing() ->
         await world.look()
         world.run_pods()
         world.now += 4
-    assert world.is_in(Phase.SUCCEEDED)
+    assert world.is_in(JobPhase.SUCCEEDED)
     assert world.notes.reasons.count("PodFailed") > 1
 
 
 async def test_a_trainer_pod_that_is_collected_meanwhile_trains_to_its_end_again() -> None:
     world = await trained()
-    world.api.remove(PODS, Key("default", "sums-trainer-0"), 0)
+    world.api.remove(PODS, ObjectKey("default", "sums-trainer-0"), 0)
     await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
     assert not world.status.holds("Evaluating")
     for name in TRAINERS:
         world.end(name, "trainer", 0)
     await world.settle()
-    assert world.is_in(Phase.EVALUATING)
+    assert world.is_in(JobPhase.EVALUATING)
     assert world.violations == []
 
 
@@ -220,7 +222,7 @@ async def test_a_suspension_interrupts_the_wait_which_begins_anew() -> None:
     world = await trained()
     world.change(suspend=True)
     await world.settle()
-    assert world.is_in(Phase.SUSPENDED)
+    assert world.is_in(JobPhase.SUSPENDED)
     assert world.pods() == {}
     world.now += 10 * LIMIT_S
     world.change(suspend=False)
@@ -228,7 +230,7 @@ async def test_a_suspension_interrupts_the_wait_which_begins_anew() -> None:
     for name in TRAINERS:
         world.end(name, "trainer", 0)
     await world.settle()
-    assert world.is_in(Phase.EVALUATING)
+    assert world.is_in(JobPhase.EVALUATING)
 
 
 EVALUATOR_STEPS = st.one_of(
@@ -259,11 +261,11 @@ async def live(steps: list[tuple[object, ...]]) -> None:
     world.change(actors={"replicas": 2, "minReplicas": 1}, suspend=False)
     world.now += 120
     await world.settle(rounds=300)
-    if world.is_in(Phase.EVALUATING):
+    if world.is_in(JobPhase.EVALUATING):
         world.now += LIMIT_S
         await world.settle(rounds=300)
-    assert world.status.phase in (Phase.RUNNING, Phase.SUCCEEDED)
-    if world.is_in(Phase.RUNNING):
+    assert world.status.phase in (JobPhase.RUNNING, JobPhase.SUCCEEDED)
+    if world.is_in(JobPhase.RUNNING):
         assert "sums-evaluator-0" in world.pods()
     assert world.violations == []
     before = world.num_writes()
@@ -276,7 +278,7 @@ def end_evaluator(world: World, kind: str) -> None:
     if not is_running(world, "sums-evaluator-0"):
         return
     if kind == "vanished":
-        world.api.remove(PODS, Key("default", "sums-evaluator-0"), 0)
+        world.api.remove(PODS, ObjectKey("default", "sums-evaluator-0"), 0)
     else:
         reasons = {"memory": {"reason": "OOMKilled"}, "evicted": {"pod_reason": "Evicted"}}
         world.end("sums-evaluator-0", "evaluator", 1, **reasons.get(kind, {}))
@@ -305,7 +307,7 @@ def test_one_fault_at_any_write_after_training_changes_nothing_in_the_end(
         if is_running(world, "sums-evaluator-0"):
             world.end("sums-evaluator-0", "evaluator", 0)
         await world.settle(rounds=200)
-        assert world.is_in(Phase.SUCCEEDED)
+        assert world.is_in(JobPhase.SUCCEEDED)
         assert world.violations == []
 
     asyncio.run(one())

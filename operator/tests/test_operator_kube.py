@@ -13,8 +13,8 @@ from pipelinerl_operator.controller.views import JobView
 from pipelinerl_operator.kube import (
     Election,
     Informer,
-    Key,
     LeaseTimes,
+    ObjectKey,
     Selection,
     Store,
     WatchEvent,
@@ -30,8 +30,8 @@ from pipelinerl_operator.kube.errors import (
 )
 from pipelinerl_operator.kube.resources import JOBS, LEASES, PODS
 
-SUMS = Key("default", "sums")
-LEASE = Key("operators", "pipelinerl")
+SUMS = ObjectKey("default", "sums")
+LEASE = ObjectKey("operators", "pipelinerl")
 QUICK = LeaseTimes(duration_s=0.6, renew_s=0.4, retry_s=0.05, stop_s=2.0)
 
 
@@ -42,8 +42,8 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def following(api: FakeApi) -> AsyncIterator[tuple[Informer[JobView], list[Key]]]:
-    changes: list[Key] = []
+async def following(api: FakeApi) -> AsyncIterator[tuple[Informer[JobView], list[ObjectKey]]]:
+    changes: list[ObjectKey] = []
     store = Store[JobView](JobView.of, lambda view: view.key, changes.append)
     informer = Informer(api, Selection(JOBS), store)
     task = asyncio.create_task(informer.run())
@@ -61,10 +61,10 @@ async def test_an_informer_sees_what_there_is_and_what_comes_and_goes() -> None:
     async with following(api) as (informer, changes):
         assert informer.store.get(SUMS) is not None
         await api.create(JOBS, "default", job("more"))
-        await until(lambda: informer.store.get(Key("default", "more")) is not None)
+        await until(lambda: informer.store.get(ObjectKey("default", "more")) is not None)
         api.remove(JOBS, SUMS)
         await until(lambda: informer.store.get(SUMS) is None)
-        assert changes == [SUMS, Key("default", "more"), SUMS]
+        assert changes == [SUMS, ObjectKey("default", "more"), SUMS]
 
 
 async def test_an_informer_lists_again_when_its_version_is_too_old_and_finds_what_it_missed() -> (
@@ -78,7 +78,7 @@ async def test_an_informer_lists_again_when_its_version_is_too_old_and_finds_wha
         del api.objects[JOBS, SUMS]
         await until(lambda: informer.restarts > 0)
         api.oldest = 0
-        await until(lambda: informer.store.get(Key("default", "missed")) is not None)
+        await until(lambda: informer.store.get(ObjectKey("default", "missed")) is not None)
         await until(lambda: informer.store.get(SUMS) is None)
 
 
@@ -242,6 +242,6 @@ async def test_a_leader_takes_the_label_off_its_own_release_and_no_other() -> No
             pod["metadata"]["name"] for pod in api.list(Selection(PODS, "rl", f"{LEADER}=true"))
         ]
 
-    async with leader_label(api, Key("rl", "new"), {"app.kubernetes.io/instance": "one"}):
+    async with leader_label(api, ObjectKey("rl", "new"), {"app.kubernetes.io/instance": "one"}):
         assert leaders() == ["new", "other"]
     assert leaders() == ["other"]

@@ -24,7 +24,7 @@ from pipelinerl_common.stream import Login, NatsServer, Stream, StreamLayout, co
 from pipelinerl_common.stream.server import find_binary
 from pipelinerl_operator.nats import claims, trust
 from pipelinerl_operator.nats.claims import StreamLimits
-from pipelinerl_operator.nats.keys import Key, KeyKind
+from pipelinerl_operator.nats.keys import KeyKind, NatsKey
 from pipelinerl_operator.nats.streams import (
     AccountStreams,
     SharedStreams,
@@ -34,7 +34,7 @@ from pipelinerl_operator.nats.streams import (
 from pipelinerl_operator.objects.job_resource import JobResource
 
 DEADLINE_S = 60.0
-OPERATOR = Key.from_bytes(KeyKind.OPERATOR, bytes(range(32)))
+OPERATOR = NatsKey.from_bytes(KeyKind.OPERATOR, bytes(range(32)))
 
 
 def make_job(
@@ -143,7 +143,7 @@ async def test_one_job_neither_sees_nor_reaches_another(
             assert await other_stream.num_waiting() == 0
             await publish(other_stream, b"theirs")
             await publish(other_stream, b"theirs too")
-        assert await stream.num_waiting() == 1
+        assert (await stream.depth()).num_messages == 1
     first, second = await streams.observe(mine), await streams.observe(other)
     assert first is not None
     assert second is not None
@@ -270,7 +270,7 @@ async def test_a_restarted_server_still_knows_accounts_and_what_is_on_their_stre
         ) as again,  # and no operator in sight
         open_stream(again.url, job, credentials) as stream,
     ):
-        assert await stream.num_waiting() == 1
+        assert (await stream.depth()).num_messages == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*StreamWriter.__del__:pytest.PytestUnraisableExceptionWarning")
@@ -291,7 +291,7 @@ async def test_a_server_that_lost_its_disk_is_told_again_while_services_wait(
             tmp_path / "two", server.port, trust=trust.server_trust(OPERATOR)
         ):
             await until(lambda: stream.is_connected)
-            assert await stream.num_waiting() == 0
+            assert (await stream.depth()).num_messages == 0
             status = await streams.observe(job)
             assert status == StreamStatus(0, 0.0)
     gc.collect()  # the client library drops the connection of a refused login unclosed
@@ -351,7 +351,7 @@ async def test_a_removed_account_may_come_back(server: NatsServer, streams: Acco
     await asyncio.sleep(1.1)  # tokens tell seconds apart
     assert await streams.ensure(job) == credentials
     async with open_stream(server.url, job, credentials) as stream:
-        assert await stream.num_waiting() == 0
+        assert (await stream.depth()).num_messages == 0
 
 
 async def test_an_operator_without_memory_changes_nothing(
@@ -424,7 +424,7 @@ async def test_a_server_is_known_by_its_certificate(tmp_path: Path) -> None:
         async with connect(
             url, "maths", job.spec.stream, name="test", namespace="team", login=login
         ) as stream:
-            assert await stream.num_waiting() == 0
+            assert (await stream.depth()).num_messages == 0
         with pytest.raises(Unavailable, match=r"(?i)certificate verify failed"):
             async with open_stream(url, job, credentials, timeout_s=4.0):
                 pass
@@ -456,7 +456,7 @@ async def test_a_server_that_trusts_another_operator_is_named(
     monkeypatch.setattr(
         "pipelinerl_operator.nats.server._ANSWER_S", 8.0
     )  # a server looks 2 s for an account
-    other = Key.generate(KeyKind.OPERATOR)
+    other = NatsKey.generate(KeyKind.OPERATOR)
     async with (
         NatsServer.start(tmp_path / "nats", trust=trust.server_trust(other)) as server,
         AccountStreams.open(server.url, OPERATOR) as streams,

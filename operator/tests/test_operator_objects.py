@@ -20,7 +20,13 @@ from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.service import parse_wiring
 from pipelinerl_common.settings import load_job
 from pipelinerl_control.plan import Role, num_gpus, process_names
-from pipelinerl_operator.objects import Capabilities, JobResource, PodSpec, desired, secret
+from pipelinerl_operator.objects import (
+    Capabilities,
+    JobResource,
+    PodSpec,
+    desired_objects,
+    job_secret,
+)
 from pipelinerl_operator.objects.context import Peer
 from pipelinerl_trainer.__main__ import parse_flags
 from pipelinerl_trainer.launch import parse_node
@@ -39,13 +45,17 @@ def check_form(manifest: dict[str, Any]) -> None:
 
 
 def by_kind(job: JobResource, kind: str, **context: Any) -> list[dict[str, Any]]:
-    return [each for each in desired(job, make_context(**context)).config if each["kind"] == kind]
+    return [
+        each
+        for each in desired_objects(job, make_context(**context)).config
+        if each["kind"] == kind
+    ]
 
 
 def pod(job: JobResource, name: str, **context: Any) -> dict[str, Any]:
     return next(
         each
-        for each in desired(job, make_context(**context)).pods
+        for each in desired_objects(job, make_context(**context)).pods
         if each.name == f"{job.name}-{name}"
     ).manifest(0)
 
@@ -133,7 +143,7 @@ def test_every_object_is_valid_and_its_name_fits(
     sections: dict[str, Any], capabilities: Capabilities
 ) -> None:
     job = any_job(sections)
-    wanted = desired(job, make_context(capabilities=capabilities))
+    wanted = desired_objects(job, make_context(capabilities=capabilities))
     made = [*wanted.config, *(each.manifest(0, ["n1", "n2"]) for each in wanted.pods)]
     names = Counter((each["kind"], each["metadata"]["name"]) for each in made)
     assert set(names.values()) == {1}
@@ -157,7 +167,7 @@ def names_in(manifest: dict[str, Any]) -> Iterator[str]:
 @given(SECTIONS)
 def test_pods_carry_exactly_the_processes_of_the_plan(sections: dict[str, Any]) -> None:
     job = any_job(sections)
-    pods = [(each, each.manifest(0)) for each in desired(job, make_context()).pods]
+    pods = [(each, each.manifest(0)) for each in desired_objects(job, make_context()).pods]
     carried = [name for _, manifest in pods for name in names_in(manifest)]
     assert sorted(carried) == sorted(process_names(job.job))
     for spec, manifest in pods:
@@ -182,7 +192,7 @@ def test_pods_carry_exactly_the_processes_of_the_plan(sections: dict[str, Any]) 
 def test_every_pod_passes_the_restricted_level_and_can_write_where_it_must(
     sections: dict[str, Any],
 ) -> None:
-    for each in desired(any_job(sections), make_context()).pods:
+    for each in desired_objects(any_job(sections), make_context()).pods:
         spec = each.manifest(0)["spec"]
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not spec.get("hostNetwork")
@@ -220,7 +230,7 @@ def test_every_pod_passes_the_restricted_level_and_can_write_where_it_must(
 
 def test_services_understand_their_command_lines() -> None:
     job = make_resource(**ON_GPUS)
-    for each in desired(job, make_context(has_nats_credentials=True)).pods:
+    for each in desired_objects(job, make_context(has_nats_credentials=True)).pods:
         for one in each.manifest(0)["spec"]["containers"]:
             if each.role is Role.TRAINER:
                 wiring, ranks = parse_flags(parse_node(one["args"]).argv(1)[3:])
@@ -269,7 +279,7 @@ def test_ranks_of_other_nodes_meet_at_the_first_nodes_name() -> None:
 
 
 def test_generators_are_listed_for_the_coordinator_by_the_names_of_the_plan() -> None:
-    pods = desired(
+    pods = desired_objects(
         make_resource(actors={"replicas": 2, "generatorsPerReplica": 2}), make_context()
     ).pods
     listed = {name: port for each in pods for name, port in each.generators().items()}
@@ -308,9 +318,9 @@ def test_services_read_the_job_without_what_is_kubernetes_own(tmp_path: Path) ->
 
 def test_the_token_is_a_mounted_file() -> None:
     job = make_resource()
-    assert secret(job, "abc")["stringData"] == {"token": "abc"}
-    assert secret(job, "abc", "creds")["stringData"] == {"token": "abc", "nats.creds": "creds"}
-    for each in desired(job, make_context()).pods:
+    assert job_secret(job, "abc")["stringData"] == {"token": "abc"}
+    assert job_secret(job, "abc", "creds")["stringData"] == {"token": "abc", "nats.creds": "creds"}
+    for each in desired_objects(job, make_context()).pods:
         manifest = each.manifest(0)
         for one in manifest["spec"]["containers"]:
             assert values(one["args"], "--token-file") == ["/etc/pipelinerl/secret/token"]
@@ -448,7 +458,7 @@ def test_the_gang_is_trainers_preprocessor_and_the_fewest_actors(backend: str) -
         }
     )
     (group,) = by_kind(job, "PodGroup")
-    members = [each.name for each in desired(job, make_context()).pods if each.in_gang]
+    members = [each.name for each in desired_objects(job, make_context()).pods if each.in_gang]
     assert members == [
         "sums-preprocessor-0",
         "sums-trainer-0",
@@ -460,7 +470,7 @@ def test_the_gang_is_trainers_preprocessor_and_the_fewest_actors(backend: str) -
     assert group["spec"]["minResources"] == {"nvidia.com/gpu": str(2 * 4 + 2 * 8)}
     marked = [
         each.name
-        for each in desired(job, make_context()).pods
+        for each in desired_objects(job, make_context()).pods
         if "sums"
         in (
             each.manifest(0)["metadata"]["labels"].get("scheduling.x-k8s.io/pod-group"),
@@ -469,7 +479,8 @@ def test_the_gang_is_trainers_preprocessor_and_the_fewest_actors(backend: str) -
     ]
     assert marked == members
     assert {
-        each.manifest(0)["spec"]["schedulerName"] for each in desired(job, make_context()).pods
+        each.manifest(0)["spec"]["schedulerName"]
+        for each in desired_objects(job, make_context()).pods
     } == {{"volcano": "volcano", "coscheduling": "scheduler-plugins-scheduler"}[backend]}
 
 
@@ -490,7 +501,9 @@ def test_excluded_nodes_are_excluded_from_every_alternative_of_the_template() ->
         actors={"podTemplate": {"spec": {"affinity": {"nodeAffinity": node}}}},
         scheduling={"topologyKey": "rack"},
     )
-    actor = next(each for each in desired(job, make_context()).pods if each.role is Role.ACTOR)
+    actor = next(
+        each for each in desired_objects(job, make_context()).pods if each.role is Role.ACTOR
+    )
     affinity = actor.manifest(0, ["b", "a", "a"])["spec"]["affinity"]
     terms = affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
         "nodeSelectorTerms"
@@ -603,7 +616,8 @@ def test_the_hash_changes_exactly_when_the_pod_or_what_it_reads_does(
     except SettingsError:
         return  # the changes do not go together
     first, second = (
-        {each.name: (each, job) for each in desired(job, make_context()).pods} for job in jobs
+        {each.name: (each, job) for each in desired_objects(job, make_context()).pods}
+        for job in jobs
     )
     for name in first.keys() & second.keys():
         (pod_1, job_1), (pod_2, job_2) = first[name], second[name]
@@ -617,8 +631,8 @@ def test_the_hash_follows_each_single_change(number: int) -> None:
         job = combined([number])
     except SettingsError:
         pytest.fail(f"{CHANGES[number]} is no valid change")
-    base = {each.name: each for each in desired(make_resource(), make_context()).pods}
-    for each in desired(job, make_context()).pods:
+    base = {each.name: each for each in desired_objects(make_resource(), make_context()).pods}
+    for each in desired_objects(job, make_context()).pods:
         if each.name in base:
             is_same = what_it_is(each, job) == what_it_is(base[each.name], make_resource())
             assert (each.template_hash == base[each.name].template_hash) == is_same, each.name
@@ -638,13 +652,13 @@ def test_another_operator_finds_the_same_hash() -> None:
         ),
     ]
     first, second = (
-        [each.template_hash for each in desired(job, context).pods] for context in contexts
+        [each.template_hash for each in desired_objects(job, context).pods] for context in contexts
     )
     assert first == second
 
 
 def test_the_hash_is_in_the_pod_and_the_same_for_every_attempt() -> None:
-    each = desired(make_resource(), make_context()).pods[0]
+    each = desired_objects(make_resource(), make_context()).pods[0]
     for attempt in (0, 3):
         manifest = each.manifest(attempt, ["node"])
         assert (
@@ -664,7 +678,7 @@ def test_defaults_that_the_server_filled_in_do_not_count() -> None:
         }
     )
     first, second = (
-        desired(JobResource.parse(each), make_context()).pods for each in (raw, filled)
+        desired_objects(JobResource.parse(each), make_context()).pods for each in (raw, filled)
     )
     assert [each.template_hash for each in first] == [each.template_hash for each in second]
 

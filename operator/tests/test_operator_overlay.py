@@ -8,12 +8,12 @@ from operator_jobs import make_context, make_resource
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_control.plan import Role
-from pipelinerl_operator.objects import desired
+from pipelinerl_operator.objects import desired_objects
 
 
 def actor(template: dict[str, Any], **spec: Any) -> dict[str, Any]:
     sections = {**spec, "actors": {**spec.get("actors", {}), "podTemplate": template}}
-    pods = desired(make_resource(**sections), make_context()).pods
+    pods = desired_objects(make_resource(**sections), make_context()).pods
     return next(each for each in pods if each.role is Role.ACTOR).manifest(0)
 
 
@@ -162,7 +162,7 @@ PATH = "spec.actors.podTemplate"
 
 def test_a_template_that_does_not_fit_is_found_before_any_pod_is_made() -> None:
     with pytest.raises(SettingsError, match="restartPolicy: is the operator's"):
-        desired(
+        desired_objects(
             make_resource(trainers={"podTemplate": {"spec": {"restartPolicy": "Always"}}}),
             make_context(),
         )

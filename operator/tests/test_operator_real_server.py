@@ -17,16 +17,24 @@ from world import CONTEXT, job
 from bench.api_server import ApiServer, api_server, missing_binary
 from bench.hollow_pods import HollowPods, ended, say
 from pipelinerl_common.errors import TemporaryError
-from pipelinerl_operator.controller.cluster import Cluster, child_resources
+from pipelinerl_operator.controller.cluster import ClusterCache, child_resources
 from pipelinerl_operator.controller.companions import NoCompanions
 from pipelinerl_operator.controller.controller import Controller
 from pipelinerl_operator.controller.events import EventRecorder
-from pipelinerl_operator.controller.reconciler import Surroundings
-from pipelinerl_operator.controller.status import JobStatus, Phase
-from pipelinerl_operator.controller.streams import Streams
+from pipelinerl_operator.controller.reconciler import Dependencies
+from pipelinerl_operator.controller.status import JobPhase, JobStatus
+from pipelinerl_operator.controller.streams import JobStreams
 from pipelinerl_operator.controller.telemetry import Telemetry
-from pipelinerl_operator.crd import definition
-from pipelinerl_operator.kube import HttpApi, Key, Object, Resource, Selection, WorkQueue, open_api
+from pipelinerl_operator.crd import crd_definition
+from pipelinerl_operator.kube import (
+    HttpApi,
+    Object,
+    ObjectKey,
+    Resource,
+    Selection,
+    WorkQueue,
+    open_api,
+)
 from pipelinerl_operator.kube.errors import NotFound
 from pipelinerl_operator.kube.permissions import JOB_NAMESPACES
 from pipelinerl_operator.kube.resources import EVENTS, JOBS, PODS, SERVICES
@@ -73,7 +81,7 @@ async def prepare(server: ApiServer) -> None:
         "subjects": [{"apiGroup": ROLES.group, "kind": "User", "name": "operator"}],
     }
     async with open_api(server.administrator) as api:
-        await api.create(CRDS, "", definition())
+        await api.create(CRDS, "", crd_definition())
         await api.create(ROLES, "", role)
         await api.create(BINDINGS, "", binding)
         async with asyncio.timeout(60):
@@ -127,11 +135,11 @@ async def operating(server: ApiServer) -> AsyncIterator[Running]:
     ):
         capabilities = Capabilities((await api.server_version())[1], await api.api_versions())
         queue = WorkQueue()
-        cluster = Cluster(child_resources(capabilities.api_versions), queue.add)
+        cluster = ClusterCache(child_resources(capabilities.api_versions), queue.add)
         context = CONTEXT.__class__(
             CONTEXT.images, CONTEXT.coordinator, CONTEXT.nats_url, capabilities
         )
-        around = Surroundings(context, NoCompanions(), EventRecorder(api, "test"), Streams(None))
+        around = Dependencies(context, NoCompanions(), EventRecorder(api, "test"), JobStreams(None))
         controller = Controller(api, cluster, queue, around, telemetry)
         tasks = [
             asyncio.create_task(controller.run()),
@@ -150,22 +158,22 @@ async def test_a_job_runs_to_its_end_with_exactly_the_rights_of_the_table(
 ) -> None:
     async with operating(server) as running:
         await running.api.create(JOBS, "default", job())
-        status = await running.until("sums", lambda status: status.phase is Phase.RUNNING)
+        status = await running.until("sums", lambda status: status.phase is JobPhase.RUNNING)
         assert (status.actors.ready, status.trainers.ready, status.preprocessor.ready) == (2, 2, 1)
         service = await running.api.get(SERVICES, "default", "sums")
         assert service["spec"]["clusterIP"] == "None"
-        trainer = Key("default", "sums-trainer-1")
+        trainer = ObjectKey("default", "sums-trainer-1")
         await say(
             running.api, trainer, ended(await running.api.get(PODS, *trainer), {"trainer": 1})
         )
         status = await running.until(
-            "sums", lambda status: status.restarts == 1 and status.phase is Phase.RUNNING
+            "sums", lambda status: status.restarts == 1 and status.phase is JobPhase.RUNNING
         )
         assert status.attempts == {"trainer": 1}
-        first = Key("default", "sums-trainer-0")
+        first = ObjectKey("default", "sums-trainer-0")
         await say(running.api, first, ended(await running.api.get(PODS, *first)))
         await running.until(
-            "sums", lambda status: status.phase is Phase.SUCCEEDED and status.actors.created == 0
+            "sums", lambda status: status.phase is JobPhase.SUCCEEDED and status.actors.created == 0
         )
         pods = [
             pod
@@ -188,7 +196,7 @@ async def test_a_template_that_the_server_refuses_creates_nothing_and_quotes_it(
         await running.api.create(
             JOBS, "default", job("odd", preprocessor={"podTemplate": template})
         )
-        status = await running.until("odd", lambda status: status.phase is Phase.INVALID)
+        status = await running.until("odd", lambda status: status.phase is JobPhase.INVALID)
         condition = status.condition("Provisioned")
         assert condition is not None
         assert condition.reason == "PodRefused"
@@ -203,11 +211,11 @@ async def test_a_template_that_the_server_refuses_creates_nothing_and_quotes_it(
 async def test_suspend_and_resume_by_the_server(server: ApiServer) -> None:
     async with operating(server) as running:
         await running.api.create(JOBS, "default", job("pausing"))
-        await running.until("pausing", lambda status: status.phase is Phase.RUNNING)
+        await running.until("pausing", lambda status: status.phase is JobPhase.RUNNING)
         await running.api.patch(JOBS, "default", "pausing", {"spec": {"suspend": True}})
-        await running.until("pausing", lambda status: status.phase is Phase.SUSPENDED)
+        await running.until("pausing", lambda status: status.phase is JobPhase.SUSPENDED)
         await running.api.patch(JOBS, "default", "pausing", {"spec": {"suspend": False}})
-        await running.until("pausing", lambda status: status.phase is Phase.RUNNING)
+        await running.until("pausing", lambda status: status.phase is JobPhase.RUNNING)
 
 
 async def test_a_watch_that_is_given_up_leaves_no_connection(server: ApiServer) -> None:

@@ -8,8 +8,8 @@ import pytest
 from fake_api import Fault
 from world import JOB, World, job
 
-from pipelinerl_operator.controller.status import Phase, TrainingStatus
-from pipelinerl_operator.kube import Key
+from pipelinerl_operator.controller.status import JobPhase, TrainingStatus
+from pipelinerl_operator.kube import ObjectKey
 from pipelinerl_operator.kube.errors import ApiUnavailable, Conflict, Invalid
 from pipelinerl_operator.kube.resources import CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES
 
@@ -26,7 +26,7 @@ async def running(**spec: Any) -> World:
     world = World()
     await world.submit(job(**spec))
     await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
     return world
 
 
@@ -34,7 +34,7 @@ async def finished(**spec: Any) -> World:
     world = await running(**spec)
     world.end("sums-trainer-0", "trainer", 0)
     await world.settle()
-    assert world.is_in(Phase.SUCCEEDED)
+    assert world.is_in(JobPhase.SUCCEEDED)
     return world
 
 
@@ -131,14 +131,14 @@ async def test_a_trainer_that_leaves_nothing_is_told_by_what_was_read_of_it_last
 async def test_a_finished_job_is_not_run_again_by_anything() -> None:
     """Completed job recreated for ever by TTL clean-up; failed job rerun when its child disappears."""
     world = await finished()
-    world.api.remove(PODS, Key("default", "sums-trainer-0"), 0)
+    world.api.remove(PODS, ObjectKey("default", "sums-trainer-0"), 0)
     world.change(restart={"id": "again"})
     world.change(suspend=True)
     world.change(suspend=False)
     world.restart_operator()
     await world.settle()
     assert world.pods() == {}
-    assert world.is_in(Phase.SUCCEEDED)
+    assert world.is_in(JobPhase.SUCCEEDED)
     assert world.violations == []
 
 
@@ -157,7 +157,7 @@ async def test_an_actor_that_fails_is_started_again_alone() -> None:
     uids = {name: pod["metadata"]["uid"] for name, pod in world.pods().items()}
     world.end("sums-actor-1", "generator-0", 1)
     await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
     assert world.attempts() == {name: int(name == "sums-actor-1") for name in ALL_PODS}
     assert {name for name, pod in world.pods().items() if pod["metadata"]["uid"] != uids[name]} == {
         "sums-actor-1"
@@ -190,7 +190,7 @@ async def test_a_trainer_that_fails_restarts_all_trainers_and_no_actor() -> None
     world = await running()
     world.end("sums-trainer-1", "trainer", 1)
     await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
     assert world.attempts() == {name: int("trainer" in name) for name in ALL_PODS}
     assert world.status.restarts == 1
     assert world.violations == []
@@ -199,16 +199,16 @@ async def test_a_trainer_that_fails_restarts_all_trainers_and_no_actor() -> None
 async def test_a_trainer_whose_pod_vanished_unseen_restarts_all_trainers() -> None:
     """Restart missed because the child came back first."""
     world = await running()
-    world.api.remove(PODS, Key("default", "sums-trainer-1"), 0)
+    world.api.remove(PODS, ObjectKey("default", "sums-trainer-1"), 0)
     await world.settle()
     assert world.attempts()["sums-trainer-0"] == world.attempts()["sums-trainer-1"] == 1
 
 
 async def test_an_actor_that_vanished_at_once_is_counted_and_started_again_alone() -> None:
     world = await running(failurePolicy={"maxRestarts": 0, "backoff": {"initialSeconds": 0}})
-    world.api.remove(PODS, Key("default", "sums-actor-1"), 0)
+    world.api.remove(PODS, ObjectKey("default", "sums-actor-1"), 0)
     await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
     assert world.attempts() == {name: int(name == "sums-actor-1") for name in ALL_PODS}
     assert (world.status.restarts, world.status.actors.restarts) == (1, 1)
     assert world.status.actors.last_failure is not None
@@ -222,7 +222,7 @@ async def test_an_actor_that_vanished_is_counted_though_the_status_could_not_be_
     None
 ):
     world = await running()
-    world.api.remove(PODS, Key("default", "sums-actor-1"), 0)
+    world.api.remove(PODS, ObjectKey("default", "sums-actor-1"), 0)
     world.api.fault = lambda call: Fault(Conflict("no")) if call.verb == "status" else None
     world.sync()
     await world.look()
@@ -242,21 +242,21 @@ async def test_pods_that_the_operator_removes_are_no_failures() -> None:
     await world.settle()
     world.change(suspend=False)
     await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
     assert (world.status.restarts, set(world.attempts().values())) == (0, {0})
 
 
 async def test_a_preempted_pod_is_seen_though_status_said_running() -> None:
     world = await running()
-    world.api.remove(PODS, Key("default", "sums-trainer-0"))
+    world.api.remove(PODS, ObjectKey("default", "sums-trainer-0"))
     world.sync()
     await world.look()
     world.now += 5
     world.sync()
     await world.look()
-    assert world.is_in(Phase.RECOVERING)
+    assert world.is_in(JobPhase.RECOVERING)
     await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
 
 
 @pytest.mark.parametrize("pod_reason", ["Evicted", "NodeLost", "Preempting"])
@@ -265,7 +265,7 @@ async def test_what_the_cluster_does_costs_no_restart(pod_reason: str) -> None:
     for _ in range(3):
         world.end("sums-actor-0", "rollout", 137, pod_reason=pod_reason)
         await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
     assert world.attempts()["sums-actor-0"] == 3
 
 
@@ -273,7 +273,7 @@ async def test_memory_is_told_apart_and_costs_no_restart() -> None:
     world = await running(failurePolicy={"maxRestarts": 0, "backoff": {"initialSeconds": 0}})
     world.end("sums-actor-0", "generator-0", 137, reason="OOMKilled")
     await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
     assert world.status.actors.last_failure is not None
     assert world.status.actors.last_failure.reason == "OOMKilled"
 
@@ -283,7 +283,7 @@ async def test_restarts_that_count_are_limited() -> None:
     for _ in range(3):
         world.end("sums-actor-0", "rollout", 1)
         await world.settle()
-    assert world.is_in(Phase.FAILED)
+    assert world.is_in(JobPhase.FAILED)
     failed = world.status.condition("Failed")
     assert failed is not None
     assert failed.reason == "RestartLimitExceeded"
@@ -298,14 +298,14 @@ async def test_old_restarts_are_forgotten() -> None:
         world.end("sums-actor-0", "rollout", 1)
         await world.settle()
         world.now += 600
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
 
 
 async def test_wrong_settings_fail_the_job_at_once() -> None:
     world = await running()
     world.end("sums-trainer-0", "trainer", 2)
     await world.settle()
-    assert world.is_in(Phase.FAILED)
+    assert world.is_in(JobPhase.FAILED)
     assert "WrongSettings" in world.notes.reasons
 
 
@@ -319,10 +319,10 @@ async def test_rules_go_before_defaults() -> None:
     )
     world.end("sums-trainer-0", "trainer", 7)
     await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
     world.end("sums-actor-0", "rollout", 7)
     await world.settle()
-    assert world.is_in(Phase.FAILED)
+    assert world.is_in(JobPhase.FAILED)
 
 
 async def test_a_restart_waits_twice_as_long_each_time() -> None:
@@ -349,13 +349,13 @@ async def test_suspend_is_atomic_and_resume_goes_on() -> None:
     world.change(suspend=True)
     world.sync()
     await world.look()
-    assert world.is_in(Phase.SUSPENDING)
+    assert world.is_in(JobPhase.SUSPENDING)
     world.change(suspend=False)
     world.sync()
     await world.look()
     assert all("deletionTimestamp" in pod["metadata"] for pod in world.pods().values())
     await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
     assert world.notes.reasons.count("Suspended") == world.notes.reasons.count("Resumed") == 1
     assert world.status.restarts == 0
 
@@ -365,11 +365,11 @@ async def test_a_job_that_is_made_suspended_gets_no_pod_and_says_so() -> None:
     await world.submit(job(suspend=True))
     await world.settle()
     assert world.pods() == {}
-    assert world.is_in(Phase.SUSPENDED)
+    assert world.is_in(JobPhase.SUSPENDED)
     assert not world.status.holds("Provisioned")
     world.change(suspend=False)
     await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
 
 
 async def test_a_new_restart_id_restarts_everything_once() -> None:
@@ -412,14 +412,14 @@ async def test_an_invalid_spec_creates_nothing_and_is_explained() -> None:
     await world.submit(job(actors={"replicas": 1, "minReplicas": 2}))
     await world.settle()
     assert {resource for resource, _ in world.api.objects} == {JOBS}
-    assert world.is_in(Phase.INVALID)
+    assert world.is_in(JobPhase.INVALID)
     condition = world.status.condition("Provisioned")
     assert condition is not None
     assert condition.reason == "InvalidSpec"
     assert "actors.minReplicas=2 is more than actors.replicas=1" in condition.message
     world.change(actors={"replicas": 2})
     await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
 
 
 async def test_an_invalid_edit_leaves_what_runs_alone() -> None:
@@ -427,7 +427,7 @@ async def test_an_invalid_edit_leaves_what_runs_alone() -> None:
     world.change(actors={"replicas": 0})
     await world.settle()
     assert set(world.pods()) == ALL_PODS
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
     assert world.status.holds("Degraded")
 
 
@@ -437,7 +437,7 @@ async def test_fields_of_a_newer_crd_are_left_out_and_named() -> None:
     world.api.edit(JOBS, JOB, lambda body: body["spec"]["trainers"].update(hats=2), spec=True)
     world.restart_operator()  # an older one, after a rollback of the chart
     await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
     assert set(world.attempts().values()) == {0}
     assert world.companions.tokens[JOB] is not None  # coordinated
     condition = world.status.condition("Understood")
@@ -462,7 +462,7 @@ async def test_a_condition_of_a_newer_operator_is_passed_on() -> None:
     world.api.edit(JOBS, JOB, lambda body: body["status"]["conditions"].append(newer))
     world.end("sums-actor-0", "rollout", 1)
     await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
     assert world.status.holds("Newer")
 
 
@@ -485,11 +485,11 @@ async def test_a_template_that_the_server_refuses_creates_nothing_and_is_explain
     assert condition is not None
     assert condition.reason == "PodRefused"
     assert "too odd" in condition.message
-    assert world.is_in(Phase.INVALID)
+    assert world.is_in(JobPhase.INVALID)
     world.api.before_create = creation
     world.now += 60
     await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
 
 
 async def test_nothing_is_created_in_a_namespace_that_is_going_and_nothing_holds_it() -> None:
@@ -518,15 +518,15 @@ async def test_a_stale_cache_makes_no_pod_twice_and_counts_no_failure_twice() ->
 
 async def test_pods_of_a_predecessor_of_the_same_name_are_not_taken_for_its_own() -> None:
     world = await running()
-    orphan = world.api.objects[PODS, Key("default", "sums-actor-0")]
+    orphan = world.api.objects[PODS, ObjectKey("default", "sums-actor-0")]
     world.api.remove(JOBS, JOB)
-    world.api.objects[PODS, Key("default", "sums-actor-0")] = orphan
+    world.api.objects[PODS, ObjectKey("default", "sums-actor-0")] = orphan
     await world.submit()
     await world.settle()
     assert world.status.actors.created == 1
-    world.api.remove(PODS, Key("default", "sums-actor-0"), 0)
+    world.api.remove(PODS, ObjectKey("default", "sums-actor-0"), 0)
     await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
 
 
 async def test_a_foreign_object_of_the_same_name_is_left_alone_and_named() -> None:
@@ -552,7 +552,7 @@ async def test_a_foreign_object_of_the_same_name_is_left_alone_and_named() -> No
 async def test_a_pod_that_never_stops_terminating_is_removed_by_force() -> None:
     policy = {"terminatingPodTimeoutSeconds": 100, "backoff": {"initialSeconds": 0}}
     world = await running(failurePolicy=policy)
-    world.api.remove(PODS, Key("default", "sums-actor-0"))
+    world.api.remove(PODS, ObjectKey("default", "sums-actor-0"))
     for _ in range(20):
         world.sync()
         await world.look()
@@ -560,7 +560,7 @@ async def test_a_pod_that_never_stops_terminating_is_removed_by_force() -> None:
         if "PodRemovedByForce" in world.notes.reasons:
             break
     await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
     assert "PodRemovedByForce" in world.notes.reasons
 
 
@@ -570,10 +570,10 @@ async def test_deadlines_end_the_job(field: str) -> None:
     spec: dict[str, Any] = {field: 100}
     await world.submit(job(**spec))
     await world.settle(kubelet=False)
-    assert world.is_in(Phase.PENDING)
+    assert world.is_in(JobPhase.PENDING)
     world.now += 100
     await world.settle(kubelet=False)
-    assert world.is_in(Phase.FAILED)
+    assert world.is_in(JobPhase.FAILED)
     assert world.pods() == {}
 
 
@@ -582,7 +582,7 @@ async def test_the_pre_running_deadline_ends_once_the_job_has_run() -> None:
     world.now += 1000
     world.end("sums-actor-0", "rollout", 1)
     await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
 
 
 async def test_a_job_managed_by_another_is_left_alone() -> None:
@@ -595,7 +595,7 @@ async def test_a_job_managed_by_another_is_left_alone() -> None:
 
 async def test_a_changed_child_is_put_right() -> None:
     world = await running()
-    key = Key("default", "sums")
+    key = ObjectKey("default", "sums")
     world.api.edit(SERVICES, key, lambda body: body.update(spec={"ports": []}), spec=True)
     await world.settle()
     assert world.api.objects[SERVICES, key]["spec"]["clusterIP"] == "None"
@@ -604,7 +604,7 @@ async def test_a_changed_child_is_put_right() -> None:
 async def test_a_gang_is_given_up_with_its_pods() -> None:
     world = await running(scheduling={"gang": {"backend": "volcano"}})
     groups = [key for resource, key in world.api.objects if resource.plural == "podgroups"]
-    assert groups == [Key("default", "sums")]
+    assert groups == [ObjectKey("default", "sums")]
     world.end("sums-trainer-0", "trainer", 0)
     await world.settle()
     assert [key for resource, key in world.api.objects if resource.plural == "podgroups"] == []

@@ -1,9 +1,9 @@
 """What is known of the cluster, whatever order the news comes in."""
 
 from pipelinerl_operator.controller.views import PodView
-from pipelinerl_operator.kube import Key, Object, Store
+from pipelinerl_operator.kube import Object, ObjectKey, Store
 
-JOB = Key("team", "sums")
+JOB = ObjectKey("team", "sums")
 
 
 def pod(uid: str, version: int, name: str = "sums-actor-0") -> Object:
@@ -18,10 +18,10 @@ def pod(uid: str, version: int, name: str = "sums-actor-0") -> Object:
     return {"metadata": metadata, "status": {"phase": "Pending"}}
 
 
-def make_store() -> tuple[Store[PodView], list[Key]]:
-    changed: list[Key] = []
+def make_store() -> tuple[Store[PodView], list[ObjectKey]]:
+    changed: list[ObjectKey] = []
     return Store[PodView](
-        PodView.of, lambda view: Key(view.key.namespace, view.job), changed.append
+        PodView.of, lambda view: ObjectKey(view.key.namespace, view.job), changed.append
     ), changed
 
 
@@ -41,10 +41,10 @@ def test_the_newest_version_stays_whatever_comes_last() -> None:
 def test_a_creation_that_is_answered_after_the_end_leaves_no_ghost() -> None:
     store, _ = make_store()
     store.put(pod("a", 10))
-    store.remove(Key("team", "sums-actor-0"), "a")  # the watch was faster than the answer
+    store.remove(ObjectKey("team", "sums-actor-0"), "a")  # the watch was faster than the answer
     store.put(pod("a", 10))
     assert uids(store) == []
-    store.remove(Key("team", "sums-actor-1"), "b")  # so fast that it was never seen
+    store.remove(ObjectKey("team", "sums-actor-1"), "b")  # so fast that it was never seen
     store.put(pod("b", 11, "sums-actor-1"))
     assert uids(store) == []
     store.put(pod("c", 12))
@@ -55,7 +55,7 @@ def test_a_successor_stays_when_its_predecessor_goes() -> None:
     store, _ = make_store()
     store.put(pod("a", 10))
     store.put(pod("b", 12))
-    store.remove(Key("team", "sums-actor-0"), "a")
+    store.remove(ObjectKey("team", "sums-actor-0"), "a")
     assert uids(store) == ["b"]
 
 

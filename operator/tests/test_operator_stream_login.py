@@ -12,7 +12,7 @@ from pipelinerl_operator.controller.stream_login import stream_admin
 from pipelinerl_operator.kube.errors import AlreadyExists, NotFound
 from pipelinerl_operator.kube.resources import Object, Resource
 from pipelinerl_operator.nats import trust
-from pipelinerl_operator.nats.keys import Key, KeyKind
+from pipelinerl_operator.nats.keys import KeyKind, NatsKey
 from pipelinerl_operator.nats.streams import AccountStreams, SharedStreams
 
 SECRET = "release-nats-auth"
@@ -50,7 +50,7 @@ def arguments(secret: str = SECRET, credentials: Path | None = None) -> argparse
     )
 
 
-async def operator_of(api: Secrets) -> Key:
+async def operator_of(api: Secrets) -> NatsKey:
     async with stream_admin(arguments(), api, "system") as admin:  # type: ignore[arg-type] # a part of the API
         assert isinstance(admin, AccountStreams)
         return admin._operator
@@ -70,7 +70,7 @@ async def test_the_keys_are_made_once_and_read_from_then_on() -> None:
 
 async def test_the_replica_that_comes_second_takes_what_the_first_has_made() -> None:
     api = Secrets()
-    other = Key.generate(KeyKind.OPERATOR)
+    other = NatsKey.generate(KeyKind.OPERATOR)
     api.made_by_another = trust.auth_secret(SECRET, other, {})
     assert await operator_of(api) == other
     assert api.writes == 0

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from world import JOB, World
 
 from pipelinerl_common.errors import Unavailable
-from pipelinerl_operator.controller.status import Phase
-from pipelinerl_operator.kube import Key
+from pipelinerl_operator.controller.status import JobPhase
+from pipelinerl_operator.kube import ObjectKey
 from pipelinerl_operator.kube.resources import JOBS, SECRETS
 from pipelinerl_operator.nats.streams import StreamStatus
 from pipelinerl_operator.objects import JobResource
 
-TOKEN = (SECRETS, Key("default", "sums-token"))
+TOKEN = (SECRETS, ObjectKey("default", "sums-token"))
 
 
 @dataclass
@@ -53,7 +53,7 @@ async def running(admin: Admin) -> World:
     world = world_with(admin)
     await world.submit()
     await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
     return world
 
 
@@ -81,7 +81,7 @@ async def test_a_job_waits_for_its_place_and_says_so() -> None:
     )
     admin.fault = ""
     await world.settle()
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
     assert (
         secret_of(world)["nats.creds"]
         == f"login of {world.api.objects[JOBS, JOB]['metadata']['uid']}"
@@ -96,7 +96,7 @@ async def test_a_new_leader_starts_pods_again_while_the_streams_server_is_away()
     world.end("sums-actor-0", "rollout", 1)
     await world.settle()
     assert world.attempts()["sums-actor-0"] == 1
-    assert world.is_in(Phase.RUNNING)
+    assert world.is_in(JobPhase.RUNNING)
 
 
 async def test_a_secret_that_somebody_deleted_comes_back_with_the_same_token() -> None:
@@ -116,7 +116,7 @@ async def test_a_finished_job_gives_its_place_up_once_its_pods_have_ended() -> N
     world.end("sums-trainer-0", "trainer", 0)
     world.sync()
     await world.look()
-    assert world.is_in(Phase.SUCCEEDED)
+    assert world.is_in(JobPhase.SUCCEEDED)
     assert admin.removed == []
     await world.settle()
     await asyncio.sleep(0.01)  # it is removed beside the reconciliation

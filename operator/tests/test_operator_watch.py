@@ -11,7 +11,7 @@ from aiohttp import web
 from pipelinerl_operator.__main__ import parse
 from pipelinerl_operator.controller.replica import serve_operator
 from pipelinerl_operator.controller.views import PodView
-from pipelinerl_operator.kube import Connection, Informer, Key, Selection, Store, open_api
+from pipelinerl_operator.kube import ApiConnection, Informer, ObjectKey, Selection, Store, open_api
 from pipelinerl_operator.kube.client import MAX_CALLS
 from pipelinerl_operator.kube.errors import ApiUnavailable
 from pipelinerl_operator.kube.resources import PODS
@@ -68,10 +68,10 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_a_kind_that_does_not_change_is_watched_on_from_where_it_was_and_counts_as_heard_of(
     quiet: Quiet, server: web.AppRunner
 ) -> None:
-    connection = Connection(
+    connection = ApiConnection(
         f"http://127.0.0.1:{server.addresses[0][1]}", "team", lambda: None, lambda: False
     )
-    store = Store[PodView](PodView.of, lambda view: Key("team", "sums"), lambda key: None)
+    store = Store[PodView](PodView.of, lambda view: ObjectKey("team", "sums"), lambda key: None)
     async with open_api(connection) as api:
         informer = Informer(api, Selection(PODS), store)
         running = asyncio.create_task(informer.run())
@@ -125,7 +125,7 @@ PODS_TOLD = (("a", 10), ("b", 1_500_000), ("c", 0), ("d", 100_000))
 async def test_events_of_any_size_arrive_whole(
     telling: web.AppRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connection = Connection(
+    connection = ApiConnection(
         f"http://127.0.0.1:{telling.addresses[0][1]}", "team", lambda: None, lambda: False
     )
     async with open_api(connection) as api:
@@ -143,7 +143,7 @@ async def test_watches_however_many_leave_room_for_calls(
     beside them.
     """
     monkeypatch.setattr("pipelinerl_operator.kube.client.SILENCE_S", 600.0)
-    connection = Connection(
+    connection = ApiConnection(
         f"http://127.0.0.1:{server.addresses[0][1]}", "team", lambda: None, lambda: False
     )
     async with open_api(connection) as api:
@@ -204,7 +204,7 @@ async def test_the_lease_is_renewed_while_every_other_call_waits_for_an_answer(
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    connection = Connection(
+    connection = ApiConnection(
         f"http://127.0.0.1:{runner.addresses[0][1]}", "team", lambda: None, lambda: False
     )
     monkeypatch.setattr("pipelinerl_operator.controller.replica.connection", lambda *_: connection)

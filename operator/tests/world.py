@@ -8,20 +8,20 @@ from fake_api import Call, Crash, FakeApi
 
 from pipelinerl_common.errors import PipelineRLError
 from pipelinerl_control.balance import Balance
-from pipelinerl_operator.controller.cluster import OWNED, Cluster, child_resources
+from pipelinerl_operator.controller.cluster import OWNED, ClusterCache, child_resources
 from pipelinerl_operator.controller.companions import NoCompanions
 from pipelinerl_operator.controller.decision import Note, Wanted
-from pipelinerl_operator.controller.reconciler import Reconciler, Surroundings
-from pipelinerl_operator.controller.status import JobStatus, Phase, StreamStatus, TrainingStatus
-from pipelinerl_operator.controller.streams import Streams
+from pipelinerl_operator.controller.reconciler import Dependencies, Reconciler
+from pipelinerl_operator.controller.status import JobPhase, JobStatus, StreamStatus, TrainingStatus
+from pipelinerl_operator.controller.streams import JobStreams
 from pipelinerl_operator.controller.views import JobView
-from pipelinerl_operator.kube import Key, Object, Selection
+from pipelinerl_operator.kube import Object, ObjectKey, Selection
 from pipelinerl_operator.kube.resources import JOBS, PODS, key_of
 from pipelinerl_operator.nats.streams import StreamAdmin
 from pipelinerl_operator.objects import Capabilities, OperatorContext
 from pipelinerl_operator.objects.labels import POD_ROLES
 
-JOB = Key("default", "sums")
+JOB = ObjectKey("default", "sums")
 CAPABILITIES = Capabilities(36, frozenset({"policy/v1", "scheduling.volcano.sh/v1beta1"}))
 CONTEXT = OperatorContext(
     images={role: f"{role}:1" for role in POD_ROLES},
@@ -61,7 +61,7 @@ class Notes:
     async def record(self, job: JobView, note: Note) -> None:
         self.notes.append(note)
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: ObjectKey) -> None:
         pass
 
     @property
@@ -73,16 +73,16 @@ class Followed(NoCompanions):
     """Keeps the token with which each job was followed last; tells the numbers that a test gave."""
 
     def __init__(
-        self, trainings: Mapping[Key, TrainingStatus], balances: Mapping[Key, Balance]
+        self, trainings: Mapping[ObjectKey, TrainingStatus], balances: Mapping[ObjectKey, Balance]
     ) -> None:
-        self.tokens: dict[Key, str | None] = {}
+        self.tokens: dict[ObjectKey, str | None] = {}
         self._trainings = trainings
         self._balances = balances
 
-    def training(self, key: Key) -> tuple[TrainingStatus | None, StreamStatus | None]:
+    def training(self, key: ObjectKey) -> tuple[TrainingStatus | None, StreamStatus | None]:
         return self._trainings.get(key), None
 
-    def balance(self, key: Key) -> Balance | None:
+    def balance(self, key: ObjectKey) -> Balance | None:
         return self._balances.get(key)
 
     def follow(
@@ -105,8 +105,8 @@ class World:
         self.failed: set[tuple[str, int]] = set()
         self.admin: StreamAdmin | None = None
         """Of the stream's server; taken over at the operator's next start."""
-        self.trainings: dict[Key, TrainingStatus] = {}
-        self.balances: dict[Key, Balance] = {}
+        self.trainings: dict[ObjectKey, TrainingStatus] = {}
+        self.balances: dict[ObjectKey, Balance] = {}
         """Of generation and training, as the metrics of each job tell them."""
         self.restart_operator()
 
@@ -114,14 +114,14 @@ class World:
 
     def restart_operator(self) -> None:
         """A new leader with nothing in mind."""
-        self.wanted: set[Key] = set()
-        self.cluster = Cluster(child_resources(CAPABILITIES.api_versions), self.wanted.add)
+        self.wanted: set[ObjectKey] = set()
+        self.cluster = ClusterCache(child_resources(CAPABILITIES.api_versions), self.wanted.add)
         self.companions = Followed(self.trainings, self.balances)
-        around = Surroundings(
+        around = Dependencies(
             CONTEXT,
             self.companions,
             self.notes,
-            Streams(self.admin),
+            JobStreams(self.admin),
             clock=lambda: self.now,
             monotonic=lambda: self.now,
         )
@@ -142,7 +142,7 @@ class World:
                 stores[resource].put(body)
             stores[resource].keep_only([key_of(body) for body in bodies], None)
 
-    async def look(self, key: Key = JOB) -> float | None:
+    async def look(self, key: ObjectKey = JOB) -> float | None:
         """One reconcile, with errors of the API server taken as the controller takes them."""
         try:
             return await self.reconciler.reconcile(key)
@@ -169,7 +169,7 @@ class World:
                 return
         raise AssertionError(f"never quiet; newest writes: {self.api.writes[-6:]}")
 
-    def _jobs(self) -> list[Key]:
+    def _jobs(self) -> list[ObjectKey]:
         return [key_of(body) for body in self.api.list(Selection(JOBS))] or [JOB]
 
     # the cluster around it
@@ -193,7 +193,9 @@ class World:
         ]
         self.say(name, {"phase": "Running", "podIP": "10.0.0.1", "conditions": conditions})
         self.api.edit(
-            PODS, Key("default", name), lambda body: body["spec"].update(nodeName=f"node-of-{name}")
+            PODS,
+            ObjectKey("default", name),
+            lambda body: body["spec"].update(nodeName=f"node-of-{name}"),
         )
 
     def end(
@@ -222,14 +224,14 @@ class World:
         self.say(name, status)
 
     def say(self, name: str, status: Object) -> None:
-        key = Key("default", name)
+        key = ObjectKey("default", name)
         if (PODS, key) in self.api.objects:
             self.api.edit(PODS, key, lambda body: body.update(status=status))
             if status["phase"] == "Failed":
                 labels = self.api.objects[PODS, key]["metadata"]["labels"]
                 self.failed.add((name, int(labels["pipelinerl.dev/attempt"])))
 
-    def change(self, key: Key = JOB, **spec: Any) -> None:
+    def change(self, key: ObjectKey = JOB, **spec: Any) -> None:
         """A user edits the spec."""
         if (JOBS, key) in self.api.objects:
             self.api.edit(JOBS, key, lambda body: body["spec"].update(spec), spec=True)
@@ -240,7 +242,7 @@ class World:
     def status(self) -> JobStatus:
         return JobStatus.read(self.api.objects[JOBS, JOB].get("status"))
 
-    def is_in(self, phase: Phase) -> bool:
+    def is_in(self, phase: JobPhase) -> bool:
         return self.status.phase is phase
 
     def pods(self) -> dict[str, Object]:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pipelinerl_operator.controller.views import JobView, OwnedView, PodView
-from pipelinerl_operator.kube import Api, Informer, Key, Object, Resource, Selection, Store
+from pipelinerl_operator.kube import Api, Informer, Object, ObjectKey, Resource, Selection, Store
 from pipelinerl_operator.kube.resources import (
     CONFIG_MAPS,
     COSCHEDULING_POD_GROUPS,
@@ -24,19 +24,21 @@ from pipelinerl_operator.objects.labels import MANAGED_BY, MANAGER
 OWNED = f"{MANAGED_BY}={MANAGER}"
 
 
-class Cluster:
+class ClusterCache:
     """Stores of jobs, pods and children. `changed` hears the key of every job about which something
     changed.
     """
 
-    def __init__(self, child_resources: Sequence[Resource], changed: Callable[[Key], None]) -> None:
+    def __init__(
+        self, child_resources: Sequence[Resource], changed: Callable[[ObjectKey], None]
+    ) -> None:
         self.jobs = Store[JobView](JobView.of, lambda view: view.key, changed)
         self.pods = Store[PodView](
-            PodView.of, lambda view: Key(view.key.namespace, view.job), changed
+            PodView.of, lambda view: ObjectKey(view.key.namespace, view.job), changed
         )
         self.children: Mapping[Resource, Store[OwnedView]] = {
             resource: Store[OwnedView](
-                OwnedView.of, lambda view: Key(view.key.namespace, view.job), changed
+                OwnedView.of, lambda view: ObjectKey(view.key.namespace, view.job), changed
             )
             for resource in child_resources
         }
@@ -50,7 +52,7 @@ class Cluster:
         elif resource in self.children:
             self.children[resource].put(body)
 
-    def drop(self, resource: Resource, key: Key, uid: str) -> None:
+    def drop(self, resource: Resource, key: ObjectKey, uid: str) -> None:
         if resource == JOBS:
             self.jobs.remove(key, uid)
         elif resource == PODS:
@@ -65,7 +67,7 @@ AnyInformer = Informer[JobView] | Informer[PodView] | Informer[OwnedView]
 class Watching:
     """Keeps a cluster's stores up to date; `namespaces` empty is all of them."""
 
-    def __init__(self, api: Api, cluster: Cluster, namespaces: Sequence[str]) -> None:
+    def __init__(self, api: Api, cluster: ClusterCache, namespaces: Sequence[str]) -> None:
         self.informers: list[AnyInformer] = list(
             _informers(api, cluster, list(namespaces) or [None])
         )
@@ -100,7 +102,7 @@ def child_resources(api_versions: frozenset[str]) -> tuple[Resource, ...]:
 
 
 def _informers(
-    api: Api, cluster: Cluster, namespaces: Sequence[str | None]
+    api: Api, cluster: ClusterCache, namespaces: Sequence[str | None]
 ) -> Iterator[AnyInformer]:
     for namespace in namespaces:
         yield Informer(api, Selection(JOBS, namespace), cluster.jobs)

@@ -26,12 +26,12 @@ from pipelinerl_control.plan import Role, generator_url
 from pipelinerl_control.readings import Reading, read_metrics
 from pipelinerl_control.scaling import ScalingChoice
 from pipelinerl_control.service import TokenRoutes, weight_transfer
-from pipelinerl_operator.controller.cluster import Cluster
+from pipelinerl_operator.controller.cluster import ClusterCache
 from pipelinerl_operator.controller.decision import Wanted
 from pipelinerl_operator.controller.status import (
     MAX_MEMBERS,
+    JobPhase,
     JobStatus,
-    Phase,
     StreamStatus,
     TrainingStatus,
     WeightGroupStatus,
@@ -39,7 +39,7 @@ from pipelinerl_operator.controller.status import (
 from pipelinerl_operator.controller.training import stream_status, training_status
 from pipelinerl_operator.controller.units import is_of_job
 from pipelinerl_operator.controller.views import JobView, PodView
-from pipelinerl_operator.kube import Key
+from pipelinerl_operator.kube import ObjectKey
 from pipelinerl_operator.objects.ports import GRPC_PORT, METRICS_PORT, generator_port
 
 log = logging.getLogger(__name__)
@@ -53,11 +53,11 @@ COMPLETE_S, INCOMPLETE_S = 2.0, 1.0
 """
 
 
-class Companion:
+class JobRuntime:
     """Of one job."""
 
     def __init__(
-        self, job: JobView, wanted: Wanted, status: JobStatus, token: str, cluster: Cluster
+        self, job: JobView, wanted: Wanted, status: JobStatus, token: str, cluster: ClusterCache
     ) -> None:
         self.uid = job.uid
         self.token = token
@@ -213,28 +213,31 @@ class Companion:
                 yield pod
 
 
-class Companions:
+class JobRuntimes:
     """Of all jobs. Use as `async with companions(cluster, listen, changed) as all_of_them`."""
 
     def __init__(
-        self, cluster: Cluster, session: aiohttp.ClientSession, changed: Callable[[Key], None]
+        self,
+        cluster: ClusterCache,
+        session: aiohttp.ClientSession,
+        changed: Callable[[ObjectKey], None],
     ) -> None:
         self.routes = TokenRoutes()
         self._cluster = cluster
         self._session = session
         self._changed = changed
-        self._running: dict[Key, tuple[Companion, asyncio.Task[None]]] = {}
+        self._running: dict[ObjectKey, tuple[JobRuntime, asyncio.Task[None]]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    def weight_group(self, key: Key) -> WeightGroupStatus | None:
+    def weight_group(self, key: ObjectKey) -> WeightGroupStatus | None:
         running = self._running.get(key)
         return running[0].weight_group() if running else None
 
-    def training(self, key: Key) -> tuple[TrainingStatus | None, StreamStatus | None]:
+    def training(self, key: ObjectKey) -> tuple[TrainingStatus | None, StreamStatus | None]:
         running = self._running.get(key)
         return (running[0].training, running[0].stream) if running else (None, None)
 
-    def balance(self, key: Key) -> Balance | None:
+    def balance(self, key: ObjectKey) -> Balance | None:
         running = self._running.get(key)
         return running[0].balance if running else None
 
@@ -245,7 +248,7 @@ class Companions:
         runs.
         """
         running = self._running.get(job.key)
-        if status.is_finished or status.phase in (Phase.SUSPENDING, Phase.SUSPENDED):
+        if status.is_finished or status.phase in (JobPhase.SUSPENDING, JobPhase.SUSPENDED):
             self.forget(job.key)
             return
         if wanted is None or token is None:
@@ -258,11 +261,11 @@ class Companions:
         ):
             self.forget(job.key)
             running = self._running[job.key] = self._start(
-                Companion(job, wanted, status, token, self._cluster), job.key
+                JobRuntime(job, wanted, status, token, self._cluster), job.key
             )
         running[0].update(status, len(self._running))
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: ObjectKey) -> None:
         running = self._running.pop(key, None)
         if running is None:
             return
@@ -283,7 +286,7 @@ class Companions:
         """For ever: reads every job's metrics once in READ_S."""
         turns = asyncio.Semaphore(READS_AT_ONCE)
 
-        async def read(key: Key, companion: Companion) -> None:
+        async def read(key: ObjectKey, companion: JobRuntime) -> None:
             async with turns:
                 if await companion.read(self._session):
                     self._changed(key)
@@ -299,7 +302,9 @@ class Companions:
             self.forget(key)
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    def _start(self, companion: Companion, key: Key) -> tuple[Companion, asyncio.Task[None]]:
+    def _start(
+        self, companion: JobRuntime, key: ObjectKey
+    ) -> tuple[JobRuntime, asyncio.Task[None]]:
         self.routes.add(companion.token, companion.coordinator)
         task = asyncio.create_task(
             companion.coordinate(partial(self._changed, key)), name=f"coordinate {key}"
@@ -307,7 +312,7 @@ class Companions:
         task.add_done_callback(partial(self._ended, key))
         return companion, task
 
-    def _ended(self, key: Key, task: asyncio.Task[None]) -> None:
+    def _ended(self, key: ObjectKey, task: asyncio.Task[None]) -> None:
         """A companion never ends by itself; one that has is started again when its job is looked at
         next.
         """
@@ -317,16 +322,16 @@ class Companions:
 
 
 @asynccontextmanager
-async def companions(
-    cluster: Cluster, listen: str, changed: Callable[[Key], None]
-) -> AsyncIterator[Companions]:
+async def job_runtimes(
+    cluster: ClusterCache, listen: str, changed: Callable[[ObjectKey], None]
+) -> AsyncIterator[JobRuntimes]:
     """Serves the `WeightTransfer` service of all jobs on `listen`. Raises SettingsError when it
     cannot be bound.
     """
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=64, force_close=True)
     ) as session:
-        running = Companions(cluster, session, changed)
+        running = JobRuntimes(cluster, session, changed)
         reading = asyncio.create_task(running.read_all(), name="read training metrics")
         try:
             async with rpc.serve(listen, [weight_transfer(running.routes.find)], token=None):
@@ -339,13 +344,13 @@ async def companions(
 class NoCompanions:
     """Of jobs without weight transfer: benches and tests of the controller alone."""
 
-    def weight_group(self, key: Key) -> WeightGroupStatus | None:
+    def weight_group(self, key: ObjectKey) -> WeightGroupStatus | None:
         return None
 
-    def training(self, key: Key) -> tuple[TrainingStatus | None, StreamStatus | None]:
+    def training(self, key: ObjectKey) -> tuple[TrainingStatus | None, StreamStatus | None]:
         return None, None
 
-    def balance(self, key: Key) -> Balance | None:
+    def balance(self, key: ObjectKey) -> Balance | None:
         return None
 
     def follow(
@@ -353,7 +358,7 @@ class NoCompanions:
     ) -> None:
         pass
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: ObjectKey) -> None:
         pass
 
 

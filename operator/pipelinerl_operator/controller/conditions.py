@@ -6,7 +6,7 @@ from pipelinerl_operator.controller.decision import Draft
 from pipelinerl_operator.controller.status import MAX_MESSAGE_CHARACTERS, Condition, write_time
 
 
-class Type(StrEnum):
+class ConditionType(StrEnum):
     SUSPENDED = "Suspended"
     UNDERSTOOD = "Understood"
     """Only of a job whose spec has had fields that the operator does not know."""
@@ -19,7 +19,7 @@ class Type(StrEnum):
     FAILED = "Failed"
 
 
-class Because(StrEnum):
+class ConditionReason(StrEnum):
     """Reasons of conditions."""
 
     SUSPENDING = "Suspending"
@@ -53,7 +53,9 @@ class Because(StrEnum):
     FINISHED = "Finished"
 
 
-def say(draft: Draft, type_: Type, holds: bool, because: Because, message: str = "") -> None:
+def set_condition(
+    draft: Draft, type_: ConditionType, holds: bool, because: ConditionReason, message: str = ""
+) -> None:
     """Sets a condition. Its transition time moves only with its status."""
     status = draft.status
     old = status.condition(type_)
@@ -72,7 +74,7 @@ def say(draft: Draft, type_: Type, holds: bool, because: Because, message: str =
         observed_generation=draft.seen.job.generation,
     )
     others = [condition for condition in status.conditions if condition.type != type_]
-    order = {each.value: place for place, each in enumerate(Type)}
+    order = {each.value: place for place, each in enumerate(ConditionType)}
     draft.set(
         conditions=sorted(
             [*others, new], key=lambda condition: order.get(condition.type, len(order))

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from time import monotonic
 
 from pipelinerl_common.errors import PipelineRLError
-from pipelinerl_operator.controller.cluster import Cluster, Watching
-from pipelinerl_operator.controller.reconciler import Reconciler, Surroundings
+from pipelinerl_operator.controller.cluster import ClusterCache, Watching
+from pipelinerl_operator.controller.reconciler import Dependencies, Reconciler
 from pipelinerl_operator.controller.telemetry import Telemetry
 from pipelinerl_operator.kube import Api, WorkQueue
 from pipelinerl_operator.kube.errors import TooManyRequests
@@ -36,10 +36,10 @@ class Controller:
     """Serves all jobs in `namespaces` (empty: all of them)."""
 
     api: Api
-    cluster: Cluster
+    cluster: ClusterCache
     queue: WorkQueue
     """Hears of every change of `cluster`."""
-    surroundings: Surroundings
+    surroundings: Dependencies
     telemetry: Telemetry
     namespaces: Sequence[str] = ()
     workers: int = WORKERS

@@ -13,7 +13,7 @@
 """
 
 from pipelinerl_operator.controller.autoscale import autoscale, take_choice
-from pipelinerl_operator.controller.conditions import Because, Type, say
+from pipelinerl_operator.controller.conditions import ConditionReason, ConditionType, set_condition
 from pipelinerl_operator.controller.counting import count_pods
 from pipelinerl_operator.controller.decision import Decision, Draft, EventType, Observed, Wanted
 from pipelinerl_operator.controller.describing import describe
@@ -26,7 +26,7 @@ from pipelinerl_operator.controller.endings import (
 from pipelinerl_operator.controller.last_evaluation import waits_for_evaluation
 from pipelinerl_operator.controller.provisioning import provision
 from pipelinerl_operator.controller.restarts import take_failures, take_restart_id
-from pipelinerl_operator.controller.status import MAX_MESSAGE_CHARACTERS, Phase, write_time
+from pipelinerl_operator.controller.status import MAX_MESSAGE_CHARACTERS, JobPhase, write_time
 from pipelinerl_operator.controller.suspension import is_suspended
 from pipelinerl_operator.controller.units import is_of_job
 
@@ -69,24 +69,34 @@ def _tell_unknown_fields(draft: Draft, wanted: Wanted) -> None:
     """The CRD lets only fields of its own through: one that is unknown here is newer than this
     operator.
     """
-    unknown, before = wanted.job.unknown_fields, draft.status.condition(Type.UNDERSTOOD)
+    unknown, before = wanted.job.unknown_fields, draft.status.condition(ConditionType.UNDERSTOOD)
     if unknown:
         message = f"left out, since this operator is older than the CRD: {', '.join(unknown)}"
         if before is None or before.message != message[:MAX_MESSAGE_CHARACTERS]:
-            draft.note(EventType.WARNING, Because.UNKNOWN_FIELDS.value, message)
-        say(draft, Type.UNDERSTOOD, False, Because.UNKNOWN_FIELDS, message)
+            draft.note(EventType.WARNING, ConditionReason.UNKNOWN_FIELDS.value, message)
+        set_condition(
+            draft, ConditionType.UNDERSTOOD, False, ConditionReason.UNKNOWN_FIELDS, message
+        )
     elif before is not None:
-        say(draft, Type.UNDERSTOOD, True, Because.ALL_KNOWN)
+        set_condition(draft, ConditionType.UNDERSTOOD, True, ConditionReason.ALL_KNOWN)
 
 
 def _refuse(draft: Draft) -> None:
     """An invalid spec changes nothing that runs: there is no telling what it would mean."""
     count_pods(draft)
-    before = draft.status.condition(Type.PROVISIONED)
+    before = draft.status.condition(ConditionType.PROVISIONED)
     if before is None or before.message != draft.seen.fault[: len(before.message or " ")]:
-        draft.note(EventType.WARNING, Because.INVALID_SPEC.value, draft.seen.fault)
-    say(draft, Type.PROVISIONED, False, Because.INVALID_SPEC, draft.seen.fault)
+        draft.note(EventType.WARNING, ConditionReason.INVALID_SPEC.value, draft.seen.fault)
+    set_condition(
+        draft, ConditionType.PROVISIONED, False, ConditionReason.INVALID_SPEC, draft.seen.fault
+    )
     if any(is_of_job(pod, draft.seen.job.uid) for pod in draft.seen.pods):
-        say(draft, Type.DEGRADED, True, Because.INVALID_SPEC, "what runs is left as it is")
+        set_condition(
+            draft,
+            ConditionType.DEGRADED,
+            True,
+            ConditionReason.INVALID_SPEC,
+            "what runs is left as it is",
+        )
     else:
-        draft.set(phase=Phase.INVALID)
+        draft.set(phase=JobPhase.INVALID)

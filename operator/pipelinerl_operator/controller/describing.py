@@ -1,11 +1,11 @@
 """Conditions and phase of a job that is under way."""
 
 from pipelinerl_control.plan import Role
-from pipelinerl_operator.controller.conditions import Because, Type, say
+from pipelinerl_operator.controller.conditions import ConditionReason, ConditionType, set_condition
 from pipelinerl_operator.controller.counting import count_pods
 from pipelinerl_operator.controller.decision import Draft, EventType, Wanted
 from pipelinerl_operator.controller.failures import image_pull_of, start_again_at
-from pipelinerl_operator.controller.status import Phase, RoleStatus, write_time
+from pipelinerl_operator.controller.status import JobPhase, RoleStatus, write_time
 from pipelinerl_operator.controller.units import STATUS_FIELDS, is_of_job, unit_of
 from pipelinerl_operator.controller.views import PodView
 from pipelinerl_operator.objects.labels import selector
@@ -21,9 +21,9 @@ def describe(draft: Draft, wanted: Wanted) -> None:
     _describe_running(draft, wanted)
     _describe_degradation(draft, wanted)
     if draft.status.holds(
-        Type.EVALUATING
+        ConditionType.EVALUATING
     ):  # a trainer that was done is gone, and trains again from its last checkpoint
-        say(draft, Type.EVALUATING, False, Because.RESTARTING)
+        set_condition(draft, ConditionType.EVALUATING, False, ConditionReason.RESTARTING)
     if draft.seen.stream is not None:
         draft.set(stream=draft.seen.stream)
     if draft.seen.training is not None:
@@ -41,31 +41,47 @@ def _describe_provisioning(draft: Draft, own: list[PodView]) -> None:
     pull = next((each for each in map(image_pull_of, own) if each is not None), None)
     waiting = next((pod for pod in own if pod.waiting[0]), None)
     if draft.seen.refusal:
-        say(draft, Type.PROVISIONED, False, Because.POD_REFUSED, draft.seen.refusal)
+        set_condition(
+            draft, ConditionType.PROVISIONED, False, ConditionReason.POD_REFUSED, draft.seen.refusal
+        )
     elif missing and draft.seen.stream_fault:
-        say(draft, Type.PROVISIONED, False, Because.STREAM_UNAVAILABLE, draft.seen.stream_fault)
-    elif missing:
-        say(draft, Type.PROVISIONED, False, Because.CREATING, ", ".join(missing))
-    elif unscheduled is not None:
-        say(
+        set_condition(
             draft,
-            Type.PROVISIONED,
+            ConditionType.PROVISIONED,
             False,
-            Because.NOT_SCHEDULED,
+            ConditionReason.STREAM_UNAVAILABLE,
+            draft.seen.stream_fault,
+        )
+    elif missing:
+        set_condition(
+            draft, ConditionType.PROVISIONED, False, ConditionReason.CREATING, ", ".join(missing)
+        )
+    elif unscheduled is not None:
+        set_condition(
+            draft,
+            ConditionType.PROVISIONED,
+            False,
+            ConditionReason.NOT_SCHEDULED,
             f"{unscheduled.key.name}: {unscheduled.scheduling}",
         )
     elif pull is not None:
-        say(draft, Type.PROVISIONED, False, Because.IMAGE_PULL, f"{pull.pod}: {pull.message}")
-    elif waiting is not None:
-        say(
+        set_condition(
             draft,
-            Type.PROVISIONED,
+            ConditionType.PROVISIONED,
             False,
-            Because.CONTAINER_WAITING,
+            ConditionReason.IMAGE_PULL,
+            f"{pull.pod}: {pull.message}",
+        )
+    elif waiting is not None:
+        set_condition(
+            draft,
+            ConditionType.PROVISIONED,
+            False,
+            ConditionReason.CONTAINER_WAITING,
             f"{waiting.key.name}: {': '.join(waiting.waiting)}",
         )
     else:
-        say(draft, Type.PROVISIONED, True, Because.ALL_CREATED)
+        set_condition(draft, ConditionType.PROVISIONED, True, ConditionReason.ALL_CREATED)
 
 
 def _describe_weight_group(draft: Draft) -> None:
@@ -73,26 +89,28 @@ def _describe_weight_group(draft: Draft) -> None:
     if (
         group is None
     ):  # no coordinator yet, for example of a leader that has just begun: what is known stays
-        if draft.status.condition(Type.WEIGHT_GROUP_READY) is None:
-            say(
+        if draft.status.condition(ConditionType.WEIGHT_GROUP_READY) is None:
+            set_condition(
                 draft,
-                Type.WEIGHT_GROUP_READY,
+                ConditionType.WEIGHT_GROUP_READY,
                 False,
-                Because.FORMING,
+                ConditionReason.FORMING,
                 "waiting for the trainer and the generators",
             )
         return
     draft.set(weight_group=group)
     if group.num_members:
-        say(
+        set_condition(
             draft,
-            Type.WEIGHT_GROUP_READY,
+            ConditionType.WEIGHT_GROUP_READY,
             True,
-            Because.FORMED,
+            ConditionReason.FORMED,
             f"epoch {group.epoch}, world size {group.world_size}",
         )
     else:
-        say(draft, Type.WEIGHT_GROUP_READY, False, Because.FORMING, group.state)
+        set_condition(
+            draft, ConditionType.WEIGHT_GROUP_READY, False, ConditionReason.FORMING, group.state
+        )
 
 
 def _describe_running(draft: Draft, wanted: Wanted) -> None:
@@ -110,18 +128,24 @@ def _describe_running(draft: Draft, wanted: Wanted) -> None:
         if ready.get(field, 0) < count
     ]
     if short:
-        say(draft, Type.RUNNING, False, Because.STARTING, f"ready: {', '.join(short)}")
+        set_condition(
+            draft,
+            ConditionType.RUNNING,
+            False,
+            ConditionReason.STARTING,
+            f"ready: {', '.join(short)}",
+        )
         return
     if status.running_time is None:
         draft.set(running_time=write_time(draft.seen.now))
         draft.note(EventType.NORMAL, "Running", "every role is running")
-    say(draft, Type.RUNNING, True, Because.ALL_READY)
+    set_condition(draft, ConditionType.RUNNING, True, ConditionReason.ALL_READY)
 
 
 def _describe_degradation(draft: Draft, wanted: Wanted) -> None:
     if (
         draft.status.running_time is None
-        and draft.status.condition(Type.DEGRADED) is None
+        and draft.status.condition(ConditionType.DEGRADED) is None
         and not draft.status.attempts
     ):
         return
@@ -135,17 +159,23 @@ def _describe_degradation(draft: Draft, wanted: Wanted) -> None:
         if role.ready < role.desired
     ]
     if waiting:
-        say(
+        set_condition(
             draft,
-            Type.DEGRADED,
+            ConditionType.DEGRADED,
             True,
-            Because.BACKING_OFF,
+            ConditionReason.BACKING_OFF,
             f"started again after a pause: {', '.join(waiting[:8])}",
         )
     elif short:
-        say(draft, Type.DEGRADED, True, Because.RESTARTING, f"ready: {', '.join(short)}")
+        set_condition(
+            draft,
+            ConditionType.DEGRADED,
+            True,
+            ConditionReason.RESTARTING,
+            f"ready: {', '.join(short)}",
+        )
     else:
-        say(draft, Type.DEGRADED, False, Because.AS_IT_SHOULD_BE)
+        set_condition(draft, ConditionType.DEGRADED, False, ConditionReason.AS_IT_SHOULD_BE)
 
 
 def _roles(draft: Draft) -> list[tuple[str, RoleStatus]]:
@@ -153,9 +183,9 @@ def _roles(draft: Draft) -> list[tuple[str, RoleStatus]]:
     return [(field, role) for field, role in roles if role is not None]
 
 
-def _phase(draft: Draft, own: list[PodView]) -> Phase:
-    if draft.status.holds(Type.RUNNING):
-        return Phase.RUNNING
+def _phase(draft: Draft, own: list[PodView]) -> JobPhase:
+    if draft.status.holds(ConditionType.RUNNING):
+        return JobPhase.RUNNING
     if draft.seen.refusal and not own:
-        return Phase.INVALID
-    return Phase.RECOVERING if draft.status.running_time is not None else Phase.PENDING
+        return JobPhase.INVALID
+    return JobPhase.RECOVERING if draft.status.running_time is not None else JobPhase.PENDING

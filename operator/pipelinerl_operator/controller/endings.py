@@ -3,11 +3,11 @@ ever created again.
 """
 
 from pipelinerl_control.plan import Role
-from pipelinerl_operator.controller.conditions import Because, Type, say
+from pipelinerl_operator.controller.conditions import ConditionReason, ConditionType, set_condition
 from pipelinerl_operator.controller.counting import count_pods
 from pipelinerl_operator.controller.decision import Delete, Draft, EventType, Wanted
 from pipelinerl_operator.controller.removal import drop_gang, remove_pods
-from pipelinerl_operator.controller.status import Phase, read_time, write_time
+from pipelinerl_operator.controller.status import JobPhase, read_time, write_time
 from pipelinerl_operator.controller.training import last_training_status
 from pipelinerl_operator.controller.units import expected_attempt, is_of_job
 from pipelinerl_operator.controller.views import Termination
@@ -47,16 +47,16 @@ def succeed(draft: Draft, message: str) -> None:
     draft.set(training=last_training_status(message, read) or read)
     _end(
         draft,
-        Phase.SUCCEEDED,
-        Type.SUCCEEDED,
-        Because.TRAINING_FINISHED,
+        JobPhase.SUCCEEDED,
+        ConditionType.SUCCEEDED,
+        ConditionReason.TRAINING_FINISHED,
         "trainer rank 0 ended with status 0",
     )
     draft.note(EventType.NORMAL, "Succeeded", "training is finished")
 
 
-def fail(draft: Draft, because: Because, message: str) -> None:
-    _end(draft, Phase.FAILED, Type.FAILED, because, message)
+def fail(draft: Draft, because: ConditionReason, message: str) -> None:
+    _end(draft, JobPhase.FAILED, ConditionType.FAILED, because, message)
     draft.note(EventType.WARNING, because.value, message)
 
 
@@ -71,14 +71,14 @@ def fail_by_deadline(draft: Draft) -> bool:
     deadlines = [
         (
             spec.get("activeDeadlineSeconds"),
-            Because.DEADLINE,
+            ConditionReason.DEADLINE,
             "active for longer than activeDeadlineSeconds",
         )
     ]
     if status.running_time is None:
         waited = "not running within preRunningDeadlineSeconds"
         deadlines.append(
-            (spec.get("preRunningDeadlineSeconds"), Because.PRE_RUNNING_DEADLINE, waited)
+            (spec.get("preRunningDeadlineSeconds"), ConditionReason.PRE_RUNNING_DEADLINE, waited)
         )
     for limit_s, because, message in deadlines:
         if not isinstance(limit_s, int | float):
@@ -110,9 +110,11 @@ def clean_up(draft: Draft) -> None:
         draft.actions.append(Delete(JOBS, draft.seen.job.key.name, draft.seen.job.uid))
 
 
-def _end(draft: Draft, phase: Phase, type_: Type, because: Because, message: str) -> None:
+def _end(
+    draft: Draft, phase: JobPhase, type_: ConditionType, because: ConditionReason, message: str
+) -> None:
     draft.set(phase=phase, completion_time=write_time(draft.seen.now))
-    say(draft, type_, True, because, message)
-    for other in (Type.RUNNING, Type.DEGRADED, Type.EVALUATING):
+    set_condition(draft, type_, True, because, message)
+    for other in (ConditionType.RUNNING, ConditionType.DEGRADED, ConditionType.EVALUATING):
         if draft.status.holds(other):
-            say(draft, other, False, Because.FINISHED)
+            set_condition(draft, other, False, ConditionReason.FINISHED)

@@ -11,7 +11,7 @@ from pipelinerl_common.errors import PipelineRLError
 from pipelinerl_operator.controller.decision import Note
 from pipelinerl_operator.controller.status import write_time
 from pipelinerl_operator.controller.views import JobView
-from pipelinerl_operator.kube import Api, Key
+from pipelinerl_operator.kube import Api, ObjectKey
 from pipelinerl_operator.kube.api import FIELD_MANAGER
 from pipelinerl_operator.kube.resources import EVENTS, JOBS
 
@@ -42,7 +42,7 @@ class EventRecorder:
         self._api = api
         self._identity = identity
         self._clock = clock
-        self._budgets: dict[Key, _Budget] = {}
+        self._budgets: dict[ObjectKey, _Budget] = {}
 
     async def record(self, job: JobView, note: Note) -> None:
         now = self._clock()
@@ -79,10 +79,10 @@ class EventRecorder:
         except PipelineRLError as error:
             log.warning("job=%s the event %s was not written: %s", job.key, note.reason, error)
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: ObjectKey) -> None:
         self._budgets.pop(key, None)
 
-    def _may(self, key: Key, words: str, now: float) -> bool:
+    def _may(self, key: ObjectKey, words: str, now: float) -> bool:
         budget = self._budgets.setdefault(key, _Budget(BURST, now))
         if now - budget.said.get(words, float("-inf")) < REPEAT_S:
             return False

@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any
 
 from pipelinerl_common.errors import PipelineRLError, SettingsError, TemporaryError, Unavailable
-from pipelinerl_operator.controller.cluster import Cluster
+from pipelinerl_operator.controller.cluster import ClusterCache
 from pipelinerl_operator.controller.decision import (
     Action,
     Apply,
@@ -24,12 +24,12 @@ from pipelinerl_operator.controller.decision import (
     Wanted,
 )
 from pipelinerl_operator.controller.memory import Memory
-from pipelinerl_operator.controller.streams import Streams
+from pipelinerl_operator.controller.streams import JobStreams
 from pipelinerl_operator.controller.views import JobView, OwnedView
-from pipelinerl_operator.kube import Api, Key, Object, Resource
+from pipelinerl_operator.kube import Api, Object, ObjectKey, Resource
 from pipelinerl_operator.kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, NotFound
 from pipelinerl_operator.kube.resources import JOBS, PODS, SECRETS
-from pipelinerl_operator.objects import secret
+from pipelinerl_operator.objects import job_secret
 from pipelinerl_operator.objects.labels import secret_name
 from pipelinerl_operator.objects.ports import TOKEN_KEY
 
@@ -48,7 +48,11 @@ class RefusedByServer(PipelineRLError):
 
 class Executor:
     def __init__(
-        self, api: Api, cluster: Cluster, streams: Streams, clock: Callable[[], float] = monotonic
+        self,
+        api: Api,
+        cluster: ClusterCache,
+        streams: JobStreams,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self._around = _Around(api, cluster, streams, clock)
 
@@ -66,8 +70,8 @@ class Executor:
 @dataclass(frozen=True, slots=True)
 class _Around:
     api: Api
-    cluster: Cluster
-    streams: Streams
+    cluster: ClusterCache
+    streams: JobStreams
     clock: Callable[[], float]
 
 
@@ -156,7 +160,7 @@ class _Turn:
                 TOKEN_BYTES
             )  # one that was deleted comes back as it was
             memory.token = _token_of(
-                await self._create(SECRETS, name, secret(self._wanted.job, token, login))
+                await self._create(SECRETS, name, job_secret(self._wanted.job, token, login))
             )
         memory.ensured_generation, memory.ensured_at = self._job.generation, self._clock()
 
@@ -211,7 +215,7 @@ class _Turn:
         )
 
     async def _delete(self, action: Delete) -> None:
-        key = Key(self._namespace, action.name)
+        key = ObjectKey(self._namespace, action.name)
         try:
             left = await self._api.delete(
                 action.resource,

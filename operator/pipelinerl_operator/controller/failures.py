@@ -21,7 +21,7 @@ still to be seen.
 """
 
 
-class Reason(StrEnum):
+class FailureReason(StrEnum):
     ERROR = "Error"
     OOM_KILLED = "OOMKilled"
     EVICTED = "Evicted"
@@ -35,34 +35,34 @@ class Reason(StrEnum):
     """The kubelet keeps trying; a failure only where a rule says so."""
 
 
-COUNTED = frozenset({Reason.ERROR, Reason.ENDED})
+COUNTED = frozenset({FailureReason.ERROR, FailureReason.ENDED})
 """What counts towards maxRestarts unless a rule says otherwise: the rest is the cluster's doing, or
 memory's.
 """
 
 _OF_PODS = {
-    "Evicted": Reason.EVICTED,
-    "NodeLost": Reason.NODE_LOST,
-    "NodeShutdown": Reason.NODE_LOST,
-    "Shutdown": Reason.NODE_LOST,
-    "Terminated": Reason.NODE_LOST,
-    "Preempting": Reason.PREEMPTED,
-    "Preempted": Reason.PREEMPTED,
-    "UnexpectedAdmissionError": Reason.EVICTED,
-    "NodeAffinity": Reason.EVICTED,
-    "OutOfcpu": Reason.EVICTED,
-    "OutOfmemory": Reason.EVICTED,
-    "OutOfpods": Reason.EVICTED,
+    "Evicted": FailureReason.EVICTED,
+    "NodeLost": FailureReason.NODE_LOST,
+    "NodeShutdown": FailureReason.NODE_LOST,
+    "Shutdown": FailureReason.NODE_LOST,
+    "Terminated": FailureReason.NODE_LOST,
+    "Preempting": FailureReason.PREEMPTED,
+    "Preempted": FailureReason.PREEMPTED,
+    "UnexpectedAdmissionError": FailureReason.EVICTED,
+    "NodeAffinity": FailureReason.EVICTED,
+    "OutOfcpu": FailureReason.EVICTED,
+    "OutOfmemory": FailureReason.EVICTED,
+    "OutOfpods": FailureReason.EVICTED,
 }
 _OF_DISRUPTIONS = {
-    "PreemptionByScheduler": Reason.PREEMPTED,
-    "PreemptionByKubeScheduler": Reason.PREEMPTED,
-    "DeletionByTaintManager": Reason.NODE_LOST,
-    "DeletionByPodGC": Reason.NODE_LOST,
-    "EvictionByEvictionAPI": Reason.EVICTED,
-    "TerminationByKubelet": Reason.EVICTED,
+    "PreemptionByScheduler": FailureReason.PREEMPTED,
+    "PreemptionByKubeScheduler": FailureReason.PREEMPTED,
+    "DeletionByTaintManager": FailureReason.NODE_LOST,
+    "DeletionByPodGC": FailureReason.NODE_LOST,
+    "EvictionByEvictionAPI": FailureReason.EVICTED,
+    "TerminationByKubelet": FailureReason.EVICTED,
 }
-_BLAME_THE_NODE = frozenset({Reason.ERROR, Reason.NODE_LOST, Reason.ENDED})
+_BLAME_THE_NODE = frozenset({FailureReason.ERROR, FailureReason.NODE_LOST, FailureReason.ENDED})
 _IMAGE_PULL = frozenset(
     {
         "ErrImagePull",
@@ -75,7 +75,7 @@ _IMAGE_PULL = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class PodFailure:
     """Example: Failure("sums-actor-0", "actor", "node-3", Reason.ERROR, 1, "generator-0: CUDA
     error").
     """
@@ -83,14 +83,14 @@ class Failure:
     pod: str
     role: str
     node: str
-    reason: Reason
+    reason: FailureReason
     exit_code: int | None = None
     message: str = ""
 
     @classmethod
     def of(
-        cls, pod: PodView, reason: Reason, exit_code: int | None = None, message: str = ""
-    ) -> "Failure":
+        cls, pod: PodView, reason: FailureReason, exit_code: int | None = None, message: str = ""
+    ) -> "PodFailure":
         return cls(pod.key.name, pod.role, pod.node, reason, exit_code, message)
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class FailureVerdict:
     """`fails` ends the job; otherwise something is started again, counted or not."""
 
     fails: bool
@@ -107,7 +107,7 @@ class Verdict:
     by_rule: bool = False
 
 
-def failure_of(pod: PodView, main: Sequence[str], now: float) -> Failure | None:
+def failure_of(pod: PodView, main: Sequence[str], now: float) -> PodFailure | None:
     """What went wrong with a pod that should be running, or None. A trainer or evaluator that is
     done is no failure.
 
@@ -116,35 +116,37 @@ def failure_of(pod: PodView, main: Sequence[str], now: float) -> Failure | None:
     """
     disruption = _OF_DISRUPTIONS.get(pod.disruption) or _OF_PODS.get(pod.reason)
     if pod.is_deleted:
-        reason = disruption or (Reason.NODE_LOST if pod.phase == "Unknown" else Reason.DELETED)
-        return Failure.of(pod, reason, message=pod.message)
+        reason = disruption or (
+            FailureReason.NODE_LOST if pod.phase == "Unknown" else FailureReason.DELETED
+        )
+        return PodFailure.of(pod, reason, message=pod.message)
     if pod.phase == "Failed" and disruption is not None:
-        return Failure.of(pod, disruption, message=pod.message)
+        return PodFailure.of(pod, disruption, message=pod.message)
     relevant = (
         pod.terminations
         if pod.phase == "Failed"
         else [each for each in pod.terminations if each.container in main]
     )
     if (killed := _first(each for each in relevant if each.reason == "OOMKilled")) is not None:
-        return Failure.of(
+        return PodFailure.of(
             pod,
-            Reason.OOM_KILLED,
+            FailureReason.OOM_KILLED,
             killed.exit_code,
             f"{killed.container} used more memory than its limit",
         )
     if (crashed := _first(each for each in relevant if each.exit_code != 0)) is not None:
-        return Failure.of(
+        return PodFailure.of(
             pod,
-            Reason.ERROR,
+            FailureReason.ERROR,
             crashed.exit_code,
             f"{crashed.container}: {crashed.message or crashed.reason}",
         )
     if pod.phase == "Failed":
-        return Failure.of(pod, Reason.ERROR, message=pod.message or pod.reason)
+        return PodFailure.of(pod, FailureReason.ERROR, message=pod.message or pod.reason)
     ended = _first(each for each in pod.terminations if each.container in main)
     if ended is None or pod.role in ENDING_ROLES or now - ended.finished_at < ENDED_GRACE_S:
         return None
-    return Failure.of(pod, Reason.ENDED, 0, f"{ended.container} ended by itself")
+    return PodFailure.of(pod, FailureReason.ENDED, 0, f"{ended.container} ended by itself")
 
 
 def is_ending(pod: PodView, main: Sequence[str]) -> bool:
@@ -154,17 +156,17 @@ def is_ending(pod: PodView, main: Sequence[str]) -> bool:
     return any(each.container in main and each.exit_code == 0 for each in pod.terminations)
 
 
-def image_pull_of(pod: PodView) -> Failure | None:
+def image_pull_of(pod: PodView) -> PodFailure | None:
     """A pod whose image cannot be pulled, so far."""
     reason, message = pod.waiting
     return (
-        Failure.of(pod, Reason.IMAGE_PULL, message=message or reason)
+        PodFailure.of(pod, FailureReason.IMAGE_PULL, message=message or reason)
         if reason in _IMAGE_PULL
         else None
     )
 
 
-def judge(failure: Failure, policy: FailurePolicySettings) -> Verdict:
+def judge(failure: PodFailure, policy: FailurePolicySettings) -> FailureVerdict:
     """The first rule that matches decides, then the defaults.
 
     Training does not depend on the evaluator: only a rule that names it makes one of its failures
@@ -176,17 +178,17 @@ def judge(failure: Failure, policy: FailurePolicySettings) -> Verdict:
         fits_code = not rule.exit_codes or failure.exit_code in rule.exit_codes
         fits_reason = not rule.reasons or failure.reason.value in rule.reasons
         if fits_role and fits_code and fits_reason:
-            return Verdict(
+            return FailureVerdict(
                 fails=rule.action == "FailJob", counted=rule.action == "Restart", by_rule=True
             )
-    wrong_settings = failure.reason is Reason.ERROR and failure.exit_code == EXIT_SETTINGS
-    return Verdict(
+    wrong_settings = failure.reason is FailureReason.ERROR and failure.exit_code == EXIT_SETTINGS
+    return FailureVerdict(
         fails=wrong_settings and not is_evaluators,
         counted=failure.reason in COUNTED and not is_evaluators,
     )
 
 
-def pull_verdict(failure: Failure, policy: FailurePolicySettings) -> Verdict:
+def pull_verdict(failure: PodFailure, policy: FailurePolicySettings) -> FailureVerdict:
     """Only a rule that names ImagePull makes it a failure: the kubelet goes on trying, and
     deadlines bound it.
     """

@@ -8,13 +8,13 @@ Succeeded
 from dataclasses import replace
 
 from pipelinerl_control.plan import Role, longest_evaluation_s
-from pipelinerl_operator.controller.conditions import Because, Type, say
+from pipelinerl_operator.controller.conditions import ConditionReason, ConditionType, set_condition
 from pipelinerl_operator.controller.counting import count_pods
 from pipelinerl_operator.controller.decision import Draft, EventType, Wanted
 from pipelinerl_operator.controller.endings import end_of_first
 from pipelinerl_operator.controller.provisioning import provision
 from pipelinerl_operator.controller.restarts import take_failures
-from pipelinerl_operator.controller.status import Phase, read_time, write_time
+from pipelinerl_operator.controller.status import JobPhase, read_time, write_time
 
 
 def waits_for_evaluation(draft: Draft, wanted: Wanted) -> bool:
@@ -23,7 +23,7 @@ def waits_for_evaluation(draft: Draft, wanted: Wanted) -> bool:
     if evaluation is None:
         return False
     if (end := end_of_first(draft, wanted, Role.EVALUATOR)) is not None:
-        if draft.status.phase is Phase.EVALUATING or end.message:
+        if draft.status.phase is JobPhase.EVALUATING or end.message:
             draft.note(EventType.NORMAL, "Evaluated", end.message or "the last step is evaluated")
         return False
     limit_s = longest_evaluation_s(evaluation)
@@ -35,16 +35,16 @@ def waits_for_evaluation(draft: Draft, wanted: Wanted) -> bool:
             f"the evaluation of the last step has not ended within {limit_s:g} s",
         )
         return False
-    if draft.status.phase is not Phase.EVALUATING:
-        draft.set(phase=Phase.EVALUATING)
+    if draft.status.phase is not JobPhase.EVALUATING:
+        draft.set(phase=JobPhase.EVALUATING)
         draft.note(
             EventType.NORMAL, "Evaluating", "training is finished; the last step is evaluated"
         )
-    say(
+    set_condition(
         draft,
-        Type.EVALUATING,
+        ConditionType.EVALUATING,
         True,
-        Because.TRAINING_FINISHED,
+        ConditionReason.TRAINING_FINISHED,
         f"the last step is evaluated until {write_time(deadline)}",
     )
     draft.look_again(deadline - draft.seen.now)
@@ -56,7 +56,7 @@ def waits_for_evaluation(draft: Draft, wanted: Wanted) -> bool:
 
 def _began(draft: Draft, wanted: Wanted) -> float:
     """When training ended, as the condition remembers it, or ended again since then."""
-    condition = draft.status.condition(Type.EVALUATING)
+    condition = draft.status.condition(ConditionType.EVALUATING)
     holds = condition is not None and condition.status == "True"
     seen = (
         condition.last_transition_time

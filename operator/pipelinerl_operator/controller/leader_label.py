@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from pipelinerl_common.errors import PipelineRLError
-from pipelinerl_operator.kube import Api, Key, Selection
+from pipelinerl_operator.kube import Api, ObjectKey, Selection
 from pipelinerl_operator.kube.errors import NotFound
 from pipelinerl_operator.kube.resources import PODS, key_of
 from pipelinerl_operator.objects.labels import PREFIX
@@ -19,7 +19,7 @@ LEADER = f"{PREFIX}leader"
 
 @asynccontextmanager
 async def leader_label(
-    api: Api, pod: Key | None, release: Mapping[str, str]
+    api: Api, pod: ObjectKey | None, release: Mapping[str, str]
 ) -> AsyncIterator[None]:
     """While the block runs, `pod` alone has the label among the pods with the labels `release`:
     other releases may live in its namespace. None, outside of a cluster, does nothing. Raises
@@ -43,7 +43,7 @@ async def leader_label(
             log.warning("pod=%s keeps the leader's label: %s", pod, error)
 
 
-async def _label(api: Api, pod: Key, value: str | None) -> None:
+async def _label(api: Api, pod: ObjectKey, value: str | None) -> None:
     try:
         await api.patch(PODS, pod.namespace, pod.name, {"metadata": {"labels": {LEADER: value}}})
     except NotFound:

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_control.balance import Balance
-from pipelinerl_operator.controller.cluster import Cluster
+from pipelinerl_operator.controller.cluster import ClusterCache
 from pipelinerl_operator.controller.decide import decide
 from pipelinerl_operator.controller.decision import Child, Decision, Delete, Note, Observed, Wanted
 from pipelinerl_operator.controller.executor import Executor, RefusedByServer
@@ -32,13 +32,13 @@ from pipelinerl_operator.controller.status import (
     merge_patch,
     own_fields,
 )
-from pipelinerl_operator.controller.streams import Streams
+from pipelinerl_operator.controller.streams import JobStreams
 from pipelinerl_operator.controller.units import is_of_job
 from pipelinerl_operator.controller.views import JobView
-from pipelinerl_operator.kube import Api, Key, Object
+from pipelinerl_operator.kube import Api, Object, ObjectKey
 from pipelinerl_operator.kube.errors import NotFound
 from pipelinerl_operator.kube.resources import JOBS
-from pipelinerl_operator.objects import JobResource, OperatorContext, desired
+from pipelinerl_operator.objects import JobResource, OperatorContext, desired_objects
 
 log = logging.getLogger(__name__)
 
@@ -59,30 +59,30 @@ class Companions(Protocol):
     training numbers.
     """
 
-    def weight_group(self, key: Key) -> WeightGroupStatus | None: ...
-    def training(self, key: Key) -> tuple[TrainingStatus | None, StreamStatus | None]: ...
-    def balance(self, key: Key) -> Balance | None: ...
+    def weight_group(self, key: ObjectKey) -> WeightGroupStatus | None: ...
+    def training(self, key: ObjectKey) -> tuple[TrainingStatus | None, StreamStatus | None]: ...
+    def balance(self, key: ObjectKey) -> Balance | None: ...
     def follow(
         self, job: JobView, wanted: Wanted | None, status: JobStatus, token: str | None
     ) -> None:
         """Starts, keeps or stops what the job needs now."""
 
-    def forget(self, key: Key) -> None: ...
+    def forget(self, key: ObjectKey) -> None: ...
 
 
 class Recorder(Protocol):
     """Where events go."""
 
     async def record(self, job: JobView, note: Note) -> None: ...
-    def forget(self, key: Key) -> None: ...
+    def forget(self, key: ObjectKey) -> None: ...
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class Dependencies:
     context: OperatorContext
     companions: Companions
     recorder: Recorder
-    streams: Streams
+    streams: JobStreams
     clock: Callable[[], float] = time.time
     """Seconds since the epoch."""
     monotonic: Callable[[], float] = time.monotonic
@@ -91,15 +91,15 @@ class Surroundings:
 class Reconciler:
     """Of all jobs; `reconcile` never runs twice at once for one key."""
 
-    def __init__(self, api: Api, cluster: Cluster, surroundings: Surroundings) -> None:
+    def __init__(self, api: Api, cluster: ClusterCache, surroundings: Dependencies) -> None:
         self._api = api
         self._cluster = cluster
         self._around = surroundings
         self._executor = Executor(api, cluster, surroundings.streams, surroundings.monotonic)
-        self._memories: dict[Key, Memory] = {}
+        self._memories: dict[ObjectKey, Memory] = {}
         self._known: OrderedDict[tuple[str, int], tuple[Wanted | None, str]] = OrderedDict()
 
-    async def reconcile(self, key: Key) -> float | None:
+    async def reconcile(self, key: ObjectKey) -> float | None:
         """Seconds after which to look again, None when only a change makes it worth while.
 
         Raises PipelineRLError to be called again after a pause.
@@ -150,7 +150,7 @@ class Reconciler:
         memory.job = job
         return memory
 
-    def _forget(self, key: Key) -> None:
+    def _forget(self, key: ObjectKey) -> None:
         """Of a job that is gone."""
         memory = self._memories.pop(key, None)
         if memory is not None:
@@ -204,7 +204,7 @@ class Reconciler:
             try:
                 resource = JobResource.parse(body)
                 self._known[version] = (
-                    Wanted(resource, desired(resource, self._around.context)),
+                    Wanted(resource, desired_objects(resource, self._around.context)),
                     "",
                 )
             except SettingsError as error:

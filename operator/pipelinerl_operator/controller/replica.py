@@ -9,23 +9,23 @@ from dataclasses import dataclass, replace
 
 from pipelinerl_common.errors import PipelineRLError, SettingsError
 from pipelinerl_control.plan import Role
-from pipelinerl_operator.controller.cluster import Cluster, child_resources
-from pipelinerl_operator.controller.companions import companions
+from pipelinerl_operator.controller.cluster import ClusterCache, child_resources
+from pipelinerl_operator.controller.companions import job_runtimes
 from pipelinerl_operator.controller.controller import Controller
 from pipelinerl_operator.controller.events import EventRecorder
 from pipelinerl_operator.controller.health import serve_health
 from pipelinerl_operator.controller.leader_label import leader_label
-from pipelinerl_operator.controller.reconciler import Surroundings
+from pipelinerl_operator.controller.reconciler import Dependencies
 from pipelinerl_operator.controller.stream_login import read_file, stream_admin
-from pipelinerl_operator.controller.streams import Streams
+from pipelinerl_operator.controller.streams import JobStreams
 from pipelinerl_operator.controller.telemetry import Telemetry
 from pipelinerl_operator.kube import (
-    Connection,
+    ApiConnection,
     Election,
     HttpApi,
-    Key,
+    ObjectKey,
     WorkQueue,
-    connection,
+    find_connection,
     open_api,
 )
 from pipelinerl_operator.objects import Capabilities, OperatorContext
@@ -40,7 +40,7 @@ async def serve_operator(arguments: argparse.Namespace, identity: str, stop: asy
     """Until `stop`. Raises SettingsError for what is wrong with the arguments or the connection's
     configuration.
     """
-    where = connection(arguments.kubeconfig, arguments.service_account)
+    where = find_connection(arguments.kubeconfig, arguments.service_account)
     replica = _Replica(arguments, identity, where)
     async with (
         open_api(where, replica.telemetry.called) as api,
@@ -52,7 +52,9 @@ async def serve_operator(arguments: argparse.Namespace, identity: str, stop: asy
         ) as address,
     ):
         log.info("server=%s metrics=http://%s/metrics", where.server, address)
-        replica.election = Election(for_lease, Key(replica.namespace, arguments.lease), identity)
+        replica.election = Election(
+            for_lease, ObjectKey(replica.namespace, arguments.lease), identity
+        )
         await replica.election.run(lambda: replica.lead(api), stop)
 
 
@@ -60,7 +62,7 @@ async def serve_operator(arguments: argparse.Namespace, identity: str, stop: asy
 class _Replica:
     arguments: argparse.Namespace
     identity: str
-    where: Connection
+    where: ApiConnection
     election: Election | None = None
     controller: Controller | None = None
 
@@ -75,16 +77,16 @@ class _Replica:
         """For ever; cancelled when the lease is lost."""
         arguments = self.arguments
         context = operator_context(arguments, await _capabilities(api), self.namespace)
-        pod = Key(self.namespace, arguments.pod_name) if arguments.pod_name else None
+        pod = ObjectKey(self.namespace, arguments.pod_name) if arguments.pod_name else None
         queue = WorkQueue()
-        cluster = Cluster(child_resources(context.capabilities.api_versions), queue.add)
+        cluster = ClusterCache(child_resources(context.capabilities.api_versions), queue.add)
         async with (
             stream_admin(arguments, api, self.namespace) as admin,
-            companions(cluster, arguments.coordinator_listen, queue.add) as beside,
+            job_runtimes(cluster, arguments.coordinator_listen, queue.add) as beside,
             leader_label(api, pod, context.operator.labels),
         ):
-            streams = Streams(admin)
-            around = Surroundings(context, beside, EventRecorder(api, self.identity), streams)
+            streams = JobStreams(admin)
+            around = Dependencies(context, beside, EventRecorder(api, self.identity), streams)
             self.controller = Controller(
                 api,
                 cluster,

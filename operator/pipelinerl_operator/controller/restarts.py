@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 from pipelinerl_common.text import counted
 from pipelinerl_control.plan import ENDING_ROLES, Role
-from pipelinerl_operator.controller.conditions import Because
+from pipelinerl_operator.controller.conditions import ConditionReason
 from pipelinerl_operator.controller.decision import Draft, EventType, Wanted
 from pipelinerl_operator.controller.endings import fail
 from pipelinerl_operator.controller.failures import (
     COUNTED,
     ENDED_GRACE_S,
-    Failure,
-    Reason,
+    FailureReason,
+    PodFailure,
     failure_of,
     image_pull_of,
     is_ending,
@@ -41,13 +41,13 @@ def take_failures(draft: Draft, wanted: Wanted) -> bool:
         )  # the others' errors follow from what the cluster did
         verdict = (
             pull_verdict(failure, policy)
-            if failure.reason is Reason.IMAGE_PULL
+            if failure.reason is FailureReason.IMAGE_PULL
             else judge(failure, policy)
         )
         if verdict.fails:
             fail(
                 draft,
-                Because.FAILURE_RULE if verdict.by_rule else Because.WRONG_SETTINGS,
+                ConditionReason.FAILURE_RULE if verdict.by_rule else ConditionReason.WRONG_SETTINGS,
                 str(failure),
             )
             return True
@@ -57,7 +57,7 @@ def take_failures(draft: Draft, wanted: Wanted) -> bool:
                 f"used up: {counted(policy.max_restarts, 'restart')} within "
                 f"{policy.window_seconds} s"
             )
-            fail(draft, Because.RESTART_LIMIT, f"{failure}; {window}")
+            fail(draft, ConditionReason.RESTART_LIMIT, f"{failure}; {window}")
             return True
         record = FailureRecord(
             time=write_time(draft.seen.now),
@@ -89,7 +89,7 @@ def take_restart_id(draft: Draft, wanted: Wanted, *, is_beginning: bool) -> None
     )
 
 
-def _failures(draft: Draft, wanted: Wanted) -> Iterable[tuple[str, Failure]]:
+def _failures(draft: Draft, wanted: Wanted) -> Iterable[tuple[str, PodFailure]]:
     seen, policy = draft.seen, wanted.job.spec.failure_policy
     pods = {pod.key.name: pod for pod in seen.pods if is_of_job(pod, seen.job.uid)}
     for spec in wanted.desired.pods:
@@ -100,7 +100,9 @@ def _failures(draft: Draft, wanted: Wanted) -> Iterable[tuple[str, Failure]]:
             if was_complete or seen.gone.get(spec.name) == attempt:
                 yield (
                     unit,
-                    Failure(spec.name, spec.role, "", Reason.DELETED, message="the pod is gone"),
+                    PodFailure(
+                        spec.name, spec.role, "", FailureReason.DELETED, message="the pod is gone"
+                    ),
                 )
             continue
         if pod.attempt < attempt:
@@ -113,14 +115,14 @@ def _failures(draft: Draft, wanted: Wanted) -> Iterable[tuple[str, Failure]]:
             draft.look_again(ENDED_GRACE_S)
 
 
-def _by_unit(failures: Iterable[tuple[str, Failure]]) -> dict[str, list[Failure]]:
-    units: dict[str, list[Failure]] = {}
+def _by_unit(failures: Iterable[tuple[str, PodFailure]]) -> dict[str, list[PodFailure]]:
+    units: dict[str, list[PodFailure]] = {}
     for unit, failure in failures:
         units.setdefault(unit, []).append(failure)
     return units
 
 
-def _remember(draft: Draft, failure: Failure) -> None:
+def _remember(draft: Draft, failure: PodFailure) -> None:
     field = STATUS_FIELDS[Role(failure.role)]
     role: RoleStatus = getattr(draft.status, field) or RoleStatus()
     last = LastFailure(

@@ -25,7 +25,7 @@ Text = Annotated[str, Field(max_length=MAX_MESSAGE_CHARACTERS)]
 Count = Annotated[int, Field(ge=0)]
 
 
-class Phase(StrEnum):
+class JobPhase(StrEnum):
     """One word for people; programs read the conditions."""
 
     PENDING = "Pending"
@@ -42,7 +42,7 @@ class Phase(StrEnum):
     FAILED = "Failed"
 
 
-FINISHED = frozenset({Phase.SUCCEEDED, Phase.FAILED})
+FINISHED = frozenset({JobPhase.SUCCEEDED, JobPhase.FAILED})
 
 
 class Condition(Settings):
@@ -145,7 +145,7 @@ class TrainingStatus(Settings):
 
 
 class JobStatus(Settings):
-    phase: Phase | None = None
+    phase: JobPhase | None = None
     """One word for people."""
     conditions: Annotated[list[Condition], Field(max_length=16)] = []
     """What holds, and why."""
@@ -254,7 +254,7 @@ def is_urgent(old: JobStatus, new: JobStatus) -> bool:
         return True
     if old.autoscale != new.autoscale:
         return True
-    latched = {Phase.SUSPENDING, Phase.SUSPENDED, *FINISHED}
+    latched = {JobPhase.SUSPENDING, JobPhase.SUSPENDED, *FINISHED}
     return old.phase != new.phase and (old.phase in latched or new.phase in latched)
 
 

@@ -10,8 +10,8 @@ from pipelinerl_common.errors import SettingsError
 from pipelinerl_operator.kube import Api
 from pipelinerl_operator.kube.errors import AlreadyExists, NotFound
 from pipelinerl_operator.kube.resources import SECRETS
-from pipelinerl_operator.nats.keys import Key as StreamKey
 from pipelinerl_operator.nats.keys import KeyKind
+from pipelinerl_operator.nats.keys import NatsKey as StreamKey
 from pipelinerl_operator.nats.streams import AccountStreams, SharedStreams, StreamAdmin
 from pipelinerl_operator.nats.trust import auth_secret, operator_key
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 
 from pipelinerl_common.errors import SettingsError, Unavailable
 from pipelinerl_operator.controller.views import JobView
-from pipelinerl_operator.kube import Key
+from pipelinerl_operator.kube import ObjectKey
 from pipelinerl_operator.nats.streams import StreamAdmin
 from pipelinerl_operator.objects import JobResource
 
@@ -21,19 +21,19 @@ SWEEP_S = 600.0
 CLOSE_S = 5.0
 
 
-class Streams:
+class JobStreams:
     """`admin` None: nothing is made beforehand, and pods log in with the job's token or not at all."""
 
     def __init__(self, admin: StreamAdmin | None) -> None:
         self._admin = admin
         self._turns = asyncio.Semaphore(MAX_AT_ONCE)
-        self._leaving: dict[Key, asyncio.Task[None]] = {}
+        self._leaving: dict[ObjectKey, asyncio.Task[None]] = {}
 
     async def ensure(self, job: JobResource) -> str | None:
         """Content of `nats.creds` in the job's Secret, None without one. Raises Unavailable."""
         if self._admin is None:
             return None
-        predecessor = self._leaving.get(Key(job.namespace, job.name))
+        predecessor = self._leaving.get(ObjectKey(job.namespace, job.name))
         if predecessor is not None:
             await asyncio.wait({predecessor})
         return await self._admin.ensure(job)

@@ -6,7 +6,7 @@ from itertools import chain
 from pipelinerl_common.metrics import OPERATOR, Metrics, exposition_of
 from pipelinerl_common.telemetry import memory_bytes
 from pipelinerl_operator.controller.cluster import AnyInformer
-from pipelinerl_operator.controller.status import Phase
+from pipelinerl_operator.controller.status import JobPhase
 from pipelinerl_operator.controller.views import JobView
 from pipelinerl_operator.kube import WorkQueue
 
@@ -58,12 +58,12 @@ class Telemetry:
         """Jobs by phase; those without one yet are pending."""
         gauge = self.metrics.gauge("operator_jobs")
 
-        def count(phase: Phase) -> Callable[[], float]:
+        def count(phase: JobPhase) -> Callable[[], float]:
             return lambda: float(
-                sum(1 for view in jobs() if (view.phase or Phase.PENDING) == phase)
+                sum(1 for view in jobs() if (view.phase or JobPhase.PENDING) == phase)
             )
 
-        for phase in Phase:
+        for phase in JobPhase:
             gauge.read(count(phase), phase=phase.value)
 
     def watch_companions(self, metrics: Callable[[], Iterable[Metrics]]) -> None:

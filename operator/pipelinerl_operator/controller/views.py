@@ -12,7 +12,7 @@ from sys import intern
 from typing import Any
 
 from pipelinerl_operator.controller.status import read_time
-from pipelinerl_operator.kube import Key, Object
+from pipelinerl_operator.kube import Object, ObjectKey
 from pipelinerl_operator.kube.resources import controller_uid, key_of
 from pipelinerl_operator.objects.labels import ATTEMPT, INDEX, JOB, PREFIX, ROLE, TEMPLATE_HASH
 
@@ -22,7 +22,7 @@ APPLIED_HASH = f"{PREFIX}applied-hash"
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    key: Key
+    key: ObjectKey
     uid: str
     resource_version: str
     generation: int
@@ -63,7 +63,7 @@ class JobView:
 class OwnedView:
     """A child that is known by its metadata only."""
 
-    key: Key
+    key: ObjectKey
     uid: str
     resource_version: str
     generation: int
@@ -106,7 +106,7 @@ class Termination:
 
 @dataclass(frozen=True, slots=True)
 class PodView:
-    key: Key
+    key: ObjectKey
     uid: str
     resource_version: str
     owner_uid: str

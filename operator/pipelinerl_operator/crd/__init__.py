@@ -2,6 +2,6 @@
 the chart's template.
 """
 
-from pipelinerl_operator.crd.definition import definition
+from pipelinerl_operator.crd.definition import crd_definition
 
-__all__ = ["definition"]
+__all__ = ["crd_definition"]

@@ -35,7 +35,7 @@ a letter, is called so.
 """
 
 
-def definition() -> dict[str, Any]:
+def crd_definition() -> dict[str, Any]:
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",

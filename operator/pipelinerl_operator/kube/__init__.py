@@ -4,21 +4,21 @@ election.
 
 from pipelinerl_operator.kube.api import Api, Change, Page, Selection, WatchEvent
 from pipelinerl_operator.kube.client import HttpApi, open_api
-from pipelinerl_operator.kube.connection import Connection, connection
+from pipelinerl_operator.kube.connection import ApiConnection, find_connection
 from pipelinerl_operator.kube.informer import Informer
 from pipelinerl_operator.kube.leader import Election, LeaseTimes
-from pipelinerl_operator.kube.resources import Key, Object, Resource
+from pipelinerl_operator.kube.resources import Object, ObjectKey, Resource
 from pipelinerl_operator.kube.store import Store, View
 from pipelinerl_operator.kube.workqueue import WorkQueue
 
 __all__ = [
     "Api",
     "Change",
-    "Connection",
+    "ApiConnection",
     "Election",
     "HttpApi",
     "Informer",
-    "Key",
+    "ObjectKey",
     "LeaseTimes",
     "Object",
     "Page",
@@ -28,6 +28,6 @@ __all__ = [
     "View",
     "WatchEvent",
     "WorkQueue",
-    "connection",
+    "find_connection",
     "open_api",
 ]

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from pipelinerl_operator.kube.api import FIELD_MANAGER, Change, Page, Selection, WatchEvent
-from pipelinerl_operator.kube.connection import Connection
+from pipelinerl_operator.kube.connection import ApiConnection
 from pipelinerl_operator.kube.errors import ApiUnavailable, Gone, error_of
 from pipelinerl_operator.kube.resources import Object, Resource
 
@@ -55,7 +55,7 @@ class HttpApi:
         self,
         calls: aiohttp.ClientSession,
         watches: aiohttp.ClientSession,
-        connection: Connection,
+        connection: ApiConnection,
         observe: Observe,
     ) -> None:
         self._calls = calls
@@ -235,7 +235,7 @@ class HttpApi:
 
 @asynccontextmanager
 async def open_api(
-    connection: Connection,
+    connection: ApiConnection,
     observe: Observe = lambda verb, code, seconds: None,
     *,
     max_calls: int = MAX_CALLS,

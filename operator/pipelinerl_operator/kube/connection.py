@@ -22,7 +22,7 @@ REREAD_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class ApiConnection:
     server: str
     """For example "https://10.96.0.1:443"."""
     namespace: str
@@ -32,9 +32,9 @@ class Connection:
     tls: Callable[[], ssl.SSLContext | bool]
 
 
-def connection(
+def find_connection(
     kubeconfig: Path | None = None, service_account: Path = SERVICE_ACCOUNT
-) -> Connection:
+) -> ApiConnection:
     """In a cluster the pod's own, unless `kubeconfig` is given. Raises SettingsError."""
     if (
         kubeconfig is None
@@ -49,7 +49,7 @@ def connection(
     return from_kubeconfig(kubeconfig)
 
 
-def in_cluster(server: str, folder: Path) -> Connection:
+def in_cluster(server: str, folder: Path) -> ApiConnection:
     """The service account whose token, CA certificate and namespace lie in `folder`."""
     try:
         namespace = (folder / "namespace").read_text(encoding="utf-8").strip()
@@ -60,10 +60,10 @@ def in_cluster(server: str, folder: Path) -> Connection:
         raise SettingsError(
             f"{folder}: the pod's service account cannot be read: {error}"
         ) from error
-    return Connection(server, namespace, lambda: f"Bearer {token()}", tls)
+    return ApiConnection(server, namespace, lambda: f"Bearer {token()}", tls)
 
 
-def from_kubeconfig(path: Path | None) -> Connection:
+def from_kubeconfig(path: Path | None) -> ApiConnection:
     """`path`, else $KUBECONFIG, else ~/.kube/config. Raises SettingsError."""
     from kubernetes import config  # 9 MB that a pod does not need
 
@@ -101,7 +101,7 @@ def from_kubeconfig(path: Path | None) -> Connection:
         return context
 
     namespace = (active.get("context") or {}).get("namespace") or "default"
-    return Connection(
+    return ApiConnection(
         str(configuration.host).rstrip("/"), namespace, _Reread(authorization), _Reread(tls)
     )
 

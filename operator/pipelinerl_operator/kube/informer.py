@@ -18,7 +18,7 @@ from typing import Generic
 from pipelinerl_common.errors import PipelineRLError
 from pipelinerl_operator.kube.api import Api, Change, Selection
 from pipelinerl_operator.kube.errors import Gone, TooManyRequests
-from pipelinerl_operator.kube.resources import Key, key_of
+from pipelinerl_operator.kube.resources import ObjectKey, key_of
 from pipelinerl_operator.kube.store import Store, V
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Informer(Generic[V]):
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
     async def _list(self) -> None:
-        keys: list[Key] = []
+        keys: list[ObjectKey] = []
         version = ""
         async for page in self._api.pages(self.selection):
             self._heard_at = time.monotonic()

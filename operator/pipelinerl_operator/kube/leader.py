@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pipelinerl_common.errors import FatalError, PipelineRLError
 from pipelinerl_operator.kube.api import Api
 from pipelinerl_operator.kube.errors import AlreadyExists, Conflict, NotFound
-from pipelinerl_operator.kube.resources import LEASES, Key, Object
+from pipelinerl_operator.kube.resources import LEASES, Object, ObjectKey
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,9 @@ class Election:
     replicas there ever were.
     """
 
-    def __init__(self, api: Api, key: Key, identity: str, times: LeaseTimes | None = None) -> None:
+    def __init__(
+        self, api: Api, key: ObjectKey, identity: str, times: LeaseTimes | None = None
+    ) -> None:
         self.is_leader = False
         self._api = api
         self._key = key

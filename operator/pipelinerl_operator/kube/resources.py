@@ -9,7 +9,7 @@ Object = dict[str, Any]
 """A Kubernetes object as the API server sends it."""
 
 
-class Key(NamedTuple):
+class ObjectKey(NamedTuple):
     """Example: Key("default", "arithmetic-actor-0"). The namespace of what has none is empty."""
 
     namespace: str
@@ -83,9 +83,9 @@ def resource_of(body: Mapping[str, Any]) -> Resource:
     return _BY_TYPE[body["apiVersion"], body["kind"]]
 
 
-def key_of(body: Mapping[str, Any]) -> Key:
+def key_of(body: Mapping[str, Any]) -> ObjectKey:
     metadata = body["metadata"]
-    return Key(intern(metadata.get("namespace", "")), metadata["name"])
+    return ObjectKey(intern(metadata.get("namespace", "")), metadata["name"])
 
 
 def controller_uid(body: Mapping[str, Any]) -> str:

@@ -6,14 +6,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
-from pipelinerl_operator.kube.resources import Key, Object
+from pipelinerl_operator.kube.resources import Object, ObjectKey
 
 
 class View(Protocol):
     """What of an object is kept."""
 
     @property
-    def key(self) -> Key: ...
+    def key(self) -> ObjectKey: ...
     @property
     def uid(self) -> str: ...
     @property
@@ -33,14 +33,14 @@ class Store(Generic[V]):
     def __init__(
         self,
         view: Callable[[Object], V],
-        job_of: Callable[[V], Key],
-        changed: Callable[[Key], None],
+        job_of: Callable[[V], ObjectKey],
+        changed: Callable[[ObjectKey], None],
     ) -> None:
         self._view = view
         self._job_of = job_of
         self._changed = changed
-        self._by_key: dict[Key, V] = {}
-        self._by_job: dict[Key, tuple[V, ...]] = {}
+        self._by_key: dict[ObjectKey, V] = {}
+        self._by_job: dict[ObjectKey, tuple[V, ...]] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()
         """UIDs of the newest removed objects: the answer to a creation may come later than the news
         of the end.
@@ -52,10 +52,10 @@ class Store(Generic[V]):
     def __iter__(self) -> Iterator[V]:
         return iter(self._by_key.values())
 
-    def get(self, key: Key) -> V | None:
+    def get(self, key: ObjectKey) -> V | None:
         return self._by_key.get(key)
 
-    def of_job(self, job: Key) -> tuple[V, ...]:
+    def of_job(self, job: ObjectKey) -> tuple[V, ...]:
         return self._by_job.get(job, ())
 
     def put(self, body: Object) -> None:
@@ -78,7 +78,7 @@ class Store(Generic[V]):
         self._by_job[job] = (*self._by_job.get(job, ()), view)
         self._changed(job)
 
-    def remove(self, key: Key, uid: str = "") -> None:
+    def remove(self, key: ObjectKey, uid: str = "") -> None:
         """`uid` empty removes whatever has the name; otherwise a successor of the same name stays,
         and that very object never comes back.
         """
@@ -91,7 +91,7 @@ class Store(Generic[V]):
             self._drop(key)
             self._changed(self._job_of(old))
 
-    def keep_only(self, keys: Iterable[Key], within: str | None, version: str = "") -> None:
+    def keep_only(self, keys: Iterable[ObjectKey], within: str | None, version: str = "") -> None:
         """After a new list of namespace `within` (None: all): what it did not hold is gone.
 
         Not so what was made after `version`, that of the list: the answer to its creation is here
@@ -102,7 +102,7 @@ class Store(Generic[V]):
             if view.key not in listed and not _came_later(view.resource_version, version):
                 self.remove(view.key)
 
-    def _drop(self, key: Key) -> None:
+    def _drop(self, key: ObjectKey) -> None:
         old = self._by_key.pop(key, None)
         if old is None:
             return

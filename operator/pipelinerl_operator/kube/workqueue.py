@@ -7,7 +7,7 @@ import heapq
 import random
 from collections import OrderedDict
 
-from pipelinerl_operator.kube.resources import Key
+from pipelinerl_operator.kube.resources import ObjectKey
 
 FIRST_RETRY_S = 0.05
 MAX_RETRY_S = 60.0
@@ -17,15 +17,15 @@ class WorkQueue:
     """Bounded by the number of keys that exist. Times are those of the running loop."""
 
     def __init__(self) -> None:
-        self._ready: OrderedDict[Key, float] = OrderedDict()
+        self._ready: OrderedDict[ObjectKey, float] = OrderedDict()
         """With the time since when each waits."""
-        self._working: set[Key] = set()
-        self._again: set[Key] = set()
+        self._working: set[ObjectKey] = set()
+        self._again: set[ObjectKey] = set()
         """Added while being worked on."""
-        self._later: dict[Key, float] = {}
+        self._later: dict[ObjectKey, float] = {}
         """When each is due; the earliest wish counts."""
-        self._heap: list[tuple[float, Key]] = []
-        self._failures: dict[Key, int] = {}
+        self._heap: list[tuple[float, ObjectKey]] = []
+        self._failures: dict[ObjectKey, int] = {}
         self._wake = asyncio.Event()
 
     @property
@@ -41,7 +41,7 @@ class WorkQueue:
             else 0.0
         )
 
-    def add(self, key: Key) -> None:
+    def add(self, key: ObjectKey) -> None:
         self._later.pop(key, None)
         if key in self._working:
             self._again.add(key)
@@ -49,7 +49,7 @@ class WorkQueue:
             self._ready[key] = asyncio.get_running_loop().time()
             self._wake.set()
 
-    def add_after(self, key: Key, delay_s: float) -> None:
+    def add_after(self, key: ObjectKey, delay_s: float) -> None:
         """Adds it in `delay_s` seconds, unless it is due earlier anyway."""
         due = asyncio.get_running_loop().time() + delay_s
         if due >= self._later.get(key, float("inf")):
@@ -58,7 +58,7 @@ class WorkQueue:
         heapq.heappush(self._heap, (due, key))
         self._wake.set()
 
-    def retry(self, key: Key, at_least_s: float = 0.0) -> float:
+    def retry(self, key: ObjectKey, at_least_s: float = 0.0) -> float:
         """Adds it after a pause that doubles with each failure in a row; returns the pause in
         seconds.
         """
@@ -71,16 +71,16 @@ class WorkQueue:
         self.add_after(key, pause_s)
         return pause_s
 
-    def succeeded(self, key: Key) -> None:
+    def succeeded(self, key: ObjectKey) -> None:
         """Ends the row of failures."""
         self._failures.pop(key, None)
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: ObjectKey) -> None:
         """The key's object is gone: nothing is to be remembered of it."""
         self._failures.pop(key, None)
         self._later.pop(key, None)
 
-    async def get(self) -> Key:
+    async def get(self) -> ObjectKey:
         """The key that has waited longest; `done` must follow."""
         while True:
             due_in_s = self._promote()
@@ -95,7 +95,7 @@ class WorkQueue:
             except TimeoutError:
                 pass
 
-    def done(self, key: Key) -> None:
+    def done(self, key: ObjectKey) -> None:
         self._working.discard(key)
         if key in self._again:
             self._again.discard(key)

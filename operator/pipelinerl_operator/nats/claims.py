@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from pipelinerl_operator.nats.keys import Key
+from pipelinerl_operator.nats.keys import NatsKey
 
 UNLIMITED = -1
 _HEADER = {"typ": "JWT", "alg": "ed25519-nkey"}
@@ -35,14 +35,14 @@ class Rights:
     subscribe: tuple[str, ...]
 
 
-def operator_token(operator: Key, system_account: str, issued_at: int) -> str:
+def operator_token(operator: NatsKey, system_account: str, issued_at: int) -> str:
     """The operator's own token, by which the server trusts what it signs."""
     claims = {"system_account": system_account, "type": "operator", "version": 2}
     return sign(operator, operator.public, "pipelinerl", claims, issued_at)
 
 
 def account_token(
-    operator: Key, account: str, name: str, limits: StreamLimits | None, issued_at: int
+    operator: NatsKey, account: str, name: str, limits: StreamLimits | None, issued_at: int
 ) -> str:
     """An account with no imports, no exports and no leaf nodes; without `limits` also without
     JetStream.
@@ -73,7 +73,7 @@ def account_token(
     return sign(operator, account, name, claims, issued_at)
 
 
-def user_token(account: Key, user: str, name: str, rights: Rights, issued_at: int) -> str:
+def user_token(account: NatsKey, user: str, name: str, rights: Rights, issued_at: int) -> str:
     """A user of `account`. Without an end: it ends with its account."""
     claims = {
         "pub": {"allow": list(rights.publish)},
@@ -85,13 +85,13 @@ def user_token(account: Key, user: str, name: str, rights: Rights, issued_at: in
     return sign(account, user, name, claims, issued_at)
 
 
-def deletion_token(operator: Key, accounts: Iterable[str], issued_at: int) -> str:
+def deletion_token(operator: NatsKey, accounts: Iterable[str], issued_at: int) -> str:
     """The order to forget accounts."""
     claims = {"accounts": list(accounts), "type": "generic", "version": 2}
     return sign(operator, operator.public, "pipelinerl", claims, issued_at)
 
 
-def credentials(token: str, user: Key) -> str:
+def credentials(token: str, user: NatsKey) -> str:
     """The text of a credentials file, as `nsc` writes it."""
     return (
         f"-----BEGIN NATS USER JWT-----\n{token}\n------END NATS USER JWT------\n\n"
@@ -100,7 +100,7 @@ def credentials(token: str, user: Key) -> str:
 
 
 def sign(
-    issuer: Key,
+    issuer: NatsKey,
     subject: str,
     name: str,
     nats: Mapping[str, Any],

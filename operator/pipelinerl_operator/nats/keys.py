@@ -20,7 +20,7 @@ class KeyKind(IntEnum):
 
 
 @dataclass(frozen=True, repr=False)
-class Key:
+class NatsKey:
     """A key pair.
 
     Example: seed "SUAM...", public "UDXU...".
@@ -29,16 +29,16 @@ class Key:
     seed: str
 
     @classmethod
-    def generate(cls, kind: KeyKind) -> "Key":
+    def generate(cls, kind: KeyKind) -> "NatsKey":
         return cls.from_bytes(kind, secrets.token_bytes(32))
 
     @classmethod
-    def from_bytes(cls, kind: KeyKind, raw: bytes) -> "Key":
+    def from_bytes(cls, kind: KeyKind, raw: bytes) -> "NatsKey":
         """From the 32 bytes of an ed25519 seed."""
         return cls(nkeys.encode_seed(raw, kind).decode())
 
     @classmethod
-    def parse(cls, seed: str, kind: KeyKind) -> "Key":
+    def parse(cls, seed: str, kind: KeyKind) -> "NatsKey":
         """Raises SettingsError when `seed` is not the seed of such a key."""
         try:
             prefix, _ = nkeys.decode_seed(seed.encode())
@@ -59,9 +59,9 @@ class Key:
     def sign(self, data: bytes) -> bytes:
         return bytes(nkeys.from_seed(self.seed.encode()).sign(data))
 
-    def derive(self, kind: KeyKind, *path: str) -> "Key":
+    def derive(self, kind: KeyKind, *path: str) -> "NatsKey":
         """The key of `path` below this one: HMAC-SHA256 keyed with the seed, which cannot be found
         from what it derives.
         """
         name = "\0".join((kind.name, *path)).encode()
-        return Key.from_bytes(kind, hmac.digest(self.seed.encode(), name, sha256))
+        return NatsKey.from_bytes(kind, hmac.digest(self.seed.encode(), name, sha256))

@@ -14,7 +14,7 @@ from pipelinerl_common.errors import Unavailable
 from pipelinerl_common.service import cancel_all
 from pipelinerl_common.stream import StreamConnection
 from pipelinerl_operator.nats.claims import StreamLimits, account_token, deletion_token, read_claims
-from pipelinerl_operator.nats.keys import Key
+from pipelinerl_operator.nats.keys import NatsKey
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +33,12 @@ class _Ensured:
     limits: StreamLimits
 
 
-class AccountServer:
+class AccountClient:
     """Accounts of a server in operator mode. What has been seen to be right is not asked for again
     until the connection has been away: the server may then have come back without its disk.
     """
 
-    def __init__(self, requests: StreamConnection, operator: Key) -> None:
+    def __init__(self, requests: StreamConnection, operator: NatsKey) -> None:
         self._requests = requests
         self._operator = operator
         self._ensured: dict[str, _Ensured] = {}
@@ -144,7 +144,7 @@ class AccountServer:
         return _find(answers, stream)
 
 
-class StreamServer:
+class StreamClient:
     """Streams in the account of the connection itself."""
 
     def __init__(self, requests: StreamConnection) -> None:

@@ -15,8 +15,8 @@ from typing import Final, Protocol
 from pipelinerl_common.errors import Unavailable
 from pipelinerl_common.stream import Login, StreamConnection, StreamLayout
 from pipelinerl_operator.nats.claims import Rights, StreamLimits, credentials, user_token
-from pipelinerl_operator.nats.keys import Key, KeyKind
-from pipelinerl_operator.nats.server import AccountServer, StreamServer
+from pipelinerl_operator.nats.keys import KeyKind, NatsKey
+from pipelinerl_operator.nats.server import AccountClient, StreamClient
 from pipelinerl_operator.nats.trust import TIMELESS, administration_credentials, system_account
 from pipelinerl_operator.objects.job_resource import JobResource
 
@@ -73,9 +73,9 @@ class AccountStreams:
     """
 
     def __init__(
-        self, requests: StreamConnection, operator: Key, url: str, ca_file: Path | None
+        self, requests: StreamConnection, operator: NatsKey, url: str, ca_file: Path | None
     ) -> None:
-        self._server = AccountServer(requests, operator)
+        self._server = AccountClient(requests, operator)
         self._operator = operator
         self._url = url
         self._ca_file = ca_file
@@ -83,7 +83,7 @@ class AccountStreams:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, url: str, operator: Key, ca_file: Path | None = None
+        cls, url: str, operator: NatsKey, ca_file: Path | None = None
     ) -> AsyncIterator["AccountStreams"]:
         """Connects beside the block: a server that starts later will do, and one that comes back
         without its disk is told of all accounts again.
@@ -161,10 +161,10 @@ class AccountStreams:
             num_removed += 1
         return num_removed
 
-    def _account(self, job: JobResource) -> Key:
+    def _account(self, job: JobResource) -> NatsKey:
         return self._account_of(job.uid)
 
-    def _account_of(self, uid: str) -> Key:
+    def _account_of(self, uid: str) -> NatsKey:
         return self._operator.derive(KeyKind.ACCOUNT, "job", uid)
 
 
@@ -172,7 +172,7 @@ class SharedStreams:
     """Everybody's streams beside one another, under one login."""
 
     def __init__(self, requests: StreamConnection, login_text: str | None) -> None:
-        self._server = StreamServer(requests)
+        self._server = StreamClient(requests)
         self._login_text = login_text
 
     @classmethod
@@ -221,7 +221,7 @@ def _limits(layout: StreamLayout) -> StreamLimits:
     )
 
 
-def _job_credentials(job: JobResource, account: Key) -> str:
+def _job_credentials(job: JobResource, account: NatsKey) -> str:
     user = account.derive(KeyKind.USER, "services")
     rights = Rights(publish=_layout(job).publish_subjects, subscribe=("_INBOX.>",))
     return credentials(user_token(account, user.public, job.name, rights, TIMELESS), user)

@@ -15,7 +15,7 @@ from pipelinerl_operator.nats.claims import (
     operator_token,
     user_token,
 )
-from pipelinerl_operator.nats.keys import Key, KeyKind
+from pipelinerl_operator.nats.keys import KeyKind, NatsKey
 
 SEED_KEY: Final = "operator.seed"
 """For the operator alone."""
@@ -41,7 +41,7 @@ ADMINISTRATION: Final = Rights(
 """What the operator does with the system account."""
 
 
-def server_trust(operator: Key) -> dict[str, Any]:
+def server_trust(operator: NatsKey) -> dict[str, Any]:
     """nats-server's settings `operator`, `system_account` and `resolver_preload`."""
     system = system_account(operator).public
     return {
@@ -51,7 +51,7 @@ def server_trust(operator: Key) -> dict[str, Any]:
     }
 
 
-def administration_credentials(operator: Key) -> str:
+def administration_credentials(operator: NatsKey) -> str:
     """Credentials of the operator's own user in the system account."""
     system = system_account(operator)
     user = system.derive(KeyKind.USER, "pipelinerl-operator")
@@ -60,7 +60,7 @@ def administration_credentials(operator: Key) -> str:
     )
 
 
-def auth_secret(name: str, operator: Key, labels: Mapping[str, str]) -> dict[str, Any]:
+def auth_secret(name: str, operator: NatsKey, labels: Mapping[str, str]) -> dict[str, Any]:
     """The Secret. The same key gives the same content."""
     return {
         "apiVersion": "v1",
@@ -74,7 +74,7 @@ def auth_secret(name: str, operator: Key, labels: Mapping[str, str]) -> dict[str
     }
 
 
-def operator_key(secret: Mapping[str, Any]) -> Key:
+def operator_key(secret: Mapping[str, Any]) -> NatsKey:
     """The key in such a Secret. Raises SettingsError when it has none."""
     name = secret["metadata"]["name"]
     encoded = (secret.get("data") or {}).get(SEED_KEY)
@@ -85,12 +85,12 @@ def operator_key(secret: Mapping[str, Any]) -> Key:
         )
     try:
         seed = base64.b64decode(encoded, validate=True).decode().strip()
-        return Key.parse(seed, KeyKind.OPERATOR)
+        return NatsKey.parse(seed, KeyKind.OPERATOR)
     except (ValueError, SettingsError) as error:
         raise SettingsError(f"Secret {name}, key {SEED_KEY}: {error}") from error
 
 
-def _content(operator: Key) -> dict[str, str]:
+def _content(operator: NatsKey) -> dict[str, str]:
     return {
         SEED_KEY: operator.seed,
         CONFIG_KEY: "".join(
@@ -100,6 +100,6 @@ def _content(operator: Key) -> dict[str, str]:
     }
 
 
-def system_account(operator: Key) -> Key:
+def system_account(operator: NatsKey) -> NatsKey:
     """Through which the server is administered."""
     return operator.derive(KeyKind.ACCOUNT, "system")

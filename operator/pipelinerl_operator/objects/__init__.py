@@ -6,10 +6,10 @@ created one by one wanted.pods[0].manifest(attempt=0, excluded_nodes=())
 """
 
 from pipelinerl_operator.objects.context import Capabilities, OperatorContext
-from pipelinerl_operator.objects.desired import Desired, desired
+from pipelinerl_operator.objects.desired import Desired, desired_objects
 from pipelinerl_operator.objects.job_resource import JobResource
 from pipelinerl_operator.objects.pods import PodSpec
-from pipelinerl_operator.objects.secret import secret
+from pipelinerl_operator.objects.secret import job_secret
 
 __all__ = [
     "Capabilities",
@@ -17,6 +17,6 @@ __all__ = [
     "JobResource",
     "OperatorContext",
     "PodSpec",
-    "desired",
-    "secret",
+    "desired_objects",
+    "job_secret",
 ]

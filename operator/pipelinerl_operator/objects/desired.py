@@ -24,7 +24,7 @@ class Desired:
     """In start order."""
 
 
-def desired(job: JobResource, context: OperatorContext) -> Desired:
+def desired_objects(job: JobResource, context: OperatorContext) -> Desired:
     """Pure and cheap. Raises SettingsError for a podTemplate that does not fit, before anything of
     the job exists.
     """

@@ -7,7 +7,7 @@ from pipelinerl_operator.objects.labels import metadata, secret_name
 from pipelinerl_operator.objects.ports import NATS_KEY, TOKEN_KEY
 
 
-def secret(job: JobResource, token: str, nats_credentials: str | None = None) -> dict[str, Any]:
+def job_secret(job: JobResource, token: str, nats_credentials: str | None = None) -> dict[str, Any]:
     """`<job>-token`: bearer token of the weight endpoints and gRPC services, and the stream's
     credentials where it has some.
     """
