@@ -98,7 +98,7 @@ async def _bench(args: argparse.Namespace, folder: Path, rounds: int) -> Report:
                 await generator.wait_until_running(args.requests)
                 measured[pace][mode].updates.append(await trainer.update(mode, paces[pace]))
                 measured[pace][mode].broadcasts.append(await mirror.broadcast(paces[pace]))
-    values = {
+    values: dict[str, dict[str, dict[str, Value]]] = {
         pace: {mode: measured[pace][mode].values(snapshot.num_bytes) for mode in MODES}
         for pace in paces
     }

@@ -456,7 +456,7 @@ async def test_a_manifest_is_named_by_its_hash_until_the_next_group(
     client: Client, trainer: Trainer, reference: Reference
 ) -> None:
     weights = reference.constant(X)
-    named = {
+    named: dict[str, Any] = {
         "manifest": None,
         "manifest_hash": manifest_of(weights, trainer.bucket_bytes).hash,
     }

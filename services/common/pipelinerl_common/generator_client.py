@@ -213,15 +213,15 @@ class GeneratorClient:
             yield session
 
 
-async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """The body, or its first bytes: more than `max_bytes` of them tell that it is too long."""
+async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytearray:
+    """The body. When it is longer than `max_bytes`, its first bytes, and more than so many."""
     body = bytearray()
     while len(body) <= max_bytes and (chunk := await response.content.readany()):
         body += chunk
-    return bytes(body)
+    return body
 
 
-def _parse(url: str, body: bytes, max_bytes: int, answer: type[Response]) -> Response:
+def _parse(url: str, body: bytearray, max_bytes: int, answer: type[Response]) -> Response:
     if len(body) > max_bytes:
         raise BadAnswer(f"{url}: the answer has more than {max_bytes} bytes", 200)
     try:
@@ -230,7 +230,7 @@ def _parse(url: str, body: bytes, max_bytes: int, answer: type[Response]) -> Res
         raise BadAnswer(f"{url}: not the expected answer: {error}", 200) from error
 
 
-def _error_of(url: str, response: aiohttp.ClientResponse, body: bytes) -> GeneratorError:
+def _error_of(url: str, response: aiohttp.ClientResponse, body: bytearray) -> GeneratorError:
     """The contract's error for a status and its ErrorResponse. An error of something in between, a
     proxy for example, is shown as it is.
     """

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch._C._distributed_c10d import PrefixStore
-from trainer_peers import DEADLINE_S, Coordinator, Preprocessor, serving, until
-from trainer_two_ranks import free_ports
+from trainer_fake_services import DEADLINE_S, Coordinator, Preprocessor, serving, until
+from trainer_harness import free_ports
 
 from pipelinerl.v1 import policy_pb2, policy_pb2_grpc
 from pipelinerl_common import rpc
@@ -117,9 +117,9 @@ async def test_the_manifest_is_sent_until_an_epochs_first_success_and_again_in_t
         await harness.coordinator.form()
         await until(lambda: not harness.coordinator.die_before_receiving, "the failed update")
         await harness.coordinator.form()
-        for version in (1, 2, 3):
-            harness.publisher.offer(offer(version))
-            await until(lambda v=version: harness.marked[-1:] == [v], "the publication")
+        for versions in ([1], [1, 2], [1, 2, 3]):
+            harness.publisher.offer(offer(versions[-1]))
+            await until(lambda: harness.marked == versions, "the publication")  # noqa: B023
         await harness.coordinator.form()
         await until(lambda: harness.coordinator.versions == [1, 2, 3, 3], "version 3 once more")
         assert harness.coordinator.manifests == [(2, True), (2, False), (2, False), (3, True)]
