@@ -1,1 +1,1 @@
-"""The command line: pipelinerl up, compare, bench."""
+"""The command line: `pipelinerl up`, watch, report, compare, doctor, simulate, plan and others."""

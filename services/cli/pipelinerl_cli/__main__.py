@@ -1,5 +1,8 @@
-"""`pipelinerl`: one command, subcommands from a table. Only the chosen subcommand's module is
-imported.
+"""`pipelinerl`: one command, its subcommands in a table.
+
+argparse, not typer or click: only the chosen subcommand's module is imported, so that `--help` and
+every wrong argument are answered at once. A table of modules does that in a few lines; on top of
+typer the same would have to be built again.
 """
 
 import argparse
@@ -8,7 +11,7 @@ import os
 import select
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipelinerl_common.errors import PipelineRLError, SettingsError
 
@@ -16,8 +19,8 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NO_READER = 1, 2, 130, 141
 
 
 class Command(NamedTuple):
-    """One subcommand. `module` offers `add_arguments(parser)` and `run(args) -> int`, the exit
-    status.
+    """One subcommand. `module` offers `add_arguments(parser)` and `run(args)`, which returns the
+    exit status.
     """
 
     summary: str
@@ -25,31 +28,23 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {
-    "up": Command("run a job on this machine, or go on with it", "pipelinerl_cli.up.command"),
-    "watch": Command(
-        "live numbers of a run's folder, or of a job in the cluster", "pipelinerl_cli.watch.command"
-    ),
-    "report": Command(
-        "write report.html and summary.json of a run again", "pipelinerl_cli.report.command"
-    ),
+    "up": Command("run a job on this machine, or resume it", "up.command"),
+    "watch": Command("live numbers of a run's folder, or of a job in the cluster", "watch.command"),
+    "report": Command("write report.html and summary.json of a run again", "report.command"),
     "compare": Command(
-        "compare runs: learning curves over time, samples and tokens",
-        "pipelinerl_cli.compare.command",
+        "compare runs: learning curves over time, samples and tokens", "compare.command"
     ),
     "doctor": Command(
-        "find what holds a run or a job up, and what to turn", "pipelinerl_cli.doctor.command"
+        "find what slows a run or a job down, and which settings to change", "doctor.command"
     ),
-    "simulate": Command("try staleness policies on a simulated cluster", "pipelinerl_cli.simulate"),
-    "replay": Command("check a recorded run against its staleness policy", "pipelinerl_cli.replay"),
-    "plan": Command("choose how many GPUs generate, and with which batch", "pipelinerl_cli.plan"),
+    "simulate": Command("try staleness policies on a simulated cluster", "simulate"),
+    "replay": Command("check a recorded run against its staleness policy", "replay"),
+    "plan": Command("choose how many GPUs generate, and with which batch", "plan"),
     "calibrate": Command(
-        "measure a generator's speed by batch size, for plan", "pipelinerl_cli.calibrate.command"
+        "measure a generator's speed by batch size, for plan", "calibrate.command"
     ),
-    "eval": Command(
-        "pass@k of saved weights on a task, with confidence intervals",
-        "pipelinerl_cli.eval.command",
-    ),
-    "new-task": Command("write a task and a job to start your own from", "pipelinerl_cli.new_task"),
+    "eval": Command("pass@k of saved weights on a task, with confidence intervals", "eval.command"),
+    "new-task": Command("write a task and a job as a start for your own", "new_task"),
 }
 
 
@@ -64,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=command.summary, description=command.summary)
         if name == chosen:
-            importlib.import_module(command.module).add_arguments(subparser)
+            _module(name).add_arguments(subparser)
     args = parser.parse_args(arguments)
     try:
-        status: int = importlib.import_module(COMMANDS[args.command].module).run(args)
+        status: int = _module(args.command).run(args)
         sys.stdout.flush()
     except SettingsError as error:
         print(f"pipelinerl {args.command}: {error}", file=sys.stderr)
@@ -84,9 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+def _module(command: str) -> Any:
+    return importlib.import_module(f"pipelinerl_cli.{COMMANDS[command].module}")
+
+
 def _has_reader() -> bool:
-    """Whether standard output is still read; after `pipelinerl compare ... | head` it is not, and
-    what is left is discarded.
+    """Whether standard output is still read. After `pipelinerl compare ... | head` it is not, and
+    the rest is discarded.
     """
     poll = select.poll()
     poll.register(sys.stdout.fileno(), select.POLLOUT)

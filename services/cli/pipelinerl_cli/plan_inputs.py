@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
+from pipelinerl_cli.terminal import at_least, positive
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import Job, load_job
 from pipelinerl_planner.lengths import parse_lengths
@@ -24,6 +25,8 @@ MAX_PAIRS = 5_000_000
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
+    """Everything that a plan is computed from."""
+
     load: PlanWorkload
     grid: Grid
     group_size: int
@@ -32,7 +35,7 @@ class PlanInputs:
     """Most trainer ranks of one node."""
     job: Job | None
     assumed: Mapping[str, str]
-    """What nobody said, by flag. Example: {"--tau": "4.92"}."""
+    """Defaults that were used, by flag. Example: {"--tau": "4.92"}."""
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -49,7 +52,7 @@ class PlanInputs:
 def read_inputs(args: argparse.Namespace) -> PlanInputs:
     """Raises SettingsError that names the flag or field, its value and the remedy."""
     job = None if args.job is None else load_job(args.job)
-    num_gpus = _at_least(2, "--gpus", _gpus(job) if args.gpus is None else args.gpus)
+    num_gpus = at_least(2, "--gpus", _gpus(job) if args.gpus is None else args.gpus)
     group_size, batch_size = _batch(args, job)
     utilization: Utilization = (
         FittedCurve() if args.utilization is None else read_utilization(args.utilization)
@@ -69,8 +72,8 @@ def read_inputs(args: argparse.Namespace) -> PlanInputs:
             "train"
         )
     if args.max_lag is not None:
-        _at_least(1, "--max-lag", args.max_lag)
-    grid = Grid(_at_least(1, "--max-running", args.max_running), gpus_per_actor, args.max_lag)
+        at_least(1, "--max-lag", args.max_lag)
+    grid = Grid(at_least(1, "--max-running", args.max_running), gpus_per_actor, args.max_lag)
     if grid.num_pairs(num_gpus) > MAX_PAIRS:
         raise SettingsError(
             f"--gpus {num_gpus} with --max-running {grid.most_per_gpu}: "
@@ -79,7 +82,7 @@ def read_inputs(args: argparse.Namespace) -> PlanInputs:
             "--max-running"
         )
     load = PlanWorkload(num_gpus, batch_size, lengths, _tau(args, utilization), utilization)
-    gpus_per_node = _at_least(1, "--gpus-per-node", args.gpus_per_node)
+    gpus_per_node = at_least(1, "--gpus-per-node", args.gpus_per_node)
     return PlanInputs(load, grid, group_size, gpus_per_node, job, _assumed(args, default_lengths))
 
 
@@ -113,25 +116,25 @@ def _gpus(job: Job | None) -> int:
 def _batch(args: argparse.Namespace, job: Job | None) -> tuple[int, int]:
     """Trajectories of a group and of an optimizer step."""
     if job is None:
-        batch = _at_least(1, "--batch", CASE_BATCH if args.batch is None else args.batch)
+        batch = at_least(1, "--batch", CASE_BATCH if args.batch is None else args.batch)
         group_size = gcd(batch, 8) if args.group_size is None else args.group_size
     else:
         group_size = job.spec.task.group_size if args.group_size is None else args.group_size
         batch = (
             job.spec.algorithm.groups_per_step * group_size if args.batch is None else args.batch
         )
-    _at_least(1, "--batch", batch)
-    _at_least(1, "--group-size", group_size)
+    at_least(1, "--batch", batch)
+    at_least(1, "--group-size", group_size)
     if batch % group_size:
         raise SettingsError(
-            f"--batch {batch} is not a multiple of the group size {group_size}: set --group-size"
+            f"--batch {batch} must be a multiple of the group size {group_size}: set --group-size"
         )
     return group_size, batch
 
 
 def _tau(args: argparse.Namespace, utilization: Utilization) -> float:
     if args.train_tokens_per_second is None:
-        return _positive("--tau", CASE_TAU if args.tau is None else args.tau)
+        return positive("--tau", CASE_TAU if args.tau is None else args.tau)
     if args.tau is not None:
         raise SettingsError(
             f"--tau {args.tau:g} and --train-tokens-per-second {args.train_tokens_per_second:g}: "
@@ -143,18 +146,6 @@ def _tau(args: argparse.Namespace, utilization: Utilization) -> float:
             "be known; "
             "give --utilization with a file of `pipelinerl calibrate`, or --tau"
         )
-    return utilization.peak_tokens_per_second / _positive(
+    return utilization.peak_tokens_per_second / positive(
         "--train-tokens-per-second", args.train_tokens_per_second
     )
-
-
-def _at_least(least: int, flag: str, value: int) -> int:
-    if value < least:
-        raise SettingsError(f"{flag} {value} must be at least {least}")
-    return value
-
-
-def _positive(flag: str, value: float) -> float:
-    if not 0 < value < float("inf"):
-        raise SettingsError(f"{flag} {value:g} must be a number above 0")
-    return value

@@ -230,7 +230,7 @@ def _run_all(planned: Sequence[PlannedSimulation]) -> list[FinishedSimulation]:
         percent = 100 * done // total
         main = plan.settings.parameter_names()[0]
         what = f"{plan.policy} {main}={plan.main_value}"
-        progress.say(f"{'#' * (percent // 4):25} {percent:3} % {what[:40]}")
+        progress.show(f"{'#' * (percent // 4):25} {percent:3} % {what[:40]}")
 
     for plan in planned:
         policy = make_policy(plan.settings, plan.groups_per_step)

@@ -18,8 +18,15 @@ from aiohttp import web
 
 from pipelinerl_cli.__main__ import main
 from pipelinerl_cli.calibrate.command import add_arguments, run
-from pipelinerl_cli.calibrate.curve_file import CurveScale, curve_document
-from pipelinerl_cli.calibrate.measurement import Level, RequestSpan, levels, measure, tokens_within
+from pipelinerl_cli.calibrate.measurement import (
+    CurveScale,
+    Level,
+    RequestSpan,
+    curve_document,
+    levels,
+    measure,
+    tokens_within,
+)
 from pipelinerl_common.errors import PermanentError, SettingsError, Unavailable
 from pipelinerl_planner.utilization import read_utilization
 

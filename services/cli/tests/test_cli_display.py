@@ -12,7 +12,6 @@ from rich.console import Console
 from pipelinerl_cli.runs.history import RunHistory
 from pipelinerl_cli.runs.records import SILENCE_RECORD, Record, silent_name
 from pipelinerl_cli.runs.summary import summarize
-from pipelinerl_cli.up.checks import assign_gpus, environment, missing_gpus, threads_per_process
 from pipelinerl_cli.up.display import (
     LiveDisplay,
     PlainDisplay,
@@ -23,9 +22,16 @@ from pipelinerl_cli.up.display import (
     step_line,
 )
 from pipelinerl_cli.up.live_metrics import GENERATING, RunView
-from pipelinerl_cli.up.process import Ports, check_port_is_free
+from pipelinerl_cli.up.placement import (
+    Ports,
+    assign_gpus,
+    check_port_is_free,
+    environment,
+    missing_gpus,
+    threads_per_process,
+)
 from pipelinerl_cli.up.session import keep_log
-from pipelinerl_cli.up.status_lines import Patience, Silence
+from pipelinerl_cli.up.status_lines import Silence, StallExplainer
 from pipelinerl_cli.up.supervisor import Done, GiveUp, Restart, RestartBudget, judge
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import Job, parse_job
@@ -185,7 +191,7 @@ def test_a_full_disk_under_the_log_does_not_reach_the_terminal(
 
 
 def test_a_long_wait_is_explained_with_what_was_dropped_since_the_last_step() -> None:
-    view, patience = RunView(steps_total=9, phase=GENERATING), Patience(groups_per_step=32)
+    view, stall = RunView(steps_total=9, phase=GENERATING), StallExplainer(groups_per_step=32)
 
     def count(time: float, dropped: float, failed: float) -> None:
         view.take(
@@ -204,7 +210,7 @@ def test_a_long_wait_is_explained_with_what_was_dropped_since_the_last_step() ->
         )
 
     count(1, dropped=100, failed=0)
-    assert patience.look(view, 0) is None
+    assert stall.look(view, 0) is None
     count(2, dropped=1740, failed=3)
     view.take(
         Record(
@@ -215,28 +221,28 @@ def test_a_long_wait_is_explained_with_what_was_dropped_since_the_last_step() ->
             {"queue_groups{stage=ready}": 5.0, "queue_groups{stage=running}": 2.0},
         )
     )
-    assert patience.look(view, 59) is None
-    assert patience.look(view, 60) == (
+    assert stall.look(view, 59) is None
+    assert stall.look(view, 60) == (
         "no step for 60 s: step 1 needs 32 groups, 5 are ready, 2 run; groups dropped meanwhile: "
         "zero_advantage 1,640; "
         "rollouts failed meanwhile: task_error 3; see logs/actor-0.log"
     )
-    assert patience.look(view, 119) is None
-    assert patience.look(view, 120) is not None
+    assert stall.look(view, 119) is None
+    assert stall.look(view, 120) is not None
     view.take(trained(1, 3.0, 0.5))
-    assert patience.look(view, 130) is None
-    assert "step 2 needs 32 groups" in str(patience.look(view, 190))
-    assert "dropped" not in str(patience.look(view, 310))
+    assert stall.look(view, 130) is None
+    assert "step 2 needs 32 groups" in str(stall.look(view, 190))
+    assert "dropped" not in str(stall.look(view, 310))
 
 
 def test_a_wait_names_who_has_fallen_silent() -> None:
-    view, patience = RunView(steps_total=9, phase=GENERATING), Patience(groups_per_step=1)
+    view, stall = RunView(steps_total=9, phase=GENERATING), StallExplainer(groups_per_step=1)
     view.take(generated("actor-0", 10, 0))
     view.take(Record("preprocessor", "preprocessor-0", 12, -1, {"queue_groups{stage=ready}": 1.0}))
-    assert patience.look(view, 0) is None
+    assert stall.look(view, 0) is None
     view.take(Record("preprocessor", "preprocessor-0", 70, -1, {"queue_groups{stage=ready}": 1.0}))
-    assert patience.look(view, 60) == (
-        "no step for 60 s: step 1 needs 1 group, 1 is ready, 0 run; actor-0 has told nothing for "
+    assert stall.look(view, 60) == (
+        "no step for 60 s: step 1 needs 1 group, 1 is ready, 0 run; actor-0 has reported nothing for "
         "60 s"
     )
 
@@ -252,8 +258,8 @@ def test_a_generators_silence_is_said_at_once_then_ever_more_seldom_and_ends_wit
     for seconds in (20.0, 30.0, 41.0, 60.0):
         silence.look({"generator-0-0": seconds})
     assert said == [
-        "generator-0-0 has not answered for 20 s; after 180 s it is ended and started again",
-        "generator-0-0 has not answered for 41 s; after 180 s it is ended and started again",
+        "generator-0-0 has not answered for 20 s; after 180 s it is ended and restarted",
+        "generator-0-0 has not answered for 41 s; after 180 s it is ended and restarted",
     ]
     silence.look({})
     assert said[2:] == ["generator-0-0 answers again, or has ended"]
@@ -261,7 +267,7 @@ def test_a_generators_silence_is_said_at_once_then_ever_more_seldom_and_ends_wit
     for seconds in (100.0, 179.0, 181.0, 182.0):
         silence.look({"generator-0-0": seconds})
     assert ended == ["generator-0-0"]
-    assert said[-1] == "generator-0-0 has not answered for 181 s: it is ended and started again"
+    assert said[-1] == "generator-0-0 has not answered for 181 s: it is ended and restarted"
     silence.look({})
     assert recorded[-1] == ("silent_generator-0-0_seconds", 0.0)
     silence.look({"generator-0-0": 200.0})  # of the next process
@@ -275,15 +281,15 @@ def test_a_record_of_a_silence_is_read_as_it_was_written(name: str) -> None:
 
 
 def test_waits_of_slow_steps_are_not_explained_early() -> None:
-    view, patience = view_after_steps(), Patience(groups_per_step=32)
+    view, stall = view_after_steps(), StallExplainer(groups_per_step=32)
     for step in (4, 5):
         view.take(trained(step, 100.0 * step, 0.5))
-    assert patience.look(view, 0) is None
+    assert stall.look(view, 0) is None
     pace = view.seconds_per_step
     assert pace is not None
     assert pace > 60
-    assert patience.look(view, 3 * pace) is None
-    assert patience.look(view, 4 * pace) is not None
+    assert stall.look(view, 3 * pace) is None
+    assert stall.look(view, 4 * pace) is not None
 
 
 def test_live_display_shows_what_is_waited_for_and_then_the_numbers() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from doctor_runs import JOB, Change, job, run_facts, run_records
+from cli_fakes import JOB, Change, job, run_facts, run_records
 
 from pipelinerl_cli.__main__ import main
 from pipelinerl_cli.doctor.facts import JobFacts, RunFacts, given_up_messages
@@ -88,7 +88,7 @@ RUN_CASES: dict[str, tuple[Change, Severity, str]] = {
             }
         ),
         Severity.WARNING,
-        "20 % of the groups were generated in vain: stale 640, expired 10",
+        "20 % of the groups were generated for nothing: stale 640, expired 10",
     ),
     "rollouts_fail": (
         Change(actor={"rollout_errors_total{reason=verifier}": 90.0}),

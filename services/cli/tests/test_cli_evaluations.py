@@ -14,7 +14,7 @@ from pipelinerl_cli.runs.records import MetricsWriter, Record
 from pipelinerl_cli.runs.summary import evaluation_lines, summarize
 from pipelinerl_cli.up.display import rows
 from pipelinerl_cli.up.live_metrics import RunView
-from pipelinerl_cli.up.status_lines import progress
+from pipelinerl_cli.up.status_lines import evaluation_progress
 
 JOB = """
 apiVersion: pipelinerl.dev/v1alpha1
@@ -112,7 +112,7 @@ def test_the_panel_has_a_row_for_each_set() -> None:
 def test_progress_tells_the_set_that_is_being_answered() -> None:
     view = RunView(steps_total=60)
     sets = ("held-out", "hard")
-    assert progress(view, sets) == "waiting for the evaluator"
+    assert evaluation_progress(view, sets) == "waiting for the evaluator"
     planned = {f"evaluation_prompts_planned{{set={name}}}": 128.0 for name in sets}
     done = {
         "evaluation_prompts_done{set=held-out}": 128.0,
@@ -123,9 +123,9 @@ def test_progress_tells_the_set_that_is_being_answered() -> None:
             "evaluator", "evaluator-0", 1, -1, {**planned, **done, "evaluation_running_step": 0.0}
         )
     )
-    assert progress(view, sets) == "set hard 34/128"
+    assert evaluation_progress(view, sets) == "set hard 34/128"
     view.take(Record("evaluator", "evaluator-0", 2, -1, {"evaluation_running_step": -1.0}))
-    assert progress(view, sets) == "waiting for the evaluator"
+    assert evaluation_progress(view, sets) == "waiting for the evaluator"
 
 
 def test_the_summary_has_the_newest_and_the_first_result_of_each_set() -> None:

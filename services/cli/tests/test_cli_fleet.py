@@ -7,7 +7,7 @@ from pathlib import Path
 
 from test_cli_supervisor import DEADLINE_S
 
-from pipelinerl_cli.up import targets as scraping
+from pipelinerl_cli.up import targets
 from pipelinerl_cli.up.actors import Fleet
 from pipelinerl_cli.up.process import LocalProcess
 from pipelinerl_cli.up.supervisor import Supervisor
@@ -43,16 +43,16 @@ async def test_targets_follow_an_actor_that_goes_before_it_was_ready_and_comes_a
         addresses={name: f"127.0.0.1:{10 + k}" for k, name in enumerate(names)},
         trainer_master="127.0.0.1:3",
         metrics_addresses={
-            name: f"127.0.0.1:{50 + k}" for k, name in enumerate((scraping.OWN, *names))
+            name: f"127.0.0.1:{50 + k}" for k, name in enumerate((targets.OWN, *names))
         },
     )
     lists: list[set[str]] = []
 
-    def list_targets() -> None:
-        targets = json.loads(
-            scraping.targets_file(fleet.job, endpoints.addresses, endpoints.metrics_addresses)
+    def list_targets(present: Job) -> None:
+        listed = json.loads(
+            targets.targets_file(present, endpoints.addresses, endpoints.metrics_addresses)
         )
-        lists.append({target["labels"]["instance"] for target in targets})
+        lists.append({target["labels"]["instance"] for target in listed})
 
     processes: list[LocalProcess] = []
 
@@ -68,18 +68,20 @@ async def test_targets_follow_an_actor_that_goes_before_it_was_ready_and_comes_a
     coordinator = Coordinator(
         job.spec.weight_transfer, fleet.generator_urls, lambda: None, token=None
     )
-    supervisor = Supervisor(fleet.workloads(), launch, lambda: False, on_restart=lambda name: None)
+    supervisor = Supervisor(fleet.planned(), launch, lambda: False, on_restart=lambda name: None)
     task = asyncio.create_task(supervisor.run())
     try:
         async with asyncio.timeout(DEADLINE_S):
-            assert fleet.ready(supervisor, coordinator) == frozenset(), "nobody has joined a group"
+            assert fleet.ready(supervisor, coordinator) == frozenset(), (
+                "no generator has joined a group"
+            )
             await fleet.resize(1, supervisor, coordinator)
-            everybody = {scraping.OWN, *names}
-            assert lists == [everybody - {"actor-1", "generator-1-0"}]
+            everything = {targets.OWN, *names}
+            assert lists == [everything - {"actor-1", "generator-1-0"}]
             await fleet.resize(2, supervisor, coordinator)
-            assert lists[1:] == [everybody]
+            assert lists[1:] == [everything]
             await fleet.resize(2, supervisor, coordinator)
-            assert len(lists) == 2, "nobody came or went"
+            assert len(lists) == 2, "no actor was added or removed"
     finally:
         supervisor.kill()
         task.cancel()

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from pipelinerl_cli.runs.records import MetricsWriter, Record, read_records
+from pipelinerl_cli.up.endings import in_background
 from pipelinerl_cli.up.live_metrics import RunView, SessionRecords
 from pipelinerl_cli.up.status_lines import LOOK_S, Silence
-from pipelinerl_cli.up.supervisor import in_background
 from pipelinerl_control.metrics import ActorScale
 
 
@@ -102,8 +102,7 @@ async def test_silence_is_watched_and_shown_while_nothing_of_it_can_be_written(
     records.end()
     assert records.num_lost == 6
     assert [record.getMessage() for record in caplog.records] == [
-        "the run goes on, but metrics.jsonl cannot be written to: [Errno 28] No space left on "
-        "device",
+        "the run continues without writing to metrics.jsonl: [Errno 28] No space left on device",
         "6 records of this session could not be written to metrics.jsonl",
     ]
 

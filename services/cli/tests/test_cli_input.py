@@ -105,7 +105,7 @@ def test_what_only_kubernetes_reads_is_said_in_one_line(
     assert main(["up", str(job_file), "--output", str(tmp_path / "run"), *overrides, *refused]) == 2
     assert (
         capsys.readouterr().out
-        == "only Kubernetes reads actors.podTemplate, scheduling: passed over here\n"
+        == "only Kubernetes reads actors.podTemplate, scheduling: ignored here\n"
     )
 
 
@@ -141,7 +141,7 @@ def test_missing_package_is_named_with_its_extra(
     message = refused()
     assert "not installed: deepspeed; run pip install 'pipelinerl[trainer]'" in message
     assert "actors.generator.engine=vllm: vllm is not installed" in message
-    assert message.startswith("pipelinerl up: 2 things to put right first")
+    assert message.startswith("pipelinerl up: Fix 2 problems first")
 
 
 def test_a_stream_that_does_not_fit_the_disk_is_named(refused: Callable[..., str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from pipelinerl_cli.up import nats_server
 from pipelinerl_cli.up.nats_server import NatsServerProcess
-from pipelinerl_cli.up.process import Ports
+from pipelinerl_cli.up.placement import Ports
 from pipelinerl_common.settings import StreamSettings
 from pipelinerl_common.stream import Login, connect
 

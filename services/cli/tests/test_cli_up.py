@@ -1,4 +1,4 @@
-"""`pipelinerl up` as a process, with stand-ins for the services: start to end, resume, locks,
+"""`pipelinerl up` as a process, with fake services: start to end, resume, locks,
 signals, crashes.
 """
 
@@ -17,7 +17,7 @@ import pytest
 
 pytestmark = pytest.mark.e2e
 
-STAND_INS = Path(__file__).parent / "stand_ins"
+HARNESS = Path(__file__).with_name("cli_harness.py")
 DEADLINE_S = 60
 JOB = """
 apiVersion: pipelinerl.dev/v1alpha1
@@ -44,7 +44,7 @@ class Up:
             self.process = subprocess.Popen(
                 [
                     sys.executable,
-                    STAND_INS / "up_with_stand_ins.py",
+                    HARNESS,
                     "up",
                     folder / "job.yaml",
                     "--output",
@@ -54,7 +54,7 @@ class Up:
                 env={
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join(
-                        [str(STAND_INS), os.environ.get("PYTHONPATH", "")]
+                        [str(HARNESS.parent), os.environ.get("PYTHONPATH", "")]
                     ),
                 },
                 stdout=out,
@@ -96,7 +96,7 @@ class Up:
             else []
         )
 
-    def tell(self, name: str, what: str) -> None:
+    def order(self, name: str, what: str) -> None:
         (self.output / "do").mkdir(exist_ok=True)
         order = self.output / "do" / name
         order.with_name("order.tmp").write_text(what)
@@ -174,7 +174,7 @@ def test_finished_run_says_so_and_goes_on_with_more_steps(start: Callable[..., U
     assert "this run is finished (6 of 6 steps)" in again.text
     more = start("--max-steps", "9")
     assert more.wait() == 0
-    assert "going on with the run" in more.text
+    assert "resuming the run" in more.text
     assert "after step 6 of 9" in more.text
     assert "step 1/9" not in more.text
     assert more.summary()["steps"] == 9
@@ -222,7 +222,7 @@ def test_crashed_processes_are_restarted_and_counted(start: Callable[..., Up]) -
     up = start("--max-steps", "100000")
     up.until_step(2)
     for name in ("actor-0", "preprocessor-0", "generator-0-0", "trainer-0"):
-        up.tell(name, "crash")
+        up.order(name, "crash")
         up.until_started_again(name)
     up.until("the report of the last restart", lambda: "trainer-0 starts again" in up.text)
     up.process.send_signal(signal.SIGINT)
@@ -254,12 +254,14 @@ def test_service_with_wrong_settings_ends_the_run_with_its_message(
 ) -> None:
     up = start("--max-steps", "100000")
     up.until_step(2)
-    up.tell("preprocessor-0", "settings")
+    up.order("preprocessor-0", "settings")
     assert up.wait() == 2
     assert "the run failed: preprocessor-0 cannot run: wrong settings" in up.text
-    assert "told to settings" in up.text
+    assert "ordered to settings" in up.text
     assert up.summary()["status"] == "failed"
-    assert up.summary()["failure"] == "preprocessor-0 cannot run: wrong settings: told to settings"
+    assert (
+        up.summary()["failure"] == "preprocessor-0 cannot run: wrong settings: ordered to settings"
+    )
     assert up.services() == []
 
 
@@ -269,7 +271,7 @@ def test_failed_preparation_ends_the_run_with_its_message(
     (tmp_path / "run" / "logs").mkdir(parents=True)
     up = start()
     up.until("the folder", lambda: (up.output / "job.yaml").exists())
-    up.tell("prepare", "crash")
+    up.order("prepare", "crash")
     assert up.wait() == 1
     assert "prepare ended with status 1" in up.text
 
@@ -280,12 +282,12 @@ def test_preparation_that_finds_the_input_wrong_leaves_nothing_behind(
     (tmp_path / "run" / "logs").mkdir(parents=True)
     up = start()
     up.until("the folder", lambda: (up.output / "job.yaml").exists())
-    up.tell("prepare", "settings")
+    up.order("prepare", "settings")
     assert up.wait() == 2
     assert (
         f"nothing was started, and no {up.output} is left: prepare ended with status 2" in up.text
     )
-    assert "told to settings" in up.text
+    assert "ordered to settings" in up.text
     assert not up.output.exists()
 
 
@@ -294,7 +296,7 @@ def test_trainer_that_stops_early_is_started_again_until_the_last_step(
 ) -> None:
     up = start("--max-steps", "40")
     up.until_step(2)
-    up.tell("trainer-0", "stop")
+    up.order("trainer-0", "stop")
     assert up.wait() == 0, up.text
     assert "ended before the last step" in up.text
     assert up.summary()["steps"] == 40
@@ -330,7 +332,7 @@ def test_second_up_on_the_same_folder_is_refused_and_one_on_another_works(
             *map(
                 str,
                 (
-                    STAND_INS / "up_with_stand_ins.py",
+                    HARNESS,
                     "up",
                     tmp_path / "job.yaml",
                     "--output",
@@ -458,11 +460,10 @@ def test_a_last_evaluation_that_was_not_waited_for_is_done_by_the_next_up(
 def test_an_evaluator_that_cannot_run_does_not_fail_the_run(start: Callable[..., Up]) -> None:
     up = start("--max-steps", "40", *EVALUATED)
     up.until_step(2)
-    up.tell("evaluator-0", "settings")
+    up.order("evaluator-0", "settings")
     assert up.wait() == 0, up.text
     assert (
-        "nothing is evaluated any more, the run goes on: evaluator-0 cannot run: wrong settings"
-        in up.text
+        "evaluation has ended, the run continues: evaluator-0 cannot run: wrong settings" in up.text
     )
     assert (up.summary()["status"], up.summary()["steps"]) == ("finished", 40)
 

@@ -191,7 +191,7 @@ def test_without_a_terminal_who_falls_silent_is_a_line_and_who_is_heard_of_again
         assert watching.stdout.readline().startswith("step 1/1000")
         assert watching.stdout.readline().startswith("generator-0-0 has not answered for ")
         append(run, told("actor-0", 1))
-        assert watching.stdout.readline().startswith("actor-1 has told nothing for ")
+        assert watching.stdout.readline().startswith("actor-1 has reported nothing for ")
         append(
             run,
             told("actor-1", 0),
@@ -199,7 +199,7 @@ def test_without_a_terminal_who_falls_silent_is_a_line_and_who_is_heard_of_again
         )
         heard = {watching.stdout.readline() for _ in range(2)}
         assert heard == {
-            f"{name} is heard of again, or has ended\n" for name in ("actor-1", "generator-0-0")
+            f"{name} reports again, or has ended\n" for name in ("actor-1", "generator-0-0")
         }
         watching.kill()
 

@@ -351,7 +351,7 @@ def test_measured_curve_and_speeds(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--batch", "0"], "--batch 0 must be at least 1"),
         (
             ["--batch", "100", "--group-size", "8"],
-            "--batch 100 is not a multiple of the group size 8",
+            "--batch 100 must be a multiple of the group size 8",
         ),
         (["--group-size", "0"], "--group-size 0 must be at least 1"),
         (["--tau", "0"], "--tau 0 must be a number above 0"),

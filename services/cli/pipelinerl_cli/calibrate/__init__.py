@@ -1,1 +1,1 @@
-"""U(h) of a generator, measured: tokens per second with 1, 2, 4, ... requests at once."""
+"""`pipelinerl calibrate`: U(h) of a generator, measured."""

@@ -1,1 +1,1 @@
-"""`pipelinerl compare A B`: runs side by side."""
+"""`pipelinerl compare A B [...]`: runs side by side."""

@@ -1,1 +1,1 @@
-"""Advice on a run or a job: the bottleneck, what to turn, and the numbers that say so."""
+"""Advice on a run or a job: the bottleneck, which setting to change, and the numbers behind it."""

@@ -1,5 +1,5 @@
-"""`pipelinerl doctor DIR|job.yaml`: what holds a run up, which parameter to turn, and the numbers
-that say so.
+"""`pipelinerl doctor DIR|job.yaml`: what slows a run down or makes it fail, which setting to
+change, and the numbers behind it.
 """
 
 import argparse
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipelinerl_cli.doctor.rules import Named
+    from pipelinerl_cli.doctor.finding import Named
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,23 +29,18 @@ def run(args: argparse.Namespace) -> int:
     from pipelinerl_common.text import counted, did_you_mean_folder
 
     subject: Path = args.subject
-    if not subject.exists():
+    if subject.is_dir():
+        findings = diagnose_run(load_facts(subject))
+    elif subject.exists():
+        findings = diagnose_job(JobFacts(load_job(subject)))
+    else:
         raise SettingsError(
             f"{subject}: does not exist; give a run's folder or a job "
             f"file{did_you_mean_folder(subject)}"
         )
-    findings = (
-        diagnose_run(load_facts(subject))
-        if subject.is_dir()
-        else diagnose_job(JobFacts(load_job(subject)))
-    )
     if args.json:
-        print(
-            json.dumps(
-                {"subject": str(subject), "findings": [_record(named) for named in findings]},
-                indent=1,
-            )
-        )
+        document = {"subject": str(subject), "findings": [_record(named) for named in findings]}
+        print(json.dumps(document, indent=1))
         return 0
     for named in findings:
         print(_text(named))
@@ -69,6 +64,5 @@ def _text(named: "Named") -> str:
     finding = named.finding
     numbers = "  ".join(f"{name}={value:.4g}" for name, value in finding.numbers.items())
     turn = "\n".join(f"    -> {advice}" for advice in finding.turn)
-    return (
-        f"{finding.severity.upper():8}  {finding.message}  [{named.rule}]\n{turn}\n    {numbers}\n"
-    )
+    head = f"{finding.severity.upper():8}  {finding.message}  [{named.rule}]"
+    return f"{head}\n{turn}\n    {numbers}\n"

@@ -1,6 +1,5 @@
-"""What follows from a job file alone.
-
-What a run's metrics say, where it has settled: the later half of its steps.
+"""The facts that the rules judge: what follows from a job file alone, and what a run's metrics say
+where it has settled, in the later half of its steps.
 """
 
 import math
@@ -11,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,28 +29,32 @@ from pipelinerl_cli.runs.records import (
 from pipelinerl_cli.runs.summary import summarize
 from pipelinerl_common.metrics import EVALUATOR
 from pipelinerl_common.settings import Job, JobSpec
-from pipelinerl_staleness.policy import Policy
 from pipelinerl_staleness.registry import make_policy
+
+GIVEN_UP = re.compile(
+    r"(?P<time>\S*) .*trajectory given up: reason=(?P<reason>\S+) (?P<message>.*)"
+)
+MAX_LOG_BYTES = 32 << 20
+"""How much of a log's end is read."""
+FEWEST_POINTS = 5
+"""A gauge with fewer points has no meaningful mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobFacts:
+    """What follows from a job file."""
+
     job: Job
     actors_in_use: float | None = None
-    """On average, of a run that scales by itself."""
+    """On average, in a run with `autoscale`."""
 
     @property
     def spec(self) -> JobSpec:
         return self.job.spec
 
     @property
-    def policy(self) -> Policy:
-        """A fresh policy of the job's kind."""
-        return make_policy(self.spec.staleness.parse(), self.spec.algorithm.groups_per_step)
-
-    @property
     def num_actors(self) -> float:
-        """Of a run that scales by itself as many as there were, of such a job as many as there may
+        """With `autoscale` the number that there was, or of a job alone the number that there may
         be.
         """
         return self.spec.most_actors if self.actors_in_use is None else self.actors_in_use
@@ -61,9 +63,8 @@ class JobFacts:
     def num_places(self) -> int:
         """Sequences that all generators can decode at once."""
         actors = self.spec.actors
-        return round(
-            self.num_actors * actors.generators_per_replica * actors.generator.max_running_requests
-        )
+        per_actor = actors.generators_per_replica * actors.generator.max_running_requests
+        return round(self.num_actors * per_actor)
 
     @property
     def num_generating(self) -> float:
@@ -82,7 +83,7 @@ class JobFacts:
     @property
     def max_admitted(self) -> int:
         """Sequences that the staleness policy lets be generated or wait at once."""
-        return self.policy.max_outstanding() * self.spec.task.group_size
+        return self._max_outstanding * self.spec.task.group_size
 
     @property
     def planned_lag(self) -> int:
@@ -90,23 +91,20 @@ class JobFacts:
         to maxTokens (L / mean = 2), but no more than the batches that the policy lets be
         outstanding.
         """
-        uncapped = ceil(2 * self.num_places / self.batch_size)
-        return min(
-            uncapped, ceil(self.policy.max_outstanding() / self.spec.algorithm.groups_per_step)
-        )
+        uncapped = math.ceil(2 * self.num_places / self.batch_size)
+        return min(uncapped, math.ceil(self._max_outstanding / self.spec.algorithm.groups_per_step))
 
-
-GIVEN_UP = re.compile(
-    r"(?P<time>\S*) .*trajectory given up: reason=(?P<reason>\S+) (?P<message>.*)"
-)
-MOST_BYTES = 32 << 20
-"""Of a log's end that are read."""
-FEWEST_POINTS = 5
-"""Of a gauge, for a mean that says something."""
+    @property
+    def _max_outstanding(self) -> int:
+        """Groups that a fresh policy of the job's kind lets be outstanding."""
+        policy = make_policy(self.spec.staleness.parse(), self.spec.algorithm.groups_per_step)
+        return policy.max_outstanding()
 
 
 @dataclass(frozen=True)
 class RunFacts:
+    """What a run's records and logs say."""
+
     job_file: Job
     status: str
     """As in summary.json; "running" without one."""
@@ -116,24 +114,20 @@ class RunFacts:
     logs: Path | None = None
     """Folder of the processes' logs."""
     now: float | None = None
-    """Seconds since the epoch, of a run that a process of this machine runs at the moment."""
+    """Seconds since the epoch, for a run that a process of this machine runs at the moment."""
 
     @cached_property
     def job(self) -> JobFacts:
-        """With the actors that there were, where the run scales by itself."""
+        """With the actors that there were, in a run with `autoscale`."""
         if not self.job_file.spec.autoscale.enabled or not self.settled:
             return JobFacts(self.job_file)
-        first = self.settled[0].step
-        in_use = mean(
-            count
-            for step, count in self.history.at_steps(SESSION_ROLE, "actors_ready")
-            if step >= first
-        )
+        counts = self.history.at_steps(SESSION_ROLE, "actors_ready")
+        in_use = mean(count for step, count in counts if step >= self.settled[0].step)
         return JobFacts(self.job_file, in_use if in_use > 0 else None)
 
     @cached_property
     def messages(self) -> Mapping[str, str]:
-        """What the actors' logs say of trajectories that were given up, by the reason that rollout
+        """The actors' log messages on trajectories that were given up, by the reason that rollout
         errors are counted by.
         """
         return {} if self.logs is None else given_up_messages(self.logs)
@@ -150,56 +144,50 @@ class RunFacts:
 
     @property
     def session_seconds(self) -> float:
-        """Since the newest session's begin: up to now, or up to the last record of a run that does
-        not run here.
+        """Since the beginning of the newest session, up to now, or up to the last record of a run
+        that is not live.
         """
         return 0.0 if self.history.time.session_start is None else max(0.0, self._end - self._begin)
 
     @property
     def serving_seconds(self) -> float | None:
-        """Since when the generators serve the job's weights, in the newest session; None as long as
-        they do not.
+        """For how long the generators have served the job's weights, in the newest session; None
+        until they do.
         """
-        begin = self._begin
         served = (
             each.time
             for each in self.records
-            if each.time >= begin and each.values.get("served_version", -1.0) >= 0
+            if each.time >= self._begin and each.values.get("served_version", -1.0) >= 0
         )
         first = min(served, default=None)
         return None if first is None else max(0.0, self._end - first)
 
     @cached_property
     def silent(self) -> dict[str, float]:
-        """Processes that neither end nor answer, with the seconds of their silence.
-
-        Generators that `pipelinerl up` has told of, and actors and preprocessors whose records have
-        ceased.
+        """Processes that neither end nor answer, with the seconds of their silence: generators that
+        `pipelinerl up` has reported, and actors and preprocessors whose records have ceased.
         """
         if self.status == "finished":
             return {}
-        begin = self._begin
-        told: dict[str, float] = {}
-        heard: dict[str, float] = {}
+        unanswered: dict[str, float] = {}
+        reported: dict[str, float] = {}
         for record in self.records:
-            if record.time < begin:
+            if record.time < self._begin:
                 continue
-            if (
-                record.role in REPORTING_EVERY_SECOND and self.status == "running"
-            ):  # others are ended in order, one after the other
-                heard[record.instance] = record.time
+            # A run that does not run any more ended its processes one after the other.
+            if record.role in REPORTING_EVERY_SECOND and self.status == "running":
+                reported[record.instance] = record.time
             if has_left(record):
-                heard.pop(record.instance, None)
-            for name, value in record.values.items():
-                if (silent := silent_name(name)) is None:
-                    continue
-                told.pop(silent, None)
-                if value > 0:
-                    told[silent] = value + self._end - record.time
+                reported.pop(record.instance, None)
+            silences = {silent_name(name): value for name, value in record.values.items()}
+            for name, seconds in silences.items():
+                if name is not None:
+                    unanswered.pop(name, None)
+                    if seconds > 0:
+                        unanswered[name] = seconds + self._end - record.time
         usual = quiet_in_file_s(self.history.seconds)
-        return told | {
-            name: self._end - last for name, last in heard.items() if self._end - last > usual
-        }
+        gaps = {name: self._end - last for name, last in reported.items()}
+        return unanswered | {name: gap for name, gap in gaps.items() if gap > usual}
 
     @property
     def evaluating(self) -> tuple[int, float] | None:
@@ -209,27 +197,20 @@ class RunFacts:
         step, since = -1, 0.0
         for record in self.records:
             running = record.values.get("evaluation_running_step", math.nan)
-            if (
-                record.role == EVALUATOR
-                and record.time >= self._begin
-                and math.isfinite(running)
-                and running != step
-            ):
+            is_newer = math.isfinite(running) and running != step
+            if record.role == EVALUATOR and record.time >= self._begin and is_newer:
                 step, since = int(running), record.time
         return None if step < 0 else (step, self._end - since)
 
     @property
     def _begin(self) -> float:
-        """Of the newest session; 0 without one."""
+        """The newest session's beginning; 0 without one."""
         return self.history.time.session_start or 0.0
 
     @cached_property
     def _end(self) -> float:
-        return (
-            self.now
-            if self.now is not None
-            else max((record.time for record in self.records), default=0.0)
-        )
+        newest = max((record.time for record in self.records), default=0.0)
+        return newest if self.now is None else self.now
 
     @property
     def settled(self) -> list[Step]:
@@ -238,23 +219,27 @@ class RunFacts:
 
     @property
     def _window(self) -> tuple[float, float]:
-        """From the first to the last settled step; without any it holds nothing."""
+        """From the first to the last settled step; empty without any."""
         return (self.settled[0].t, self.settled[-1].t) if self.settled else (math.inf, -math.inf)
 
     def mean(self, name: str) -> float:
-        """Of the trainer's value over the settled steps; not-a-number without any."""
+        """A trainer's value over the settled steps; not-a-number without any."""
         return mean(step.get(name) for step in self.settled)
 
+    def means(self, *names: str) -> dict[str, float]:
+        """`mean` by name."""
+        return {name: self.mean(name) for name in names}
+
     def first(self, name: str) -> float:
-        """Of the trainer's value over the first steps."""
+        """A trainer's value over the first steps."""
         return mean(step.get(name) for step in self.history.first_steps)
 
     def last(self, name: str) -> float:
-        """Of the trainer's value over the last steps."""
+        """A trainer's value over the last steps."""
         return mean(step.get(name) for step in self.history.last_steps)
 
     def step_share(self, name: str) -> float:
-        """A time of the trainer as a share of the step's."""
+        """One of the trainer's times as a share of the step's."""
         whole = self.mean("step_seconds")
         return self.mean(name) / whole if whole > 0 else math.nan
 
@@ -264,7 +249,7 @@ class RunFacts:
         return [point.value for point in self.history.gauge(role, name) if start <= point.t <= end]
 
     def gauge_mean(self, role: str, name: str) -> float:
-        """Mean of a gauge during the settled steps; not-a-number when it was seldom told."""
+        """Mean of a gauge during the settled steps; not-a-number when it was seldom reported."""
         if len(self.gauge(role, name)) < FEWEST_POINTS:
             return math.nan
         return mean_over_time(self.history.gauge(role, name), *self._window)
@@ -273,15 +258,12 @@ class RunFacts:
         return self.history.total(role, name)
 
     def by_instance(self, role: str, name: str) -> dict[str, float]:
-        """What a counter counted during the settled steps, by instance."""
+        """A counter's increase during the settled steps, by instance."""
         start, end = self._window
         values: dict[str, list[float]] = {}
         for record in self.records:
-            if (
-                record.role == role
-                and name in record.values
-                and start <= self.history.time.at(record.time) <= end
-            ):
+            is_settled = start <= self.history.time.at(record.time) <= end
+            if record.role == role and name in record.values and is_settled:
                 values.setdefault(record.instance, []).append(record.values[name])
         return {
             instance: counter_total([value - each[0] for value in each])
@@ -290,28 +272,28 @@ class RunFacts:
 
     @property
     def wait_share(self) -> float:
-        """Share of the step's time that the trainer waits for its batch."""
+        """Share of the step's time in which the trainer waits for its batch."""
         return self.step_share("wait_seconds")
 
     @property
     def kv_usage(self) -> float:
         """Mean KV use of the fullest generator, as a share; not-a-number where the engines do not
-        tell.
+        report it.
         """
         return self.gauge_mean("preprocessor", "engine_kv_usage_ratio")
 
     @property
     def preemptions_per_trajectory(self) -> float:
-        """Over the settled steps; not-a-number where nobody tells or nothing was trained."""
+        """Over the settled steps; not-a-number when it is not reported or nothing was trained."""
         preempted = sum(self.by_instance("preprocessor", "engine_preemptions_total").values())
         trained = sum(step.get("num_sequences") for step in self.settled)
-        told = bool(self.gauge("preprocessor", "engine_kv_usage_ratio"))
-        return preempted / trained if told and trained > 0 else math.nan
+        is_reported = bool(self.gauge("preprocessor", "engine_kv_usage_ratio"))
+        return preempted / trained if is_reported and trained > 0 else math.nan
 
     @property
     def fill(self) -> float:
         """Requests running over the generators' places, of as many actors as there were;
-        not-a-number when seldom told.
+        not-a-number when seldom reported.
         """
         if len(self.gauge("actor", "requests_running")) < FEWEST_POINTS:
             return math.nan
@@ -319,7 +301,7 @@ class RunFacts:
 
 
 def mean(values: Iterable[float]) -> float:
-    """Of the finite values; not-a-number without any, so that no comparison with it holds."""
+    """Mean of the finite values; not-a-number without any, so that no comparison with it holds."""
     finite = [value for value in values if math.isfinite(value)]
     return fmean(finite) if finite else math.nan
 
@@ -334,21 +316,20 @@ def load_facts(root: Path) -> RunFacts:
 def facts_of(
     root: Path, job: Job, status: str, *, failure: str, now: float | None = None
 ) -> RunFacts:
-    """Of the run in `root`. Raises SettingsError when metrics.jsonl cannot be read."""
+    """The facts of the run in `root`. Raises SettingsError when metrics.jsonl cannot be read."""
     records = tuple(read_records(root / "metrics.jsonl"))
     return RunFacts(job, status, records, failure=failure, logs=root / "logs", now=now)
 
 
-def given_up_messages(logs: Path, most_bytes: int = MOST_BYTES) -> dict[str, str]:
-    """The newest by reason, from the last `most_bytes` of each actor's log."""
+def given_up_messages(logs: Path, most_bytes: int = MAX_LOG_BYTES) -> dict[str, str]:
+    """The newest message by reason, from the last `most_bytes` of each actor's log."""
     newest: dict[str, tuple[str, str]] = {}
     for log in sorted(logs.glob("actor-*.log")):
         with suppress(OSError), log.open("rb") as lines:
             lines.seek(max(0, lines.seek(0, os.SEEK_END) - most_bytes))
-            for line in lines:
-                if found := GIVEN_UP.match(line.decode(errors="replace")):
-                    said = found["time"], found["message"]
-                    newest[found["reason"]] = max(
-                        newest.get(found["reason"], said), said, key=lambda each: each[0]
-                    )
+            found = (GIVEN_UP.match(line.decode(errors="replace")) for line in lines)
+            for each in filter(None, found):
+                known = newest.get(each["reason"])
+                if known is None or each["time"] > known[0]:
+                    newest[each["reason"]] = each["time"], each["message"]
     return {reason: message for reason, (_, message) in newest.items()}

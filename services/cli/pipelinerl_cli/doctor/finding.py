@@ -1,9 +1,10 @@
-"""What a rule says."""
+"""What a rule finds."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from pipelinerl_common.judgements import Severity
+from pipelinerl_common.judgements import Judgement, Severity
 
 SEVERITIES = tuple(Severity)
 
@@ -17,6 +18,25 @@ class Finding:
     severity: Severity
     message: str
     turn: tuple[str, ...]
-    """Parameters of the job file to turn, and how; the most promising first."""
+    """Settings of the job file to change, and how; the most promising first."""
     numbers: Mapping[str, float]
-    """What the finding rests on."""
+    """The numbers behind the finding."""
+
+    @classmethod
+    def judged(
+        cls,
+        judgement: Judgement,
+        message: str,
+        numbers: Mapping[str, float],
+        turn: Sequence[str] | None = None,
+    ) -> "Finding":
+        """With the judgement's severity, and its remedies where `turn` has none of this run."""
+        remedies = judgement.remedies if turn is None else tuple(turn)
+        return cls(judgement.severity, message, remedies, numbers)
+
+
+class Named(NamedTuple):
+    """A finding with the name of its rule."""
+
+    rule: str
+    finding: Finding

@@ -9,13 +9,13 @@ from pipelinerl_common.text import counted
 def admission_below_places(facts: JobFacts) -> Finding | None:
     if facts.max_admitted >= facts.num_places:
         return None
+    has_eta = "eta" in facts.spec.staleness.parse().parameter_names()
     return Finding(
         Severity.WARNING,
         f"the staleness policy lets {counted(facts.max_admitted, 'sequence')} be outstanding, but "
-        "the generators have "
-        f"{counted(facts.num_places, 'place')}: some stay empty for ever",
+        f"the generators have {counted(facts.num_places, 'place')}: some always stay empty",
         (
-            "staleness.eta: higher" if _has_eta(facts) else "the staleness policy's limit: higher",
+            "staleness.eta: higher" if has_eta else "the staleness policy's limit: higher",
             "algorithm.groupsPerStep: higher",
             "actors.generator.maxRunningRequests: lower",
         ),
@@ -29,21 +29,20 @@ def small_generator_batch(facts: JobFacts) -> Finding | None:
     per_gpu = facts.num_places / facts.num_generating
     if not SMALL_BATCH.is_beyond(per_gpu):
         return None
-    return Finding(
-        SMALL_BATCH.severity,
+    return Finding.judged(
+        SMALL_BATCH,
         f"a generating GPU decodes at most {counted(per_gpu, 'sequence')} at once; throughput "
-        "grows almost in proportion up to "
-        f"about {SMALL_BATCH.limit:g}",
+        f"grows almost in proportion up to about {SMALL_BATCH.limit:g}",
+        {"batch_per_gpu": per_gpu, "least": SMALL_BATCH.limit},
         (
             "actors.generator.maxRunningRequests: higher",
             "actors.replicas: fewer, for the same lag (pipelinerl plan)",
         ),
-        {"batch_per_gpu": per_gpu, "least": SMALL_BATCH.limit},
     )
 
 
 def unusual_share(facts: JobFacts) -> Finding | None:
-    """Not of a job that scales by itself: it finds its own share."""
+    """A job with `autoscale` finds its own share."""
     if facts.num_generating == 0 or facts.spec.autoscale.enabled:
         return None
     num_gpus = facts.num_generating + facts.num_training
@@ -65,26 +64,24 @@ def large_planned_lag(facts: JobFacts) -> Finding | None:
     lag = facts.planned_lag
     if not PLANNED_LAG.is_beyond(lag):
         return None
-    return Finding(
-        PLANNED_LAG.severity,
+    return Finding.judged(
+        PLANNED_LAG,
         f"a sequence may be up to about {lag} steps old when it is trained: {PLANNED_LAG.meaning} "
         f"than {PLANNED_LAG.limit:g}",
-        PLANNED_LAG.remedies,
         {"planned_lag": lag, "studied_lag": PLANNED_LAG.limit},
     )
 
 
 def no_checkpoints(facts: JobFacts) -> Finding | None:
-    checkpoint, steps = facts.spec.trainers.checkpoint, facts.spec.algorithm.steps
-    if 0 < checkpoint.every_steps < steps:
+    every, steps = facts.spec.trainers.checkpoint.every_steps, facts.spec.algorithm.steps
+    if 0 < every < steps:
         return None
     return Finding(
         Severity.ADVICE,
-        f"no checkpoint before the end: everySteps={checkpoint.every_steps} of "
-        f"{counted(steps, 'step')}; a crash loses "
-        "all of them",
+        f"no checkpoint before the end: everySteps={every} of {counted(steps, 'step')}; a crash "
+        "loses all of them",
         ("trainers.checkpoint.everySteps: between 1 and algorithm.steps",),
-        {"every_steps": checkpoint.every_steps, "steps": steps},
+        {"every_steps": every, "steps": steps},
     )
 
 
@@ -94,11 +91,7 @@ def no_parity_check(facts: JobFacts) -> Finding | None:
     return Finding(
         Severity.ADVICE,
         "log-probabilities of generator and trainer are not compared before training: importance "
-        "weights may be wrong unseen",
+        "weights may be wrong without notice",
         ("trainers.parity.numPrompts: 4",),
         {"num_prompts": 0},
     )
-
-
-def _has_eta(facts: JobFacts) -> bool:
-    return "eta" in facts.spec.staleness.parse().parameter_names()

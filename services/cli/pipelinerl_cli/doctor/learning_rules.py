@@ -15,7 +15,21 @@ from pipelinerl_common.judgements import (
 )
 
 _FEWEST_STEPS = 20
-"""Steps before which nothing is said about a trend."""
+"""Shorter runs are not judged by a trend."""
+
+
+def reward_flat(facts: RunFacts) -> Finding | None:
+    first, last = facts.first("reward_mean"), facts.last("reward_mean")
+    num_steps = len(facts.history.steps)
+    is_flat = REWARD_FLAT.is_beyond(last - first) and last < SOLVED_REWARD
+    if not is_flat or num_steps < _FEWEST_STEPS:
+        return None
+    return Finding.judged(
+        REWARD_FLAT,
+        f"the reward went from {first:.3f} to {last:.3f} in {num_steps} steps: "
+        f"{REWARD_FLAT.meaning}",
+        {"reward_first": first, "reward_last": last, "steps": num_steps},
+    )
 
 
 def ess_low(facts: RunFacts) -> Finding | None:
@@ -26,11 +40,7 @@ def ess_low(facts: RunFacts) -> Finding | None:
         ESS.severity_of(ess),
         f"the effective sample size is {ess:.2f}: {ESS.meaning}",
         ESS.remedies,
-        {
-            "ess": ess,
-            "ess_truncated": facts.mean("ess_truncated"),
-            "lag_mean": facts.mean("lag_mean"),
-        },
+        {"ess": ess, **facts.means("ess_truncated", "lag_mean")},
     )
 
 
@@ -38,31 +48,13 @@ def lag_high(facts: RunFacts) -> Finding | None:
     lag = facts.mean("lag_mean")
     if not LAG.is_beyond(lag):
         return None
-    return Finding(
-        LAG.severity,
-        f"trained tokens are {lag:.1f} steps old on average",
-        LAG.remedies,
-        {"lag_mean": lag, "lag_max": facts.mean("lag_max"), "ess": facts.mean("ess")},
-    )
-
-
-def completions_cut_off(facts: RunFacts) -> Finding | None:
-    limit = facts.job.spec.task.sampling.max_tokens
-    length = facts.mean("completion_length_mean")
-    if not COMPLETIONS_LONG.is_beyond(length / limit):
-        return None
-    return Finding(
-        COMPLETIONS_LONG.severity,
-        f"completions have {length:.0f} tokens on average of at most {limit}: "
-        f"{COMPLETIONS_LONG.meaning}",
-        COMPLETIONS_LONG.remedies,
-        {"completion_length_mean": length, "max_tokens": limit},
-    )
+    message = f"trained tokens are {lag:.1f} steps old on average"
+    return Finding.judged(LAG, message, facts.means("lag_mean", "lag_max", "ess"))
 
 
 def groups_without_gradient(facts: RunFacts) -> Finding | None:
-    """All trajectories of a group alike: a success rate p gives at least p^G + (1-p)^G of them,
-    more if prompts differ.
+    """Groups whose trajectories have equal rewards: a success rate p gives at least p^G + (1-p)^G
+    of them, more if prompts differ.
     """
     group_size = facts.job.spec.task.group_size
     success = facts.last("success_mean")
@@ -76,8 +68,7 @@ def groups_without_gradient(facts: RunFacts) -> Finding | None:
     return Finding(
         NO_ADVANTAGE.severity_of(share) if too_hard else NO_ADVANTAGE.severity,
         f"at least {100 * share:.0f} % of the groups have equal rewards and teach nothing: the "
-        "prompts are too "
-        f"{'hard' if too_hard else 'easy'}",
+        f"prompts are too {'hard' if too_hard else 'easy'}",
         (
             f"task.args: {'easier' if too_hard else 'harder'} prompts",
             "task.groupSize: higher",
@@ -87,36 +78,43 @@ def groups_without_gradient(facts: RunFacts) -> Finding | None:
     )
 
 
+def completions_cut_off(facts: RunFacts) -> Finding | None:
+    limit = facts.job.spec.task.sampling.max_tokens
+    length = facts.mean("completion_length_mean")
+    if not COMPLETIONS_LONG.is_beyond(length / limit):
+        return None
+    return Finding.judged(
+        COMPLETIONS_LONG,
+        f"completions have {length:.0f} tokens on average of at most {limit}: "
+        f"{COMPLETIONS_LONG.meaning}",
+        {"completion_length_mean": length, "max_tokens": limit},
+    )
+
+
 def entropy_collapsed(facts: RunFacts) -> Finding | None:
     first, last = facts.first("entropy"), facts.last("entropy")
+    reward = facts.last("reward_mean")
     collapsed = first > 0 and ENTROPY_COLLAPSED.is_beyond(last / first)
-    if not collapsed or len(facts.history.steps) < _FEWEST_STEPS:
+    if not collapsed or reward > SOLVED_REWARD or len(facts.history.steps) < _FEWEST_STEPS:
         return None
-    if facts.last("reward_mean") > SOLVED_REWARD:
-        return None
-    return Finding(
-        ENTROPY_COLLAPSED.severity,
-        f"the entropy fell from {first:.3f} to {last:.3f} before the task was learnt: nothing new "
-        "is tried any more",
-        ENTROPY_COLLAPSED.remedies,
-        {"entropy_first": first, "entropy_last": last, "reward_last": facts.last("reward_mean")},
+    return Finding.judged(
+        ENTROPY_COLLAPSED,
+        f"the entropy fell from {first:.3f} to {last:.3f} before the task was learnt: "
+        f"{ENTROPY_COLLAPSED.meaning}",
+        {"entropy_first": first, "entropy_last": last, "reward_last": reward},
     )
 
 
 def ratios_clipped(facts: RunFacts) -> Finding | None:
-    share = facts.mean("clip_fraction")
+    share, surrogate = facts.mean("clip_fraction"), facts.job.spec.algorithm.surrogate
     if not CLIPPED.is_beyond(share):
         return None
-    limit = (
-        "algorithm.truncation"
-        if facts.job.spec.algorithm.surrogate == "score"
-        else "algorithm.clipHigh"
-    )
-    return Finding(
-        CLIPPED.severity,
+    bound = "algorithm.truncation" if surrogate == "score" else "algorithm.clipHigh"
+    return Finding.judged(
+        CLIPPED,
         f"{100 * share:.0f} % of the tokens have a clipped ratio",
-        ("staleness.eta: lower", "algorithm.optimizer.learningRate: lower", f"{limit}: higher"),
-        {"clip_fraction": share, "ess": facts.mean("ess")},
+        facts.means("clip_fraction", "ess"),
+        ("staleness.eta: lower", "algorithm.optimizer.learningRate: lower", f"{bound}: higher"),
     )
 
 
@@ -124,25 +122,9 @@ def gradients_scaled_down(facts: RunFacts) -> Finding | None:
     norm, limit = facts.mean("grad_norm"), facts.job.spec.algorithm.optimizer.max_grad_norm
     if not GRADIENT_NORM.is_beyond(norm / limit):
         return None
-    return Finding(
-        GRADIENT_NORM.severity,
+    return Finding.judged(
+        GRADIENT_NORM,
         f"the gradient norm is {norm:.2f}, {norm / limit:.0f} times maxGradNorm: "
         f"{GRADIENT_NORM.meaning}",
-        GRADIENT_NORM.remedies,
         {"grad_norm": norm, "max_grad_norm": limit},
-    )
-
-
-def reward_flat(facts: RunFacts) -> Finding | None:
-    first, last = facts.first("reward_mean"), facts.last("reward_mean")
-    num_steps = len(facts.history.steps)
-    is_flat = REWARD_FLAT.is_beyond(last - first) and last < SOLVED_REWARD
-    if not is_flat or num_steps < _FEWEST_STEPS:
-        return None
-    return Finding(
-        REWARD_FLAT.severity,
-        f"the reward went from {first:.3f} to {last:.3f} in {num_steps} steps: "
-        f"{REWARD_FLAT.meaning}",
-        REWARD_FLAT.remedies,
-        {"reward_first": first, "reward_last": last, "steps": num_steps},
     )

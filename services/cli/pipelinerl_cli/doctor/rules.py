@@ -1,66 +1,31 @@
-"""All rules by name: a new one is one function and one line here."""
+"""All rules by name: every public function of the rule modules is one, in order of importance."""
 
+import inspect
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any
 
 from pipelinerl_cli.doctor import fault_rules, job_rules, learning_rules, throughput_rules
-from pipelinerl_cli.doctor import fault_rules as stall_rules
 from pipelinerl_cli.doctor.facts import JobFacts, RunFacts
-from pipelinerl_cli.doctor.finding import SEVERITIES, Finding
+from pipelinerl_cli.doctor.finding import SEVERITIES, Finding, Named
 
-JOB_RULES: Mapping[str, Callable[[JobFacts], Finding | None]] = {
-    rule.__name__: rule
-    for rule in (
-        job_rules.admission_below_places,
-        job_rules.small_generator_batch,
-        job_rules.unusual_share,
-        job_rules.large_planned_lag,
-        job_rules.no_checkpoints,
-        job_rules.no_parity_check,
-    )
-}
 
-RUN_RULES: Mapping[str, Callable[[RunFacts], Finding | None]] = {
-    rule.__name__: rule
-    for rule in (
-        fault_rules.run_failed,
-        stall_rules.processes_silent,
-        stall_rules.nothing_succeeds,
-        stall_rules.no_step_done,
-        fault_rules.steps_not_finite,
-        fault_rules.processes_restarted,
-        fault_rules.updates_failed,
-        fault_rules.groups_dropped,
-        fault_rules.rollouts_fail,
-        fault_rules.sequences_overlong,
-        fault_rules.checkpoints_failed,
-        fault_rules.evaluations_fail,
-        fault_rules.memory_grows,
-        learning_rules.reward_flat,
-        learning_rules.ess_low,
-        learning_rules.lag_high,
-        learning_rules.groups_without_gradient,
-        learning_rules.completions_cut_off,
-        learning_rules.entropy_collapsed,
-        learning_rules.ratios_clipped,
-        learning_rules.gradients_scaled_down,
-        throughput_rules.admission_starves_generators,
-        throughput_rules.environment_starves_generators,
-        throughput_rules.generation_is_slow,
-        throughput_rules.training_is_slow,
-        throughput_rules.kv_cache_full,
-        throughput_rules.queue_too_deep,
-        throughput_rules.updates_slower_than_steps,
-        throughput_rules.updates_pause_decoding,
-        throughput_rules.actors_uneven,
-        throughput_rules.packing_uneven,
-        throughput_rules.packing_loose,
-        throughput_rules.load_swings,
-        throughput_rules.generators_run_small_batches,
-    )
-}
+def _rules(*modules: ModuleType) -> dict[str, Any]:
+    return {
+        name: function
+        for module in modules
+        for name, function in vars(module).items()
+        if inspect.isfunction(function)
+        and function.__module__ == module.__name__
+        and not name.startswith("_")
+    }
 
-_EXPLAINED_BY = {
+
+JOB_RULES: Mapping[str, Callable[[JobFacts], Finding | None]] = _rules(job_rules)
+RUN_RULES: Mapping[str, Callable[[RunFacts], Finding | None]] = _rules(
+    fault_rules, learning_rules, throughput_rules
+)
+EXPLAINED_BY = {
     "small_generator_batch": ("generators_run_small_batches",),
     "no_step_done": ("processes_silent", "nothing_succeeds", "run_failed"),
     "rollouts_fail": ("nothing_succeeds",),
@@ -80,38 +45,28 @@ _EXPLAINED_BY = {
         ("processes_silent",),
     ),
 }
-"""A rule that says nothing new, or the wrong thing, where one of these has fired."""
-
-
-class Named(NamedTuple):
-    rule: str
-    finding: Finding
+"""A rule whose finding is nothing new, or wrong, when one of these rules has a finding."""
 
 
 def diagnose_job(facts: JobFacts) -> list[Named]:
     """Findings on the job file, the most severe first."""
-    return _ordered(
-        [
-            Named(name, finding)
-            for name, rule in JOB_RULES.items()
-            if (finding := rule(facts)) is not None
-        ]
-    )
+    found = ((name, rule(facts)) for name, rule in JOB_RULES.items())
+    return _ordered([Named(name, finding) for name, finding in found if finding is not None])
 
 
 def diagnose_run(facts: RunFacts) -> list[Named]:
     """Findings on the run and on its job, the most severe first; among equals faults, learning,
     time, the job.
     """
-    of_run = [
-        Named(name, finding)
-        for name, rule in RUN_RULES.items()
-        if (finding := rule(facts)) is not None
-    ]
-    fired = {named.rule for named in of_run}
-    found = [*of_run, *diagnose_job(facts.job)]
+    found = ((name, rule(facts)) for name, rule in RUN_RULES.items())
+    of_run = [Named(name, finding) for name, finding in found if finding is not None]
+    names = {named.rule for named in of_run}
     return _ordered(
-        [named for named in found if not fired.intersection(_EXPLAINED_BY.get(named.rule, ()))]
+        [
+            named
+            for named in [*of_run, *diagnose_job(facts.job)]
+            if not names.intersection(EXPLAINED_BY.get(named.rule, ()))
+        ]
     )
 
 

@@ -27,61 +27,66 @@ from pipelinerl_common.text import counted
 def admission_starves_generators(facts: RunFacts) -> Finding | None:
     if not (_starved(facts) and _idle(facts) and _admission_is_tight(facts)):
         return None
-    return Finding(
-        TRAINER_STARVED.severity,
-        f"the trainer waits {_percent(facts.wait_share)} of its time while "
-        f"{_percent(1 - facts.fill)} of the generators' "
-        "places are empty: the staleness policy lets only "
+    return Finding.judged(
+        TRAINER_STARVED,
+        f"{_waits_for_places(facts)}: the staleness policy lets only "
         f"{counted(facts.job.max_admitted, 'sequence')} be outstanding",
+        {**_shares(facts), "max_admitted": facts.job.max_admitted},
         ("staleness.eta: higher", "algorithm.groupsPerStep: higher"),
-        {
-            "wait_share": facts.wait_share,
-            "fill": facts.fill,
-            "max_admitted": facts.job.max_admitted,
-        },
     )
 
 
 def environment_starves_generators(facts: RunFacts) -> Finding | None:
     if not (_starved(facts) and _idle(facts)) or _admission_is_tight(facts):
         return None
-    return Finding(
-        TRAINER_STARVED.severity,
-        f"the trainer waits {_percent(facts.wait_share)} of its time while "
-        f"{_percent(1 - facts.fill)} of the generators' "
-        "places are empty, though the staleness policy allows more: trajectories spend their time "
-        "outside the generator",
+    return Finding.judged(
+        TRAINER_STARVED,
+        f"{_waits_for_places(facts)}, though the staleness policy allows more: trajectories spend "
+        "their time outside the generator",
+        _shares(facts),
         (
             "the task: a faster verifier or environment",
             "actors.replicas: more",
             "task.verifierTimeoutSeconds: lower",
         ),
-        {"wait_share": facts.wait_share, "fill": facts.fill},
     )
 
 
 def generation_is_slow(facts: RunFacts) -> Finding | None:
     if not (_starved(facts) and facts.fill >= GENERATORS_IDLE.limit):
         return None
-    return Finding(
-        TRAINER_STARVED.severity,
+    kv_usage = facts.kv_usage
+    turn, numbers = [_more("actors", "two", "trainers", facts)], _shares(facts)
+    if not KV_CACHE_TIGHT.is_beyond(kv_usage):
+        turn.append("actors.generator.maxRunningRequests: higher")
+    numbers |= facts.means("train_seconds")
+    kv_cache = ""
+    if not isnan(kv_usage):
+        kv_cache = f", with {_percent(kv_usage)} of the KV cache in use"
+        numbers["kv_usage"] = kv_usage
+    return Finding.judged(
+        TRAINER_STARVED,
         f"the trainer waits {_percent(facts.wait_share)} of its time, the generators are "
-        f"{_percent(facts.fill)} full: "
-        "generation is the bottleneck" + _kv_room(facts),
+        f"{_percent(facts.fill)} full: generation is the bottleneck{kv_cache}",
+        numbers,
+        turn,
+    )
+
+
+def training_is_slow(facts: RunFacts) -> Finding | None:
+    if not (TRAINER_BUSY.is_beyond(facts.wait_share) and _idle(facts)):
+        return None
+    return Finding.judged(
+        TRAINER_BUSY,
+        f"the trainer never waits ({_percent(facts.wait_share)} of its time) and "
+        f"{_percent(1 - facts.fill)} of the generators' places are empty: training is the "
+        "bottleneck",
+        {**_shares(facts), **facts.means("train_seconds")},
         (
-            _more("actors", "two", "trainers", facts),
-            *(
-                ()
-                if KV_CACHE_TIGHT.is_beyond(facts.kv_usage)
-                else ("actors.generator.maxRunningRequests: higher",)
-            ),
+            _more("trainers", "five", "actors", facts),
+            "trainers.microBatchTokens: higher",
+            "trainers.activationCheckpointing: false where memory allows",
         ),
-        {
-            "wait_share": facts.wait_share,
-            "fill": facts.fill,
-            "train_seconds": facts.mean("train_seconds"),
-            **({} if isnan(facts.kv_usage) else {"kv_usage": facts.kv_usage}),
-        },
     )
 
 
@@ -89,38 +94,17 @@ def kv_cache_full(facts: RunFacts) -> Finding | None:
     preemptions = facts.preemptions_per_trajectory
     if not (PREEMPTIONS.is_beyond(preemptions) or KV_CACHE_FULL.is_beyond(facts.kv_usage)):
         return None
-    generator = facts.job.spec.actors.generator
-    return Finding(
-        KV_CACHE_FULL.severity,
+    most = facts.job.spec.actors.generator.max_running_requests
+    return Finding.judged(
+        KV_CACHE_FULL,
         f"the fullest generator uses {_percent(facts.kv_usage)} of its KV cache, and a trajectory "
         f"is preempted {preemptions:.1f} times on average: {PREEMPTIONS.meaning}",
+        {"kv_usage": facts.kv_usage, "preemptions_per_trajectory": preemptions},
         (
-            f"actors.generator.maxRunningRequests: lower than {generator.max_running_requests}",
+            f"actors.generator.maxRunningRequests: lower than {most}",
             "actors.generator.kvCacheBytes: higher where memory allows",
             "staleness.policy: slack or prime_rl, which admit by the KV use",
         ),
-        {"kv_usage": facts.kv_usage, "preemptions_per_trajectory": preemptions},
-    )
-
-
-def training_is_slow(facts: RunFacts) -> Finding | None:
-    if not (TRAINER_BUSY.is_beyond(facts.wait_share) and _idle(facts)):
-        return None
-    return Finding(
-        TRAINER_BUSY.severity,
-        f"the trainer never waits ({_percent(facts.wait_share)} of its time) and "
-        f"{_percent(1 - facts.fill)} of the generators' "
-        "places are empty: training is the bottleneck",
-        (
-            _more("trainers", "five", "actors", facts),
-            "trainers.microBatchTokens: higher",
-            "trainers.activationCheckpointing: false where memory allows",
-        ),
-        {
-            "wait_share": facts.wait_share,
-            "fill": facts.fill,
-            "train_seconds": facts.mean("train_seconds"),
-        },
     )
 
 
@@ -129,36 +113,24 @@ def queue_too_deep(facts: RunFacts) -> Finding | None:
     batches = ready / facts.job.spec.algorithm.groups_per_step
     if not QUEUE_DEPTH.is_beyond(batches):
         return None
-    return Finding(
-        QUEUE_DEPTH.severity,
+    return Finding.judged(
+        QUEUE_DEPTH,
         f"{ready:.0f} finished groups wait on average, {batches:.1f} batches: "
         f"{QUEUE_DEPTH.meaning}",
-        QUEUE_DEPTH.remedies,
-        {"groups_ready": ready, "batches": batches, "lag_mean": facts.mean("lag_mean")},
+        {"groups_ready": ready, "batches": batches, **facts.means("lag_mean")},
     )
 
 
 def updates_slower_than_steps(facts: RunFacts) -> Finding | None:
     if not UPDATE_STEPS.is_beyond(facts.step_share("publish_seconds")):
         return None
-    return Finding(
-        UPDATE_STEPS.severity,
+    nccl = ["weightTransfer.backend: nccl between GPUs"] if facts.job.num_generating > 0 else []
+    return Finding.judged(
+        UPDATE_STEPS,
         f"a weight update takes {facts.mean('publish_seconds'):.2f} s, a step "
         f"{facts.mean('step_seconds'):.2f} s: {UPDATE_STEPS.meaning}",
-        (
-            *(
-                ("weightTransfer.backend: nccl between GPUs",)
-                if facts.job.num_generating > 0
-                else ()
-            ),
-            "weightTransfer.bucketBytes: higher",
-            "weightTransfer.mode: staged",
-        ),
-        {
-            "publish_seconds": facts.mean("publish_seconds"),
-            "step_seconds": facts.mean("step_seconds"),
-            "transfer_seconds": facts.mean("transfer_seconds"),
-        },
+        facts.means("publish_seconds", "step_seconds", "transfer_seconds"),
+        [*nccl, "weightTransfer.bucketBytes: higher", "weightTransfer.mode: staged"],
     )
 
 
@@ -167,40 +139,19 @@ def updates_pause_decoding(facts: RunFacts) -> Finding | None:
     whole = mean(step.get("step_seconds") for step in facts.history.steps)
     if pause is None or not (whole > 0 and PAUSE_SHARE.is_beyond(pause / whole)):
         return None
-    transfer = facts.job.spec.weight_transfer
-    remedies = (
-        ("weightTransfer.mode: staged", transfer.mode == "inplace"),
-        ("weightTransfer.kvCache: keep", transfer.kv_cache == "recompute"),
-        (
-            "weightTransfer.backend: nccl between GPUs",
-            transfer.backend == "gloo" and facts.job.num_generating > 0,
-        ),
-        ("algorithm.groupsPerStep: higher, for fewer updates", True),
-    )
-    return Finding(
-        PAUSE_SHARE.severity,
-        f"decoding stands still for {pause:.3f} s mean in each step, {_percent(pause / whole)} of "
-        "its time",
-        tuple(remedy for remedy, applies in remedies if applies),
+    transfer, has_gpus = facts.job.spec.weight_transfer, facts.job.num_generating > 0
+    remedies = {
+        "weightTransfer.mode: staged": transfer.mode == "inplace",
+        "weightTransfer.kvCache: keep": transfer.kv_cache == "recompute",
+        "weightTransfer.backend: nccl between GPUs": transfer.backend == "gloo" and has_gpus,
+        "algorithm.groupsPerStep: higher, for fewer updates": True,
+    }
+    return Finding.judged(
+        PAUSE_SHARE,
+        f"decoding pauses for {pause:.3f} s mean in each step, {_percent(pause / whole)} of its "
+        "time",
         {"pause_seconds_mean": pause, "share": pause / whole},
-    )
-
-
-def generators_run_small_batches(facts: RunFacts) -> Finding | None:
-    if facts.job.num_generating == 0:
-        return None
-    running = facts.gauge_mean("actor", "requests_running") / facts.job.num_generating
-    if not SMALL_BATCH.is_beyond(running):
-        return None
-    return Finding(
-        SMALL_BATCH.severity,
-        f"a generating GPU decodes {counted(running, 'sequence')} at once on average; below "
-        f"{SMALL_BATCH.limit:g} {SMALL_BATCH.meaning}",
-        (
-            "actors.replicas: fewer, with more sequences each (pipelinerl plan)",
-            "staleness.eta: higher",
-        ),
-        {"batch_per_gpu": running, "least": SMALL_BATCH.limit},
+        [remedy for remedy, applies in remedies.items() if applies],
     )
 
 
@@ -213,43 +164,14 @@ def actors_uneven(facts: RunFacts) -> Finding | None:
     if not ACTORS_UNEVEN.is_beyond(behind):
         return None
     hardware = "GPU" if facts.job.num_generating > 0 else "CPU"
-    return Finding(
-        ACTORS_UNEVEN.severity,
+    return Finding.judged(
+        ACTORS_UNEVEN,
         f"{slowest} generates {_percent(behind)} less than the mean of {len(tokens)} actors",
+        {"behind": behind, "tokens": tokens[slowest]},
         (
             f"the node of {slowest}: look for other load or throttling",
             f"actors: the same {hardware} for all replicas",
         ),
-        {"behind": behind, "tokens": tokens[slowest]},
-    )
-
-
-def load_swings(facts: RunFacts) -> Finding | None:
-    running = facts.gauge("actor", "requests_running")
-    if (
-        len(running) < 2 * FEWEST_POINTS
-        or not fmean(running)
-        or not LOAD_SWINGS.is_beyond(pstdev(running) / fmean(running))
-    ):
-        return None
-    return Finding(
-        LOAD_SWINGS.severity,
-        f"the number of running requests swings between {min(running):.0f} and {max(running):.0f} "
-        f"around {fmean(running):.0f}: {LOAD_SWINGS.meaning}",
-        LOAD_SWINGS.remedies,
-        {"deviation": pstdev(running) / fmean(running), "mean": fmean(running)},
-    )
-
-
-def packing_loose(facts: RunFacts) -> Finding | None:
-    fill = facts.mean("packing_fill")
-    if not PACKING_FILL.is_beyond(fill):
-        return None
-    return Finding(
-        PACKING_FILL.severity,
-        f"only {_percent(fill)} of the micro-batches' slots hold tokens",
-        PACKING_FILL.remedies,
-        {"packing_fill": fill},
     )
 
 
@@ -257,12 +179,52 @@ def packing_uneven(facts: RunFacts) -> Finding | None:
     imbalance = facts.mean("packing_imbalance")
     if not PACKING_IMBALANCE.is_beyond(imbalance):
         return None
-    return Finding(
-        PACKING_IMBALANCE.severity,
+    return Finding.judged(
+        PACKING_IMBALANCE,
         f"the emptiest rank has {_percent(imbalance)} fewer tokens than the fullest: "
         f"{PACKING_IMBALANCE.meaning}",
-        PACKING_IMBALANCE.remedies,
         {"packing_imbalance": imbalance},
+    )
+
+
+def packing_loose(facts: RunFacts) -> Finding | None:
+    fill = facts.mean("packing_fill")
+    if not PACKING_FILL.is_beyond(fill):
+        return None
+    message = f"only {_percent(fill)} of the micro-batches' slots hold tokens"
+    return Finding.judged(PACKING_FILL, message, {"packing_fill": fill})
+
+
+def load_swings(facts: RunFacts) -> Finding | None:
+    running = facts.gauge("actor", "requests_running")
+    if len(running) < 2 * FEWEST_POINTS or not (average := fmean(running)):
+        return None
+    deviation = pstdev(running) / average
+    if not LOAD_SWINGS.is_beyond(deviation):
+        return None
+    return Finding.judged(
+        LOAD_SWINGS,
+        f"the number of running requests swings between {min(running):.0f} and {max(running):.0f} "
+        f"around {average:.0f}: {LOAD_SWINGS.meaning}",
+        {"deviation": deviation, "mean": average},
+    )
+
+
+def generators_run_small_batches(facts: RunFacts) -> Finding | None:
+    if facts.job.num_generating == 0:
+        return None
+    running = facts.gauge_mean("actor", "requests_running") / facts.job.num_generating
+    if not SMALL_BATCH.is_beyond(running):
+        return None
+    return Finding.judged(
+        SMALL_BATCH,
+        f"a generating GPU decodes {counted(running, 'sequence')} at once on average; below "
+        f"{SMALL_BATCH.limit:g} {SMALL_BATCH.meaning}",
+        {"batch_per_gpu": running, "least": SMALL_BATCH.limit},
+        (
+            "actors.replicas: fewer, with more sequences each (pipelinerl plan)",
+            "staleness.eta: higher",
+        ),
     )
 
 
@@ -274,6 +236,17 @@ def _idle(facts: RunFacts) -> bool:
     return GENERATORS_IDLE.is_beyond(facts.fill)
 
 
+def _shares(facts: RunFacts) -> dict[str, float]:
+    return {"wait_share": facts.wait_share, "fill": facts.fill}
+
+
+def _waits_for_places(facts: RunFacts) -> str:
+    return (
+        f"the trainer waits {_percent(facts.wait_share)} of its time while "
+        f"{_percent(1 - facts.fill)} of the generators' places are empty"
+    )
+
+
 def _admission_is_tight(facts: RunFacts) -> bool:
     """Whether places stay empty because a batch is being trained while the policy allows little
     more than it.
@@ -282,20 +255,12 @@ def _admission_is_tight(facts: RunFacts) -> bool:
 
 
 def _more(role: str, at_a_time: str, others: str, facts: RunFacts) -> str:
-    """The remedy of more processes, taken from the other side; on CPUs `pipelinerl plan` has no
-    say.
-    """
+    """More processes, taken from the other side; `pipelinerl plan` knows GPUs only."""
     if facts.job.num_generating > 0:
-        return (
-            f"{role}.replicas: more, {at_a_time} GPUs at a time from the {others} (pipelinerl plan)"
-        )
-    return f"{role}.replicas: more, where cores are free or the {others} can spare some"
-
-
-def _kv_room(facts: RunFacts) -> str:
-    return (
-        "" if isnan(facts.kv_usage) else f", with {_percent(facts.kv_usage)} of the KV cache in use"
-    )
+        source = f"{at_a_time} GPUs at a time from the {others} (pipelinerl plan)"
+    else:
+        source = f"where cores are free or the {others} can spare some"
+    return f"{role}.replicas: more, {source}"
 
 
 def _percent(share: float) -> str:

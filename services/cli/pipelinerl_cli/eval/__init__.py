@@ -1,1 +1,1 @@
-"""`pipelinerl eval CHECKPOINT TASK`: pass@k of saved weights."""
+"""`pipelinerl eval CHECKPOINT JOB`: pass@k of saved weights."""

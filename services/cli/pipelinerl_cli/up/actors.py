@@ -1,23 +1,20 @@
-"""The actors of one run, each with its generators: which there are, and how they come and go while
-it runs.
+"""The actors of one run, each with its generators: which there are, how they are added and removed
+while the run continues, and how `autoscale` chooses their number.
 
 ```
- comes   generator-1-*, actor-1 start -> the generators join the weight-transfer group -> receive the weights -> sample
- goes    actor-1 finishes what it can and hands back the rest -> the generators leave the group -> and end
+ added    generator-1-*, actor-1 start -> the generators join the weight-transfer group -> receive
+          the weights -> sample
+ removed  actor-1 finishes what it can and hands back the rest -> the generators leave the group
+          -> and end
+ every 2 s, with autoscale: /metrics of trainer-0 and preprocessor-0 -> look -> autoscale.json
+          -> display -> Fleet.resize
 ```
-Neither touches the trainers, but that their group is formed again.
-
-`autoscale` in a run on this machine: the choice is the operator's own, what is done about it is
-`fleet`'s.
-
-```
- every 2 s:  /metrics of trainer-0 and preprocessor-0 -> look -> autoscale.json -> display -> fleet.resize
-```
+Neither touches the trainers, apart from a newly formed group. The choice is the operator's own.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -47,19 +44,21 @@ log = logging.getLogger(__name__)
 ACTOR_GRACE_S = 15.0
 """Beyond `actors.drainSeconds`."""
 LEAVING_GRACE_S = 30.0
-"""Of a generator that has left the group while the run goes on: nobody waits for its end."""
+"""For a generator that has left the group while the run continues: nothing waits for its end."""
 LOOK_S = 0.1
+READ_S = 2.0
+TRAINER, PREPROCESSOR = "trainer-0", "preprocessor-0"
 
 
 class Fleet:
-    """`job` has as many actors as there may ever be, and `endpoints` an address for everything of
-    theirs; there are `count`.
+    """The actors that there are, at first `count`.
 
-    `changed` is called whenever one has come or gone.
+    `job` has as many actors as there may ever be, and `endpoints` an address for each of their
+    processes. `changed` is called with the present job whenever an actor was added or removed.
     """
 
     def __init__(
-        self, job: Job, endpoints: Endpoints, count: int, changed: Callable[[], None]
+        self, job: Job, endpoints: Endpoints, count: int, changed: Callable[[Job], None]
     ) -> None:
         self._job = job
         self._endpoints = endpoints
@@ -77,22 +76,22 @@ class Fleet:
         return with_actors(self._job, self.size)
 
     def generator_urls(self) -> dict[str, str]:
-        """For the coordinator: generators that should be in the weight-transfer group."""
-        names = (
-            name for actor in sorted(self._actors) for name in generator_names(self._job, actor)
-        )
-        return {name: generator_url(self._endpoints.addresses[name]) for name in names}
+        """The generators that should be in the weight-transfer group, for the coordinator."""
+        return {
+            name: generator_url(self._endpoints.addresses[name])
+            for actor in sorted(self._actors)
+            for name in generator_names(self._job, actor)
+        }
 
-    def workloads(self) -> tuple[PlannedProcess, ...]:
+    def planned(self) -> Sequence[PlannedProcess]:
         """Every process of the run, in start order."""
         return plan(self.job, self._endpoints)
 
     def ready(self, supervisor: Supervisor, coordinator: Coordinator) -> frozenset[str]:
-        """Actors that run and have every generator in the group, each start of one by an id of its
-        own.
-
-        While a group is formed its generators go on sampling: until then the last one counts.
+        """Actors that run and have every generator in the group, with their process ids, so that a
+        restarted actor counts as another one.
         """
+        # While a group is being formed its generators continue to sample: the last one counts.
         if coordinator.group is not None:
             self._members = frozenset(coordinator.group.names)
         running = supervisor.running
@@ -104,42 +103,36 @@ class Fleet:
         )
 
     async def resize(self, count: int, supervisor: Supervisor, coordinator: Coordinator) -> None:
-        """Starts who is missing; then ends who is too many, the last first, and returns when they
-        have ended.
+        """Starts the actors that are missing; then removes those above `count`, the last first, and
+        returns when they have ended.
         """
-        come = [actor for actor in range(count) if actor not in self._actors]
-        go = [actor for actor in sorted(self._actors, reverse=True) if actor >= count]
-        for actor in come:
-            self._actors.add(actor)
-            names = (*generator_names(self._job, actor), _name(actor))
-            supervisor.add(plan_process(self._job, self._endpoints, name) for name in names)
-            self._changed()
+        for actor in range(count):
+            if actor not in self._actors:
+                self._actors.add(actor)
+                names = (*generator_names(self._job, actor), _name(actor))
+                supervisor.add(plan_process(self._job, self._endpoints, name) for name in names)
+                self._changed(self.job)
         coordinator.wake()
-        await asyncio.gather(*(self._let_go(actor, supervisor, coordinator) for actor in go))
+        surplus = [actor for actor in sorted(self._actors, reverse=True) if actor >= count]
+        await asyncio.gather(*(self._remove(actor, supervisor, coordinator) for actor in surplus))
 
-    async def _let_go(self, actor: int, supervisor: Supervisor, coordinator: Coordinator) -> None:
+    async def _remove(self, actor: int, supervisor: Supervisor, coordinator: Coordinator) -> None:
         generators = generator_names(self._job, actor)
         await supervisor.retire(_name(actor), self._job.spec.actors.drain_seconds + ACTOR_GRACE_S)
         self._actors.discard(actor)
-        self._changed()
+        self._changed(self.job)
         coordinator.wake()
+        # A generator that ends while it is a member is expelled, which takes longer than to leave.
         await self._until_out(generators, coordinator)
         await asyncio.gather(*(supervisor.retire(name, LEAVING_GRACE_S) for name in generators))
 
     async def _until_out(self, generators: tuple[str, ...], coordinator: Coordinator) -> None:
-        """Until no update counts on them. One that ends while it is a member is expelled, which
-        takes longer.
-        """
-        deadline = (
-            asyncio.get_running_loop().time() + self._job.spec.weight_transfer.sync_timeout_seconds
-        )
-        while coordinator.group is not None and not set(generators).isdisjoint(
-            coordinator.group.names
-        ):
-            if asyncio.get_running_loop().time() > deadline:
-                log.warning(
-                    "%s end as members of epoch %d", ", ".join(generators), coordinator.group.epoch
-                )
+        """Waits until no weight update depends on these generators, for one update at most."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._job.spec.weight_transfer.sync_timeout_seconds
+        while (group := coordinator.group) and not set(generators).isdisjoint(group.names):
+            if loop.time() > deadline:
+                log.warning("%s end as members of epoch %d", ", ".join(generators), group.epoch)
                 return
             await asyncio.sleep(LOOK_S)
 
@@ -148,12 +141,8 @@ def _name(actor: int) -> str:
     return f"actor-{actor}"
 
 
-READ_S = 2.0
-TRAINER, PREPROCESSOR = "trainer-0", "preprocessor-0"
-
-
 class ChoiceFile:
-    """What was chosen, for the next session of the run."""
+    """The chosen number of actors, kept for the next session of the run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -166,7 +155,7 @@ class ChoiceFile:
             return None
         except (OSError, ValidationError) as error:
             raise SettingsError(
-                f"{self._path}: cannot be read: {error}; remove it, and the choice begins again "
+                f"{self._path}: cannot be read: {error}; remove it, and the choice starts again "
                 "from actors.replicas"
             ) from error
 
@@ -178,7 +167,7 @@ class ChoiceFile:
 
 
 class Autoscaler:
-    """Of one session. Switched off it keeps the number that the job file asks for."""
+    """Chooses the number of actors during one session. Without `autoscale` it is the job file's."""
 
     def __init__(self, spec: JobSpec, file: ChoiceFile, note: Callable[[str], None]) -> None:
         self._spec = spec
@@ -191,34 +180,33 @@ class Autoscaler:
 
     @property
     def num_actors(self) -> int:
-        """That there should be."""
+        """How many actors there should be."""
         return num_actors(self._spec, self._choice)
 
     def scale(self, num_ready: int) -> ActorScale:
-        return ActorScale(
-            self.num_actors, num_ready, None if self._choice is None else self._choice.ratio
-        )
+        ratio = None if self._choice is None else self._choice.ratio
+        return ActorScale(self.num_actors, num_ready, ratio)
 
     async def run(
         self, fleet: Fleet, endpoints: Endpoints, supervisor: Supervisor, coordinator: Coordinator
     ) -> None:
-        """For ever. Consumes the metrics of the run, produces choices, waits for the next reading
-        and for who is let go.
+        """Runs until cancelled. Consumes the metrics of the run, produces choices, and waits for
+        the next reading and for actors that are being removed.
         """
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(force_close=True)
-        ) as session:
+        addresses = endpoints.metrics_addresses
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as session:
             while True:
+                # Process ids are read before the metrics: counts of a process that restarts in
+                # between must not be taken for the new one's.
                 actors = fleet.ready(supervisor, coordinator)
                 others = tuple(
                     f"{name}/{process.pid}"
                     for name, process in supervisor.running.items()
                     if name in (TRAINER, PREPROCESSOR)
                 )
-                trainer = await read_metrics(session, endpoints.metrics_addresses[TRAINER])
-                preprocessor = await read_metrics(
-                    session, endpoints.metrics_addresses[PREPROCESSOR]
-                )
+                trainer = await read_metrics(session, addresses[TRAINER])
+                preprocessor = await read_metrics(session, addresses[PREPROCESSOR])
                 if trainer is not None and preprocessor is not None:
                     self.look(Counts.of(trainer, preprocessor, actors, others))
                 if fleet.size != self.num_actors:
@@ -226,20 +214,18 @@ class Autoscaler:
                 await asyncio.sleep(READ_S)
 
     def look(self, counts: Counts | None) -> None:
-        """Takes a reading, and chooses when it is time. The choice is written before it is acted
-        on.
-        """
+        """Takes a reading, and makes a choice when one is due."""
         self._period.take(counts, None if self._choice is None else self._choice.step)
-        looked = look(
-            self._spec, self._choice, None if counts is None else counts.step, self._period.balance
-        )
+        step = None if counts is None else counts.step
+        looked = look(self._spec, self._choice, step, self._period.balance)
         if looked is None:
             return
         try:
+            # Written before it is acted on: the next session must know of it.
             self._file.write(looked.choice)
-        except OSError as error:  # a full disk; it is looked at again with the next reading
+        except OSError as error:  # a full disk; the next reading tries again
             log.warning(
-                "actors stay %d, what was chosen cannot be written: %s", self.num_actors, error
+                "actors stay %d, the new choice cannot be written: %s", self.num_actors, error
             )
             return
         self._choice = looked.choice

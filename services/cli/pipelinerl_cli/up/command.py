@@ -1,4 +1,4 @@
-"""`pipelinerl up`: its arguments. What they ask for is in `session`, imported when it is needed."""
+"""`pipelinerl up`: its arguments. `session` does the work and is imported when it is needed."""
 
 import argparse
 from pathlib import Path
@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="DIR",
-        help="the run's folder, by default runs/<job name>; a run in it goes on",
+        help="the run's folder, by default runs/<job name>; a run in it is resumed",
     )
     parser.add_argument(
         "--max-steps",
@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """0: finished; 1: failed; 2: bad input; 130, 143, 129: stopped by SIGINT, SIGTERM, SIGHUP."""
     from pipelinerl_cli.up.session import up
 
-    return up(
-        args.job, output=args.output, max_steps=args.max_steps, overrides=args.set, fresh=args.fresh
-    )
+    overrides = list(args.set)
+    if args.max_steps is not None:
+        overrides.append(f"algorithm.steps={args.max_steps}")
+    return up(args.job, output=args.output, overrides=overrides, fresh=args.fresh)

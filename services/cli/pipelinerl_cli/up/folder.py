@@ -1,11 +1,11 @@
-"""The run's folder: who has it, which job lives in it, how far that job is.
+"""The run's folder: which process holds it, which job is in it, and how far that job is.
 
 ```
-job.yaml        the effective job: the file with --set and --max-steps applied; what every service reads
+job.yaml        the effective job, with --set and --max-steps applied; what every service reads
 token           bearer token of this run (0600)
 lock            held while `pipelinerl up` runs
 logs/           one file per process        nats/   the stream's store
-autoscale.json  how many actors were chosen, with `autoscale`
+autoscale.json  the chosen number of actors, with `autoscale`
 model/          the prepared model          checkpoints/, final/   the trainer's
 evaluations/    one file per evaluated step
 metrics.jsonl   summary.json   report.html   metrics-targets.json (for Prometheus)
@@ -32,11 +32,13 @@ from pipelinerl_common.settings.load import write_yaml
 MAY_CHANGE = ("algorithm.steps",)
 """Settings that may differ when a run is resumed, without being mentioned."""
 MUST_NOT_CHANGE = ("model.uri", "model.revision", "model.dtype", "seed", "task.path")
-"""Settings that make another run of it."""
+"""Settings that would make it another run."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
+    """The paths of one run, and what `pipelinerl up` does with its folder."""
+
     root: Path
 
     @property
@@ -46,10 +48,6 @@ class RunFolder:
     @property
     def token_file(self) -> Path:
         return self.root / "token"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
 
     @property
     def stream_store(self) -> Path:
@@ -68,12 +66,12 @@ class RunFolder:
         return self.root / "autoscale.json"
 
     @property
-    def summary_file(self) -> Path:
-        return self.root / "summary.json"
-
-    @property
     def report_file(self) -> Path:
         return self.root / "report.html"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
 
     def log_file(self, name: str) -> Path:
         return self.logs / f"{name}.log"
@@ -95,7 +93,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the folder for this process; the kernel lets go of it however the process ends.
+        """Holds the folder for this process; the kernel releases it however the process ends.
         Raises SettingsError.
         """
         try:
@@ -109,8 +107,7 @@ class RunFolder:
             os.close(descriptor)
             raise SettingsError(
                 f"--output {self.root}: another `pipelinerl up` (process {holder or 'unknown'}) is "
-                "running in it; "
-                "stop that one first or choose another --output"
+                "running in it; stop that one first or choose another --output"
             ) from error
         try:
             os.ftruncate(descriptor, 0)
@@ -137,7 +134,7 @@ class RunFolder:
         shutil.rmtree(self.root, ignore_errors=True)
 
     def move_aside(self) -> Path | None:
-        """Makes room for a fresh run; returns where the old one lies now, None when there was none."""
+        """Makes room for a fresh run; returns the new folder of the old one, None without one."""
         if not self.job_file.exists():
             return None
         old = self.root.with_name(f"{self.root.name}.{datetime.now(UTC):%Y%m%d-%H%M%S}")
@@ -151,57 +148,51 @@ class RunFolder:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """What lies in the folder already. `steps_done` is of the newest complete checkpoint."""
+    """The run that the folder has already."""
 
     steps_done: int
+    """Of the newest complete checkpoint."""
     changed: tuple[str, ...]
     """Settings that differ from the earlier session, as "algorithm.loss: ppo -> grpo"."""
 
 
 def inspect(folder: RunFolder, job: Job) -> Resume | None:
-    """None for an empty folder. Raises SettingsError when another run lies there."""
+    """None for an empty folder. Raises SettingsError when it has another run."""
     if not folder.job_file.exists():
-        strangers = [path.name for path in folder.root.iterdir()] if folder.root.is_dir() else []
-        strangers = [name for name in strangers if name not in ("lock", "logs", "token")]
-        if strangers:
+        others = {path.name for path in folder.root.iterdir()} if folder.root.is_dir() else set()
+        if others := others - {"lock", "logs", "token"}:
             raise SettingsError(
                 f"--output {folder.root}: the folder holds other files "
-                f"({', '.join(sorted(strangers)[:3])}); "
-                "choose an empty or a new one"
+                f"({', '.join(sorted(others)[:3])}); choose an empty or a new one"
             )
         return None
     earlier = load_job(folder.job_file)
     if earlier.name != job.name:
         raise SettingsError(
             f"--output {folder.root}: the folder holds a run of the job {earlier.name!r}, not of "
-            f"{job.name!r}; "
-            "choose another --output, or --fresh to move the old run aside"
+            f"{job.name!r}; choose another --output, or --fresh to move the old run aside"
         )
     changed = changed_settings(earlier, job)
-    forbidden = [change for change in changed if change.partition(":")[0] in MUST_NOT_CHANGE]
-    if forbidden:
+    if forbidden := [each for each in changed if each.partition(":")[0] in MUST_NOT_CHANGE]:
         raise SettingsError(
             f"--output {folder.root}: the run in it has other settings ({'; '.join(forbidden)}) "
-            "and cannot go on with these; "
-            "choose another --output, or --fresh to move the old run aside"
+            "and cannot be resumed with these; choose another --output, or --fresh to move the old "
+            "run aside"
         )
-    return Resume(
-        newest_checkpoint(folder.root),
-        tuple(c for c in changed if c.partition(":")[0] not in MAY_CHANGE),
-    )
+    mentioned = (each for each in changed if each.partition(":")[0] not in MAY_CHANGE)
+    return Resume(newest_checkpoint(folder.root), tuple(mentioned))
 
 
 def newest_checkpoint(root: Path) -> int:
-    """Optimizer steps of the newest complete checkpoint, 0 without one. The trainer passes over
-    what is torn as well.
+    """Optimizer steps of the newest complete checkpoint, 0 without one. The trainer ignores torn
+    ones as well.
     """
     return next(complete_checkpoints(root), 0)
 
 
 def changed_settings(earlier: Job, now: Job) -> list[str]:
     """Settings below spec that differ, as "path: old -> new"."""
-    old = flat_settings(earlier)
-    new = flat_settings(now)
+    old, new = flat_settings(earlier), flat_settings(now)
     return [
         f"{path}: {old.get(path, 'unset')} -> {new.get(path, 'unset')}"
         for path in sorted(old.keys() | new.keys())

@@ -1,9 +1,5 @@
-"""What the run looks like now: the newest numbers of every service, bounded, for the display.
-
-What `pipelinerl up` says about itself in the run's records: that a session began, restarts, how
-many actors there are.
-
-Metrics on their way from the stream to the file and the display.
+"""The metrics of a running job: from the stream (`Feed`) and from this process (`SessionRecords`)
+into metrics.jsonl, and into what the displays show (`RunView`).
 """
 
 import asyncio
@@ -36,6 +32,9 @@ from pipelinerl_common.stream import Login, connect
 from pipelinerl_common.text import counted
 from pipelinerl_control.metrics import ActorScale
 
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
 SPARK_STEPS = 40
 TRENDS = (
     ("trainer", "reward_mean"),
@@ -45,20 +44,20 @@ TRENDS = (
     ("actor", "generation_tokens_per_second"),
     ("preprocessor", "queue_groups{stage=ready}"),
 )
-"""What is remembered for the sparklines, as it was at the end of each of the last steps."""
+"""Values that are kept for the sparklines, as they were at the end of each of the last steps."""
 GENERATING = "generating the first batch"
 """The phase before the first step."""
 
 
 @dataclass
 class RunView:
-    """Fed with the records of a run from its beginning on, those of earlier sessions too; read by
-    the displays.
+    """The newest numbers of every service, in bounded memory. It takes the records of a run from
+    its beginning, those of earlier sessions too, and is read by the displays.
     """
 
     steps_total: int
     is_elastic: bool = False
-    """Whether actors come and go."""
+    """Whether actors are added and removed."""
     phase: str = "starting"
     detail: str = ""
     step: int = 0
@@ -69,19 +68,20 @@ class RunView:
     rollback: Rollback = field(default_factory=Rollback)
     evaluations: deque[list[Evaluated]] = field(default_factory=lambda: deque(maxlen=SPARK_STEPS))
     """The newest ones, each with its sets."""
+    silent: dict[str, float] = field(default_factory=dict)
+    """Generators that run but do not answer, with the time of their last answer, seconds since the
+    epoch.
+    """
+    counters: dict[tuple[str, str], float] = field(default_factory=dict)
+    """`total` of every counter, by role and name."""
     _trends: dict[tuple[str, str], deque[float]] = field(
         default_factory=lambda: {trend: deque(maxlen=SPARK_STEPS) for trend in TRENDS}
     )
     _gauges: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
     _counted: dict[tuple[str, str, str], float] = field(default_factory=dict)
     """Counters' newest values by role, instance and name."""
-    _totals: dict[tuple[str, str], float] = field(default_factory=dict)
-    silent: dict[str, float] = field(default_factory=dict)
-    """Generators that do not answer though they run, with the time since when, seconds since the
-    epoch.
-    """
-    _heard: dict[str, float] = field(default_factory=dict)
-    """When each of those that tell about themselves every second did so last."""
+    _reported: dict[str, float] = field(default_factory=dict)
+    """The time of the newest record of each process that writes one every second."""
 
     def take(self, record: Record) -> bool:
         """Whether the record finished a step."""
@@ -89,14 +89,16 @@ class RunView:
         self.pause.take(record)
         self.rollback.take(record)
         if SESSION_START in record.values:
-            self.step_times.clear()  # the time between two sessions says nothing of the pace
+            # The time between two sessions says nothing about the pace, nor their processes about
+            # the new ones.
+            self.step_times.clear()
             self._gauges.clear()
-            self._heard.clear()
+            self._reported.clear()
             self.silent.clear()
         if record.role in REPORTING_EVERY_SECOND:
-            self._heard[record.instance] = record.time
+            self._reported[record.instance] = record.time
         if has_left(record):
-            self._heard.pop(record.instance, None)
+            self._reported.pop(record.instance, None)
         for name, value in record.values.items():
             self._take_value(record, name, value)
         if is_evaluation(record) and (found := evaluated(record)):
@@ -114,43 +116,36 @@ class RunView:
     def _take_value(self, record: Record, name: str, value: float) -> None:
         self._gauges.setdefault((record.role, name), {})[record.instance] = value
         if is_counter(name) and math.isfinite(value):
-            self._count(record, name, value)
+            previous = self._counted.get((record.role, record.instance, name), 0.0)
+            total = self.counters.get((record.role, name), 0.0) + increase(previous, value)
+            self._counted[record.role, record.instance, name] = value
+            self.counters[record.role, name] = total
         if (silent := silent_name(name)) is not None:
             self.silent.pop(silent, None)
             if value > 0:
                 self.silent[silent] = record.time - value
-
-    def _count(self, record: Record, name: str, value: float) -> None:
-        previous = self._counted.get((record.role, record.instance, name), 0.0)
-        self._counted[record.role, record.instance, name] = value
-        self._totals[record.role, name] = self._totals.get((record.role, name), 0.0) + increase(
-            previous, value
-        )
 
     def gauge(self, role: str, name: str) -> float | None:
         """Newest value of this session, summed over the role's instances."""
         values = self._gauges.get((role, name))
         return sum(values.values()) if values else None
 
-    @property
-    def quiet(self) -> Mapping[str, float]:
-        """Actors and preprocessors that have told nothing for long while others did, with the
-        seconds.
-        """
-        newest = max(self._heard.values(), default=0.0)
-        return {
-            name: newest - heard for name, heard in self._heard.items() if newest - heard > QUIET_S
-        }
+    def total(self, role: str, name: str) -> float | None:
+        """A counter's total over the role's instances, their restarts and all sessions."""
+        return self.counters.get((role, name))
 
     def trend(self, role: str, name: str) -> Sequence[float]:
-        """The value at the end of each of the last steps, one of `TRENDS`; not-a-number where there
-        was none.
-        """
+        """One of `TRENDS` at the end of each of the last steps; not-a-number where unknown."""
         return tuple(self._trends[role, name])
 
-    def total(self, role: str, name: str) -> float | None:
-        """What a counter has counted over the role's instances and their restarts, in all sessions."""
-        return self._totals.get((role, name))
+    @property
+    def quiet(self) -> Mapping[str, float]:
+        """Actors and preprocessors that have reported nothing for long while others did, with the
+        seconds.
+        """
+        newest = max(self._reported.values(), default=0.0)
+        gaps = {name: newest - time for name, time in self._reported.items()}
+        return {name: gap for name, gap in gaps.items() if gap > QUIET_S}
 
     @property
     def actors(self) -> str:
@@ -161,13 +156,8 @@ class RunView:
         return f"{ready:.0f} of {desired:.0f}"
 
     @property
-    def counters(self) -> Mapping[tuple[str, str], float]:
-        """`total` of every counter, by role and name."""
-        return self._totals
-
-    @property
     def restarts(self) -> int:
-        """Of the run's processes."""
+        """Restarts of the run's processes."""
         return int(self.total(SESSION_ROLE, "restarts_total") or 0)
 
     @property
@@ -193,15 +183,14 @@ class RunView:
         return None if pace is None else max(0.0, pace * (self.steps_total - self.step))
 
 
-log = logging.getLogger(__name__)
-
-
 class SessionRecords:
-    """Of one session: written to the run's file, and shown."""
+    """The records that `pipelinerl up` writes about one session: its start, restarts, the number of
+    actors, silent generators. They go to the run's file and to the view.
+    """
 
     def __init__(self, writer: MetricsWriter, view: RunView) -> None:
         self.restarts: Counter[str] = Counter()
-        """By the name of what was started again."""
+        """By the name of the restarted process."""
         self.num_lost = 0
         """Records that could not be written."""
         self._writer = writer
@@ -244,20 +233,17 @@ class SessionRecords:
         record = Record(SESSION_ROLE, SESSION_ROLE, time.time(), -1, values)
         try:
             self._writer.write(record)
-        except OSError as error:  # a full disk must end neither the run nor who keeps watch over it
+        except OSError as error:  # a full disk must end neither the run nor the caller's task
             if not self.num_lost:
-                log.warning(
-                    "the run goes on, but %s cannot be written to: %s", self._writer.path, error
-                )
+                log.warning("the run continues without writing to %s: %s", self._writer.path, error)
             self.num_lost += 1
         self._view.take(record)
 
 
-RETRY_S = 1.0
-
-
 class Feed:
-    """Consumes the run's metrics subject from its beginning, writes what is news, and hands it on."""
+    """Consumes the run's metrics subject from its beginning, writes records that are new, and
+    passes them on.
+    """
 
     def __init__(
         self,
@@ -275,8 +261,8 @@ class Feed:
         self._arrived = asyncio.Event()
 
     async def run(self) -> None:
-        """Until cancelled. Waits for the server while it is away; metrics are worth no more than
-        that.
+        """Runs until cancelled. Consumes records, and waits for the server while it is unreachable
+        and for space on a full disk: metrics never end a run.
         """
         trouble = ""
         while True:
@@ -290,8 +276,8 @@ class Feed:
             await asyncio.sleep(RETRY_S)
 
     async def settle(self, quiet_s: float, timeout_s: float) -> None:
-        """Waits until nothing has arrived for `quiet_s`, at most `timeout_s`: the last records are
-        on their way at the end.
+        """Waits until nothing has arrived for `quiet_s`, at most `timeout_s`: when the run ends,
+        its last records are on their way.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -310,20 +296,20 @@ class Feed:
         return True
 
     async def _follow(self) -> None:
-        stream_settings = self._job.spec.stream
+        job = self._job
         async with (
             connect(
                 self._url,
-                self._job.name,
-                stream_settings,
+                job.name,
+                job.spec.stream,
                 name="up",
-                namespace=self._job.metadata.namespace,
+                namespace=job.metadata.namespace,
                 login=Login(token=self._token),
             ) as stream,
             stream.metrics() as records,
         ):
-            async for record in records:
-                self._take(to_record(record))
+            async for message in records:
+                self._take(to_record(message))
 
     def _take(self, record: Record) -> None:
         self._arrived.set()

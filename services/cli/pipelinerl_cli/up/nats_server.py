@@ -1,5 +1,5 @@
-"""The run's own nats-server: started again on the same port and store when it dies, and when its
-disk was full.
+"""The run's own nats-server: restarted on the same port and store when it ends, and when its disk
+was full.
 
 A server whose write has failed stores nothing more in that stream, however much room there is
 afterwards.
@@ -23,10 +23,12 @@ NAME = "nats"
 LOOK_S = 2.0
 FULL = b"no space left on device"
 MIN_FREE_BYTES = 64 << 20
-"""Room that makes a new start worth while."""
+"""Free space that makes a new start worth while."""
 
 
 class NatsServerProcess:
+    """The nats-server of one run, kept running."""
+
     def __init__(
         self, store: Path, port: int, token: str, on_restart: Callable[[str], None]
     ) -> None:
@@ -48,15 +50,14 @@ class NatsServerProcess:
             reason = await self._serve()
             delay = self._budget.spend(asyncio.get_running_loop().time())
             if delay is None or not self.ready.is_set():
-                return ProcessFailure(
-                    NAME, reason, last_lines(self._store / "nats-server.log", LAST_LINES)
-                )
+                lines = last_lines(self._store / "nats-server.log", LAST_LINES)
+                return ProcessFailure(NAME, reason, lines)
             self._on_restart(NAME)
             log.warning("nats %s; starts again in %g s", reason, delay)
             await asyncio.sleep(delay)
 
     async def _serve(self) -> str:
-        """One server, to its end; returns why it ended."""
+        """Runs one server to its end; returns why it ended."""
         try:
             async with NatsServer.start(
                 self._store, self._port, self._token, launcher=tethered(())
@@ -73,10 +74,10 @@ class NatsServerProcess:
         is_full = False
         try:
             while not (await asyncio.wait({ended}, timeout=LOOK_S))[0]:
-                if self._says_full(server.log_file) and not is_full:
+                if self._reports_full(server.log_file) and not is_full:
                     is_full = True
                     log.warning(
-                        "nats cannot write, the disk under %s is full: free some, the run goes on "
+                        "nats cannot write, the disk under %s is full: free some, the run resumes "
                         "then",
                         self._store,
                     )
@@ -86,8 +87,8 @@ class NatsServerProcess:
         finally:
             ended.cancel()
 
-    def _says_full(self, log_file: Path) -> bool:
-        """Whether the log's new lines tell of a full disk."""
+    def _reports_full(self, log_file: Path) -> bool:
+        """Whether the log's new lines report a full disk."""
         with log_file.open("rb") as file:
             file.seek(self._log_read)
             news = file.read()

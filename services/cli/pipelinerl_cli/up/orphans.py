@@ -1,4 +1,6 @@
-"""The watchdog of the run's process groups, from the side of the process that it watches."""
+"""No process outlives the run: a tether ends a process with the one that started it, and the
+watchdog ends the groups of processes that a killed `pipelinerl up` leaves behind.
+"""
 
 import os
 import subprocess
@@ -6,15 +8,21 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
-WATCHDOG = str(Path(__file__).with_name("watchdog.py"))
+TETHER, WATCHDOG = (str(Path(__file__).with_name(f"{name}.py")) for name in ("tether", "watchdog"))
 END_S = 10.0
 
 
+def tethered(argv: Sequence[str]) -> tuple[str, ...]:
+    """`argv` as a command that ends with this process. Start it from the main thread: Linux ties it
+    to the starting thread.
+    """
+    return (sys.executable, "-I", "-S", TETHER, str(os.getpid()), *argv)
+
+
 class Guard:
-    """While this process lives, groups are added and taken back; when it is gone, those that are
-    left are ended.
+    """Starts the watchdog and tells it which process groups exist: it ends those that are left when
+    this process is gone.
     """
 
     def __init__(self) -> None:
@@ -30,12 +38,7 @@ class Guard:
         )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._watchdog is not None and self._watchdog.stdin is not None:
             with suppress(BrokenPipeError):
                 self._watchdog.stdin.close()
@@ -44,23 +47,13 @@ class Guard:
     def add(self, group: int) -> None:
         self._send(group)
 
-    def take_back(self, group: int) -> None:
+    def remove(self, group: int) -> None:
         """Everything in the group has ended: its number may soon belong to others."""
         self._send(-group)
 
     def _send(self, number: int) -> None:
         if self._watchdog is None or self._watchdog.stdin is None:
             return
-        with suppress(BrokenPipeError):  # somebody killed the watchdog; the tethers are still there
+        with suppress(BrokenPipeError):  # the watchdog was killed; the tethers still work
             self._watchdog.stdin.write(b"%d\n" % number)
             self._watchdog.stdin.flush()
-
-
-TETHER = str(Path(__file__).with_name("tether.py"))
-
-
-def tethered(argv: Sequence[str]) -> tuple[str, ...]:
-    """`argv` as a command that ends with this process. Start it from the main thread: Linux ties it
-    to the starting thread.
-    """
-    return (sys.executable, "-I", "-S", TETHER, str(os.getpid()), *argv)

@@ -1,1 +1,1 @@
-"""`pipelinerl watch`: the numbers of a run, or of a job in a cluster, in the terminal."""
+"""`pipelinerl watch DIR|JOB`: live numbers."""

@@ -1,6 +1,4 @@
-"""A PipelineRLJob in a cluster: what its status says, read with kubectl and whatever configuration
-that has.
-"""
+"""A PipelineRLJob in a cluster: its status, read with kubectl and its configuration."""
 
 import json
 import math
@@ -8,12 +6,19 @@ import re
 import subprocess
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelinerl_cli.up.display import LEAST_SPARKS, duration, framed, number, sparkline
+from pipelinerl_cli.up.display import (
+    LEAST_SPARKS,
+    duration,
+    framed,
+    labelled,
+    number,
+    sparkline,
+)
 from pipelinerl_common.errors import SettingsError, Unavailable
 from pipelinerl_common.text import counted, did_you_mean_folder
 
@@ -36,14 +41,14 @@ TRAINING = (
 """Label, field of status.training, digits."""
 ENDED = ("Succeeded", "Failed")
 _BAD = ("Degraded", "Failed", "Suspended")
-"""Conditions that ask for attention while they hold."""
+"""Conditions that ask for attention while they are true."""
 _MOMENTS = ("Succeeded", "Evaluating")
-"""Conditions that are no cause for concern while they do not hold."""
+"""Conditions that are no cause for concern while they are false."""
 
 
 class ClusterJob:
-    """The operator writes a job's numbers into its status at most every 15 seconds; that is as live
-    as this gets.
+    """A job as the cluster's API shows it. The operator writes its numbers into the status at most
+    every 15 seconds, so they are not newer than that.
     """
 
     interval_s = 5.0
@@ -60,29 +65,22 @@ class ClusterJob:
 
     @classmethod
     def named(cls, name: str, *, namespace: str | None, context: str | None) -> "ClusterJob":
-        """Raises SettingsError for what cannot be a job's name."""
+        """Raises SettingsError when `name` cannot be a job's name."""
         if not NAME.fullmatch(name):
             raise SettingsError(
                 f"{name}: neither a folder nor the name of a job (lower-case letters, digits and "
-                "'-', at most 40)"
-                f"{did_you_mean_folder(Path(name))}"
+                f"'-', at most 40){did_you_mean_folder(Path(name))}"
             )
-        get = [
-            "kubectl",
-            "get",
-            RESOURCE,
-            name,
-            "--output=json",
-            f"--request-timeout={KUBECTL_S / 2:g}s",
-        ]
+        timeout = f"--request-timeout={KUBECTL_S / 2:g}s"
+        get = ["kubectl", "get", RESOURCE, name, "--output=json", timeout]
         get += [f"--namespace={namespace}"] if namespace else []
         get += [f"--context={context}"] if context else []
         return cls(name, get)
 
     def look(self) -> Sequence[str]:
-        """A line when the step has changed, and for each trouble that is new.
+        """A line when the step has changed, and one for each new trouble.
 
-        Raises Unavailable only where nothing was seen yet; later failures are shown.
+        Raises Unavailable only when nothing was seen yet; later failures are shown.
         """
         before = self._troubles
         try:
@@ -92,34 +90,29 @@ class ClusterJob:
             if not self._job:
                 raise Unavailable(
                     f"{self._name}: is no folder here, and no cluster can be asked for a job of "
-                    f"this name: {error}"
-                    f"{did_you_mean_folder(Path(self._name))}"
+                    f"this name: {error}{did_you_mean_folder(Path(self._name))}"
                 ) from error
             self._trouble = str(error)
         return (*self._step_line(), *(line for line in self._troubles if line not in before))
 
     @property
     def _troubles(self) -> Sequence[str]:
-        """That nobody answers, and the conditions that ask for attention."""
-        return [
-            *([self._trouble] if self._trouble else []),
-            *_complaints(self._status.get("conditions") or (), self.has_ended()),
-        ]
+        """The failure to reach the cluster, and the conditions that ask for attention."""
+        complaints = _complaints(self._status.get("conditions") or (), self.has_ended())
+        return [*([self._trouble] if self._trouble else []), *complaints]
 
     def _step_line(self) -> Sequence[str]:
         """Empty when the step has not changed."""
-        training = self._training
-        step = int(training.get("step", -1))
+        step = int(self._training.get("step", -1))
         if step == self._step:
             return ()
         self._step = step
-        for _, field, _ in TRAINING:
-            self._trends[field].append(_float(training.get(field)))
-        shown = "  ".join(
-            f"{label} {number(_float(training.get(field)), digits)}"
-            for label, field, digits in TRAINING
-        )
-        return (f"{self._phase}  step {step}/{self._num_steps}  {shown}",)
+        shown = []
+        for label, field, digits in TRAINING:
+            value = _float(self._training.get(field))
+            self._trends[field].append(value)
+            shown.append(f"{label} {number(value, digits)}")
+        return ("  ".join([f"{self._phase}  step {step}/{self._num_steps}", *shown]),)
 
     def _ask(self) -> dict[str, Any]:
         try:
@@ -129,20 +122,18 @@ class ClusterJob:
         except FileNotFoundError as error:
             raise SettingsError(
                 f"{self._name}: is no folder here, and kubectl, which would ask a cluster, is not "
-                "installed"
-                f"{did_you_mean_folder(Path(self._name))}"
+                f"installed{did_you_mean_folder(Path(self._name))}"
             ) from error
         except subprocess.TimeoutExpired as error:
             raise Unavailable(f"kubectl has not answered within {KUBECTL_S:g} s") from error
         if answer.returncode != 0:
-            reason = answer.stderr.strip().splitlines()[-1:] or ["no reason given"]
-            if "NotFound" in reason[0]:
-                raise SettingsError(
-                    f"{self._name}: is no folder here and no job in the cluster: {reason[0]}; see "
-                    "--namespace"
-                    f"{did_you_mean_folder(Path(self._name))}"
-                )
-            raise Unavailable(f"kubectl: {reason[0]}")
+            reason = (answer.stderr.strip().splitlines()[-1:] or ["no reason given"])[0]
+            if "NotFound" not in reason:
+                raise Unavailable(f"kubectl: {reason}")
+            raise SettingsError(
+                f"{self._name}: is no folder here and no job in the cluster: {reason}; see "
+                f"--namespace{did_you_mean_folder(Path(self._name))}"
+            )
         job: dict[str, Any] = json.loads(answer.stdout)
         return job
 
@@ -162,43 +153,41 @@ class ClusterJob:
     def _num_steps(self) -> str:
         return str(self._job.get("spec", {}).get("algorithm", {}).get("steps", "?"))
 
+    @property
+    def _progress(self) -> str:
+        return f"  step {self._training.get('step', '-')}/{self._num_steps}"
+
     def headline(self) -> str:
-        return (
-            f"{self._name}  {self._phase}  step {self._training.get('step', '-')}/{self._num_steps}"
-        )
+        return f"{self._name}  {self._phase}{self._progress}"
 
     def has_ended(self) -> bool:
         return self._phase in ENDED
 
     def render(self, width: int) -> "RenderableType":
         from rich.console import Group
-        from rich.table import Table
         from rich.text import Text
 
-        metadata = self._job.get("metadata", {})
-        table = Table.grid(padding=(0, 2))
-        sparks = max(LEAST_SPARKS, width - TEXT_COLUMNS)
-        for label, field, digits in TRAINING:
-            trend = sparkline(self._trends[field], sparks, low=None if field == "reward" else 0.0)
-            value = number(_float(self._training.get(field)), digits)
-            table.add_row(Text(label, style="dim"), Text(value), Text(trend, style="cyan"))
-        for role in ROLES:
-            if isinstance(state := self._status.get(role), dict):
-                table.add_row(Text(role, style="dim"), _role(state))
-        head = Text.assemble(
-            (self._phase, "bold"), f"  step {self._training.get('step', '-')}/{self._num_steps}"
-        )
-        troubles = [
+        troubles = (
             Text(line, style="red" if line == self._trouble else "yellow")
             for line in self._troubles
-        ]
+        )
+        head = Text.assemble((self._phase, "bold"), self._progress)
+        namespace = self._job.get("metadata", {}).get("namespace", "?")
         return framed(
-            Group(head, table, *troubles),
+            Group(head, labelled(self._rows(max(LEAST_SPARKS, width - TEXT_COLUMNS))), *troubles),
             name=self._name,
-            place=f"namespace {metadata.get('namespace', '?')}",
+            place=f"namespace {namespace}",
             state=_age(self._status.get("startTime")),
             width=width,
         )
+
+    def _rows(self, sparks: int) -> "Iterator[tuple[str, RenderableType, str]]":
+        for label, field, digits in TRAINING:
+            trend = sparkline(self._trends[field], sparks, low=None if field == "reward" else 0.0)
+            yield label, number(_float(self._training.get(field)), digits), trend
+        for role in ROLES:
+            if isinstance(state := self._status.get(role), dict):
+                yield role, _role(state), ""
 
 
 def _role(state: Mapping[str, Any]) -> "Text":
@@ -211,22 +200,21 @@ def _role(state: Mapping[str, Any]) -> "Text":
     parts = [f"{ready}/{desired} ready"]
     parts += [counted(restarts, "restart")] if restarts else []
     parts += [f"last: {failure}"] if failure else []
-    text = ", ".join(parts)
-    return Text(text, style="" if ready >= desired else "yellow")
+    return Text(", ".join(parts), style="" if ready >= desired else "yellow")
 
 
 def _complaints(conditions: Sequence[Mapping[str, Any]], has_ended: bool) -> list[str]:
-    """Of the conditions, those that ask for attention: what is bad and true, or good and false
+    """The conditions that ask for attention: bad ones that are true, and good ones that are false
     while the job has not ended.
     """
     lines = []
     for condition in conditions:
-        kind, holds = str(condition.get("type")), condition.get("status")
+        kind, value = str(condition.get("type")), condition.get("status")
         is_bad = kind in _BAD
-        is_missing = not is_bad and kind not in _MOMENTS and not has_ended
-        if (is_bad and holds == "True") or (is_missing and holds == "False"):
-            reason, message = (str(condition.get(name) or "") for name in ("reason", "message"))
-            lines.append(f"{kind}={holds} {': '.join(part for part in (reason, message) if part)}")
+        is_expected = not is_bad and kind not in _MOMENTS and not has_ended
+        if (is_bad and value == "True") or (is_expected and value == "False"):
+            parts = (str(condition.get(name) or "") for name in ("reason", "message"))
+            lines.append(f"{kind}={value} {': '.join(filter(None, parts))}")
     return lines
 
 
@@ -238,7 +226,7 @@ def _age(start: Any) -> str:
 
 
 def _float(value: Any) -> float:
-    """Numbers may be written as text in a status, which has no fractions of its own kind."""
+    """A status may hold numbers as text, since its integers have no fractions."""
     try:
         return float(value)
     except (TypeError, ValueError):

@@ -1,73 +1,37 @@
-"""Looks again and again, and draws what it sees, until what is watched has ended.
+"""`pipelinerl watch DIR|JOB`: live numbers of a run's folder, or of a job in the cluster."""
 
-`pipelinerl watch DIR|JOB`: live numbers of a run's folder, or of a job in the cluster.
-"""
-
+import argparse
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from pipelinerl_common.errors import SettingsError
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
-import argparse
-
-from pipelinerl_common.errors import SettingsError
 
 
 class Source(Protocol):
     """What can be watched: a run's folder, or a job in a cluster."""
 
     interval_s: float
-    """Seconds between looks where the user does not say."""
+    """Seconds between looks, unless the user chooses others."""
 
     def look(self) -> Sequence[str]:
-        """Reads what is there by now; returns a line for each step done and each change since the
-        last look.
+        """Reads the present state; returns a line for each step done and each change since the last
+        look.
 
         Raises SettingsError.
         """
 
     def headline(self) -> str:
-        """How it stands, in one line."""
+        """The present state in one line."""
 
     def has_ended(self) -> bool:
-        """Nothing more will come."""
+        """No more numbers will come."""
 
     def render(self, width: int) -> "RenderableType":
         """The panel, `width` columns wide."""
-
-
-def watch(source: Source, *, once: bool, interval_s: float) -> int:
-    """A live panel on a terminal; otherwise a line at once, one per step or change, and one at the
-    end. With `once` the panel.
-
-    Returns the exit status.
-    """
-    from rich.console import Console
-    from rich.live import Live
-
-    console = Console()
-    lines = source.look()
-    if once or source.has_ended():
-        console.print(source.render(console.width))
-    elif console.is_terminal:
-        with Live(console=console, auto_refresh=False) as live:
-            live.update(source.render(console.width), refresh=True)
-            while not source.has_ended():
-                time.sleep(interval_s)
-                source.look()
-                live.update(source.render(console.width), refresh=True)
-    else:
-        print(source.headline(), flush=True)
-        while True:
-            for line in lines:
-                print(line, flush=True)
-            if source.has_ended():
-                break
-            time.sleep(interval_s)
-            lines = source.look()
-        print(source.headline(), flush=True)
-    return 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR|JOB",
         help="a run's folder, or the name of a PipelineRLJob in the cluster",
     )
-    parser.add_argument("--once", action="store_true", help="print the numbers as they are, once")
+    parser.add_argument(
+        "--once", action="store_true", help="print the present numbers once and end"
+    )
     parser.add_argument(
         "--interval",
         type=float,
@@ -116,4 +82,37 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         source = ClusterJob.named(args.target, namespace=args.namespace, context=args.context)
-    return watch(source, once=args.once, interval_s=args.interval or source.interval_s)
+    watch(source, once=args.once, interval_s=args.interval or source.interval_s)
+    return 0
+
+
+def watch(source: Source, *, once: bool, interval_s: float) -> None:
+    """Looks until the run or job has ended. On a terminal it draws a live panel; otherwise it
+    prints a line at once, one per step or change, and one at the end. With `once` it prints the
+    panel.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    lines = source.look()
+    if once or source.has_ended():
+        console.print(source.render(console.width))
+        return
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False) as live:
+            live.update(source.render(console.width), refresh=True)
+            while not source.has_ended():
+                time.sleep(interval_s)
+                source.look()
+                live.update(source.render(console.width), refresh=True)
+        return
+    print(source.headline(), flush=True)
+    while True:
+        for line in lines:
+            print(line, flush=True)
+        if source.has_ended():
+            break
+        time.sleep(interval_s)
+        lines = source.look()
+    print(source.headline(), flush=True)

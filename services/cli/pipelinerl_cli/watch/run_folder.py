@@ -1,7 +1,4 @@
-"""A file that grows by whole lines.
-
-The folder of a run on this machine, live or finished.
-"""
+"""The folder of a run on this machine, live or finished."""
 
 import os
 import time
@@ -20,10 +17,15 @@ from pipelinerl_common.settings import Job
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+SILENT_S = 60.0
+"""A run without a record for this long is reported as silent; one whose process is not on this
+machine, as ended.
+"""
+
 
 class Tail:
-    """Reads what was appended since the last look. A file that was replaced or cut is read from its
-    beginning.
+    """Reads what was appended to a file since the last look, in whole lines. A file that was
+    replaced or cut is read from its beginning.
     """
 
     def __init__(self, path: Path) -> None:
@@ -32,7 +34,7 @@ class Tail:
         self._offset = 0
 
     def read(self) -> tuple[list[str], bool]:
-        """New whole lines, and whether they belong to another file than the last ones did. Raises
+        """New whole lines, and whether the file is another one than at the last look. Raises
         OSError.
         """
         with self._path.open("rb") as file:
@@ -46,25 +48,22 @@ class Tail:
         return whole.decode(errors="replace").splitlines(), replaced
 
 
-SILENT_S = 60.0
-"""A run without a record for so long is said to be silent; one whose process is not on this
-machine, to have ended.
-"""
-
-
 class RunFolderSource:
-    """The records of metrics.jsonl, as far as they are written."""
+    """A run as its metrics.jsonl shows it, as far as it is written."""
 
     interval_s = 0.5
 
     def __init__(self, root: Path, job: Job) -> None:
         self._root = root
-        self._job = job
         self._tail = Tail(root / "metrics.jsonl")
-        self._view = _new_view(job)
         self._newest = 0.0
         self._status = "running"
         self._silent: set[str] = set()
+        self._begin(job)
+
+    def _begin(self, job: Job) -> None:
+        self._job = job
+        self._view = RunView(job.spec.algorithm.steps, is_elastic=job.spec.autoscale.enabled)
 
     @classmethod
     def open(cls, root: Path) -> "RunFolderSource":
@@ -72,9 +71,8 @@ class RunFolderSource:
         return cls(root, load_run(root).job)
 
     def look(self) -> Sequence[str]:
-        held = is_held(
-            self._root / "lock"
-        )  # before the records are read: none can come after the last of an ended run
+        # Before the records are read: after the last record of an ended run none can come.
+        held = is_held(self._root / "lock")
         try:
             lines, replaced = self._tail.read()
         except OSError as error:
@@ -82,15 +80,14 @@ class RunFolderSource:
                 f"{self._root}: metrics.jsonl cannot be read: {error}; was the run moved aside?"
             ) from error
         if replaced:
-            self._job = load_run(self._root).job
-            self._view = _new_view(self._job)
+            self._begin(load_run(self._root).job)
         steps = [shown for line in lines if (shown := self._take(line))]
         self._status = "running" if held else self._result()
         return [*steps, *self._news()]
 
     def _result(self) -> str:
-        """Of a run that no process of this machine holds: it may be another machine's, or another
-        container's.
+        """The status of a run that no process of this machine holds: it may be another machine's,
+        or another container's.
         """
         summary = self._root / "summary.json"
         if summary.exists() and summary.stat().st_mtime >= self._newest:
@@ -98,8 +95,8 @@ class RunFolderSource:
         return "running" if time.time() - self._newest < SILENT_S else "ended without a result"
 
     def _take(self, line: str) -> str | None:
-        """The line of a step or of an evaluation, when the record ends one; of a trainer that went
-        back, when it tells so.
+        """A line when the record ends a step or an evaluation, or shows that the trainer went back
+        to a checkpoint.
         """
         try:
             record = parse_record(line)
@@ -113,69 +110,48 @@ class RunFolderSource:
         return self._view.rollback.line or evaluation_line(record)
 
     def headline(self) -> str:
-        view = self._view
-        began = view.generation.time.session_start
-        age = (
-            f", started {duration(max(0.0, time.time() - began))} ago"
-            if began is not None and not self.has_ended()
-            else ""
-        )
-        return (
-            f"{self._job.name}  {self._root}  {self._status}  step "
-            f"{view.step}/{view.steps_total}{age}"
-        )
+        view, began = self._view, self._view.generation.time.session_start
+        age = ""
+        if began is not None and not self.has_ended():
+            age = f", started {duration(max(0.0, time.time() - began))} ago"
+        steps = f"{view.step}/{view.steps_total}"
+        return f"{self._job.name}  {self._root}  {self._status}  step {steps}{age}"
 
     def has_ended(self) -> bool:
         return self._status != "running"
 
     def render(self, width: int) -> "RenderableType":
-        self._view.phase = "training" if self._view.is_training else "no step yet"
-        self._view.detail = "; ".join(self._silences().values())
-        return render(
-            self._view,
-            name=self._job.name,
-            place=str(self._root),
-            state=self._status,
-            width=width,
-        )
+        view = self._view
+        view.phase = "training" if view.is_training else "no step yet"
+        view.detail = "; ".join(self._silences().values())
+        place = str(self._root)
+        return render(view, name=self._job.name, place=place, state=self._status, width=width)
 
     def _news(self) -> list[str]:
-        """A line for each that has fallen silent since the last look, and for each that is silent
-        no more.
+        """A line for each process that has become silent since the last look, and for each that
+        reports again.
         """
         now = self._silences()
         news = [line for name, line in now.items() if name not in self._silent]
         if not self.has_ended():
-            news += [
-                f"{name} is heard of again, or has ended"
-                for name in self._silent
-                if name not in now
-            ]
+            back = (name for name in self._silent if name not in now)
+            news += [f"{name} reports again, or has ended" for name in back]
         self._silent = set(now)
         return news
 
     def _silences(self) -> dict[str, str]:
-        """Who is silent in a run that goes on, and in which way."""
+        """A line for each process that is silent while the run continues."""
         if self.has_ended() or not self._newest:
             return {}
         now, view = time.time(), self._view
-        if now - self._newest >= SILENT_S:
-            return {
-                "the run": f"no record for {duration(now - self._newest)}; see "
-                f"{self._root / 'logs'}"
-            }
-        quiet = quiet_in_file_s(view.generation.time.total)
+        if (gap := now - self._newest) >= SILENT_S:
+            return {"the run": f"no record for {duration(gap)}; see {self._root / 'logs'}"}
         lines = {
             name: f"{name} has not answered for {now - since:.0f} s"
             for name, since in view.silent.items()
         }
-        lines |= {
-            name: f"{name} has told nothing for {s:.0f} s"
-            for name, s in view.quiet.items()
-            if s > quiet
-        }
+        usual = quiet_in_file_s(view.generation.time.total)
+        quiet = {name: seconds for name, seconds in view.quiet.items() if seconds > usual}
+        for name, seconds in quiet.items():
+            lines[name] = f"{name} has reported nothing for {seconds:.0f} s"
         return lines
-
-
-def _new_view(job: Job) -> RunView:
-    return RunView(job.spec.algorithm.steps, is_elastic=job.spec.autoscale.enabled)

@@ -1,4 +1,4 @@
-"""Small runs made by hand: a healthy one, and what is changed in it."""
+"""Small runs made by hand, as records: a healthy one, and what is changed in it."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -75,11 +75,11 @@ class Change:
     spec: Mapping[str, Any] = field(default_factory=dict)
     step: Mapping[str, float] = field(default_factory=dict)
     late: Mapping[str, float] = field(default_factory=dict)
-    """Of the trainer, in the second half."""
+    """The trainer's values in the second half."""
     preprocessor: Mapping[str, float] = field(default_factory=dict)
     actor: Mapping[str, float] = field(default_factory=dict)
     actor_0: Mapping[str, float] = field(default_factory=dict)
-    """Of the first actor, in the second half."""
+    """The first actor's values in the second half."""
     swing: float = 0.0
     """By how much requests_running of each actor goes up and down."""
     preempted: float = 0.0
