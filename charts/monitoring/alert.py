@@ -1,25 +1,17 @@
-"""What an alert is."""
+"""An alert: a query, the judgement whose limit it watches, and series on which it must fire."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Final
 
+from pipelinerl_common.judgements import Judgement, Severity
+
 RUNBOOKS: Final = "@runbooksUrl@"
-"""Place holder for where docs/pages/how-to/runbooks.md is published: a value of the chart, like the
-thresholds.
+"""Place holder for the address of charts/docs/runbooks.md: a value of the chart, like thresholds.
 """
 
 BY_JOB: Final = "by (namespace, job)"
-"""A job by its name and, in a cluster, its namespace; without one the label is simply not there."""
-
-
-class Severity(StrEnum):
-    CRITICAL = "critical"
-    """Somebody should look now: the run does not learn, or loses work."""
-    WARNING = "warning"
-    """Somebody should look today: time, tokens or stability are lost."""
-
+"""Groups by a job's name and, in a cluster, its namespace; outside one that label is missing."""
 
 Series = Mapping[str, str]
 """Values of series minute by minute in promtool's notation: {'pipelinerl_ess{job="sums"}':
@@ -32,32 +24,54 @@ class Alert:
     """One alert. `@name@` in its texts stands for the threshold `name`."""
 
     name: str
-    severity: Severity
+    judgement: Judgement | Severity
+    """The judgement that it watches; only a severity where `expr` contains no limit."""
     expr: str
-    """What is true when it fires; its value is the number that the description shows."""
+    """The query: true when the alert fires; its value is the number in the description."""
     hold: str
-    """`for`: how long it must have been true. Example: "10m"."""
+    """`for`: how long `expr` must have been true. Example: "10m"."""
     summary: str
-    description: str
-    """With the number, as `{{ $value | humanize }}`, and the threshold."""
+    number: str
+    """The sentence with the number, as `{{ $value | humanize }}`, and the threshold."""
     fires: Series
-    """For the test: what makes it fire within `TEST_MINUTES`."""
+    """Series on which it must fire within `TEST_MINUTES`, for the test."""
     quiet: Series
-    """For the test: what is close and does not."""
-    thresholds: Mapping[str, float] | None = None
-    """Defaults by name; values of the chart, `prometheusRule.thresholds.<name>`."""
+    """Series that come close and on which it must not fire, for the test."""
+    threshold: str = ""
+    """Name of the chart's value for the limit, `prometheusRule.thresholds.<name>`, if it has one.
+    """
 
     @property
-    def runbook_url(self) -> str:
-        return f"{RUNBOOKS}#{self.name.lower()}"
+    def severity(self) -> Severity:
+        if isinstance(self.judgement, Severity):
+            return self.judgement
+        return self.judgement.alarm_severity or self.judgement.severity
+
+    @property
+    def default(self) -> dict[str, float]:
+        """The default of the threshold by its name; empty for an alert without one."""
+        if isinstance(self.judgement, Severity) or not self.threshold:
+            return {}
+        return {self.threshold: self.judgement.alarm_limit}
+
+    @property
+    def annotations(self) -> dict[str, str]:
+        """The texts that Prometheus and Grafana show and send."""
+        found = {"summary": self.summary, "description": self.number}
+        if isinstance(self.judgement, Judgement):
+            meaning = self.judgement.meaning
+            found["description"] += f" {meaning[0].upper()}{meaning[1:]}."
+            if self.judgement.remedies:
+                found["remedy"] = "; ".join(self.judgement.remedies)
+        return {**found, "runbook_url": f"{RUNBOOKS}#{self.name.lower()}"}
 
 
 TEST_MINUTES: Final = 180
-"""How far the tests' series go."""
+"""Length of the tests' series in minutes."""
 
 
 def with_thresholds(text: str, values: Mapping[str, float | str]) -> str:
-    """`text` with its place holders filled, as the chart's templates do it."""
+    """`text` with its place holders filled, as the chart's templates fill them."""
     for name, value in values.items():
         text = text.replace(f"@{name}@", value if isinstance(value, str) else f"{value:g}")
     return text

@@ -74,7 +74,7 @@ def stale() -> list[str]:
 
 
 def write() -> None:
-    """Writes the generated files that have changed and deletes those that are no longer generated."""
+    """Writes generated files that have changed and deletes those that are no longer generated."""
     wanted = generated()
     for path in stale():
         if path not in wanted:
@@ -92,10 +92,11 @@ def thresholds() -> dict[str, float]:
     """Defaults of all thresholds by name. Raises ValueError when two alerts use one name."""
     found: dict[str, float] = {}
     for alert in ALERTS:
-        for name, value in (alert.thresholds or {}).items():
-            if name in found:
-                raise ValueError(f"{alert.name}: the threshold {name} belongs to another alert")
-            found[name] = value
+        if found.keys() & alert.default.keys():
+            raise ValueError(
+                f"{alert.name}: the threshold {alert.threshold} belongs to another alert"
+            )
+        found |= alert.default
     return found
 
 
@@ -115,7 +116,7 @@ def _prometheus(alert: Alert) -> dict[str, Any]:
         "expr": alert.expr,
         "for": alert.hold,
         "labels": {"severity": alert.severity.value},
-        "annotations": _annotations(alert),
+        "annotations": alert.annotations,
     }
 
 
@@ -137,8 +138,8 @@ def grafana_rules() -> dict[str, Any]:
 
 
 def _grafana(alert: Alert) -> dict[str, Any]:
-    """The query keeps only series that are beyond their limit: B is 1 for each, whatever its value,
-    0 included.
+    """One rule of Grafana. The query keeps only series that are beyond their limit: B is 1 for each
+    of them, whatever its value, 0 included.
     """
     query = {"refId": "A", "expr": alert.expr, "instant": True, "range": False}
     condition = {
@@ -156,7 +157,7 @@ def _grafana(alert: Alert) -> dict[str, Any]:
         "labels": {"severity": alert.severity.value},
         "annotations": {
             key: text.replace("$value", "$values.A.Value")
-            for key, text in _annotations(alert).items()
+            for key, text in alert.annotations.items()
         },
         "data": [_data("A", "@datasourceUid@", query), _data("B", _EXPRESSION, condition)],
     }
@@ -168,14 +169,6 @@ def _data(ref: str, source: str, model: dict[str, Any]) -> dict[str, Any]:
         "relativeTimeRange": {"from": _LOOK_BACK_S, "to": 0},
         "datasourceUid": source,
         "model": model,
-    }
-
-
-def _annotations(alert: Alert) -> dict[str, str]:
-    return {
-        "summary": alert.summary,
-        "description": alert.description,
-        "runbook_url": alert.runbook_url,
     }
 
 

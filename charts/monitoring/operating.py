@@ -1,10 +1,10 @@
-"""Whether the operator and the processes of all jobs run: dashboard and alerts."""
+"""Dashboard and alerts on the operator, and on the processes of all jobs."""
 
 from typing import Final
 
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
-from monitoring.alert import Alert, Severity
+from monitoring.alert import Alert
 from monitoring.panel import (
     BYTES,
     PER_SECOND,
@@ -14,6 +14,15 @@ from monitoring.panel import (
     Panel,
     page,
     rows,
+)
+from pipelinerl_common.judgements import (
+    OPERATOR_MEMORY,
+    OPERATOR_QUEUE,
+    RECONCILE_SECONDS,
+    RESTARTS,
+    WATCH_RESTARTS,
+    WATCH_SILENCE,
+    Severity,
 )
 
 
@@ -33,8 +42,8 @@ def operating() -> Dashboard:
 _OPERATOR = (
     Panel(
         "Leaders",
-        "Replicas of the operator that lead: 1. With 0, jobs run on but nothing is reconciled or "
-        "restarted.",
+        "Replicas of the operator that lead: 1. With 0, jobs keep running, but none is reconciled "
+        "and nothing is restarted.",
         SHORT,
         (
             ("sum(pipelinerl_operator_leader)", "leaders"),
@@ -52,9 +61,9 @@ _OPERATOR = (
         stacked=True,
     ),
     Panel(
-        "Looks at a job",
-        "Per second by outcome: done, retried after an error of the API server, failed by a fault "
-        "of the operator.",
+        "Reconciles",
+        "Reconciles of a job per second by outcome: done, retried after an error of the API "
+        "server, failed by a fault of the operator.",
         PER_SECOND,
         (
             (
@@ -65,33 +74,33 @@ _OPERATOR = (
         low=0,
     ),
     Panel(
-        "Time of a look",
-        "Half, and 99 in 100, of the looks take no longer.",
+        "Time of a reconcile",
+        "Median and 99th percentile of a reconcile's time.",
         SECONDS,
         tuple(
             (
                 f"histogram_quantile({share}, sum by (le) "
-                f"(rate(pipelinerl_operator_reconcile_seconds_bucket[$__rate_interval])))",
+                "(rate(pipelinerl_operator_reconcile_seconds_bucket[$__rate_interval])))",
                 f"{share:.0%}",
             )
             for share in (0.5, 0.99)
         ),
-        Limit(5),
+        Limit.at(RECONCILE_SECONDS),
         low=0,
     ),
     Panel(
         "Queue",
-        "Jobs that wait to be looked at.",
+        "Jobs that wait to be reconciled.",
         SHORT,
         (("max(pipelinerl_operator_queue_depth)", "jobs"),),
         low=0,
     ),
     Panel(
         "Oldest in the queue",
-        "How long the first job of the queue has waited.",
+        "Time that the first job of the queue has waited.",
         SECONDS,
         (("max(pipelinerl_operator_queue_oldest_seconds)", "oldest"),),
-        Limit(10, 60),
+        Limit.of(OPERATOR_QUEUE),
         low=0,
     ),
 )
@@ -99,7 +108,8 @@ _OPERATOR = (
 _API_SERVER = (
     Panel(
         "Requests",
-        "Of the operator to the API server, per second by HTTP status; `none` is no answer.",
+        "Requests of the operator to the API server per second by HTTP status; `none` is no "
+        "response.",
         PER_SECOND,
         (
             (
@@ -112,19 +122,19 @@ _API_SERVER = (
     ),
     Panel(
         "Silence of the watches",
-        "Longest time since something was heard on a watch; the API server sends bookmarks about "
+        "Longest time since an event arrived on a watch; the API server sends bookmarks about "
         "every minute.",
         SECONDS,
         (("max(pipelinerl_operator_watch_silence_seconds)", "silence"),),
-        Limit(300, 900),
+        Limit.of(WATCH_SILENCE),
         low=0,
     ),
     Panel(
-        "Watches begun again",
-        "Lists and watches per second that began again after a failure.",
+        "Restarted watches",
+        "Lists and watches per second that were restarted after a failure.",
         PER_SECOND,
         (("sum(rate(pipelinerl_operator_watch_restarts_total[$__rate_interval]))", "restarts"),),
-        Limit(0.1),
+        Limit.at(WATCH_RESTARTS),
         low=0,
     ),
 )
@@ -132,7 +142,7 @@ _API_SERVER = (
 _PROCESSES = (
     Panel(
         "Restarts in the last hour",
-        "Processes of jobs that were started again, by role.",
+        "Processes of jobs that were restarted, by role.",
         SHORT,
         (
             (
@@ -140,7 +150,7 @@ _PROCESSES = (
                 "{{job}} {{restarted}}",
             ),
         ),
-        Limit(3),
+        Limit.at(RESTARTS),
         low=0,
     ),
     Panel(
@@ -155,7 +165,7 @@ _PROCESSES = (
         "Resident memory of each replica.",
         BYTES,
         (("max by (pod, instance) (pipelinerl_operator_memory_bytes)", "{{pod}} {{instance}}"),),
-        Limit(450e6),
+        Limit.at(OPERATOR_MEMORY),
         low=0,
     ),
 )
@@ -164,26 +174,25 @@ _PROCESSES = (
 OPERATING: Final = (
     Alert(
         "PipelineRLRestarts",
-        Severity.WARNING,
+        RESTARTS,
         "sum by (namespace, job, restarted) (increase(pipelinerl_restarts_total[1h])) > @restarts@",
         "0m",
         "{{ $labels.restarted }} of {{ $labels.job }} restarts often",
         "{{ $value | humanize }} processes of the role {{ $labels.restarted }} of {{ $labels.job "
-        "}} were started again within "
-        "an hour (limit @restarts@).",
+        "}} were restarted within an hour (limit @restarts@).",
         fires={'pipelinerl_restarts_total{job="sums",restarted="actor"}': "0x140 0+1x40"},
         quiet={'pipelinerl_restarts_total{job="sums",restarted="actor"}': "0x170 2x10"},
-        thresholds={"restarts": 3},
+        threshold="restarts",
     ),
     Alert(
         "PipelineRLOperatorWithoutLeader",
         Severity.CRITICAL,
-        "sum by (namespace) (pipelinerl_operator_leader) == 0 or absent(pipelinerl_operator_leader)",
+        "sum by (namespace) (pipelinerl_operator_leader) == 0 "
+        "or absent(pipelinerl_operator_leader)",
         "5m",
         "No replica of the operator leads",
         "No replica of the operator has led for 5 minutes, or none is scraped: jobs are not "
-        "reconciled and no process is "
-        "restarted. What runs goes on.",
+        "reconciled and no process is restarted. Running processes continue.",
         fires={
             'pipelinerl_operator_leader{pod="a"}': "0x180",
             'pipelinerl_operator_leader{pod="b"}': "1x170 0x10",
@@ -200,33 +209,32 @@ OPERATING: Final = (
         '(increase(pipelinerl_operator_reconciles_total{outcome="failed"}[15m])) > 0',
         "0m",
         "The operator fails on a job",
-        "{{ $value | humanize }} looks at a job ended with a fault of the operator within 15 "
-        "minutes.",
+        "{{ $value | humanize }} reconciles ended with a fault of the operator within 15 minutes.",
         fires={'pipelinerl_operator_reconciles_total{outcome="failed"}': "0x170 2x10"},
         quiet={'pipelinerl_operator_reconciles_total{outcome="failed"}': "2x180"},
     ),
     Alert(
         "PipelineRLOperatorBehind",
-        Severity.WARNING,
+        OPERATOR_QUEUE,
         "max by (namespace) (pipelinerl_operator_queue_oldest_seconds) > @operatorQueueSeconds@",
         "5m",
         "The operator falls behind",
-        "A job has waited {{ $value | humanizeDuration }} to be looked at by the operator (limit "
+        "A job has waited {{ $value | humanizeDuration }} to be reconciled by the operator (limit "
         "@operatorQueueSeconds@ s).",
         fires={"pipelinerl_operator_queue_oldest_seconds": "0x100 0+60x80"},
         quiet={"pipelinerl_operator_queue_oldest_seconds": "5x180"},
-        thresholds={"operatorQueueSeconds": 60},
+        threshold="operatorQueueSeconds",
     ),
     Alert(
         "PipelineRLOperatorDeaf",
-        Severity.WARNING,
+        WATCH_SILENCE,
         "max by (namespace) (pipelinerl_operator_watch_silence_seconds) > @watchSilenceSeconds@",
         "5m",
-        "The operator hears nothing from the API server",
-        "Nothing was heard on a watch of the operator for {{ $value | humanizeDuration }} (limit "
-        "@watchSilenceSeconds@ s).",
+        "The operator receives nothing from the API server",
+        "No event has arrived on a watch of the operator for {{ $value | humanizeDuration }} "
+        "(limit @watchSilenceSeconds@ s).",
         fires={"pipelinerl_operator_watch_silence_seconds": "0x100 0+60x80"},
         quiet={"pipelinerl_operator_watch_silence_seconds": "120x180"},
-        thresholds={"watchSilenceSeconds": 900},
+        threshold="watchSilenceSeconds",
     ),
 )

@@ -1,10 +1,10 @@
-"""Is it learning, is it healthy: the overview dashboard, and the alerts on learning."""
+"""The overview dashboard, on learning and health, and the alerts on learning."""
 
 from typing import Final
 
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
-from monitoring.alert import BY_JOB, Alert, Severity
+from monitoring.alert import BY_JOB, Alert
 from monitoring.panel import (
     PER_SECOND,
     PERCENT,
@@ -19,10 +19,22 @@ from monitoring.panel import (
     per_second,
     rows,
 )
+from pipelinerl_common.judgements import (
+    CHECKPOINTS_FAIL,
+    COMPLETIONS_CUT_OFF,
+    ESS,
+    LAG,
+    NO_STEP,
+    RESTARTS,
+    REWARD_COLLAPSED,
+    STEPS_SKIPPED,
+    TRAINER_STARVED,
+    Severity,
+)
 
 
 def _of_sets(series: str, labels: str = "") -> str:
-    """By job and set."""
+    """A series by job and evaluation set."""
     return f"max by (namespace, job, set{', ' + labels if labels else ''}) ({series}{{@}})"
 
 
@@ -60,7 +72,7 @@ _NOW = (
         "Mean age of the newest batch's tokens, in steps.",
         SHORT,
         newest("pipelinerl_lag_mean"),
-        Limit(4, 8),
+        Limit.of(LAG),
         decimals=2,
     ),
     Number(
@@ -68,7 +80,7 @@ _NOW = (
         "Effective sample size of the newest batch; 1 is on-policy.",
         PERCENT,
         newest("pipelinerl_ess", "min"),
-        Limit(0.8, 0.5, below=True),
+        Limit.of(ESS),
         decimals=1,
     ),
     Number(
@@ -79,19 +91,19 @@ _NOW = (
     ),
     Number(
         "Since the last step",
-        "Time since an optimizer step ended. Longer than a few steps' time: see who waits for whom "
-        "on the page Throughput.",
+        "Time since an optimizer step ended. Longer than a few steps take: the page Throughput "
+        "shows which process waits for which.",
         SECONDS,
         f"time() - {newest('pipelinerl_last_step_timestamp_seconds')}",
-        Limit(900, 3600),
+        Limit.of(NO_STEP),
     ),
 )
 
 _LEARNING = (
     Panel(
         "Reward and success",
-        "Means over each batch: the reward as the task gives it, and the share of solved problems "
-        "where the task tells it.",
+        "Means over each batch: the task's reward, and the share of solved problems where the task "
+        "reports it.",
         SHORT,
         (
             (newest("pipelinerl_reward_mean"), "{{job}} reward"),
@@ -100,14 +112,14 @@ _LEARNING = (
     ),
     Panel(
         "Loss",
-        "The step's loss. Its size says little, its jumps do.",
+        "The step's loss. Jumps matter, its size says little.",
         SHORT,
         ((newest("pipelinerl_loss"), "{{job}}"),),
     ),
     Panel(
         "Gradient norm",
-        "Before clipping. Spikes that come with a low ESS point to staleness, without one to the "
-        "learning rate.",
+        "Before clipping. Spikes with a low ESS point to staleness, without one to the learning "
+        "rate.",
         SHORT,
         ((newest("pipelinerl_grad_norm"), "{{job}}"),),
         low=0,
@@ -115,8 +127,7 @@ _LEARNING = (
     Panel(
         "Entropy and KL to the reference",
         "In nats per token. Entropy near 0 means that the policy has stopped exploring. The KL is "
-        "missing without a "
-        "reference model.",
+        "missing without a reference model.",
         SHORT,
         (
             (newest("pipelinerl_entropy"), "{{job}} entropy"),
@@ -126,17 +137,18 @@ _LEARNING = (
     ),
     Panel(
         "Length of completions",
-        "Mean of each batch, in tokens. Length that grows without reward is a loss that favours it.",
+        "Mean of each batch, in tokens. Length that grows without reward means that the loss "
+        "favours it.",
         SHORT,
         ((newest("pipelinerl_completion_length_mean"), "{{job}}"),),
         low=0,
     ),
     Panel(
         "Cut off at maxTokens",
-        "Share of the batch's trajectories that did not come to their end.",
+        "Share of the batch's trajectories that were not finished.",
         PERCENT,
         ((newest("pipelinerl_completion_overflow_ratio"), "{{job}}"),),
-        Limit(0.1, 0.3),
+        Limit.of(COMPLETIONS_CUT_OFF),
         low=0,
         high=1,
     ),
@@ -145,7 +157,7 @@ _LEARNING = (
 _EVALUATION = (
     Panel(
         "Evaluation: pass@k",
-        "Chance that one of k answers passes, of the newest evaluated checkpoint, with its 95 % "
+        "Chance that one of k answers of the newest evaluated checkpoint passes, with its 95 % "
         "interval over prompts.",
         PERCENT,
         (
@@ -174,9 +186,8 @@ _EVALUATION = (
     ),
     Panel(
         "Evaluated step",
-        "Step of the newest result against the steps done. Far behind: an evaluation takes longer "
-        "than everySteps steps, and "
-        "steps between are skipped.",
+        "Step of the newest result, and the steps done. Far behind: an evaluation takes longer "
+        "than everySteps steps, and the steps between are skipped.",
         SHORT,
         (
             (newest("pipelinerl_policy_version"), "{{job}} trained"),
@@ -197,34 +208,32 @@ _EVALUATION = (
 _HEALTHY = (
     Panel(
         "Lag of the newest batch",
-        "Steps between sampling and training of a token: mean and largest of each batch. Rising "
-        "means that the trainer "
-        "is behind or "
-        "that weights do not arrive.",
+        "Steps between sampling and training of a token: mean and largest of each batch. It rises "
+        "when the trainer is behind or when weights do not arrive.",
         SHORT,
         (
             (newest("pipelinerl_lag_mean"), "{{job}} mean"),
             (newest("pipelinerl_lag_max"), "{{job}} largest"),
         ),
-        Limit(8),
+        Limit.at(LAG),
         low=0,
     ),
     Panel(
         "Effective sample size",
-        "Share of the batch that is left when importance weights have made up for its age, before "
-        "and after truncation.",
+        "Share of the batch that counts after importance weights correct for its age, before and "
+        "after truncation.",
         PERCENT,
         (
             (newest("pipelinerl_ess", "min"), "{{job}} raw"),
             (newest("pipelinerl_ess_truncated", "min"), "{{job}} truncated"),
         ),
-        Limit(0.5, below=True),
+        Limit.at(ESS),
         low=0,
         high=1,
     ),
     Panel(
         "Finished groups that wait for the trainer",
-        "Every batch of groups here is one more step of lag; none at all lets the trainer wait.",
+        "Every batch of groups here adds a step of lag; when there is none the trainer waits.",
         SHORT,
         (('sum by (namespace, job) (pipelinerl_queue_groups{@,stage="ready"})', "{{job}}"),),
         low=0,
@@ -240,7 +249,7 @@ _HEALTHY = (
                 "{{job}}",
             ),
         ),
-        Limit(0.3, 0.6),
+        Limit.of(TRAINER_STARVED),
         low=0,
         high=1,
     ),
@@ -254,7 +263,7 @@ _HEALTHY = (
     ),
     Panel(
         "Restarts and failed updates",
-        "Processes started again and weight updates that failed, in the last hour.",
+        "Processes restarted and weight updates that failed in the last hour.",
         SHORT,
         (
             (
@@ -262,11 +271,12 @@ _HEALTHY = (
                 "{{job}} restarts",
             ),
             (
-                "sum by (namespace, job) (increase(pipelinerl_weight_update_failures_total{@}[1h]))",
+                "sum by (namespace, job) "
+                "(increase(pipelinerl_weight_update_failures_total{@}[1h]))",
                 "{{job}} failed updates",
             ),
         ),
-        Limit(3),
+        Limit.at(RESTARTS),
         low=0,
     ),
 )
@@ -275,7 +285,7 @@ _HEALTHY = (
 LEARNING: Final = (
     Alert(
         "PipelineRLNoStep",
-        Severity.CRITICAL,
+        NO_STEP,
         f"time() - max {BY_JOB} (pipelinerl_last_step_timestamp_seconds) > @noStepSeconds@",
         "1m",
         "{{ $labels.job }} has made no optimizer step for too long",
@@ -283,7 +293,7 @@ LEARNING: Final = (
         "(limit @noStepSeconds@ s).",
         fires={'pipelinerl_last_step_timestamp_seconds{job="sums"}': "0x180"},
         quiet={'pipelinerl_last_step_timestamp_seconds{job="sums"}': "0+60x180"},
-        thresholds={"noStepSeconds": 3600},
+        threshold="noStepSeconds",
     ),
     Alert(
         "PipelineRLNoFirstStep",
@@ -302,19 +312,18 @@ LEARNING: Final = (
     ),
     Alert(
         "PipelineRLRewardCollapsed",
-        Severity.CRITICAL,
-        f"(max {BY_JOB} (max_over_time(avg_over_time(pipelinerl_reward_mean[15m])[6h:5m])) "
-        f"- max {BY_JOB} (avg_over_time(pipelinerl_reward_mean[15m]))) "
-        f"/ abs(max {BY_JOB} (max_over_time(avg_over_time(pipelinerl_reward_mean[15m])[6h:5m]))) > "
+        REWARD_COLLAPSED,
+        f"(max {BY_JOB} (max_over_time(avg_over_time(pipelinerl_reward_mean[15m])[6h:5m])) - max "
+        f"{BY_JOB} (avg_over_time(pipelinerl_reward_mean[15m]))) / abs(max {BY_JOB} "
+        "(max_over_time(avg_over_time(pipelinerl_reward_mean[15m])[6h:5m]))) > "
         "@rewardDropShare@",
         "15m",
         "The reward of {{ $labels.job }} has collapsed",
         "The reward of {{ $labels.job }}, averaged over 15 minutes, is {{ $value | "
-        "humanizePercentage }} below its best of the "
-        "last 6 hours (limit @rewardDropShare@ of it).",
+        "humanizePercentage }} below its best of the last 6 hours (limit @rewardDropShare@).",
         fires={'pipelinerl_reward_mean{job="sums"}': "0+0.01x60 0.6x60 0.1x60"},
         quiet={'pipelinerl_reward_mean{job="sums"}': "0+0.01x60 0.6x60 0.4x60"},
-        thresholds={"rewardDropShare": 0.5},
+        threshold="rewardDropShare",
     ),
     Alert(
         "PipelineRLNotFinite",
@@ -324,7 +333,7 @@ LEARNING: Final = (
         "2m",
         "Reward or loss of {{ $labels.job }} is not a number",
         "Reward or loss of the newest step of {{ $labels.job }} is not a number, in {{ $value }} "
-        "process.",
+        "process(es).",
         fires={
             'pipelinerl_reward_mean{job="sums"}': "0.4x170 NaN NaN NaN NaN NaN",
             'pipelinerl_loss{job="sums"}': "0.1x180",
@@ -336,26 +345,24 @@ LEARNING: Final = (
     ),
     Alert(
         "PipelineRLStepsSkipped",
-        Severity.WARNING,
+        STEPS_SKIPPED,
         f"sum {BY_JOB} (increase(pipelinerl_skipped_steps_total[15m])) > @skippedSteps@",
         "0m",
         "{{ $labels.job }} skips optimizer steps",
-        "{{ $value | humanize }} steps of {{ $labels.job }} within 15 minutes changed nothing "
-        "because the gradient was not "
-        "finite (limit @skippedSteps@).",
+        "{{ $value | humanize }} steps of {{ $labels.job }} within 15 minutes were skipped (limit "
+        "@skippedSteps@).",
         fires={'pipelinerl_skipped_steps_total{job="sums"}': "0x165 0+1x15"},
         quiet={'pipelinerl_skipped_steps_total{job="sums"}': "0x165 0 1x15"},
-        thresholds={"skippedSteps": 3},
+        threshold="skippedSteps",
     ),
     Alert(
         "PipelineRLCheckpointsFail",
-        Severity.CRITICAL,
+        CHECKPOINTS_FAIL,
         f"sum {BY_JOB} (increase(pipelinerl_checkpoint_failures_total[1h])) > 0",
         "0m",
         "{{ $labels.job }} cannot write checkpoints",
         "{{ $value | humanize }} checkpoints of {{ $labels.job }} could not be written within the "
-        "last hour: a crash now loses "
-        "what came after the last one that could.",
+        "last hour.",
         fires={'pipelinerl_checkpoint_failures_total{job="sums"}': "0x170 1x10"},
         quiet={'pipelinerl_checkpoint_failures_total{job="sums"}': "1x180"},
     ),

@@ -42,6 +42,7 @@ from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 from monitoring.alert import BY_JOB
+from pipelinerl_common.judgements import Judgement
 
 DOCS: Final = "@docsUrl@"
 """Place holder for where docs/pages is published: a value of the chart."""
@@ -52,17 +53,31 @@ CHOSEN: Final = 'namespace=~"$namespace",job=~"$job"'
 RATE: Final = "[$__rate_interval]"
 PERCENT, SECONDS, BYTES, SHORT = "percentunit", "s", "bytes", "short"
 TOKENS_S, PER_SECOND = "short", "ops"
+ABOVE_ZERO = 0.001
+"""The least rate that is shown as more than none."""
 _GREEN, _ORANGE, _RED = "green", "orange", "red"
 _STAT_HEIGHT, _HEIGHT = 4, 8
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Where a value begins to be bad: above `bad`, or below it."""
+    """The limits of a panel: its value is bad above `bad`, or below it."""
 
     bad: float
     worse: float | None = None
     below: bool = False
+
+    @classmethod
+    def of(cls, judgement: Judgement) -> "Limit":
+        """Orange at the judgement's limit, red at its alarm; orange at half of a single limit."""
+        if judgement.alarm is None:
+            return cls(judgement.limit / 2, judgement.limit)
+        return cls(judgement.limit, judgement.alarm, judgement.is_low)
+
+    @classmethod
+    def at(cls, judgement: Judgement) -> "Limit":
+        """Red at the judgement's alarm, without an orange level."""
+        return cls(judgement.alarm_limit, below=judgement.is_low)
 
     def config(self) -> ThresholdsConfig:
         if self.below:
@@ -128,7 +143,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """One large number per job, with how it went behind it."""
+    """One large number per job, with its curve behind it."""
 
     title: str
     description: str
@@ -158,7 +173,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Heat:
-    """Where a histogram's values lie over time. `series` is the histogram's name without `_bucket`."""
+    """A histogram's values over time as a heat map. `series` is its name without `_bucket`."""
 
     title: str
     description: str
@@ -206,7 +221,7 @@ def per_second(series: str, labels: str = "", selector: str = "@") -> str:
 
 
 def quantile(share: float, series: str) -> str:
-    """Of a histogram, by job."""
+    """A quantile of a histogram, by job."""
     return (
         f"histogram_quantile({share}, sum by (namespace, job, le) "
         f"(rate({series}_bucket{{@}}{RATE})))"
@@ -275,7 +290,9 @@ def page(name: str, title: str, description: str, *, of_jobs: bool = True) -> Da
 
 
 def _choice(name: str, label: str, query: str) -> QueryVariable:
-    """Everything is chosen at first, jobs without a namespace (of `pipelinerl up`) among it."""
+    """A choice in which everything is chosen at first, jobs of `pipelinerl up` without a namespace
+    too.
+    """
     return (
         QueryVariable(name)
         .label(label)

@@ -1,11 +1,12 @@
-"""How old the trained samples are, what that costs and where it comes from: dashboard and alerts."""
+"""Dashboard and alerts on staleness: how old trained samples are, at what cost, and why."""
 
 from typing import Final
 
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
-from monitoring.alert import BY_JOB, Alert, Severity
+from monitoring.alert import BY_JOB, Alert
 from monitoring.panel import (
+    ABOVE_ZERO,
     PER_SECOND,
     PERCENT,
     SECONDS,
@@ -20,6 +21,7 @@ from monitoring.panel import (
     quantile,
     rows,
 )
+from pipelinerl_common.judgements import CLIPPED, DROPS, ESS, LAG, LAG_RISING, QUEUE_DEPTH, Severity
 
 
 def staleness() -> Dashboard:
@@ -33,7 +35,7 @@ def staleness() -> Dashboard:
         ("How old", _AGE),
         ("What it costs", _COST),
         ("Where it comes from", _QUEUES),
-        ("What the staleness policy gives up, by layer", _WASTE),
+        ("What the staleness policy discards, by layer", _WASTE),
     )
 
 
@@ -52,19 +54,19 @@ _AGE = (
     ),
     Panel(
         "Lag and its bound",
-        "Mean and largest lag of each batch, and the bound where the staleness policy promises one.",
+        "Mean and largest lag of each batch, and the staleness policy's bound where it has one.",
         SHORT,
         (
             (newest("pipelinerl_lag_mean"), "{{job}} mean"),
             (newest("pipelinerl_lag_max"), "{{job}} largest"),
             (newest("pipelinerl_staleness_bound_steps"), "{{job}} bound"),
         ),
-        Limit(8),
+        Limit.at(LAG),
         low=0,
         span=12,
     ),
     Panel(
-        "Lag of half, of nine in ten, of 99 in 100 tokens",
+        "Lag: median, 90th and 99th percentile",
         "Quantiles of the trained tokens' lag.",
         SHORT,
         tuple(
@@ -79,25 +81,24 @@ _AGE = (
 _COST = (
     Panel(
         "Effective sample size",
-        "Share of the batch that is left when importance weights have made up for its age. A low "
-        "raw value with a high "
-        "truncated "
-        "one says that truncation hides the staleness, at the price of bias.",
+        "Share of the batch that counts after importance weights correct for its age. A low raw "
+        "value with a high truncated one means that truncation hides the staleness, at the "
+        "price of bias.",
         PERCENT,
         (
             (newest("pipelinerl_ess", "min"), "{{job}} raw"),
             (newest("pipelinerl_ess_truncated", "min"), "{{job}} truncated"),
         ),
-        Limit(0.5, below=True),
+        Limit.at(ESS),
         low=0,
         high=1,
     ),
     Panel(
         "Tokens clipped or truncated",
-        "Share of the tokens whose importance ratio was cut.",
+        "Share of the tokens whose importance ratio was clipped or truncated.",
         PERCENT,
         ((newest("pipelinerl_clip_fraction"), "{{job}}"),),
-        Limit(0.1, 0.3),
+        Limit.of(CLIPPED),
         low=0,
     ),
     Panel(
@@ -105,7 +106,7 @@ _COST = (
         "Steps per second that changed nothing because the gradient was not finite.",
         PER_SECOND,
         ((per_second("pipelinerl_skipped_steps_total"), "{{job}}"),),
-        Limit(0.001),
+        Limit(ABOVE_ZERO),
         low=0,
     ),
 )
@@ -113,9 +114,9 @@ _COST = (
 _QUEUES = (
     Panel(
         "Groups by stage",
-        "All groups between their prompt's grant and the optimizer step. A deep `ready` is a "
-        "trainer behind, a deep `stream` a "
-        "preprocessor or reference model behind, a deep `running` long sequences.",
+        "All groups between their prompt's grant and the optimizer step. A deep `ready` means that "
+        "the trainer is behind, a deep `stream` that the preprocessor or the reference model "
+        "is, a deep `running` that sequences are long.",
         SHORT,
         (("sum by (namespace, job, stage) (pipelinerl_queue_groups{@})", "{{job}} {{stage}}"),),
         low=0,
@@ -134,14 +135,14 @@ _QUEUES = (
         low=0,
     ),
     Panel(
-        "Groups under way and the policy's limit",
-        "Groups that are admitted and not yet in a batch, and the most that the staleness policy "
-        "lets there be.",
+        "Outstanding groups and the policy's limit",
+        "Groups that are admitted and not yet in a batch, and the largest number that the "
+        "staleness policy allows.",
         SHORT,
         (
             (
                 'sum by (namespace, job) (pipelinerl_queue_groups{@,stage!="packed"})',
-                "{{job}} under way",
+                "{{job}} outstanding",
             ),
             (newest("pipelinerl_outstanding_limit_groups"), "{{job}} limit"),
         ),
@@ -152,15 +153,14 @@ _QUEUES = (
 _WASTE = (
     Panel(
         "1. Admission: generation held back",
-        "Share of the time in which an actor asked for groups and the staleness policy let none "
-        "start. It costs idle "
-        "places, no tokens.",
+        "Share of the time in which an actor asked for groups and the staleness policy admitted "
+        "none. It costs idle places, but no tokens.",
         PERCENT,
         ((per_second("pipelinerl_admission_closed_seconds_total"), "{{job}}"),),
         low=0,
     ),
     Panel(
-        "2. and 3. Running and assembly: tokens given up",
+        "2. and 3. Running and assembly: tokens discarded",
         "Sampled tokens per second of groups that were cancelled while they ran, or dropped when a "
         "batch was assembled.",
         TOKENS_S,
@@ -169,7 +169,7 @@ _WASTE = (
         stacked=True,
     ),
     Panel(
-        "All tokens thrown away, by reason",
+        "All discarded tokens, by reason",
         "Sampled tokens per second that were never trained.",
         TOKENS_S,
         ((per_second("pipelinerl_tokens_dropped_total", "reason"), "{{job}} {{reason}}"),),
@@ -180,10 +180,10 @@ _WASTE = (
 
 
 _BATCH: Final = (
-    f"(sum {BY_JOB} (increase(pipelinerl_groups_trained_total[30m])) "
-    f"/ sum {BY_JOB} (increase(pipelinerl_optimizer_steps_total[30m])))"
+    f"(sum {BY_JOB} (increase(pipelinerl_groups_trained_total[30m])) / sum {BY_JOB} "
+    "(increase(pipelinerl_optimizer_steps_total[30m])))"
 )
-"""Groups per step, as they were lately."""
+"""Groups per step over the last half hour."""
 
 _BATCHES: Final = {
     'pipelinerl_groups_trained_total{job="sums",role="preprocessor"}': "0+32x180",
@@ -210,53 +210,49 @@ STALENESS: Final = (
     ),
     Alert(
         "PipelineRLLagHigh",
-        Severity.WARNING,
+        LAG,
         f"max {BY_JOB} (pipelinerl_lag_mean) > @lagSteps@",
         "10m",
         "{{ $labels.job }} trains old tokens",
         "Tokens of {{ $labels.job }} are trained {{ $value | humanize }} steps after they were "
-        "sampled, on average "
-        "(limit @lagSteps@).",
+        "sampled, on average (limit @lagSteps@).",
         fires={'pipelinerl_lag_mean{job="sums"}': "9x180"},
         quiet={'pipelinerl_lag_mean{job="sums"}': "7.5x170 9x5 7.5x5"},
-        thresholds={"lagSteps": 8},
+        threshold="lagSteps",
     ),
     Alert(
         "PipelineRLLagRising",
-        Severity.WARNING,
-        f"max {BY_JOB} (avg_over_time(pipelinerl_lag_mean[10m])) "
-        f"> @lagRiseFactor@ * max {BY_JOB} (avg_over_time(pipelinerl_lag_mean[30m] offset 30m)) + 1",
+        LAG_RISING,
+        f"max {BY_JOB} (avg_over_time(pipelinerl_lag_mean[10m])) > @lagRiseFactor@ * max {BY_JOB} "
+        "(avg_over_time(pipelinerl_lag_mean[30m] offset 30m)) + 1",
         "10m",
         "The lag of {{ $labels.job }} grows",
         "The mean lag of {{ $labels.job }} is {{ $value | humanize }} steps over the last 10 "
-        "minutes, more than "
-        "@lagRiseFactor@ times what it was half an hour before.",
+        "minutes, more than @lagRiseFactor@ times that of half an hour before.",
         fires={'pipelinerl_lag_mean{job="sums"}': "2x150 2+0.2x30"},
         quiet={'pipelinerl_lag_mean{job="sums"}': "2x150 2+0.01x30"},
-        thresholds={"lagRiseFactor": 1.5},
+        threshold="lagRiseFactor",
     ),
     Alert(
         "PipelineRLEssLow",
-        Severity.WARNING,
+        ESS,
         f"min {BY_JOB} (avg_over_time(pipelinerl_ess[10m])) < @ess@",
         "10m",
         "The effective sample size of {{ $labels.job }} is low",
-        "Only {{ $value | humanizePercentage }} of the batch of {{ $labels.job }} is left as "
-        "effective sample size, averaged "
-        "over 10 minutes (limit @ess@).",
+        "The effective sample size of {{ $labels.job }} is {{ $value | humanizePercentage }} of "
+        "the batch, averaged over 10 minutes (limit @ess@).",
         fires={'pipelinerl_ess{job="sums"}': "0.95x100 0.4x80"},
         quiet={'pipelinerl_ess{job="sums"}': "0.6x180"},
-        thresholds={"ess": 0.5},
+        threshold="ess",
     ),
     Alert(
         "PipelineRLQueueTooDeep",
-        Severity.WARNING,
+        QUEUE_DEPTH,
         f'sum {BY_JOB} (pipelinerl_queue_groups{{stage="ready"}}) / {_BATCH} > @queueBatches@',
         "15m",
         "Finished groups of {{ $labels.job }} pile up",
         "{{ $value | humanize }} batches of finished groups of {{ $labels.job }} wait for the "
-        "trainer (limit @queueBatches@): "
-        "each is a step of lag.",
+        "trainer (limit @queueBatches@).",
         fires={
             **_BATCHES,
             'pipelinerl_queue_groups{job="sums",role="preprocessor",stage="ready"}': "200x180",
@@ -265,20 +261,19 @@ STALENESS: Final = (
             **_BATCHES,
             'pipelinerl_queue_groups{job="sums",role="preprocessor",stage="ready"}': "100x180",
         },
-        thresholds={"queueBatches": 4},
+        threshold="queueBatches",
     ),
     Alert(
         "PipelineRLDropsHigh",
-        Severity.WARNING,
+        DROPS,
         "sum by (namespace, job, reason) (increase(pipelinerl_groups_dropped_total[30m])) / on "
         "(namespace, job) group_left () "
-        f"(sum {BY_JOB} (increase(pipelinerl_groups_dropped_total[30m])) "
-        f"+ sum {BY_JOB} (increase(pipelinerl_groups_trained_total[30m]))) > @dropShare@",
+        f"(sum {BY_JOB} (increase(pipelinerl_groups_dropped_total[30m])) + sum {BY_JOB} "
+        "(increase(pipelinerl_groups_trained_total[30m]))) > @dropShare@",
         "15m",
-        "{{ $labels.job }} throws many groups away: {{ $labels.reason }}",
+        "{{ $labels.job }} drops many groups: {{ $labels.reason }}",
         "{{ $value | humanizePercentage }} of the groups of {{ $labels.job }} ended untrained "
-        "within 30 minutes for one "
-        "reason, {{ $labels.reason }} (limit @dropShare@).",
+        "within 30 minutes for one reason, {{ $labels.reason }} (limit @dropShare@).",
         fires={
             'pipelinerl_groups_dropped_total{job="sums",reason="stale"}': "0+50x180",
             'pipelinerl_groups_dropped_total{job="sums",reason="failed"}': "0+1x180",
@@ -289,6 +284,6 @@ STALENESS: Final = (
             'pipelinerl_groups_dropped_total{job="sums",reason="zero_advantage"}': "0+16x180",
             'pipelinerl_groups_trained_total{job="sums"}': "0+32x180",
         },
-        thresholds={"dropShare": 0.5},
+        threshold="dropShare",
     ),
 )

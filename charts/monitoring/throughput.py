@@ -1,10 +1,10 @@
-"""Which process waits for which: the throughput dashboard and its alerts."""
+"""Dashboard and alerts on throughput: which process waits for which."""
 
 from typing import Final
 
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
-from monitoring.alert import BY_JOB, Alert, Severity
+from monitoring.alert import BY_JOB, Alert
 from monitoring.panel import (
     BYTES,
     PER_SECOND,
@@ -19,6 +19,16 @@ from monitoring.panel import (
     per_second,
     quantile,
     rows,
+)
+from pipelinerl_common.judgements import (
+    GROUPS_FAIL,
+    KV_CACHE_FULL,
+    PACKING_FILL,
+    PACKING_IMBALANCE,
+    STREAM_FULL,
+    TRAINER_STARVED,
+    VERIFICATION_SECONDS,
+    Severity,
 )
 
 
@@ -40,8 +50,7 @@ _BALANCE = (
     Panel(
         "Tokens per second",
         "Sampled by the generators, received by the preprocessor, trained. In the long run these "
-        "are equal but for "
-        "what is dropped.",
+        "are equal except for dropped groups.",
         TOKENS_S,
         (
             (per_second("pipelinerl_tokens_generated_total"), "{{job}} generated"),
@@ -52,9 +61,8 @@ _BALANCE = (
     ),
     Panel(
         "Where the trainer's time goes",
-        "Seconds per second of the training thread. Much `wait`: generation is the bottleneck; "
-        "none, and a deep queue: "
-        "the trainer is.",
+        "Seconds per second of the training thread. Much `wait` means that generation is the "
+        "bottleneck; none and a deep queue mean that the trainer is.",
         PERCENT,
         ((per_second("pipelinerl_trainer_phase_seconds_total", "phase"), "{{job}} {{phase}}"),),
         low=0,
@@ -62,18 +70,16 @@ _BALANCE = (
     ),
     Panel(
         "Generation held back",
-        "Share of the time in which actors asked for groups and the staleness policy let none "
-        "start: the trainer is "
-        "the bottleneck, or "
-        "the policy too strict.",
+        "Share of the time in which actors asked for groups and the staleness policy admitted "
+        "none: the trainer is the bottleneck, or the policy is too strict.",
         PERCENT,
         ((per_second("pipelinerl_admission_closed_seconds_total"), "{{job}}"),),
         low=0,
     ),
     Panel(
         "Actors",
-        "Those that there should be, and those that are ready. With `autoscale` they come and go "
-        "while the trainer steps.",
+        "Desired actors and ready actors. With `autoscale` their number changes while the trainer "
+        "runs.",
         SHORT,
         (
             (newest("pipelinerl_actors_desired"), "{{job}} desired"),
@@ -83,9 +89,8 @@ _BALANCE = (
     ),
     Panel(
         "Throughput over generation's",
-        "What the trainers take of what generation can make, when autoscale last looked. Near 1 "
-        "the trainers wait for "
-        "samples; far below, generators wait for the trainers.",
+        "The trainers' throughput over what generation could make, when autoscale last measured "
+        "it. Near 1 the trainers wait for samples; far below, generators wait for the trainers.",
         PERCENT,
         ((newest("pipelinerl_autoscale_ratio"), "{{job}}"),),
         low=0,
@@ -96,9 +101,8 @@ _BALANCE = (
 _GENERATORS = (
     Panel(
         "Batch in progress against H",
-        "Sequences that actors have their generators decode, and the most that these take at once. "
-        "Far below H: "
-        "prompts are missing.",
+        "Sequences that the generators decode, and the largest number that they take (H). Far "
+        "below H: prompts are missing.",
         SHORT,
         (
             (newest("pipelinerl_requests_running", "sum"), "{{job}} running"),
@@ -108,7 +112,7 @@ _GENERATORS = (
     ),
     Panel(
         "Sequences in the engines",
-        "All of them, and those that wait in the engine for a place or for KV blocks.",
+        "All sequences, and those that wait in the engine for a place or for KV blocks.",
         SHORT,
         (
             (newest("pipelinerl_sequences_running", "sum"), "{{job}} in the engine"),
@@ -125,7 +129,7 @@ _GENERATORS = (
             (newest("pipelinerl_kv_cache_usage_ratio", "avg"), "{{job}} mean"),
             (newest("pipelinerl_kv_cache_usage_ratio"), "{{job}} fullest"),
         ),
-        Limit(0.9, 0.97),
+        Limit.of(KV_CACHE_FULL),
         low=0,
         high=1,
     ),
@@ -157,7 +161,7 @@ _GENERATORS = (
     ),
     Panel(
         "Length of sampled turns",
-        "Half, and nine in ten, of the turns are no longer than this, in tokens.",
+        "Median and 90th percentile of the turns' length, in tokens.",
         SHORT,
         tuple(
             (quantile(share, "pipelinerl_completion_tokens"), f"{{{{job}}}} {share:.0%}")
@@ -170,7 +174,7 @@ _GENERATORS = (
 _ACTORS = (
     Panel(
         "Time of a group",
-        "From its lease to its publication: half, and nine in ten, of the groups take no longer.",
+        "Median and 90th percentile of the time from a group's lease to its publication.",
         SECONDS,
         tuple(
             (quantile(share, "pipelinerl_group_seconds"), f"{{{{job}}}} {share:.0%}")
@@ -180,19 +184,19 @@ _ACTORS = (
     ),
     Panel(
         "Time of a verification",
-        "Half, and nine in ten, of the verifications take no longer. Long ones hold groups back "
-        "while their places are empty.",
+        "Median and 90th percentile of a verification's time. Long ones delay groups while their "
+        "places are empty.",
         SECONDS,
         tuple(
             (quantile(share, "pipelinerl_verification_seconds"), f"{{{{job}}}} {share:.0%}")
             for share in (0.5, 0.9)
         ),
-        Limit(10),
+        Limit.at(VERIFICATION_SECONDS),
         low=0,
     ),
     Panel(
         "Rollout errors",
-        "Requests tried again and trajectories given up per second, by what went wrong.",
+        "Requests retried and trajectories given up per second, by the error.",
         PER_SECOND,
         ((per_second("pipelinerl_rollout_errors_total", "reason"), "{{job}} {{reason}}"),),
         low=0,
@@ -231,7 +235,7 @@ _ACTORS = (
 _TRAINER = (
     Panel(
         "Time of a step",
-        "The newest step, and of it waiting for the batch and training.",
+        "The newest step, and its parts: waiting for the batch, and training.",
         SECONDS,
         (
             (newest("pipelinerl_step_seconds"), "{{job}} step"),
@@ -245,17 +249,17 @@ _TRAINER = (
         "Share of the micro-batches' slots that hold a token.",
         PERCENT,
         ((newest("pipelinerl_packing_fill", "min"), "{{job}}"),),
-        Limit(0.8, below=True),
+        Limit.at(PACKING_FILL),
         low=0,
         high=1,
     ),
     Panel(
         "Imbalance of the ranks",
-        "(most - fewest) / most tokens of a rank: so much of the time the others wait for the "
-        "fullest.",
+        "(most - fewest) / most tokens of a rank: the share of the time that ranks wait for the "
+        "fullest one.",
         PERCENT,
         ((newest("pipelinerl_packing_imbalance"), "{{job}}"),),
-        Limit(0.1, 0.3),
+        Limit.of(PACKING_IMBALANCE),
         low=0,
     ),
 )
@@ -264,23 +268,22 @@ _TRAINER = (
 THROUGHPUT: Final = (
     Alert(
         "PipelineRLTrainerStarved",
-        Severity.WARNING,
+        TRAINER_STARVED,
         f'max {BY_JOB} (rate(pipelinerl_trainer_phase_seconds_total{{phase="wait"}}[10m])) > '
         "@waitShare@",
         "20m",
         "The trainer of {{ $labels.job }} waits for samples",
         "The trainer of {{ $labels.job }} spends {{ $value | humanizePercentage }} of its time "
-        "waiting for a batch "
-        "(limit @waitShare@).",
+        "waiting for a batch (limit @waitShare@).",
         fires={'pipelinerl_trainer_phase_seconds_total{job="sums",phase="wait"}': "0+48x180"},
         quiet={'pipelinerl_trainer_phase_seconds_total{job="sums",phase="wait"}': "0+24x180"},
-        thresholds={"waitShare": 0.6},
+        threshold="waitShare",
     ),
     Alert(
         "PipelineRLGenerationStopped",
         Severity.CRITICAL,
-        f"sum {BY_JOB} (rate(pipelinerl_tokens_generated_total[10m])) == 0 "
-        f"and on (namespace, job) sum {BY_JOB} "
+        f"sum {BY_JOB} (rate(pipelinerl_tokens_generated_total[10m])) == 0 and on (namespace, job) "
+        f"sum {BY_JOB} "
         f'(pipelinerl_queue_groups{{stage=~"admitted|running"}}) > 0',
         "10m",
         "Generators of {{ $labels.job }} sample nothing",
@@ -297,15 +300,14 @@ THROUGHPUT: Final = (
     ),
     Alert(
         "PipelineRLRolloutsFail",
-        Severity.WARNING,
-        f"sum {BY_JOB} (increase(pipelinerl_groups_failed_total[30m])) "
-        f"/ (sum {BY_JOB} (increase(pipelinerl_groups_failed_total[30m])) "
-        f"+ sum {BY_JOB} (increase(pipelinerl_groups_published_total[30m]))) > @failedShare@",
+        GROUPS_FAIL,
+        f"sum {BY_JOB} (increase(pipelinerl_groups_failed_total[30m])) / (sum {BY_JOB} "
+        f"(increase(pipelinerl_groups_failed_total[30m])) + sum {BY_JOB} "
+        "(increase(pipelinerl_groups_published_total[30m]))) > @failedShare@",
         "15m",
         "Rollouts of {{ $labels.job }} fail",
         "{{ $value | humanizePercentage }} of the groups of {{ $labels.job }} were given up by "
-        "their actors within 30 minutes "
-        "(limit @failedShare@).",
+        "their actors within 30 minutes (limit @failedShare@).",
         fires={
             'pipelinerl_groups_failed_total{job="sums"}': "0+1x180",
             'pipelinerl_groups_published_total{job="sums"}': "0+2x180",
@@ -314,18 +316,17 @@ THROUGHPUT: Final = (
             'pipelinerl_groups_failed_total{job="sums"}': "0+1x180",
             'pipelinerl_groups_published_total{job="sums"}': "0+20x180",
         },
-        thresholds={"failedShare": 0.2},
+        threshold="failedShare",
     ),
     Alert(
         "PipelineRLStreamNearLimit",
-        Severity.CRITICAL,
+        STREAM_FULL,
         f"max {BY_JOB} (pipelinerl_stream_bytes) / max {BY_JOB} (pipelinerl_stream_limit_bytes) > "
         "@streamShare@",
         "5m",
         "The sample stream of {{ $labels.job }} is nearly full",
         "The sample stream of {{ $labels.job }} has used {{ $value | humanizePercentage }} of its "
-        "bytes (limit @streamShare@): "
-        "when it is full, actors wait.",
+        "bytes (limit @streamShare@).",
         fires={
             'pipelinerl_stream_bytes{job="sums"}': "9e9x180",
             'pipelinerl_stream_limit_bytes{job="sums"}': "1e10x180",
@@ -334,6 +335,6 @@ THROUGHPUT: Final = (
             'pipelinerl_stream_bytes{job="sums"}': "7e9x180",
             'pipelinerl_stream_limit_bytes{job="sums"}': "1e10x180",
         },
-        thresholds={"streamShare": 0.8},
+        threshold="streamShare",
     ),
 )

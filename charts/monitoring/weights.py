@@ -1,10 +1,10 @@
-"""Whether new weights reach the generators, how fast, and at what cost: dashboard and alerts."""
+"""Dashboard and alerts on weight updates: whether they arrive, how fast, and at what cost."""
 
 from typing import Final
 
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
-from monitoring.alert import BY_JOB, Alert, Severity
+from monitoring.alert import BY_JOB, Alert
 from monitoring.panel import (
     PER_SECOND,
     SECONDS,
@@ -15,6 +15,15 @@ from monitoring.panel import (
     page,
     per_second,
     rows,
+)
+from pipelinerl_common.judgements import (
+    GENERATORS_ABSENT,
+    PAUSE_SECONDS,
+    PAUSE_SHARE,
+    UPDATE_SECONDS,
+    UPDATES_KEEP_FAILING,
+    WEIGHTS_BEHIND,
+    Severity,
 )
 
 
@@ -44,8 +53,8 @@ _VERSIONS = (
     ),
     Panel(
         "Steps behind",
-        "How many steps the generators' weights are behind the trainer's. It adds to the lag of "
-        "every token.",
+        "Steps that the generators' weights are behind the trainer's. They add to the lag of every "
+        "token.",
         SHORT,
         (
             (
@@ -53,12 +62,12 @@ _VERSIONS = (
                 "{{job}}",
             ),
         ),
-        Limit(2, 8),
+        Limit.of(WEIGHTS_BEHIND),
         low=0,
     ),
     Panel(
         "Generators' versions",
-        "Oldest and newest version among the generators: apart only while an update is under way.",
+        "Oldest and newest version among the generators: they differ only during an update.",
         SHORT,
         (
             (
@@ -76,15 +85,15 @@ _VERSIONS = (
 _TIMES = (
     Panel(
         "Newest update",
-        "From the request to the last generator's answer; of it the broadcast, and putting the "
-        "weights in place.",
+        "Time from the request to the last generator's response, and its parts: the broadcast, and "
+        "applying the weights.",
         SECONDS,
         (
             (newest("pipelinerl_publish_seconds"), "{{job}} whole"),
             (newest("pipelinerl_transfer_seconds"), "{{job}} transfer"),
             (newest("pipelinerl_apply_seconds"), "{{job}} apply"),
         ),
-        Limit(60),
+        Limit.at(UPDATE_SECONDS),
         low=0,
     ),
     Panel(
@@ -92,7 +101,7 @@ _TIMES = (
         "Time without decoding in the newest update, of the slowest generator.",
         SECONDS,
         ((newest("pipelinerl_pause_seconds"), "{{job}}"),),
-        Limit(1, 5),
+        Limit.of(PAUSE_SECONDS),
         low=0,
     ),
     Panel(
@@ -106,7 +115,7 @@ _TIMES = (
                 "{{job}}",
             ),
         ),
-        Limit(0.05, 0.2),
+        Limit.of(PAUSE_SHARE),
         low=0,
     ),
 )
@@ -115,8 +124,7 @@ _GROUP = (
     Panel(
         "Updates",
         "Versions published per second, attempts that failed, and updates that the staleness "
-        "policy held back until "
-        "the deadline.",
+        "policy delayed until the deadline.",
         PER_SECOND,
         (
             (per_second("pipelinerl_weight_updates_total"), "{{job}} published"),
@@ -127,7 +135,8 @@ _GROUP = (
     ),
     Panel(
         "Members",
-        "Generators in the group, those that the job should have, and those that do not answer.",
+        "Generators in the group, generators that the job should have, and generators that do not "
+        "respond.",
         SHORT,
         (
             (newest("pipelinerl_transfer_group_members"), "{{job}} members"),
@@ -138,8 +147,8 @@ _GROUP = (
     ),
     Panel(
         "Changes of the group",
-        "In the last hour: groups formed, groups that did not form, generators left out after a "
-        "fault.",
+        "In the last hour: groups formed, groups that could not be formed, generators expelled "
+        "after a fault.",
         SHORT,
         tuple(
             (
@@ -156,7 +165,7 @@ _GROUP = (
     ),
     Panel(
         "Epoch",
-        "Number of the group; it grows whenever its members change.",
+        "Number of the group; it increases whenever the members change.",
         SHORT,
         ((newest("pipelinerl_transfer_group_epoch"), "{{job}}"),),
         low=0,
@@ -167,53 +176,49 @@ _GROUP = (
 WEIGHTS: Final = (
     Alert(
         "PipelineRLUpdatesFail",
-        Severity.CRITICAL,
+        UPDATES_KEEP_FAILING,
         f"sum {BY_JOB} (increase(pipelinerl_weight_update_failures_total[15m])) > @updateFailures@",
         "0m",
         "Weight updates of {{ $labels.job }} fail",
         "{{ $value | humanize }} attempts to send weights to the generators of {{ $labels.job }} "
-        "failed within 15 minutes "
-        "(limit @updateFailures@).",
+        "failed within 15 minutes (limit @updateFailures@).",
         fires={'pipelinerl_weight_update_failures_total{job="sums"}': "0x170 0+1x10"},
         quiet={'pipelinerl_weight_update_failures_total{job="sums"}': "0x170 0 1x9"},
-        thresholds={"updateFailures": 3},
+        threshold="updateFailures",
     ),
     Alert(
         "PipelineRLUpdateSlow",
-        Severity.WARNING,
+        UPDATE_SECONDS,
         f"max {BY_JOB} (pipelinerl_publish_seconds) > @publishSeconds@",
         "10m",
         "Weight updates of {{ $labels.job }} are slow",
         "The newest weight update of {{ $labels.job }} took {{ $value | humanizeDuration }} from "
-        "the request to the last "
-        "generator's answer (limit @publishSeconds@ s).",
+        "the request to the last generator's response (limit @publishSeconds@ s).",
         fires={'pipelinerl_publish_seconds{job="sums"}': "90x180"},
         quiet={'pipelinerl_publish_seconds{job="sums"}': "45x180"},
-        thresholds={"publishSeconds": 60},
+        threshold="publishSeconds",
     ),
     Alert(
         "PipelineRLPauseLong",
-        Severity.WARNING,
+        PAUSE_SECONDS,
         f"max {BY_JOB} (pipelinerl_pause_seconds) > @pauseSeconds@",
         "10m",
-        "Generators of {{ $labels.job }} stand still during weight updates",
+        "Weight updates of {{ $labels.job }} pause decoding for long",
         "The newest weight update of {{ $labels.job }} stopped decoding for {{ $value | "
-        "humanizeDuration }} "
-        "(limit @pauseSeconds@ s).",
+        "humanizeDuration }} (limit @pauseSeconds@ s).",
         fires={'pipelinerl_pause_seconds{job="sums"}': "8x180"},
         quiet={'pipelinerl_pause_seconds{job="sums"}': "0.2x180"},
-        thresholds={"pauseSeconds": 5},
+        threshold="pauseSeconds",
     ),
     Alert(
         "PipelineRLWeightsBehind",
-        Severity.CRITICAL,
+        WEIGHTS_BEHIND,
         f"max {BY_JOB} (pipelinerl_policy_version) - max {BY_JOB} (pipelinerl_served_version) > "
         "@weightsBehindSteps@",
         "5m",
         "Generators of {{ $labels.job }} sample with old weights",
         "The generators of {{ $labels.job }} serve weights that are {{ $value }} steps behind the "
-        "trainer's "
-        "(limit @weightsBehindSteps@).",
+        "trainer's (limit @weightsBehindSteps@).",
         fires={
             'pipelinerl_policy_version{job="sums"}': "0+1x180",
             'pipelinerl_served_version{job="sums"}': "0+1x100 100x80",
@@ -222,27 +227,27 @@ WEIGHTS: Final = (
             'pipelinerl_policy_version{job="sums"}': "1+1x180",
             'pipelinerl_served_version{job="sums"}': "0+1x180",
         },
-        thresholds={"weightsBehindSteps": 8},
+        threshold="weightsBehindSteps",
     ),
     Alert(
         "PipelineRLMemberExpelled",
         Severity.WARNING,
         f"sum {BY_JOB} (increase(pipelinerl_member_expulsions_total[15m])) > 0",
         "0m",
-        "A generator of {{ $labels.job }} was left out of the weight-transfer group",
-        "{{ $value | humanize }} generators of {{ $labels.job }} were left out of the group after "
-        "a fault within 15 minutes.",
+        "A generator of {{ $labels.job }} was expelled from the weight-transfer group",
+        "{{ $value | humanize }} generators of {{ $labels.job }} were expelled from the group "
+        "after a fault within 15 minutes.",
         fires={'pipelinerl_member_expulsions_total{job="sums"}': "0x170 1x10"},
         quiet={'pipelinerl_member_expulsions_total{job="sums"}': "1x180"},
     ),
     Alert(
         "PipelineRLGeneratorsAbsent",
-        Severity.WARNING,
+        GENERATORS_ABSENT,
         f"max {BY_JOB} (pipelinerl_generators_absent) / max {BY_JOB} "
         "(pipelinerl_generators_expected) > @absentShare@",
         "15m",
-        "Generators of {{ $labels.job }} do not answer",
-        "{{ $value | humanizePercentage }} of the generators of {{ $labels.job }} do not answer "
+        "Generators of {{ $labels.job }} do not respond",
+        "{{ $value | humanizePercentage }} of the generators of {{ $labels.job }} do not respond "
         "(limit @absentShare@).",
         fires={
             'pipelinerl_generators_absent{job="sums"}': "2x180",
@@ -252,6 +257,6 @@ WEIGHTS: Final = (
             'pipelinerl_generators_absent{job="sums"}': "0x180",
             'pipelinerl_generators_expected{job="sums"}': "8x180",
         },
-        thresholds={"absentShare": 0.1},
+        threshold="absentShare",
     ),
 )

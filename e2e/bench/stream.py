@@ -24,7 +24,7 @@ import psutil
 from bench.processes import Worker, cpu_seconds, server
 from bench.report import Report, Row, Value, at_least, at_most, progress
 from bench.trajectories import Workload
-from pipelinerl_cli.up.process import Ports
+from pipelinerl_cli.up.placement import Ports
 from pipelinerl_common.errors import Unavailable
 from pipelinerl_common.stream.server import NatsServer
 

@@ -1,4 +1,4 @@
-"""Every panel says what it shows, asks for metrics that exist, and the chart has what is generated."""
+"""Panels have descriptions and query metrics that exist; the chart has the generated files."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from monitoring.files import CHART, generated, main
 from pipelinerl_common.metrics import CATALOG, Kind
 
 HAS_NO_LIMIT = {"Step", "Reward", "Generated"}
-"""Numbers that are good or bad only against those of another run."""
+"""Numbers that are good or bad only in comparison with another run."""
 
 
 def panels() -> list[tuple[str, dict[str, Any]]]:

@@ -206,11 +206,11 @@ DROPS = Judgement(
 
 # Throughput.
 TRAINER_STARVED = Judgement(
-    "trainer_phase_seconds_total", 0.2, WARNING, "the trainer waits for samples", alarm=0.6
+    "trainer_phase_seconds_total", 0.2, WARNING, "generation is slower than training", alarm=0.6
 )
 """Judges the share of the trainer's time spent waiting."""
 TRAINER_BUSY = Judgement(
-    "trainer_phase_seconds_total", 0.1, WARNING, "the trainer never waits", is_low=True
+    "trainer_phase_seconds_total", 0.1, WARNING, "training is slower than generation", is_low=True
 )
 GENERATORS_IDLE = Judgement(
     "requests_running", 0.6, WARNING, "places of the generators are empty", is_low=True
@@ -244,8 +244,11 @@ PREEMPTIONS = Judgement(
 """Judges preemptions per trajectory; rare ones cost little."""
 ROLLOUT_ERRORS = Judgement("rollout_errors_total", 0.01, WARNING, "trajectories are tried again")
 """Judges errors per trajectory."""
-GROUPS_FAIL = Judgement("groups_failed_total", 0.2, WARNING, "actors give up many groups")
+GROUPS_FAIL = Judgement("groups_failed_total", 0.2, WARNING, "their tokens are lost")
 """Judges the share of groups."""
+VERIFICATION_SECONDS = Judgement(
+    "verification_seconds", 10, WARNING, "groups wait while their places are empty"
+)
 STREAM_FULL = Judgement("stream_bytes", 0.8, CRITICAL, "when it is full, actors wait")
 """Judges the share of the stream's bytes in use."""
 PACKING_FILL = Judgement(
@@ -290,12 +293,14 @@ UPDATES_KEEP_FAILING = Judgement(
 UPDATE_SECONDS = Judgement("publish_seconds", 60, WARNING, "the lag grows by the time of an update")
 UPDATE_STEPS = Judgement("publish_seconds", 1, WARNING, "versions are skipped and the lag grows")
 """Judges the time of an update over that of a step."""
-PAUSE_SECONDS = Judgement("pause_seconds", 5, WARNING, "generators do not decode during an update")
+PAUSE_SECONDS = Judgement("pause_seconds", 5, WARNING, "no token is sampled meanwhile")
 PAUSE_SHARE = Judgement("weight_pause_seconds", 0.05, WARNING, PAUSE_SECONDS.meaning, alarm=0.2)
 """Judges the share of the time in which generators do not decode."""
-WEIGHTS_BEHIND = Judgement("served_version", 8, CRITICAL, "generators sample with old weights")
+WEIGHTS_BEHIND = Judgement(
+    "served_version", 8, CRITICAL, "every token is that much older when it is trained"
+)
 """Judges steps between the trainer's weights and the generators'."""
-GENERATORS_ABSENT = Judgement("generators_absent", 0.1, WARNING, "generators do not respond")
+GENERATORS_ABSENT = Judgement("generators_absent", 0.1, WARNING, "they sample nothing")
 """Judges the share of the generators."""
 
 # Operation.
@@ -303,7 +308,7 @@ RESTARTS = Judgement(
     "restarts_total",
     0,
     WARNING,
-    "processes were restarted",
+    "each restart repeats work that was not saved",
     (
         "logs/ of these processes",
         "actors.generator.kvCacheBytes, trainers.microBatchTokens: lower if memory ran out",
@@ -320,6 +325,18 @@ WATCH_SILENCE = Judgement(
     900,
     WARNING,
     "the operator receives no changes of its objects",
+)
+
+
+RECONCILE_SECONDS = Judgement(
+    "operator_reconcile_seconds", 5, WARNING, "changes of a job take effect late"
+)
+WATCH_RESTARTS = Judgement(
+    "operator_watch_restarts_total", 0.1, WARNING, "the connection to the API server fails"
+)
+"""Judges restarts per second."""
+OPERATOR_MEMORY = Judgement(
+    "operator_memory_bytes", 450e6, WARNING, "the operator is near its memory limit in the chart"
 )
 
 
