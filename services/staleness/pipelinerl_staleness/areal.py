@@ -4,29 +4,27 @@ nothing dropped.
 
 from dataclasses import dataclass
 
-from pipelinerl_staleness.checks import check_optional_whole, check_whole
+from pipelinerl_staleness.checks import optional_whole, whole
 from pipelinerl_staleness.groups import GroupPolicy
 from pipelinerl_staleness.policy import PolicySettings, Take
 
 
 @dataclass(frozen=True, slots=True)
 class ArealSettings(PolicySettings):
-    eta: int = 1
+    """Parameters of `areal`."""
+
+    eta: int = whole(1, at_least=0)
     """Batches of head start (AReaL `max_head_offpolicyness`), at least 0; 0 is synchronous."""
-    max_concurrent: int | None = None
+    max_concurrent: int | None = optional_whole(at_least=1)
     """Most groups generated at once (AReaL `max_concurrent_rollouts`); unset is (eta + 1) batches,
     which never binds.
     """
 
-    def __post_init__(self) -> None:
-        check_whole("eta", self.eta, 0)
-        check_optional_whole("max_concurrent", self.max_concurrent, 1)
-
 
 class Areal(GroupPolicy):
     """Admits while min(C - running, (eta + w + 1) B - (accepted + running)) > 0; takes the B
-    earliest started of the finished. A slow group can be overtaken for ever, so there is no bound
-    except with eta = 0.
+    earliest started of the finished. A slow group can be overtaken indefinitely, so there is no
+    bound except with eta = 0.
     """
 
     settings_type = ArealSettings

@@ -4,20 +4,19 @@ generate again.
 
 from dataclasses import dataclass
 
-from pipelinerl_staleness.checks import check_whole
+from pipelinerl_staleness.checks import whole
 from pipelinerl_staleness.groups import GroupPolicy
 from pipelinerl_staleness.policy import PolicySettings, Take
 
 
 @dataclass(frozen=True, slots=True)
 class ConventionalSettings(PolicySettings):
-    steps_per_generation: int = 1
+    """Parameters of `conventional`."""
+
+    steps_per_generation: int = whole(1, at_least=1)
     """Optimizer steps trained on one generation phase (the paper's G), at least 1; 1 is strictly
     on-policy.
     """
-
-    def __post_init__(self) -> None:
-        check_whole("steps_per_generation", self.steps_per_generation, 1)
 
 
 class Conventional(GroupPolicy):

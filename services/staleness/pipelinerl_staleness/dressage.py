@@ -4,37 +4,32 @@ seen.
 
 from dataclasses import dataclass
 
-from pipelinerl_staleness.checks import check_choice, check_optional_whole, check_whole
+from pipelinerl_staleness.checks import choice, optional_whole, whole
 from pipelinerl_staleness.groups import GroupPolicy
 from pipelinerl_staleness.policy import PolicySettings, Take
 
 
 @dataclass(frozen=True, slots=True)
 class DressageSettings(PolicySettings):
-    keep_versions: int = 0
-    """How many of the newest end versions are kept (Dressage `dressage_staleness_keep_versions`), 0
-    keeps all.
+    """Parameters of `dressage`."""
+
+    keep_versions: int = whole(0, at_least=0)
+    """Number of the newest end versions that are kept (Dressage
+    `dressage_staleness_keep_versions`); 0 keeps all.
     """
-    scope: str = "group"
+    scope: str = choice("group", "trajectory")
     """`group`: the end version of the group's last trajectory decides. `trajectory`: any trajectory
     that ended too early drops its group (Dressage's code).
     """
-    max_active: int | None = None
+    max_active: int | None = optional_whole(at_least=1)
     """Groups that run at once (Dressage `DRESSAGE_ASYNC_MAX_ACTIVE_GROUPS`); unset is one batch."""
-    max_queue: int = 800
+    max_queue: int = whole(800, at_least=1)
     """Finished groups that wait at most before admission stops (80 % of Dressage's queue of 1000).
     """
-    max_version_switches: int | None = None
+    max_version_switches: int | None = optional_whole(at_least=0)
     """Weight changes that one trajectory may see before its group is cancelled (Dressage
     `max_partial_rollout_preempts`).
     """
-
-    def __post_init__(self) -> None:
-        check_whole("keep_versions", self.keep_versions, 0)
-        check_choice("scope", self.scope, ("group", "trajectory"))
-        check_optional_whole("max_active", self.max_active, 1)
-        check_whole("max_queue", self.max_queue, 1)
-        check_optional_whole("max_version_switches", self.max_version_switches, 0)
 
 
 class Dressage(GroupPolicy):

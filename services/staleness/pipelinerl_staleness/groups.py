@@ -198,31 +198,45 @@ class GroupPolicy(Policy):
         return Take(dropped=dropped, wait_reason=f"{why}, {len(self.groups.running)} running")
 
 
-class TrajectorySlots:
-    """Slots that the trajectories of running groups hold, for policies that admit by trajectories.
-    A group holds one slot per trajectory from its admission; each finished trajectory frees its
-    own.
+class TrajectoryPolicy(GroupPolicy):
+    """A policy that counts the trajectories in flight. A group holds one slot for each of its
+    `settings.group_size` trajectories from its admission; each that finishes frees its own.
 
-    Example with groups of 8: hold("a"), hold("b"), free_one("a"): num_held 15.
+    Example with groups of 8: admitted("a"), admitted("b"), trajectory_finished("a"): 15 in flight.
     """
 
-    def __init__(self, group_size: int) -> None:
-        self._group_size = group_size
+    def __init__(self, settings: Any, groups_per_step: int) -> None:
+        super().__init__(settings, groups_per_step)
         self._held: dict[str, int] = {}
-        self.num_held = 0
+        self.num_in_flight = 0
 
-    def hold(self, group: str) -> None:
-        self._held[group] = self._group_size
-        self.num_held += self._group_size
+    def admitted(self, group: str) -> None:
+        super().admitted(group)
+        self._held[group] = self.settings.group_size
+        self.num_in_flight += self.settings.group_size
 
-    def free_one(self, group: str) -> bool:
-        """Frees one of the group's slots. False when it held none."""
-        if self._held.get(group, 0) == 0:
-            return False
-        self._held[group] -= 1
-        self.num_held -= 1
-        return True
+    def trajectory_finished(self, group: str) -> None:
+        if self._held.get(group, 0) > 0:
+            self._held[group] -= 1
+            self.num_in_flight -= 1
 
-    def free(self, group: str) -> None:
-        """Frees what the group still holds: it has finished, failed or been cancelled."""
-        self.num_held -= self._held.pop(group, 0)
+    def finished(self, group: str) -> None:
+        super().finished(group)
+        self._free(group)
+
+    def lost(self, group: str) -> None:
+        super().lost(group)
+        self._free(group)
+
+    def cancel(self, groups: tuple[str, ...]) -> tuple[str, ...]:
+        for group in groups:
+            self._free(group)
+        return super().cancel(groups)
+
+    def recover(self, step: int, version: int) -> None:
+        super().recover(step, version)
+        self._held.clear()
+        self.num_in_flight = 0
+
+    def _free(self, group: str) -> None:
+        self.num_in_flight -= self._held.pop(group, 0)

@@ -4,31 +4,28 @@ on or off.
 
 from dataclasses import dataclass
 
-from pipelinerl_staleness.checks import check_flag, check_whole
+from pipelinerl_staleness.checks import flag, whole
 from pipelinerl_staleness.groups import GroupPolicy
 from pipelinerl_staleness.policy import PolicySettings, Take
 
 
 @dataclass(frozen=True, slots=True)
 class LayeredSettings(PolicySettings):
-    eta: int = 1
-    """Versions: head start of layer 1 and age limit of layers 2 and 3, at least 0."""
-    layer1: bool = True
-    """Admission by the capacity law. Off: eta + 1 batches may run, eta + 2 batches may wait."""
-    layer2: bool = True
-    """At a publish of v, cancel running groups stamped before v - eta."""
-    layer3: bool = True
-    """At batch assembly, drop finished groups stamped before k - eta."""
+    """Parameters of `layered`."""
 
-    def __post_init__(self) -> None:
-        check_whole("eta", self.eta, 0)
-        for name in ("layer1", "layer2", "layer3"):
-            check_flag(name, getattr(self, name))
+    eta: int = whole(1, at_least=0)
+    """Versions: head start of layer 1 and age limit of layers 2 and 3, at least 0."""
+    layer1: bool = flag(True)
+    """Admission by the capacity law. Off: eta + 1 batches may run, eta + 2 batches may wait."""
+    layer2: bool = flag(True)
+    """At a publish of v, cancel running groups stamped before v - eta."""
+    layer3: bool = flag(True)
+    """At batch assembly, drop finished groups stamped before k - eta."""
 
 
 class Layered(GroupPolicy):
     """Takes the B earliest started of the finished. Only layer 3 makes the bound strict: layer 2
-    leaves alone what has finished and waits, layer 1 lets a slow group be overtaken for ever.
+    leaves alone what has finished and waits, layer 1 lets a slow group be overtaken indefinitely.
     """
 
     settings_type = LayeredSettings

@@ -8,7 +8,7 @@ in_order      gated; the step that trains a group is fixed when the group is dis
 
 from dataclasses import dataclass
 
-from pipelinerl_staleness.checks import check_flag, check_optional_whole, check_whole
+from pipelinerl_staleness.checks import flag, optional_whole, whole
 from pipelinerl_staleness.groups import GroupPolicy
 from pipelinerl_staleness.policy import PolicySettings, Take
 
@@ -17,21 +17,16 @@ from pipelinerl_staleness.policy import PolicySettings, Take
 class NemoSettings(PolicySettings):
     """Parameters that NeMo-RL's samplers share."""
 
-    eta: int = 1
+    eta: int = whole(1, at_least=0)
     """Versions that a group may lag behind its step (NeMo-RL `max_staleness_versions`;
     `max_lookahead_versions` for in_order), at least 0; 0 is on-policy.
     """
-    max_buffered_rollouts: int | None = None
+    max_buffered_rollouts: int | None = optional_whole(at_least=1)
     """Groups admitted and not taken (NeMo-RL `max_buffered_rollouts`), at least B * (eta + 1);
     unset is that.
     """
-    max_inflight_prompts: int | None = None
+    max_inflight_prompts: int | None = optional_whole(at_least=1)
     """Groups that run at once (NeMo-RL `max_inflight_prompts`); unset is the buffer's size."""
-
-    def __post_init__(self) -> None:
-        check_whole("eta", self.eta, 0)
-        check_optional_whole("max_buffered_rollouts", self.max_buffered_rollouts, 1)
-        check_optional_whole("max_inflight_prompts", self.max_inflight_prompts, 1)
 
 
 class Nemo(GroupPolicy):
@@ -75,14 +70,10 @@ class GatedNemo(Nemo):
 class NemoWindowedSettings(NemoSettings):
     """NeMo-RL `sampler.name: windowed`."""
 
-    sample_freshest_first: bool = False
+    sample_freshest_first: bool = flag(False)
     """Whether the youngest ready groups are trained first (NeMo-RL `sample_freshest_first`), not
     the earliest dispatched.
     """
-
-    def __post_init__(self) -> None:
-        NemoSettings.__post_init__(self)
-        check_flag("sample_freshest_first", self.sample_freshest_first)
 
 
 class NemoWindowed(Nemo):

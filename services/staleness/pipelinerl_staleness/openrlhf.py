@@ -5,7 +5,7 @@ AReaL's capacity with one batch less.
 
 from dataclasses import dataclass
 
-from pipelinerl_staleness.checks import check_flag, check_whole
+from pipelinerl_staleness.checks import flag, whole
 from pipelinerl_staleness.groups import GroupPolicy
 from pipelinerl_staleness.policy import PolicySettings, Take
 
@@ -14,17 +14,13 @@ from pipelinerl_staleness.policy import PolicySettings, Take
 class OpenrlhfSettings(PolicySettings):
     """Parameters of `openrlhf`."""
 
-    async_queue_size: int = 1
+    async_queue_size: int = whole(1, at_least=1)
     """Batches generated or queued and not yet taken (OpenRLHF `async_queue_size`), at least 1."""
-    partial_rollout: bool = False
+    partial_rollout: bool = flag(False)
     """Whether weights change while a batch is generated (OpenRLHF `partial_rollout`). Without it
     the publish waits for the running batch and no new one starts meanwhile, so that each batch has
     one version.
     """
-
-    def __post_init__(self) -> None:
-        check_whole("async_queue_size", self.async_queue_size, 1)
-        check_flag("partial_rollout", self.partial_rollout)
 
 
 class Openrlhf(GroupPolicy):
@@ -82,13 +78,10 @@ class Openrlhf(GroupPolicy):
 class OpenrlhfArticleSettings(PolicySettings):
     """Parameters of `openrlhf_article`."""
 
-    async_queue_size: int = 1
+    async_queue_size: int = whole(1, at_least=1)
     """Batches outstanding (OpenRLHF `async_queue_size`), at least 1; 1 is synchronous here, unlike
     in OpenRLHF's code.
     """
-
-    def __post_init__(self) -> None:
-        check_whole("async_queue_size", self.async_queue_size, 1)
 
 
 class OpenrlhfArticle(GroupPolicy):

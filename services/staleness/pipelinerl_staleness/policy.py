@@ -9,11 +9,10 @@ w   version that the generators serve, w <= v
 birth(g)   lowest version of any first token of group g; staleness of g when trained = k - birth(g)
 
 Order of events of one group: `admitted` -> `started` -> `first_token` and `last_token` (once per
-trajectory) -> `finished`
--> in a `take`, or `lost` at any time after `admitted` (failed, filtered, expired): its slot comes back.
-Ties are broken by dispatch order, the order of `admitted`.
+trajectory) -> `finished` -> in a `take`; or `lost` at any time after `admitted` (failed, filtered,
+expired), which returns its slot. Ties are broken by dispatch order, the order of `admitted`.
 
-A group that is granted again, because its actor went away, stays the same group with the same slot:
+A group that is granted again, because its actor stopped, stays the same group with the same slot:
 it may start again, and then the newest `started` counts.
 """
 
@@ -25,9 +24,14 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """Base of every policy's own parameters. Fields carry meaning, unit and the framework's name in
-    their docstrings.
+    """The base class of every policy's own parameters. The docstring of a field has its meaning,
+    its unit and the framework's name for it; its default comes with a check from `checks`.
     """
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if "check" in field.metadata:
+                field.metadata["check"](field.name, getattr(self, field.name))
 
     @classmethod
     def parameter_names(cls) -> tuple[str, ...]:
@@ -36,7 +40,7 @@ class PolicySettings:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """What a `take` decided. `groups` is empty when the trainer must wait; `dropped` leave the
+    """The decision of a `take`. `groups` is empty when the trainer must wait; `dropped` leave the
     ledger either way.
 
     Example: Take(groups=("0-3", "0-1"), dropped=("0-2",)).
@@ -49,21 +53,21 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What the generators report every few seconds, for policies whose admission adapts.
+    """The load of all generators over a few seconds, for policies whose admission adapts.
 
     Example: EngineLoad(kv_usage=0.55, num_waiting=0, num_preemptions=3, seconds=1.0).
     """
 
     kv_usage: float | None
-    """Share of the KV blocks in use on the fullest generator, 0 to 1; None where nobody tells: then
-    nothing grows on it.
+    """Share of the KV blocks in use on the fullest generator, 0 to 1; None where no generator
+    reports it: then no limit grows on it.
     """
     num_waiting: int
     """Requests that wait for KV blocks, all generators together."""
     num_preemptions: int
-    """Preemptions since the report before."""
+    """Preemptions since the previous report."""
     seconds: float
-    """Time since the report before."""
+    """Time since the previous report."""
 
 
 class Policy(ABC):
@@ -90,20 +94,18 @@ class Policy(ABC):
 
     @abstractmethod
     def admitted(self, group: str) -> None:
-        """A lease for `group` is granted. Only after `may_admit`, except when a ledger is restored."""
+        """A lease for `group` is granted: `may_admit` allowed it, or a restored ledger holds it."""
 
     def started(self, group: str, version: int) -> None:
         """The group's first request runs on a generator that serves `version`."""
 
     def first_token(self, group: str, version: int) -> None:
-        """A trajectory's first token was sampled by `version`. Live, this is only known when the
-        group finishes.
+        """A trajectory's first token was sampled by `version`. In the live system this is only
+        known when the group finishes.
         """
 
     def last_token(self, group: str, version: int) -> None:
-        """A trajectory's last token was sampled by `version`. Live, this is only known when the
-        group finishes.
-        """
+        """A trajectory's last token was sampled by `version`; known when `first_token` is."""
 
     @abstractmethod
     def finished(self, group: str) -> None:
@@ -111,7 +113,7 @@ class Policy(ABC):
 
     @abstractmethod
     def lost(self, group: str) -> None:
-        """The group failed or was filtered before or after it finished: its slot comes back.
+        """The group failed or was filtered before or after it finished, which returns its slot.
         Unknown groups are ignored.
         """
 
@@ -131,7 +133,7 @@ class Policy(ABC):
         """
 
     def step_begun(self, step: int) -> None:
-        """The trainer computes on the batch of `step` now."""
+        """The trainer has started to compute on the batch of `step`."""
 
     def step_done(self, step: int) -> None:
         """The optimizer step is committed."""
@@ -143,21 +145,21 @@ class Policy(ABC):
 
     @abstractmethod
     def recover(self, step: int, version: int) -> None:
-        """Starts over with `step` batches taken and `version` served, nothing outstanding.
+        """Starts over with `step` batches taken, `version` served and no group outstanding.
         `admitted` and `started` of what is still outstanding follow in dispatch order, then tokens
         and `finished` of what is ready, in the order of finishing.
         """
 
     @abstractmethod
     def bound(self) -> int | None:
-        """Largest staleness of a trained group that the policy promises; None without a promise."""
+        """The largest staleness of a trained group that the policy promises, None without one."""
 
     @abstractmethod
     def max_outstanding(self) -> int:
-        """Most groups that can be admitted and not yet taken; sizes queues."""
+        """The most groups that can be admitted and not yet taken; it sizes queues."""
 
     def min_waiting(self) -> int:
-        """Fewest finished groups that must be able to wait for a batch to form: a smaller ring
+        """The fewest finished groups that must be able to wait for a batch to form: a smaller ring
         buffer stalls the run.
         """
         return self.groups_per_step
@@ -167,9 +169,7 @@ class Policy(ABC):
         """Groups admitted and not ended, in dispatch order."""
 
     def trajectory_finished(self, group: str) -> None:
-        """One trajectory of a running group has stopped decoding. Optional: some policies count
-        trajectories.
-        """
+        """One trajectory of a running group has stopped decoding; for policies that count them."""
 
     def observe(self, load: EngineLoad) -> tuple[str, ...]:
         """A load report. Returns groups to cancel; they have left the policy."""
@@ -177,19 +177,19 @@ class Policy(ABC):
         return ()
 
     def trajectory_limit(self) -> int | None:
-        """Most trajectories to decode at once, the rest of an admitted group waiting its turn; None
-        without a limit.
+        """The most trajectories to decode at once, None without a limit. The rest of an admitted
+        group waits for a free slot.
         """
         return None
 
     def may_publish(self) -> bool:
-        """Whether finished weights may go to the generators now. Asked again after every event."""
+        """Whether finished weights may go to the generators now; asked again after every event."""
         return True
 
     @property
     def streams(self) -> bool:
-        """Whether `take_next` may be used: groups are trained one by one as they come, the
-        optimizer steps after B.
+        """Whether groups are trained one by one as they finish, by `take_next`, with the optimizer
+        step after the B-th.
         """
         return False
 

@@ -4,8 +4,8 @@ sweep before each batch.
 
 from dataclasses import dataclass
 
-from pipelinerl_staleness.checks import check_optional_whole, check_whole
-from pipelinerl_staleness.groups import GroupPolicy, TrajectorySlots
+from pipelinerl_staleness.checks import check_whole, optional_whole, whole
+from pipelinerl_staleness.groups import TrajectoryPolicy
 from pipelinerl_staleness.policy import EngineLoad, PolicySettings, Take
 
 _GROWTH_PER_TURNOVER = 1.25
@@ -105,34 +105,30 @@ _TARGET_LAG = 1
 class PrimeRlSettings(PolicySettings):
     """Parameters of `prime_rl`."""
 
-    eta: int = 8
+    eta: int = whole(8, at_least=0)
     """Oldest age of a trained group in versions (prime-rl `max_off_policy_steps`), at least 0."""
     max_inflight: int = 1024
     """Upper end of the adaptive cap, trajectories (prime-rl `concurrency.max_inflight`)."""
-    min_inflight: int = 1
+    min_inflight: int = whole(1, at_least=1)
     """Lower end of the adaptive cap, trajectories (prime-rl `concurrency.min_inflight`)."""
-    initial_inflight: int | None = None
+    initial_inflight: int | None = optional_whole(at_least=1)
     """The cap at the start, trajectories (prime-rl `concurrency.initial_inflight`); unset is one
     batch. prime-rl itself starts with the KV tokens of all generators divided by the longest
     sequence.
     """
-    group_size: int = 8
+    group_size: int = whole(8, at_least=1)
     """Trajectories per group."""
-    max_ready: int | None = None
+    max_ready: int | None = optional_whole(at_least=1)
     """Finished groups that wait at most before admission stops; unset is eta + 2 batches, more than
     can ever be trained.
     """
 
     def __post_init__(self) -> None:
-        check_whole("eta", self.eta, 0)
-        check_whole("min_inflight", self.min_inflight, 1)
+        PolicySettings.__post_init__(self)
         check_whole("max_inflight", self.max_inflight, self.min_inflight)
-        check_optional_whole("initial_inflight", self.initial_inflight, 1)
-        check_whole("group_size", self.group_size, 1)
-        check_optional_whole("max_ready", self.max_ready, 1)
 
 
-class PrimeRl(GroupPolicy):
+class PrimeRl(TrajectoryPolicy):
     """Admits while the batch being collected is at most one version ahead of the engines and
     trajectories in flight are under the cap; a publish cancels running groups stamped before k -
     eta; the sweep drops finished ones of that age, and the batch is the B earliest finished.
@@ -160,44 +156,32 @@ class PrimeRl(GroupPolicy):
 
     def may_admit(self) -> bool:
         lag = self._collecting() - self.version
-        has_room = len(self.groups.ready) < self._max_ready and self._cap.admits(
-            self._slots.num_held
-        )
+        has_room = len(self.groups.ready) < self._max_ready and self._cap.admits(self.num_in_flight)
         return has_room and lag <= min(_TARGET_LAG, self.settings.eta)
 
     def admitted(self, group: str) -> None:
         super().admitted(group)
-        self._slots.hold(group)
         self._cap.opened(self.settings.group_size)
 
     def trajectory_finished(self, group: str) -> None:
-        in_flight = self._slots.num_held
-        if self._slots.free_one(group):
+        in_flight = self.num_in_flight
+        super().trajectory_finished(group)
+        if self.num_in_flight < in_flight:
             self._cap.completed(in_flight)
-
-    def finished(self, group: str) -> None:
-        super().finished(group)
-        self._slots.free(group)
-
-    def lost(self, group: str) -> None:
-        super().lost(group)
-        self._slots.free(group)
 
     def published(self, version: int) -> tuple[str, ...]:
         super().published(version)
         self._cap.new_window()
-        return self._cancel_running(
-            self.groups.running_before(self._collecting() - self.settings.eta)
-        )
+        return self.cancel(self.groups.running_before(self._collecting() - self.settings.eta))
 
     def observe(self, load: EngineLoad) -> tuple[str, ...]:
         youngest: list[str] = []
-        if self._cap.observe(load, self._slots.num_held):
-            excess = self._slots.num_held - int(self._cap.value)
-            # The slice leaves out the oldest running group, so that one always makes progress.
+        if self._cap.observe(load, self.num_in_flight):
+            excess = self.num_in_flight - int(self._cap.value)
+            # The slice leaves out the oldest running group: one must always make progress.
             candidates = list(self.groups.running)[:0:-1]
             youngest = candidates[: max(0, excess // self.settings.group_size)]
-        return self._cancel_running(tuple(youngest))
+        return self.cancel(tuple(youngest))
 
     def take(self, step: int) -> Take:
         dropped = self.cancel(self.groups.ready_before(step - self.settings.eta))
@@ -228,12 +212,6 @@ class PrimeRl(GroupPolicy):
         self._cap = AdaptiveCap(
             initial, settings.min_inflight, settings.max_inflight, settings.group_size
         )
-        self._slots = TrajectorySlots(settings.group_size)
 
     def _collecting(self) -> int:
         return max(self.num_taken // self.groups_per_step, self.version)
-
-    def _cancel_running(self, groups: tuple[str, ...]) -> tuple[str, ...]:
-        for group in groups:
-            self._slots.free(group)
-        return self.cancel(groups)

@@ -6,19 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from pipelinerl_staleness.checks import check_whole
+from pipelinerl_staleness.checks import whole
 from pipelinerl_staleness.groups import GroupPolicy
 from pipelinerl_staleness.policy import PolicySettings, Take
 
 
 @dataclass(frozen=True, slots=True)
 class PsrlSettings(PolicySettings):
-    eta: int = 0
+    """Parameters of `psrl`."""
+
+    eta: int = whole(0, at_least=0)
     """Oldest age of a trained group in versions (PSRL `staleness`), at least 0; 0 is synchronous.
     """
-
-    def __post_init__(self) -> None:
-        check_whole("eta", self.eta, 0)
 
 
 class Psrl(GroupPolicy):
@@ -150,7 +149,7 @@ class Psrl(GroupPolicy):
         )
 
     def _move_forward(self, group: str, version: int) -> None:
-        """A restored group is older than the version served now: it needs a slot that it can reach."""
+        """Gives a restored group, older than the version served now, a slot that it can reach."""
         self._leave(group)
         self._reserve(group, version)
 

@@ -1,10 +1,11 @@
-"""What a policy heard and answered, as records, and the same events through a fresh policy.
+"""The calls of a policy and its answers as records, and their replay through a new policy.
 
 A record is (method, arguments, answer), all plain JSON values:
-["policy", ["areal", {"eta": 1, "max_concurrent": null}, 2], null]     a process begins with a fresh
-policy, B = 2 ["admitted", ["0-17"], null]                                           an event
-["take", [4], [["0-16", "0-17"], [], ""]]                              a decision: groups, dropped,
-wait reason
+
+    ["policy", ["areal", {"eta": 1, "max_concurrent": null}, 2], null]   a new policy with B = 2
+    ["admitted", ["0-17"], null]                                         an event
+    ["take", [4], [["0-16", "0-17"], [], ""]]                            a decision: groups,
+                                                                         dropped, wait reason
 
 Policies have no clock and no randomness, so the same events give the same answers: anything else is
 a difference.
@@ -32,21 +33,21 @@ EVENTS = (
 )
 DECISIONS = ("published", "observe", "take", "take_next")
 QUESTIONS = ("may_admit", "may_publish", "publishes_after", "trajectory_limit")
-"""Change nothing, so one that is asked again with nothing in between is not recorded again."""
+"""Calls that change nothing: a repeated one with no event in between is recorded once."""
 NOTES = ("load", "lengths")
-"""Written between the events for `pipelinerl simulate --from-run`; no policy hears of them."""
+"""Records between the events for `pipelinerl simulate --from-run`; no policy receives them."""
 
 Record = tuple[str, list[Any], Any]
 
 
 def recorded(policy: Policy, write: Callable[[str, list[Any], Any], None]) -> Policy:
-    """The same policy, which passes every call on to `write` once it has answered."""
+    """The same policy, which reports every call to `write` once it has answered."""
     write(START, [name_of(policy.settings), asdict(policy.settings), policy.groups_per_step], None)
     return cast(Policy, _Recorded(policy, write))
 
 
 class _Recorded:
-    """Stands for the policy; what is not recorded is the policy's own."""
+    """A proxy of the policy that writes its recorded calls and forwards all others."""
 
     def __init__(self, policy: Policy, write: Callable[[str, list[Any], Any], None]) -> None:
         self._policy = policy
@@ -87,11 +88,10 @@ class Difference:
 
 @dataclass(slots=True)
 class Replay:
-    """How far a replay came. What is counted went as it was recorded."""
+    """The outcome of a replay: what it has compared and found the same."""
 
     num_events: int = 0
     num_decisions: int = 0
-    """Compared, and the same."""
     difference: Difference | None = None
 
 
@@ -136,7 +136,7 @@ def _asked(policy: Policy | None, method: str, arguments: list[Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON would give it back."""
+    """The value as it is after a round trip through JSON."""
     if isinstance(value, EngineLoad):
         return list(astuple(value))
     if isinstance(value, Take):

@@ -1,4 +1,4 @@
-"""All staleness policies by name: a new one is one file and one line here."""
+"""All staleness policies by name. A new one is one class and one line here."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -82,5 +82,5 @@ def name_of(settings: PolicySettings) -> str:
 
 
 def make_policy(settings: PolicySettings, groups_per_step: int) -> Policy:
-    """A fresh policy for the given settings, with `groups_per_step` groups per optimizer step (B)."""
+    """A new policy with these settings and `groups_per_step` groups per optimizer step (B)."""
     return _POLICY_TYPES[name_of(settings)](settings, groups_per_step)

@@ -7,7 +7,7 @@ roll_rlvr   the scheduler for verifiable rewards, as its code has it: each start
 
 from dataclasses import dataclass
 
-from pipelinerl_staleness.checks import check_whole
+from pipelinerl_staleness.checks import whole
 from pipelinerl_staleness.groups import GroupPolicy
 from pipelinerl_staleness.policy import PolicySettings, Take
 
@@ -16,13 +16,10 @@ from pipelinerl_staleness.policy import PolicySettings, Take
 class RollSettings(PolicySettings):
     """Parameters of `roll`."""
 
-    rho: int = 0
+    rho: int = whole(0, at_least=0)
     """Oldest age of a trained group in versions (ROLL `async_generation_ratio`), at least 0; 0 is
     synchronous.
     """
-
-    def __post_init__(self) -> None:
-        check_whole("rho", self.rho, 0)
 
 
 class Roll(GroupPolicy):

@@ -4,23 +4,21 @@ violations only counted.
 
 from dataclasses import dataclass
 
-from pipelinerl_staleness.checks import check_optional_whole, check_whole
+from pipelinerl_staleness.checks import optional_whole, whole
 from pipelinerl_staleness.groups import GroupPolicy
 from pipelinerl_staleness.policy import PolicySettings, Take
 
 
 @dataclass(frozen=True, slots=True)
 class SkyrlSettings(PolicySettings):
-    max_staleness_steps: int = 4
+    """Parameters of `skyrl`."""
+
+    max_staleness_steps: int = whole(4, at_least=0)
     """Batches of head start (SkyRL `max_staleness_steps`), at least 0; 0 is synchronous."""
-    num_workers: int | None = None
+    num_workers: int | None = optional_whole(at_least=1)
     """Groups generated at once (SkyRL `num_parallel_generation_workers`), between B and B *
     (max_staleness_steps + 1); unset is the largest of these.
     """
-
-    def __post_init__(self) -> None:
-        check_whole("max_staleness_steps", self.max_staleness_steps, 0)
-        check_optional_whole("num_workers", self.num_workers, 1)
 
 
 class Skyrl(GroupPolicy):

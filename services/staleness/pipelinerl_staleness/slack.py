@@ -7,9 +7,9 @@ left, so
 
     H:  N(d) <= (d - k) B + r   for every d >= k
 
-says exactly that everything can still meet its deadline (Hall's condition for unit jobs).
+says exactly that every group can still meet its deadline (Hall's condition for unit jobs).
 
-Why it is safe. Admission keeps H: a newcomer has the latest deadline of all, so only the total can
+Why it is safe. Admission keeps H: a new group has the latest deadline of all, so only the total can
 break. A whole batch is taken only if I(d) <= (d - k) B for every d, and then consists of the r
 ready groups of earliest deadline. Look at one d. If r ready groups had a deadline of at most d,
 N(d) falls by r and H becomes N(d) <= (d - k) B. Otherwise all of them are in the batch and N(d) =
@@ -36,7 +36,7 @@ only for its last slot.
 
 from dataclasses import dataclass
 
-from pipelinerl_staleness.checks import check_flag, check_optional_whole, check_whole
+from pipelinerl_staleness.checks import flag, optional_whole, whole
 from pipelinerl_staleness.groups import GroupPolicy
 from pipelinerl_staleness.policy import EngineLoad, PolicySettings, Take
 
@@ -45,28 +45,23 @@ _LOW_KV_USAGE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class SlackSettings(PolicySettings):
-    eta: int = 3
+    """Parameters of `slack`."""
+
+    eta: int = whole(3, at_least=0)
     """Oldest age of a trained token in versions, at least 0; 0 is synchronous."""
-    c_busy: int | None = None
+    c_busy: int | None = optional_whole(at_least=1)
     """Groups outstanding at most while the trainer computes; unset is one and a half batches."""
-    c_idle: int | None = None
+    c_idle: int | None = optional_whole(at_least=1)
     """Groups outstanding at most while the trainer waits, at least B; unset is one and a half
     batches.
     """
-    stream: bool = True
+    stream: bool = flag(True)
     """Whether groups are trained one by one as they come, where the trainer can do that."""
-    adaptive: bool = True
+    adaptive: bool = flag(True)
     """Whether the knobs move with the load reports, between the values above and eta + 1 batches:
     the one in force up while the KV cache is nearly empty, both down after a preemption or a wait
     for a group at its deadline.
     """
-
-    def __post_init__(self) -> None:
-        check_whole("eta", self.eta, 0)
-        check_optional_whole("c_busy", self.c_busy, 1)
-        check_optional_whole("c_idle", self.c_idle, 1)
-        check_flag("stream", self.stream)
-        check_flag("adaptive", self.adaptive)
 
 
 class Slack(GroupPolicy):

@@ -2,28 +2,25 @@
 
 from dataclasses import dataclass
 
-from pipelinerl_staleness.checks import check_number, check_optional_whole, check_whole
+from pipelinerl_staleness.checks import number, optional_whole, whole
 from pipelinerl_staleness.groups import GroupPolicy
 from pipelinerl_staleness.policy import PolicySettings, Take
 
 
 @dataclass(frozen=True, slots=True)
 class SlimeSettings(PolicySettings):
-    prefetch_factor: float = 1.0
+    """Parameters of `slime`."""
+
+    prefetch_factor: float = number(1.0, at_least=0, above=True)
     """Groups at once as a multiple of what fills the engines (slime
     `fully_async_group_prefetch_factor`), above 0.
     """
-    concurrency: int | None = None
+    concurrency: int | None = optional_whole(at_least=1)
     """Trajectories decoded at once by all engines together (the sum of slime's
     `sglang_server_concurrency`); unset is one batch of them.
     """
-    group_size: int = 8
+    group_size: int = whole(8, at_least=1)
     """Trajectories per group (slime `n_samples_per_prompt`)."""
-
-    def __post_init__(self) -> None:
-        check_number("prefetch_factor", self.prefetch_factor, 0, above=True)
-        check_optional_whole("concurrency", self.concurrency, 1)
-        check_whole("group_size", self.group_size, 1)
 
 
 class Slime(GroupPolicy):

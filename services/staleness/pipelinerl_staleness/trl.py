@@ -2,41 +2,36 @@
 
 from dataclasses import dataclass
 
-from pipelinerl_staleness.checks import check_choice, check_flag, check_whole
-from pipelinerl_staleness.groups import GroupPolicy, TrajectorySlots
+from pipelinerl_staleness.checks import choice, flag, whole
+from pipelinerl_staleness.groups import TrajectoryPolicy
 from pipelinerl_staleness.policy import PolicySettings, Take
 
 
 @dataclass(frozen=True, slots=True)
 class TrlSettings(PolicySettings):
-    eta: int = 4
+    """Parameters of `trl`."""
+
+    eta: int = whole(4, at_least=0)
     """Oldest age of a group that is trained, in versions (TRL `max_staleness`), at least 0. Also
     the number of batches that may run at once, at least one (TRL `max_inflight_tasks=-1`).
     """
-    slots: str = "group"
+    slots: str = choice("group", "trajectory")
     """`group`: a slot is held until the whole group has finished. `trajectory`: each trajectory
     frees its own (TRL).
     """
-    group_size: int = 8
+    group_size: int = whole(8, at_least=1)
     """Trajectories per group (TRL `num_generations`); counts only with slots=trajectory."""
-    queue_groups: int = 144
+    queue_groups: int = whole(144, at_least=1)
     """Finished groups that wait at most before generation blocks (TRL: 16 to be scored and
     `queue_maxsize=1024` rows).
     """
-    prefetch: bool = False
+    prefetch: bool = flag(False)
     """Whether the batch is checked one publish before it is trained, as a prefetching data loader
     does: the bound is then eta + 1.
     """
 
-    def __post_init__(self) -> None:
-        check_whole("eta", self.eta, 0)
-        check_choice("slots", self.slots, ("group", "trajectory"))
-        check_whole("group_size", self.group_size, 1)
-        check_whole("queue_groups", self.queue_groups, 1)
-        check_flag("prefetch", self.prefetch)
 
-
-class Trl(GroupPolicy):
+class Trl(TrajectoryPolicy):
     """Running work is capped at max(eta, 1) batches and finished groups do not count, so generation
     runs ahead of the trainer and pays with drops. Queue order is the order of finishing; older than
     eta at the queue's head is dropped.
@@ -49,33 +44,13 @@ class Trl(GroupPolicy):
         super().__init__(settings, groups_per_step)
         self._max_running = max(settings.eta, 1) * groups_per_step
         self._queue = max(settings.queue_groups, groups_per_step)
-        self._slots = TrajectorySlots(settings.group_size)
 
     def may_admit(self) -> bool:
         if len(self.groups.ready) >= self._queue:
             return False
         if self.settings.slots == "group":
             return len(self.groups.running) < self._max_running
-        return self._slots.num_held < self._max_running * self.settings.group_size
-
-    def admitted(self, group: str) -> None:
-        super().admitted(group)
-        self._slots.hold(group)
-
-    def trajectory_finished(self, group: str) -> None:
-        self._slots.free_one(group)
-
-    def finished(self, group: str) -> None:
-        super().finished(group)
-        self._slots.free(group)
-
-    def lost(self, group: str) -> None:
-        super().lost(group)
-        self._slots.free(group)
-
-    def recover(self, step: int, version: int) -> None:
-        super().recover(step, version)
-        self._slots = TrajectorySlots(self.settings.group_size)
+        return self.num_in_flight < self._max_running * self.settings.group_size
 
     def trajectory_limit(self) -> int | None:
         return (

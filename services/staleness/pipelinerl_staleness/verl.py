@@ -5,7 +5,7 @@ threshold when a batch is assembled; `wait` makes the trainer wait for running o
 from dataclasses import dataclass
 from math import ceil
 
-from pipelinerl_staleness.checks import check_number, check_whole
+from pipelinerl_staleness.checks import number, whole
 from pipelinerl_staleness.groups import GroupPolicy
 from pipelinerl_staleness.policy import PolicySettings, Take
 
@@ -14,17 +14,13 @@ from pipelinerl_staleness.policy import PolicySettings, Take
 class VerlSettings(PolicySettings):
     """Parameters that both strategies share."""
 
-    eta: int = 8
+    eta: int = whole(8, at_least=1)
     """Threshold of the span k - stamp + 1 of a group (verl `max_off_policy_threshold`), at least 1.
     """
-    num_warmup_batches: float = 1
+    num_warmup_batches: float = number(1, at_least=0)
     """Batches admitted at the start beyond the first one (verl `num_warmup_batches`), at least 0,
     fractions allowed.
     """
-
-    def __post_init__(self) -> None:
-        check_whole("eta", self.eta, 1)
-        check_number("num_warmup_batches", self.num_warmup_batches, 0)
 
 
 class Verl(GroupPolicy):

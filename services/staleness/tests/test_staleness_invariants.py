@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from staleness_world import GROUP_SIZE, World
+from staleness_fakes import GROUP_SIZE, FakeRun
 
 from pipelinerl_staleness.registry import POLICIES
 
@@ -77,11 +77,11 @@ each_case = pytest.mark.parametrize(
 )
 
 
-def driven(case: Case, batch: int, trace: bytes, lagging: bool) -> World:
-    world = World(*case, batch, lagging)
+def driven(case: Case, batch: int, trace: bytes, lagging: bool) -> FakeRun:
+    run = FakeRun(*case, batch, lagging)
     for byte in trace:
-        world.event(byte)
-    return world
+        run.event(byte)
+    return run
 
 
 def test_every_policy_is_covered() -> None:
@@ -92,8 +92,8 @@ def test_every_policy_is_covered() -> None:
 @EXAMPLES
 @given(trace=traces, batch=batches, lagging=st.booleans())
 def test_bound_books_and_liveness(case: Case, batch: int, trace: bytes, lagging: bool) -> None:
-    """The world asserts the bound at every take and the books after every event; then training must
-    go on.
+    """The run asserts the bound at every take and the books after every event; then training must
+    continue.
     """
     driven(case, batch, trace, lagging).run_steps(3)
 
@@ -101,21 +101,21 @@ def test_bound_books_and_liveness(case: Case, batch: int, trace: bytes, lagging:
 _STRICT = [
     case
     for case in CASES
-    if World(*case, 1).policy.bound() is not None and case[0] != "conventional"
+    if FakeRun(*case, 1).policy.bound() is not None and case[0] != "conventional"
 ]
 
 
 @pytest.mark.parametrize("case", _STRICT, ids=str)
 def test_promised_bound_is_as_low_as_it_can_be(case: Case) -> None:
-    """Random traces reach the bound, or at least half of it where only a rare order of events does."""
+    """Random traces reach the bound, or half of it where only a rare order of events reaches it."""
     oldest = 0
     for seed in range(150):
         rng = random.Random(seed)
-        world = World(*case, rng.randint(1, 2), lagging=seed % 2 == 1)
+        run = FakeRun(*case, rng.randint(1, 2), lagging=seed % 2 == 1)
         for byte in rng.randbytes(300):
-            world.event(byte)
-        oldest = max(oldest, world.oldest)
-    bound = world.policy.bound()
+            run.event(byte)
+        oldest = max(oldest, run.oldest)
+    bound = run.policy.bound()
     assert bound is not None
     assert bound / 2 <= oldest <= bound
 
@@ -136,30 +136,30 @@ def test_without_a_bound_a_slow_group_is_overtaken_for_ever(case: Case) -> None:
     """One group never finishes while the rest does; when it does at last it is trained, as old as
     the run.
     """
-    world = World(*case, 2)
-    assert world.policy.bound() is None
-    world.admit(1000)
-    straggler = world.dispatched[0]
-    held = world.running.pop(straggler)
+    run = FakeRun(*case, 2)
+    assert run.policy.bound() is None
+    run.admit(1000)
+    straggler = run.dispatched[0]
+    held = run.running.pop(straggler)
     held.first_tokens.append(0)
-    world.policy.first_token(straggler, 0)
+    run.policy.first_token(straggler, 0)
     for _ in range(20):
-        world.observe(0)
-        world.admit(1000)
-        while world.running:
-            world.finish(0)
+        run.observe(0)
+        run.admit(1000)
+        while run.running:
+            run.finish(0)
         for _ in range(3):
-            world.train()
-        world.publish()
-    assert world.step >= 5
-    world.running[straggler] = held
-    world.finish(len(world.running) - 1)
-    while straggler in world.ready and world.step < 60:
-        world.admit(1000)
-        world.finish(0)
-        world.train()
-        world.publish()
-    assert world.oldest >= 5
+            run.train()
+        run.publish()
+    assert run.step >= 5
+    run.running[straggler] = held
+    run.finish(len(run.running) - 1)
+    while straggler in run.ready and run.step < 60:
+        run.admit(1000)
+        run.finish(0)
+        run.train()
+        run.publish()
+    assert run.oldest >= 5
 
 
 @each_case
@@ -169,11 +169,11 @@ def test_restart_keeps_the_bound_and_goes_on(
     case: Case, batch: int, trace: bytes, behind: int
 ) -> None:
     """Groups are journalled before the ledger's own record, so that one may be a version behind."""
-    world = driven(case, batch, trace, lagging=False)
-    world.restart(behind)
+    run = driven(case, batch, trace, lagging=False)
+    run.restart(behind)
     for byte in trace[::-1]:
-        world.event(byte)
-    world.run_steps(2)
+        run.event(byte)
+    run.run_steps(2)
 
 
 @each_case
@@ -190,30 +190,31 @@ def test_all_credit_comes_back(case: Case, batch: int, trace: bytes) -> None:
     """After every outstanding group is lost, as many are admitted as by a fresh policy at the same
     step and version.
     """
-    world = driven(case, batch, bytes(byte for byte in trace if byte % 16 != 15), lagging=False)
-    while world.in_training:
-        world.train()
-        world.admit(1)
-        world.finish(0)
-        world.publish()
-    while world.running or world.ready:
-        world.lose(0)
-    fresh = World(*case, batch)
-    fresh.served = world.served
-    fresh.policy.recover(world.step, world.served)
-    assert world.admit(1000) == fresh.admit(1000)
+    run = driven(case, batch, bytes(byte for byte in trace if byte % 16 != 15), lagging=False)
+    while run.in_training:
+        run.train()
+        run.admit(1)
+        run.finish(0)
+        run.publish()
+    while run.running or run.ready:
+        run.lose(0)
+    fresh = FakeRun(*case, batch)
+    fresh.served = run.served
+    fresh.policy.recover(run.step, run.served)
+    assert run.admit(1000) == fresh.admit(1000)
 
 
 @settings(EXAMPLES, max_examples=200)
 @given(trace=traces, batch=batches, eta=st.integers(0, 3))
 def test_roll_rlvr_decides_as_weight_fifo(trace: bytes, batch: int, eta: int) -> None:
-    worlds = World("roll_rlvr", {"rho": eta}, batch), World("nemo_weight_fifo", {"eta": eta}, batch)
-    for byte in trace:
-        for world in worlds:
-            world.event(byte)
-    roll, fifo = (
-        [getattr(decision, "groups", decision) for decision in world.log] for world in worlds
+    runs = (
+        FakeRun("roll_rlvr", {"rho": eta}, batch),
+        FakeRun("nemo_weight_fifo", {"eta": eta}, batch),
     )
+    for byte in trace:
+        for run in runs:
+            run.event(byte)
+    roll, fifo = ([getattr(decision, "groups", decision) for decision in run.log] for run in runs)
     assert roll == fifo
 
 
@@ -224,15 +225,15 @@ def test_end_of_data_drains(case: Case, batch: int, trace: bytes) -> None:
     """No group comes any more: what is outstanding is trained or dropped until less than a batch
     (or phase) is left.
     """
-    world = driven(case, batch, trace, lagging=False)
-    for index in range(len(world.running)):
-        world.finish(index * 5)
-    for _ in range(4 * len(world.ready) + 20):
-        world.train()
-        world.publish()
+    run = driven(case, batch, trace, lagging=False)
+    for index in range(len(run.running)):
+        run.finish(index * 5)
+    for _ in range(4 * len(run.ready) + 20):
+        run.train()
+        run.publish()
     phase = batch * int(str(case[1].get("steps_per_generation", 1)))
-    assert len(world.ready) < phase
-    assert world.policy.may_publish()
+    assert len(run.ready) < phase
+    assert run.policy.may_publish()
 
 
 # After a restart these decide from what the ledger restores alone. The others have memory of their
@@ -249,9 +250,9 @@ _MEMORYLESS.append(
 @given(trace=traces, rest=traces, batch=batches)
 def test_restart_changes_no_decision(case: Case, batch: int, trace: bytes, rest: bytes) -> None:
     going_on, restarted = driven(case, batch, trace, False), driven(case, batch, trace, False)
-    for world in (going_on, restarted):
-        if world.training:
-            world.train()
+    for run in (going_on, restarted):
+        if run.training:
+            run.train()
     restarted.restart()
     for byte in rest:
         going_on.event(byte)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from staleness_fakes import admit_all, finish, policy_of, train
 
 from pipelinerl_staleness.areal import ArealSettings
 from pipelinerl_staleness.conventional import ConventionalSettings
@@ -47,7 +48,7 @@ EVENTS = st.lists(
 
 
 @dataclass
-class World:
+class Driver:
     """Generators and trainer around a policy. `births` are the versions served when groups were
     admitted: the earliest that their tokens can have, and so the worst case for staleness.
     """
@@ -159,17 +160,17 @@ def run(
     chosen: PolicySettings,
     groups_per_step: int,
     events: Sequence[Event],
-    check: Callable[[World], None],
-) -> World:
-    world = World(make_policy(chosen, groups_per_step))
+    check: Callable[[Driver], None],
+) -> Driver:
+    driver = Driver(make_policy(chosen, groups_per_step))
     for event in events:
-        world.apply(event)
-        check(world)
-    return world
+        driver.apply(event)
+        check(driver)
+    return driver
 
 
-def nothing(world: World) -> None:
-    del world
+def nothing(driver: Driver) -> None:
+    del driver
 
 
 def everywhere(test: Callable[[PolicySettings, int, list[Event]], None]) -> Callable[..., None]:
@@ -183,12 +184,12 @@ def everywhere(test: Callable[[PolicySettings, int, list[Event]], None]) -> Call
 def test_slots_are_conserved(
     chosen: PolicySettings, groups_per_step: int, events: list[Event]
 ) -> None:
-    def check(world: World) -> None:
-        outstanding = world.policy.outstanding()
+    def check(driver: Driver) -> None:
+        outstanding = driver.policy.outstanding()
         assert len(set(outstanding)) == len(outstanding)
-        assert set(outstanding) == {*world.running, *world.ready}
-        assert world.num_admitted == world.num_taken + world.num_lost + len(outstanding)
-        assert len(outstanding) <= world.policy.max_outstanding()
+        assert set(outstanding) == {*driver.running, *driver.ready}
+        assert driver.num_admitted == driver.num_taken + driver.num_lost + len(outstanding)
+        assert len(outstanding) <= driver.policy.max_outstanding()
 
     run(chosen, groups_per_step, events, check)
 
@@ -197,9 +198,9 @@ def test_slots_are_conserved(
 def test_the_promised_bound_holds(
     chosen: PolicySettings, groups_per_step: int, events: list[Event]
 ) -> None:
-    world = run(chosen, groups_per_step, events, nothing)
-    bound = world.policy.bound()
-    assert bound is None or max(world.staleness, default=0) <= bound
+    driver = run(chosen, groups_per_step, events, nothing)
+    bound = driver.policy.bound()
+    assert bound is None or max(driver.staleness, default=0) <= bound
 
 
 @everywhere
@@ -218,7 +219,7 @@ def test_a_recovery_changes_no_decision(
 ) -> None:
     without = [event for event in events if event[0] != "recover"]
     plain = run(chosen, groups_per_step, without, nothing)
-    recovering = World(make_policy(chosen, groups_per_step))
+    recovering = Driver(make_policy(chosen, groups_per_step))
     for event in without:
         recovering.apply(event)
         recovering.policy = make_policy(chosen, groups_per_step)
@@ -234,21 +235,21 @@ def test_it_is_never_stuck(
     """From wherever a trace ends, a trainer that waits gets its batch once everything that may run
     has finished.
     """
-    world = run(chosen, groups_per_step, events, nothing)
+    driver = run(chosen, groups_per_step, events, nothing)
     for _ in range(3):
-        step = world.step
-        if step == 0 or world.policy.publishes_after(step - 1):
-            world.publish(step)
+        step = driver.step
+        if step == 0 or driver.policy.publishes_after(step - 1):
+            driver.publish(step)
         for _ in range(1000):
-            while world.policy.may_admit():
-                world.admit()
-            world._finish(0)
-            if len(world.ready) >= world.policy.min_waiting() or not world.running:
-                world._take(1)
-            if world.step > step:
+            while driver.policy.may_admit():
+                driver.admit()
+            driver._finish(0)
+            if len(driver.ready) >= driver.policy.min_waiting() or not driver.running:
+                driver._take(1)
+            if driver.step > step:
                 break
-        assert world.step == step + 1, (
-            f"stuck at step {step}: {len(world.running)} running, {len(world.ready)} ready"
+        assert driver.step == step + 1, (
+            f"stuck at step {step}: {len(driver.running)} running, {len(driver.ready)} ready"
         )
 
 
@@ -257,13 +258,16 @@ def test_the_capacity_law(
     chosen: PolicySettings, groups_per_step: int, events: list[Event]
 ) -> None:
     """AReaL's s is eta; a generation phase of G steps is s = G-1 at its first step."""
-    head_start = (
-        chosen.eta if isinstance(chosen, ArealSettings) else chosen.steps_per_generation - 1
-    )  # type: ignore[attr-defined]
+    if isinstance(chosen, ArealSettings):
+        head_start = chosen.eta
+    else:
+        assert isinstance(chosen, ConventionalSettings)
+        head_start = chosen.steps_per_generation - 1
 
-    def check(world: World) -> None:
+    def check(driver: Driver) -> None:
         assert (
-            world.num_admitted - world.num_lost <= (world.served + 1 + head_start) * groups_per_step
+            driver.num_admitted - driver.num_lost
+            <= (driver.served + 1 + head_start) * groups_per_step
         )
 
     run(chosen, groups_per_step, events, check)
@@ -281,14 +285,14 @@ def test_after_a_restart_from_a_checkpoint_it_goes_on_as_at_the_start(
     policy = make_policy(chosen, 3)
     policy.recover(version, version)
     policy.published(version)
-    world = World(policy, step=version, served=version)
+    driver = Driver(policy, step=version, served=version)
     while policy.may_admit():
-        world.admit()
+        driver.admit()
     first_phase = 2 - version % 2
     expected = 3 * (chosen.eta + 1) if isinstance(chosen, ArealSettings) else 3 * first_phase
-    assert world.num_admitted == expected
-    while world.running:
-        world._finish(0)
+    assert driver.num_admitted == expected
+    while driver.running:
+        driver._finish(0)
     assert len(policy.take(version).groups) == 3
 
 
@@ -297,12 +301,12 @@ def test_a_straggler_is_overtaken_by_areal_and_waited_for_by_conventional() -> N
         (ArealSettings(eta=1), True),
         (ConventionalSettings(steps_per_generation=2), False),
     ):
-        world = World(make_policy(chosen, 2))
-        while world.policy.may_admit():
-            world.admit()
+        driver = Driver(make_policy(chosen, 2))
+        while driver.policy.may_admit():
+            driver.admit()
         for _ in range(3):
-            world._finish(1)
-        take = world.policy.take(0)
+            driver._finish(1)
+        take = driver.policy.take(0)
         assert take.groups == (("0-1", "0-2") if overtaken else ())
         assert take.wait_reason == (
             "" if overtaken else "3 of 4 groups of the phase ready, 1 running"
@@ -353,3 +357,44 @@ def test_psrl_restores_more_groups_than_the_version_that_is_known_has_slots_for(
     for group in "ba":
         policy.finished(group)
     assert [policy.take(step).groups for step in (1, 2)] == [("a",), ("b",)]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "at_start", "after_one_step"),
+    [
+        ("areal", {"eta": 2}, 6, 2),
+        ("skyrl", {"max_staleness_steps": 2}, 6, 2),
+        ("skyrl", {"max_staleness_steps": 2, "num_workers": 3}, 3, 2),
+        ("verl_drop", {"num_warmup_batches": 1.5}, 5, 2),
+        ("verl_wait", {"num_warmup_batches": 0}, 2, 2),
+        ("trl", {"eta": 3}, 6, 2),
+        ("trl", {"eta": 0}, 2, 2),
+        ("openrlhf", {"async_queue_size": 3}, 2, 2),
+        ("openrlhf_article", {"async_queue_size": 3}, 6, 2),
+        ("slime", {"prefetch_factor": 2}, 4, 2),
+        ("slime", {"concurrency": 24, "group_size": 4, "prefetch_factor": 0.5}, 3, 2),
+        ("roll", {"rho": 1}, 4, 2),
+        ("dressage", {}, 2, 2),
+        ("nemo_windowed", {"eta": 1, "max_buffered_rollouts": 7}, 7, 2),
+        ("nemo_weight_fifo", {"eta": 1, "max_inflight_prompts": 3}, 3, 2),
+        ("nemo_in_order", {"eta": 2}, 6, 2),
+        ("layered", {"eta": 2}, 6, 2),
+        ("psrl", {"eta": 2}, 6, 2),
+        ("conventional", {"steps_per_generation": 1}, 2, 2),
+        ("slack", {"eta": 3, "c_busy": 3, "c_idle": 5}, 5, 2),
+    ],
+)
+def test_first_groups_and_refill(
+    name: str, parameters: dict[str, Any], at_start: int, after_one_step: int
+) -> None:
+    policy = policy_of(name, **parameters)
+    admitted = admit_all(policy, (f"a{i}" for i in range(100)))
+    assert len(admitted) == at_start
+    finish(policy, admitted[:2])
+    train(policy, 0)
+    assert len(admit_all(policy, (f"b{i}" for i in range(100)))) == after_one_step
+
+
+def test_conventional_publishes_after_its_last_step_only() -> None:
+    policy = policy_of("conventional", steps_per_generation=3)
+    assert [policy.publishes_after(step) for step in range(6)] == [False, False, True] * 2

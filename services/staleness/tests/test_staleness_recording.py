@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from staleness_world import World
+from staleness_fakes import FakeRun
 from test_staleness_invariants import CASES, Case
 
 from pipelinerl_staleness.policy import EngineLoad, Policy
@@ -15,8 +15,8 @@ from pipelinerl_staleness.recording import Record, recorded, replay
 from pipelinerl_staleness.registry import POLICIES, make_policy, name_of, parse_policy_settings
 
 
-class RecordedWorld(World):
-    """Writes what its policies hear and answer, as JSON would give it back."""
+class RecordedRun(FakeRun):
+    """Records its policies' calls and answers as they are after a round trip through JSON."""
 
     def __init__(self, name: str, parameters: dict[str, Any], groups_per_step: int) -> None:
         self.records: list[Record] = []
@@ -31,12 +31,12 @@ class RecordedWorld(World):
 
 
 def recording(case: Case, seed: int = 0) -> list[Record]:
-    world = RecordedWorld(*case, 2)
+    run = RecordedRun(*case, 2)
     for byte in random.Random(seed).randbytes(200):
-        world.event(byte)
-    world.restart()
-    world.run_steps(4)
-    return world.records
+        run.event(byte)
+    run.restart()
+    run.run_steps(4)
+    return run.records
 
 
 @pytest.mark.parametrize(

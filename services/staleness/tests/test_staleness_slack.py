@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from staleness_world import World
+from staleness_fakes import FakeRun
 
 from pipelinerl_staleness.policy import EngineLoad, Policy
 from pipelinerl_staleness.registry import make_policy, parse_policy_settings
@@ -242,20 +242,20 @@ def test_admission_at_the_bound_makes_every_flexible_rule_the_oldest_class_first
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("eta", [0, 1, 2, 3])
 def test_safe_and_live_on_thousands_of_closed_loops(stream: bool, eta: int) -> None:
-    """The world asserts the bound at every take; over all traces it is attained and nothing is ever
+    """The run asserts the bound at every take; over all traces it is attained and nothing is ever
     cancelled or dropped.
     """
     oldest = 0
     for seed in range(400):
         rng = random.Random(seed)
-        world = World(
+        run = FakeRun(
             "slack", {"eta": eta, "stream": stream}, rng.randint(1, 4), lagging=rng.random() < 0.3
         )
         for byte in rng.randbytes(rng.randint(100, 300)):
-            world.event(byte if byte % 16 != 10 else byte + 1)  # no losses
-        world.run_steps(2)
-        oldest = max(oldest, world.oldest)
-        assert not any(getattr(decision, "dropped", decision) for decision in world.log)
+            run.event(byte if byte % 16 != 10 else byte + 1)  # no losses
+        run.run_steps(2)
+        oldest = max(oldest, run.oldest)
+        assert not any(getattr(decision, "dropped", decision) for decision in run.log)
     assert oldest == eta
 
 
@@ -308,9 +308,7 @@ def test_a_group_that_starts_again_is_born_again(restored: bool) -> None:
     assert policy.take(1).groups == ("c",)
 
 
-def test_knobs_rise_while_the_cache_is_empty_and_fall_when_it_is_crowded_or_a_deadline_was_waited_for() -> (
-    None
-):
+def test_knobs_rise_while_the_cache_is_empty_and_fall_when_it_is_crowded_or_a_deadline_was_waited_for() -> None:  # noqa: E501  # fmt: skip
     policy = make_policy(
         parse_policy_settings("slack", {"eta": 3, "c_busy": 12, "c_idle": 18, "stream": True}), 8
     )

@@ -1,7 +1,8 @@
-"""A small world that drives one policy with arbitrary events and checks what every policy must
-keep.
+"""In-process fakes of what surrounds a policy: generators, a trainer and arbitrary events, with
+checks of what every policy must keep; and one-line calls for traces made by hand.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,10 +10,45 @@ from pipelinerl_staleness.policy import EngineLoad, Policy, Take
 from pipelinerl_staleness.registry import make_policy, parse_policy_settings
 
 GROUP_SIZE = 2
+QUIET = EngineLoad(kv_usage=0.3, num_waiting=0, num_preemptions=0, seconds=5.0)
+
+
+def policy_of(name: str, groups_per_step: int = 2, **parameters: Any) -> Policy:
+    return make_policy(parse_policy_settings(name, parameters), groups_per_step)
+
+
+def admit_all(policy: Policy, names: Iterable[str], limit: int = 100) -> list[str]:
+    """Admits from `names` while the policy allows; returns those that got in."""
+    admitted: list[str] = []
+    for name in names:
+        if len(admitted) == limit or not policy.may_admit():
+            break
+        policy.admitted(name)
+        policy.started(name, policy.version)
+        admitted.append(name)
+    return admitted
+
+
+def finish(policy: Policy, names: Iterable[str], end_version: int | None = None) -> None:
+    for name in names:
+        policy.last_token(name, policy.version if end_version is None else end_version)
+        policy.finished(name)
+
+
+def train(policy: Policy, step: int, publish: bool = True) -> Take:
+    taken = policy.take(step)
+    assert taken.groups, taken.wait_reason
+    policy.step_begun(step)
+    policy.step_done(step)
+    if publish:
+        policy.published(step + 1)
+    return taken
 
 
 @dataclass
-class Group:
+class FakeGroup:
+    """A group of the generators: the versions served at its admission and at its tokens."""
+
     admission: int
     first_tokens: list[int] = field(default_factory=list)
     last_token: int = -1
@@ -22,11 +58,9 @@ class Group:
         return min(self.first_tokens)
 
 
-class World:
-    """Generators that serve `served`, a trainer that has done `done` steps, and what each group has
-    gone through.
-
-    The world keeps its own books and compares them with the policy's after every event.
+class FakeRun:
+    """Generators that serve version `served`, a trainer at step `step`, and the history of each
+    group. It counts the groups itself and compares with the policy after every event.
     """
 
     def __init__(
@@ -37,10 +71,10 @@ class World:
         self.batch = groups_per_step
         self.lagging = lagging
         self.policy = self._new_policy()
-        self.running: dict[str, Group] = {}
-        self.ready: dict[str, Group] = {}
+        self.running: dict[str, FakeGroup] = {}
+        self.ready: dict[str, FakeGroup] = {}
         self.dispatched: list[str] = []
-        self.in_training: dict[str, Group] = {}
+        self.in_training: dict[str, FakeGroup] = {}
         self.training = False
         self.step = 0
         self.served = 0
@@ -52,10 +86,10 @@ class World:
     def _new_policy(self) -> Policy:
         return make_policy(parse_policy_settings(self.name, self.parameters), self.batch)
 
-    # What an arbitrary byte does: its low half says which event, its high half which group or how
-    # many.
-
     def event(self, byte: int) -> None:
+        """Applies an arbitrary byte: its low half says which event, its high half which group or
+        how many.
+        """
         kind, argument = byte % 16, byte // 16
         if kind <= 3:
             self.admit(argument % 4 + 1)
@@ -80,7 +114,7 @@ class World:
             self.dispatched.append(group)
             self.policy.admitted(group)
             self.policy.started(group, self.served)
-            self.running[group] = Group(self.served)
+            self.running[group] = FakeGroup(self.served)
             number += 1
         return number
 
@@ -119,7 +153,7 @@ class World:
             self.ready.pop(name, None)
 
     def train(self) -> None:
-        """Ends the step in training, or asks for what comes next."""
+        """Ends the step in training, or takes the next groups."""
         if self.training and len(self.in_training) == self.batch:
             self.in_training.clear()
             self.training = False
@@ -186,9 +220,9 @@ class World:
         )
 
     def restart(self, behind: int = 0) -> None:
-        """The controller dies: the batch in training comes back, a new policy is filled from the
-        ledger, which knows the served version, or one that was served `behind` versions before and
-        hears of the newest once it is filled.
+        """The controller crashes: the batch in training is returned, a new policy is filled from
+        the ledger, which knows the served version, or the one `behind` versions before it and
+        receives the newest once it is filled.
         """
         self.num_returned = len(self.in_training)
         self.ready = {**self.in_training, **self.ready}
@@ -210,8 +244,8 @@ class World:
         self.check_books()
 
     def run_steps(self, number: int, patience: int = 60) -> None:
-        """Everything that runs finishes, the trainer asks again and again: `number` steps must
-        follow.
+        """Finishes every running group and polls for the trainer until `number` more steps have
+        been trained.
         """
         goal = self.step + number
         rounds = 0
