@@ -1,5 +1,5 @@
-"""What `helm test` runs: the CRD is served, the operator leads and answers, the coordinator's port
-is open.
+"""The checks of `helm test`: the CRD is served, the operator leads and responds, the coordinator's
+port is open.
 """
 
 import json

@@ -1,4 +1,4 @@
-{{/* Name of everything that is rendered: it carries the release's name, so that two releases live in one namespace. */}}
+{{/* Name of all rendered objects: it contains the release's name, so that one namespace can hold two releases. */}}
 {{- define "pipelinerl.fullname" -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
@@ -12,7 +12,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Cluster-wide objects have one name in the whole cluster: the namespace is part of it. */}}
+{{/* Name of cluster-wide objects: it contains the namespace, since it must be unique in the cluster. */}}
 {{- define "pipelinerl.clusterName" -}}
 {{- printf "%s-%s" .Release.Namespace (include "pipelinerl.fullname" .) | trunc 63 | trimSuffix "-" -}}
 {{- end -}}

@@ -3,7 +3,7 @@
 {{- printf "%s-nats" (include "pipelinerl.fullname" .) -}}
 {{- end -}}
 
-{{/* Secret that the operator makes: its seed, and what nats-server trusts. It outlives the release, as the volumes do. */}}
+{{/* Secret that the operator makes: its seed, and the trust of nats-server. It is kept without the release, as the volumes are. */}}
 {{- define "pipelinerl.natsAuth" -}}
 {{- printf "%s-nats-auth" (include "pipelinerl.fullname" .) -}}
 {{- end -}}
@@ -14,7 +14,7 @@
 app.kubernetes.io/component: nats
 {{- end -}}
 
-{{/* How the operator logs in at the stream's server, and knows it. */}}
+{{/* The operator's login at the stream's server, and the certificates by which it trusts it. */}}
 {{- define "pipelinerl.natsArgs" -}}
 {{- if .Values.nats.enabled }}
 - --nats-auth-secret={{ include "pipelinerl.natsAuth" . }}
@@ -32,7 +32,7 @@ app.kubernetes.io/component: nats
 {{- end }}
 {{- end -}}
 
-{{/* Volumes and mounts of what belongs to an external server, for the operator's pods. */}}
+{{/* Volumes and mounts for an external server, in the operator's pods. */}}
 {{- define "pipelinerl.natsVolumes" -}}
 {{- if not .Values.nats.enabled }}
 {{- with .Values.externalNats.credentialsSecret.name }}
@@ -57,7 +57,7 @@ app.kubernetes.io/component: nats
 {{- end }}
 {{- end -}}
 
-{{/* What "40Gi", "40G" or NATS's "40GB", which is as much as 40Gi, are in bytes. */}}
+{{/* Bytes of "40Gi", "40G", or NATS's "40GB", which is as much as 40Gi. */}}
 {{- define "pipelinerl.bytes" -}}
 {{- $unit := regexFind "[A-Za-z]*$" . -}}
 {{- $base := ternary 1000.0 1024.0 (regexMatch "^[kKMGTPE]$" $unit) -}}
