@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from pipelinerl.v1 import sample_pb2 as pipelinerl_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpipelinerl/v1/admission.proto\x12\rpipelinerl.v1\x1a\x1apipelinerl/v1/sample.proto\"s\n\x0cLeaseRequest\x12\x10\n\x08\x61\x63tor_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x12\n\nmax_groups\x18\x03 \x01(\r\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x19\n\x11running_lease_ids\x18\x05 \x03(\t\"\xc4\x01\n\nGroupLease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x14\n\x0cprompt_index\x18\x04 \x01(\x04\x12\x12\n\ngroup_size\x18\x05 \x01(\r\x12\x14\n\x0c\x65xpires_in_s\x18\x06 \x01(\x01\x12,\n\x07partial\x18\x07 \x01(\x0b\x32\x1b.pipelinerl.v1.PartialGroup\x12\x13\n\x0btraceparent\x18\x0f \x01(\t\"W\n\x0cPartialGroup\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12-\n\x07\x61nswers\x18\x02 \x03(\x0b\x32\x1c.pipelinerl.v1.PartialAnswer\"\xbd\x01\n\rPartialAnswer\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12/\n\x0cversion_runs\x18\x04 \x03(\x0b\x32\x19.pipelinerl.v1.VersionRun\x12\x32\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1b.pipelinerl.v1.FinishReason\x12\x0c\n\x04text\x18\x06 \x01(\t\"\xe7\x01\n\rLeaseResponse\x12)\n\x06leases\x18\x01 \x03(\x0b\x32\x19.pipelinerl.v1.GroupLease\x12\x1b\n\x13\x63\x61ncelled_lease_ids\x18\x02 \x03(\t\x12\x16\n\x0eserved_version\x18\x03 \x01(\x03\x12&\n\x05state\x18\x04 \x01(\x0e\x32\x17.pipelinerl.v1.RunState\x12\x1a\n\x12recalled_lease_ids\x18\x05 \x03(\t\x12\x1d\n\x10max_trajectories\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_max_trajectories\"\xc9\x01\n\nGroupEvent\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12,\n\x07outcome\x18\x02 \x01(\x0e\x32\x1b.pipelinerl.v1.GroupOutcome\x12\x16\n\x0eserved_version\x18\x03 \x01(\x03\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x15\n\rtokens_wasted\x18\x06 \x01(\x04\x12,\n\x07partial\x18\x07 \x01(\x0b\x32\x1b.pipelinerl.v1.PartialGroup\"y\n\rReportRequest\x12\x10\n\x08\x61\x63tor_id\x18\x01 \x01(\t\x12)\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x19.pipelinerl.v1.GroupEvent\x12+\n\x05loads\x18\x03 \x03(\x0b\x32\x1c.pipelinerl.v1.GeneratorLoad\"\x99\x03\n\rGeneratorLoad\x12\x11\n\tgenerator\x18\x01 \x01(\t\x12\x15\n\x08kv_usage\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tkv_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\r\x12\x19\n\x11preemptions_total\x18\x06 \x01(\x04\x12\x13\n\x0bsteps_total\x18\x07 \x01(\x04\x12\x1a\n\x12step_seconds_total\x18\x08 \x01(\x01\x12\x19\n\x11step_tokens_total\x18\t \x01(\x04\x12\x1c\n\x14prefill_tokens_total\x18\n \x01(\x04\x12\x1d\n\x15running_seconds_total\x18\x0b \x01(\x01\x12\x1e\n\x16kv_usage_seconds_total\x18\x0c \x01(\x01\x12\x17\n\x0fkv_block_tokens\x18\r \x01(\r\x12\x1f\n\x17requested_seconds_total\x18\x0e \x01(\x01\x12\x16\n\x0e\x61nswered_total\x18\x0f \x01(\x04\x42\x0b\n\t_kv_usage\"\x10\n\x0eReportResponse*P\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11RUN_STATE_RUNNING\x10\x01\x12\x12\n\x0eRUN_STATE_DONE\x10\x02*\x9e\x01\n\x0cGroupOutcome\x12\x1d\n\x19GROUP_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15GROUP_OUTCOME_STARTED\x10\x01\x12\x18\n\x14GROUP_OUTCOME_FAILED\x10\x02\x12\x1d\n\x19GROUP_OUTCOME_HANDED_BACK\x10\x03\x12\x1b\n\x17GROUP_OUTCOME_CANCELLED\x10\x04\x32\x96\x01\n\tAdmission\x12\x42\n\x05Lease\x12\x1b.pipelinerl.v1.LeaseRequest\x1a\x1c.pipelinerl.v1.LeaseResponse\x12\x45\n\x06Report\x12\x1c.pipelinerl.v1.ReportRequest\x1a\x1d.pipelinerl.v1.ReportResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpipelinerl/v1/admission.proto\x12\rpipelinerl.v1\x1a\x1apipelinerl/v1/sample.proto\"s\n\x0cLeaseRequest\x12\x10\n\x08\x61\x63tor_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x12\n\nmax_groups\x18\x03 \x01(\r\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x19\n\x11running_lease_ids\x18\x05 \x03(\t\"\xc4\x01\n\nGroupLease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x14\n\x0cprompt_index\x18\x04 \x01(\x04\x12\x12\n\ngroup_size\x18\x05 \x01(\r\x12\x14\n\x0c\x65xpires_in_s\x18\x06 \x01(\x01\x12,\n\x07partial\x18\x07 \x01(\x0b\x32\x1b.pipelinerl.v1.PartialGroup\x12\x13\n\x0btraceparent\x18\x0f \x01(\t\"W\n\x0cPartialGroup\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12-\n\x07\x61nswers\x18\x02 \x03(\x0b\x32\x1c.pipelinerl.v1.PartialAnswer\"\xbd\x01\n\rPartialAnswer\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12/\n\x0cversion_runs\x18\x04 \x03(\x0b\x32\x19.pipelinerl.v1.VersionRun\x12\x32\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1b.pipelinerl.v1.FinishReason\x12\x0c\n\x04text\x18\x06 \x01(\t\"\xd1\x01\n\rLeaseResponse\x12)\n\x06leases\x18\x01 \x03(\x0b\x32\x19.pipelinerl.v1.GroupLease\x12\x1b\n\x13\x63\x61ncelled_lease_ids\x18\x02 \x03(\t\x12\x16\n\x0eserved_version\x18\x03 \x01(\x03\x12&\n\x05state\x18\x04 \x01(\x0e\x32\x17.pipelinerl.v1.RunState\x12\x1d\n\x10max_trajectories\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_max_trajectoriesJ\x04\x08\x05\x10\x06\"\xc9\x01\n\nGroupEvent\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12,\n\x07outcome\x18\x02 \x01(\x0e\x32\x1b.pipelinerl.v1.GroupOutcome\x12\x16\n\x0eserved_version\x18\x03 \x01(\x03\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x15\n\rtokens_wasted\x18\x06 \x01(\x04\x12,\n\x07partial\x18\x07 \x01(\x0b\x32\x1b.pipelinerl.v1.PartialGroup\"y\n\rReportRequest\x12\x10\n\x08\x61\x63tor_id\x18\x01 \x01(\t\x12)\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x19.pipelinerl.v1.GroupEvent\x12+\n\x05loads\x18\x03 \x03(\x0b\x32\x1c.pipelinerl.v1.GeneratorLoad\"\x99\x03\n\rGeneratorLoad\x12\x11\n\tgenerator\x18\x01 \x01(\t\x12\x15\n\x08kv_usage\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tkv_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\r\x12\x19\n\x11preemptions_total\x18\x06 \x01(\x04\x12\x13\n\x0bsteps_total\x18\x07 \x01(\x04\x12\x1a\n\x12step_seconds_total\x18\x08 \x01(\x01\x12\x19\n\x11step_tokens_total\x18\t \x01(\x04\x12\x1c\n\x14prefill_tokens_total\x18\n \x01(\x04\x12\x1d\n\x15running_seconds_total\x18\x0b \x01(\x01\x12\x1e\n\x16kv_usage_seconds_total\x18\x0c \x01(\x01\x12\x17\n\x0fkv_block_tokens\x18\r \x01(\r\x12\x1f\n\x17requested_seconds_total\x18\x0e \x01(\x01\x12\x16\n\x0e\x61nswered_total\x18\x0f \x01(\x04\x42\x0b\n\t_kv_usage\"\x10\n\x0eReportResponse*P\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11RUN_STATE_RUNNING\x10\x01\x12\x12\n\x0eRUN_STATE_DONE\x10\x02*\x9e\x01\n\x0cGroupOutcome\x12\x1d\n\x19GROUP_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15GROUP_OUTCOME_STARTED\x10\x01\x12\x18\n\x14GROUP_OUTCOME_FAILED\x10\x02\x12\x1d\n\x19GROUP_OUTCOME_HANDED_BACK\x10\x03\x12\x1b\n\x17GROUP_OUTCOME_CANCELLED\x10\x04\x32\x96\x01\n\tAdmission\x12\x42\n\x05Lease\x12\x1b.pipelinerl.v1.LeaseRequest\x1a\x1c.pipelinerl.v1.LeaseResponse\x12\x45\n\x06Report\x12\x1c.pipelinerl.v1.ReportRequest\x1a\x1d.pipelinerl.v1.ReportResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pipelinerl.v1.admission_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RUNSTATE']._serialized_start=1664
-  _globals['_RUNSTATE']._serialized_end=1744
-  _globals['_GROUPOUTCOME']._serialized_start=1747
-  _globals['_GROUPOUTCOME']._serialized_end=1905
+  _globals['_RUNSTATE']._serialized_start=1642
+  _globals['_RUNSTATE']._serialized_end=1722
+  _globals['_GROUPOUTCOME']._serialized_start=1725
+  _globals['_GROUPOUTCOME']._serialized_end=1883
   _globals['_LEASEREQUEST']._serialized_start=76
   _globals['_LEASEREQUEST']._serialized_end=191
   _globals['_GROUPLEASE']._serialized_start=194
@@ -45,15 +45,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PARTIALANSWER']._serialized_start=482
   _globals['_PARTIALANSWER']._serialized_end=671
   _globals['_LEASERESPONSE']._serialized_start=674
-  _globals['_LEASERESPONSE']._serialized_end=905
-  _globals['_GROUPEVENT']._serialized_start=908
-  _globals['_GROUPEVENT']._serialized_end=1109
-  _globals['_REPORTREQUEST']._serialized_start=1111
-  _globals['_REPORTREQUEST']._serialized_end=1232
-  _globals['_GENERATORLOAD']._serialized_start=1235
-  _globals['_GENERATORLOAD']._serialized_end=1644
-  _globals['_REPORTRESPONSE']._serialized_start=1646
-  _globals['_REPORTRESPONSE']._serialized_end=1662
-  _globals['_ADMISSION']._serialized_start=1908
-  _globals['_ADMISSION']._serialized_end=2058
+  _globals['_LEASERESPONSE']._serialized_end=883
+  _globals['_GROUPEVENT']._serialized_start=886
+  _globals['_GROUPEVENT']._serialized_end=1087
+  _globals['_REPORTREQUEST']._serialized_start=1089
+  _globals['_REPORTREQUEST']._serialized_end=1210
+  _globals['_GENERATORLOAD']._serialized_start=1213
+  _globals['_GENERATORLOAD']._serialized_end=1622
+  _globals['_REPORTRESPONSE']._serialized_start=1624
+  _globals['_REPORTRESPONSE']._serialized_end=1640
+  _globals['_ADMISSION']._serialized_start=1886
+  _globals['_ADMISSION']._serialized_end=2036
 # @@protoc_insertion_point(module_scope)

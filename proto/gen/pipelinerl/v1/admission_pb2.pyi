@@ -29,14 +29,14 @@ class _RunStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunState.Val
     RUN_STATE_UNSPECIFIED: _RunState.ValueType  # 0
     RUN_STATE_RUNNING: _RunState.ValueType  # 1
     RUN_STATE_DONE: _RunState.ValueType  # 2
-    """the last step is committed: the actor cancels its groups and waits, until it is stopped or the run goes on"""
+    """the last step is committed: the actor cancels its groups and waits until it is stopped or the run resumes"""
 
 class RunState(_RunState, metaclass=_RunStateEnumTypeWrapper): ...
 
 RUN_STATE_UNSPECIFIED: RunState.ValueType  # 0
 RUN_STATE_RUNNING: RunState.ValueType  # 1
 RUN_STATE_DONE: RunState.ValueType  # 2
-"""the last step is committed: the actor cancels its groups and waits, until it is stopped or the run goes on"""
+"""the last step is committed: the actor cancels its groups and waits until it is stopped or the run resumes"""
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
 
 class _GroupOutcome:
@@ -128,7 +128,7 @@ class GroupLease(_message.Message):
     """W3C trace context of the grant; empty when the group is not traced"""
     @_builtins.property
     def partial(self) -> Global___PartialGroup:
-        """what an earlier attempt has sampled: the actor goes on from there, or leaves it out"""
+        """sampled by an earlier attempt: the actor continues from there, or discards it"""
 
     def __init__(
         self,
@@ -233,7 +233,6 @@ class LeaseResponse(_message.Message):
     CANCELLED_LEASE_IDS_FIELD_NUMBER: _builtins.int
     SERVED_VERSION_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
-    RECALLED_LEASE_IDS_FIELD_NUMBER: _builtins.int
     MAX_TRAJECTORIES_FIELD_NUMBER: _builtins.int
     served_version: _builtins.int
     """newest policy version that the generators serve; -1 before the first"""
@@ -246,10 +245,6 @@ class LeaseResponse(_message.Message):
     def cancelled_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """stop decoding these: the policy gave them up, or they expired"""
 
-    @_builtins.property
-    def recalled_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Of the cancelled ones: their groups are granted again, so their CANCELLED event is to bring what was sampled."""
-
     def __init__(
         self,
         *,
@@ -257,12 +252,11 @@ class LeaseResponse(_message.Message):
         cancelled_lease_ids: _abc.Iterable[_builtins.str] | None = ...,
         served_version: _builtins.int = ...,
         state: Global___RunState.ValueType = ...,
-        recalled_lease_ids: _abc.Iterable[_builtins.str] | None = ...,
         max_trajectories: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_trajectories", b"_max_trajectories", "max_trajectories", b"max_trajectories"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_trajectories", b"_max_trajectories", "cancelled_lease_ids", b"cancelled_lease_ids", "leases", b"leases", "max_trajectories", b"max_trajectories", "recalled_lease_ids", b"recalled_lease_ids", "served_version", b"served_version", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_trajectories", b"_max_trajectories", "cancelled_lease_ids", b"cancelled_lease_ids", "leases", b"leases", "max_trajectories", b"max_trajectories", "served_version", b"served_version", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_trajectories: _TypeAlias = _typing.Literal["max_trajectories"]  # noqa: Y015
     _WhichOneofArgType__max_trajectories: _TypeAlias = _typing.Literal["_max_trajectories", b"_max_trajectories"]  # noqa: Y015
@@ -292,7 +286,7 @@ class GroupEvent(_message.Message):
     """sampled, and in no PartialGroup"""
     @_builtins.property
     def partial(self) -> Global___PartialGroup:
-        """with HANDED_BACK, and with CANCELLED of a recalled lease; unset where nothing was sampled"""
+        """with HANDED_BACK; unset where nothing was sampled"""
 
     def __init__(
         self,
@@ -325,7 +319,7 @@ class ReportRequest(_message.Message):
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupEvent]: ...
     @_builtins.property
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___GeneratorLoad]:
-        """of the actor's generators that answered, about once a second; an older one is of no use"""
+        """of the actor's generators that answered, about once a second; only the newest counts"""
 
     def __init__(
         self,
@@ -344,7 +338,7 @@ Global___ReportRequest: _TypeAlias = ReportRequest  # noqa: Y015
 
 @_typing.final
 class GeneratorLoad(_message.Message):
-    """How full a generator is. Totals count from the start of its process: a total that falls tells of a new process."""
+    """The load of a generator. Totals count from the start of its process: a total that falls indicates a new process."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -390,7 +384,7 @@ class GeneratorLoad(_message.Message):
     kv_block_tokens: _builtins.int
     """tokens of one KV block; 0 for an engine without blocks"""
     requested_seconds_total: _builtins.float
-    """What the actor itself knows, since its own start.
+    """Counted by the actor itself since its own start.
     sequences that it has asked for and has no answer to, integrated over time
     """
     answered_total: _builtins.int

@@ -51,7 +51,7 @@ class AdmissionServicer:
 
     def Lease(self, request, context):
         """Waits up to `wait_s` for the staleness policy to admit groups and grants at most `max_groups` leases.
-        Every call also renews the actor's leases and tells it what to cancel.
+        Every call also renews the actor's leases and returns the ones to cancel.
         Errors: INVALID_ARGUMENT (field named), UNAUTHENTICATED, UNAVAILABLE (not yet restored; retry).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -59,8 +59,8 @@ class AdmissionServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Report(self, request, context):
-        """Tells what became of leased groups other than being finished, which the sample stream tells, and how the generators do.
-        Idempotent.
+        """Reports the events of leased groups except their completion, which is their message on the sample stream, and the load of
+        the generators. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -33,12 +33,12 @@ class AdmissionStub:
     def __new__(cls, channel: _aio.Channel) -> AdmissionAsyncStub: ...
     Lease: _grpc.UnaryUnaryMultiCallable[_admission_pb2.LeaseRequest, _admission_pb2.LeaseResponse]
     """Waits up to `wait_s` for the staleness policy to admit groups and grants at most `max_groups` leases.
-    Every call also renews the actor's leases and tells it what to cancel.
+    Every call also renews the actor's leases and returns the ones to cancel.
     Errors: INVALID_ARGUMENT (field named), UNAUTHENTICATED, UNAVAILABLE (not yet restored; retry).
     """
     Report: _grpc.UnaryUnaryMultiCallable[_admission_pb2.ReportRequest, _admission_pb2.ReportResponse]
-    """Tells what became of leased groups other than being finished, which the sample stream tells, and how the generators do.
-    Idempotent.
+    """Reports the events of leased groups except their completion, which is their message on the sample stream, and the load of
+    the generators. Idempotent.
     """
 
 @_typing.type_check_only
@@ -46,12 +46,12 @@ class AdmissionAsyncStub(AdmissionStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Lease: _aio.UnaryUnaryMultiCallable[_admission_pb2.LeaseRequest, _admission_pb2.LeaseResponse]  # type: ignore[assignment]
     """Waits up to `wait_s` for the staleness policy to admit groups and grants at most `max_groups` leases.
-    Every call also renews the actor's leases and tells it what to cancel.
+    Every call also renews the actor's leases and returns the ones to cancel.
     Errors: INVALID_ARGUMENT (field named), UNAUTHENTICATED, UNAVAILABLE (not yet restored; retry).
     """
     Report: _aio.UnaryUnaryMultiCallable[_admission_pb2.ReportRequest, _admission_pb2.ReportResponse]  # type: ignore[assignment]
-    """Tells what became of leased groups other than being finished, which the sample stream tells, and how the generators do.
-    Idempotent.
+    """Reports the events of leased groups except their completion, which is their message on the sample stream, and the load of
+    the generators. Idempotent.
     """
 
 class AdmissionServicer(metaclass=_abc_1.ABCMeta):
@@ -62,7 +62,7 @@ class AdmissionServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admission_pb2.LeaseResponse, _abc.Awaitable[_admission_pb2.LeaseResponse]]:
         """Waits up to `wait_s` for the staleness policy to admit groups and grants at most `max_groups` leases.
-        Every call also renews the actor's leases and tells it what to cancel.
+        Every call also renews the actor's leases and returns the ones to cancel.
         Errors: INVALID_ARGUMENT (field named), UNAUTHENTICATED, UNAVAILABLE (not yet restored; retry).
         """
 
@@ -72,8 +72,8 @@ class AdmissionServicer(metaclass=_abc_1.ABCMeta):
         request: _admission_pb2.ReportRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admission_pb2.ReportResponse, _abc.Awaitable[_admission_pb2.ReportResponse]]:
-        """Tells what became of leased groups other than being finished, which the sample stream tells, and how the generators do.
-        Idempotent.
+        """Reports the events of leased groups except their completion, which is their message on the sample stream, and the load of
+        the generators. Idempotent.
         """
 
 def add_AdmissionServicer_to_server(servicer: AdmissionServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -180,7 +180,7 @@ class StepPlan(_message.Message):
     publish_after: _builtins.bool
     """the policy wants the weights published after this step"""
     provisional: _builtins.bool
-    """more follows: groups, counts and metrics are those so far. The last row comes with the final plan"""
+    """more follows: groups, counts and metrics are those so far. The final plan brings the last row"""
     @_builtins.property
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -308,7 +308,7 @@ class CommitStepRequest(_message.Message):
     step: _builtins.int
     batch_id: _builtins.str
     last: _builtins.bool
-    """the run is over after this step: actors are told to end"""
+    """the run is over after this step: actors are notified to end"""
     @_builtins.property
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -460,7 +460,7 @@ Global___GetSnapshotResponse: _TypeAlias = GetSnapshotResponse  # noqa: Y015
 
 @_typing.final
 class LedgerSnapshot(_message.Message):
-    """Enough to go on from a checkpoint without replaying a trained prompt."""
+    """What a run needs to resume from a checkpoint without replaying a trained prompt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

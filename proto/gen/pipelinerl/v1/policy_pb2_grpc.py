@@ -50,7 +50,7 @@ class PolicyServicer:
     """Missing associated documentation comment in .proto file."""
 
     def JoinGroup(self, request, context):
-        """Opens the rendezvous of a new weight-transfer group and returns at once with its address; the trainer joins as rank 0 in the
+        """Opens the rendezvous of a new weight-transfer group and returns immediately with its address; the trainer joins as rank 0 in the
         background. Replaces an older epoch's group, aborting a transfer on it.
         Errors: FAILED_PRECONDITION (epoch not newer than the current one), INVALID_ARGUMENT.
         """

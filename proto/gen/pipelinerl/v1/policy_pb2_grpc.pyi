@@ -32,7 +32,7 @@ class PolicyStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PolicyAsyncStub: ...
     JoinGroup: _grpc.UnaryUnaryMultiCallable[_policy_pb2.JoinGroupRequest, _policy_pb2.JoinGroupResponse]
-    """Opens the rendezvous of a new weight-transfer group and returns at once with its address; the trainer joins as rank 0 in the
+    """Opens the rendezvous of a new weight-transfer group and returns immediately with its address; the trainer joins as rank 0 in the
     background. Replaces an older epoch's group, aborting a transfer on it.
     Errors: FAILED_PRECONDITION (epoch not newer than the current one), INVALID_ARGUMENT.
     """
@@ -43,7 +43,7 @@ class PolicyStub:
 class PolicyAsyncStub(PolicyStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     JoinGroup: _aio.UnaryUnaryMultiCallable[_policy_pb2.JoinGroupRequest, _policy_pb2.JoinGroupResponse]  # type: ignore[assignment]
-    """Opens the rendezvous of a new weight-transfer group and returns at once with its address; the trainer joins as rank 0 in the
+    """Opens the rendezvous of a new weight-transfer group and returns immediately with its address; the trainer joins as rank 0 in the
     background. Replaces an older epoch's group, aborting a transfer on it.
     Errors: FAILED_PRECONDITION (epoch not newer than the current one), INVALID_ARGUMENT.
     """
@@ -57,7 +57,7 @@ class PolicyServicer(metaclass=_abc_1.ABCMeta):
         request: _policy_pb2.JoinGroupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_policy_pb2.JoinGroupResponse, _abc.Awaitable[_policy_pb2.JoinGroupResponse]]:
-        """Opens the rendezvous of a new weight-transfer group and returns at once with its address; the trainer joins as rank 0 in the
+        """Opens the rendezvous of a new weight-transfer group and returns immediately with its address; the trainer joins as rank 0 in the
         background. Replaces an older epoch's group, aborting a transfer on it.
         Errors: FAILED_PRECONDITION (epoch not newer than the current one), INVALID_ARGUMENT.
         """

@@ -133,13 +133,13 @@ class MemberResult(_message.Message):
     """that it serves now"""
     checksum: _builtins.str
     pause_s: _builtins.float
-    """decoding stood still"""
+    """time without decoding"""
     transfer_s: _builtins.float
     """from being ready for the first bucket to having the last"""
     apply_s: _builtins.float
     """loading, packing and copying into the model; staged does nearly all of it before the pause"""
     num_running: _builtins.int
-    """requests that went on across the update"""
+    """requests that continued across the update"""
     def __init__(
         self,
         *,
