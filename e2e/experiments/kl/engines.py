@@ -20,6 +20,7 @@ from experiments.kl import divergence
 from experiments.kl.policy_sequence import PERIOD, PolicySequence, Weights, sampling_model
 from pipelinerl_actor.generator.engine import (
     EngineCompletion,
+    EngineOptions,
     GeneratorEngine,
     GroupSpec,
     KVCache,
@@ -28,7 +29,7 @@ from pipelinerl_actor.generator.engine import (
 )
 from pipelinerl_actor.generator.service import make_engine
 from pipelinerl_actor.generator.transformers_decoder import DecodedSequence as Decoded
-from pipelinerl_actor.generator.transformers_engine import TransformersEngine, TransformersOptions
+from pipelinerl_actor.generator.transformers_engine import TransformersEngine
 from pipelinerl_common.settings import GeneratorSettings
 from pipelinerl_weights.group import Rendezvous, TransferGroup
 from pipelinerl_weights.manifest import Manifest, TensorSpec
@@ -225,8 +226,16 @@ class StudiedTransformers(Studied):
 
     def __init__(self, policies: PolicySequence, max_running: int) -> None:
         self._seen: dict[int | None, list[Tensor]] = {}
-        options = TransformersOptions(
-            policies.folder, "float32", "model", max_running, initial_version=0, can_stage=True
+        settings = GeneratorSettings(engine="transformers", max_running_requests=max_running)
+        options = EngineOptions(
+            policies.folder,
+            "float32",
+            "model",
+            policies.job.spec.model.max_model_len,
+            settings,
+            initial_version=0,
+            can_stage=True,
+            on_cpu=True,
         )
         self._transformers = TransformersEngine(options, self._see)
         self._target = sampling_model(policies.folder)

@@ -1,9 +1,7 @@
-"""Where a task's problems come from, as it stands in `task.args.data`.
+"""A task's problems: read from files, filtered, and put in an endless order.
 
-Rows of a file or folder, each with the place that errors about it name.
-
-Problems in an endless order: a pure function of the prompt's index, so that a retry or a resumed
-run meets the same ones.
+The order is a pure function of the prompt's index, so that a retry or a resumed run gets the same
+problems:
 
 index   0 .. N-1   epoch 0, every problem once
         N .. 2N-1  epoch 1, every problem once, in another order
@@ -24,15 +22,17 @@ from pipelinerl_common.settings.base import Settings
 
 
 class DifficultySettings(Settings):
+    """Filter and curriculum by a number in every row."""
+
     field: Annotated[str, Field(min_length=1)]
-    """Field of a row that holds its difficulty, a number; the higher, the harder."""
+    """Field of a row with its difficulty, a number; higher is harder."""
     min: float | None = None
-    """Rows that are easier are left out."""
+    """Easier rows are left out."""
     max: float | None = None
-    """Rows that are harder are left out."""
+    """Harder rows are left out."""
     curriculum_epochs: Annotated[int, Field(ge=0)] = 0
-    """So many first epochs go from easy to hard, with rows of equal difficulty shuffled; later ones
-    are shuffled as a whole.
+    """Number of first epochs that are ordered from easy to hard, with rows of equal difficulty
+    shuffled; later ones are shuffled as a whole.
     """
 
     @model_validator(mode="after")
@@ -45,12 +45,14 @@ class DifficultySettings(Settings):
 
 
 class DataSettings(Settings):
+    """Source of a task's problems, as `task.args.data` gives it."""
+
     path: Annotated[str, Field(min_length=1)]
     """A JSONL file, a Parquet file, or a folder: one that Hugging Face's `save_to_disk` wrote, or
     one of JSONL or Parquet files whose names begin with the split's.
     """
     split: Annotated[str, Field(min_length=1)] = "train"
-    """Which split of a folder."""
+    """Split of a folder."""
     difficulty: DifficultySettings | None = None
     """Filter and curriculum by a number in every row."""
 
@@ -65,16 +67,17 @@ WHERE = "spec.task.args.data"
 
 
 class DatasetRow(NamedTuple):
-    """Example: Row("train.jsonl:3", {"problem": "1+1", "answer": 2})."""
+    """A row and the place that errors about it name.
+
+    Example: DatasetRow("train.jsonl:3", {"problem": "1+1", "answer": 2}).
+    """
 
     place: str
     fields: Mapping[str, Any]
 
 
 def read_rows(path: Path, split: str) -> list[DatasetRow]:
-    """All rows, in the order of the file. Raises SettingsError that names the file, and the line
-    where there is one.
-    """
+    """All rows in the order of the file. Raises SettingsError that names the file and the line."""
     if path.is_dir():
         return list(_folder(path, split))
     if not path.exists():
@@ -86,7 +89,7 @@ def _reader_of(path: Path) -> Callable[[Path], Iterator[DatasetRow]]:
     reader = _READERS.get(path.suffix)
     if reader is None:
         raise SettingsError(
-            f"{WHERE}.path: {path} is of no known kind; use {', '.join(_READERS)} or a folder"
+            f"{WHERE}.path: {path} has no known suffix; use {', '.join(_READERS)} or a folder"
         )
     return reader
 
@@ -176,7 +179,7 @@ Problem = TypeVar("Problem")
 
 
 class Problems(Generic[Problem]):
-    """N problems that passed the filter. `[index]` with any index from 0 on."""
+    """N problems that passed the filter, with `[index]` for any index from 0 on."""
 
     def __init__(
         self,
@@ -195,8 +198,7 @@ class Problems(Generic[Problem]):
     def load(
         cls, data: DataSettings, seed: int, parse: Callable[[DatasetRow], Problem]
     ) -> "Problems[Problem]":
-        """Reads every row and makes a problem of it, so that a wrong row is found before the first
-        step.
+        """Parses every row at once, so that a wrong one is found before the first step.
 
         Raises SettingsError when a file cannot be read, a row is wrong, or no row passes the
         filter.
@@ -213,10 +215,9 @@ class Problems(Generic[Problem]):
         if not passed:
             found = [difficulty for _, difficulty in rated]
             raise SettingsError(
-                f"{WHERE}.difficulty: none of the {len(rows)} rows lies between "
-                f"min={data.difficulty.min} and "
-                f"max={data.difficulty.max}; {data.difficulty.field!r} goes from {min(found):g} to "
-                f"{max(found):g}"
+                f"{WHERE}.difficulty: none of the {len(rows)} rows is between "
+                f"min={data.difficulty.min} and max={data.difficulty.max}; "
+                f"{data.difficulty.field!r} ranges from {min(found):g} to {max(found):g}"
             )
         problems = [parse(row) for row, _ in passed]
         return cls(
@@ -242,7 +243,7 @@ class Problems(Generic[Problem]):
 
 
 def field_of(row: DatasetRow, name: str) -> object:
-    """Raises SettingsError that names the fields that are there."""
+    """Raises SettingsError that names the row's fields for a missing one."""
     if name not in row.fields:
         raise SettingsError(
             f"{row.place}: no field {name!r}; it has {', '.join(map(repr, row.fields)) or 'none'}"

@@ -1,9 +1,9 @@
-"""Runs untrusted Python with `bubblewrap`: no network, nothing of the machine but a read-only
-Python, bounded throughout.
+"""Runs untrusted Python with `bubblewrap`: no network, no files of the machine except a read-only
+Python, and limits on everything.
 
-An actor that is root (as in a container with CAP_SYS_ADMIN) gives its runs a user id of their own;
-any other needs unprivileged user namespaces. Where neither works the sandbox refuses to be made:
-code that nothing confines is never run.
+An actor that is root (as in a container with CAP_SYS_ADMIN) runs each program under a user id of
+its own; any other needs unprivileged user namespaces. Where neither works the sandbox raises an
+error when it is made: no program runs unconfined.
 """
 
 import os
@@ -23,44 +23,48 @@ from pipelinerl_common.settings.base import Settings
 
 _PROGRAM = "/program.py"
 _FIRST_UID = 1_000_000
-"""User ids from here on belong to nobody: limits per user, such as that of processes, are then
-limits per run.
+"""User ids from here on are unused, so that limits per user, such as that of processes, are limits
+per run.
 """
 _KILL_S = 5.0
 _PROGRAMS = ("bwrap", "prlimit", "setpriv")
 _MISSING = "install the Debian packages bubblewrap and util-linux in the actor's image"
 _REFUSED = (
     "a container needs CAP_SYS_ADMIN, or a seccomp profile and a kernel that allow unprivileged "
-    "user namespaces; "
-    "the restricted profile of Kubernetes allows neither"
+    "user namespaces; the restricted profile of Kubernetes allows neither"
 )
 
 
 class SandboxLimits(Settings):
-    """Of one run."""
+    """Limits of one run."""
 
     seconds: Annotated[float, Field(gt=0, le=600)] = 10.0
-    """By the clock."""
+    """Wall-clock time."""
     memory_bytes: Annotated[int, Field(ge=64 << 20)] = 512 << 20
     """Address space of each process, and size of /tmp."""
     processes: Annotated[int, Field(ge=1, le=4096)] = 16
     output_bytes: Annotated[int, Field(ge=1)] = 1 << 20
-    """Of stdout, of stderr, and of every file that is written."""
+    """Size of stdout, of stderr, and of every file that is written."""
 
 
 DEFAULT_LIMITS = SandboxLimits()
 
 
 class SandboxEnding(StrEnum):
+    """The end of a program."""
+
     EXITED = "exited"
     OUT_OF_TIME = "out_of_time"
     KILLED = "killed"
-    """By a signal: its own, or that of a limit."""
+    """Ended by a signal: its own, or that of a limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxResult:
-    """Example: Result(Ending.EXITED, 1, "", "Traceback ..."). Output beyond the limit is cut off."""
+    """The result of one run; output beyond the limit is cut off.
+
+    Example: SandboxResult(SandboxEnding.EXITED, 1, "", "Traceback ...").
+    """
 
     ending: SandboxEnding
     status: int
@@ -74,7 +78,7 @@ class SandboxResult:
 
 
 class Sandbox:
-    """Safe for use from several threads at once."""
+    """Runs programs under `limits`. Safe for use from several threads at once."""
 
     def __init__(self, limits: SandboxLimits) -> None:
         """Raises SettingsError with the remedy when this machine cannot confine a program."""
@@ -92,8 +96,8 @@ class Sandbox:
             raise SettingsError(f"the code sandbox does not work here ({reason}): {_REFUSED}")
 
     def run(self, program: str, stdin: str) -> SandboxResult:
-        """Runs `program` with Python's standard library and nothing else. Every process of it is
-        gone on return.
+        """Runs `program` with Python's standard library only. All its processes have ended on
+        return.
         """
         with (
             tempfile.TemporaryFile() as source,
@@ -122,9 +126,10 @@ class Sandbox:
         except subprocess.TimeoutExpired:
             return SandboxEnding.OUT_OF_TIME, 0
         finally:
-            process.kill()  # the first process of the namespace: the kernel ends the others with it
+            # The first process of the namespace: the kernel ends the others with it.
+            process.kill()
             process.wait(_KILL_S)
-        # bubblewrap reports a signal as shells do; a program that exits above 128 reads the same
+        # bubblewrap reports a signal as shells do; a program that exits above 128 looks the same.
         signalled = -status if status < 0 else status - 128 if status > 128 else 0
         return (
             (SandboxEnding.KILLED, signalled)
@@ -136,29 +141,15 @@ class Sandbox:
         python = sys.base_prefix
         is_root = os.geteuid() == 0
         confined = [
-            *(
-                self._bwrap,
-                "--unshare-ipc",
-                "--unshare-net",
-                "--unshare-pid",
-                "--unshare-uts",
-                "--unshare-cgroup-try",
-            ),
+            *(self._bwrap, "--unshare-ipc", "--unshare-net", "--unshare-pid"),
+            *("--unshare-uts", "--unshare-cgroup-try"),
             *(() if is_root else ("--unshare-user", "--disable-userns")),
             *("--die-with-parent", "--new-session", "--clearenv", "--setenv", "HOME", "/tmp"),
             *("--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin"),
             *(part for folder in ("/lib", "/lib64") for part in ("--ro-bind-try", folder, folder)),
             *("--ro-bind", python, "/python", "--proc", "/proc", "--dev", "/dev"),
-            *(
-                "--perms",
-                "1777",
-                "--size",
-                str(self._limits.memory_bytes),
-                "--tmpfs",
-                "/tmp",
-                "--chdir",
-                "/tmp",
-            ),
+            *("--perms", "1777", "--size", str(self._limits.memory_bytes)),
+            *("--tmpfs", "/tmp", "--chdir", "/tmp"),
             *("--perms", "0444", "--ro-bind-data", str(program_fd), _PROGRAM),
         ]
         uid = str(_FIRST_UID + os.getpid() % _FIRST_UID)
@@ -172,12 +163,8 @@ class Sandbox:
             *confined,
             *("setpriv", *groups, "--inh-caps", "-all", "--no-new-privs"),
             *("prlimit", f"--as={self._limits.memory_bytes}", f"--nproc={self._limits.processes}"),
-            *(
-                f"--fsize={self._limits.output_bytes}",
-                "--core=0",
-                "--nofile=256",
-                f"--cpu={max(1, round(self._limits.seconds))}",
-            ),
+            *(f"--fsize={self._limits.output_bytes}", "--core=0", "--nofile=256"),
+            f"--cpu={max(1, round(self._limits.seconds))}",
             *(f"/python/bin/{version}", "-I", "-B", _PROGRAM),
         ]
 

@@ -1,16 +1,16 @@
-"""The interface that users write tasks against. It imports nothing heavy; a task may import what it
-likes.
+"""The interface that users write tasks against. It imports nothing heavy; a task may import any
+package.
 
-A task is an endless sequence of prompts and a way to tell how good a trajectory is. The simplest is
+A task is an endless sequence of prompts and a measure of how good a trajectory is. The simplest is
 a class with two methods:
 
     from pipelinerl_actor.task import Prompt, Task, Turn, Verdict
 
     class Shout(Task):
-        def __init__(self, *, seed: int, words: int = 3) -> None:      # `words` can be set in the job file's task.args
+        def __init__(self, *, seed: int, words: int = 3) -> None:  # `words` is from task.args
             self.seed, self.words = seed, words
 
-        def prompt(self, index: int) -> Prompt:                        # the same index gives the same prompt, always
+        def prompt(self, index: int) -> Prompt:  # the same index always gives the same prompt
             return Prompt.of(f"Say {self.words} words in capitals. ({index})")
 
         async def verify(self, prompt: Prompt, answer: Turn) -> Verdict:
@@ -21,10 +21,10 @@ a class with two methods:
 The module is found in the folder that `pipelinerl up` is started in, on PYTHONPATH, or among the
 installed packages.
 
-`verify` may be `async def`: it runs in the rollout loop, for quick checks and for calls of remote services. Or plain `def`: it
-runs in a separate process, for checks that compute, use signals, or may hang; the process is ended
-when the time limit (`task.verifierTimeoutSeconds`) is over. Such a process makes the task anew from
-its path, args and seed, and asks it for the prompt.
+`verify` may be `async def`: it runs in the rollout loop, for quick checks and for calls of remote
+services. Or plain `def`: it runs in a separate process, for checks that compute, use signals, or
+may hang; the process is killed after the time limit (`task.verifierTimeoutSeconds`). Such a process
+makes its own task from the path, args and seed, and gets the prompt from it.
 
 A multi-turn task overrides `rollout`, which drives one trajectory and returns its verdict. Tokens
 are kept exactly as they were sampled; text is never turned into tokens a second time:
@@ -35,14 +35,13 @@ are kept exactly as they were sampled; text is never turned into tokens a second
             return await rollout.verify(turn)
 
 Instead of a class, `task.path` may name a function that takes `seed` and task.args as keywords and
-returns a Task; or an
-`async def` function that takes a Rollout, and task.args as keywords, and returns a Verdict: it makes its own prompt from
-`rollout.prompt_index` and `rollout.seed`.
+returns a Task; or an `async def` function that takes a Rollout, and task.args as keywords, and
+returns a Verdict: it makes its own prompt from `rollout.prompt_index` and `rollout.seed`.
 
-What a task raises counts against that trajectory only: TemporaryError is tried again
-(`task.maxRetries` times), everything else gives the trajectory up. It ends the job only where
-nothing has succeeded yet and 64 prompts have failed for the same reason. Metrics of a Verdict reach
-the dashboards averaged; one called "success" (0 or 1) is shown as the success rate.
+An error of a task affects that trajectory only: a TemporaryError is retried (`task.maxRetries`
+times), any other gives the trajectory up. It ends the job only if nothing has succeeded yet and 64
+prompts have failed for the same reason. The metrics of Verdicts are averaged for the dashboards;
+one called "success" (0 or 1) is shown as the success rate.
 """
 
 from abc import ABC, abstractmethod
@@ -62,11 +61,11 @@ class Message(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a trajectory starts from, and what its verifier must know."""
+    """The messages that a trajectory starts from, and the facts that its verifier needs."""
 
     messages: tuple[Message, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Of the task's own making, for example {"answer": "7"}; the policy never sees it."""
+    """Chosen by the task, for example {"answer": "7"}; the policy never sees them."""
 
     @classmethod
     def of(cls, text: str, **facts: Any) -> "Prompt":
@@ -76,7 +75,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy sampled in answer to one request.
+    """One answer of the policy, as it was sampled.
 
     Example: Turn("7", (25, 2), (-0.1, -0.02), (VersionRun(3, 2),), FinishReason.STOP).
     """
@@ -85,21 +84,21 @@ class Turn:
     """Without the end token."""
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of the distribution that each token was really sampled from."""
+    """Log-probabilities under the distribution that each token was really sampled from."""
     version_runs: tuple[VersionRun, ...]
     finish_reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How good a trajectory is. A reward that is not a finite number gives the trajectory up."""
+    """The judgement of a trajectory. A reward that is not finite gives the trajectory up."""
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Rollout(Protocol):
-    """One trajectory in the making, as its task sees it."""
+    """One trajectory under way, as its task sees it."""
 
     @property
     def prompt_index(self) -> int: ...
@@ -132,7 +131,7 @@ class Rollout(Protocol):
         ...
 
     async def complete(self, token_ids: Sequence[int]) -> Turn:
-        """Adds `token_ids` as they are and samples what follows."""
+        """Adds `token_ids` as they are and samples the tokens after them."""
         ...
 
     async def verify(self, turn: Turn) -> Verdict:
@@ -141,21 +140,20 @@ class Rollout(Protocol):
 
 
 class Task(ABC):
-    """A source of prompts with a verifier. Constructors take keywords only: `seed` and what is in
-    `task.args`.
+    """A source of prompts with a verifier. Constructors take keywords only: `seed`, and the
+    entries of `task.args`.
     """
 
     @abstractmethod
     def prompt(self, index: int) -> Prompt:
-        """The prompt at `index` of the endless sequence. Deterministic and quick: it is called
-        again for every retry.
-
-        With `index` from 0 on; a data set of N problems starts over at N, best in another order.
+        """The prompt at `index`, from 0 on, of the endless sequence. Deterministic and quick: it is
+        called again for every retry. A data set of N problems starts over at N, best in another
+        order.
         """
 
     def verify(self, prompt: Prompt, answer: Turn) -> Verdict | Awaitable[Verdict]:
-        """The verdict on a trajectory whose last turn is `answer`. See the module's description for
-        `def` or `async def`.
+        """The verdict on a trajectory whose last turn is `answer`; `def` or `async def`, see the
+        module's description.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no verify(prompt, answer), so its rollout must return a "
@@ -163,13 +161,13 @@ class Task(ABC):
         )
 
     async def rollout(self, rollout: Rollout) -> Verdict:
-        """One whole trajectory. Single-turn unless overridden."""
+        """Drives one whole trajectory; a single turn unless overridden."""
         return await rollout.verify(await rollout.chat(rollout.prompt.messages))
 
 
 @dataclass(frozen=True, slots=True)
 class TaskName:
-    """What makes a task, here and in a verifier's process: path, args and seed."""
+    """What a task is made of, here and in a verifier's process: path, args and seed."""
 
     path: str
     args: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Makes a task from its dotted path. Every mistake of the user becomes one message that names the
+"""Makes a task from its dotted path. Every mistake in a job file becomes one message that names the
 path and the remedy.
 """
 
@@ -31,8 +31,8 @@ class FunctionTask(Task):
 
 
 def load_task(name: TaskName) -> Task:
-    """The task of `name`. Raises SettingsError when it cannot be imported, is not a task, or its
-    args do not fit.
+    """The task of `name`. Raises SettingsError for one that cannot be imported, is not a task, or
+    has other args.
     """
     target = _import(name.path)
     if inspect.isclass(target) and issubclass(target, Task):
@@ -52,8 +52,7 @@ def load_task(name: TaskName) -> Task:
         return FunctionTask(target, _check_args(target, parameters[1:], name))
     raise SettingsError(
         f"spec.task.path={name.path!r} is neither a subclass of pipelinerl_actor.task.Task nor a "
-        "function, "
-        f"but a {type(target).__name__}"
+        f"function, but a {type(target).__name__}"
     )
 
 
@@ -86,7 +85,7 @@ def _import(path: str) -> Any:
 
 
 def _construct(target: Callable[..., Any], name: TaskName) -> Task:
-    """What the class or function `target` makes."""
+    """The task that the class or function `target` makes."""
     parameters = list(inspect.signature(target).parameters.values())
     hinted = target.__init__ if inspect.isclass(target) else target
     args = _check_args(hinted, [each for each in parameters if each.name != "seed"], name)
@@ -104,8 +103,7 @@ def _construct(target: Callable[..., Any], name: TaskName) -> Task:
     if not isinstance(made, Task):
         raise SettingsError(
             f"spec.task.path={name.path!r}: the function returned a {type(made).__name__}; it must "
-            "return a Task, or be an "
-            f"'async def' function that takes a Rollout"
+            "return a Task, or be an 'async def' function that takes a Rollout"
         )
     return made
 
@@ -125,8 +123,7 @@ def _check_args(
     if unknown and not is_open:
         raise SettingsError(
             f"spec.task.args: {name.path} has no argument {unknown[0]!r}; it has "
-            f"{', '.join(names) or 'none'}"
-            f"{did_you_mean(unknown[0], names)}"
+            f"{', '.join(names) or 'none'}{did_you_mean(unknown[0], names)}"
         )
     missing = [
         each.name for each in keyword if each.default is each.empty and each.name not in name.args
@@ -141,8 +138,7 @@ def _validate(
 ) -> dict[str, Any]:
     hints = get_type_hints(function)
     given = [each for each in parameters if each.name in name.args]
-    # field names get a prefix, since a pydantic model cannot have a field that is called like one
-    # of its methods
+    # The prefix is for pydantic, whose fields must not have the names of a model's methods.
     fields: dict[str, Any] = {
         f"arg_{each.name}": (hints.get(each.name, Any), Field(..., alias=each.name))
         for each in given

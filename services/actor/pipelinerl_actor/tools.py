@@ -3,10 +3,12 @@
     class WithCalculator(ToolTask):
         tools = (Tool("add", 'Adds two numbers: {"a": 1, "b": 2}.', add),)
 
-The policy calls a tool by writing `<tool_call>{"name": "add", "arguments": {"a": 1, "b":
-2}}</tool_call>`, the form that Hermes and Qwen models are trained on. Its result follows as a
-message of the role "tool". A turn without a call is the answer, which
-`verify` judges.
+The policy calls a tool by writing
+
+    <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
+
+the form that Hermes and Qwen models are trained on. The result follows as a message of the role
+"tool". A turn without a call is the answer, which `verify` judges.
 """
 
 import asyncio
@@ -27,27 +29,27 @@ _MAX_RESULT_CHARACTERS = 4000
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """`call` takes the arguments as keywords. What it raises is told to the policy; TemporaryError
-    retries the trajectory.
+    """A tool for the policy. `call` takes the arguments as keywords. The policy receives its errors
+    as the result, except that a TemporaryError retries the trajectory.
     """
 
     name: str
     description: str
-    """For the policy: what it does, and its arguments by example."""
+    """Text for the policy: what the tool does, and its arguments by example."""
     call: Callable[..., Awaitable[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """Of a tool, by the policy."""
+    """A call of a tool by the policy."""
 
     name: str
     arguments: Any
-    """Mostly a mapping; whatever JSON the policy wrote."""
+    """Mostly a mapping, but any JSON that the policy wrote."""
 
 
 def calls_of(text: str) -> list[ToolCall | None]:
-    """The calls in a turn's text, in order; None for one that is not of the form."""
+    """The calls in a turn's text, in order; None for a malformed one."""
     return [_parsed(body) for body in _CALL.findall(text)]
 
 
@@ -61,13 +63,11 @@ def _parsed(body: str) -> ToolCall | None:
 
 
 class ToolTask(Task, ABC):
-    """Override `prompt`, `verify`, and `tools`."""
+    """A task with tools. Subclasses define `prompt`, `verify`, and `tools`."""
 
     tools: Sequence[Tool] = ()
     max_turns: int = 8
-    """Answers that the policy may sample; the last is the one that is judged, with a call in it or
-    not.
-    """
+    """Most turns that the policy may sample; the last one is judged, with a call in it or not."""
     tool_timeout_s: float = 30.0
 
     async def rollout(self, rollout: Rollout) -> Verdict:
@@ -91,17 +91,14 @@ class ToolTask(Task, ABC):
         return replace(verdict, metrics={**counts, **verdict.metrics})
 
     async def _call(self, call: ToolCall | None) -> tuple[str, bool]:
-        """What the policy is told, and whether the tool did its work."""
+        """The result for the policy, and whether the tool succeeded."""
         if call is None:
             return 'error: a call is {"name": ..., "arguments": {...}}', False
         name, arguments = call.name, call.arguments
         tool = next((each for each in self.tools if each.name == name), None)
         if tool is None or not isinstance(arguments, dict):
-            return (
-                f"error: there is no tool {name!r} with such arguments; there is "
-                f"{_names(self.tools)}",
-                False,
-            )
+            names = ", ".join(tool.name for tool in self.tools)
+            return f"error: there is no tool {name!r} with such arguments; there is {names}", False
         try:
             async with asyncio.timeout(self.tool_timeout_s):
                 return (await tool.call(**arguments))[:_MAX_RESULT_CHARACTERS], True
@@ -109,24 +106,25 @@ class ToolTask(Task, ABC):
             raise
         except TimeoutError:
             return f"error: {name} took longer than {self.tool_timeout_s:g} s", False
-        except Exception as error:  # noqa: BLE001 - the tool's fault or the policy's: either way the policy reads about it
+        except Exception as error:  # noqa: BLE001 - the tool's fault or the policy's
             return f"error: {type(error).__name__}: {error}"[:_MAX_RESULT_CHARACTERS], False
 
 
 def with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> Sequence[Message]:
-    """`messages` with the tools told in the system message, which is made when there is none."""
-    return with_tools_told(messages, [f"{tool.name}: {tool.description}" for tool in tools])
+    """`messages` with the tools listed in the system message, which is made when there is none."""
+    return with_tool_descriptions(messages, [f"{tool.name}: {tool.description}" for tool in tools])
 
 
-def with_tools_told(messages: Sequence[Message], descriptions: Sequence[str]) -> Sequence[Message]:
-    """As `with_tools`; each description begins with the tool's name."""
+def with_tool_descriptions(
+    messages: Sequence[Message], descriptions: Sequence[str]
+) -> Sequence[Message]:
+    """Like `with_tools`; each description begins with the tool's name."""
     listed = "\n".join(f"- {each}" for each in descriptions)
     form = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
-    told = f"You may call these tools by writing {form}, then wait for the result:\n{listed}"
+    listing = f"You may call these tools by writing {form}, then wait for the result:\n{listed}"
     if messages and messages[0]["role"] == "system":
-        return [{"role": "system", "content": f"{messages[0]['content']}\n\n{told}"}, *messages[1:]]
-    return [{"role": "system", "content": told}, *messages]
-
-
-def _names(tools: Sequence[Tool]) -> str:
-    return ", ".join(tool.name for tool in tools)
+        return [
+            {"role": "system", "content": f"{messages[0]['content']}\n\n{listing}"},
+            *messages[1:],
+        ]
+    return [{"role": "system", "content": listing}, *messages]

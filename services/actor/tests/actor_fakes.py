@@ -1,19 +1,34 @@
-"""What the actor's tests talk to: a generator over real HTTP and an Admission service over real
-gRPC.
+"""In-process fakes: a generator over real HTTP, an Admission service over real gRPC, and a Rollout
+without a generator.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 from aiohttp import web
 
 from pipelinerl.v1 import admission_pb2 as pb
 from pipelinerl.v1.admission_pb2_grpc import add_AdmissionServicer_to_server
+from pipelinerl_actor.models.chat import Continuation
+from pipelinerl_actor.models.tiny import END_ID, make_tokenizer
+from pipelinerl_actor.rollout.generator_client import RolloutClient
+from pipelinerl_actor.rollout.generators import Generators, TrajectoryClock
+from pipelinerl_actor.rollout.metrics import RolloutMeter
+from pipelinerl_actor.rollout.progress import Progress
+from pipelinerl_actor.rollout.trajectory import Sampler, Trajectory
+from pipelinerl_actor.rollout.verifier import Verifier
+from pipelinerl_actor.task import Message, Prompt, Task, TaskName, Turn, Verdict
+from pipelinerl_actor.tasks.guess_number import GuessNumber
 from pipelinerl_common import rpc
 from pipelinerl_common.generator_api import LoadResponse
+from pipelinerl_common.metrics import Metrics
+from pipelinerl_common.settings import SamplingSettings
+from pipelinerl_common.types import FinishReason
 
 Answer = Callable[[dict[str, Any]], Awaitable[web.StreamResponse]]
 
@@ -58,8 +73,8 @@ def answer_of(choices: list[dict[str, Any]], prompt: list[int]) -> dict[str, Any
 
 
 class FakeGenerator:
-    """Speaks the generator's contract. `answer` decides what a request gets; by default each choice
-    is "7".
+    """Implements the generator's contract. `answer` decides what a request gets; by default each
+    choice is "7".
     """
 
     def __init__(self) -> None:
@@ -73,7 +88,7 @@ class FakeGenerator:
         self.num_cancelled = 0
         self.is_ready = True
         self.num_looks = 0
-        """Times that somebody asked whether it is ready."""
+        """Requests of its readiness so far."""
         self.stopped: dict[str, asyncio.Event] = {}
         """By request id: set once /v1/cancel has named it."""
         self.script: deque[Answer] = deque()
@@ -147,7 +162,7 @@ class FakeGenerator:
             self.num_running -= 1
             self.num_sequences -= body["n"]
 
-    async def tell_load(self, request: web.Request) -> web.StreamResponse:
+    async def load(self, request: web.Request) -> web.StreamResponse:
         del request
         load = dict.fromkeys(LoadResponse.model_fields, 0)
         return web.json_response(
@@ -156,7 +171,7 @@ class FakeGenerator:
             | {"steps_total": 3}
         )
 
-    async def tell_ready(self, request: web.Request) -> web.StreamResponse:
+    async def ready(self, request: web.Request) -> web.StreamResponse:
         del request
         self.num_looks += 1
         return web.Response(status=200 if self.is_ready else 503)
@@ -165,8 +180,8 @@ class FakeGenerator:
     async def serving(self, port: int = 0) -> AsyncIterator["FakeGenerator"]:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self.handle)
-        app.router.add_get("/load", self.tell_load)
-        app.router.add_get("/ready", self.tell_ready)
+        app.router.add_get("/load", self.load)
+        app.router.add_get("/ready", self.ready)
         app.router.add_post("/v1/cancel", self.cancel)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
@@ -180,7 +195,7 @@ class FakeGenerator:
 
 
 class FakeAdmission:
-    """Grants what is in `to_grant`, cancels what is in `to_cancel`, notes what it is told."""
+    """Grants what is in `to_grant`, cancels what is in `to_cancel`, and records all reports."""
 
     def __init__(self, group_size: int = 4) -> None:
         self.group_size = group_size
@@ -244,3 +259,87 @@ class FakeAdmission:
         service = rpc.RpcService(add_AdmissionServicer_to_server, self, "pipelinerl.v1.Admission")
         async with rpc.serve(listen, [service], token=token, grace_s=0.1) as server:
             yield server.address
+
+
+TOKENIZER = make_tokenizer()
+
+
+class ScriptedGenerator(FakeGenerator):
+    """Tokenises like a generator with the tiny model and answers with `lines`, in order."""
+
+    def __init__(self, lines: list[str], finish_reason: str = "stop") -> None:
+        super().__init__()
+        self.lines = lines
+        self.finish_reason = finish_reason
+        self.version = 0
+        self.answer = self.play
+
+    async def play(self, body: dict[str, Any]) -> web.StreamResponse:
+        prompt = body.get("prompt_token_ids") or TOKENIZER.apply_chat_template(
+            body["messages"], add_generation_prompt=True, return_dict=False
+        )
+        line = self.lines.pop(0)
+        sampled = TOKENIZER(line)["input_ids"] + ([END_ID] if self.finish_reason == "stop" else [])
+        self.version += 1
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": line},
+            "finish_reason": self.finish_reason,
+            "token_ids": sampled,
+            "token_logprobs": [-0.125] * len(sampled),
+            "weight_versions": [[self.version // 2, len(sampled)]],
+        }
+        return web.json_response(answer_of([choice], prompt))
+
+
+def trajectory(
+    player: FakeGenerator,
+    session: aiohttp.ClientSession,
+    model_folder: Path,
+    prompt: Prompt,
+    task: Task | None = None,
+) -> Trajectory:
+    generators = Generators(
+        [RolloutClient(player.url, session, None)],
+        max_running=4,
+        max_retries=1,
+        meter=RolloutMeter(Metrics("actor", "test")),
+    )
+    verifier = Verifier(
+        task or GuessNumber(seed=0), TaskName("", {}, 0), timeout_s=1, max_retries=0
+    )
+    sampler = Sampler(
+        generators, SamplingSettings(max_tokens=8), verifier, Continuation(model_folder), seed=0
+    )
+    return Trajectory(sampler, 0, 0, prompt, TrajectoryClock(30), Progress({0}))
+
+
+class ScriptedRollout:
+    """A Rollout whose policy answers with `says`, in order."""
+
+    def __init__(
+        self,
+        task: Task,
+        says: Sequence[str],
+        finish_reason: FinishReason = FinishReason.STOP,
+        index: int = 0,
+    ) -> None:
+        self.prompt_index, self.sample_index, self.seed = index, 0, 0
+        self.prompt = task.prompt(index)
+        self.turns: list[Turn] = []
+        self.received: list[Message] = []
+        self._task = task
+        self._says = list(says)
+        self._finish_reason = finish_reason
+
+    async def chat(self, messages: Sequence[Message]) -> Turn:
+        self.received += messages
+        self.turns.append(Turn(self._says[len(self.turns)], (), (), (), self._finish_reason))
+        return self.turns[-1]
+
+    async def complete(self, token_ids: Sequence[int]) -> Turn:
+        raise NotImplementedError
+
+    async def verify(self, turn: Turn) -> Verdict:
+        outcome = self._task.verify(self.prompt, turn)
+        return outcome if isinstance(outcome, Verdict) else await outcome

@@ -1,4 +1,4 @@
-"""An engine without a model, that writes down what it is asked to do and fails where it is told to."""
+"""An engine without a model, which records its calls and fails where a test wants it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -13,7 +13,8 @@ from pipelinerl_actor.generator.engine import (
     Sampling,
     Transfer,
 )
-from pipelinerl_actor.generator.metrics import EngineLoad
+from pipelinerl_actor.generator.metrics import StepClock
+from pipelinerl_common.generator_api import LoadResponse
 from pipelinerl_common.types import VersionRun
 
 
@@ -37,8 +38,8 @@ class FakeEngine:
     async def running(self) -> AsyncIterator[None]:
         yield
 
-    def load(self) -> EngineLoad:
-        return EngineLoad(num_running=self.num_decoding)
+    def load(self) -> LoadResponse:
+        return StepClock().load().model_copy(update={"num_running": self.num_decoding})
 
     async def watch(self) -> None:
         await asyncio.Event().wait()

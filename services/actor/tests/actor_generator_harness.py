@@ -193,14 +193,26 @@ class Trainer:
         world_size = 1 + self.num_workers
         rendezvous = Rendezvous.open("127.0.0.1", 0, world_size, timeout_s)
         body = {
-            "epoch": self.epoch, "master_address": "127.0.0.1", "master_port": rendezvous.port, "rank_offset": 1,
-            "world_size": world_size, "backend": "gloo", "timeout_s": timeout_s,
-        }  # fmt: skip
+            "epoch": self.epoch,
+            "master_address": "127.0.0.1",
+            "master_port": rendezvous.port,
+            "rank_offset": 1,
+            "world_size": world_size,
+            "backend": "gloo",
+            "timeout_s": timeout_s,
+        }
         post = asyncio.create_task(self.client.call("POST", "/init_process_group", body))
         self.group = await asyncio.to_thread(
-            TransferGroup.join, "127.0.0.1", rendezvous.port, rank=0, world_size=world_size, backend="gloo",
-            epoch=self.epoch, timeout_s=timeout_s, store=rendezvous,
-        )  # fmt: skip
+            TransferGroup.join,
+            "127.0.0.1",
+            rendezvous.port,
+            rank=0,
+            world_size=world_size,
+            backend="gloo",
+            epoch=self.epoch,
+            timeout_s=timeout_s,
+            store=rendezvous,
+        )
         ranks = list(range(1, world_size))
         assert await post == (200, {"epoch": self.epoch, "ranks": ranks})
         return self.group
@@ -215,9 +227,12 @@ class Trainer:
     ) -> "asyncio.Task[tuple[int, Any]]":
         """POST /request_weight_update, under way."""
         body = {
-            "epoch": self.epoch, "version": version, "manifest": manifest_of(weights, self.bucket_bytes).to_json(),
-            "timeout_s": CALL_S, **fields,
-        }  # fmt: skip
+            "epoch": self.epoch,
+            "version": version,
+            "manifest": manifest_of(weights, self.bucket_bytes).to_json(),
+            "timeout_s": CALL_S,
+            **fields,
+        }
         return asyncio.create_task(self.client.call("POST", "/request_weight_update", body))
 
     async def update(
@@ -248,7 +263,7 @@ class Trainer:
 
 
 async def trainer_of(client: Client) -> Trainer:
-    """Goes on from the version that the generator has."""
+    """A trainer that continues from the version that the generator has."""
     return Trainer(client, version=max(0, int((await client.weights())["version"])))
 
 
@@ -304,7 +319,7 @@ class Reference:
     def logprobs(
         self, weights: Weights, prompt: list[int], sampled: list[int], temperature: float = 1.0
     ) -> list[float]:
-        """Of the sampled tokens, all under `weights`."""
+        """Log-probabilities of the sampled tokens, all under `weights`."""
         return self.hybrid_logprobs(weights, weights, prompt, sampled, 0, temperature)
 
     @torch.no_grad()
@@ -317,8 +332,8 @@ class Reference:
         switch: int,
         temperature: float = 1.0,
     ) -> list[float]:
-        """Of sampled[switch:] under `new`, where the keys and values of all that was processed
-        before are from `old`.
+        """Log-probabilities of sampled[switch:] under `new`, where the keys and values of all that
+        was processed before are from `old`.
 
         When the switch falls between the sampled tokens `switch` - 1 and `switch`, the last token
         that `old` processed is the one before the former.

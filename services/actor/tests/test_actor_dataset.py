@@ -114,7 +114,7 @@ def test_a_curriculum_goes_from_easy_to_hard_and_is_shuffled_afterwards(tmp_path
         (
             [{"text": "a", "level": 3}],
             {"field": "level", "min": 4},
-            "none of the 1 rows lies between min=4.0 .* from 3 to 3",
+            "none of the 1 rows is between min=4.0 .* from 3 to 3",
         ),
     ],
 )
@@ -146,7 +146,7 @@ def test_wrong_paths_are_named(tmp_path: Path) -> None:
         load(path=str(tmp_path / "none.jsonl"))
     (tmp_path / "rows.csv").write_text("a,b\n")
     with pytest.raises(
-        SettingsError, match=r"rows\.csv is of no known kind; use \.jsonl, \.parquet or a folder"
+        SettingsError, match=r"rows\.csv has no known suffix; use \.jsonl, \.parquet or a folder"
     ):
         load(path=str(tmp_path / "rows.csv"))
     (tmp_path / "broken.parquet").write_text("no parquet")

@@ -1,5 +1,5 @@
 """Evaluation beside a run: what is due, weights that stay while they are read, results that are
-told once.
+reported once.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ def settings(**changes: Any) -> EvaluationSettings:
         ([50], [0, 40], None),
         ([50, 60], [0, 40], DueCheckpoint(60)),
         ([95, 100], [0, 20], DueCheckpoint(100, (40, 60, 80))),
-        ([70, 75], [0, 60], DueCheckpoint(75)),  # the run's last step is no multiple
+        ([70, 75], [0, 60], DueCheckpoint(75)),  # the run's last step
         ([20], [0, 40], None),  # older than what is known is never gone back to
     ],
 )
@@ -121,7 +121,7 @@ def test_nothing_is_due_after_the_last_step() -> None:
     assert not is_over(60, [])
     assert not is_over(60, [0, 40])
     assert is_over(60, [0, 40, 60])
-    assert not is_over(80, [0, 40, 60]), "a run that goes on with more steps is evaluated further"
+    assert not is_over(80, [0, 40, 60]), "a run that continues with more steps is evaluated further"
 
 
 # Pins
@@ -232,9 +232,13 @@ def test_a_result_is_written_whole_and_found_again(tmp_path: Path) -> None:
     write_result(tmp_path, EvaluationResult(0, {"held-out": FOUND}))
     (results_folder(tmp_path) / ".step-60.json.tmp").write_text("half")
     assert evaluated_steps(tmp_path) == [0, 40]
-    told = json.loads(result_file(tmp_path, 40).read_text())
-    assert told["sets"]["held-out"]["pass_at"]["1"] == {"mean": 0.25, "low": 0.1, "high": 0.4}
-    assert (told["failed"], told["overtaken"], told["seconds"]) == ({"hard": "no"}, [20], 12.5)
+    written = json.loads(result_file(tmp_path, 40).read_text())
+    assert written["sets"]["held-out"]["pass_at"]["1"] == {"mean": 0.25, "low": 0.1, "high": 0.4}
+    assert (written["failed"], written["overtaken"], written["seconds"]) == (
+        {"hard": "no"},
+        [20],
+        12.5,
+    )
     assert str(EvaluationResult(40, {"held-out": FOUND}, {"hard": "no"})) == (
         "step 40: held-out pass@1 0.250 (0.100 to 0.400), reward 0.250; hard failed: no"
     )
@@ -301,7 +305,7 @@ async def test_a_result_is_told_once_whatever_else_is_dropped_meanwhile(
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Path]:
-    """Of different weights."""
+    """Weights that differ by seed."""
     folder = tmp_path_factory.mktemp("tiny")
     return [
         tiny.make_tiny_model(folder / str(seed), seed=seed, hidden_size=32, num_layers=1)
@@ -350,13 +354,13 @@ async def evaluate(
             loop = EvaluationLoop(job.spec, job.spec.evaluation, wiring, report, make_sets(job))
             result = await run_until_first(loop.run(), report.run(), watch())
             async with connection.metrics() as records:
-                told = []
+                of_steps = []
                 async for record in records:
                     if record.step >= 0:
-                        told.append(record)
+                        of_steps.append(record)
                     if record.step >= job.spec.algorithm.steps:
                         break
-    return result, told
+    return result, of_steps
 
 
 @pytest.mark.e2e

@@ -94,7 +94,7 @@ class Unmerged:
         return adapter
 
     def logprobs(self, adapter: Weights, prompt: list[int], sampled: list[int]) -> list[float]:
-        """Of the sampled tokens, W x and scale B A x computed apart."""
+        """Log-probabilities of the sampled tokens, with W x and scale B A x computed apart."""
 
         def beside(a: Tensor, b: Tensor) -> Any:
             return lambda _, inputs, y: y + SCALE * (inputs[0] @ a.T @ b.T)

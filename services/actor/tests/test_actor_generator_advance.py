@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelinerl_actor.generator.engine import KVCache, Sampling
-from pipelinerl_actor.generator.transformers_engine import TransformersEngine, TransformersOptions
+from pipelinerl_actor.generator.engine import EngineOptions, KVCache, Sampling
+from pipelinerl_actor.generator.transformers_engine import TransformersEngine
 from pipelinerl_actor.models.tiny import VOCAB_SIZE, make_tiny_model
+from pipelinerl_common.settings import GeneratorSettings
 from pipelinerl_common.types import VersionRun
 
 SEEDS = (1, 2)
@@ -20,8 +21,9 @@ async def test_a_paused_engine_advances_by_tokens_and_shows_their_distributions(
     tmp_path: Path,
 ) -> None:
     seen: list[tuple[int | None, torch.Tensor]] = []
-    options = TransformersOptions(
-        make_tiny_model(tmp_path), "float32", "model", 8, initial_version=0, can_stage=True
+    settings = GeneratorSettings(engine="transformers", max_running_requests=8)
+    options = EngineOptions(
+        make_tiny_model(tmp_path), "float32", "model", 64, settings, 0, can_stage=True, on_cpu=True
     )
     engine = TransformersEngine(
         options, lambda sequence, logprobs_V: seen.append((sequence.sampling.seed, logprobs_V))

@@ -205,13 +205,19 @@ async def test_scores_are_the_logprobs_at_the_temperature(
         ({"prompt_token_ids": [40], "max_tokns": 4}, 422, "max_tokns"),
         ({"prompt_token_ids": [40], "temperature": -1}, 422, "temperature"),
         ({"prompt_token_ids": [40], "stop": [""]}, 422, "empty string"),
-        ({"prompt_token_ids": [40, 99999], "max_tokens": 4}, 400, "token id 99999 is outside the "
-            "vocabulary of 128"),
-        ({"prompt_token_ids": [40] * 1000, "max_tokens": 25}, 400, "1000 tokens and max_tokens=25 "
-            "exceed the context of 1024"),
+        (
+            {"prompt_token_ids": [40, 99999], "max_tokens": 4},
+            400,
+            "token id 99999 is outside the vocabulary of 128",
+        ),
+        (
+            {"prompt_token_ids": [40] * 1000, "max_tokens": 25},
+            400,
+            "1000 tokens and max_tokens=25 exceed the context of 1024",
+        ),
         ({"prompt_token_ids": [40] * 2000}, 400, "prompt of 2000 tokens"),
     ],
-)  # fmt: skip
+)
 async def test_a_request_that_cannot_be_served_says_why(
     client: Client, body: Any, status: int, complaint: str
 ) -> None:
@@ -447,7 +453,7 @@ async def test_a_wrong_manifest_is_refused_before_anything_changes(
         assert answer["error"]["serving_version"] == version
     status, _ = await trainer.request(right, version + 1, mode="sideways")
     assert status == 422
-    # The group is still good: nobody entered a collective.
+    # The group is still good: no member entered a collective.
     await trainer.update(right)
     assert (await client.choice(PROMPT, 2))["token_ids"] == [Y, Y]
 
@@ -483,9 +489,14 @@ async def test_a_wrong_epoch_is_refused(
     assert status == 409
     assert f"member in epoch {epoch}" in answer["error"]["message"]
     body = {
-        "epoch": epoch, "master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "backend": "gloo",
+        "epoch": epoch,
+        "master_address": "127.0.0.1",
+        "master_port": 1,
+        "rank_offset": 1,
+        "world_size": 2,
+        "backend": "gloo",
         "timeout_s": 1,
-    }  # fmt: skip
+    }
     assert (await client.call("POST", "/init_process_group", body))[0] == 409
 
 
@@ -547,9 +558,14 @@ async def test_a_group_that_does_not_form_ends_at_the_deadline(
 ) -> None:
     rendezvous = Rendezvous.open("127.0.0.1", 0, 3, CALL_S)
     body = {
-        "epoch": (await client.weights())["epoch"] + 1, "master_address": "127.0.0.1", "master_port": rendezvous.port,
-        "rank_offset": 1, "world_size": 3, "backend": "gloo", "timeout_s": 1.0,
-    }  # fmt: skip
+        "epoch": (await client.weights())["epoch"] + 1,
+        "master_address": "127.0.0.1",
+        "master_port": rendezvous.port,
+        "rank_offset": 1,
+        "world_size": 3,
+        "backend": "gloo",
+        "timeout_s": 1.0,
+    }
     with prompt_end():
         status, answer = await client.call("POST", "/init_process_group", body)
     assert status == 504

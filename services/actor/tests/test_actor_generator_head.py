@@ -13,6 +13,7 @@ from actor_generator_harness import Client, GeneratorProcess, write_job
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
+from pipelinerl_actor.generator.engine import EngineOptions
 from pipelinerl_actor.models.tiny import make_tiny_model
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import GeneratorSettings
@@ -62,11 +63,9 @@ async def test_the_transformers_engine_is_exact_with_a_head_in_float32(tmp_path:
     assert errors["model"] > 1e-4
 
 
-def options(folder: Path, head_dtype: str, **engine_args: Any) -> Any:
-    from pipelinerl_actor.generator.vllm_options import VllmOptions
-
+def options(folder: Path, head_dtype: str, **engine_args: Any) -> EngineOptions:
     generator = GeneratorSettings(engine_args=engine_args, kv_cache_bytes=64 << 20)
-    return VllmOptions(
+    return EngineOptions(
         folder / "model", "bfloat16", head_dtype, 64, generator, 0, can_stage=True, on_cpu=True
     )
 

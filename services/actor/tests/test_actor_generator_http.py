@@ -59,7 +59,7 @@ async def test_nothing_is_served_before_the_first_weights() -> None:
                 assert "no weights" in (await response.json())["error"]["message"]
 
 
-async def test_too_many_waiting_sequences_are_turned_away_and_the_engine_is_asked_for_each_choice() -> (
+async def test_too_many_waiting_sequences_are_turned_away_and_the_engine_is_asked_for_each_choice() -> (  # noqa: E501
     None
 ):
     engine = FakeEngine()
@@ -123,7 +123,7 @@ async def test_draining_takes_nothing_new_and_waits_for_what_runs() -> None:
         engine.gate.set()
         assert await draining == (200, {"drained": True})
         assert (await running)[0] == 200
-        assert generator.serving.draining
+        assert generator.requests.draining
 
 
 async def test_a_drain_that_takes_too_long_says_so() -> None:
@@ -144,9 +144,14 @@ async def test_a_fatal_error_answers_and_ends_the_process() -> None:
     engine = FakeEngine(failing={"apply": RuntimeError("device fault")})
     async with serving(engine) as (client, generator):
         group = {
-            "epoch": 1, "master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2,
-            "backend": "gloo", "timeout_s": 5,
-        }  # fmt: skip
+            "epoch": 1,
+            "master_address": "127.0.0.1",
+            "master_port": 1,
+            "rank_offset": 1,
+            "world_size": 2,
+            "backend": "gloo",
+            "timeout_s": 5,
+        }
         assert (await client.call("POST", "/init_process_group", group))[0] == 200
         manifest = {
             "tensors": [{"name": "w", "dtype": "float32", "shape": [2, 3]}],

@@ -19,7 +19,7 @@ def test_steps_that_follow_one_another_are_timed_and_all_time_is_integrated() ->
     now.seconds += 5  # idle
     clock.stepped(
         num_running=2, num_waiting=1, num_tokens=2, kv_usage=0.5, num_prefilled=30
-    )  # nobody knows when it began
+    )  # its start is unknown
     now.seconds += 0.25
     assert clock.load().running_seconds_total == pytest.approx(0.5)  # looking changes nothing
     now.seconds += 0.25

@@ -94,8 +94,8 @@ class Mixture:
 
     @torch.no_grad()
     def logprobs(self, weights: Weights, sampled: list[int], scratch: Path) -> list[float]:
-        """Of tokens sampled after PROMPT. Every expert of every layer has a part in them, or they
-        would show nothing of it.
+        """Log-probabilities of tokens sampled after PROMPT. Every expert of every layer takes part,
+        or they would show nothing of it.
         """
         (scratch / "config.json").write_text((self.folder / "config.json").read_text())
         save_file(dict(weights), scratch / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -136,7 +136,7 @@ def generator(
 async def test_every_expert_gets_every_update(
     generator: tuple[GeneratorProcess, int], tmp_path: Path
 ) -> None:
-    """Also while sequences run: one that is under way goes on with the new experts."""
+    """Also while sequences run: one that is under way continues with the new experts."""
     process, num_workers = generator
     client, mixture = Client(process.url), Mixture(tmp_path / "model")
     trainer = Trainer(client, num_workers=num_workers)

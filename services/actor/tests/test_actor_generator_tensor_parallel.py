@@ -46,7 +46,7 @@ async def test_every_worker_gets_its_share_of_every_update(
         for child in psutil.Process(generator.process.pid).children(recursive=True)
         if "Worker" in child.name()
     ]
-    assert len(workers) == 2, "vLLM's worker processes are told by their names"
+    assert len(workers) == 2, "vLLM's worker processes are identified by their names"
     workers[0].kill()
     assert await asyncio.to_thread(generator.process.wait, 60) == 1
     assert any("engine died" in line for line in generator.log)

@@ -1,4 +1,4 @@
-"""Models: tiny ones, their cache, where a job's model comes from, and how a broken folder is told."""
+"""Models: tiny ones, their cache, the source of a job's model, and errors for broken folders."""
 
 import concurrent.futures
 import json
@@ -268,7 +268,7 @@ def test_a_copy_is_made_once_and_again_when_the_source_changes(copy: Path, tmp_p
 def test_a_folder_of_the_users_is_never_removed(copy: Path, tmp_path: Path) -> None:
     (tmp_path / "run" / "model").mkdir(parents=True)
     for as_copy in (True, False):
-        with pytest.raises(SettingsError, match="was not put there"):
+        with pytest.raises(SettingsError, match="no model preparation made"):
             install_model(copy, tmp_path / "run", copy=as_copy)
 
 

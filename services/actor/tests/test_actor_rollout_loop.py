@@ -4,18 +4,18 @@ from typing import Any
 
 import pytest
 from actor_fakes import answer_of, choice
-from actor_house import JOB, House, acting, alive
+from actor_harness import JOB, ActorHarness, acting, alive
 from aiohttp import web
 
 from pipelinerl.v1 import admission_pb2 as pb
 from pipelinerl_common.types import FinishReason, VersionRun
 
 
-async def test_leased_groups_are_sampled_verified_and_published_once(house: House) -> None:
-    house.admission.to_grant = 3
-    async with acting(house, "Together") as (actor, _):
-        await alive(actor, lambda: len(house.groups) == 3)
-    by_id = {group.group_id: group for group in house.groups}
+async def test_leased_groups_are_sampled_verified_and_published_once(harness: ActorHarness) -> None:
+    harness.admission.to_grant = 3
+    async with acting(harness, "Together") as (actor, _):
+        await alive(actor, lambda: len(harness.groups) == 3)
+    by_id = {group.group_id: group for group in harness.groups}
     assert sorted(by_id) == ["0-0", "0-1", "0-2"]
     group = by_id["0-1"]  # type: ignore[index]
     assert (group.job, group.attempt, group.prompt_index, group.temperature) == (JOB, 1, 1, 1.0)
@@ -30,96 +30,100 @@ async def test_leased_groups_are_sampled_verified_and_published_once(house: Hous
         {"success": 1.0},
         FinishReason.STOP,
     )
-    started = house.admission.outcomes(pb.GROUP_OUTCOME_STARTED)
+    started = harness.admission.outcomes(pb.GROUP_OUTCOME_STARTED)
     assert sorted(event.lease_id for event in started) == ["lease-0", "lease-1", "lease-2"]
     assert {event.served_version for event in started} == {3}
-    assert not house.failures()
+    assert not harness.failures()
 
 
-async def test_a_single_turn_group_of_short_completions_is_one_request(house: House) -> None:
-    house.admission.to_grant = 1
-    async with acting(house, "Together") as (actor, _):
-        await alive(actor, lambda: house.groups)
-    assert [request["n"] for request in house.generator.requests] == [4]
+async def test_a_single_turn_group_of_short_completions_is_one_request(
+    harness: ActorHarness,
+) -> None:
+    harness.admission.to_grant = 1
+    async with acting(harness, "Together") as (actor, _):
+        await alive(actor, lambda: harness.groups)
+    assert [request["n"] for request in harness.generator.requests] == [4]
 
 
 async def test_a_task_with_its_own_rollout_and_long_completions_are_a_request_each(
-    house: House,
+    harness: ActorHarness,
 ) -> None:
-    house.admission.to_grant = 1
-    async with acting(house, "Alone") as (actor, _):
-        await alive(actor, lambda: house.groups)
-    assert [request["n"] for request in house.generator.requests] == [1] * 4
+    harness.admission.to_grant = 1
+    async with acting(harness, "Alone") as (actor, _):
+        await alive(actor, lambda: harness.groups)
+    assert [request["n"] for request in harness.generator.requests] == [1] * 4
 
 
-async def test_a_group_larger_than_the_slots_is_split_into_requests_that_fit(house: House) -> None:
-    house.admission.to_grant = 1
-    async with acting(house, "Together", actors={"generator": {"maxRunningRequests": 3}}) as (
+async def test_a_group_larger_than_the_slots_is_split_into_requests_that_fit(
+    harness: ActorHarness,
+) -> None:
+    harness.admission.to_grant = 1
+    async with acting(harness, "Together", actors={"generator": {"maxRunningRequests": 3}}) as (
         actor,
         _,
     ):
-        await alive(actor, lambda: house.groups)
-    assert [request["n"] for request in house.generator.requests] == [3, 1]
-    assert len(house.groups[0].samples) == 4
+        await alive(actor, lambda: harness.groups)
+    assert [request["n"] for request in harness.generator.requests] == [3, 1]
+    assert len(harness.groups[0].samples) == 4
 
 
-async def test_a_task_may_be_a_function(house: House) -> None:
-    house.admission.to_grant = 1
-    async with acting(house, "function", args={"right": "7"}) as (actor, _):
-        await alive(actor, lambda: house.groups)
-    assert [sample.reward for sample in house.groups[0].samples] == [1.0, 2.0, 3.0, 4.0]
-    assert house.generator.requests[0]["messages"] == [{"role": "user", "content": "0 0"}]
+async def test_a_task_may_be_a_function(harness: ActorHarness) -> None:
+    harness.admission.to_grant = 1
+    async with acting(harness, "function", args={"right": "7"}) as (actor, _):
+        await alive(actor, lambda: harness.groups)
+    assert [sample.reward for sample in harness.groups[0].samples] == [1.0, 2.0, 3.0, 4.0]
+    assert harness.generator.requests[0]["messages"] == [{"role": "user", "content": "0 0"}]
 
 
-async def test_no_more_sequences_run_than_the_generator_has_slots(house: House) -> None:
-    house.admission.to_grant = 30
-    async with acting(house, "Together", actors={"generator": {"maxRunningRequests": 8}}) as (
+async def test_no_more_sequences_run_than_the_generator_has_slots(harness: ActorHarness) -> None:
+    harness.admission.to_grant = 30
+    async with acting(harness, "Together", actors={"generator": {"maxRunningRequests": 8}}) as (
         actor,
         _,
     ):
-        await alive(actor, lambda: len(house.groups) == 30)
-    assert house.generator.most_sequences <= 8
+        await alive(actor, lambda: len(harness.groups) == 30)
+    assert harness.generator.most_sequences <= 8
 
 
-async def test_only_as_many_groups_are_leased_as_keep_the_slots_busy(house: House) -> None:
-    house.admission.to_grant = 1000
-    house.generator.answer = house.generator.hang
-    async with acting(house, "Together", actors={"generator": {"maxRunningRequests": 8}}) as (
+async def test_only_as_many_groups_are_leased_as_keep_the_slots_busy(harness: ActorHarness) -> None:
+    harness.admission.to_grant = 1000
+    harness.generator.answer = harness.generator.hang
+    async with acting(harness, "Together", actors={"generator": {"maxRunningRequests": 8}}) as (
         actor,
         _,
     ):
-        await alive(actor, lambda: house.generator.num_running == 2)
+        await alive(actor, lambda: harness.generator.num_running == 2)
         await alive(
-            actor, lambda: any(request.max_groups == 0 for request in house.admission.requests)
+            actor, lambda: any(request.max_groups == 0 for request in harness.admission.requests)
         )
-        assert house.admission.num_granted == 3  # two fill 8 slots, one waits
-        assert sorted(house.admission.requests[-1].running_lease_ids) == [
+        assert harness.admission.num_granted == 3  # two fill 8 slots, one waits
+        assert sorted(harness.admission.requests[-1].running_lease_ids) == [
             "lease-0",
             "lease-1",
             "lease-2",
         ]
 
 
-async def test_a_cancelled_lease_closes_its_request_and_is_reported(house: House) -> None:
-    house.admission.to_grant = 2
-    house.generator.answer = house.generator.hang
-    async with acting(house, "Together") as (actor, _):
-        await alive(actor, lambda: house.generator.num_running == 2)
-        house.admission.to_cancel = ["lease-1"]
-        await alive(actor, lambda: house.generator.num_running == 1)
-        await alive(actor, lambda: house.admission.outcomes(pb.GROUP_OUTCOME_CANCELLED))
-    assert house.admission.outcomes(pb.GROUP_OUTCOME_CANCELLED)[0].lease_id == "lease-1"
-    assert not house.groups
+async def test_a_cancelled_lease_closes_its_request_and_is_reported(harness: ActorHarness) -> None:
+    harness.admission.to_grant = 2
+    harness.generator.answer = harness.generator.hang
+    async with acting(harness, "Together") as (actor, _):
+        await alive(actor, lambda: harness.generator.num_running == 2)
+        harness.admission.to_cancel = ["lease-1"]
+        await alive(actor, lambda: harness.generator.num_running == 1)
+        await alive(actor, lambda: harness.admission.outcomes(pb.GROUP_OUTCOME_CANCELLED))
+    assert harness.admission.outcomes(pb.GROUP_OUTCOME_CANCELLED)[0].lease_id == "lease-1"
+    assert not harness.groups
 
 
-async def test_an_unknown_cancelled_lease_is_ignored(house: House) -> None:
-    house.admission.to_grant = 1
-    house.admission.to_cancel = ["lease-of-an-older-session"]
-    async with acting(house, "Together") as (actor, _):
-        await alive(actor, lambda: house.groups)
+async def test_an_unknown_cancelled_lease_is_ignored(harness: ActorHarness) -> None:
+    harness.admission.to_grant = 1
+    harness.admission.to_cancel = ["lease-of-an-older-session"]
+    async with acting(harness, "Together") as (actor, _):
+        await alive(actor, lambda: harness.groups)
 
 
-async def test_an_empty_completion_is_a_sample_like_any_other(house: House) -> None:
+async def test_an_empty_completion_is_a_sample_like_any_other(harness: ActorHarness) -> None:
     async def answer(body: dict[str, Any]) -> web.StreamResponse:
         texts = ["", "7", "7", "7"]
         choices = [choice(index, text) for index, text in enumerate(texts)]
@@ -131,11 +135,11 @@ async def test_an_empty_completion_is_a_sample_like_any_other(house: House) -> N
         }
         return web.json_response(answer_of(choices, [4, 5]))
 
-    house.generator.answer = answer
-    house.admission.to_grant = 1
-    async with acting(house, "Together") as (actor, _):
-        await alive(actor, lambda: house.groups)
-    assert [(sample.num_sampled, sample.reward) for sample in house.groups[0].samples] == [
+    harness.generator.answer = answer
+    harness.admission.to_grant = 1
+    async with acting(harness, "Together") as (actor, _):
+        await alive(actor, lambda: harness.groups)
+    assert [(sample.num_sampled, sample.reward) for sample in harness.groups[0].samples] == [
         (1, 0.0),
         (0, 0.0),
         (2, 1.0),
@@ -143,31 +147,33 @@ async def test_an_empty_completion_is_a_sample_like_any_other(house: House) -> N
     ]
 
 
-async def test_leases_are_renewed_in_one_session_while_groups_run(house: House) -> None:
-    house.admission.to_grant = 1
-    house.generator.answer = house.generator.hang
-    async with acting(house, "Together") as (actor, _):
+async def test_leases_are_renewed_in_one_session_while_groups_run(harness: ActorHarness) -> None:
+    harness.admission.to_grant = 1
+    harness.generator.answer = harness.generator.hang
+    async with acting(harness, "Together") as (actor, _):
         await alive(
             actor,
             lambda: (
-                sum("lease-0" in request.running_lease_ids for request in house.admission.requests)
+                sum(
+                    "lease-0" in request.running_lease_ids for request in harness.admission.requests
+                )
                 >= 2
             ),
         )
-    assert len({request.session_id for request in house.admission.requests}) == 1
-    assert {request.actor_id for request in house.admission.requests} == {"actor-0"}
+    assert len({request.session_id for request in harness.admission.requests}) == 1
+    assert {request.actor_id for request in harness.admission.requests} == {"actor-0"}
 
 
-async def test_metrics_tell_tokens_samples_and_groups(house: House) -> None:
-    house.admission.to_grant = 3
-    async with acting(house, "Together", actors={"generator": {"maxRunningRequests": 8}}) as (
+async def test_metrics_tell_tokens_samples_and_groups(harness: ActorHarness) -> None:
+    harness.admission.to_grant = 3
+    async with acting(harness, "Together", actors={"generator": {"maxRunningRequests": 8}}) as (
         actor,
         _,
     ):
         await alive(
-            actor, lambda: house.metrics and house.last_metric("groups_published_total") == 3
+            actor, lambda: harness.metrics and harness.last_metric("groups_published_total") == 3
         )
-    record = house.metrics[-1]
+    record = harness.metrics[-1]
     assert (record.role, record.instance, record.job, record.step) == ("actor", "actor-0", JOB, -1)
     assert record.values["tokens_generated_total"] == 3 * 4 * 2
     assert record.values["samples_generated_total"] == 12
@@ -178,7 +184,7 @@ async def test_metrics_tell_tokens_samples_and_groups(house: House) -> None:
     )
     assert record.values["group_seconds_count"] == 3
     assert record.values["verification_seconds_count"] == 12
-    assert house.metrics[0].values["requests_limit"] == 8
+    assert harness.metrics[0].values["requests_limit"] == 8
     assert (record.values["requests_limit"], record.values["generation_tokens_per_second"]) == (
         0,
         0,
@@ -186,12 +192,14 @@ async def test_metrics_tell_tokens_samples_and_groups(house: House) -> None:
 
 
 @pytest.mark.parametrize("task", ["Together", "Alone"])
-async def test_no_more_trajectories_decode_than_the_policy_lets(house: House, task: str) -> None:
-    house.admission.max_trajectories = 3
-    house.admission.to_grant = 3
-    async with acting(house, task) as (actor, _):
-        await alive(actor, lambda: len(house.groups) == 3)
-    assert house.generator.most_sequences <= 3
+async def test_no_more_trajectories_decode_than_the_policy_lets(
+    harness: ActorHarness, task: str
+) -> None:
+    harness.admission.max_trajectories = 3
+    harness.admission.to_grant = 3
+    async with acting(harness, task) as (actor, _):
+        await alive(actor, lambda: len(harness.groups) == 3)
+    assert harness.generator.most_sequences <= 3
     assert (
-        max(request.max_groups for request in house.admission.requests[1:]) == 1
+        max(request.max_groups for request in harness.admission.requests[1:]) == 1
     )  # four trajectories are one group

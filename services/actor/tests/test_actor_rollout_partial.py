@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from actor_fakes import completion
-from actor_house import House, acting, alive
+from actor_harness import ActorHarness, acting, alive
 from aiohttp import web
 
 from pipelinerl.v1 import admission_pb2 as pb
@@ -22,8 +22,10 @@ def partial_of(event: pb.GroupEvent) -> dict[int, tuple[list[int], list[tuple[in
     }
 
 
-async def test_a_group_goes_on_from_what_an_earlier_attempt_has_sampled(house: House) -> None:
-    """Of four trajectories one is complete, two are half done, one was never begun."""
+async def test_a_group_goes_on_from_what_an_earlier_attempt_has_sampled(
+    harness: ActorHarness,
+) -> None:
+    """One trajectory of four is complete, two are half done, one has not begun."""
     runs = [
         sample_pb2.VersionRun(policy_version=1, num_tokens=1),
         sample_pb2.VersionRun(policy_version=2, num_tokens=1),
@@ -36,48 +38,51 @@ async def test_a_group_goes_on_from_what_an_earlier_attempt_has_sampled(house: H
         pb.PartialAnswer(sample_index=1, **half),
         pb.PartialAnswer(sample_index=3, **half),
     ]
-    house.admission.partial = pb.PartialGroup(prompt_token_ids=[4, 9, 2, 5], answers=answers)
-    house.admission.to_grant = 1
+    harness.admission.partial = pb.PartialGroup(prompt_token_ids=[4, 9, 2, 5], answers=answers)
+    harness.admission.to_grant = 1
 
     async def say(body: dict[str, Any]) -> web.StreamResponse:
         return web.json_response(completion(["7"] * body["n"], prompt=[4, 9, 2, 5], version=2))
 
-    house.generator.answer = say
-    async with acting(house, "Together") as (actor, _):
-        await alive(actor, lambda: house.groups)
+    harness.generator.answer = say
+    async with acting(harness, "Together") as (actor, _):
+        await alive(actor, lambda: harness.groups)
     asked = sorted(
-        (body.get("answer_token_ids", []), body["max_tokens"]) for body in house.generator.requests
+        (body.get("answer_token_ids", []), body["max_tokens"])
+        for body in harness.generator.requests
     )
     assert asked == [([], 8), ([97, 98], 6), ([97, 98], 6)]
-    tokens = [[int(token) for token in sample.token_ids_S] for sample in house.groups[0].samples]
+    tokens = [[int(token) for token in sample.token_ids_S] for sample in harness.groups[0].samples]
     prompt = [4, 9, 2, 5]
     whole = [*prompt, 97, 98, 55, 2]
     assert tokens == [[*prompt, 97, 98], whole, [*prompt, 55, 2], whole]
-    joined = house.groups[0].samples[1]
+    joined = harness.groups[0].samples[1]
     assert [(run.policy_version, run.num_tokens) for run in joined.version_runs] == [(1, 1), (2, 3)]
     assert joined.logprobs_T.tolist() == [-0.5, -0.25, -0.5, -0.5]
-    assert [sample.reward for sample in house.groups[0].samples] == [1.0] * 4
-    (started,) = house.admission.outcomes(pb.GROUP_OUTCOME_STARTED)
+    assert [sample.reward for sample in harness.groups[0].samples] == [1.0] * 4
+    (started,) = harness.admission.outcomes(pb.GROUP_OUTCOME_STARTED)
     assert started.served_version == 1  # what the policy must count from
 
 
 @pytest.mark.parametrize("max_tokens", [8, 300], ids=["in one request", "each alone"])
 async def test_a_stop_hands_back_what_running_groups_have_sampled(
-    house: House, max_tokens: int
+    harness: ActorHarness, max_tokens: int
 ) -> None:
-    house.generator.answer = house.generator.linger
-    house.admission.to_grant = 2
+    harness.generator.answer = harness.generator.linger
+    harness.admission.to_grant = 2
     async with acting(
-        house,
+        harness,
         "Together",
         actors={"drainSeconds": 0},
         model_len=512,
         sampling={"maxTokens": max_tokens},
     ) as (actor, stop):
-        await alive(actor, lambda: house.generator.num_sequences == 8)
+        await alive(actor, lambda: harness.generator.num_sequences == 8)
         stop.set()
-        await alive(actor, lambda: len(house.admission.outcomes(pb.GROUP_OUTCOME_HANDED_BACK)) == 2)
-    events = house.admission.outcomes(pb.GROUP_OUTCOME_HANDED_BACK)
+        await alive(
+            actor, lambda: len(harness.admission.outcomes(pb.GROUP_OUTCOME_HANDED_BACK)) == 2
+        )
+    events = harness.admission.outcomes(pb.GROUP_OUTCOME_HANDED_BACK)
     assert sorted(event.lease_id for event in events) == ["lease-0", "lease-1"]
     halves = ([97, 98], [(1, 1), (2, 1)])
     first = ([55, 2], [(1, 2)]) if max_tokens == 8 else halves
@@ -88,17 +93,17 @@ async def test_a_stop_hands_back_what_running_groups_have_sampled(
         assert list(event.partial.answers[1].logprobs) == [-0.5, -0.25]
         assert list(event.partial.prompt_token_ids) == [4, 9, 2, 5]
         assert event.tokens_wasted == 0
-    assert house.groups == []
+    assert harness.groups == []
 
 
-async def test_a_task_with_stop_strings_begins_again(house: House) -> None:
-    house.generator.answer = house.generator.hang
-    house.admission.to_grant = 1
+async def test_a_task_with_stop_strings_begins_again(harness: ActorHarness) -> None:
+    harness.generator.answer = harness.generator.hang
+    harness.admission.to_grant = 1
     async with acting(
-        house, "Together", actors={"drainSeconds": 0}, sampling={"maxTokens": 8, "stop": ["."]}
+        harness, "Together", actors={"drainSeconds": 0}, sampling={"maxTokens": 8, "stop": ["."]}
     ) as (actor, stop):
-        await alive(actor, lambda: house.generator.num_sequences == 4)
+        await alive(actor, lambda: harness.generator.num_sequences == 4)
         stop.set()
-        await alive(actor, lambda: house.admission.outcomes(pb.GROUP_OUTCOME_HANDED_BACK))
-    (event,) = house.admission.outcomes(pb.GROUP_OUTCOME_HANDED_BACK)
+        await alive(actor, lambda: harness.admission.outcomes(pb.GROUP_OUTCOME_HANDED_BACK))
+    (event,) = harness.admission.outcomes(pb.GROUP_OUTCOME_HANDED_BACK)
     assert not event.HasField("partial")

@@ -1,5 +1,5 @@
 """Environments of `verifiers`: what is sampled here is judged as it would be there, and what cannot
-be played is refused.
+be run is refused.
 """
 
 import asyncio
@@ -14,8 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from actor_player import TOKENIZER, Player, trajectory
-from actor_script import Script
+from actor_fakes import TOKENIZER, ScriptedGenerator, ScriptedRollout, trajectory
 from aiohttp import web
 
 from pipelinerl_actor.models.tiny import make_tiny_model
@@ -37,7 +36,11 @@ from datasets import Dataset
 from openai import AsyncOpenAI
 
 SUMS = Dataset.from_list([
-    {"question": f"{n} + {n}?", "answer": str(2 * n), "info": {"n": n, "note": "even" if n % 2 == 0 else "odd"}}
+    {
+        "question": f"{n} + {n}?",
+        "answer": str(2 * n),
+        "info": {"n": n, "note": "even" if n % 2 == 0 else "odd"},
+    }
     for n in range(6)
 ])
 
@@ -56,8 +59,13 @@ def number(completion):
 def single(weight=2.0, **fields):
     parser = vf.XMLParser(["answer"])
     rubric = vf.Rubric(funcs=[right, brief, even], weights=[weight, 0.5, 0.0], parser=parser)
-    shots = [{"role": "user", "content": "0 + 1?"}, {"role": "assistant", "content": "<answer>1</answer>"}]
-    return vf.SingleTurnEnv(dataset=SUMS, system_prompt="Add.", few_shot=shots, parser=parser, rubric=rubric, **fields)
+    shots = [
+        {"role": "user", "content": "0 + 1?"},
+        {"role": "assistant", "content": "<answer>1</answer>"},
+    ]
+    return vf.SingleTurnEnv(
+        dataset=SUMS, system_prompt="Add.", few_shot=shots, parser=parser, rubric=rubric, **fields
+    )
 
 class Guess(vf.MultiTurnEnv):
     cleaned = 0
@@ -66,7 +74,9 @@ class Guess(vf.MultiTurnEnv):
         return state
     @vf.stop
     async def found(self, state):
-        return bool(state["trajectory"]) and state["trajectory"][-1]["completion"][-1]["content"] == str(state["number"])
+        if not state["trajectory"]:
+            return False
+        return state["trajectory"][-1]["completion"][-1]["content"] == str(state["number"])
     @vf.cleanup
     async def clean(self, state):
         type(self).cleaned += 1
@@ -74,16 +84,18 @@ class Guess(vf.MultiTurnEnv):
         said = messages[-1]["content"]
         state["guesses"] += 1
         if said == "away":
-            raise vf.SandboxError("the sandbox is away")
+            raise vf.SandboxError("the sandbox is unreachable")
         if said == "enough":
             state["final_env_response"] = [{"role": "user", "content": "bye"}]
             return state["final_env_response"]
         if said == "rewrite":
             messages[0]["content"] = "something else"
-            return [{"role": "user", "content": "go on"}]
+            return [{"role": "user", "content": "again"}]
         if said == "show":
-            return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
-        return [{"role": "user", "content": [{"type": "text", "text": "higher" if int(said) < state["number"] else "lower"}]}]
+            image = {"type": "image_url", "image_url": {"url": "data:"}}
+            return [{"role": "user", "content": [image]}]
+        hint = "higher" if int(said) < state["number"] else "lower"
+        return [{"role": "user", "content": [{"type": "text", "text": hint}]}]
 
 async def quickly(state):
     return 1.0 / (1 + state["guesses"])
@@ -103,7 +115,8 @@ def add(a: int, b: int) -> int:
 
 def tools(stop=False):
     rubric = vf.Rubric(funcs=[lambda_right])
-    return vf.ToolEnv(dataset=SUMS, tools=[add], rubric=rubric, max_turns=3, stop_errors=[TypeError] if stop else [])
+    stops = [TypeError] if stop else []
+    return vf.ToolEnv(dataset=SUMS, tools=[add], rubric=rubric, max_turns=3, stop_errors=stops)
 
 def lambda_right(completion, answer):
     return float(completion[-1]["content"] == answer)
@@ -124,7 +137,8 @@ class OwnResponse(vf.SingleTurnEnv):
         raise NotImplementedError
 
 def drawn():
-    return vf.SingleTurnEnv(dataset=Dataset.from_list([{"question": str(random.random()), "answer": ""} for _ in range(3)]))
+    rows = [{"question": str(random.random()), "answer": ""} for _ in range(3)]
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows))
 
 def away():
     raise ConnectionError("Couldn't reach the hub")
@@ -180,11 +194,11 @@ class Endpoint:
 
     def __init__(self, says: Sequence[str]) -> None:
         self._says = list(says)
-        self.heard: list[Any] = []
+        self.received: list[Any] = []
         self.chat = SimpleNamespace(completions=self)
 
     async def create(self, *, messages: Any, **_: Any) -> Any:
-        self.heard = list(messages)
+        self.received = list(messages)
         number = sum(message["role"] == "assistant" for message in messages)
         return completion_of(turn(self._says.pop(0)), number)
 
@@ -211,12 +225,12 @@ def ours(verdict: Verdict) -> tuple[float, dict[str, float]]:
 
 
 def index_of(task: Task, n: int) -> int:
-    """Of the prompt that is about `n`."""
+    """Index of the prompt that is about `n`."""
     return next(index for index in range(6) if task.prompt(index).facts["row"]["info"]["n"] == n)
 
 
-async def play(task: Task, n: int, says: Sequence[str]) -> tuple[Verdict, Script]:
-    script = Script(task, says, index=index_of(task, n))
+async def play(task: Task, n: int, says: Sequence[str]) -> tuple[Verdict, ScriptedRollout]:
+    script = ScriptedRollout(task, says, index=index_of(task, n))
     return await task.rollout(script), script
 
 
@@ -293,14 +307,17 @@ async def test_several_turns_are_played_and_judged_as_verifiers_does_it() -> Non
     verdict, script = await play(task, 4, ["4", "9", "8"])
     assert verdict.reward == pytest.approx(1 / 3 + 0.1)
     assert verdict.metrics["num_turns"] == 3
-    assert [message["content"] for message in script.heard] == ["4 + 4?", "higher", "lower"]
+    assert [message["content"] for message in script.received] == ["4 + 4?", "higher", "lower"]
 
 
 async def test_the_tokens_of_several_turns_are_the_sampled_ones(tmp_path: Path) -> None:
     task = load("guess")
     prompt = task.prompt(index_of(task, 4))
     model = make_tiny_model(tmp_path, hidden_size=32, num_layers=1)
-    async with Player(["4", "9", "8"]).serving() as player, aiohttp.ClientSession() as session:
+    async with (
+        ScriptedGenerator(["4", "9", "8"]).serving() as player,
+        aiohttp.ClientSession() as session,
+    ):
         rollout = trajectory(player, session, model, prompt, task)
         verdict = await task.rollout(rollout)
     assert ours(verdict) == await theirs("guess", prompt.facts["row"], ["4", "9", "8"])
@@ -318,7 +335,7 @@ async def test_the_tokens_of_several_turns_are_the_sampled_ones(tmp_path: Path) 
 
 async def test_tools_are_told_called_and_their_results_told_as_verifiers_does_it() -> None:
     task = load("tools")
-    call = '<tool_call>{"name": "add", "arguments": {"a": 4, "b": 4}}</tool_call>'
+    text = '<tool_call>{"name": "add", "arguments": {"a": 4, "b": 4}}</tool_call>'
     broken = call.replace('"b": 4', '"c": 4')
     for says in (
         [f"Let me see. {call}", "8"],
@@ -335,11 +352,11 @@ async def test_tools_are_told_called_and_their_results_told_as_verifiers_does_it
         1.0,
         1.0,
     )
-    system, question, result = script.heard
+    system, question, result = script.received
     assert "- add: Adds two numbers." in system["content"]
     assert '"required": ["a", "b"]' in system["content"]
     assert (question["content"], result) == ("4 + 4?", {"role": "tool", "content": "8"})
-    assert tuple(script.heard[:2]) == task.prompt(index_of(task, 4)).messages
+    assert tuple(script.received[:2]) == task.prompt(index_of(task, 4)).messages
 
 
 async def test_a_tool_error_that_ends_the_rollout_is_the_policys_and_is_scored() -> None:
@@ -353,7 +370,7 @@ async def test_rows_of_a_group_are_played_by_their_own_environment() -> None:
     task = load("group")
     by_task = {task.prompt(index).facts["row"]["task"]: index for index in range(12)}
     for name, says in (("single", ["<answer>8</answer>"]), ("guess", ["1", "2", "3", "4"])):
-        script = Script(task, says, index=by_task[name])
+        script = ScriptedRollout(task, says, index=by_task[name])
         assert ours(await task.rollout(script)) == await theirs(
             "group", script.prompt.facts["row"], says
         )
@@ -402,7 +419,7 @@ async def test_a_judges_endpoint_is_asked_and_one_that_is_away_is_no_reward_of_0
 @pytest.mark.parametrize(
     ("said", "error", "complaint"),
     [
-        ("away", TemporaryError, "SandboxError: the sandbox is away"),
+        ("away", TemporaryError, "SandboxError: the sandbox is unreachable"),
         ("rewrite", PermanentError, "changed what had been said before"),
         ("show", PermanentError, "a message with 'image_url' in it; only text"),
         ("not a number", ValueError, "invalid literal"),
@@ -423,7 +440,7 @@ async def test_a_rollout_that_is_cancelled_is_cleaned_up() -> None:
     task = load("guess")
     our_env = importlib.import_module("our_env")
     before = our_env.Guess.cleaned
-    script = Script(task, [], index=0)
+    script = ScriptedRollout(task, [], index=0)
     asked = asyncio.Event()
 
     async def wait(messages: Any) -> Turn:
@@ -469,11 +486,11 @@ def test_the_other_data_set_may_be_asked_for() -> None:
         ),
         (
             args_of("away"),
-            "needs what cannot be reached from here, the network or a file: ConnectionError",
+            "needs the network or a file that cannot be reached: ConnectionError",
         ),
         (
             args_of("keyless"),
-            "a model judges in it, and there is no endpoint to ask: set OPENAI_API_KEY",
+            "it has a model as judge, but no endpoint for it: set OPENAI_API_KEY",
         ),
         (
             args_of("grouped"),
@@ -481,7 +498,7 @@ def test_the_other_data_set_may_be_asked_for() -> None:
         ),
         (args_of("own_rollout"), "OwnRollout has a rollout of its own"),
         (args_of("own_response"), "OwnResponse asks for the policy's answers in its own way"),
-        (args_of("text"), "message_type='completion'; only 'chat' can be played"),
+        (args_of("text"), "message_type='completion'; only 'chat' is supported"),
         (args_of("only_eval"), r"has no data set for spec\.task\.args\.split='train'"),
         ({**args_of("single"), "split": "test"}, "split: Input should be 'train' or 'eval'"),
     ],
@@ -514,17 +531,17 @@ def test_messages_are_told_as_the_policy_writes_them() -> None:
             "tool_call_id": "x",
         },
     ]
-    told = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    text = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     assert plain(given) == [
-        {"role": "assistant", "content": f"{told}\n{told}"},
+        {"role": "assistant", "content": f"{text}\n{text}"},
         {"role": "tool", "content": "42"},
     ]
-    with pytest.raises(PermanentError, match="which is no message"):
+    with pytest.raises(PermanentError, match="which is not a message"):
         plain(["hello"])
 
 
 @pytest.mark.parametrize(
-    ("text", "finish_reason", "told", "calls"),
+    ("text", "finish_reason", "expected", "calls"),
     [
         ("8", FinishReason.STOP, "stop", 0),
         ("8", FinishReason.LENGTH, "length", 0),
@@ -534,10 +551,10 @@ def test_messages_are_told_as_the_policy_writes_them() -> None:
     ],
 )
 def test_a_turn_becomes_a_completion(
-    text: str, finish_reason: FinishReason, told: str, calls: int
+    text: str, finish_reason: FinishReason, expected: str, calls: int
 ) -> None:
     choice = completion_of(turn(text, finish_reason), 1).choices[0]
-    assert choice.finish_reason == told
+    assert choice.finish_reason == expected
     assert len(choice.message.tool_calls or ()) == calls
     assert choice.message.content == ("so " if calls else text)
 

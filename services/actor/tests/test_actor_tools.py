@@ -1,4 +1,4 @@
-"""Tasks with tools: what the policy is told, what it calls, what is judged."""
+"""Tasks with tools: what the policy reads, what it calls, what is judged."""
 
 import asyncio
 import json
@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from actor_script import Script
+from actor_fakes import ScriptedRollout
 
 from pipelinerl_actor.dataset import DataSettings
 from pipelinerl_actor.task import Prompt, Turn, Verdict
@@ -26,14 +26,14 @@ async def hang() -> str:
 
 
 async def be_away() -> str:
-    raise TemporaryError("the service is away")
+    raise TemporaryError("the service is unreachable")
 
 
 class Adding(ToolTask):
     tools = (
         Tool("add", 'Adds: {"a": 1, "b": 2}.', add),
         Tool("hang", "Never answers.", hang),
-        Tool("be_away", "Is away.", be_away),
+        Tool("be_away", "Is unreachable.", be_away),
     )
     max_turns = 3
     tool_timeout_s = 0.05
@@ -73,27 +73,27 @@ def test_calls_are_read_in_order_and_one_of_another_form_is_none(
 
 
 async def test_a_call_is_answered_and_the_turn_without_one_is_judged() -> None:
-    script = Script(Adding(), [f"Let me see. {call('add', a=1, b=2)}", "3"])
+    script = ScriptedRollout(Adding(), [f"Let me see. {call('add', a=1, b=2)}", "3"])
     verdict = await Adding().rollout(script)
     assert verdict == Verdict(
         1.0, {"turns": 2.0, "tool_calls": 1.0, "tool_failures": 0.0, "success": 1.0}
     )
-    assert [message["role"] for message in script.heard] == ["system", "user", "tool"]
-    assert 'add: Adds: {"a": 1, "b": 2}.' in script.heard[0]["content"]
-    assert script.heard[2]["content"] == "3"
+    assert [message["role"] for message in script.received] == ["system", "user", "tool"]
+    assert 'add: Adds: {"a": 1, "b": 2}.' in script.received[0]["content"]
+    assert script.received[2]["content"] == "3"
 
 
 async def test_several_calls_of_one_turn_are_answered_in_order() -> None:
-    script = Script(Adding(), [call("add", a=1, b=2) + call("add", a=5, b=5), "3"])
+    script = ScriptedRollout(Adding(), [call("add", a=1, b=2) + call("add", a=5, b=5), "3"])
     await Adding().rollout(script)
-    assert [message["content"] for message in script.heard if message["role"] == "tool"] == [
+    assert [message["content"] for message in script.received if message["role"] == "tool"] == [
         "3",
         "10",
     ]
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("said", "result"),
     [
         ("<tool_call>{</tool_call>", 'error: a call is {"name": ..., "arguments": {...}}'),
         ("<tool_call>[1]</tool_call>", 'error: a call is {"name": ..., "arguments": {...}}'),
@@ -105,20 +105,20 @@ async def test_several_calls_of_one_turn_are_answered_in_order() -> None:
         (call("hang"), "error: hang took longer than 0.05 s"),
     ],
 )
-async def test_the_policy_is_told_what_was_wrong_with_its_call(said: str, told: str) -> None:
-    script = Script(Adding(), [said, "3"])
+async def test_the_policy_is_told_what_was_wrong_with_its_call(said: str, result: str) -> None:
+    script = ScriptedRollout(Adding(), [said, "3"])
     verdict = await Adding().rollout(script)
-    assert script.heard[-1]["content"] == told
+    assert script.received[-1]["content"] == result
     assert verdict.metrics["tool_failures"] == 1
 
 
 async def test_a_tool_that_is_away_leaves_the_trajectory_to_its_retry() -> None:
-    with pytest.raises(TemporaryError, match="the service is away"):
-        await Adding().rollout(Script(Adding(), [call("be_away")]))
+    with pytest.raises(TemporaryError, match="the service is unreachable"):
+        await Adding().rollout(ScriptedRollout(Adding(), [call("be_away")]))
 
 
 async def test_turns_are_bounded_and_the_last_one_is_judged() -> None:
-    script = Script(Adding(), [call("add", a=1, b=2)] * 10)
+    script = ScriptedRollout(Adding(), [call("add", a=1, b=2)] * 10)
     verdict = await Adding().rollout(script)
     assert (verdict.reward, verdict.metrics["turns"], verdict.metrics["tool_calls"]) == (
         0.0,
@@ -128,16 +128,16 @@ async def test_turns_are_bounded_and_the_last_one_is_judged() -> None:
 
 
 async def test_a_turn_that_was_cut_off_is_judged_as_it_is() -> None:
-    script = Script(Adding(), [call("add", a=1, b=2), "3"], FinishReason.LENGTH)
+    script = ScriptedRollout(Adding(), [call("add", a=1, b=2), "3"], FinishReason.LENGTH)
     assert (await Adding().rollout(script)).metrics["turns"] == 1
 
 
 def test_tools_join_the_prompts_own_system_message() -> None:
-    told = with_tools(
+    messages = with_tools(
         ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "?"}), Adding.tools
     )
-    assert [message["role"] for message in told] == ["system", "user"]
-    assert told[0]["content"].startswith("Be brief.\n\nYou may call")
+    assert [message["role"] for message in messages] == ["system", "user"]
+    assert messages[0]["content"].startswith("Be brief.\n\nYou may call")
 
 
 @pytest.mark.skipif(
@@ -152,9 +152,9 @@ async def test_maths_with_python_runs_programs_in_the_sandbox(tmp_path: Path) ->
         call("python", program="1 / 0"),
         "\\boxed{16}",
     ]
-    script = Script(task, says)
+    script = ScriptedRollout(task, says)
     verdict = await task.rollout(script)
-    tool_messages = [message["content"] for message in script.heard if message["role"] == "tool"]
+    tool_messages = [message["content"] for message in script.received if message["role"] == "tool"]
     assert tool_messages[0] == "16\n"
     assert "ZeroDivisionError" in tool_messages[1]
     assert (verdict.reward, verdict.metrics["tool_calls"], verdict.metrics["turns"]) == (

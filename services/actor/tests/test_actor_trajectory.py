@@ -9,8 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from actor_fakes import FakeGenerator, until
-from actor_player import TOKENIZER, Player, trajectory
+from actor_fakes import TOKENIZER, FakeGenerator, ScriptedGenerator, trajectory, until
 from aiohttp import web
 
 from pipelinerl_actor.models.chat import Continuation
@@ -45,15 +44,15 @@ async def test_turns_continue_the_sampled_tokens_exactly(
 ) -> None:
     task = GuessNumber(seed=0, max_turns=3)
     prompt = Prompt.of("Guess.", number=5)
-    async with Player(["4", "6x", "5"], finish_reason).serving() as player:
+    async with ScriptedGenerator(["4", "6x", "5"], finish_reason).serving() as player:
         rollout = trajectory(player, session, model_folder, prompt)
         verdict = await task.rollout(rollout)
     assert verdict.reward == pytest.approx(1 / 3)
     assert verdict.metrics == {"success": 1.0, "turns": 3}
     sample = rollout.record.to_sample(0, verdict)
     dialogue = (
-        "<|user|>Guess.<|end|><|assistant|>4<|end|><|user|>higher<|end|><|assistant|>6x<|end|><|user|>not "
-        "a number<|end|>"
+        "<|user|>Guess.<|end|><|assistant|>4<|end|><|user|>higher<|end|><|assistant|>6x<|end|>"
+        "<|user|>not a number<|end|>"
     )
     last_end = "<|end|>" if finish_reason == "stop" else ""
     assert TOKENIZER.decode(sample.token_ids_S.tolist()) == f"{dialogue}<|assistant|>5{last_end}"
@@ -70,7 +69,7 @@ async def test_turns_continue_the_sampled_tokens_exactly(
 async def test_only_the_first_turn_is_tokenised_by_the_generator(
     session: aiohttp.ClientSession, model_folder: Path
 ) -> None:
-    async with Player(["4", "5"]).serving() as player:
+    async with ScriptedGenerator(["4", "5"]).serving() as player:
         await GuessNumber(seed=0).rollout(
             trajectory(player, session, model_folder, Prompt.of("Guess.", number=5))
         )
@@ -83,7 +82,7 @@ async def test_only_the_first_turn_is_tokenised_by_the_generator(
 async def test_complete_adds_token_ids_as_they_are(
     session: aiohttp.ClientSession, model_folder: Path
 ) -> None:
-    async with Player(["1", "2"]).serving() as player:
+    async with ScriptedGenerator(["1", "2"]).serving() as player:
         rollout = trajectory(player, session, model_folder, Prompt(()))
         first = await rollout.complete([4, 50, 51])
         await rollout.complete([60])

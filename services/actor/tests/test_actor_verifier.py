@@ -36,9 +36,11 @@ class Plain(Task):
             marker = pathlib.Path(text.split(" ")[1])
             if len(marker.read_text()) < 2:
                 marker.write_text(marker.read_text() + "x")
-                raise TemporaryError("the service is away")
-        facts = {"pid": os.getpid(), "seed": self.seed, "index": prompt.facts["index"], "tokens": len(answer.token_ids)}
-        return Verdict(1.0 + self.bonus, {**facts, "version": answer.version_runs[0].policy_version})
+                raise TemporaryError("the service is unreachable")
+        facts = {"pid": os.getpid(), "seed": self.seed, "index": prompt.facts["index"]}
+        version = answer.version_runs[0].policy_version
+        facts |= {"tokens": len(answer.token_ids), "version": version}
+        return Verdict(1.0 + self.bonus, facts)
 
 def decorated(function):
     def wrapper(self, prompt, answer):
@@ -58,7 +60,7 @@ class OnlyHere(Plain):
 
 class Away(Plain):
     async def verify(self, prompt, answer):
-        raise TemporaryError("the service is away")
+        raise TemporaryError("the service is unreachable")
 """
 
 
@@ -150,7 +152,9 @@ async def test_a_temporary_error_is_tried_again(tmp_path: Path) -> None:
 
 async def test_a_service_that_stays_away_gives_the_trajectory_up_after_bounded_tries() -> None:
     async with verifying("Away") as verifier:
-        with pytest.raises(GivenUp, match="3 tries, the last: the service is away") as raised:
+        with pytest.raises(
+            GivenUp, match="3 tries, the last: the service is unreachable"
+        ) as raised:
             await ask(verifier, "fine")
     assert raised.value.reason == "verifier_unavailable"
 

@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Pods:
-    """Generators by name. Everyone that is started anew has another address, as a pod has."""
+    """Generators by name. A restarted one has another address, as a pod has."""
 
     folder: Path
     running: dict[str, GeneratorProcess] = field(default_factory=dict)
@@ -179,7 +179,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 
 @asynccontextmanager
-async def house(folder: Path, pods: Pods, *, sync_timeout_s: float) -> AsyncIterator[House]:
+async def harness(folder: Path, pods: Pods, *, sync_timeout_s: float) -> AsyncIterator[House]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         coordinator_address = f"127.0.0.1:{probe.getsockname()[1]}"
     marked: list[int] = []
@@ -231,7 +231,7 @@ async def test_a_generator_killed_in_the_middle_of_a_transfer_costs_nobody_else_
     await pods.start("actor-0/generator-0", "actor-1/generator-0")
     stays, dies = pods.urls
     async with (
-        house(folder, pods, sync_timeout_s=DEADLINE_S) as home,
+        harness(folder, pods, sync_timeout_s=DEADLINE_S) as home,
         home.operator() as coordinator,
     ):
         home.offer(1)
@@ -258,7 +258,7 @@ async def test_a_generator_killed_in_the_middle_of_a_transfer_costs_nobody_else_
 async def test_a_machine_that_goes_silent_costs_one_sync_timeout(folder: Path, pods: Pods) -> None:
     await pods.start("actor-0/generator-0", "actor-1/generator-0")
     stays, hangs = pods.urls
-    async with house(folder, pods, sync_timeout_s=8.0) as home, home.operator() as coordinator:
+    async with harness(folder, pods, sync_timeout_s=8.0) as home, home.operator() as coordinator:
         home.offer(1)
         await home.until_served(1, stays, hangs)
         pods.signal(hangs, signal.SIGSTOP)
@@ -278,7 +278,7 @@ async def test_training_goes_on_without_an_operator_and_catches_up_with_the_next
 ) -> None:
     await pods.start("actor-0/generator-0")
     (name,) = pods.urls
-    async with house(folder, pods, sync_timeout_s=30.0) as home:
+    async with harness(folder, pods, sync_timeout_s=30.0) as home:
         async with home.operator() as first:
             home.offer(1)
             await home.until_served(1, name)

@@ -249,7 +249,7 @@ class UpdateResponse(_Answer):
     version: int
     checksum: str
     pause_s: float
-    """How long decoding stood still."""
+    """Time during which decoding was paused."""
     transfer_s: float
     """From being ready for the first bucket to having the last."""
     apply_s: float
@@ -266,7 +266,7 @@ class DrainResponse(_Answer):
 
 
 class WeightsResponse(_Answer):
-    """Which weights a generator serves, and the group that it receives new ones in.
+    """The weights that a generator serves, and the group that it receives new ones in.
 
     Example: version 7 with checksum "00ff" in epoch 4, with 2 workers and 96 running sequences.
     """
@@ -274,9 +274,9 @@ class WeightsResponse(_Answer):
     version: int
     """-1 before the job's first update."""
     checksum: str | None
-    """Of the last update; None for weights that came from the folder."""
+    """Checksum of the last update; None for weights that came from the folder."""
     epoch: int
-    """Of the group that this generator is a member of; 0 for none."""
+    """Epoch of the group that this generator is a member of; 0 for none."""
     num_workers: int
     num_running: int
     updates_total: int
@@ -285,22 +285,33 @@ class WeightsResponse(_Answer):
 
 
 class LoadResponse(_Answer):
-    """A generator's present load; totals count from the start of its process. The engine's
-    EngineLoad documents the fields.
+    """A generator's present load, and sums from the start of its process: differences between two
+    answers give exact means over the time between, for example of the running sequences.
+
+    Example: 12 sequences decode, 3 wait for blocks, 40 % of 500192 tokens of KV cache are in use.
     """
 
     num_running: int
     num_waiting: int
     kv_usage: float | None
+    """Share of the KV blocks in use, 0 to 1; None for an engine without blocks."""
     kv_tokens: int | None
+    """Tokens that the KV cache holds; None for an engine without blocks."""
     kv_block_tokens: int | None
+    """Tokens of one KV block; None for an engine without blocks."""
     preemptions_total: int
     steps_total: int
+    """Decode steps that were timed: those that followed another one at once."""
     step_seconds_total: float
+    """Time of these steps."""
     step_tokens_total: int
+    """Tokens sampled in these steps."""
     prefill_tokens_total: int
+    """Prompt tokens computed in these steps, without those found in the prefix cache."""
     running_seconds_total: float
+    """`num_running`, integrated over time."""
     kv_usage_seconds_total: float
+    """`kv_usage`, integrated over time."""
 
 
 class HealthResponse(_Answer):

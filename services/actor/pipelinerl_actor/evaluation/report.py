@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 PERIOD_S = 1.0
 TRIES = 60
-"""How often, once a period, the record of a result is sent while the stream's server is
-unreachable; its file has the result all the same.
+"""Attempts, one each period, to send the record of a result while the stream's server is
+unreachable; the file has the result all the same.
 """
 
 

@@ -1,15 +1,15 @@
-"""The generator: an inference engine behind three HTTP endpoints, which takes new weights between
+"""The generator: an inference engine behind an HTTP interface, which receives new weights between
 two tokens.
 
 ```
             HTTP (app.py)
    completions, score |        | init_process_group, request_weight_update
                       v        v
-        serving.py (prompts,   updater.py (order of an update,
-        limits, versions)      refusals, roll-back)
+   request_handler.py (prompts,   updater.py (order of an update,
+   limits, versions)              refusals, roll-back)
                       |        |
                       v        v
-                  Engine (engine.py)
+            GeneratorEngine (engine.py)
               VllmEngine  |  TransformersEngine
 ```
 """

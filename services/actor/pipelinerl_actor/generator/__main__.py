@@ -12,7 +12,7 @@ from pipelinerl_common.service import parse_wiring, run_service
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one generator until it is told to stop. Returns the exit status, see run_service."""
+    """Runs one generator until SIGTERM. Returns the exit status, see run_service."""
     own = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
     own.add_argument("--model", type=Path, help="the model's folder; default: <output>/model")
     own.add_argument(
@@ -23,14 +23,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     flags, rest = own.parse_known_args(argv)
     if {"-h", "--help"} & set(rest):
-        sys.stdout.write(f"of the generator alone:\n{own.format_help()}\n")
+        sys.stdout.write(f"generator only:\n{own.format_help()}\n")
     wiring = parse_wiring("generator", rest)
     model: Path = flags.model or wiring.output / MODEL
 
     async def serve(stop: asyncio.Event) -> None:
-        from pipelinerl_actor.generator.service import (
-            serve_generator,
-        )  # torch and vLLM: not for --help
+        # Not at the top: it imports torch, which --help does not need.
+        from pipelinerl_actor.generator.service import serve_generator
 
         await serve_generator(
             wiring, model, stop, version=flags.initial_version if flags.serve_initial else None

@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# Looked through in this order.
+# The first match counts.
 STATUS: tuple[tuple[type[PipelineRLError], HTTPStatus], ...] = (
     (ManifestMismatch, HTTPStatus.UNPROCESSABLE_ENTITY),
     (MalformedMessage, HTTPStatus.UNPROCESSABLE_ENTITY),
@@ -69,10 +69,10 @@ RETRY_AFTER_S = "1"
 
 @dataclass(slots=True)
 class RunningGenerator:
-    """The parts that the routes speak to."""
+    """A generator as its routes see it."""
 
     engine: GeneratorEngine
-    serving: RequestHandler
+    requests: RequestHandler
     updater: WeightUpdater
     metrics: GeneratorMetrics
     token: str | None
@@ -82,12 +82,12 @@ class RunningGenerator:
     _failed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def fail(self, error: FatalError) -> None:
-        """Ends the process: the engine or its weights are not to be trusted."""
+        """Ends the process, because its engine or weights cannot be trusted."""
         self._fatal = error
         self._failed.set()
 
     async def watch(self) -> None:
-        """Returns never; raises what `fail` was given."""
+        """Waits for `fail` and raises its error; runs until cancelled."""
         await self._failed.wait()
         raise self._fatal or FatalError("the generator failed")
 
@@ -104,25 +104,25 @@ def create_app(generator: RunningGenerator) -> FastAPI:
 
 
 def _add_serving_routes(app: FastAPI, generator: RunningGenerator, authorized: list[Any]) -> None:
-    serving = generator.serving
+    requests = generator.requests
 
     @app.post("/v1/chat/completions", dependencies=authorized)
     async def complete(body: CompletionRequest, request: Request) -> CompletionResponse:
         traceparent = request.headers.get(TRACEPARENT, "")
         with generator.tracer.continued("decode", traceparent, sequences=body.n):
-            return await _while_connected(request, serving.complete(body))
+            return await _while_connected(request, requests.complete(body))
 
     @app.post("/v1/cancel", dependencies=authorized)
     async def cancel(body: CancelRequest) -> CancelResponse:
-        return CancelResponse(found=serving.cancel(body.request_id))
+        return CancelResponse(found=requests.cancel(body.request_id))
 
     @app.post("/v1/score", dependencies=authorized)
     async def score(body: ScoreRequest, request: Request) -> ScoreResponse:
-        return await _while_connected(request, serving.score(body))
+        return await _while_connected(request, requests.score(body))
 
     @app.post("/drain", dependencies=authorized)
     async def drain() -> DrainResponse:
-        return DrainResponse(drained=await serving.drain(generator.drain_s))
+        return DrainResponse(drained=await requests.drain(generator.drain_s))
 
 
 def _add_weight_routes(app: FastAPI, generator: RunningGenerator, authorized: list[Any]) -> None:
@@ -144,11 +144,11 @@ def _add_weight_routes(app: FastAPI, generator: RunningGenerator, authorized: li
         update = WeightUpdate(
             body.epoch, transfer, body.mode, KVCache(body.kv_cache), body.allow_rollback
         )
-        # An update that has begun goes on to its end, whoever asked for it.
         traceparent = request.headers.get(TRACEPARENT, "")
         with generator.tracer.continued(
             "receive weights", traceparent, version=body.version, mode=body.mode
         ) as receiving:
+            # Shielded: an update that has begun must end, even if its caller disconnects.
             report = await asyncio.shield(asyncio.ensure_future(updater.update(update)))
             receiving.set(
                 pause_s=report.pause_s, transfer_s=report.transfer_s, apply_s=report.apply_s
@@ -162,10 +162,10 @@ def _add_weight_routes(app: FastAPI, generator: RunningGenerator, authorized: li
             checksum=updater.checksum,
             epoch=updater.epoch,
             num_workers=generator.engine.num_workers,
-            num_running=generator.serving.num_running,
+            num_running=generator.requests.num_running,
             updates_total=updater.num_updates,
             update_failures_total=updater.num_failures,
-            draining=generator.serving.draining,
+            draining=generator.requests.draining,
         )
 
 
@@ -176,17 +176,17 @@ def _add_probe_routes(app: FastAPI, generator: RunningGenerator) -> None:
 
     @app.get("/ready")
     async def ready() -> ReadyResponse:
-        if not generator.serving.ready:
+        if not generator.requests.ready:
             raise Unavailable(
                 "draining"
-                if generator.serving.draining
+                if generator.requests.draining
                 else "no weights of the job were received yet"
             )
         return ReadyResponse(version=generator.updater.version)
 
     @app.get("/load")
     async def load() -> LoadResponse:
-        return LoadResponse(**asdict(generator.engine.load()))
+        return generator.engine.load()
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -247,13 +247,13 @@ def _bearer(token: str | None) -> Callable[[Request], Awaitable[None]]:
 
 
 async def _while_connected(request: Request, work: Awaitable[Result]) -> Result:
-    """Cancels `work` when the client goes away, so that nobody decodes for nobody."""
+    """Cancels `work` when the client disconnects, so that no sequence is decoded for nothing."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise HTTPException(499, "the client went away")
+            raise HTTPException(499, "the client disconnected")
         return working.result()
     finally:
         for task in (working, leaving):

@@ -1,5 +1,5 @@
-"""What the generator needs of an inference engine. Two exist: vLLM, and Hugging Face transformers
-for numerics.
+"""The interface of an inference engine, with its types. There are two engines: vLLM, and Hugging
+Face transformers for numerics.
 """
 
 import asyncio
@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Protocol
 
-from pipelinerl_actor.generator.metrics import EngineLoad
+from pipelinerl_common.generator_api import LoadResponse
+from pipelinerl_common.settings import GeneratorSettings
 from pipelinerl_common.types import VersionRun
 from pipelinerl_weights.manifest import Manifest
 
 
 class KVCache(StrEnum):
-    """What happens to the KV cache of running sequences at an update."""
+    """The treatment of the running sequences' KV cache at an update."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
@@ -23,8 +25,8 @@ class KVCache(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one sequence is sampled. `top_k` -1 and `top_p` 1 leave every token in; temperature 0
-    takes the likeliest.
+    """The sampling parameters of one sequence. `top_k` -1 and `top_p` 1 keep every token;
+    temperature 0 takes the likeliest.
     """
 
     max_tokens: int
@@ -48,14 +50,14 @@ class EngineCompletion:
     token_ids: tuple[int, ...]
     """Sampled tokens, an end-of-sequence token included."""
     logprobs: tuple[float, ...]
-    """Of each sampled token under the distribution it was drawn from (after temperature, top-k and
-    top-p).
+    """Log-probability of each sampled token under the distribution that it was drawn from: after
+    temperature, top-k and top-p.
     """
     version_runs: tuple[VersionRun, ...]
     finish_reason: str
     """"stop", "length", or "abort" for what was sampled of a sequence that was stopped."""
     num_cached_tokens: int = 0
-    """Of the prompt, found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One version that is about to arrive."""
+    """The transfer of one version of the weights, which is about to begin."""
 
     version: int
     manifest: Manifest
@@ -82,22 +84,42 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What every worker of the engine received."""
+    """The outcome of a transfer that every worker of the engine has received."""
 
     checksum: str
     transfer_s: float
-    """From being ready for the first bucket to having the last, the slowest worker's."""
+    """From being ready for the first bucket to having the last, of the slowest worker."""
     load_s: float
-    """Spent on loading and packing what was received, the slowest worker's; most of it during the
-    transfer.
+    """Time for loading and packing what was received, most of it during the transfer; of the
+    slowest worker.
     """
 
 
-class GeneratorEngine(Protocol):
-    """Decodes, and takes weights. The weight verbs are called by one caller at a time, in the order
-    that updater.py gives.
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What an engine is started with."""
 
-    Nothing that fails before `apply` or `receive_in_place` changes the weights that decode.
+    model: Path
+    dtype: str
+    head_dtype: str
+    """`float32`, or `model` for the dtype of the weights."""
+    max_model_len: int
+    settings: GeneratorSettings
+    initial_version: int
+    can_stage: bool
+    on_cpu: bool
+    takes_updates: bool = True
+    adapter_scale: float | None = None
+    """alpha over rank, for updates that bring adapters; None where they bring whole weights."""
+    engine_metrics: bool = True
+    """Whether vLLM collects its own Prometheus metrics."""
+
+
+class GeneratorEngine(Protocol):
+    """Decodes, and receives weights. WeightUpdater is the only caller of the weight methods, one at
+    a time and in the order that its module draws.
+
+    A failure before `apply` or `receive_in_place` leaves the weights that decode as they are.
     """
 
     @property
@@ -105,11 +127,11 @@ class GeneratorEngine(Protocol):
 
     @property
     def can_stage(self) -> bool:
-        """Whether memory for a second copy of the weights was set aside."""
+        """Whether memory is reserved for a second copy of the weights."""
         ...
 
-    def load(self) -> EngineLoad:
-        """How full it is, and what its steps have cost."""
+    def load(self) -> LoadResponse:
+        """The sequences under way, and what the decode steps have cost."""
         ...
 
     def running(self) -> AbstractAsyncContextManager[None]:
@@ -117,24 +139,24 @@ class GeneratorEngine(Protocol):
         ...
 
     async def watch(self) -> None:
-        """Returns never; raises FatalError when the engine dies."""
+        """Waits for the end of the engine and raises FatalError then; runs until cancelled."""
         ...
 
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: Sampling, stop: asyncio.Event | None = None
     ) -> EngineCompletion:
-        """Samples one sequence. Cancelling it stops the decode, and so does `stop`, which leaves
-        what was sampled.
+        """Samples one sequence. Cancelling it stops the decode; `stop` ends it with what was
+        sampled.
         """
         ...
 
     async def score(self, token_ids: Sequence[int], start: int, temperature: float) -> list[float]:
-        """Log-probabilities of token_ids[start:], each given all before it. `start` is at least 1."""
+        """Log-probabilities of token_ids[start:], each given all before it; `start` is >= 1."""
         ...
 
     async def join(self, group: GroupSpec) -> list[int]:
-        """Every worker joins the group, leaving its old one; decoding goes on. Returns the workers'
-        ranks.
+        """Makes every worker leave its old group and join this one, while decoding continues.
+        Returns the workers' ranks.
 
         Raises TransferTimeout, TransferAborted or TransferFailed, as do `stage` and
         `receive_in_place`.
@@ -142,39 +164,37 @@ class GeneratorEngine(Protocol):
         ...
 
     async def leave(self) -> None:
-        """Every worker leaves its group, if it has one."""
+        """Makes every worker leave its group, if it has one."""
         ...
 
     async def stage(self, transfer: Transfer) -> Received:
-        """Receives into the second copy while decoding goes on."""
+        """Receives into the second copy while decoding continues."""
         ...
 
     async def back_up(self) -> None:
-        """Keeps a copy of the present weights for `roll_back`, off the device, while decoding goes
-        on.
-        """
+        """Copies the weights to host memory for `roll_back`, while decoding continues."""
         ...
 
     async def pause(self, kv_cache: KVCache) -> None:
-        """Stops at a token boundary. No request is aborted. `recompute` drops all KV."""
+        """Stops decoding at a token boundary, aborting no request. `recompute` drops all KV."""
         ...
 
     async def apply(self) -> None:
-        """Paused: makes the staged weights the ones that decode. An error leaves them undefined."""
+        """Makes the staged weights decode; needs a pause. An error leaves them undefined."""
         ...
 
     async def receive_in_place(self, transfer: Transfer) -> Received:
-        """Paused: receives into the weights that decode. An error leaves them undefined until
-        `roll_back`.
+        """Receives into the weights that decode; needs a pause. An error leaves them undefined
+        until `roll_back`.
         """
         ...
 
     async def roll_back(self) -> None:
-        """Paused: restores what `back_up` kept. An error leaves the weights undefined."""
+        """Restores what `back_up` copied; needs a pause. An error leaves them undefined."""
         ...
 
     async def set_version(self, version: int) -> None:
-        """Paused: tokens are labelled with `version` from the next one on."""
+        """Labels tokens with `version` from the next one on; needs a pause."""
         ...
 
     async def resume(self) -> None: ...

@@ -1,14 +1,12 @@
-"""What an adapter update (LoRA) becomes in a generator: dense weights, made from the model folder's
-and the adapter.
+"""Dense weights of an adapter update (LoRA), made from the model folder's weights and the adapter.
 
 Generators serve W + (alpha / rank) B A and not W beside A and B: one adapter is served at a time,
-always the newest, and kernels that keep many apart would make every token pay for what nobody
-needs. The KV policies, the pause and the decode speed are those of full weights; only what travels
-is small.
+always the newest, and kernels for many adapters would slow down every token without need. The KV
+policies, the pause and the decode speed are those of full weights; only the transfer is small.
 
-The frozen weights W stay where they are, in the files of the model folder, mapped into memory: no
-second copy on the device, and one for all generators of a node. Every update starts from them, so
-nothing adds up.
+The frozen weights W stay in the files of the model folder, mapped into memory: no second copy on
+the device, and one for all generators of a node. Every update starts from them, so rounding errors
+do not accumulate.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,10 +21,10 @@ from pipelinerl_weights.adapter import WEIGHT, a_name, b_name, layer_of, merge
 
 
 class MergedWeights:
-    """The folder's layers with an adapter merged into them.
+    """Merges adapters into the layers of a model folder.
 
-    `fused` tells which layers an engine keeps in one, by the ends of their names: {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}.
-    When one of them has an adapter, the others come along.
+    `fused` has the layers that an engine stores as one, by the ends of their names:
+    {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}. When one of them has an adapter, all are merged.
     """
 
     def __init__(
@@ -45,11 +43,10 @@ class MergedWeights:
         """Layers that adapters have changed, in order."""
 
     def of(self, adapter: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint tensors of every layer that `adapter` (A and B by their names) changes, on its
-        device and in its type.
+        """Checkpoint tensors of every layer that `adapter` (A and B by their names) changes, one
+        layer after another, on its device and with its dtype.
 
-        One layer after another; those that an earlier adapter changed and this one does not become
-        the folder's again. Tensors are the caller's own, but for those that have no adapter.
+        A layer that only an earlier adapter changed gets the folder's weights again.
         """
         given = dict.fromkeys(layer for name in adapter if (layer := layer_of(name)) is not None)
         for layer in given:

@@ -1,56 +1,20 @@
-"""How full an engine is and what its decode steps cost, summed step by step.
-
-Sums instead of samples, because whoever asks twice gets exact means over the time between: a mean
-number of running sequences is the difference of `running_seconds` over that of the time.
-
-What the generator counts, by the catalog's names.
-"""
+"""What the generator measures: decode steps, transfers, and the catalog's metrics."""
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from time import monotonic
 
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from pipelinerl_common.generator_api import LoadResponse
 from pipelinerl_common.metrics import GENERATOR, Metrics
 from pipelinerl_common.telemetry import memory_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """Example: 12 sequences decode, 3 wait for blocks, 40 % of 500192 tokens of KV cache are in
-    use.
-    """
-
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_usage: float | None = None
-    """Share of the KV blocks in use, 0 to 1; None for an engine without blocks."""
-    kv_tokens: int | None = None
-    """Tokens that the KV cache holds; None for an engine without blocks."""
-    kv_block_tokens: int | None = None
-    """Tokens of one KV block; None for an engine without blocks."""
-    preemptions_total: int = 0
-    steps_total: int = 0
-    """Decode steps that were timed: those that followed another one at once."""
-    step_seconds_total: float = 0.0
-    """What they took."""
-    step_tokens_total: int = 0
-    """Sampled in them."""
-    prefill_tokens_total: int = 0
-    """Prompt tokens computed in them; what the prefix cache had is not among them."""
-    running_seconds_total: float = 0.0
-    """Sequences that ran, integrated over time."""
-    kv_usage_seconds_total: float = 0.0
-    """`kv_usage`, integrated over time."""
-
-
 class StepClock:
-    """Adds up what an engine tells after every step. `now` in seconds."""
+    """Sums what an engine reports after every step; `now` is in seconds."""
 
     def __init__(self, kv_tokens: int | None = None, now: Callable[[], float] = monotonic) -> None:
         self._now = now
@@ -73,7 +37,7 @@ class StepClock:
         num_prefilled: int = 0,
         num_preempted: int = 0,
     ) -> None:
-        """A step has ended, and this is how the engine is left. `num_tokens` were sampled in it."""
+        """Counts a step that sampled `num_tokens`; the other numbers are those after it."""
         now = self._integrate()
         self._num_preemptions += num_preempted
         if self._follows and num_tokens:
@@ -81,7 +45,8 @@ class StepClock:
             self._step_s += now - self._stepped_at
             self._num_tokens += num_tokens
             self._num_prefilled += num_prefilled
-        if num_tokens or not self._follows:  # what no token came of belongs to the next step
+        # The time of a step without a token, a prefill for example, belongs to the next one.
+        if num_tokens or not self._follows:
             self._stepped_at = now
         self._num_running, self._num_waiting = num_running, num_waiting
         if self._kv_usage is not None and kv_usage is not None:
@@ -89,19 +54,19 @@ class StepClock:
         self._follows = num_running > 0
 
     def interrupted(self) -> None:
-        """Decoding stood still since the last step, so the next one is not timed."""
+        """Decoding paused since the last step, so the next one is not timed."""
         self._follows = False
 
     def emptied(self) -> None:
-        """Nothing is in the engine any more, though no step has told so: what ran was cancelled."""
+        """The engine is empty although no step has reported it: what ran was cancelled."""
         self._integrate()
         self._num_running = self._num_waiting = 0
         self._kv_usage = None if self._kv_usage is None else 0.0
         self._follows = False
 
-    def load(self) -> EngineLoad:
+    def load(self) -> LoadResponse:
         self._integrate()
-        return EngineLoad(
+        return LoadResponse(
             num_running=self._num_running,
             num_waiting=self._num_waiting,
             kv_usage=self._kv_usage,
@@ -117,7 +82,7 @@ class StepClock:
         )
 
     def _integrate(self) -> float:
-        """Up to this moment, which is returned: nothing has changed since the last step."""
+        """Integrates up to now, and returns it: nothing has changed since the last step."""
         now = self._now()
         seconds, self._integrated_to = now - self._integrated_to, now
         self._running_s += self._num_running * seconds
@@ -125,8 +90,29 @@ class StepClock:
         return now
 
 
+class TransferClock:
+    """Divides the time of one transfer; made when the worker is ready for the first bucket."""
+
+    def __init__(self) -> None:
+        self._start = self._last = monotonic()
+        self._load_s = 0.0
+
+    def bucket_arrived(self) -> None:
+        self._last = monotonic()
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        start = monotonic()
+        yield
+        self._load_s += monotonic() - start
+
+    def seconds(self) -> dict[str, float]:
+        """The fields of Received besides the checksum."""
+        return {"transfer_s": self._last - self._start, "load_s": self._load_s}
+
+
 class GeneratorMetrics:
-    """Of one generator object; `role` is that of its process."""
+    """The metrics of one generator; `role` is that of its process."""
 
     def __init__(self, job: str = "", role: str = GENERATOR) -> None:
         metrics = self.metrics = Metrics(role, job)
@@ -148,16 +134,16 @@ class GeneratorMetrics:
         self._preemptions = metrics.counter("preemptions_total")
         self._steps = metrics.counter("decode_steps_total")
         self._step_seconds = metrics.counter("decode_step_seconds_total")
-        self._load: Callable[[], EngineLoad] = EngineLoad
+        self._load: Callable[[], LoadResponse] = StepClock().load
 
-    def watch(self, load: Callable[[], EngineLoad]) -> None:
-        """Asks the engine for its load whenever somebody wants to know."""
+    def watch(self, load: Callable[[], LoadResponse]) -> None:
+        """Reads the engine's load whenever the metrics are read."""
         self._load = load
         self.metrics.gauge("sequences_waiting").read(lambda: float(load().num_waiting))
         self.metrics.gauge("kv_cache_usage_ratio").read(lambda: load().kv_usage)
 
     def exposition(self) -> bytes:
-        """For Prometheus."""
+        """The text that Prometheus scrapes."""
         load = self._load()
         self._preemptions.reach(load.preemptions_total)
         self._steps.reach(load.steps_total)
@@ -166,7 +152,7 @@ class GeneratorMetrics:
 
 
 class _Vllm(Collector):
-    """vLLM's own metrics, which it registers with the client library; none for another engine."""
+    """vLLM's own metrics, which it registers with the client library; empty for another engine."""
 
     def collect(self) -> Iterator[Metric]:
         return (family for family in REGISTRY.collect() if family.name.startswith("vllm:"))
@@ -174,28 +160,3 @@ class _Vllm(Collector):
 
 _VLLM = CollectorRegistry(auto_describe=False)
 _VLLM.register(_Vllm())
-
-
-class TransferClock:
-    """What the time of one transfer went into."""
-
-    def __init__(self) -> None:
-        self._start = self._last = time.monotonic()
-        self._load_s = 0.0
-
-    def ready(self) -> None:
-        """The worker is about to wait for the first bucket."""
-        self._start = self._last = time.monotonic()
-
-    def bucket_arrived(self) -> None:
-        self._last = time.monotonic()
-
-    @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        start = time.monotonic()
-        yield
-        self._load_s += time.monotonic() - start
-
-    def seconds(self) -> dict[str, float]:
-        """The fields of Received beside the checksum."""
-        return {"transfer_s": self._last - self._start, "load_s": self._load_s}

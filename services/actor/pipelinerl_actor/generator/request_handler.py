@@ -1,6 +1,4 @@
-"""Turns requests into sequences of the engine: prompts, limits, what is turned away, and the
-answers.
-"""
+"""Handles the generator's completion and scoring requests: prompts, limits, refusals, answers."""
 
 import asyncio
 import math
@@ -28,8 +26,8 @@ from pipelinerl_common.generator_api import (
 Result = TypeVar("Result")
 
 _MAX_WAITING_FACTOR = 16
-"""Sequences taken in at most, as a multiple of those that the engine decodes at once; further
-requests are turned away.
+"""Most sequences under way, as a multiple of those that the engine decodes at once; further
+requests are refused.
 """
 _SCORE_ATTEMPTS = 5
 
@@ -39,20 +37,22 @@ class BadRequest(PermanentError):
 
 
 class Overloaded(TemporaryError):
-    """Too much waits already."""
+    """Too many sequences wait already."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
+    """What a request is checked against."""
+
     max_model_len: int
     max_running_requests: int
     vocabulary: int
-    """Token ids are below it."""
+    """Bound of the token ids."""
 
 
 class RequestHandler:
-    """The generator's reading side. `version` is asked for the weights' version, below 0 while
-    there are none to serve with.
+    """Turns requests into sequences of the engine. `version` returns the weights' version, which is
+    below 0 while there are none to serve.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class RequestHandler:
         return self._version() >= 0 and not self.draining
 
     async def complete(self, request: CompletionRequest) -> CompletionResponse:
-        """Cancelling it stops the decode of every choice. Raises BadRequest, Unavailable or
+        """Samples all choices; cancelling it stops their decode. Raises BadRequest, Unavailable or
         Overloaded.
         """
         self._check_ready()
@@ -113,16 +113,14 @@ class RequestHandler:
         )
 
     def cancel(self, request_id: str) -> bool:
-        """Ends a request of `complete` with what was sampled until now. Whether there is such a
-        request.
-        """
+        """Ends a request of `complete` with what it has sampled. False without such a request."""
         stop = self._stops.get(request_id)
         if stop is not None:
             stop.set()
         return stop is not None
 
     async def score(self, request: ScoreRequest) -> ScoreResponse:
-        """All of it under one version: weights that change meanwhile make it start again."""
+        """Scores all sequences under one version, again from the start if the weights change."""
         self._check_ready()
         for sequence in request.sequences:
             self._check_tokens(sequence.token_ids)
@@ -146,7 +144,7 @@ class RequestHandler:
         raise Unavailable(f"the weights changed during each of {_SCORE_ATTEMPTS} attempts")
 
     async def drain(self, timeout_s: float) -> bool:
-        """Takes nothing new and waits for what runs. True when all of it has ended."""
+        """Refuses new requests and waits for the running ones; true when all have ended."""
         self.draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
@@ -154,7 +152,7 @@ class RequestHandler:
             return False
         return True
 
-    # Taking in
+    # Requests
 
     def _check_ready(self) -> None:
         if self.draining:
@@ -191,7 +189,7 @@ class RequestHandler:
         messages = [message.model_dump() for message in request.messages or ()]
         try:
             return chat_token_ids(self._tokenizer, messages)
-        # the template is a program of the model's author, and may refuse messages in any way
+        # The template is a program of the model's author, and may refuse messages in any way.
         except Exception as error:
             raise BadRequest(f"the model's chat template refuses the messages: {error}") from error
 
@@ -231,7 +229,7 @@ class RequestHandler:
             )
         return wanted
 
-    # Answering
+    # Answers
 
     async def _generate(
         self, prompt: list[int], sampling: Sampling, stop: asyncio.Event | None
@@ -273,13 +271,11 @@ class RequestHandler:
 
 
 _LOWEST = -1e9
-"""Stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON does not have."""
 
 
 async def _all(calls: Sequence[Awaitable[Result]]) -> list[Result]:
-    """Results in order. When one fails or this is cancelled, the others are cancelled and waited
-    for.
-    """
+    """Results in order. A failure or a cancellation cancels the others, and awaits them."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_awaited(call)) for call in calls]

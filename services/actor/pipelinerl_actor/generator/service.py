@@ -1,4 +1,4 @@
-"""From a job and a model folder to a running generator.
+"""Makes a running generator of a job and a model folder.
 
 ```
  engine starts, warms up -> HTTP is served -> (stop) -> drain -> HTTP ends -> engine ends
@@ -19,7 +19,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from pipelinerl_actor.generator.app import RunningGenerator, create_app
-from pipelinerl_actor.generator.engine import GeneratorEngine
+from pipelinerl_actor.generator.engine import EngineOptions, GeneratorEngine
 from pipelinerl_actor.generator.metrics import GeneratorMetrics
 from pipelinerl_actor.generator.request_handler import RequestHandler, RequestLimits
 from pipelinerl_actor.generator.updater import NOTHING_RECEIVED, WeightUpdater
@@ -46,33 +46,36 @@ _MAX_HOST_KV_BYTES = 4 << 30
 async def serve_generator(
     wiring: Wiring, model: Path, stop: asyncio.Event, *, version: int | None
 ) -> None:
-    """Serves until `stop` is set; the folder's weights as `version`, or with None nothing before
+    """Serves until `stop` is set: the folder's weights as `version`, or, with None, nothing before
     the first update.
 
     Raises SettingsError for a folder, an address or settings that cannot be used.
     """
     job, token = load_job(wiring.job_file), wiring.token
-    duty = role_of(job, wiring.name)
+    role = role_of(job, wiring.name)
     version = NOTHING_RECEIVED if version is None else version
     with _bind(wiring.listen) as listening:
         engine = make_engine(
             job,
-            duty.settings,
+            role.settings,
             model,
             initial_version=version,
-            takes_updates=duty.takes_updates,
+            takes_updates=role.takes_updates,
             log_level=wiring.log_level,
         )
-        generator = assemble(job, duty, model, engine, version=version, token=token)
-        async with open_tracer(job, duty.role, wiring.name) as generator.tracer, engine.running():
-            # not before: a connection would then wait for the engine instead of being refused
+        generator = assemble(job, role, model, engine, version=version, token=token)
+        async with (
+            open_tracer(job, role.metrics_role, wiring.name) as generator.tracer,
+            engine.running(),
+        ):
+            # Not before: connections would wait for the engine instead of being refused.
             listening.listen()
             host, port = listening.getsockname()[:2]
             log.info(
                 "listening=http://%s:%d engine=%s version=%d",
                 host,
                 port,
-                duty.settings.engine,
+                role.settings.engine,
                 version,
             )
             async with (
@@ -93,71 +96,52 @@ def make_engine(
     takes_updates: bool,
     log_level: str = "info",
 ) -> GeneratorEngine:
-    """The engine that `settings` names, not yet running. One that `takes_updates` is prepared for
-    those that the job sends.
+    """The engine that `settings` names, not running yet, and prepared for the job's updates if it
+    `takes_updates`.
 
     Raises SettingsError for a folder that does not hold a model, or one whose weights no update
     would reach.
     """
-    read_config(
-        model
-    )  # first: an engine would take a folder that is not there for a name on the hub
-    import torch  # here, so that what is wrong with the settings is said at once
+    # First: an engine would take a missing folder for a name on the hub.
+    read_config(model)
+    # Not at the top: errors in the settings appear before the seconds of this import.
+    import torch
 
     spec = job.spec
     on_cpu = not torch.cuda.is_available()
-    can_stage = takes_updates and spec.weight_transfer.mode == "staged"
-    adapter_scale = (
-        spec.model.adapter.scale if takes_updates and spec.model.adapter is not None else None
+    is_vllm = settings.engine == "vllm"
+    if is_vllm and on_cpu and settings.kv_cache_bytes is None:
+        kv_bytes = host_kv_bytes(job, settings, model)
+        settings = settings.model_copy(update={"kv_cache_bytes": kv_bytes})
+    adapter = spec.model.adapter if takes_updates else None
+    options = EngineOptions(
+        model=model,
+        dtype=spec.model.dtype,
+        head_dtype=spec.model.head_dtype,
+        max_model_len=spec.model.max_model_len,
+        settings=settings,
+        initial_version=initial_version,
+        can_stage=takes_updates and spec.weight_transfer.mode == "staged",
+        on_cpu=on_cpu,
+        takes_updates=takes_updates,
+        adapter_scale=None if adapter is None else adapter.scale,
+        engine_metrics=spec.telemetry.engine_metrics,
     )
-    if settings.engine == "transformers":
-        from pipelinerl_actor.generator.transformers_engine import (
-            TransformersEngine,
-            TransformersOptions,
-        )
+    if not is_vllm:
+        from pipelinerl_actor.generator.transformers_engine import TransformersEngine
 
-        return TransformersEngine(
-            TransformersOptions(
-                model=model,
-                dtype=spec.model.dtype,
-                head_dtype=spec.model.head_dtype,
-                max_running_requests=settings.max_running_requests,
-                initial_version=initial_version,
-                takes_updates=takes_updates,
-                can_stage=can_stage,
-                adapter_scale=adapter_scale,
-                device="cpu" if on_cpu else "cuda",
-            )
-        )
+        return TransformersEngine(options)
+    # Before the import of vLLM, which reads the environment then.
     prepare_environment(log_level, on_cpu=on_cpu)
     from pipelinerl_actor.generator.vllm_engine import VllmEngine
-    from pipelinerl_actor.generator.vllm_options import VllmOptions
 
-    if on_cpu and settings.kv_cache_bytes is None:
-        settings = settings.model_copy(
-            update={"kv_cache_bytes": host_kv_bytes(job, settings, model)}
-        )
-    return VllmEngine(
-        VllmOptions(
-            model=model,
-            dtype=spec.model.dtype,
-            head_dtype=spec.model.head_dtype,
-            max_model_len=spec.model.max_model_len,
-            generator=settings,
-            initial_version=initial_version,
-            can_stage=can_stage,
-            adapter_scale=adapter_scale,
-            on_cpu=on_cpu,
-            engine_metrics=spec.telemetry.engine_metrics,
-        )
-    )
+    return VllmEngine(options)
 
 
 def host_kv_bytes(job: Job, settings: GeneratorSettings, model: Path) -> int:
-    """KV cache for a generator on a CPU, where vLLM would take most of the memory: what all its
-    sequences need at full length.
-
-    At most 4 GiB, and a quarter more than needed, because blocks are not always full.
+    """Bytes of KV cache for a generator on a CPU, where vLLM would take most of the memory: what
+    all its sequences need at full length, a quarter more because blocks are not always full, and at
+    most 4 GiB.
     """
     config = read_config(model)
     try:
@@ -176,23 +160,22 @@ def host_kv_bytes(job: Job, settings: GeneratorSettings, model: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorRole:
-    """What a generator is there for. The reference's and the evaluator's serve the weights that
-    they begin with.
+    """The purpose of a generator, by its name. Those of the reference and of the evaluator serve
+    the weights that they start with.
     """
 
     settings: GeneratorSettings
     takes_updates: bool = True
-    role: str = GENERATOR
-    """Of its metrics."""
+    metrics_role: str = GENERATOR
 
 
 def role_of(job: Job, name: str) -> GeneratorRole:
-    """By the generator's name. Raises SettingsError for a reference in a job without one."""
+    """Raises SettingsError for a reference in a job without one."""
     spec = job.spec
     if name.startswith("reference"):
         if spec.reference is None:
             raise SettingsError(f"--name {name}: the job has no spec.reference")
-        return GeneratorRole(spec.reference.generator, takes_updates=False, role=REFERENCE)
+        return GeneratorRole(spec.reference.generator, takes_updates=False, metrics_role=REFERENCE)
     if name.startswith("evaluator"):
         own = spec.evaluation.generator if spec.evaluation is not None else None
         return GeneratorRole(own or spec.actors.generator, takes_updates=False)
@@ -201,14 +184,14 @@ def role_of(job: Job, name: str) -> GeneratorRole:
 
 def assemble(
     job: Job,
-    duty: GeneratorRole,
+    role: GeneratorRole,
     model: Path,
     engine: GeneratorEngine,
     *,
     version: int,
     token: str | None,
 ) -> RunningGenerator:
-    """The parts around an engine. Raises SettingsError for a folder that does not hold a model."""
+    """The generator around an engine. Raises SettingsError for a folder without a model."""
     from transformers import AutoTokenizer
 
     config = read_config(model)
@@ -220,42 +203,42 @@ def assemble(
         raise SettingsError(
             f"model.maxModelLen={longest} is more than the model's {positions} positions; lower it"
         )
-    metrics = GeneratorMetrics(job.name, duty.role)
+    metrics = GeneratorMetrics(job.name, role.metrics_role)
     metrics.watch(engine.load)
     limits = RequestLimits(
-        job.spec.model.max_model_len, duty.settings.max_running_requests, vocabulary
+        job.spec.model.max_model_len, role.settings.max_running_requests, vocabulary
     )
     layout = WeightLayout.of_folder(model)
     adapter = job.spec.model.adapter
     expected: ExpectedWeights = layout if adapter is None else AdapterLayout(layout, adapter.rank)
     updater = WeightUpdater(
         engine,
-        expected if duty.takes_updates else None,
+        expected if role.takes_updates else None,
         metrics,
         initial_version=version,
-        running=lambda: serving.num_running,
+        running=lambda: requests.num_running,
     )
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    serving = RequestHandler(
+    requests = RequestHandler(
         engine, tokenizer, limits, metrics, lambda: updater.version, model=job.name
     )
-    return RunningGenerator(engine, serving, updater, metrics, token, job.spec.actors.drain_seconds)
+    return RunningGenerator(
+        engine, requests, updater, metrics, token, job.spec.actors.drain_seconds
+    )
 
 
 def _scales_positions(config: Mapping[str, Any]) -> bool:
-    """Rotary embeddings that reach beyond `max_position_embeddings`."""
+    """Whether rotary embeddings reach beyond `max_position_embeddings`."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return bool(scaling.get("rope_type", scaling.get("type", "default")) != "default")
 
 
 async def _until_stopped(stop: asyncio.Event, generator: RunningGenerator) -> None:
-    """The clock: ends when the process was told to stop and what ran has ended, or has had its
-    time.
-    """
+    """Waits for `stop` and then for the running sequences, at most `drain_s`; ends the process."""
     await stop.wait()
-    if not await generator.serving.drain(generator.drain_s):
+    if not await generator.requests.drain(generator.drain_s):
         log.warning(
-            "running=%d cut off after %g s", generator.serving.num_running, generator.drain_s
+            "running=%d cut off after %g s", generator.requests.num_running, generator.drain_s
         )
 
 
@@ -274,7 +257,7 @@ def _bind(listen: str) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Signals belong to run_service."""
+    """A server that leaves signals to run_service."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

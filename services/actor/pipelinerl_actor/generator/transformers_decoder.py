@@ -1,10 +1,8 @@
-"""A Hugging Face model decoded one token at a time: caches, sampling, stopping. No threads, no
-weights transfer.
+"""Decodes with a Hugging Face model, one token at a time: caches, sampling and stopping in
+TransformersModel, and the thread that runs it in DecodeLoop.
 
-The thread that decodes with a transformers model.
-
-Round by round it takes every running sequence one token further. Between two rounds it looks for
-what else is to be done (a pause, a command), so all sequences stand at a token boundary then.
+Round by round the thread takes every running sequence one token further. Between two rounds it runs
+what else is due (a pause, a command), so that all sequences are at a token boundary then.
 """
 
 import asyncio
@@ -13,7 +11,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,18 +18,21 @@ from torch import Tensor
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from pipelinerl_actor.generator.engine import EngineCompletion, Sampling
+from pipelinerl_actor.generator.engine import EngineCompletion, EngineOptions, Sampling
 from pipelinerl_actor.generator.metrics import StepClock
 from pipelinerl_common.errors import FatalError
-from pipelinerl_common.types import VersionRun
+from pipelinerl_common.types import VersionRun, merge_runs
 
 _GREEDY_BELOW = 1e-5
+_IDLE_S = 0.05
+
+Result = TypeVar("Result")
 
 
 @dataclass(eq=False, slots=True)
 class DecodedSequence:
-    """One sequence under way. `cache` holds the keys and values of its first tokens; what is
-    missing is computed next.
+    """One sequence under way. `cache` holds the keys and values of its first tokens; the missing
+    ones are computed next.
     """
 
     prompt: list[int]
@@ -46,53 +46,39 @@ class DecodedSequence:
     text: str = ""
 
     def completion(self) -> EngineCompletion:
-        runs: list[VersionRun] = []
-        for version in self.versions:
-            if runs and runs[-1].policy_version == version:
-                runs[-1] = VersionRun(version, runs[-1].num_tokens + 1)
-            else:
-                runs.append(VersionRun(version, 1))
+        runs = merge_runs(VersionRun(version, 1) for version in self.versions)
         return EngineCompletion(
             self.text,
             tuple(self.token_ids),
             tuple(self.logprobs),
-            tuple(runs),
+            runs,
             self.finish_reason or "length",
         )
 
 
 Observer = Callable[[DecodedSequence, Tensor], None]
-"""Is shown a sequence and, before its next token is drawn, the log-probabilities [V] that it is
+"""Receives a sequence and, before its next token is drawn, the log-probabilities [V] that it is
 drawn from.
 """
 
 
 class TransformersModel:
-    """`model` and what is needed to decode with it."""
+    """A model, its tokenizer, and how sequences are decoded with it."""
 
-    def __init__(
-        self,
-        folder: Path,
-        dtype: str,
-        head_dtype: str,
-        device: str = "cpu",
-        observe: Observer | None = None,
-    ) -> None:
-        self.model = (
-            AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-            .to(device)
-            .eval()
-        )
-        if head_dtype == "float32":
+    def __init__(self, options: EngineOptions, observe: Observer | None = None) -> None:
+        self.device = "cpu" if options.on_cpu else "cuda"
+        dtype = getattr(torch, options.dtype)
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+        self.model = model.to(self.device).eval()
+        if options.head_dtype == "float32":
             self._compute_logits_in_float32()
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._device = device
+        self._tokenizer = AutoTokenizer.from_pretrained(options.model)
         self._observe = observe
         ends = self.model.generation_config.eos_token_id
         self._ends = frozenset([ends] if isinstance(ends, int) else ends or [])
 
     def _compute_logits_in_float32(self) -> None:
-        """The head's weight stays as it is, so that updates find it; it is cast for each product."""
+        """Casts the head's weight for each product, so that updates unfinished find it as it is."""
         head = self.model.get_output_embeddings()
 
         def forward(hidden: Tensor) -> Tensor:
@@ -105,7 +91,7 @@ class TransformersModel:
         head.forward = forward
 
     def start(self, prompt: list[int], sampling: Sampling) -> DecodedSequence:
-        generator = torch.Generator(self._device)
+        generator = torch.Generator(self.device)
         if sampling.seed is None:
             generator.seed()
         else:
@@ -114,14 +100,14 @@ class TransformersModel:
 
     @torch.inference_mode()
     def step(self, sequence: DecodedSequence, version: int) -> None:
-        """Samples one token. Tokens whose keys and values are not cached are computed with the
-        present weights.
+        """Samples one token. Keys and values that are not cached are computed with the present
+        weights.
         """
         tokens = sequence.prompt + sequence.token_ids
         if sequence.cache is None:
             sequence.cache = DynamicCache(config=self.model.config)
         fresh = tokens[sequence.cache.get_seq_length() :]
-        inputs = torch.tensor([fresh], device=self._device)
+        inputs = torch.tensor([fresh], device=self.device)
         output = self.model(
             input_ids=inputs, past_key_values=sequence.cache, use_cache=True, logits_to_keep=1
         )
@@ -139,12 +125,12 @@ class TransformersModel:
 
     @torch.inference_mode()
     def score(self, token_ids: list[int], start: int, temperature: float) -> list[float]:
-        inputs = torch.tensor([token_ids[:-1]], device=self._device)
+        inputs = torch.tensor([token_ids[:-1]], device=self.device)
         logits = (
             self.model(input_ids=inputs, use_cache=False).logits[0, start - 1 :].float()
             / temperature
         )
-        targets = torch.tensor(token_ids[start:], device=self._device)
+        targets = torch.tensor(token_ids[start:], device=self.device)
         scores: list[float] = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].tolist()
         return scores
 
@@ -163,8 +149,8 @@ class TransformersModel:
 
 
 def sampled_distribution(logits_V: Tensor, sampling: Sampling) -> Tensor:
-    """Log-probabilities that the token is drawn from: temperature, then top-k, then top-p of what
-    is left.
+    """Log-probabilities that the token is drawn from: after temperature, then top-k, then top-p of
+    the rest.
     """
     if sampling.temperature >= _GREEDY_BELOW:
         logits_V = logits_V / sampling.temperature
@@ -176,11 +162,6 @@ def sampled_distribution(logits_V: Tensor, sampling: Sampling) -> Tensor:
             before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
             logits_V = logits_V.masked_fill((before >= sampling.top_p)[order.argsort()], -torch.inf)
     return logits_V.log_softmax(-1)
-
-
-Result = TypeVar("Result")
-
-_IDLE_S = 0.05
 
 
 @dataclass(eq=False, slots=True)
@@ -195,13 +176,17 @@ class DecodeJob:
     def is_stopped(self) -> bool:
         return self.stop is not None and self.stop.is_set()
 
+    def abort(self) -> None:
+        self.sequence.finish_reason = "abort"
+        self.end()
+
     def end(self) -> None:
         if self.done.set_running_or_notify_cancel():
             self.done.set_result(self.sequence.completion())
 
 
 class DecodeLoop:
-    """The decoding thread and the commands to it."""
+    """The decoding thread, and the queue of commands to it."""
 
     def __init__(
         self, model: TransformersModel, max_running: int, version: Callable[[], int]
@@ -230,13 +215,13 @@ class DecodeLoop:
         self._commands.put(lambda: self._waiting.append(job))
 
     async def call(self, function: Callable[[], Result]) -> Result:
-        """Runs it on the decoding thread, between two tokens, also during a pause."""
+        """Runs `function` on the decoding thread between two tokens, during a pause too."""
         command, done = _answered(function)
         self._commands.put(command)
         return await asyncio.wrap_future(done)
 
     async def compute(self, function: Callable[[], Result]) -> Result:
-        """Runs what uses the weights, never during a pause."""
+        """Runs a `function` that uses the weights on the decoding thread, never during a pause."""
         command, done = _answered(function)
         self._commands.put(lambda: self._computations.append(command))
         return await asyncio.wrap_future(done)
@@ -255,7 +240,7 @@ class DecodeLoop:
         self._commands.put(command)
 
     async def advance(self, num_rounds: int) -> None:
-        """Paused: runs so many rounds and stands still again. What was submitted before takes part."""
+        """During a pause: runs so many rounds, with all that was submitted before, and pauses."""
 
         def command() -> None:
             self._paused = False
@@ -277,18 +262,19 @@ class DecodeLoop:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._obey()
+                self._run_commands()
                 self._admit()
                 if not self._paused:
                     self._round()
         except Exception as error:  # noqa: BLE001 - `watch` raises it
             self.fault.set_result(f"{type(error).__name__}: {error}")
+        # Whatever ended the thread: no caller must wait for a sequence that nothing decodes.
         for job in self._running + self._waiting:
             if job.done.set_running_or_notify_cancel():
                 job.done.set_exception(FatalError("decoding ended"))
 
-    def _obey(self) -> None:
-        """Everything that was asked for; waits a moment when there is nothing else to do."""
+    def _run_commands(self) -> None:
+        """Runs all commands; waits for one for a moment when there is nothing else to do."""
         idle = self._paused or not (self._running or self._waiting or self._computations)
         try:
             self._commands.get(timeout=_IDLE_S if idle else 0)()
@@ -300,8 +286,7 @@ class DecodeLoop:
     def _admit(self) -> None:
         for job in self._waiting:
             if job.is_stopped:
-                job.sequence.finish_reason = "abort"
-                job.end()
+                job.abort()
         self._waiting = [
             job for job in self._waiting if not job.done.cancelled() and not job.is_stopped
         ]
@@ -309,39 +294,38 @@ class DecodeLoop:
             self._running.append(self._waiting.pop(0))
 
     def _round(self) -> None:
-        """What waits to be computed, then one token for every running sequence."""
+        """Runs the waiting computations, then samples one token of every running sequence."""
         computations, self._computations = self._computations, []
         for command in computations:
             command()
-        still: list[DecodeJob] = []
+        unfinished: list[DecodeJob] = []
         version = self._version()
         num_tokens = num_prefilled = 0
         for job in self._running:
             if job.done.cancelled():
                 continue
             if job.is_stopped:
-                job.sequence.finish_reason = "abort"
-                job.end()
+                job.abort()
                 continue
             num_tokens += 1
             num_prefilled += len(job.sequence.prompt) if job.sequence.cache is None else 0
             self._model.step(job.sequence, version)
             if job.sequence.finish_reason is None:
-                still.append(job)
+                unfinished.append(job)
             else:
                 job.end()
         if self._running:
             self.clock.stepped(
-                num_running=len(still),
+                num_running=len(unfinished),
                 num_waiting=len(self._waiting),
                 num_tokens=num_tokens,
                 num_prefilled=num_prefilled,
             )
-        self._running = still
+        self._running = unfinished
 
 
 def _answered(function: Callable[[], Result]) -> tuple[Callable[[], None], "Future[Result]"]:
-    """`function` as a command whose result or error goes into the future."""
+    """`function` as a command that resolves the future with its result or error."""
     done: Future[Result] = Future()
 
     def command() -> None:

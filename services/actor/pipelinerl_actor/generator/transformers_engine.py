@@ -1,15 +1,14 @@
-"""Hugging Face transformers as the generator's engine: slow, small, and exact. For numerics, and to
+"""Hugging Face transformers as the generator's engine: slow, small, and exact; for numerics, and to
 study the KV cache.
 
-Weights are received on another thread than the one that decodes (decode_loop.py); that one puts
-them in place, between two tokens.
+Weights are received on another thread than the one that decodes (transformers_decoder.py), which
+puts them in place between two tokens.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from pipelinerl_actor.generator.engine import (
     EngineCompletion,
+    EngineOptions,
     GroupSpec,
     KVCache,
     Received,
@@ -24,7 +24,7 @@ from pipelinerl_actor.generator.engine import (
     Transfer,
 )
 from pipelinerl_actor.generator.merged_weights import MergedWeights
-from pipelinerl_actor.generator.metrics import EngineLoad, TransferClock
+from pipelinerl_actor.generator.metrics import TransferClock
 from pipelinerl_actor.generator.transformers_decoder import (
     DecodeJob,
     DecodeLoop,
@@ -33,35 +33,19 @@ from pipelinerl_actor.generator.transformers_decoder import (
 )
 from pipelinerl_actor.generator.weight_layout import WeightLayout
 from pipelinerl_common.errors import FatalError, SettingsError
+from pipelinerl_common.generator_api import LoadResponse
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Bucket
 from pipelinerl_weights.transfer import receive, tensors_of
 
 
-@dataclass(frozen=True, slots=True)
-class TransformersOptions:
-    model: Path
-    dtype: str
-    head_dtype: str
-    """`float32`, or `model` for that of the weights."""
-    max_running_requests: int
-    initial_version: int
-    can_stage: bool
-    takes_updates: bool = True
-    adapter_scale: float | None = None
-    """For updates that bring adapters: alpha over rank."""
-    device: str = "cpu"
-
-
 class TransformersEngine:
-    """See Engine. One worker."""
+    """A GeneratorEngine with one worker, in this process."""
 
-    def __init__(self, options: TransformersOptions, observe: Observer | None = None) -> None:
+    def __init__(self, options: EngineOptions, observe: Observer | None = None) -> None:
         """`observe` is called on the decoding thread, before every token."""
         self._options = options
-        self._model = TransformersModel(
-            options.model, options.dtype, options.head_dtype, options.device, observe
-        )
+        self._model = TransformersModel(options, observe)
         self._parameters: dict[str, Tensor] = dict(
             self._model.model.named_parameters(remove_duplicate=False)
         )
@@ -73,7 +57,9 @@ class TransformersEngine:
         self._backup: dict[str, Tensor] = {}
         self._group: TransferGroup | None = None
         self._version = options.initial_version
-        self._loop = DecodeLoop(self._model, options.max_running_requests, lambda: self._version)
+        self._loop = DecodeLoop(
+            self._model, options.settings.max_running_requests, lambda: self._version
+        )
 
     @property
     def num_workers(self) -> int:
@@ -93,11 +79,10 @@ class TransformersEngine:
             await asyncio.to_thread(self._loop.stop)
             await self.leave()
 
-    def load(self) -> EngineLoad:
+    def load(self) -> LoadResponse:
         return self._loop.clock.load()
 
     async def watch(self) -> None:
-        """The decoding thread ends only at a fault."""
         fault = await asyncio.wrap_future(self._loop.fault)
         raise FatalError(f"decoding ended: {fault}")
 
@@ -109,8 +94,8 @@ class TransformersEngine:
         return await asyncio.wrap_future(job.done)
 
     async def advance(self, num_tokens: int) -> None:
-        """Paused: samples so many tokens of every sequence and stands still again, so that updates
-        fall on chosen tokens.
+        """During a pause: samples so many tokens of every sequence and pauses again, so that
+        updates fall on chosen tokens.
         """
         await self._loop.advance(num_tokens)
 
@@ -124,10 +109,15 @@ class TransformersEngine:
     async def join(self, group: GroupSpec) -> list[int]:
         await self.leave()
         self._group = await asyncio.to_thread(
-            TransferGroup.join, group.master_address, group.master_port,
-            rank=group.rank_offset, world_size=group.world_size, backend=group.backend, epoch=group.epoch,
+            TransferGroup.join,
+            group.master_address,
+            group.master_port,
+            rank=group.rank_offset,
+            world_size=group.world_size,
+            backend=group.backend,
+            epoch=group.epoch,
             timeout_s=group.timeout_s,
-        )  # fmt: skip
+        )
         return [group.rank_offset]
 
     async def leave(self) -> None:
@@ -171,7 +161,6 @@ class TransformersEngine:
     def _receive(self, transfer: Transfer, take: Callable[[str, Tensor], None]) -> Received:
         if self._group is None:
             raise RuntimeError("this worker is in no group")
-        clock = TransferClock()
         adapter: dict[str, Tensor] = {}
 
         def load(bucket: Bucket, buffer: Tensor) -> None:
@@ -183,14 +172,14 @@ class TransformersEngine:
                     elif name in self._parameters:
                         take(name, tensor)
 
-        clock.ready()
+        clock = TransferClock()
         checksum = receive(
             self._group,
             transfer.manifest,
             transfer.version,
             transfer.timeout_s,
             load,
-            device=self._options.device,
+            device=self._model.device,
         )
         if self._merged is not None:
             with clock.loading():
@@ -215,15 +204,14 @@ class TransformersEngine:
 
 
 def _check_names(model: nn.Module, folder: Path) -> None:
-    """An update reaches a weight by its name in the checkpoint. Raises SettingsError when one has
-    another name in memory.
+    """Raises SettingsError when a weight has another name in memory than in the checkpoint, by
+    which updates address it.
     """
     stored = WeightLayout.of_folder(folder).shapes
     unknown = sorted(name for name, _ in model.named_parameters() if name not in stored)
     if unknown:
         raise SettingsError(
             f"generator.engine=transformers: {len(unknown)} weights have another name in the "
-            "checkpoint than in memory, such "
-            f"as {unknown[0]}, so that no update would reach them, as the experts of a mixture: "
-            "use engine vllm"
+            f"checkpoint than in memory, such as {unknown[0]}, so that no update would reach them, "
+            "as the experts of a mixture: use engine vllm"
         )

@@ -4,14 +4,13 @@
  staged                                    inplace
  ------                                    -------
  check epoch, version, manifest            check epoch, version, manifest
- stage          (decoding goes on)         back up        (decoding goes on)
+ stage       (decoding continues)          back up     (decoding continues)
  pause                                     pause
    apply, set version                        receive, set version  |  on failure: roll back
  resume                                    resume
 ```
-A failure before `apply` leaves the old weights as they were; a failed in-place receive rolls back
-to them. What fails after that leaves the weights undefined: the process ends (FatalError) and is
-started again.
+A failure before `apply` leaves the old weights as they are; a failed in-place receive rolls back to
+them. A later failure leaves the weights undefined: the process ends (FatalError) and is restarted.
 """
 
 import asyncio
@@ -43,7 +42,7 @@ NO_GROUP = 0
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """One request for an update, already parsed."""
+    """A parsed request for an update."""
 
     epoch: int
     transfer: Transfer
@@ -53,9 +52,7 @@ class WeightUpdate:
 
 
 class WeightUpdater:
-    """Owns the generator's weights: their version, their group, and the one update that may run at
-    a time.
-    """
+    """Owns the generator's weights: their version, their group, and the one running update."""
 
     def __init__(
         self,
@@ -66,7 +63,7 @@ class WeightUpdater:
         initial_version: int,
         running: Callable[[], int],
     ) -> None:
-        """`layout`: what updates bring; None for a generator that takes none, which joins no group."""
+        """`layout` is what updates bring; None for a generator that takes none."""
         self._engine = engine
         self._layout = layout
         self._metrics = metrics
@@ -82,7 +79,7 @@ class WeightUpdater:
         self._publish()
 
     async def join(self, group: GroupSpec) -> list[int]:
-        """Joins the group of a newer epoch; an update that still runs in the old one fails.
+        """Joins the group of a newer epoch. An update that still runs in the old one fails.
 
         Raises Refused for an epoch that is not newer, or where no updates are taken;
         TransferTimeout, TransferAborted or TransferFailed when it does not form.
@@ -93,6 +90,7 @@ class WeightUpdater:
                 f"epoch {group.epoch} is not newer than {self.epoch}, in which this generator is a "
                 "member"
             )
+        # Before the lock: the running update holds it, and waits for a group that is gone.
         await self._engine.leave()
         async with self._lock:
             self.epoch, self._manifest = NO_GROUP, None
@@ -110,18 +108,19 @@ class WeightUpdater:
         """
         if self._manifest is None or self._manifest.hash != manifest_hash:
             raise UnknownManifest(
-                f"manifest {manifest_hash} is unknown in epoch {self.epoch}; send the update with it"
+                f"manifest {manifest_hash} is unknown in epoch {self.epoch}; send it in full"
             )
         return self._manifest
 
     async def update(self, update: WeightUpdate) -> UpdateResponse:
         """Raises Refused or ManifestMismatch before anything changed; TransferTimeout,
-        TransferAborted or TransferFailed with the old weights serving on; FatalError when the
-        weights are not to be trusted any more.
+        TransferAborted or TransferFailed with the old weights still in service; FatalError when the
+        weights cannot be trusted any more.
         """
         try:
             self._check(update)
             async with self._lock:
+                # Again: the epoch may have changed while the lock was awaited.
                 self._check_order(update)
                 report = await self._run(update)
         except Exception as error:
@@ -139,10 +138,15 @@ class WeightUpdater:
         self._metrics.transfer.observe(report.transfer_s, mode=update.mode)
         log.info(
             fields(
-                update=report.version, mode=update.mode, checksum=report.checksum, pause_s=report.pause_s,
-                transfer_s=report.transfer_s, apply_s=report.apply_s, running=report.num_running,
+                update=report.version,
+                mode=update.mode,
+                checksum=report.checksum,
+                pause_s=report.pause_s,
+                transfer_s=report.transfer_s,
+                apply_s=report.apply_s,
+                running=report.num_running,
             )
-        )  # fmt: skip
+        )
         return report
 
     def _check(self, update: WeightUpdate) -> None:
@@ -161,8 +165,8 @@ class WeightUpdater:
     def _expected(self) -> ExpectedWeights:
         if self._layout is None:
             raise Refused(
-                "this generator keeps the weights that it began with: it is the reference's or an "
-                "evaluator's"
+                "this generator keeps the weights that it started with: it is the reference's or "
+                "an evaluator's"
             )
         return self._layout
 
@@ -184,7 +188,7 @@ class WeightUpdater:
         except FatalError:
             raise
         except Exception:
-            # Whatever it was, the group is finished for everyone.
+            # The other members fail too, or wait for this one: no update can use this group again.
             self.epoch = NO_GROUP
             await self._engine.leave()
             raise
@@ -219,8 +223,8 @@ class WeightUpdater:
 
     @asynccontextmanager
     async def _paused(self, update: WeightUpdate) -> AsyncIterator["_Pause"]:
-        """The engine stands still inside. Whatever is raised inside is fatal: the weights may be
-        half of each version.
+        """Pauses the engine for the block. Any error in it is fatal: the weights may be a mixture
+        of two versions.
         """
         pause = _Pause(self._running())
         start = time.monotonic()
@@ -263,4 +267,4 @@ class _Pause:
     num_running: int
     seconds: float = 0.0
     survivable: Exception | None = None
-    """Failed, but rolled back."""
+    """The error of an update that was rolled back."""

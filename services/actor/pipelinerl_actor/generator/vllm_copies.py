@@ -1,5 +1,5 @@
-"""Second copies of a vLLM model's weights: the staging model that new weights are loaded into, the
-backup to roll back to.
+"""Second copies of a vLLM model's weights: the staging model that new weights are loaded into, and
+the backup to roll back to.
 
 vLLM keeps weights in three kinds of places: parameters and buffers; tensors derived from them (the
 absorbed projections of latent attention); and, on a CPU, `cpu_linear`, a function that holds a
@@ -53,15 +53,15 @@ class Reload:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Completes what is left, also after a failure; layers that got nothing keep their weights."""
+        """Completes what is left, after a failure too; layers that got nothing keep theirs."""
         finalize_layerwise_reload(self._model, self._vllm_config.model_config)
         for module in _tied_and_packed(self._model):
             module.quant_method.process_weights_after_loading(module)
 
 
 class AdapterReload:
-    """Like Reload, for an update that brings an adapter: nothing is loaded before the whole of it
-    is there.
+    """Like Reload, for an update that brings an adapter: nothing is loaded before all of it has
+    arrived.
     """
 
     def __init__(self, reload: Reload, merged: MergedWeights) -> None:
@@ -83,7 +83,7 @@ class AdapterReload:
     def end(self) -> None: ...
 
     def undo(self, served: Mapping[str, Tensor]) -> None:
-        """Back to the adapter that was served before, or to none at all."""
+        """Restores the adapter that was served before, or the frozen weights without one."""
         if self._has_loaded:
             self._load(served or without_effect(self.adapter))
 
@@ -96,13 +96,13 @@ class AdapterReload:
 
 
 class StagingModel:
-    """The same model once more, on the same device, that never runs. `swap_in` makes its weights
-    the live ones.
+    """A second model of the same kind on the same device, which never runs. `swap_in` makes its
+    weights the live ones.
     """
 
     def __init__(self, live: nn.Module, vllm_config: VllmConfig) -> None:
-        """Must run where the live model was loaded, before anything decodes: building a model uses
-        vLLM's global state.
+        """Must run on the thread that loaded the live model, before anything decodes: building a
+        model uses vLLM's global state.
         """
         config = copy.copy(vllm_config)
         config.compilation_config = copy.copy(vllm_config.compilation_config)
@@ -122,8 +122,8 @@ class StagingModel:
 
     @torch.no_grad()
     def swap_in(self) -> None:
-        """On a CPU a swap of pointers. On a device a copy into the live storage, which captured
-        graphs point to.
+        """Swaps pointers on a CPU, and copies into the live storage on a device, since captured
+        graphs point to it.
         """
         sources: list[Tensor] = []
         targets: list[Tensor] = []
@@ -158,9 +158,9 @@ class StagingModel:
 
 @contextlib.contextmanager
 def _own_rotary_embeddings() -> Iterator[None]:
-    """vLLM shares the tables between all models of a process: a reload of the staging model, which
-    empties every module while it lasts, would take them away from the live one in the middle of its
-    decode.
+    """Gives the models built in the block their own tables, which vLLM shares between all models of
+    a process: a reload of the staging model empties every module while it lasts, and would take
+    them from the live one in the middle of its decode.
     """
     shared = dict(_ROPE_DICT)
     _ROPE_DICT.clear()
@@ -179,7 +179,7 @@ class Backup:
         self._tensors = [
             (tensor, tensor.detach().to("cpu", copy=True)) for tensor in _own_tensors(model)
         ]
-        # A packed function is replaced by an update, never changed: the old one is its own backup.
+        # An update replaces a packed function and never changes it: the old one is its own backup.
         self._functions = [
             (module, module.cpu_linear)
             for module in model.modules()
@@ -207,8 +207,8 @@ def _pairs(live: nn.Module, staging: nn.Module) -> Iterator[tuple[Tensor, Tensor
 
 
 def _tied_and_packed(model: nn.Module) -> Iterator[Any]:
-    """Modules that hold a packed copy of a weight which belongs to another module: a reload of that
-    one does not repack it.
+    """Modules with a packed copy of another module's weight, which a reload of that module does not
+    repack.
     """
     owners: dict[int, nn.Module] = {}
     for module in model.modules():
@@ -222,8 +222,9 @@ def _tied_and_packed(model: nn.Module) -> Iterator[Any]:
 
 
 def _pack_experts_always(model: nn.Module) -> None:
-    """On a CPU the kernels of a mixture's experts read packed weights, and vLLM 0.32 packs them at
-    the first load only: after a reload they would be read in the wrong order.
+    """Packs the weights of a mixture's experts after every load on a CPU, where their kernels read
+    packed weights: vLLM 0.32 packs them at the first load only, and after a reload they would be
+    read in the wrong order.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)

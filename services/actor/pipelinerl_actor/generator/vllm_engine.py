@@ -1,6 +1,4 @@
-"""What vLLM's scheduler tells after every step, for a StepClock. Imports vLLM.
-
-vLLM as the generator's engine, in process: no second HTTP server, no fork.
+"""vLLM as the generator's engine, in process: no second HTTP server, no fork.
 
     AsyncLLM (this process)  ->  engine core (own process: schedules, decodes)  ->  workers
     (vllm_worker.GeneratorWorker)
@@ -25,26 +23,28 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from pipelinerl_actor.generator.engine import (
     EngineCompletion,
+    EngineOptions,
     GroupSpec,
     KVCache,
     Received,
     Sampling,
     Transfer,
 )
-from pipelinerl_actor.generator.metrics import EngineLoad, StepClock
-from pipelinerl_actor.generator.vllm_options import VllmOptions, engine_args
+from pipelinerl_actor.generator.metrics import StepClock
+from pipelinerl_actor.generator.vllm_options import engine_args
 from pipelinerl_actor.generator.worker_thread import WorkerReports
 from pipelinerl_common.errors import FatalError
+from pipelinerl_common.generator_api import LoadResponse
 from pipelinerl_common.types import VersionRun
 from pipelinerl_weights.manifest import Manifest
 
 
 class StepStats(PrometheusStatLogger):  # type: ignore[misc] # vLLM ships no types
-    """Feeds the clock, and vLLM's own Prometheus metrics when they are wanted at /metrics: they
-    cost time at each step.
+    """Reports every step of vLLM's scheduler to a StepClock, and to vLLM's own Prometheus metrics
+    when they are enabled: they cost time at each step.
 
-    vLLM makes it, so both are its class's: `StepStats.feeding(clock, own_metrics=True)` is a class
-    for one engine.
+    vLLM makes the object itself, so both belong to a class made for one engine:
+    `StepStats.feeding(clock, own_metrics=True)`.
     """
 
     clock: StepClock
@@ -85,7 +85,7 @@ class StepStats(PrometheusStatLogger):  # type: ignore[misc] # vLLM ships no typ
 
 _WATCH_S = 1.0
 _GRACE_S = 30.0
-"""Beyond a transfer's own deadline: a worker that does not end by then is not to be trusted."""
+"""After a transfer's own deadline: a worker that has not ended by then cannot be trusted."""
 _ABORT_AGAIN_S = 0.05
 _NEVER = 1 << 30
 _WARM_UP_TOKENS = 4
@@ -93,32 +93,33 @@ _WARM_UP_TOKENS = 4
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """One sequence in vLLM. `begun` once a token of it was sampled."""
+    """One sequence in vLLM."""
 
     stop: asyncio.Event | None
     request_id: str = ""
-    """In vLLM, of the present attempt."""
+    """Id of the present attempt in vLLM."""
     begun: bool = False
+    """Whether a token of it was sampled."""
     restart: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class VllmEngine:
-    """See Engine."""
+    """A GeneratorEngine whose workers are vllm_worker.GeneratorWorker."""
 
-    def __init__(self, options: VllmOptions) -> None:
+    def __init__(self, options: EngineOptions) -> None:
         self._options = options
         self._llm: AsyncLLM | None = None
         self._ids = itertools.count()
         self._requests: set[_Request] = set()
         self._manifest: Manifest | None = None
-        """The one that the workers have."""
+        """The manifest that the workers have."""
         self._num_updates = 0
-        self._reports = WorkerReports(options.generator.tensor_parallel_size)
+        self._reports = WorkerReports(options.settings.tensor_parallel_size)
         self._clock = StepClock(kv_tokens=0)
 
     @property
     def num_workers(self) -> int:
-        return self._options.generator.tensor_parallel_size
+        return self._options.settings.tensor_parallel_size
 
     @property
     def can_stage(self) -> bool:
@@ -126,9 +127,7 @@ class VllmEngine:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Starts vLLM, which takes many seconds. Raises SettingsError for arguments that vLLM
-        refuses.
-        """
+        """Starts vLLM, which takes many seconds. Raises SettingsError for refused arguments."""
         stats = StepStats.feeding(self._clock, own_metrics=self._options.engine_metrics)
         self._llm = AsyncLLM.from_engine_args(engine_args(self._options), stat_loggers=[stats])
         cache = self._llm.vllm_config.cache_config
@@ -144,10 +143,11 @@ class VllmEngine:
         finally:
             llm, self._llm = self._llm, None
             if llm.output_handler is not None:
-                llm.output_handler.cancel()  # or it reports the end of the engine core as a crash
+                # It would report the end of the engine core as a crash.
+                llm.output_handler.cancel()
             await asyncio.to_thread(llm.shutdown)
 
-    def load(self) -> EngineLoad:
+    def load(self) -> LoadResponse:
         if not self._requests:
             self._clock.emptied()
         return self._clock.load()
@@ -184,23 +184,22 @@ class VllmEngine:
     async def _attempt(
         self, request: _Request, prompt: list[int], params: SamplingParams
     ) -> RequestOutput | None:
-        """None when the weights changed before the first token, and the request must look at the
-        prefix cache anew.
+        """None when the weights changed before the first token: the request must start again, since
+        it may have taken blocks of the old weights from the prefix cache.
         """
         request.restart.clear()
         reader = asyncio.ensure_future(self._read(request, prompt, params))
         restarts = (
             [asyncio.ensure_future(request.restart.wait())]
-            if self._options.generator.prefix_caching
+            if self._options.settings.prefix_caching
             else []
         )
         stops = [asyncio.ensure_future(request.stop.wait())] if request.stop is not None else []
         try:
             await asyncio.wait([reader, *restarts, *stops], return_when=asyncio.FIRST_COMPLETED)
             while not reader.done() and request.stop is not None and request.stop.is_set():
-                await self._engine.abort(
-                    request.request_id
-                )  # again, because vLLM may not have taken it in yet
+                # Repeated, because vLLM may not have received the request yet.
+                await self._engine.abort(request.request_id)
                 await asyncio.wait([reader], timeout=_ABORT_AGAIN_S)
             return reader.result() if reader.done() else None
         finally:
@@ -212,8 +211,7 @@ class VllmEngine:
         self, request: _Request, prompt: list[int], params: SamplingParams
     ) -> RequestOutput:
         # One salt per set of weights: blocks that older weights computed are never found. Clearing
-        # the cache instead would
-        # also drop the KV of running sequences.
+        # the cache instead would also drop the KV of running sequences.
         tokens = tokens_input(prompt, cache_salt=f"update-{self._num_updates}")
         request.request_id = f"g{next(self._ids)}"
         return await self._last_output(
@@ -221,16 +219,15 @@ class VllmEngine:
         )
 
     async def _last_output(
-        self, outputs: AsyncGenerator[RequestOutput, None], request: _Request | None = None
+        self, outputs: AsyncGenerator[RequestOutput, None], request: _Request
     ) -> RequestOutput:
-        """The finished one. Leaving early aborts the request in vLLM."""
+        """The last output, which is the finished one. Cancelling it aborts the request in vLLM."""
         last: RequestOutput | None = None
         try:
             async with aclosing(outputs):
                 async for output in outputs:
                     last = output
-                    if request is not None:
-                        request.begun = True
+                    request.begun = True
         except EngineDeadError as error:
             raise FatalError("the vLLM engine died; see its log above") from error
         assert last is not None
@@ -245,8 +242,10 @@ class VllmEngine:
             detokenize=False,
             ignore_eos=True,
         )
-        tokens = tokens_input(list(token_ids))
-        last = await self._last_output(self._engine.generate(tokens, params, f"s{next(self._ids)}"))
+        outputs = self._engine.generate(
+            tokens_input(list(token_ids)), params, f"s{next(self._ids)}"
+        )
+        last = await self._last_output(outputs, _Request(stop=None))
         assert last.prompt_logprobs is not None
         return [
             last.prompt_logprobs[at][token].logprob
@@ -315,7 +314,7 @@ class VllmEngine:
     async def _in_background(
         self, method: str, timeout_s: float, *arguments: Any
     ) -> list[dict[str, Any]]:
-        """Starts work on every worker's own thread and waits until all have ended. Raises what a
+        """Starts work on the thread of every worker and waits until all have ended. Raises what a
         worker raised.
         """
         with self._reports.ticket() as ticket:

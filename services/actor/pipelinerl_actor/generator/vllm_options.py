@@ -1,24 +1,19 @@
-"""The process environment that vLLM reads. This is the only place that sets it, and it runs before
-vllm is imported.
-
-What vLLM is started with.
+"""The process environment and the arguments that vLLM is started with. Importing this module does
+not import vLLM, which reads the environment on import.
 """
 
 import logging
 import os
 from collections.abc import MutableMapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipelinerl_actor.generator.engine import EngineOptions
 from pipelinerl_common.errors import SettingsError
-from pipelinerl_common.settings import GeneratorSettings
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
 
-
-_FIXED = {
+_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # models are folders by now
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
@@ -35,18 +30,17 @@ _FIXED = {
 def prepare_environment(
     log_level: str, *, on_cpu: bool, environ: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Sets what vLLM needs. `on_cpu`: leave cores to the other processes of the job instead of
-    binding to them.
+    """Sets what vLLM reads. `on_cpu` leaves cores to the job's other processes instead of binding
+    to them.
     """
-    environ.update(_FIXED)
+    environ.update(_ENVIRONMENT)
     level = "DEBUG" if log_level == "debug" else "ERROR"
     environ["VLLM_LOGGING_LEVEL"] = level
     logging.getLogger("vllm").setLevel(level)
     if on_cpu:
         environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
-            "0"  # a single worker then lives in the engine core's process
-        )
+        # A single worker then runs in the engine core's process.
+        environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         # The model runs eagerly there; to compile vLLM's few compiled helpers takes a C++ compiler,
         # which an image may lack.
         environ.setdefault("TORCH_COMPILE_DISABLE", "1")
@@ -54,14 +48,13 @@ def prepare_environment(
 
 
 STAGING = "pipelinerl_staging"
-"""Key of vLLM's `additional_config`: whether to set memory aside for a second copy of the weights.
-"""
+"""Key of vLLM's `additional_config`: whether to reserve memory for a second copy of the weights."""
 
 ADAPTER_SCALE = "pipelinerl_adapter_scale"
-"""Another: what an adapter's product is multiplied by; None where updates bring whole weights."""
+"""Another key: EngineOptions.adapter_scale."""
 
 _WORKER = "pipelinerl_actor.generator.vllm_worker.GeneratorWorker"
-_VLLM_OPTIONS_FIXED = {
+_FIXED = {
     "additional_config",
     "enable_prefix_caching",
     "logprobs_mode",
@@ -73,40 +66,20 @@ _VLLM_OPTIONS_FIXED = {
 _WHOLE = ("data_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
 """Ways to split an engine in which updates of the weights are not known to reach every worker."""
 _CPU_STEP_TOKENS = 2048
-"""Tokens of one engine step, at least; a prompt is never split over two."""
+"""Least number of tokens of one engine step; a prompt is never split over two."""
 
 
-@dataclass(frozen=True, slots=True)
-class VllmOptions:
-    """What the engine is started with."""
-
-    model: Path
-    dtype: str
-    head_dtype: str
-    """`float32`, or `model` for that of the weights."""
-    max_model_len: int
-    generator: GeneratorSettings
-    initial_version: int
-    can_stage: bool
-    on_cpu: bool
-    adapter_scale: float | None = None
-    """For updates that bring adapters: alpha over rank."""
-    engine_metrics: bool = True
-    """Whether vLLM keeps its own Prometheus metrics."""
-
-
-def engine_args(options: VllmOptions) -> "AsyncEngineArgs":
-    """Ours, overridden by the user's `engineArgs`. Raises SettingsError for names that vLLM does
-    not know.
+def engine_args(options: EngineOptions) -> "AsyncEngineArgs":
+    """Our arguments, overridden by the user's `engineArgs`. Raises SettingsError for those that
+    vLLM does not know or that cannot be set.
     """
     from vllm import AsyncEngineArgs
 
-    generator = options.generator
+    generator = options.settings
     arguments: dict[str, Any] = {
         "model": str(options.model),
         "dtype": options.dtype,
-        # One more than a trajectory: to score a full-length one, vLLM samples a token behind it
-        # (its position is unused).
+        # One more than a trajectory: to score a full-length one, vLLM samples a token behind it.
         "max_model_len": options.max_model_len + 1,
         "tensor_parallel_size": generator.tensor_parallel_size,
         "max_num_seqs": generator.max_running_requests,
@@ -132,7 +105,7 @@ def engine_args(options: VllmOptions) -> "AsyncEngineArgs":
             f"generator.engineArgs: vLLM has no argument {', '.join(unknown)}; see its EngineArgs "
             "for the names"
         )
-    fixed = sorted(set(generator.engine_args) & _VLLM_OPTIONS_FIXED)
+    fixed = sorted(set(generator.engine_args) & _FIXED)
     if fixed:
         raise SettingsError(
             f"generator.engineArgs: {', '.join(fixed)} cannot be set here; use the generator's own "
@@ -142,33 +115,28 @@ def engine_args(options: VllmOptions) -> "AsyncEngineArgs":
     if split:
         raise SettingsError(
             f"generator.engineArgs: {split[0]}={generator.engine_args[split[0]]} is not supported: "
-            "weight updates reach the "
-            "workers of tensorParallelSize; set that, or more generators"
+            "weight updates reach the workers of tensorParallelSize; set that, or more generators"
         )
     if options.on_cpu and generator.engine_args.get("enable_expert_parallel"):
         raise SettingsError(
             "generator.engineArgs: enable_expert_parallel=true crashes on a CPU, where vLLM's "
-            "kernel takes every worker "
-            "to have all experts: leave it out"
+            "kernel expects all experts in every worker: leave it out"
         )
     return AsyncEngineArgs(
         **{**arguments, **generator.engine_args, "hf_overrides": _overrides(options)}
     )
 
 
-def _overrides(options: VllmOptions) -> dict[str, Any]:
-    """The user's `hf_overrides` and the head's element type, which vLLM takes from the model's
+def _overrides(options: EngineOptions) -> dict[str, Any]:
+    """The user's `hf_overrides`, and the head's dtype, which vLLM reads from the model's
     configuration.
     """
-    given = options.generator.engine_args.get("hf_overrides") or {}
+    given = options.settings.engine_args.get("hf_overrides") or {}
     if not isinstance(given, dict):
         raise SettingsError(f"generator.engineArgs: hf_overrides={given!r} must be a mapping")
     if "head_dtype" in given:
         raise SettingsError(
             "generator.engineArgs: hf_overrides.head_dtype cannot be set here; use model.headDtype"
         )
-    return (
-        dict(given)
-        if options.head_dtype == "model"
-        else {**given, "head_dtype": options.head_dtype}
-    )
+    head = {} if options.head_dtype == "model" else {"head_dtype": options.head_dtype}
+    return {**given, **head}

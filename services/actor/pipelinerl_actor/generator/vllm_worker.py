@@ -4,7 +4,7 @@ replaced.
 vLLM makes it by its name (`worker_cls`), in the engine's process or, with tensor parallelism, in
 one process per worker. The engine calls the methods that begin with `weights_` through
 `collective_rpc`. None of them blocks the decode for longer than its own work: what takes long runs
-on a thread that reports its end, see background.py.
+on a thread that reports its end (worker_thread.py).
 """
 
 import contextlib
@@ -32,7 +32,9 @@ else:
 
 
 class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
-    """One worker. All tensors of an update reach every worker, which keeps its own shard."""
+    """vLLM's worker with a group, a second copy of the weights, and a thread for transfers. All
+    tensors of an update reach every worker, which keeps its own shard.
+    """
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -45,18 +47,16 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
         self._served: dict[str, Tensor] = {}
         """The adapter that decodes; empty for none."""
         self._before: dict[str, Tensor] = {}
-        """The one to roll back to: with the frozen weights, which are there, it stands for a copy
-        of the weights.
-        """
+        """The adapter to roll back to, which with the frozen weights replaces a full backup."""
         self._in_place = Reload(self.model_runner.get_model(), self.vllm_config)
         self._staging: StagingModel | None = None
         if self.vllm_config.additional_config.get(STAGING):
-            # Now, so that the KV cache is sized with the memory that is left.
+            # Before vLLM sizes the KV cache, so that it takes only the memory that is left.
             self._staging = StagingModel(self.model_runner.get_model(), self.vllm_config)
         install_score_temperature(self.model_runner)
 
     def _merged_weights(self) -> MergedWeights | None:
-        """For a job whose updates bring adapters."""
+        """None for a job whose updates bring whole weights."""
         scale = self.vllm_config.additional_config.get(ADAPTER_SCALE)
         if scale is None:
             return None
@@ -108,7 +108,7 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
             )
             self._backup.restore()
 
-    # On the thread
+    # On the worker's thread
 
     def _join(self, rank: int, group: dict[str, Any]) -> dict[str, Any]:
         self.weights_leave()
@@ -140,30 +140,23 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
     ) -> dict[str, Any]:
         assert self._group is not None
         assert self._manifest is not None
-        clock = TransferClock()
-
-        def load(bucket: Bucket, buffer: Tensor) -> None:
-            clock.bucket_arrived()
-            with clock.loading():
-                reload.load(tensors_of(bucket, buffer))
-
         with _off_the_decode_stream(self.device):
             reload.begin()
-            clock.ready()
+            clock = TransferClock()
+
+            def load(bucket: Bucket, buffer: Tensor) -> None:
+                clock.bucket_arrived()
+                with clock.loading():
+                    reload.load(tensors_of(bucket, buffer))
+
             try:
                 checksum = receive(
-                    self._group,
-                    self._manifest,
-                    version,
-                    timeout_s,
-                    load,
-                    device=self.device,
+                    self._group, self._manifest, version, timeout_s, load, device=self.device
                 )
                 with clock.loading():
                     reload.complete()
             finally:
-                # Also after a failure: it puts the model back into its normal form, whatever was
-                # loaded.
+                # After a failure too: it restores the model's normal form, whatever was loaded.
                 with clock.loading():
                     reload.end()
         return {"checksum": checksum, **clock.seconds()}
@@ -173,9 +166,9 @@ def install_score_temperature(runner: Any) -> None:
     """Makes the log-probabilities of prompts follow their request's temperature, as those of
     sampled tokens do.
 
-    vLLM computes them from the raw logits. The runner works through the requests that want them and
-    calls the sampler's
-    `compute_logprobs`: here it does so once per temperature, with the logits divided by it.
+    vLLM computes them from the raw logits: the runner calls the sampler's `compute_logprobs` for
+    the requests that want them. Here it does so once per temperature, with the logits divided by
+    it.
     """
     original: Callable[..., dict[str, Any]] = runner._get_prompt_logprobs_dict
 
@@ -208,8 +201,8 @@ def install_score_temperature(runner: Any) -> None:
 
 @contextlib.contextmanager
 def _off_the_decode_stream(device: torch.device) -> Iterator[None]:
-    """On a GPU a transfer has a stream of its own, so that it does not queue behind the decode, and
-    ends when that is done.
+    """Runs the block on a CUDA stream of its own, so that a transfer does not queue behind the
+    decode; ends when the stream's work is done. Does nothing on a CPU.
     """
     if device.type != "cuda":
         yield

@@ -1,4 +1,4 @@
-"""Which tensors a model's checkpoint consists of, and whether a manifest fits it."""
+"""The tensors that a model's checkpoint consists of, and the check of a manifest against them."""
 
 import json
 import struct
@@ -18,7 +18,7 @@ _LISTED = 5
 
 
 class ExpectedWeights(Protocol):
-    """What an update may bring."""
+    """The tensors that an update may bring."""
 
     def check(self, manifest: Manifest) -> None:
         """Raises ManifestMismatch."""
@@ -26,7 +26,7 @@ class ExpectedWeights(Protocol):
 
 
 class ManifestMismatch(PermanentError):
-    """The manifest is not one of this model's weights."""
+    """The manifest does not describe this model's weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class WeightLayout:
 
     shapes: Mapping[str, tuple[int, ...]]
     optional: frozenset[str] = frozenset()
-    """May be missing: an output layer that is tied to the embeddings."""
+    """Tensors that may be missing: an output layer that is tied to the embeddings."""
 
     @classmethod
     def of_folder(cls, folder: Path) -> "WeightLayout":
@@ -56,21 +56,21 @@ class WeightLayout:
         return cls(shapes, frozenset(["lm_head.weight"]) if tied else frozenset())
 
     def check(self, manifest: Manifest) -> None:
-        """Raises ManifestMismatch that lists what is missing, unknown, or of another shape or type."""
+        """Raises ManifestMismatch with what is missing, unknown, or of another shape or type."""
         _check(manifest, self.shapes, self.optional, "the model")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayout:
-    """The same for a job with `model.adapter`: A [rank, in] and B [out, rank] of any of the model's
-    layers [out, in].
+    """The tensors of an update in a job with `model.adapter`: A [rank, in] and B [out, rank] of any
+    of the model's layers [out, in].
     """
 
     model: WeightLayout
     rank: int
 
     def check(self, manifest: Manifest) -> None:
-        """Raises ManifestMismatch that lists what is no adapter, lacks its other half, or is of
+        """Raises ManifestMismatch with what is not an adapter, lacks its other half, or is of
         another shape or type.
         """
         shapes: dict[str, tuple[int, ...]] = {}
@@ -123,7 +123,7 @@ def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The model's config.json; of a model with several parts, the text part's. Raises
+    """The model's config.json, with that of the text part of a multimodal model. Raises
     SettingsError.
     """
     file = folder / "config.json"

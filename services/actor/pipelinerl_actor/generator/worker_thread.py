@@ -1,8 +1,8 @@
-"""Work on a thread of an engine's worker, beside the decode, and how the generator's process hears
-of its end.
+"""Work on a thread of an engine's worker, beside the decode, and the report of its end to the
+generator's process.
 
-Workers may be other processes. They report over a socket in a private folder instead of being asked
-through the engine: every question would interrupt the decode, and keep idle workers busy waiting
+Workers may be other processes. They report over a socket in a private folder instead of being
+polled through the engine: every poll would interrupt the decode, and keep idle workers busy waiting
 for the next one.
 """
 
@@ -22,8 +22,7 @@ from typing import Any
 from pipelinerl_weights.errors import TransferAborted, TransferFailed, TransferTimeout
 
 Outcome = dict[str, Any]
-"""{"result": {...}} or {"failure": type name, "message": ...}: plain, because it crosses processes.
-"""
+"""{"result": {...}} or {"failure": type name, "message": ...}, as JSON between processes."""
 
 FAILURES: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (TransferAborted, TransferTimeout, TransferFailed, RuntimeError)
@@ -33,14 +32,14 @@ _SEND_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """One piece of work that every worker does."""
+    """Identifies one piece of work that every worker does, and where to report its end."""
 
     number: int
     socket: str
 
 
 class WorkerReports:
-    """The generator's side: hears how the workers' background work ended."""
+    """The generator's side: receives the outcomes of the workers' background work."""
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
@@ -53,7 +52,7 @@ class WorkerReports:
     async def listening(self) -> AsyncIterator[None]:
         with tempfile.TemporaryDirectory(prefix="pipelinerl-") as folder:
             self._path = str(Path(folder) / "reports")
-            server = await asyncio.start_unix_server(self._hear, self._path)
+            server = await asyncio.start_unix_server(self._receive, self._path)
             try:
                 yield
             finally:
@@ -61,7 +60,7 @@ class WorkerReports:
 
     @contextlib.contextmanager
     def ticket(self) -> Iterator[Ticket]:
-        """To be handed to every worker. Reports are heard until the end of the block."""
+        """A ticket for every worker. Its reports are received until the end of the block."""
         ticket = Ticket(next(self._numbers), self._path)
         self._outcomes[ticket.number] = {}
         try:
@@ -70,16 +69,17 @@ class WorkerReports:
             del self._outcomes[ticket.number]
 
     async def results(self, ticket: Ticket, timeout_s: float) -> list[dict[str, Any]]:
-        """Of every worker, in order. Raises what a worker raised, or TimeoutError."""
+        """The results of all workers, in order. Raises what a worker raised, or TimeoutError."""
         outcomes = self._outcomes[ticket.number]
         async with asyncio.timeout(timeout_s), self._changed:
             await self._changed.wait_for(lambda: len(outcomes) == self._num_workers)
         return result_of([outcomes[worker] for worker in sorted(outcomes)])
 
-    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         report = json.loads(await reader.readline())
         writer.close()
         async with self._changed:
+            # Reports of work that was given up come late, and are ignored.
             if report["ticket"] in self._outcomes:
                 self._outcomes[report["ticket"]][report["worker"]] = report["outcome"]
             self._changed.notify_all()
@@ -111,7 +111,8 @@ class BackgroundWork:
                 str(error) if kind == type(error).__name__ else f"{type(error).__name__}: {error}"
             )
             outcome = {"failure": kind, "message": message}
-        self._busy = False  # before it is told: whoever hears of it may start the next one at once
+        # Before the report: its receiver may start the next work at once.
+        self._busy = False
         report = {"ticket": ticket.number, "worker": self._worker, "outcome": outcome}
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_SEND_S)
@@ -120,8 +121,8 @@ class BackgroundWork:
 
 
 def result_of(outcomes: list[Outcome]) -> list[dict[str, Any]]:
-    """The results of every worker. Raises the failure that explains the most: an abort is the
-    others' echo of it.
+    """The results of every worker. Raises the failure that explains most: an abort is only the
+    other workers' reaction to it.
     """
     failures = [outcome for outcome in outcomes if "failure" in outcome]
     for failure in sorted(

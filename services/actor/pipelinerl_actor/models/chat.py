@@ -1,13 +1,10 @@
-"""Messages as the tokens that a model sees: the generator's way, and that of whoever must know
-their number before.
-
-Token ids of what a chat template puts between a sampled answer and the next one.
+"""Messages as the tokens that a model sees: of a whole conversation, and of what follows an answer
+that was sampled.
 
 The generator renders and tokenises the first turn. Later turns must keep every sampled token as it
-is, so only the text after the last answer is rendered here: the template is applied to a short
-stand-in conversation that ends in a marker and the new messages, and what follows the marker is
-tokenised. It starts with the template's end of turn, which the answer has often sampled already:
-then that token is left out.
+is, so only the text after the last answer is rendered: the template is applied to a short stand-in
+conversation that ends in a marker and the new messages, and what follows the marker is tokenised.
+It starts with the template's end of turn, which is left out when the answer has sampled it already.
 """
 
 import asyncio
@@ -20,10 +17,9 @@ from pipelinerl_common.errors import SettingsError
 
 
 def chat_token_ids(tokenizer: Any, messages: Sequence[Mapping[str, object]]) -> list[int]:
-    """The messages in the model's chat template, with the beginning of an answer behind them.
+    """The messages in the model's chat template, followed by the start of an answer.
 
-    Raises whatever the template does: it is a program of the model's author, and may refuse
-    messages in any way.
+    Raises any exception: the template is a program of the model's author.
     """
     encoded = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=True
@@ -35,8 +31,8 @@ _MARKER = "\x02marker\x03"
 
 
 class Continuation:
-    """Loads the tokenizer of `model_folder` when it is first needed, which single-turn tasks never
-    do.
+    """Continues conversations of the model in `model_folder`. The tokenizer is loaded when it is
+    first needed, which single-turn tasks never do.
     """
 
     def __init__(self, model_folder: Path) -> None:
@@ -45,19 +41,18 @@ class Continuation:
         self._loading = asyncio.Lock()
 
     async def token_ids(self, sampled: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """What comes between the answer `sampled` and the next answer: end of turn, `messages`,
+        """The tokens between the answer `sampled` and the next one: end of turn, `messages`,
         generation prompt.
         """
+        # One load for all trajectories that need the tokenizer at the same time.
         async with self._loading:
             if self._tokenizer is None:
                 self._tokenizer = await asyncio.to_thread(self._load)
-        ids: list[int] = self._tokenizer(self._text(messages), add_special_tokens=False)[
-            "input_ids"
-        ]
-        ended = (
-            bool(sampled) and bool(ids) and sampled[-1] == ids[0]
-        )  # the answer sampled the end of its turn itself
-        return ids[1:] if ended else ids
+        encoded = self._tokenizer(self._text(messages), add_special_tokens=False)
+        ids: list[int] = encoded["input_ids"]
+        # The answer has sampled the end of its turn itself, unless it ran into the token limit.
+        has_ended = bool(sampled) and bool(ids) and sampled[-1] == ids[0]
+        return ids[1:] if has_ended else ids
 
     def _load(self) -> Any:
         from transformers import AutoTokenizer

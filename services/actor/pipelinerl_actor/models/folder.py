@@ -1,5 +1,5 @@
-"""Checks that a folder is a Hugging Face model that the generator and the trainer can load, without
-loading it.
+"""Checks, without loading it, that a folder is a Hugging Face model that the generator and the
+trainer can load.
 """
 
 import json
@@ -14,11 +14,10 @@ _MAX_HEADER_BYTES = 100_000_000
 
 
 def check_model_folder(folder: Path, max_model_len: int) -> None:
-    """Raises SettingsError that names what is missing or broken in `folder` and what to do about
-    it.
+    """Raises SettingsError that names what is missing or broken in `folder`, and the remedy.
 
-    Needed: config.json with `architectures`, whole safetensors files, a tokenizer, and positions
-    for `max_model_len` tokens.
+    Required: config.json with `architectures`, complete safetensors files, a tokenizer, and
+    positions for `max_model_len` tokens.
     """
     if not folder.exists():
         raise SettingsError(
@@ -81,8 +80,8 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def _check_safetensors(path: Path) -> None:
-    """A safetensors file is 8 bytes of header length, a JSON header with byte ranges, and all of
-    those bytes.
+    """Checks that all bytes are present: a safetensors file is 8 bytes of header length, a JSON
+    header with byte ranges, and those bytes.
     """
     if not path.is_file():
         raise SettingsError(

@@ -1,6 +1,5 @@
-"""Puts a resolved model where every service of a job looks for it: `<output>/model`.
-
-`spec.model.uri`: where a job's model comes from, as a folder on this machine.
+"""Resolves `spec.model.uri` to a folder on this machine, and installs it as `<output>/model`, where
+every service of a job looks for it.
 """
 
 import os
@@ -18,11 +17,9 @@ from pipelinerl_common.settings import ModelSettings
 
 
 def install_model(source: Path, output: Path, *, copy: bool) -> Path:
-    """Links (or copies) the folder `source` to `<output>/model`, replacing what was there at once,
-    and returns that path.
+    """Links or copies the folder `source` to `<output>/model`, atomically, and returns that path.
 
-    Idempotent. A real folder that is already there is only replaced when it was copied from
-    elsewhere by an earlier call.
+    Idempotent. An existing folder is only replaced if an earlier call copied it.
     """
     target = output / MODEL
     is_linked = target.is_symlink() and target.resolve() == source.resolve()
@@ -68,14 +65,13 @@ def _copy(source: Path, target: Path) -> None:
 def _remove_copy(target: Path) -> None:
     if not (target / ".copied-from").is_file():
         raise SettingsError(
-            f"{target} is a folder that was not put there by a model preparation; move it away or "
-            "use another --output"
+            f"{target} is a folder that no model preparation made; move it, or use another --output"
         )
     shutil.rmtree(target)
 
 
 def _stamp(source: Path) -> str:
-    """Says which files a copy was made of: path, names, sizes, times."""
+    """Identifies the files that a copy was made of: path, names, sizes, times."""
     files = sorted(path for path in source.rglob("*") if path.is_file())
     lines = [
         f"{path.relative_to(source)} {path.stat().st_size} {path.stat().st_mtime_ns}"
@@ -90,18 +86,18 @@ _HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where models come from and where they are kept."""
+    """Resolves model URIs, and caches the models."""
 
     cache: Path
-    """Folder for models that are made on the spot."""
+    """Folder for the tiny models, which are made when needed."""
     offline: bool = False
-    """Use only what an earlier download left on this machine."""
+    """Uses only what an earlier download left on this machine."""
     hub: str | None = None
-    """Address of the model hub; None is Hugging Face's."""
+    """Address of the model hub; None for Hugging Face's."""
 
     def resolve(self, model: ModelSettings) -> Path:
-        """The checked folder of `model`. Raises SettingsError with the remedy, or Unavailable when
-        the hub is away.
+        """The checked folder of `model`. Raises SettingsError with the remedy, or Unavailable for
+        an unreachable hub.
         """
         if model.uri.startswith("tiny://"):
             folder = self._tiny(model.uri)
@@ -140,8 +136,7 @@ class ModelSource:
             )
         if not values["seed"].isdecimal():
             raise SettingsError(
-                f"spec.model.uri={uri!r}: seed={values['seed']} must be a whole number of at least "
-                "0"
+                f"spec.model.uri={uri!r}: seed={values['seed']} must be a whole number, at least 0"
             )
         from pipelinerl_actor.models.tiny import Recipe, cached_model
 

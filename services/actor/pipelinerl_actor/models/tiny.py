@@ -4,12 +4,10 @@ Vocabulary: 7 special tokens, the printable ASCII characters and the newline, fi
 One character is one token. A chat turn is `<|user|>3+4=<|end|>`; the generation prompt is
 `<|assistant|>`, and `<|end|>` ends a completion.
 
-`tiny://arithmetic`: a character-level base model that adds one-digit numbers and is right about
-every fifth time.
-
-A sparse reward teaches a random model nothing in minutes, so the base gets a supervised start as
-real base models have: first on right answers, until it knows them all, then on answers of which
-only some are right, until it is as unsure as they are. What is left for reinforcement learning is
+`tiny://arithmetic` is such a model after a supervised start: a base model that adds one-digit
+numbers and is right about every fifth time. A sparse reward teaches a random model nothing in
+minutes, so the base is trained first on right answers, until it knows them all, then on answers of
+which only some are right, until it is as unsure as they are. Reinforcement learning then only has
 to prefer the answers that earn a reward.
 """
 
@@ -27,6 +25,8 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+log = logging.getLogger(__name__)
+
 VOCAB_SIZE = 128
 PAD, UNKNOWN, END = "<|pad|>", "<|unknown|>", "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
@@ -39,6 +39,10 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+
+_NUM_PROMPTS = 100
+_MAX_ANSWER_TOKENS = 3
+"""Two digits and the end token."""
 
 
 def make_tokenizer(max_model_len: int = 1024) -> PreTrainedTokenizerFast:
@@ -106,8 +110,7 @@ def make_tiny_model(
     tie_word_embeddings: bool = False,
     seed: int = 0,
 ) -> Path:
-    """Writes a random tiny model with its tokenizer into `folder` (made when absent) and returns
-    it.
+    """Writes a random tiny model with its tokenizer into `folder`, which is made when missing.
 
     64 x 2 is 0.1 M parameters. With `num_heads` of 4 or more it can be split over two
     tensor-parallel workers.
@@ -124,16 +127,9 @@ def save(model: Qwen3ForCausalLM, folder: Path) -> None:
     make_tokenizer(model.config.max_position_embeddings).save_pretrained(folder)
 
 
-log = logging.getLogger(__name__)
-
-_NUM_PROMPTS = 100
-_MAX_ANSWER_TOKENS = 3
-"""Two digits and the end token."""
-
-
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything that decides the weights, beside the code. About 15 s on one core."""
+    """Everything that determines the weights, besides the code. About 15 s on one core."""
 
     seed: int = 0
     hidden_size: int = 128
@@ -143,7 +139,7 @@ class Recipe:
     learn_steps: int = 80
     learn_rate: float = 2e-3
     learn_repeats: int = 1
-    """Times that each of the 100 prompts is in a batch of the first phase."""
+    """Times that a batch of the first phase contains each of the 100 prompts."""
     doubt_steps: int = 100
     doubt_rate: float = 1e-3
     doubt_repeats: int = 4
@@ -159,10 +155,10 @@ class _Table:
 
 
 def cached_model(recipe: Recipe, cache: Path) -> Path:
-    """The folder of the recipe's model below `cache`, made first when it is not there.
+    """The folder of the recipe's model below `cache`, made when missing.
 
-    Two processes may do this at once: each makes its own in a temporary folder, and the first to
-    rename it wins.
+    Two processes may do this at once: each makes its own in a temporary folder, and the first one
+    that renames it wins.
     """
     folder = cache / "models" / fingerprint(recipe)
     if folder.is_dir():
@@ -183,9 +179,7 @@ def cached_model(recipe: Recipe, cache: Path) -> Path:
 
 
 def _make_readable(folder: Path) -> None:
-    """Temporary folders and safetensors files are private to their maker; a model is for every
-    service.
-    """
+    # Temporary folders and safetensors files are private to their user; services may be others.
     folder.chmod(0o755)
     for path in folder.iterdir():
         path.chmod(0o644)
@@ -196,8 +190,7 @@ def fingerprint(recipe: Recipe) -> str:
     transformers.
     """
     digest = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode())
-    for source in (Path(__file__), Path(__file__)):
-        digest.update(source.read_bytes())
+    digest.update(Path(__file__).read_bytes())
     digest.update(f"torch {torch.__version__} transformers {transformers.__version__}".encode())
     return f"arithmetic-{digest.hexdigest()[:16]}"
 
@@ -233,8 +226,8 @@ def train(recipe: Recipe) -> Qwen3ForCausalLM:
 
 @torch.no_grad()
 def success_share(model: Qwen3ForCausalLM) -> float:
-    """Exact probability that a completion sampled at temperature 1 is the right answer, averaged
-    over the 100 prompts.
+    """Exact probability that a completion sampled at temperature 1 is right, averaged over the 100
+    prompts.
     """
     table = _tabulate(make_tokenizer())
     answers_PT = table.answers_AT[table.sums_P]

@@ -124,11 +124,11 @@ class RolloutClient:
             await asyncio.sleep(_CANCEL_AGAIN_S)
 
     async def serves(self) -> bool:
-        """Whether it has the job's weights and takes requests."""
+        """Whether the generator has the job's weights and accepts requests."""
         return await self._client.is_ready(_READY_S)
 
     async def load(self, timeout_s: float) -> GeneratorLoad:
-        """How full it is. Raises GeneratorError when it does not say."""
+        """The generator's load. Raises GeneratorError."""
         load = await self._client.load(timeout_s)
         return GeneratorLoad(generator=self.url, **load.model_dump())
 

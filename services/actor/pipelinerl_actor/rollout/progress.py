@@ -1,5 +1,5 @@
-"""How far a group has come, and what a single-turn group has sampled when it is stopped, in the
-form from which another attempt resumes.
+"""The progress of a group, and the answers that a stopped single-turn group hands to its next
+attempt.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class PartialAnswer:
-    """`turn` as far as it was sampled; its finish reason and text count only when it is complete."""
+    """`turn` as far as it was sampled; only a complete one has a finish reason and a text."""
 
     turn: Turn
     is_complete: bool
@@ -75,7 +75,7 @@ class PartialGroup:
 
     @classmethod
     def from_proto(cls, group: pb.PartialGroup) -> "PartialGroup":
-        """Whose `stop` is not set yet."""
+        """The answers of an earlier attempt, for one that may be stopped again."""
         answers = {each.sample_index: _from_proto(each) for each in group.answers}
         return cls(asyncio.Event(), tuple(group.prompt_token_ids), answers)
 

@@ -7,9 +7,7 @@ from pipelinerl_common.errors import SettingsError
 
 
 class Arithmetic(Task):
-    """Prompts like "3+4="; the answer must be exactly the sum's digits and then the end of the
-    turn.
-    """
+    """Prompts such as "3+4="; the answer must be exactly the sum's digits and the end of turn."""
 
     def __init__(self, *, seed: int, digits: int = 1) -> None:
         if not 1 <= digits <= 9:

@@ -1,9 +1,10 @@
 """Programs that must pass tests: Python, judged in a sandbox without network.
 
-Rows hold a problem and its tests, in either of two forms:
+Rows have a problem and its tests, in either of two forms: stdin and stdout, compared by line; or
+statements that run after the program.
 
-    {"problem": "Read n, print n squared.", "tests": [{"input": "3", "output": "9"}]}     stdin and stdout, compared by line
-    {"problem": "Write a function f(n).",   "tests": ["assert f(3) == 9"]}                 statements, run after the program
+    {"problem": "Read n, print n squared.", "tests": [{"input": "3", "output": "9"}]}
+    {"problem": "Write a function f(n).", "tests": ["assert f(3) == 9"]}
 """
 
 import json
@@ -22,21 +23,25 @@ _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 class Example(NamedTuple):
+    """A test by stdin and stdout."""
+
     input: str
     output: str
 
 
 class CodeProblem(NamedTuple):
+    """A problem with its tests, all of one form."""
+
     text: str
     examples: tuple[Example, ...]
     statements: tuple[str, ...]
 
 
 class Code(Task):
-    """`reward` is the share of tests that pass ("share"), or 1 only for all of them ("all");
-    `limits` bound each run.
+    """Programming problems. `reward` is the share of tests that pass ("share"), or 1 only for all
+    of them ("all"); `limits` bound each run.
 
-    Needs bubblewrap, and is refused where that cannot confine a program.
+    Raises SettingsError where bubblewrap cannot confine a program.
     """
 
     def __init__(
@@ -67,7 +72,7 @@ class Code(Task):
         )
 
     def verify(self, prompt: Prompt, answer: Turn) -> Verdict:
-        """In a verifier's process, which the time limit can end."""
+        """Runs in a verifier's process, which is killed after the time limit."""
         problem: CodeProblem = prompt.facts["problem"]
         program = extract_program(answer.text)
         if program is None:
@@ -84,7 +89,7 @@ class Code(Task):
         )
 
     def _num_examples(self, program: str, examples: Sequence[Example]) -> int:
-        """How many pass. A program that fails one is still tried on the others when shares count."""
+        """Number of examples that pass; "all" stops at the first failure."""
         num_passed = 0
         for example in examples:
             result = self._sandbox.run(program, example.input)
@@ -95,8 +100,8 @@ class Code(Task):
         return num_passed
 
     def _num_statements(self, program: str, statements: Sequence[str]) -> int:
-        """One run for all: each statement that raises nothing prints a mark that the program cannot
-        know when it is written.
+        """Number of statements that pass, in one run: each one that raises nothing prints a mark
+        that the program cannot know when it is written.
 
         A program that searches its own interpreter for the mark can still forge it.
         """
@@ -112,20 +117,20 @@ class Code(Task):
 
 
 def extract_program(text: str) -> str | None:
-    """The last fenced block; None without one. What comes before it is thought, not program."""
+    """The last fenced block; None without one. The text before it is reasoning."""
     blocks: list[str] = _BLOCK.findall(text)
     return blocks[-1] if blocks else None
 
 
 def _judged(statement: str, mark: str) -> str:
     return (
-        f"try:\n    exec({statement!r}, globals())\n    print({mark!r}, flush=True)\nexcept "
-        "Exception:\n    pass"
+        f"try:\n    exec({statement!r}, globals())\n    print({mark!r}, flush=True)\n"
+        "except Exception:\n    pass"
     )
 
 
 def _lines(output: str) -> list[str]:
-    """Without blanks at the ends of lines and empty lines at the end."""
+    """The lines without trailing blanks and without empty lines at the end."""
     return [line.rstrip() for line in output.rstrip().splitlines()]
 
 

@@ -7,8 +7,8 @@ from pipelinerl_common.errors import SettingsError
 
 
 class GuessNumber(Task):
-    """The reward is 1 for a right guess at the first turn and falls linearly to 1/`max_turns` at
-    the last; 0 without one.
+    """The reward of a right guess falls linearly from 1 at the first turn to 1/`max_turns` at the
+    last; it is 0 without one.
     """
 
     def __init__(self, *, seed: int, highest: int = 9, max_turns: int = 4) -> None:
@@ -35,10 +35,8 @@ class GuessNumber(Task):
             if guess == str(number):
                 reward = 1 - turn_index / self._max_turns
                 return Verdict(reward, {"success": 1.0, "turns": turn_index + 1})
-            hint = (
-                ("higher" if int(guess) < number else "lower")
-                if guess.isdecimal()
-                else "not a number"
-            )
+            hint = "not a number"
+            if guess.isdecimal():
+                hint = "higher" if int(guess) < number else "lower"
             messages = ({"role": "user", "content": hint},)
         return Verdict(0.0, {"success": 0.0, "turns": self._max_turns})

@@ -8,20 +8,22 @@ from pipelinerl_common.errors import SettingsError
 
 DEFAULT_SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}."
 _SYMBOLIC_TIMEOUT_S = 5
-"""For parsing and for comparing one answer: what takes longer counts as wrong. Below
-`task.verifierTimeoutSeconds`.
+"""Limit for parsing and for comparing one answer, below `task.verifierTimeoutSeconds`; after it the
+answer counts as wrong.
 """
 
 
 class MathsProblem(NamedTuple):
+    """A problem and its known answer."""
+
     text: str
     answer: str
     """LaTeX or plain."""
 
 
 class Maths(Task):
-    """Rows of `data` hold a problem and its answer under `problem_field`, `answer_field`; `system`
-    is the system message.
+    """Problems with known answers, from the fields `problem_field` and `answer_field` of the rows
+    of `data`; `system` is the system message.
     """
 
     def __init__(
@@ -48,8 +50,8 @@ class Maths(Task):
         )
 
     def verify(self, prompt: Prompt, answer: Turn) -> Verdict:
-        """1 for an answer equal to the known one, else 0. In a verifier's process: math-verify
-        needs signals and may hang.
+        """1 for an answer equal to the known one, else 0. Runs in a verifier's process, since
+        math-verify needs signals and may hang.
         """
         from math_verify import parse, verify
 

@@ -8,12 +8,12 @@ from pipelinerl_actor.tasks.maths import DEFAULT_SYSTEM, Maths
 from pipelinerl_actor.tools import Tool, ToolTask
 
 _RUNS_AT_ONCE = 4
-"""Programs that one actor runs side by side; further calls wait."""
+"""Programs that one actor runs at the same time; further calls wait."""
 
 
 class MathsWithPython(ToolTask, Maths):
-    """`data`, `problem_field`, `answer_field` as in Maths; at most `max_turns` answers, the last of
-    which is judged.
+    """Maths with a Python tool, in at most `max_turns` turns, the last of which is judged. Other
+    parameters are those of Maths.
     """
 
     def __init__(

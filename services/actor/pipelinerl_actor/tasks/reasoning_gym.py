@@ -1,5 +1,5 @@
-"""Any data set of reasoning-gym by its name: endless generated problems, each with the data set's
-own scoring.
+"""Any data set of reasoning-gym by its name: endless generated problems with the data set's own
+scoring.
 """
 
 import random
@@ -16,8 +16,8 @@ DEFAULT_SYSTEM = (
 
 
 class ReasoningGym(Task):
-    """`dataset` is a data set's name, `config` its parameters, `system` the system message ("" for
-    none).
+    """Problems of the data set named `dataset`, with the parameters `config`; `system` is the
+    system message ("" for none).
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ReasoningGym(Task):
         )
 
     def verify(self, prompt: Prompt, answer: Turn) -> Verdict:
-        """The data set's score of the last <answer>, or of the whole text when it has no tags. In a
+        """The data set's score of the last <answer>, or of the whole text without tags. Runs in a
         verifier's process.
         """
         from reasoning_gym.utils import extract_answer

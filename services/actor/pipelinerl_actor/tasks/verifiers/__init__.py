@@ -1,15 +1,13 @@
-"""The two kinds of tasks: one answer, judged in a process, and several turns, played and judged in
-the rollout loop.
-
-Any environment of the package `verifiers`: its prompts, its answers to the policy, its rewards.
+"""Environments of the package `verifiers` as tasks: their prompts, their replies, their rewards.
 
 ```
- rollout loop --samples--> turn --as a completion--> environment: stop conditions, tools, env_response
-      ^                                                   |
-      +------------- the messages that are new -----------+        in the end: its rubric -> Verdict
+ rollout loop --samples--> turn --as a completion--> environment: stop conditions, tools,
+      ^                                                   |          env_response
+      +------------------- new messages ------------------+    at the end: its rubric -> Verdict
 ```
-The environment never asks a model for the policy's turns: they are sampled here, and their tokens
-are kept as they were.
+The environment never requests the policy's turns from a model: they are sampled by the rollout
+loop, and their tokens are kept as they are. A task with one answer is judged in a verifier's
+process, a task with several turns in the rollout loop.
 """
 
 import asyncio
@@ -21,13 +19,15 @@ from typing import Any, Literal
 
 from pipelinerl_actor.dataset import Problems
 from pipelinerl_actor.task import Message, Prompt, Rollout, Task, Turn, Verdict
-from pipelinerl_actor.tasks.verifiers.environments import Loaded, load, score
-from pipelinerl_actor.tasks.verifiers.episode import plain, play, with_tools_of
+from pipelinerl_actor.tasks.verifiers.environments import LoadedEnvironment, load, score
+from pipelinerl_actor.tasks.verifiers.episode import plain, run_episode, with_tools_of
 from pipelinerl_common.errors import PermanentError
 
 
-class _OfEnvironment(Task):
-    def __init__(self, loaded: Loaded, order: Problems[int]) -> None:
+class _EnvironmentTask(Task):
+    """The prompts of an environment."""
+
+    def __init__(self, loaded: LoadedEnvironment, order: Problems[int]) -> None:
         self._loaded = loaded
         self._order = order
 
@@ -37,19 +37,18 @@ class _OfEnvironment(Task):
         return Prompt(tuple(with_tools_of(plain(row["prompt"]), tools)), {"row": row})
 
 
-class SingleTurn(_OfEnvironment):
-    """Judged in a verifier's process, in its main thread, where reward functions may compute, and
-    set alarms.
+class SingleTurn(_EnvironmentTask):
+    """A task with one answer, judged in the main thread of a verifier's process, where reward
+    functions may compute, and set alarms.
     """
 
-    def __init__(self, loaded: Loaded, order: Problems[int]) -> None:
+    def __init__(self, loaded: LoadedEnvironment, order: Problems[int]) -> None:
         super().__init__(loaded, order)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def verify(self, prompt: Prompt, answer: Turn) -> Verdict:
-        if (
-            self._loop is None
-        ):  # one for all verdicts, since clients of judges keep to the loop that they began in
+        # One loop for all verdicts: the clients of judges are bound to the loop of their first use.
+        if self._loop is None:
             self._loop = asyncio.new_event_loop()
             weakref.finalize(self, self._loop.close)
         return self._loop.run_until_complete(self._judge(prompt.facts["row"], answer))
@@ -60,27 +59,27 @@ class SingleTurn(_OfEnvironment):
             return answer
 
         environment = self._loaded.environment_of(row)
-        return await score(environment, await play(environment, row, given))
+        return await score(environment, await run_episode(environment, row, given))
 
 
 @dataclass(frozen=True, slots=True)
-class Played(Turn):
+class LastTurn(Turn):
     """The last turn of a rollout, with the environment's state at its end."""
 
     state: Any = None
 
 
-class MultiTurn(_OfEnvironment):
-    """Played and judged in the rollout loop."""
+class MultiTurn(_EnvironmentTask):
+    """A task with several turns, driven and judged in the rollout loop."""
 
     async def rollout(self, rollout: Rollout) -> Verdict:
         row = rollout.prompt.facts["row"]
-        state = await play(self._loaded.environment_of(row), row, rollout.chat)
+        state = await run_episode(self._loaded.environment_of(row), row, rollout.chat)
         if not rollout.turns:
             raise PermanentError("the environment ended before the policy's first turn")
         last = rollout.turns[-1]
         return await rollout.verify(
-            Played(
+            LastTurn(
                 last.text,
                 last.token_ids,
                 last.logprobs,
@@ -91,12 +90,12 @@ class MultiTurn(_OfEnvironment):
         )
 
     async def verify(self, prompt: Prompt, answer: Turn) -> Verdict:
-        assert isinstance(answer, Played)
+        assert isinstance(answer, LastTurn)
         return await score(self._loaded.environment_of(prompt.facts["row"]), answer.state)
 
 
 def _tools(environment: Any, row: Mapping[str, Any]) -> Any:
-    """A row may bring its own, in place of the environment's."""
+    """The tools of `row`, or the environment's if it has none of its own."""
     info = row.get("info")
     info = json.loads(info) if isinstance(info, str) and info else info
     own = info.get("oai_tools") if isinstance(info, Mapping) else None
@@ -110,10 +109,10 @@ def environment(
     arguments: dict[str, Any] | None = None,
     split: Literal["train", "eval"] = "train",
 ) -> Task:
-    """The environment that `verifiers` knows as `name`, made with `arguments`; `split` is which of
-    its data sets to take.
+    """A task of the environment that `verifiers` loads as `name` with `arguments`, on its data set
+    `split`.
 
-    Raises SettingsError when it cannot be made, or is of a kind that cannot be played here.
+    Raises SettingsError when it cannot be made, or is of an unsupported kind.
     """
     loaded = load(name, arguments or {}, split, seed)
     order = Problems(range(len(loaded.rows)), None, 0, seed)

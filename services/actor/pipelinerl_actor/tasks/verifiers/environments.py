@@ -1,6 +1,5 @@
-"""The rubric of an environment as a verdict.
-
-Makes an environment by its name, and refuses what cannot be played here.
+"""Loads environments of the package `verifiers` by name, refuses unsupported ones, and turns the
+scores of their rubrics into verdicts.
 """
 
 import functools
@@ -23,21 +22,21 @@ from pipelinerl_common.errors import SettingsError, TemporaryError
 log = logging.getLogger(__name__)
 
 _faults: ContextVar[list[Exception] | None] = ContextVar("faults", default=None)
-"""What reward functions have raised in the scoring that is under way."""
+"""Errors of reward functions in the present scoring."""
 
 
 async def score(environment: Any, state: Any) -> Verdict:
-    """The weighted sum of its reward functions, and each of them as a metric.
+    """The weighted sum of the environment's reward functions, and each of them as a metric.
 
     A function that raises counts as 0, as in `verifiers`, and in the metric `reward_errors`. Raises
-    TemporaryError instead when it was the endpoint of a judge that did not answer: that says
-    nothing about the policy.
+    TemporaryError when the endpoint of a judge did not answer, since that is no fault of the
+    policy.
     """
     faults: list[Exception] = []
     _faults.set(faults)
     await environment.rubric.score_group([state])
     for fault in faults:
-        if _is_away(fault):
+        if _is_unreachable(fault):
             raise TemporaryError(
                 f"a reward function got no answer from its endpoint: {type(fault).__name__}: "
                 f"{fault}"
@@ -46,14 +45,14 @@ async def score(environment: Any, state: Any) -> Verdict:
 
 
 def rubrics_of(rubric: Any) -> Iterator[Any]:
-    """`rubric`, and those that it is a group of."""
+    """`rubric` and, for a group, all its members."""
     yield rubric
     for each in getattr(rubric, "rubrics", ()):
         yield from rubrics_of(each)
 
 
 def watch(rubric: Any) -> None:
-    """From here on what the rubric's functions raise is noted; `verifiers` passes over it."""
+    """Records the errors of the rubric's functions from now on, which `verifiers` ignores."""
     rubric.funcs[:] = [
         each if hasattr(each, "is_watched") else _watched(each) for each in rubric.funcs
     ]
@@ -76,7 +75,7 @@ def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _is_away(error: Exception) -> bool:
+def _is_unreachable(error: Exception) -> bool:
     import httpx
     import openai
 
@@ -87,7 +86,7 @@ def _is_away(error: Exception) -> bool:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """`error`, what it was raised from, and so on."""
+    """`error` and the chain of its causes."""
     seen: BaseException | None = error
     while seen is not None:
         yield seen
@@ -98,16 +97,18 @@ WHERE = "spec.task.args"
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedEnvironment:
+    """An environment and the rows of one of its data sets."""
+
     environment: Any
     """A MultiTurnEnv, or a group of them."""
     rows: Sequence[Mapping[str, Any]]
-    """With prompt, example_id and task, and mostly with answer and info."""
+    """Each has prompt, example_id and task, and mostly answer and info."""
     is_single_turn: bool
-    """Whether one answer is all there is to every rollout, so that it can be judged by itself."""
+    """Whether every rollout has one answer only, which can be judged by itself."""
 
     def environment_of(self, row: Mapping[str, Any]) -> Any:
-        """The one that plays `row`: in a group each row names its own."""
+        """The environment of `row`: in a group each row names its own."""
         import verifiers
 
         environment = self.environment
@@ -116,10 +117,8 @@ class Loaded:
         return environment
 
 
-def load(name: str, arguments: dict[str, Any], split: str, seed: int) -> Loaded:
-    """Raises SettingsError. What the environment draws at random while it is made follows from
-    `seed`.
-    """
+def load(name: str, arguments: dict[str, Any], split: str, seed: int) -> LoadedEnvironment:
+    """Loads an environment, whose random draws then follow from `seed`. Raises SettingsError."""
     try:
         import verifiers
     except ModuleNotFoundError as error:
@@ -139,7 +138,9 @@ def load(name: str, arguments: dict[str, Any], split: str, seed: int) -> Loaded:
         for rubric in rubrics_of(each.rubric):
             watch(rubric)
     _check_rows(name, rows)
-    return Loaded(environment, rows, all(type(each) is verifiers.SingleTurnEnv for each in players))
+    return LoadedEnvironment(
+        environment, rows, all(type(each) is verifiers.SingleTurnEnv for each in players)
+    )
 
 
 def _players(environment: Any) -> Iterator[Any]:
@@ -162,8 +163,8 @@ def _check(name: str, environment: Any) -> None:
         or kind.rollout is not verifiers.MultiTurnEnv.rollout
     ):
         raise SettingsError(
-            f"{where} has a rollout of its own; only those of SingleTurnEnv and MultiTurnEnv can "
-            "be played"
+            f"{where} has a rollout of its own; only those of SingleTurnEnv and MultiTurnEnv are "
+            "supported"
         )
     if kind.get_model_response is not verifiers.Environment.get_model_response:
         raise SettingsError(
@@ -172,15 +173,14 @@ def _check(name: str, environment: Any) -> None:
         )
     if environment.message_type != "chat":
         raise SettingsError(
-            f"{where} has message_type={environment.message_type!r}; only 'chat' can be played"
+            f"{where} has message_type={environment.message_type!r}; only 'chat' is supported"
         )
     for rubric in rubrics_of(environment.rubric):
         grouped = rubric._get_group_reward_funcs()
         if grouped:
             raise SettingsError(
                 f"{where}: the reward function {grouped[0].__name__!r} compares the rollouts of a "
-                "group; here each is judged "
-                f"by itself"
+                "group; here each is judged by itself"
             )
 
 
@@ -195,7 +195,7 @@ def _check_rows(name: str, rows: Any) -> None:
 
 
 def _reason(name: str, arguments: Mapping[str, Any], split: str, error: Exception) -> str:
-    """What is wrong, and the remedy. `verifiers` wraps the error that says so."""
+    """The fault and its remedy, by the first cause: `verifiers` wraps errors in its own."""
     import httpx
     import openai
 
@@ -210,13 +210,13 @@ def _reason(name: str, arguments: Mapping[str, Any], split: str, error: Exceptio
             return f"{where}: {module} imports {each.name!r}, which is not installed"
         if isinstance(each, openai.OpenAIError):
             return (
-                f"{where}: a model judges in it, and there is no endpoint to ask: set "
-                "OPENAI_API_KEY, and OPENAI_BASE_URL, of "
-                f"the rollout container, or name one in {WHERE}.arguments ({each})"
+                f"{where}: it has a model as judge, but no endpoint for it: set OPENAI_API_KEY, "
+                "and OPENAI_BASE_URL, of the rollout container, or name one in "
+                f"{WHERE}.arguments ({each})"
             )
         if isinstance(each, OSError | httpx.HTTPError):
             return (
-                f"{where} needs what cannot be reached from here, the network or a file: "
+                f"{where} needs the network or a file that cannot be reached: "
                 f"{type(each).__name__}: {each}"
             )
     if str(first) == "dataset is not set":
@@ -229,7 +229,7 @@ def _reason(name: str, arguments: Mapping[str, Any], split: str, error: Exceptio
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """An environment takes SIGINT and SIGTERM for itself when it is made; they are this process's."""
+    """Restores the handlers of SIGINT and SIGTERM, which an environment replaces when made."""
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -241,7 +241,7 @@ def _signals_kept() -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: str) -> Iterator[None]:
-    """The process that verifies makes the environment anew and must come to the same rows."""
+    """Seeds the block: the verifier's process makes its own environment, with the same rows."""
     before, numpy_before = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(zlib.crc32(seed.encode()))

@@ -1,6 +1,5 @@
-"""Messages and completions, between the form of OpenAI's API, which environments speak, and ours.
-
-One rollout of an environment, with the policy's turns from elsewhere.
+"""Drives one rollout of an environment with the policy's turns, and converts messages between the
+form of OpenAI's API, which environments use, and ours.
 """
 
 import asyncio
@@ -10,23 +9,22 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from pipelinerl_actor.task import Message, Turn
-from pipelinerl_actor.tools import calls_of, with_tools_told
+from pipelinerl_actor.tools import calls_of, with_tool_descriptions
 from pipelinerl_common.errors import PermanentError, TemporaryError
 from pipelinerl_common.types import FinishReason
 
 
 def plain(messages: Iterable[Any]) -> list[Message]:
-    """As the chat template takes them: text only, a tool call as the text by which a policy makes
-    it.
+    """The messages for the chat template: text only, with tool calls as the text of a policy.
 
-    Raises PermanentError for images, audio and what is no message.
+    Raises PermanentError for images, audio and anything that is not a message.
     """
     return [_plain(each) for each in messages]
 
 
 def _plain(message: Any) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise PermanentError(f"the environment gave {message!r}, which is no message")
+        raise PermanentError(f"the environment gave {message!r}, which is not a message")
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "".join(_text(part) for part in content)
@@ -48,17 +46,18 @@ def _call_text(call: Any) -> str:
     function = call["function"]
     arguments = function.get("arguments") or "{}"
     arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return f"<tool_call>\n{json.dumps({'name': function['name'], 'arguments': arguments})}\n</tool_call>"
+    body = json.dumps({"name": function["name"], "arguments": arguments})
+    return f"<tool_call>\n{body}\n</tool_call>"
 
 
 def with_tools_of(
     messages: Sequence[Message], tools: Iterable[Mapping[str, Any]] | None
 ) -> Sequence[Message]:
-    """`messages`, with `tools` in the form of OpenAI's API told to the policy."""
+    """`messages` with `tools`, which are in the form of OpenAI's API, in the system message."""
     functions = [each["function"] for each in tools or ()]
     if not functions:
         return messages
-    return with_tools_told(messages, [_described(each) for each in functions])
+    return with_tool_descriptions(messages, [_described(each) for each in functions])
 
 
 def _described(function: Mapping[str, Any]) -> str:
@@ -69,8 +68,8 @@ def _described(function: Mapping[str, Any]) -> str:
 
 
 def completion_of(turn: Turn, number: int) -> Any:
-    """`turn` as if a model's endpoint had given it, with the tool calls that are in its text.
-    `number` makes their ids.
+    """`turn` as the completion of a model's endpoint, with the tool calls of its text; `number`
+    makes their ids unique.
     """
     from openai.types.chat import ChatCompletion
 
@@ -94,7 +93,7 @@ def completion_of(turn: Turn, number: int) -> Any:
 
 
 def _calls(text: str, number: int) -> list[dict[str, Any]]:
-    """None when one of them is not as it should be: then all of `text` is an answer."""
+    """Empty when one of the calls is malformed: then all of `text` is an answer."""
     calls = []
     for position, call in enumerate(calls_of(text)):
         if call is None:
@@ -108,15 +107,15 @@ log = logging.getLogger(__name__)
 
 CLEANUP_S = 30.0
 
-Answer = Callable[[Sequence[Message]], Awaitable[Turn]]
-"""Takes the messages that are new since its last answer."""
+AnswerFunction = Callable[[Sequence[Message]], Awaitable[Turn]]
+"""Samples the policy's answer to the messages that are new since its last one."""
 
 
-async def play(environment: Any, row: Mapping[str, Any], answer: Answer) -> Any:
-    """The state of a rollout that is over, to be scored.
+async def run_episode(environment: Any, row: Mapping[str, Any], answer: AnswerFunction) -> Any:
+    """Runs a rollout to its end and returns its state, to be scored.
 
-    Raises TemporaryError for what the environment calls a fault of its infrastructure,
-    PermanentError for a conversation that does not go on from where it was.
+    Raises TemporaryError for a fault of the environment's infrastructure, PermanentError for a
+    conversation that does not continue the previous one.
     """
     state = await environment.init_state(dict(row), NO_CLIENT, "policy", {})
     try:
@@ -132,11 +131,10 @@ async def play(environment: Any, row: Mapping[str, Any], answer: Answer) -> Any:
 
 
 async def _clean_up(environment: Any, state: Any) -> None:
-    """What ended the rollout is told to others; here it is only that nothing is left of it."""
     try:
         async with asyncio.timeout(CLEANUP_S):
             await environment._cleanup(state)
-    except Exception as error:  # noqa: BLE001 - the environment's own code, and the rollout is lost already
+    except Exception as error:  # noqa: BLE001 - must not hide the error that ended the rollout
         log.warning(
             "the environment did not clean up after a rollout: %s: %s", type(error).__name__, error
         )
@@ -151,9 +149,11 @@ async def _prepared(environment: Any, state: Any) -> Any:
         _give_up(error)
 
 
-async def _turn(environment: Any, state: Any, said: list[Message], answer: Answer) -> list[Message]:
-    """Everything that has been said after one more turn. `said` is what was before, in words of our
-    own: an environment may change its messages in place.
+async def _turn(
+    environment: Any, state: Any, said: list[Message], answer: AnswerFunction
+) -> list[Message]:
+    """Runs one turn and returns the whole conversation. `said` is the one before it, as a copy: an
+    environment may change its messages in place.
     """
     import verifiers
 
@@ -161,22 +161,24 @@ async def _turn(environment: Any, state: Any, said: list[Message], answer: Answe
         messages = await environment.get_prompt_messages(state)
         if state.get("final_env_response") is not None:
             return said
-        told = plain(messages)
-        if told[: len(said)] != said:
+        given = plain(messages)
+        if given[: len(said)] != said:
             raise PermanentError(
                 "the environment changed what had been said before, so the tokens could not be "
                 "kept as they were sampled"
             )
-        turn = await answer(told[len(said) :] if said else with_tools_of(told, state["oai_tools"]))
+        new = given[len(said) :] if said else with_tools_of(given, state["oai_tools"])
+        turn = await answer(new)
         await environment.add_model_response(
             state, messages, completion_of(turn, len(state["trajectory"]))
         )
-    except verifiers.ToolError as error:  # the policy's doing; it ends the rollout, which is scored
+    except verifiers.ToolError as error:
+        # The policy's fault: it ends the rollout, which is scored.
         state["error"] = error
         return said
     except verifiers.Error as error:
         _give_up(error)
-    return [*told, *plain(state["trajectory"][-1]["completion"])]
+    return [*given, *plain(state["trajectory"][-1]["completion"])]
 
 
 def _give_up(error: Exception) -> NoReturn:
@@ -189,14 +191,14 @@ def _give_up(error: Exception) -> NoReturn:
 
 
 class _NoClient:
-    """Stands where an environment finds the endpoint of the policy's model."""
+    """Replaces the client of the policy's endpoint, which an environment must not use itself."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
         raise PermanentError(
-            f"the environment asks the policy's endpoint by itself (client.{name}), which cannot "
-            "be trained on"
+            f"the environment calls the policy's endpoint itself (client.{name}), so its tokens "
+            "could not be trained on"
         )
 
 

@@ -1,4 +1,4 @@
-"""An actor's surroundings: a generator, an Admission service, a stream, and tasks of every kind."""
+"""Runs an actor against a generator, an Admission service, a nats-server, and many tasks."""
 
 import asyncio
 import socket
@@ -70,7 +70,7 @@ class ShakyEnvironment(Alone):
     async def rollout(self, rollout):
         number = self.calls[rollout.sample_index] = self.calls.get(rollout.sample_index, 0) + 1
         if number < 3:
-            raise TemporaryError("the environment is away")
+            raise TemporaryError("the environment is unreachable")
         return await super().rollout(rollout)
 
 class Lazy(Base):
@@ -78,14 +78,15 @@ class Lazy(Base):
         return Verdict(1.0)
 
 async def function(rollout, *, right: str):
-    turn = await rollout.chat([{"role": "user", "content": f"{rollout.seed} {rollout.prompt_index}"}])
+    content = f"{rollout.seed} {rollout.prompt_index}"
+    turn = await rollout.chat([{"role": "user", "content": content}])
     return Verdict(float(turn.text == right) + rollout.sample_index)
 """
 
 
 @dataclass
-class House:
-    """The actor's surroundings."""
+class ActorHarness:
+    """Everything that an actor is connected to."""
 
     folder: Path
     generator: FakeGenerator
@@ -107,7 +108,7 @@ class House:
 
 
 @asynccontextmanager
-async def open_house(folder: Path) -> AsyncIterator[House]:
+async def open_harness(folder: Path) -> AsyncIterator[ActorHarness]:
     generator, admission = FakeGenerator(), FakeAdmission()
     async with (
         generator.serving(),
@@ -117,26 +118,26 @@ async def open_house(folder: Path) -> AsyncIterator[House]:
         reader.samples(max_pending=1000) as received,
         reader.metrics() as records,
     ):
-        house = House(folder, generator, admission, nats, address)
+        harness = ActorHarness(folder, generator, admission, nats, address)
 
         async def read_groups() -> None:
             async for each in received:
-                house.groups.append(each.group)
+                harness.groups.append(each.group)
                 await each.ack()
 
         async def read_metrics() -> None:
             async for record in records:
-                house.metrics.append(record)
+                harness.metrics.append(record)
 
         reading = [asyncio.ensure_future(read_groups()), asyncio.ensure_future(read_metrics())]
-        yield house
+        yield harness
         for task in reading:
             task.cancel()
         await asyncio.gather(*reading, return_exceptions=True)
 
 
 def wiring_of(
-    house: House,
+    harness: ActorHarness,
     task: dict[str, Any],
     actors: dict[str, Any],
     generators: Sequence[str] | None = None,
@@ -152,26 +153,26 @@ def wiring_of(
             "actors": actors,
         },
     }
-    job_file = house.folder / "job.yaml"
+    job_file = harness.folder / "job.yaml"
     job_file.write_text(yaml.safe_dump(document))
     return Wiring(
         job_file=job_file,
         name="actor-0",
-        output=house.folder,
+        output=harness.folder,
         listen="127.0.0.1:0",
-        nats_url=house.nats.url,
-        preprocessor=house.preprocessor,
+        nats_url=harness.nats.url,
+        preprocessor=harness.preprocessor,
         coordinator="",
-        generators=tuple(generators if generators is not None else (house.generator.url,)),
+        generators=tuple(generators if generators is not None else (harness.generator.url,)),
         references=(),
-        token_file=house.token_file,
+        token_file=harness.token_file,
         log_level="info",
     )
 
 
 @asynccontextmanager
 async def acting(
-    house: House,
+    harness: ActorHarness,
     task: str,
     *,
     actors: dict[str, Any] | None = None,
@@ -183,13 +184,17 @@ async def acting(
     the run.
     """
     wiring = wiring_of(
-        house, {"path": f"house_tasks:{task}", **task_fields}, actors or {}, generators, model_len
+        harness,
+        {"path": f"harness_tasks:{task}", **task_fields},
+        actors or {},
+        generators,
+        model_len,
     )
     stop = asyncio.Event()
     actor = asyncio.ensure_future(run_actor(wiring, stop))
     try:
         yield actor, stop
-        house.admission.done = True
+        harness.admission.done = True
         stop.set()
         async with asyncio.timeout(20):
             await actor
@@ -199,7 +204,7 @@ async def acting(
 
 
 async def alive(actor: asyncio.Task[None], condition: Callable[[], object]) -> None:
-    """Until the condition holds; an actor that ends before fails the test with its own error."""
+    """Waits for the condition; an actor that ends before fails the test with its own error."""
     await until(lambda: actor.done() or condition())
     if actor.done() and not condition():
         await actor
