@@ -124,7 +124,7 @@ class GeneratorClient:
         return (await self._post("/v1/cancel", request, CancelResponse, timeout_s)).found
 
     async def score(self, request: ScoreRequest, timeout_s: float) -> ScoreResponse:
-        """Log-probabilities of given tokens."""
+        """Returns the log-probabilities of given tokens."""
         return await self._post("/v1/score", request, ScoreResponse, timeout_s, MAX_SAMPLES_BYTES)
 
     async def init_process_group(self, request: InitGroupRequest) -> InitGroupResponse:
@@ -138,11 +138,11 @@ class GeneratorClient:
         return await self._post("/request_weight_update", request, UpdateResponse, timeout_s)
 
     async def weights(self, timeout_s: float) -> WeightsResponse:
-        """Which weights it serves, in which group."""
+        """Returns which weights the generator serves, and its group."""
         return await self._call("GET", "/weights", None, WeightsResponse, timeout_s)
 
     async def load(self, timeout_s: float) -> LoadResponse:
-        """How full it is, and what its steps have cost."""
+        """Returns the generator's load, and what its steps have cost."""
         return await self._call("GET", "/load", None, LoadResponse, timeout_s)
 
     async def check_health(self, timeout_s: float) -> None:
@@ -150,7 +150,9 @@ class GeneratorClient:
         await self._call("GET", "/health", None, HealthResponse, timeout_s)
 
     async def is_ready(self, timeout_s: float) -> bool:
-        """Whether it has the job's weights and takes requests; an engine that does not say does."""
+        """Returns whether the generator has the job's weights and takes requests. An engine without
+        this endpoint counts as ready.
+        """
         try:
             await self._call("GET", "/ready", None, ReadyResponse, timeout_s)
         except GeneratorError as error:

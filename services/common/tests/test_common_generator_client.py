@@ -1,4 +1,4 @@
-"""The generator's client against a real HTTP server: bodies, deadlines, and what becomes of every
+"""The generator's client against a real HTTP server: bodies, deadlines, and the error for every
 failure.
 """
 

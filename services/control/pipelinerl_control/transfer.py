@@ -30,6 +30,8 @@ from pipelinerl_control.observer import TrainerClient
 from pipelinerl_weights.manifest import Manifest
 
 Response = TypeVar("Response")
+JoinReply = InitGroupResponse | GeneratorError
+UpdateReply = UpdateResponse | GeneratorError
 
 TIMED_OUT = 504
 OWN_FAULT = frozenset({0, 200, 400, 401, 409, 422})
@@ -100,9 +102,6 @@ async def form_group(
     return blame_joins(await _until_first_failure(tasks))
 
 
-JoinReply = InitGroupResponse | GeneratorError
-
-
 async def _until_first_failure(
     tasks: Mapping[str, asyncio.Task[JoinReply]],
 ) -> dict[str, JoinReply]:
@@ -129,17 +128,14 @@ async def _until_first_failure(
 
 
 def blame_joins(replies: Mapping[str, JoinReply]) -> FormFailure | None:
-    """Who kept the group from forming. One that waited in vain for the others (504) is not to
-    blame.
+    """Returns which generators kept the group from forming, or None when it formed. One that waited
+    for the others until its deadline (504) is not to blame.
     """
     failed = {name: reply for name, reply in replies.items() if isinstance(reply, GeneratorError)}
     if not failed:
         return None
     culprits = {name: str(error) for name, error in failed.items() if error.status != TIMED_OUT}
     return FormFailure(culprits, "; ".join(f"{name}: {error}" for name, error in failed.items()))
-
-
-UpdateReply = UpdateResponse | GeneratorError
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +167,8 @@ async def update_members(
     its deadline plus the answers' grace.
 
     The trainer broadcasts only when every member receives. So when one fails before any has
-    succeeded, the others wait in vain: `abort` then ends the group, and with it their waiting.
+    succeeded, the others would wait until their deadline: `abort` then ends the group, and with it
+    their waiting.
     """
 
     @cache
@@ -190,12 +187,12 @@ async def update_members(
     early: set[str] = set()
     try:
         while pending:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             if aborted:
                 continue
             ended = {name: task.result() for name, task in tasks.items() if task.done()}
             early = {name for name, reply in ended.items() if isinstance(reply, GeneratorError)}
-            # While nobody has succeeded, those that are left wait for the one that failed.
+            # Until one succeeds, the others wait for the one that failed, up to their deadline.
             if early and pending and len(early) == len(ended):
                 aborted = True
                 await abort()
@@ -218,18 +215,20 @@ async def _update(
             reply = await _reply(client.update_weights(with_manifest()))
         if isinstance(reply, GeneratorError):
             updating.set(status=reply.status, error=str(reply))
+        else:
+            updating.set(status=200, error="")
         return reply
 
 
 def _needs_manifest(error: GeneratorError) -> bool:
-    """In the first update of a group the generators do not have the manifest yet. A generator of
-    a release before manifests had hashes refuses the request as invalid.
+    """Returns whether the generator refused only because it lacks the manifest, as it does in the
+    first update of a group. A generator of a release before manifests had hashes answers 422.
     """
     return error.kind == UnknownManifest.__name__ or error.status == 422
 
 
 def blame_updates(replies: Mapping[str, UpdateReply], early: set[str]) -> dict[str, str]:
-    """Who is expelled, and why. `early` failed before the group was given up.
+    """Returns which members are expelled, and why. `early` failed before the group was given up.
 
     Silence and refusals are a member's own fault. When there is such a member, or the group was
     given up, other errors are its consequence. Members whose checksum is not the common one hold

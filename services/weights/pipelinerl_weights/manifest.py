@@ -54,7 +54,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a tensor lies in its bucket."""
+    """The place of a tensor in its bucket."""
 
     tensor: TensorSpec
     offset: int
