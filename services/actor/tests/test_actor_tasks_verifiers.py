@@ -335,7 +335,7 @@ async def test_the_tokens_of_several_turns_are_the_sampled_ones(tmp_path: Path) 
 
 async def test_tools_are_told_called_and_their_results_told_as_verifiers_does_it() -> None:
     task = load("tools")
-    text = '<tool_call>{"name": "add", "arguments": {"a": 4, "b": 4}}</tool_call>'
+    call = '<tool_call>{"name": "add", "arguments": {"a": 4, "b": 4}}</tool_call>'
     broken = call.replace('"b": 4', '"c": 4')
     for says in (
         [f"Let me see. {call}", "8"],
