@@ -73,7 +73,7 @@ class Admission:
         live, ledger = self._live, self._live.ledger
         ledger.check_restored()
         await live.given_up(
-            ledger.heard_of(request.actor_id, request.session_id, live.now()), DropReason.EXPIRED
+            ledger.actor_seen(request.actor_id, request.session_id, live.now()), DropReason.EXPIRED
         )
         give_up_at = live.now() + (request.wait_s if request.max_groups else 0.0)
         while True:
@@ -108,7 +108,7 @@ class Admission:
                 "actor"
             )
         for load in request.loads:
-            self._live.loads.heard(request.actor_id, load, self._live.now())
+            self._live.loads.add(request.actor_id, load, self._live.now())
         for event in request.events:
             await self._report(request.actor_id, event)
         return pb.ReportResponse()

@@ -1,12 +1,8 @@
-"""Penalties in the reward, for length and for divergence from the reference, and what a value head
-learns from them.
+"""From the rewards of a group to advantages: penalties in the reward, for length and for divergence
+from the reference; a baseline that is subtracted; a scale; and the targets of a value head.
 
-Shape suffix: T sampled tokens of one trajectory.
-
-Advantages of a group's trajectories from their rewards: a baseline that is subtracted, and a
-scale. A new baseline is one function and one line in `BASELINES`.
-
-Shape suffix: G trajectories of one group.
+A new baseline is one function and one line in `BASELINES`. Shape suffixes: G trajectories of one
+group, T sampled tokens of one trajectory.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,68 +16,15 @@ from pipelinerl_common.types import Sample
 
 Floats = NDArray[np.float64]
 
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are limited to this, so that one token that the reference hardly knows does not make a
-reward of its own.
-"""
-
-KL_ESTIMATORS: Mapping[str, Callable[[Floats], Floats]] = {
-    # r = log ref - log mu of a sampled token. Source: Schulman, "Approximating KL divergence"
-    # (2020).
-    "k1": lambda log_ratios_T: -log_ratios_T,
-    "k2": lambda log_ratios_T: 0.5 * log_ratios_T**2,
-    "k3": lambda log_ratios_T: np.exp(log_ratios_T) - log_ratios_T - 1.0,
-}
-
-
-def overlong_penalty(sample: Sample, overlong: OverlongSettings, max_tokens: int) -> float:
-    """DAPO's soft over-long punishment (arXiv 2503.14476, equation 13): 0 up to `max_tokens -
-    buffer` tokens, then linear down to -1 at `max_tokens`. `max_tokens` limits one request, so the
-    longest sampled segment counts.
-
-    Example: buffer 4, max_tokens 10: 6 tokens 0.0, 7 tokens -0.25, 10 tokens -1.0.
-    """
-    buffer = overlong.penalty_buffer_tokens
-    if buffer == 0:
-        return 0.0
-    excess = max(sample.segment_lengths[1::2], default=0) - (max_tokens - buffer)
-    return -min(max(excess / buffer, 0.0), 1.0)
-
-
-def kl_per_token(
-    logprobs_T: NDArray[np.float32], ref_logprobs_T: NDArray[np.float32], estimator: str
-) -> Floats:
-    """An estimate of KL(mu || ref) at each sampled token, mu being the policy that sampled it.
-
-    Source: the per-token penalty of PPO for language models (arXiv 1909.08593), equation 2, there
-    k1.
-    """
-    log_ratios_T = ref_logprobs_T.astype(np.float64) - logprobs_T.astype(np.float64)
-    return KL_ESTIMATORS[estimator](log_ratios_T.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-
-
-def returns(reward: float, penalties_T: Floats, discount: float) -> Floats:
-    """R_t = r_t + discount R_{t+1}: the target of a value head where token t is chosen. The reward
-    comes with the last token, the penalty -r_t with each.
-
-    Example: reward 1, penalties 0, 0.5, 0, discount 1: 0.5, 0.5, 1.
-    """
-    returns_T = np.empty(len(penalties_T))
-    following = 0.0
-    for t in reversed(range(len(penalties_T))):
-        reward_t = (reward if t == len(penalties_T) - 1 else 0.0) - penalties_T[t]
-        following = reward_t + discount * following
-        returns_T[t] = following
-    return returns_T
-
-
 STD_EPS = 1e-6
 """Added to a group's standard deviation, so that equal rewards give zero advantages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What is subtracted from rewards, the same for every sampled token of a trajectory."""
+    """A rule for what is subtracted from the rewards, the same for every sampled token of a
+    trajectory.
+    """
 
     advantages: Callable[[Floats], Floats]
     min_samples: int
@@ -129,6 +72,61 @@ def deviation(rewards_G: Floats) -> float:
 
 
 def advantages(rewards_G: Floats, algorithm: AlgorithmSettings) -> Floats:
-    """Of every trajectory of a group, as the job's `baseline` and `divideByStd` say."""
+    """The advantage of every trajectory of a group by the job's `baseline` and `divideByStd`."""
     centred_G = BASELINES[algorithm.baseline].advantages(rewards_G)
     return centred_G / (deviation(rewards_G) + STD_EPS) if algorithm.divide_by_std else centred_G
+
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are limited to this, so that one token that is very unlikely under the reference does
+not dominate the reward.
+"""
+
+KL_ESTIMATORS: Mapping[str, Callable[[Floats], Floats]] = {
+    # r = log ref - log mu of a sampled token. Source: Schulman, "Approximating KL divergence"
+    # (2020).
+    "k1": lambda log_ratios_T: -log_ratios_T,
+    "k2": lambda log_ratios_T: 0.5 * log_ratios_T**2,
+    "k3": lambda log_ratios_T: np.exp(log_ratios_T) - log_ratios_T - 1.0,
+}
+
+
+def overlong_penalty(sample: Sample, overlong: OverlongSettings, max_tokens: int) -> float:
+    """DAPO's soft over-long punishment (arXiv 2503.14476, equation 13): 0 up to `max_tokens -
+    buffer` tokens, then linear down to -1 at `max_tokens`. `max_tokens` limits one request, so the
+    longest sampled segment counts.
+
+    Example: buffer 4, max_tokens 10: 6 tokens 0.0, 7 tokens -0.25, 10 tokens -1.0.
+    """
+    buffer = overlong.penalty_buffer_tokens
+    if buffer == 0:
+        return 0.0
+    excess = max(sample.segment_lengths[1::2], default=0) - (max_tokens - buffer)
+    return -min(max(excess / buffer, 0.0), 1.0)
+
+
+def kl_per_token(
+    logprobs_T: NDArray[np.float32], ref_logprobs_T: NDArray[np.float32], estimator: str
+) -> Floats:
+    """An estimate of KL(mu || ref) at each sampled token, mu being the policy that sampled it.
+
+    Source: the per-token penalty of PPO for language models (arXiv 1909.08593), equation 2, there
+    k1.
+    """
+    log_ratios_T = ref_logprobs_T.astype(np.float64) - logprobs_T.astype(np.float64)
+    return KL_ESTIMATORS[estimator](log_ratios_T.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def returns(reward: float, penalties_T: Floats, discount: float) -> Floats:
+    """R_t = r_t + discount R_{t+1}: the target of a value head where token t is chosen. The last
+    token earns the reward, every token pays its penalty.
+
+    Example: reward 1, penalties 0, 0.5, 0, discount 1: 0.5, 0.5, 1.
+    """
+    returns_T = np.empty(len(penalties_T))
+    following = 0.0
+    for t in reversed(range(len(penalties_T))):
+        reward_t = (reward if t == len(penalties_T) - 1 else 0.0) - penalties_T[t]
+        following = reward_t + discount * following
+        returns_T[t] = following
+    return returns_T

@@ -1,11 +1,7 @@
-"""The columns of a packed row.
+"""The batch of one step: packed rows for every rank and the plan that goes with them.
 
-Shape suffixes: S tokens of a trajectory, T sampled tokens of it, L token slots of a row.
-
-The batch of one step: packed rows for every rank and the plan that goes with them.
-
-The batch of a streaming policy: it grows group by group, and rows go out before the last group
-is there.
+`assemble` packs a whole batch; `StreamingBatch` grows group by group for a streaming policy, and
+its rows are delivered before the last group is ready.
 """
 
 import hashlib
@@ -19,10 +15,13 @@ from pipelinerl_preprocessor.packing import Assignment, pack
 from pipelinerl_preprocessor.preparation import PreparedGroup
 from pipelinerl_preprocessor.rows import TrainSequence, build_row
 
+Member = tuple[int, TrainSequence]
+"""Number of a group within its batch, and one of its sequences."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """How the trainer wants its rows."""
+    """The shape and the columns of the rows that the trainer asks for."""
 
     num_ranks: int
     row_tokens: int
@@ -33,7 +32,7 @@ class RowLayout:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """`rows[rank]` are the micro-batches of a rank, as many for each."""
+    """`rows[rank]` are the micro-batches of a rank, the same number for each."""
 
     plan: StepPlan
     rows: tuple[tuple[MicroBatch, ...], ...]
@@ -49,9 +48,11 @@ def assemble(
         (number, sequence) for number, group in enumerate(groups) for sequence in group.sequences
     ]
     assignment, rows = pack_rows(members, layout)
+    attempts = [f"{group.group_id}:{group.attempt}" for group in groups]
+    content = hashlib.sha256(",".join([str(layout.num_ranks), *attempts]).encode()).hexdigest()
     plan = StepPlan(
         step=step,
-        batch_id=_batch_id(step, groups, layout),
+        batch_id=f"{step}-{content[:16]}",
         group_ids=tuple(GroupId(group.group_id) for group in groups),
         num_micro_batches=assignment.num_micro_batches,
         num_sequences=sum(group.num_sequences for group in groups),
@@ -67,11 +68,9 @@ def assemble(
 
 
 def pack_rows(
-    members: Sequence[tuple[int, TrainSequence]], layout: RowLayout, first_index: int = 0
+    members: Sequence[Member], layout: RowLayout, first_index: int = 0
 ) -> tuple[Assignment, tuple[tuple[MicroBatch, ...], ...]]:
-    """Rows of every rank for `members`, (group number, sequence) pairs; micro-batches are numbered
-    from `first_index`.
-    """
+    """The rows of every rank for `members`; micro-batches are numbered from `first_index`."""
     assignment = pack(
         [sequence.num_tokens for _, sequence in members], layout.row_tokens, layout.num_ranks
     )
@@ -93,8 +92,8 @@ def pack_rows(
 
 
 def batch_metrics(groups: Sequence[PreparedGroup]) -> dict[str, float]:
-    """Means over all trajectories of the batch, masked and empty ones included. Without a success
-    metric there is no mean.
+    """Means over all trajectories of the batch, masked and empty ones included. A mean without
+    values, such as that of a task without a success metric, is left out.
     """
     means = {
         "reward_mean": _mean(reward for group in groups for reward in group.rewards),
@@ -112,18 +111,12 @@ def _mean(values: Iterable[float]) -> float:
     return math.fsum(listed) / len(listed) if listed else math.nan
 
 
-def _batch_id(step: int, groups: Sequence[PreparedGroup], layout: RowLayout) -> str:
-    content = ",".join(
-        [str(layout.num_ranks), *(f"{group.group_id}:{group.attempt}" for group in groups)]
-    )
-    return f"{step}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
-
-
 class StreamingBatch:
-    """Sequences wait until they fill a row of every rank; the last group brings out the rest.
+    """A batch that grows. Sequences wait until they fill a row of every rank; the last group
+    completes the rows.
 
-    Every rank has the same number of rows at any time. The batch id is this object's: after a crash
-    another one is assembled, perhaps of other groups.
+    Every rank has the same number of rows at any time. The batch id is this object's own: after a
+    crash another one is assembled, perhaps of other groups.
     """
 
     def __init__(
@@ -135,7 +128,7 @@ class StreamingBatch:
         self._num_groups = num_groups
         self._publish_after = publish_after
         self._groups: list[PreparedGroup] = []
-        self._waiting: list[tuple[int, TrainSequence]] = []
+        self._waiting: list[Member] = []
         self._rows: tuple[list[MicroBatch], ...] = tuple([] for _ in range(layout.num_ranks))
         self._metrics: dict[str, float] = {}
         self._traceparents: list[str] = []
@@ -146,7 +139,7 @@ class StreamingBatch:
 
     @property
     def num_rows(self) -> int:
-        """Of each rank, so far."""
+        """The number of rows that each rank has so far."""
         return len(self._rows[0])
 
     @property
@@ -154,7 +147,7 @@ class StreamingBatch:
         return len(self._groups) == self._num_groups
 
     def add(self, group: PreparedGroup, traceparent: str = "") -> None:
-        """The next group, with its trace context. The plan has metrics once it is the last one."""
+        """Adds a group with its trace context. The last one gives the plan its metrics."""
         self._traceparents += [traceparent] if traceparent else []
         self._waiting += [(len(self._groups), sequence) for sequence in group.sequences]
         self._groups.append(group)
@@ -168,7 +161,7 @@ class StreamingBatch:
             self._metrics = {**batch_metrics(self._groups), **self._packing()}
 
     def after(self, num_had: int) -> PackedBatch:
-        """The plan as it is now, and the rows of every rank but its first `num_had`."""
+        """The plan as it is now, and the rows of every rank except its first `num_had`."""
         sequences = [sequence for group in self._groups for sequence in group.sequences]
         plan = StepPlan(
             step=self.step,

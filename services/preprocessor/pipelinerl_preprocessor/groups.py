@@ -1,4 +1,6 @@
-"""What the ledger knows of one group, of all outstanding ones, and of itself."""
+"""The ledger's records: one group, all outstanding groups, the ledger itself; and the reasons for
+which a group ends untrained.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,27 +27,27 @@ class GroupState(Enum):
     """
 
     WAITING = "waiting"
-    """To be granted again."""
+    """The group is to be granted again."""
     LEASED = "leased"
-    """An actor works on it."""
+    """An actor works on the group."""
     ARRIVED = "arrived"
-    """Its message is here and is being checked or scored."""
+    """The group's message has arrived and is being checked or scored."""
     READY = "ready"
-    """It waits to be taken."""
+    """The group waits to be taken."""
     TAKEN = "taken"
-    """It is part of the batch that is being trained."""
+    """The group is part of the batch that is being trained."""
 
 
 UNARRIVED = frozenset({GroupState.WAITING, GroupState.LEASED})
-"""States in which a group's message has not come."""
+"""The states of a group before its message arrives."""
 
 
 class Arrival(Enum):
-    """What the ledger makes of a group's message."""
+    """The ledger's verdict on a group's message."""
 
     ACCEPTED = "accepted"
     TRAINED = "trained"
-    """Part of the last commit, whose acknowledgement was lost."""
+    """The group is part of the last commit, whose acknowledgement was lost."""
     DUPLICATE = "duplicate"
     ROLLBACK = "rollback"
     UNKNOWN = "unknown"
@@ -53,7 +55,7 @@ class Arrival(Enum):
 
 @dataclass(slots=True)
 class Group:
-    """One outstanding group. The ledger alone changes it."""
+    """One outstanding group. Only the ledger changes it."""
 
     group_id: GroupId
     sequence: int
@@ -69,13 +71,13 @@ class Group:
     first_versions: tuple[int, ...] = ()
     last_versions: tuple[int, ...] = ()
     since: float = 0.0
-    """When it came into its state, or was started."""
+    """Time at which the group entered its state, or was started."""
     partial: bytes = b""
-    """A PartialGroup that an earlier attempt has handed back. In memory only: after a crash the
-    group begins again.
+    """A PartialGroup that an earlier attempt has handed back. It is only in memory: after a crash
+    the group starts from its prompt.
     """
     traceparent: str = ""
-    """Trace context of its grant; empty when it is not traced."""
+    """Trace context of the grant; empty when the group is not traced."""
 
     @property
     def lease_id(self) -> str:
@@ -84,7 +86,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class GroupLease:
-    """What an actor is granted."""
+    """One attempt at a group, granted to an actor."""
 
     lease_id: str
     group_id: GroupId
@@ -95,7 +97,7 @@ class GroupLease:
 
 @dataclass(frozen=True, slots=True)
 class LedgerSnapshot:
-    """Enough to go on from a checkpoint; see LedgerSnapshot in batches.proto."""
+    """The state from which a run resumes at a checkpoint; see LedgerSnapshot in batches.proto."""
 
     num_committed_steps: int
     next_prompt_index: int
@@ -105,15 +107,13 @@ class LedgerSnapshot:
 
 @dataclass(slots=True)
 class LedgerState:
-    """The ledger's own record, everything but the groups. `incarnation` is -1 before the first
-    restore.
-    """
+    """The ledger's own record, without the groups. `incarnation` is -1 before the first restore."""
 
     incarnation: int = -1
     next_sequence: int = 0
     next_prompt_index: int = 0
     open_prompts: list[int] = field(default_factory=list)
-    """Prompts to be granted before the cursor moves on."""
+    """Prompts to be granted before those at the cursor."""
     num_committed: int = 0
     last_commit: Sequence[int] = ()
     """Sequences of the groups of the newest committed step."""
@@ -123,7 +123,7 @@ class LedgerState:
     done: bool = False
     restore_id: str = ""
     rewound: bool = False
-    """What the last restore answered."""
+    """The answer to the last restore."""
 
     def next_prompt(self) -> int:
         """Takes the first open prompt, or the one at the cursor, which then advances."""
@@ -133,8 +133,8 @@ class LedgerState:
         return self.next_prompt_index - 1
 
     def catch_up(self, groups: Iterable[Group]) -> None:
-        """Groups are journalled before this record, so a crash in between leaves groups beyond the
-        cursor, and gaps where a lease was never granted: both are mended.
+        """Repairs the cursor after a crash. Groups are journalled before this record, so a crash in
+        between leaves groups beyond the cursor, and gaps where a lease was never granted.
         """
         outstanding = list(groups)
         recorded = {group.prompt_index for group in outstanding}
@@ -152,9 +152,7 @@ class LedgerState:
 
 
 class GroupTable:
-    """The outstanding groups, in dispatch order, and by state in the order in which they came into
-    it.
-    """
+    """The outstanding groups in dispatch order, and by state in the order of entering it."""
 
     def __init__(self, now: Callable[[], float] = lambda: 0.0) -> None:
         self._now = now
@@ -173,7 +171,7 @@ class GroupTable:
         group.since = self._now()
 
     def started(self, group: Group, version: int) -> None:
-        """A LEASED group runs on a generator that serves `version`."""
+        """Notes that a LEASED group runs on a generator that serves `version`."""
         group.started_version = version
         group.since = self._now()
 
@@ -234,8 +232,7 @@ class DropReason(StrEnum):
     STALE = "stale"
     """The staleness policy dropped it when a batch was assembled (layer 3)."""
     CANCELLED = "cancelled"
-    """The staleness policy cancelled it while it ran: at a publish, or on a load report (layer 2).
-    """
+    """The staleness policy cancelled it while it ran, by a publish or a load report (layer 2)."""
     UNFINISHED = "unfinished"
     """The run ended while it was generated."""
     EXPIRED = "expired"

@@ -1,7 +1,5 @@
-"""Which session of each actor is the current one: an actor that starts anew comes with a new
-session id.
-
-Which actor works on which group, and until when. Part of the ledger; knows nothing of policies.
+"""Which actor works on which group and until when, and the current session of each actor. Part of
+the ledger; independent of policies.
 """
 
 from collections.abc import Iterable
@@ -10,20 +8,22 @@ from pipelinerl_preprocessor.groups import Group, GroupLease, GroupState, GroupT
 
 
 class Sessions:
-    """Newest session per actor. Actors that were silent for `forget_s` are forgotten."""
+    """The newest session of each actor; a restarted actor has a new one. Actors that have not called
+    for `forget_s` are forgotten.
+    """
 
     def __init__(self, forget_s: float) -> None:
         self._forget_s = forget_s
         self._newest: dict[str, tuple[str, float]] = {}
 
-    def heard_of(self, actor_id: str, session_id: str, now: float) -> bool:
+    def seen(self, actor_id: str, session_id: str, now: float) -> bool:
         """Notes a call. True when this session was not the actor's current one until now."""
         new = self._newest.get(actor_id, ("", 0.0))[0] != session_id
         self._newest[actor_id] = (session_id, now)
         return new
 
     def is_current(self, actor_id: str, session_id: str) -> bool:
-        """Whether no newer session of the actor was heard of."""
+        """Whether no newer session of the actor has called."""
         return self._newest.get(actor_id, (session_id, 0.0))[0] == session_id
 
     def forget_silent(self, now: float) -> None:
@@ -32,7 +32,7 @@ class Sessions:
         }
 
     def actors(self) -> list[str]:
-        """Those that are there, in the order of their names."""
+        """The actors that have called recently, ordered by name."""
         return sorted(self._newest)
 
     def __len__(self) -> int:
@@ -48,7 +48,7 @@ class Leases:
         self.sessions = Sessions(forget_s=10 * lease_s)
 
     def assign(self, group: Group, actor_id: str, session_id: str, now: float) -> GroupLease:
-        """A new attempt at a WAITING group."""
+        """Starts a new attempt at a WAITING group."""
         self._groups.move(group, GroupState.LEASED)
         group.attempt += 1
         group.actor_id, group.session_id = actor_id, session_id
@@ -58,10 +58,10 @@ class Leases:
         )
 
     def adopt(self, group: Group, now: float) -> None:
-        """Adds a group from the journal: its actor may still be there."""
+        """Adds a group from the journal as LEASED: its actor may still be working on it."""
         group.state, group.expires_at = GroupState.LEASED, now + self.lease_s
         self._groups.add(group)
-        self.sessions.heard_of(group.actor_id, group.session_id, now)
+        self.sessions.seen(group.actor_id, group.session_id, now)
 
     def held(self, actor_id: str, lease_id: str) -> Group | None:
         """The group that the actor works on under this lease, if it still does."""
@@ -86,8 +86,8 @@ class Leases:
         return lost
 
     def of_older_sessions(self, actor_id: str, session_id: str, now: float) -> list[Group]:
-        """An actor calls: the groups that its older sessions still hold."""
-        if not self.sessions.heard_of(actor_id, session_id, now):
+        """Notes a call of an actor; returns the groups that its older sessions still hold."""
+        if not self.sessions.seen(actor_id, session_id, now):
             return []
         leased = self._groups.within(GroupState.LEASED)
         return [
@@ -104,15 +104,12 @@ class Leases:
         ]
 
     def revoke(self, leases: Iterable[GroupLease]) -> list[Group]:
-        """Takes back leases that no actor was ever told of, so they do not count as attempts."""
-        held = [(lease, self._groups.get(lease.group_id)) for lease in leases]
-        revoked = [
-            group
-            for lease, group in held
-            if group is not None
-            and group.state is GroupState.LEASED
-            and group.lease_id == lease.lease_id
-        ]
+        """Takes back leases that no actor has received, so they do not count as attempts."""
+        revoked = []
+        for lease in leases:
+            group = self._groups.get(lease.group_id)
+            if group and group.state is GroupState.LEASED and group.lease_id == lease.lease_id:
+                revoked.append(group)
         for group in revoked:
             self._groups.move(group, GroupState.WAITING)
             group.attempt -= 1

@@ -1,9 +1,9 @@
-"""The ledger: which groups exist and what becomes of each. A pure state machine; the clock is
-passed in.
+"""The ledger: which groups exist and the state of each. A pure state machine; the clock is passed
+in.
 
     grant -> LEASED --arrive--> ARRIVED --ready--> READY --take--> TAKEN --commit--> trained
               |  ^                 |                 |
-      expired,|  | grant           +--- drop --------+--> ended; its slot comes back to the policy
+      expired,|  | grant           +--- drop --------+--> ended; its slot returns to the policy
   handed back v  |
             WAITING
 
@@ -33,10 +33,10 @@ from pipelinerl_staleness.policy import EngineLoad, Policy, Take
 
 
 class Ledger:
-    """Owns the staleness policy and every outstanding group.
+    """The owner of the staleness policy and of every outstanding group.
 
-    `now` is the clock of the groups' `since`. `on_change` is told which group's record, or with None that the ledger's own
-    record, must be journalled.
+    `now` is the clock of the groups' `since`. `on_change` receives the group whose record must be
+    journalled, or None for the ledger's own record.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Ledger:
 
     @property
     def batch(self) -> tuple[GroupId, ...]:
-        """Groups of the batch that is taken and not committed, in its order; empty between steps."""
+        """Groups of the batch that is taken and not committed, in its order."""
         return tuple(group.group_id for group in self.groups.within(GroupState.TAKEN))
 
     def snapshot(self) -> LedgerSnapshot:
@@ -87,34 +87,28 @@ class Ledger:
             return False
         return self.groups.count(GroupState.WAITING) > 0 or self.policy.may_admit()
 
-    def heard_of(self, actor_id: str, session_id: str, now: float) -> list[GroupId]:
-        """An actor calls: the leases of its older sessions are taken back. Returns the groups given
-        up with them.
+    def actor_seen(self, actor_id: str, session_id: str, now: float) -> list[GroupId]:
+        """Notes a call of an actor and takes back the leases of its older sessions. Returns the
+        groups given up with them.
         """
         return self._take_back(self.leases.of_older_sessions(actor_id, session_id, now))
 
     def grant(
         self, actor_id: str, session_id: str, max_groups: int, now: float
     ) -> list[GroupLease]:
-        """Leases of up to `max_groups` groups: those that wait to be granted again first, then open
+        """Leases of up to `max_groups` groups: first those that wait to be granted again, then open
         prompts, then new ones.
         """
         granted: list[GroupLease] = []
         while len(granted) < max_groups and self.may_grant():
-            group = (
-                min(
-                    self.groups.within(GroupState.WAITING),
-                    key=lambda each: each.sequence,
-                    default=None,
-                )
-                or self._admit()
-            )
+            waiting = self.groups.within(GroupState.WAITING)
+            group = min(waiting, key=lambda each: each.sequence, default=None) or self._admit()
             granted.append(self.leases.assign(group, actor_id, session_id, now))
             self.on_change(group.group_id)
         return granted
 
     def revoke(self, leases: Iterable[GroupLease]) -> None:
-        """Takes back leases that no actor was ever told of, so they do not count as attempts."""
+        """Takes back leases that no actor has received, so they do not count as attempts."""
         for group in self.leases.revoke(leases):
             self.on_change(group.group_id)
 
@@ -127,7 +121,7 @@ class Ledger:
             self.on_change(group.group_id)
 
     def hand_back(self, actor_id: str, lease_id: str, partial: bytes = b"") -> list[GroupId]:
-        """The actor stops working on a lease, and the next attempt goes on from `partial`. Returns
+        """The actor stops working on a lease; the next attempt continues from `partial`. Returns
         the group when it is given up because this was its last attempt.
         """
         group = self.leases.held(actor_id, lease_id)
@@ -144,8 +138,8 @@ class Ledger:
     # Results
 
     def arrive(self, group_id: str) -> Arrival:
-        """A group's message came. ACCEPTED moves it to ARRIVED, whatever attempt it is, and ends
-        its lease.
+        """A group's message has arrived. ACCEPTED moves the group to ARRIVED, whatever attempt sent
+        the message, and ends its lease.
         """
         identity = split_group_id(group_id)
         if identity is None or identity[0] > self.state.incarnation:
@@ -165,8 +159,8 @@ class Ledger:
         return Arrival.DUPLICATE
 
     def trajectory_limit(self, actor_id: str) -> int | None:
-        """The actor's share of the trajectories that the policy lets decode at once: even shares,
-        at least one each.
+        """The actor's share of the trajectories that the policy lets decode at once: shares are
+        even, at least one each.
         """
         limit = self.policy.trajectory_limit()
         if limit is None:
@@ -178,19 +172,19 @@ class Ledger:
     def ready(
         self, group_id: str, first_versions: Sequence[int], last_versions: Sequence[int]
     ) -> bool:
-        """An ARRIVED group passed every check. The versions are those of each trajectory's first
-        and last sampled token. False when the group has ended in the meantime.
+        """An ARRIVED group has passed every check. The versions are those of each trajectory's
+        first and last sampled token. False when the group has ended in the meantime.
         """
         group = self.groups.get(group_id)
         if group is None or group.state is not GroupState.ARRIVED:
             return False
         self.groups.move(group, GroupState.READY)
         group.first_versions, group.last_versions = tuple(first_versions), tuple(last_versions)
-        self._tell_finished(group)
+        self._report_finished(group)
         return True
 
     def drop(self, group_id: str) -> bool:
-        """Ends a group without training it; its slot comes back. False when it has ended already or
+        """Ends a group without training it and frees its slot. False when it has ended already or
         is in the batch.
         """
         group = self.groups.get(group_id)
@@ -203,7 +197,7 @@ class Ledger:
     # Steps
 
     def take(self) -> Take:
-        """Asks the policy for the batch of the next step. Groups that it drops have ended."""
+        """Takes the batch of the next step from the policy. Groups that it drops have ended."""
         self.check_restored()
         step = self.state.num_committed
         if self.groups.count(GroupState.TAKEN):
@@ -211,19 +205,19 @@ class Ledger:
         return self._settle(step, self.policy.take(step))
 
     def take_next(self) -> Take:
-        """Asks a streaming policy for the next group of the batch of the next step. Groups that it
-        drops have ended.
+        """Takes the next group of the batch of the next step from a streaming policy. Groups that
+        it drops have ended.
         """
         self.check_restored()
         step = self.state.num_committed
         return self._settle(step, self.policy.take_next(step))
 
     def commit(self, step: int, group_ids: Sequence[str], *, last: bool) -> list[Group]:
-        """Step `step` trained on these groups: they end and are returned; none when exactly this
-        was committed before.
+        """Ends and returns the groups on which step `step` trained; none when exactly this was
+        committed before.
 
-        Right also for groups that were taken before a restart and have not been delivered again
-        since. Raises Refused for another step or unknown groups, PermanentError for an empty or
+        They need not be TAKEN: after a restart, groups of the batch may not have been redelivered
+        yet. Raises Refused for another step or unknown groups, PermanentError for an empty or
         repeating list.
         """
         self.check_restored()
@@ -251,6 +245,8 @@ class Ledger:
         others = self.groups.within(GroupState.TAKEN)
         for group in others:
             self.groups.move(group, GroupState.READY)
+        # A policy that has not delivered exactly these groups is rebuilt: it must neither hold a
+        # trained group nor have lost an untrained one.
         as_taken = not others and all(group.state is GroupState.TAKEN for group in trained)
         self.state.num_committed = step + 1
         self.state.last_commit = tuple(group.sequence for group in trained)
@@ -262,8 +258,8 @@ class Ledger:
         return trained
 
     def publish(self, version: int) -> list[GroupId]:
-        """The generators serve `version` now. Returns the groups that the policy gave up; they have
-        ended.
+        """The generators serve `version` now. Returns the groups that the policy gave up, which
+        have ended.
         """
         self.check_restored()
         if not 0 <= version <= self.state.num_committed + 1:
@@ -278,16 +274,16 @@ class Ledger:
         return self._cancel(self.policy.published(version))
 
     def observe(self, load: EngineLoad) -> list[GroupId]:
-        """A load report. Returns the groups that the policy gave up; they have ended."""
+        """A load report. Returns the groups that the policy gave up, which have ended."""
         cancelled = self.policy.observe(load)
         return self._cancel(cancelled) if cancelled else []
 
-    # Going back, going on
+    # Restarts
 
     def restore(
         self, restore_id: str, num_committed: int, snapshot: LedgerSnapshot | None
     ) -> list[GroupId]:
-        """Rewinds to `snapshot`, or starts afresh without one; `state.rewound` tells whether
+        """Rewinds to `snapshot`, or to an empty ledger without one; `state.rewound` says whether
         anything changed.
 
         Returns the groups that became void; their ids are never used again. Raises PermanentError
@@ -302,6 +298,7 @@ class Ledger:
             raise PermanentError(
                 f"Restore: num_committed_steps={num_committed} but the snapshot is of step {at}"
             )
+        # A repeated call, whose answer was lost, must not rewind what has happened since.
         if restore_id == self.state.restore_id:
             return []
         if snapshot and (snapshot.incarnation, at) == (
@@ -329,9 +326,9 @@ class Ledger:
         return void
 
     def recover(self, state: LedgerState, groups: Iterable[Group], now: float) -> None:
-        """Goes on after a crash from journalled records. Leases live on for `lease_s` from `now`;
-        messages of finished groups are delivered again and arrive anew. Records of ended groups are
-        passed over.
+        """Resumes after a crash from journalled records. Leases last for `lease_s` from `now`;
+        messages of finished groups are redelivered and arrive as new. Records of ended groups are
+        ignored.
         """
         self.state = state
         ended = {make_group_id(state.incarnation, sequence) for sequence in state.last_commit}
@@ -351,9 +348,9 @@ class Ledger:
             if group.started_version >= 0:
                 self.policy.started(group.group_id, group.started_version)
         for group in self.groups.within(GroupState.READY):
-            self._tell_finished(group)
+            self._report_finished(group)
 
-    def _tell_finished(self, group: Group) -> None:
+    def _report_finished(self, group: Group) -> None:
         for version in group.first_versions:
             self.policy.first_token(group.group_id, version)
         for version in group.last_versions:
@@ -391,7 +388,7 @@ class Ledger:
         return [group.group_id for group in cancelled]
 
     def _take_back(self, groups: Iterable[Group]) -> list[GroupId]:
-        """Lets groups wait for their next attempt; those without one are dropped and returned."""
+        """Makes groups wait for their next attempt; those without one are dropped and returned."""
         given_up = []
         for group in groups:
             self.groups.move(group, GroupState.WAITING)

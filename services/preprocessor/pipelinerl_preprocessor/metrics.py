@@ -1,15 +1,9 @@
-"""Why a group is not trained: every drop has one of these reasons and is counted under it.
-
-What the preprocessor counts while it works.
-
-What the actors tell of their generators: the newest of each, and sums over all of them.
-
-How full everything is: read when somebody wants to know.
+"""The preprocessor's metrics: what it counts itself, the load that actors report of their
+generators, and the depth of every stage, which is read when it is asked for.
 """
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 from pipelinerl.v1.admission_pb2 import GeneratorLoad
@@ -21,17 +15,14 @@ from pipelinerl_preprocessor.ledger import Ledger
 from pipelinerl_staleness.policy import EngineLoad
 
 LAYERS: Mapping[str, str] = {DropReason.CANCELLED: "running", DropReason.STALE: "assembly"}
-"""Layers of the staleness policy, beyond admission, by the reason under which their drops are
-counted.
-"""
-
+"""The layers of the staleness policy beyond admission, by the drop reason of each."""
 
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
 class PreprocessorCounters:
-    """Totals since this process started. Reasons come partly from actors; what is not one word is
-    counted as `other`.
+    """Totals since this process started. Some reasons come from actors; one that is not a single
+    word is counted as `other`.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -49,8 +40,8 @@ class PreprocessorCounters:
         self._stale_tokens = metrics.counter("stale_tokens_total")
 
     def trained(self, step: int, groups: Sequence[Group]) -> None:
-        """`groups` were trained in `step`. The versions of a group that came before a restart are
-        not known any more.
+        """`groups` were trained in `step`. A group that arrived before a restart has no known
+        versions and no staleness.
         """
         self._groups_trained.inc(len(groups))
         for group in groups:
@@ -68,7 +59,7 @@ class PreprocessorCounters:
         self.wasted(reason, num_tokens)
 
     def wasted(self, reason: str, num_tokens: int) -> None:
-        """Sampled tokens were thrown away; their group is counted elsewhere, or lives on."""
+        """Sampled tokens were discarded; their group is counted elsewhere, or is still active."""
         self._dropped_tokens.inc(num_tokens, reason=_word(reason))
         if reason in LAYERS:
             self._stale_tokens.inc(num_tokens, layer=LAYERS[reason])
@@ -79,7 +70,7 @@ def _word(reason: str) -> str:
 
 
 _FRESH_S = 15.0
-"""A generator of which nothing was heard for so long counts for nothing."""
+"""Age in seconds at which a report no longer counts."""
 _MAX_GENERATORS = 16384
 
 TOTALS = (
@@ -96,37 +87,34 @@ TOTALS = (
 """Fields of GeneratorLoad that only grow while the generator's process and the actor's live."""
 
 
-@dataclass(slots=True)
-class _Heard:
-    load: GeneratorLoad
-    at: float
-
-
-@dataclass(slots=True)
 class EngineLoads:
-    """Sums grow also over restarts of generators: only what is new of each report is added."""
+    """The newest load report of each generator, and sums over all of them. Sums also grow over
+    restarts of generators: only the increase since a generator's previous report is added.
+    """
 
-    _heard: dict[tuple[str, str], _Heard] = field(default_factory=dict)
-    _sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0.0))
-    _preemptions_observed: float = 0.0
+    def __init__(self) -> None:
+        self._reports: dict[tuple[str, str], tuple[GeneratorLoad, float]] = {}
+        """Report and time of arrival by actor and generator, the one received last at the end."""
+        self._sums = dict.fromkeys(TOTALS, 0.0)
+        self._preemptions_observed = 0.0
 
-    def heard(self, actor_id: str, load: GeneratorLoad, now: float) -> None:
-        """A first report of a generator only sets where its totals begin, as does one after its
-        restart.
+    def add(self, actor_id: str, load: GeneratorLoad, now: float) -> None:
+        """A generator's first report, as the first after its restart, only sets where its totals
+        begin.
         """
         key = (actor_id, load.generator)
-        before = self._heard.pop(key, None)
+        before, _ = self._reports.pop(key, (None, 0.0))
         if before is not None and all(
-            getattr(load, name) >= getattr(before.load, name) for name in TOTALS
+            getattr(load, name) >= getattr(before, name) for name in TOTALS
         ):
             for name in TOTALS:
-                self._sums[name] += getattr(load, name) - getattr(before.load, name)
-        self._heard[key] = _Heard(load, now)
-        while len(self._heard) > _MAX_GENERATORS:
-            del self._heard[next(iter(self._heard))]
+                self._sums[name] += getattr(load, name) - getattr(before, name)
+        self._reports[key] = (load, now)
+        while len(self._reports) > _MAX_GENERATORS:
+            del self._reports[next(iter(self._reports))]
 
     def observation(self, now: float, seconds: float) -> EngineLoad:
-        """For the policy, `seconds` after the one before."""
+        """The load for the policy, `seconds` after the previous observation."""
         preemptions = self.num_preemptions
         new, self._preemptions_observed = preemptions - self._preemptions_observed, preemptions
         return EngineLoad(
@@ -137,9 +125,9 @@ class EngineLoads:
         )
 
     def values(self, now: float) -> list[float | None]:
-        """For the event log: generators, KV tokens of all and of a block, KV use of the fullest,
-        sequences that decode and that wait, then the sums in the order of TOTALS. Empty when
-        nothing is known.
+        """The load for the event log: generators, KV tokens of all and of a block, KV use of the
+        fullest, sequences that decode and that wait, then the sums in the order of TOTALS. Empty
+        without a recent report.
         """
         fresh = self._fresh(now)
         if not fresh:
@@ -156,23 +144,23 @@ class EngineLoads:
         ]
 
     def kv_usage(self, now: float) -> float | None:
-        """Of the fullest generator; None where nobody tells."""
+        """KV use of the fullest generator; None where no generator reports it."""
         return max(
             (load.kv_usage for load in self._fresh(now) if load.HasField("kv_usage")), default=None
         )
 
     def num_waiting(self, now: float) -> float | None:
-        """Sequences that wait in all engines; None where nobody tells."""
+        """The number of sequences that wait in all engines; None without a recent report."""
         fresh = self._fresh(now)
         return float(sum(load.num_waiting for load in fresh)) if fresh else None
 
     @property
     def num_preemptions(self) -> float:
-        """Of all generators since this process started."""
+        """Preemptions of all generators since this process started."""
         return self._sums["preemptions_total"]
 
     def _fresh(self, now: float) -> list[GeneratorLoad]:
-        return [heard.load for heard in self._heard.values() if now - heard.at <= _FRESH_S]
+        return [load for load, at in self._reports.values() if now - at <= _FRESH_S]
 
 
 _STATES = {
@@ -183,8 +171,8 @@ _STATES = {
 
 
 class Depths:
-    """Depth and oldest age of each stage. A stage's groups are those between its beginning and the
-    next one's.
+    """Gauges of the depth and the oldest age of each stage. A stage's groups are those between its
+    start and the start of the next one.
     """
 
     def __init__(
@@ -215,7 +203,7 @@ class Depths:
         self._forced = metrics.counter("publishes_forced_total")
 
     def depth(self, stage: str) -> float:
-        """Groups in `stage`; of the stream also those that have not been fetched from it."""
+        """The number of groups in `stage`; the stream's includes those not yet fetched from it."""
         count = sum(1 for _ in self._groups(stage))
         return count + (self._undelivered if stage == "stream" else 0.0)
 

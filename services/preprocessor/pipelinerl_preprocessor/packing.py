@@ -1,10 +1,13 @@
 """Packs the sequences of a step into rows of a token budget, balanced over ranks.
 
-1. Ranks: longest sequence first, each to the rank with the fewest tokens so far (LPT), so ranks get equal tokens.
-2. Rows: best fit decreasing inside each rank tells how many rows of the budget it needs; every rank gets as many as the
-   neediest one, because ranks must run the same number of micro-batches.
-3. Inside its rows a rank spreads its sequences evenly where that fits, so that the i-th micro-batches of all ranks are of
-   similar size; otherwise it keeps the best-fit rows and splits the fullest until it has enough.
+1. Ranks: longest sequence first, each to the rank with the fewest tokens so far (LPT), so ranks get
+   equal tokens.
+2. Rows: best fit decreasing inside each rank gives the number of rows of the budget that it needs;
+   every rank gets as many as the neediest one, because ranks must run the same number of
+   micro-batches.
+3. Inside its rows a rank spreads its sequences evenly where that fits, so that the i-th
+   micro-batches of all ranks are of similar size; otherwise it keeps the best-fit rows and splits
+   the fullest until it has enough.
 
 A row is later cut to the slots that it uses, so spreading costs no padding.
 """
@@ -112,7 +115,7 @@ def _spread(order: Sequence[int], sizes: Sequence[int], num_bins: int) -> list[l
 
 def _best_fit(order: Sequence[int], sizes: Sequence[int], budget: int) -> list[list[int]]:
     """Best fit decreasing. `open_rows[r]` stacks the rows with r free slots and bit r of `free`
-    tells whether there are any, so the tightest row that still fits is the lowest set bit at or
+    says whether there are any, so the tightest row that still fits is the lowest set bit at or
     above the length.
     """
     rows: list[list[int]] = []

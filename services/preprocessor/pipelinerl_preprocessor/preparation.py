@@ -1,10 +1,10 @@
 """From a finished group to sequences ready to be packed: checks, reward shaping, advantages. Pure.
 
-What a trajectory contributes:
-    empty completion                   its reward to the baseline; counts as a sequence of the step; no tokens
-    truncated, completions: mask       its reward to the baseline; nothing else
-    longer than a row or the model     the same, counted as over-long
-    everything else                    everything
+The contribution of a trajectory:
+    empty completion                   its reward to the baseline; counts as a sequence of the step
+    truncated, completions: mask       its reward to the baseline
+    longer than a row or the model     its reward to the baseline, counted as over-long
+    any other                          its reward and its tokens
 """
 
 import math
@@ -43,24 +43,20 @@ class PreparedGroup:
     attempt: int
     sequences: tuple[TrainSequence, ...]
     members: tuple[int, ...]
-    """Places of the sequences among the group's trajectories."""
+    """The index of each sequence among the group's trajectories."""
     num_sequences: int
     num_masked: int
     num_overlong: int
     rewards: tuple[float, ...]
-    """As the task gave them, before shaping, of all trajectories."""
+    """Rewards of all trajectories as the task gave them, before shaping."""
     shaped_rewards: tuple[float, ...]
-    """With the over-long penalty, of all trajectories."""
+    """Rewards of all trajectories with the over-long penalty."""
     successes: tuple[float, ...]
     completion_lengths: tuple[int, ...]
     cut_off: tuple[bool, ...]
-    """Of each trajectory, whether it ended at maxTokens."""
+    """Whether each trajectory ended at maxTokens."""
     traceparent: str = ""
     """Trace context of its preparation; empty when the group is not traced."""
-
-    @property
-    def num_sampled(self) -> int:
-        return sum(self.completion_lengths)
 
 
 class Preparation:
@@ -77,8 +73,8 @@ class Preparation:
     def fault(
         self, group: SampleGroup, prompt_index: int, newest_version: int
     ) -> DropReason | None:
-        """Why the group, leased for `prompt_index`, cannot be trained while the trainer is at most
-        at `newest_version`.
+        """The reason why the group, leased for `prompt_index`, cannot be trained while the trainer
+        is at most at `newest_version`; None when it can.
         """
         samples = group.samples
         if group.prompt_index != prompt_index or len(samples) > self._group_size:
@@ -101,7 +97,7 @@ class Preparation:
         return None
 
     def prepare(self, group: SampleGroup) -> PreparedGroup | DropReason:
-        """A group without a `fault` as sequences, or why nothing of it is trained."""
+        """The sequences of a group without a `fault`, or the reason why none of it is trained."""
         samples = group.samples
         shaped_G = np.array(
             [
@@ -166,7 +162,7 @@ class Preparation:
         )
 
     def _penalties(self, sequence: TrainSequence) -> Floats:
-        """Of each sampled token."""
+        """The penalty of each sampled token of a scored sequence."""
         assert sequence.ref_logprobs_T is not None
         kl = self._algorithm.kl
         return kl.coefficient * kl_per_token(
@@ -199,7 +195,7 @@ class Preparation:
 
 
 def _sequence(sample: Sample) -> TrainSequence:
-    """Without advantage, which depends on the whole group."""
+    """The trajectory without its advantage, which depends on the whole group."""
     segments = sample.segment_lengths
     return TrainSequence(
         token_ids_S=sample.token_ids_S,

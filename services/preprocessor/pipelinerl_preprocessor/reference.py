@@ -16,7 +16,7 @@ from pipelinerl_common.backoff import Backoff
 from pipelinerl_common.errors import PermanentError, SettingsError
 from pipelinerl_common.generator_api import ScoredSequence, ScoreRequest, ScoreResponse
 from pipelinerl_common.generator_client import GeneratorClient, GeneratorUnavailable
-from pipelinerl_preprocessor.rows import TrainSequence
+from pipelinerl_preprocessor.rows import TrainSequence, sampled_slots
 
 log = logging.getLogger(__name__)
 
@@ -112,12 +112,8 @@ def _sampled(sequence: TrainSequence, start: int, logprobs: list[float]) -> NDAr
         raise PermanentError(
             f"/v1/score answered {len(logprobs)} log-probs for {sequence.num_tokens - start} tokens"
         )
-    segments = sequence.segment_lengths
-    sampled_S = np.repeat(np.tile([False, True], len(segments) // 2), segments)
-    scores_S = np.concatenate(
-        [np.zeros(start, dtype=np.float32), np.asarray(logprobs, dtype=np.float32)]
-    )
-    scores_T: NDArray[np.float32] = scores_S[sampled_S]
+    sampled_S = sampled_slots([sequence], sequence.num_tokens)
+    scores_T = np.asarray(logprobs, dtype=np.float32)[sampled_S[start:]]
     if not np.isfinite(scores_T).all():
         raise PermanentError("/v1/score answered a log-prob that is not finite")
     return scores_T

@@ -1,4 +1,7 @@
-"""TODO: say what this file is."""
+"""Training sequences, and the columns of a packed row of them.
+
+Shape suffixes: S tokens of a trajectory, T sampled tokens of it, L token slots of a row.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl_common.types import MicroBatch, VersionRun, merge_runs
+
+Floats32 = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +27,11 @@ class TrainSequence:
     """Alternating given, sampled, ...; an even number of them. The first is above 0: a sampled
     token has a context.
     """
-    logprobs_T: NDArray[np.float32]
-    ref_logprobs_T: NDArray[np.float32] | None
+    logprobs_T: Floats32
+    ref_logprobs_T: Floats32 | None
     version_runs: tuple[VersionRun, ...]
     advantage: float
-    returns_T: NDArray[np.float32] | None
+    returns_T: Floats32 | None
     """Targets of a value head, None without one."""
     reward: float
     weight: float = 1.0
@@ -37,7 +42,7 @@ class TrainSequence:
 
     @property
     def num_trained(self) -> int:
-        """Tokens with a loss: those that were sampled."""
+        """Number of tokens with a loss: those that were sampled."""
         return len(self.logprobs_T)
 
 
@@ -50,47 +55,48 @@ def build_row(
     reference: bool,
     returns: bool,
 ) -> MicroBatch:
-    """Lays `members`, (group number, sequence) pairs, one after another into `num_slots` slots; the
+    """Puts `members`, (group number, sequence) pairs, one after another into `num_slots` slots; the
     rest is padding.
 
-    `reference` and `returns` tell whether the row has those columns, filler rows included.
+    `reference` and `returns` say whether the row has those columns, which filler rows have too.
     """
     sequences = [sequence for _, sequence in members]
-    lengths = [sequence.num_tokens for sequence in sequences]
-    used = sum(lengths)
-    sampled_L = np.zeros(num_slots, dtype=bool)
-    segments = [length for sequence in sequences for length in sequence.segment_lengths]
-    sampled_L[:used] = np.repeat(np.tile([False, True], len(segments) // 2), segments)
-
-    def per_slot(columns: list[NDArray[np.float32]]) -> NDArray[np.float32]:
-        slots_L = np.zeros(num_slots, dtype=np.float32)
-        if columns:
-            slots_L[sampled_L] = np.concatenate(columns)
-        return slots_L
-
-    def per_sequence(values: list[float]) -> NDArray[np.float32]:
-        slots_L = np.zeros(num_slots, dtype=np.float32)
-        slots_L[:used] = np.repeat(np.asarray(values, dtype=np.float32), lengths)
-        slots_L[~sampled_L] = 0
-        return slots_L
-
+    sampled_L = sampled_slots(sequences, num_slots)
     input_ids_L = np.zeros(num_slots, dtype=np.uint32)
     if sequences:
-        input_ids_L[:used] = np.concatenate([sequence.token_ids_S for sequence in sequences])
-    references = [s.ref_logprobs_T for s in sequences if s.ref_logprobs_T is not None]
-    targets = [s.returns_T for s in sequences if s.returns_T is not None]
+        token_ids = np.concatenate([sequence.token_ids_S for sequence in sequences])
+        input_ids_L[: len(token_ids)] = token_ids
+    advantages = [np.full(s.num_trained, s.advantage, dtype=np.float32) for s in sequences]
     return MicroBatch(
         index=index,
-        sequence_lengths=tuple(lengths),
+        sequence_lengths=tuple(sequence.num_tokens for sequence in sequences),
         input_ids_L=input_ids_L,
         loss_mask_L=sampled_L.astype(np.uint8),
-        old_logprobs_L=per_slot([sequence.logprobs_T for sequence in sequences]),
-        advantages_L=per_sequence([sequence.advantage for sequence in sequences]),
-        ref_logprobs_L=per_slot(references) if reference else None,
-        returns_L=per_slot(targets) if returns else None,
+        old_logprobs_L=_column([s.logprobs_T for s in sequences], sampled_L),
+        advantages_L=_column(advantages, sampled_L),
+        ref_logprobs_L=_column([s.ref_logprobs_T for s in sequences], sampled_L)
+        if reference
+        else None,
+        returns_L=_column([s.returns_T for s in sequences], sampled_L) if returns else None,
         rewards=tuple(sequence.reward for sequence in sequences),
         sequence_weights=tuple(sequence.weight for sequence in sequences),
         version_runs=merge_runs(run for sequence in sequences for run in sequence.version_runs),
         temperature=temperature,
         group_numbers=tuple(number for number, _ in members),
     )
+
+
+def sampled_slots(sequences: Sequence[TrainSequence], num_slots: int) -> NDArray[np.bool_]:
+    """Which of the L slots hold a sampled token."""
+    segments = [length for sequence in sequences for length in sequence.segment_lengths]
+    sampled_L = np.zeros(num_slots, dtype=bool)
+    sampled_L[: sum(segments)] = np.repeat(np.tile([False, True], len(segments) // 2), segments)
+    return sampled_L
+
+
+def _column(values: Sequence[Floats32 | None], sampled_L: NDArray[np.bool_]) -> Floats32:
+    """L slots with the T values of each sequence at its sampled tokens, 0 elsewhere."""
+    column_L = np.zeros(len(sampled_L), dtype=np.float32)
+    if values:
+        column_L[sampled_L] = np.concatenate([each for each in values if each is not None])
+    return column_L

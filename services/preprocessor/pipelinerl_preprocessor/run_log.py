@@ -1,17 +1,15 @@
-"""`trained.jsonl`: one line per committed step, so that anybody can check what was trained and that
-nothing was twice.
+"""The two logs that a run keeps of its groups.
 
-{"step": 7, "incarnation": 0, "groups": [{"group_id": "0-56", "prompt_index": 56}, ...]}
+trained.jsonl   one line per committed step, by which anyone can check that no group was trained
+                twice: {"step": 7, "incarnation": 0, "groups": [{"group_id": "0-56",
+                "prompt_index": 56}, ...]}
+events.jsonl    one line per event that the staleness policy received and per decision that it took:
+                [1764450000.123, "take", [4], [["0-16", "0-17"], [], ""]], which is seconds since
+                the epoch, then a record of `pipelinerl_staleness.recording`
 
-`events.jsonl`: every event that the staleness policy heard and everything that it decided, one
-line each.
-
-[1764450000.123, "take", [4], [["0-16", "0-17"], [], ""]]    seconds since the epoch, then a record
-of `recording`
-
-`pipelinerl replay` feeds them through a fresh policy. Every start of the preprocessor begins a new policy in the same file.
-A file that has grown to `MAX_BYTES` ends there; the next start moves it to `events.1.jsonl`, in
-place of an older one.
+`pipelinerl replay` feeds the events to a new policy. Every start of the preprocessor begins a new
+policy in the same file. A file that has grown to `MAX_BYTES` ends there; the next start moves it to
+`events.1.jsonl`, in place of an older one.
 """
 
 import json
@@ -25,29 +23,31 @@ from typing import Any, TextIO
 from pipelinerl_common.files import cut_torn_line
 from pipelinerl_preprocessor.groups import Group
 
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 256 << 20
+"""Size at which events.jsonl ends."""
+
 
 class TrainedLog:
-    """Append-only, except that a rewind to step k drops the lines of step k and later."""
+    """The writer of trained.jsonl. It only appends, except that a rewind to step k drops the lines
+    of step k and later.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def append(self, step: int, incarnation: int, groups: Iterable[Group]) -> None:
-        line = {
-            "step": step,
-            "incarnation": incarnation,
-            "groups": [
-                {"group_id": group.group_id, "prompt_index": group.prompt_index} for group in groups
-            ],
-        }
+        named = [{"group_id": each.group_id, "prompt_index": each.prompt_index} for each in groups]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        cut_torn_line(self.path)  # of a disk that was full
+        # A full disk may have cut off the previous line: this one must not be joined to it.
+        cut_torn_line(self.path)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            file.write(_line({"step": step, "incarnation": incarnation, "groups": named}))
 
     def rewind(self, num_committed: int) -> None:
-        """Keeps the lines of steps before `num_committed`; a line that a crash left unfinished goes
-        as well.
+        """Keeps the lines of steps before `num_committed`; a line that a crash left unfinished is
+        dropped too.
         """
         if not self.path.exists():
             return
@@ -64,13 +64,12 @@ def _step_of(line: str) -> float:
         return float("inf")
 
 
-log = logging.getLogger(__name__)
-
-MAX_BYTES = 256 << 20
+def _line(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":")) + "\n"
 
 
 class EventLog:
-    """Appends lines. A disk that refuses ends the log, not the run."""
+    """The writer of events.jsonl. A disk that refuses a write ends the log, not the run."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         self.path = path
@@ -83,13 +82,10 @@ class EventLog:
             self._end(f"it cannot be opened: {error}")
 
     def write(self, method: str, arguments: list[Any], answer: Any) -> None:
-        """One record, unless the log has ended."""
+        """Appends one record, unless the log has ended."""
         if self._file is None:
             return
-        line = (
-            json.dumps([round(time.time(), 3), method, arguments, answer], separators=(",", ":"))
-            + "\n"
-        )
+        line = _line([round(time.time(), 3), method, arguments, answer])
         try:
             self._file.write(line)
         except OSError as error:

@@ -355,7 +355,7 @@ class Rig:
     async def unacknowledged(self, expected: int) -> None:
         """Waits until the sample stream holds exactly `expected` messages."""
         async with asyncio.timeout(DEADLINE_S):
-            while await self.stream.num_waiting() != expected:  # noqa: ASYNC110 - the server tells nobody
+            while (await self.stream.depth()).num_messages != expected:  # noqa: ASYNC110 - the server tells nobody
                 await asyncio.sleep(0.02)
 
 

@@ -27,8 +27,8 @@ def test_the_fullest_generator_counts_and_what_waits_is_summed() -> None:
     loads = EngineLoads()
     assert loads.observation(0.0, 5.0) == EngineLoad(None, 0, 0, 5.0)
     assert loads.values(0.0) == []
-    loads.heard("actor-0", load(kv_usage=0.25, num_waiting=2, kv_tokens=160, num_running=7), 1.0)
-    loads.heard("actor-1", load(kv_usage=0.75, num_waiting=3, kv_tokens=320, num_running=1), 1.0)
+    loads.add("actor-0", load(kv_usage=0.25, num_waiting=2, kv_tokens=160, num_running=7), 1.0)
+    loads.add("actor-1", load(kv_usage=0.75, num_waiting=3, kv_tokens=320, num_running=1), 1.0)
     assert loads.observation(2.0, 5.0) == EngineLoad(0.75, 5, 0, 5.0)
     assert loads.values(2.0) == [2, 480, 0, 0.75, 8, 5, *[0.0] * 9]
     assert loads.observation(17.0, 5.0) == EngineLoad(None, 0, 0, 5.0)  # both have fallen silent
@@ -37,19 +37,19 @@ def test_the_fullest_generator_counts_and_what_waits_is_summed() -> None:
 
 def test_an_engine_without_blocks_lets_nothing_grow() -> None:
     loads = EngineLoads()
-    loads.heard("actor-0", load(num_waiting=1), 0.0)
+    loads.add("actor-0", load(num_waiting=1), 0.0)
     assert loads.observation(0.0, 5.0) == EngineLoad(None, 1, 0, 5.0)
 
 
 def test_totals_are_what_is_new_and_survive_a_restart_of_the_generator() -> None:
     loads = EngineLoads()
-    loads.heard("actor-0", load(preemptions_total=5, steps_total=100, step_seconds_total=1.0), 0.0)
+    loads.add("actor-0", load(preemptions_total=5, steps_total=100, step_seconds_total=1.0), 0.0)
     assert loads.observation(0.0, 5.0).num_preemptions == 0  # they were before anybody listened
-    loads.heard("actor-0", load(preemptions_total=7, steps_total=150, step_seconds_total=1.5), 1.0)
-    loads.heard(
+    loads.add("actor-0", load(preemptions_total=7, steps_total=150, step_seconds_total=1.5), 1.0)
+    loads.add(
         "actor-0", load(preemptions_total=1, steps_total=10, step_seconds_total=0.1), 2.0
     )  # a new process
-    loads.heard("actor-0", load(preemptions_total=4, steps_total=30, step_seconds_total=0.3), 3.0)
+    loads.add("actor-0", load(preemptions_total=4, steps_total=30, step_seconds_total=0.3), 3.0)
     assert loads.observation(3.0, 5.0).num_preemptions == 2 + 3
     assert loads.observation(3.0, 5.0).num_preemptions == 0
     preemptions, steps, step_seconds, *_ = loads.values(3.0)[6:]

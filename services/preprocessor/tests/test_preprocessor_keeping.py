@@ -77,9 +77,9 @@ def test_a_penalty_for_every_completion_is_refused() -> None:
 
 def test_sessions_are_replaced_and_forgotten() -> None:
     sessions = Sessions(forget_s=10.0)
-    assert sessions.heard_of("a", "1", now=0.0)
-    assert not sessions.heard_of("a", "1", now=1.0)
-    assert sessions.heard_of("a", "2", now=2.0)
+    assert sessions.seen("a", "1", now=0.0)
+    assert not sessions.seen("a", "1", now=1.0)
+    assert sessions.seen("a", "2", now=2.0)
     assert (
         sessions.is_current("a", "1"),
         sessions.is_current("a", "2"),

@@ -176,10 +176,10 @@ def test_the_policy_limit_of_trajectories_is_shared_among_the_actors() -> None:
     ledger = running_ledger(Limited(ArealSettings(eta=1), B))
     assert running_ledger().trajectory_limit("a") is None
     for actor in "abc":
-        ledger.heard_of(actor, "s", now=0.0)
+        ledger.actor_seen(actor, "s", now=0.0)
     assert [ledger.trajectory_limit(actor) for actor in "abc"] == [3, 2, 2]
     for actor in "defghij":
-        ledger.heard_of(actor, "s", now=0.0)
+        ledger.actor_seen(actor, "s", now=0.0)
     assert ledger.trajectory_limit("j") == 1
 
 
