@@ -1,13 +1,5 @@
 """The one client of a generator's HTTP contract: typed answers, and one translation of everything
 that can go wrong into our errors.
-
-GeneratorError               `status` is the HTTP status, 0 when no answer came
-├── GeneratorUnavailable     Unavailable: 5xx, or
-│   ├── GeneratorAway        refused connection, 429, 503; `retry_after_s` says when to ask again
-│   └── ConnectionLost       the connection broke during the call, or
-│       └── NoAnswer         no answer came before the deadline
-├── GeneratorRefused         Refused: every other status
-└── BadAnswer                MalformedMessage: an answer that breaks the contract, or is too long
 """
 
 import math
@@ -54,7 +46,7 @@ _DEFAULT_RETRY_AFTER_S, _MIN_RETRY_AFTER_S, _MAX_RETRY_AFTER_S = 0.5, 0.05, 30.0
 
 
 class GeneratorError(PipelineRLError):
-    """A call to a generator failed.
+    """A call to a generator failed. It is Unavailable, Refused or MalformedMessage as well.
 
     `status` is the HTTP status, 0 when no answer came; `kind` is the class of the generator's own
     error; `serving_version` is the version that it says it serves. Without an ErrorResponse they
@@ -71,13 +63,15 @@ class GeneratorError(PipelineRLError):
 
 
 class GeneratorUnavailable(GeneratorError, Unavailable):
-    """The generator failed or cannot be reached; a later attempt may succeed."""
+    """The generator failed (5xx) or cannot be reached; a later attempt may succeed."""
 
     retry_after_s = _DEFAULT_RETRY_AFTER_S
 
 
 class GeneratorAway(GeneratorUnavailable):
-    """The generator is not there, serves nothing yet, or is full."""
+    """The generator refuses connections, serves nothing yet, or is full (429, 503). Ask again
+    after `retry_after_s`.
+    """
 
 
 class ConnectionLost(GeneratorUnavailable):
@@ -89,11 +83,11 @@ class NoAnswer(ConnectionLost):
 
 
 class GeneratorRefused(GeneratorError, Refused):
-    """The generator understood the request and refuses it."""
+    """The generator understood the request and refuses it (every other status)."""
 
 
 class BadAnswer(GeneratorError, MalformedMessage):
-    """The generator's answer is not what the contract promises."""
+    """The generator's answer breaks the contract, or is too long."""
 
 
 class GeneratorClient:
@@ -114,76 +108,68 @@ class GeneratorClient:
         self, request: CompletionRequest, timeout_s: float | None
     ) -> CompletionResponse:
         """`timeout_s` is None for a caller that has a deadline of its own around the call."""
-        return await self._post(
-            "/v1/chat/completions", request, CompletionResponse, timeout_s, MAX_SAMPLES_BYTES
-        )
+        path = "/v1/chat/completions"
+        return await self._call(path, CompletionResponse, timeout_s, request, MAX_SAMPLES_BYTES)
 
     async def cancel(self, request_id: str, timeout_s: float) -> bool:
         """Stops the completion of that name. Returns whether there was one."""
         request = CancelRequest(request_id=request_id)
-        return (await self._post("/v1/cancel", request, CancelResponse, timeout_s)).found
+        return (await self._call("/v1/cancel", CancelResponse, timeout_s, request)).found
 
     async def score(self, request: ScoreRequest, timeout_s: float) -> ScoreResponse:
         """Returns the log-probabilities of given tokens."""
-        return await self._post("/v1/score", request, ScoreResponse, timeout_s, MAX_SAMPLES_BYTES)
+        return await self._call("/v1/score", ScoreResponse, timeout_s, request, MAX_SAMPLES_BYTES)
 
     async def init_process_group(self, request: InitGroupRequest) -> InitGroupResponse:
         """Returns when the group has formed, at most ANSWER_GRACE_S after the deadline."""
         timeout_s = request.timeout_s + ANSWER_GRACE_S
-        return await self._post("/init_process_group", request, InitGroupResponse, timeout_s)
+        return await self._call("/init_process_group", InitGroupResponse, timeout_s, request)
 
     async def update_weights(self, request: UpdateRequest) -> UpdateResponse:
         """Returns when the version is served, at most ANSWER_GRACE_S after the deadline."""
         timeout_s = request.timeout_s + ANSWER_GRACE_S
-        return await self._post("/request_weight_update", request, UpdateResponse, timeout_s)
+        return await self._call("/request_weight_update", UpdateResponse, timeout_s, request)
 
     async def weights(self, timeout_s: float) -> WeightsResponse:
         """Returns which weights the generator serves, and its group."""
-        return await self._call("GET", "/weights", None, WeightsResponse, timeout_s)
+        return await self._call("/weights", WeightsResponse, timeout_s)
 
     async def load(self, timeout_s: float) -> LoadResponse:
         """Returns the generator's load, and what its steps have cost."""
-        return await self._call("GET", "/load", None, LoadResponse, timeout_s)
+        return await self._call("/load", LoadResponse, timeout_s)
 
     async def check_health(self, timeout_s: float) -> None:
         """Returns when the generator is alive."""
-        await self._call("GET", "/health", None, HealthResponse, timeout_s)
+        await self._call("/health", HealthResponse, timeout_s)
 
     async def is_ready(self, timeout_s: float) -> bool:
         """Returns whether the generator has the job's weights and takes requests. An engine without
         this endpoint counts as ready.
         """
         try:
-            await self._call("GET", "/ready", None, ReadyResponse, timeout_s)
+            await self._call("/ready", ReadyResponse, timeout_s)
         except GeneratorError as error:
             return error.status not in (0, 503)
         return True
 
-    async def _post(
-        self,
-        path: str,
-        request: BaseModel,
-        response: type[Response],
-        timeout_s: float | None,
-        max_bytes: int = MAX_ANSWER_BYTES,
-    ) -> Response:
-        # Only what the caller has set: a generator of an older release refuses newer fields.
-        body = request.model_dump_json(exclude_unset=True, exclude_none=True).encode()
-        return await self._call("POST", path, body, response, timeout_s, max_bytes)
-
     async def _call(
         self,
-        method: str,
         path: str,
-        body: bytes | None,
         answer: type[Response],
         timeout_s: float | None,
+        request: BaseModel | None = None,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> Response:
+        """Posts `request`, or gets the path without one."""
         url = self.url + path
         headers = {**self._headers, **tracing.headers()}
-        if body is not None:
+        method, body = "GET", None
+        if request is not None:
+            method = "POST"
             headers["Content-Type"] = "application/json"
+            # Only what the caller has set: a generator of an older release refuses newer fields.
+            body = request.model_dump_json(exclude_unset=True, exclude_none=True).encode()
+        # A call without a deadline must still end when its connection cannot be made.
         timeout = aiohttp.ClientTimeout(
             total=timeout_s, sock_connect=_CONNECT_S if timeout_s is None else None
         )
@@ -251,10 +237,7 @@ def _error_of(url: str, response: aiohttp.ClientResponse, body: bytearray) -> Ge
 
 
 def _retry_after_s(header: str | None) -> float:
-    try:
-        seconds = float(header or _DEFAULT_RETRY_AFTER_S)
-    except ValueError:  # the header may hold a date
-        return _DEFAULT_RETRY_AFTER_S
-    if not math.isfinite(seconds):
-        return _DEFAULT_RETRY_AFTER_S
-    return min(max(seconds, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)
+    with suppress(ValueError):  # there may be no header, or one that holds a date
+        if math.isfinite(seconds := float(header or "")):
+            return min(max(seconds, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)
+    return _DEFAULT_RETRY_AFTER_S
