@@ -65,7 +65,7 @@ def limits(path: Path) -> Iterator[str]:
                 and number.value not in NOT_A_LIMIT
                 and (path.name, number.value) not in NO_LIMITS_THERE
             ):
-                yield f"{path.name}:{number.lineno}: {number.value}"
+                yield f"{path.name}:{number.lineno}: {number.value!r}"
 
 
 @pytest.mark.parametrize("path", JUDGES, ids=lambda path: path.name)
