@@ -13,7 +13,7 @@ import pytest
 from cluster_release import CHART, older_chart
 from pipelinerl_common.stream.server import find_binary
 from pipelinerl_operator.nats import trust
-from pipelinerl_operator.nats.keys import KeyKind, NatsKey
+from pipelinerl_operator.nats.trust import KeyKind, NatsKey
 from test_chart_render import HELM, of_kind, refusal, render
 
 pytestmark = pytest.mark.skipif(

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from bench.operator_jobs import MALLOC
-from pipelinerl_operator.kube import permissions
+from pipelinerl_operator.kube import resources
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "charts" / "pipelinerl"
@@ -221,7 +221,7 @@ def rights(rules: Iterable[dict[str, Any]]) -> dict[tuple[str, str], set[str]]:
     return found
 
 
-def wanted(*tables: tuple[permissions.Permission, ...]) -> dict[tuple[str, str], set[str]]:
+def wanted(*tables: tuple[resources.Permission, ...]) -> dict[tuple[str, str], set[str]]:
     return {(each.group, each.resource): set(each.verbs) for each in itertools.chain(*tables)}
 
 
@@ -236,9 +236,9 @@ def test_the_operators_rights_are_those_that_its_code_uses() -> None:
         rule for name, rules in roles.items() if not name.startswith("rl-system-") for rule in rules
     ]
     assert rights(roles["rl-system-prl-pipelinerl"]) == wanted(
-        permissions.JOB_NAMESPACES, permissions.GANG_NAMESPACES
+        resources.JOB_NAMESPACES, resources.GANG_NAMESPACES
     )
-    assert rights(own) == wanted(permissions.OWN_NAMESPACE)
+    assert rights(own) == wanted(resources.OWN_NAMESPACE)
 
 
 def test_an_operator_of_some_namespaces_has_no_right_in_others() -> None:
@@ -247,9 +247,7 @@ def test_an_operator_of_some_namespaces_has_no_right_in_others() -> None:
     roles = [each for each in of_kind(documents, "Role") if "namespace" in each["metadata"]]
     assert sorted(each["metadata"]["namespace"] for each in roles) == ["team-a", "team-b"]
     for role in roles:
-        assert rights(role["rules"]) == wanted(
-            permissions.JOB_NAMESPACES, permissions.GANG_NAMESPACES
-        )
+        assert rights(role["rules"]) == wanted(resources.JOB_NAMESPACES, resources.GANG_NAMESPACES)
 
 
 def test_every_pod_is_restricted() -> None:

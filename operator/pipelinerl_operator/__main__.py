@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     identity = f"{arguments.pod_name or os.uname().nodename}_{uuid.uuid4()}"
 
     async def serve(stop: asyncio.Event) -> None:
-        from pipelinerl_operator.controller.replica import (
+        from pipelinerl_operator.controller.leader import (
             serve_operator,
         )  # gRPC and the API client: after --help
 

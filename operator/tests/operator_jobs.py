@@ -4,7 +4,7 @@ from copy import deepcopy
 from typing import Any
 
 from pipelinerl_operator.objects import Capabilities, JobResource, OperatorContext
-from pipelinerl_operator.objects.labels import POD_ROLES
+from pipelinerl_operator.objects.names import POD_ROLES
 
 ON_CPU = {"weightTransfer": {"backend": "gloo"}}
 OLD = Capabilities(20, frozenset({"policy/v1beta1"}))

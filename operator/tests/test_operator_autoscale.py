@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from fake_api import Crash
-from world import JOB, World, balance, job
+from operator_fake_api import Crash
+from operator_fakes import JOB, World, balance, job
 
 from pipelinerl_operator.controller.status import JobPhase, TrainingStatus
 from pipelinerl_operator.kube.resources import JOBS

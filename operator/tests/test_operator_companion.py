@@ -7,13 +7,13 @@ from functools import partial
 
 import aiohttp
 import pytest
-from world import CONTEXT, JOB, World, job
+from operator_fakes import CONTEXT, JOB, World, job
 
 from pipelinerl_common.metrics import PREPROCESSOR, TRAINER, Metrics, serve_metrics
 from pipelinerl_control.scaling import ScalingChoice
-from pipelinerl_operator.controller import companions
-from pipelinerl_operator.controller.companions import JobRuntime
+from pipelinerl_operator.controller import job_runtime
 from pipelinerl_operator.controller.decision import Wanted
+from pipelinerl_operator.controller.job_runtime import JobRuntime
 from pipelinerl_operator.controller.status import JobStatus, RoleStatus
 from pipelinerl_operator.kube import Object, ObjectKey
 from pipelinerl_operator.kube.resources import PODS
@@ -58,7 +58,7 @@ def _move(host: str, body: Object) -> None:
 async def running(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
     with socket.create_server((HOSTS["sums-trainer-0"], 0)) as free:
         port = free.getsockname()[1]
-    monkeypatch.setattr(companions, "METRICS_PORT", port)
+    monkeypatch.setattr(job_runtime, "METRICS_PORT", port)
     world = World()
     await world.submit(job())
     await world.settle()

@@ -5,10 +5,10 @@ spec and its pods say, no promise is broken on the way, and then nothing is writ
 import asyncio
 from collections.abc import Callable
 
-from fake_api import Call, Crash, Fault
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from world import JOB, World, job
+from operator_fake_api import Call, Crash, Fault
+from operator_fakes import JOB, World, job
 
 from pipelinerl_operator.controller.status import JobPhase
 from pipelinerl_operator.kube import ObjectKey

@@ -20,11 +20,10 @@ from operator_jobs import make_raw
 from pydantic import BaseModel, JsonValue
 
 from pipelinerl_common.errors import SettingsError
-from pipelinerl_operator.crd.definition import crd_definition, job_schema
+from pipelinerl_operator.crd.definition import crd_definition, job_schema, render_template
 from pipelinerl_operator.crd.rules import RULES, place
 from pipelinerl_operator.crd.rules import Path as RulePath
 from pipelinerl_operator.crd.schema import structural_schema
-from pipelinerl_operator.crd.template import render_template
 from pipelinerl_operator.objects import JobResource
 
 CHECKOUT = Path(__file__).parents[2]
@@ -208,7 +207,7 @@ def test_free_form_items_are_preserved() -> None:
 
 def test_braces_in_descriptions_survive_helm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "pipelinerl_operator.crd.template.definition",
+        "pipelinerl_operator.crd.definition.crd_definition",
         lambda: {"metadata": {}, "description": "{{ .Values.x }} and {a: 1}"},
     )
     assert "description: '{{ \"{{\" }} .Values.x }} and {a: 1}'" in render_template()

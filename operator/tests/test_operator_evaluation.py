@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from operator_fakes import World, job
 from operator_jobs import make_context, make_resource
 from test_operator_convergence import FAULTS, STEPS, is_running, nth_write, take
-from world import World, job
 
 from pipelinerl_control.plan import num_gpus
-from pipelinerl_operator.controller.failures import FailureReason, PodFailure, judge
+from pipelinerl_operator.controller.restarts import FailureReason, PodFailure, judge
 from pipelinerl_operator.controller.status import JobPhase, read_time, write_time
 from pipelinerl_operator.kube import ObjectKey
 from pipelinerl_operator.kube.resources import PODS

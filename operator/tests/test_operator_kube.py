@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-from fake_api import FakeApi, Fault
-from world import job
+from operator_fake_api import FakeApi, Fault
+from operator_fakes import job
 
-from pipelinerl_operator.controller.leader_label import LEADER, leader_label
+from pipelinerl_operator.controller.leader import LEADER, leader_label
 from pipelinerl_operator.controller.views import JobView
 from pipelinerl_operator.kube import (
     Election,

@@ -22,15 +22,15 @@ from pipelinerl_common.errors import SettingsError, Unavailable
 from pipelinerl_common.settings import API_VERSION, KIND
 from pipelinerl_common.stream import Login, NatsServer, Stream, StreamLayout, connect
 from pipelinerl_common.stream.server import find_binary
-from pipelinerl_operator.nats import claims, trust
-from pipelinerl_operator.nats.claims import StreamLimits
-from pipelinerl_operator.nats.keys import KeyKind, NatsKey
+from pipelinerl_operator.nats import trust
+from pipelinerl_operator.nats import trust as claims
 from pipelinerl_operator.nats.streams import (
     AccountStreams,
     SharedStreams,
     StreamStatus,
     _job_credentials,
 )
+from pipelinerl_operator.nats.trust import KeyKind, NatsKey, StreamLimits
 from pipelinerl_operator.objects.job_resource import JobResource
 
 DEADLINE_S = 60.0
@@ -140,7 +140,7 @@ async def test_one_job_neither_sees_nor_reaches_another(
     async with open_stream(server.url, mine, await streams.ensure(mine)) as stream:
         await publish(stream, b"mine")
         async with open_stream(server.url, other, await streams.ensure(other)) as other_stream:
-            assert await other_stream.num_waiting() == 0
+            assert (await other_stream.depth()).num_messages == 0
             await publish(other_stream, b"theirs")
             await publish(other_stream, b"theirs too")
         assert (await stream.depth()).num_messages == 1
@@ -313,7 +313,7 @@ async def test_a_removed_job_leaves_nothing_and_its_services_are_shut_out(
         assert (
             len(list((tmp_path / "nats" / "accounts").glob("*"))) == 2
         )  # the system's and the other's
-        assert await other_stream.num_waiting() == 1
+        assert (await other_stream.depth()).num_messages == 1
     assert await streams.remove(job)  # a second time is no error
     with pytest.raises(Unavailable, match="refuses the credentials"):
         async with open_stream(server.url, job, credentials, timeout_s=8.0):

@@ -12,15 +12,15 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import pytest
-from world import CONTEXT, job
+from operator_fakes import CONTEXT, job
 
 from bench.api_server import ApiServer, api_server, missing_binary
 from bench.hollow_pods import HollowPods, ended, say
 from pipelinerl_common.errors import TemporaryError
 from pipelinerl_operator.controller.cluster import ClusterCache, child_resources
-from pipelinerl_operator.controller.companions import NoCompanions
 from pipelinerl_operator.controller.controller import Controller
 from pipelinerl_operator.controller.events import EventRecorder
+from pipelinerl_operator.controller.job_runtime import NoCompanions
 from pipelinerl_operator.controller.reconciler import Dependencies
 from pipelinerl_operator.controller.status import JobPhase, JobStatus
 from pipelinerl_operator.controller.streams import JobStreams
@@ -36,8 +36,7 @@ from pipelinerl_operator.kube import (
     open_api,
 )
 from pipelinerl_operator.kube.errors import NotFound
-from pipelinerl_operator.kube.permissions import JOB_NAMESPACES
-from pipelinerl_operator.kube.resources import EVENTS, JOBS, PODS, SERVICES
+from pipelinerl_operator.kube.resources import EVENTS, JOB_NAMESPACES, JOBS, PODS, SERVICES
 from pipelinerl_operator.objects import Capabilities
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]

@@ -5,8 +5,8 @@ each.
 from typing import Any
 
 import pytest
-from fake_api import Fault
-from world import JOB, World, job
+from operator_fake_api import Fault
+from operator_fakes import JOB, World, job
 
 from pipelinerl_operator.controller.status import JobPhase, TrainingStatus
 from pipelinerl_operator.kube import ObjectKey
@@ -630,7 +630,7 @@ async def test_an_operator_with_another_image_restarts_nothing() -> None:
     """Operator upgrade restarting every job."""
     from dataclasses import replace
 
-    import world as module
+    import operator_fakes as module
 
     world = await running()
     uids = {pod["metadata"]["uid"] for pod in world.pods().values()}

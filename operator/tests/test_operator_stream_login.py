@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from pipelinerl_common.errors import SettingsError
-from pipelinerl_operator.controller.stream_login import stream_admin
+from pipelinerl_operator.controller.streams import stream_admin
 from pipelinerl_operator.kube.errors import AlreadyExists, NotFound
 from pipelinerl_operator.kube.resources import Object, Resource
 from pipelinerl_operator.nats import trust
-from pipelinerl_operator.nats.keys import KeyKind, NatsKey
 from pipelinerl_operator.nats.streams import AccountStreams, SharedStreams
+from pipelinerl_operator.nats.trust import KeyKind, NatsKey
 
 SECRET = "release-nats-auth"
 URL = "nats://127.0.0.1:1"

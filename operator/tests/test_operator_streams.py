@@ -5,7 +5,7 @@ import base64
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from world import JOB, World
+from operator_fakes import JOB, World
 
 from pipelinerl_common.errors import Unavailable
 from pipelinerl_operator.controller.status import JobPhase

@@ -1,8 +1,12 @@
 """What the operator's status shows of a job's metrics."""
 
 from pipelinerl_control.readings import Reading
-from pipelinerl_operator.controller.status import StreamStatus, TrainingStatus
-from pipelinerl_operator.controller.training import stream_status, training_status
+from pipelinerl_operator.controller.status import (
+    StreamStatus,
+    TrainingStatus,
+    stream_status,
+    training_status,
+)
 
 
 def test_the_rate_is_between_two_readings_and_unknown_after_a_restart() -> None:

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from pipelinerl_operator.__main__ import parse
-from pipelinerl_operator.controller.replica import serve_operator
+from pipelinerl_operator.controller.leader import serve_operator
 from pipelinerl_operator.controller.views import PodView
 from pipelinerl_operator.kube import ApiConnection, Informer, ObjectKey, Selection, Store, open_api
 from pipelinerl_operator.kube.client import MAX_CALLS
@@ -207,7 +207,7 @@ async def test_the_lease_is_renewed_while_every_other_call_waits_for_an_answer(
     connection = ApiConnection(
         f"http://127.0.0.1:{runner.addresses[0][1]}", "team", lambda: None, lambda: False
     )
-    monkeypatch.setattr("pipelinerl_operator.controller.replica.connection", lambda *_: connection)
+    monkeypatch.setattr("pipelinerl_operator.controller.leader.find_connection", lambda *_: connection)
     images = [f"--{role}-image={role}" for role in ("actor", "trainer", "preprocessor")]
     listen = ["--metrics-listen=127.0.0.1:0", "--coordinator-listen=127.0.0.1:0"]
     arguments = parse(

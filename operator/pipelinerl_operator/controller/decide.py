@@ -1,4 +1,14 @@
-"""The decision: pure, from what is true now. The first step that settles the matter ends it.
+"""`autoscale` in the life of a job.
+
+```
+ spec.actors.replicas   where it begins, and begins again whenever somebody changes it
+ status.autoscale       what was chosen since; written before it is acted on
+```
+
+Suspension is atomic: once begun, everything goes, whatever becomes of the flag meanwhile; only
+then is it taken back.
+
+The decision: pure, from what is true now. The first step that settles the matter ends it.
 
 ```
  somebody else's, or being deleted -> nothing
@@ -12,23 +22,118 @@
 ```
 """
 
-from pipelinerl_operator.controller.autoscale import autoscale, take_choice
-from pipelinerl_operator.controller.conditions import ConditionReason, ConditionType, set_condition
-from pipelinerl_operator.controller.counting import count_pods
-from pipelinerl_operator.controller.decision import Decision, Draft, EventType, Observed, Wanted
-from pipelinerl_operator.controller.describing import describe
+from dataclasses import replace
+
+from pipelinerl_control.scaling import look, num_actors
+from pipelinerl_operator.controller.decision import (
+    Decision,
+    Draft,
+    EventType,
+    Observed,
+    Wanted,
+)
+from pipelinerl_operator.controller.describe import count_pods, describe
 from pipelinerl_operator.controller.endings import (
     clean_up,
     end_of_training,
     fail_by_deadline,
     succeed,
+    waits_for_evaluation,
 )
-from pipelinerl_operator.controller.last_evaluation import waits_for_evaluation
-from pipelinerl_operator.controller.provisioning import provision
+from pipelinerl_operator.controller.provision import drop_gang, provision, remove_pods
 from pipelinerl_operator.controller.restarts import take_failures, take_restart_id
-from pipelinerl_operator.controller.status import MAX_MESSAGE_CHARACTERS, JobPhase, write_time
-from pipelinerl_operator.controller.suspension import is_suspended
-from pipelinerl_operator.controller.units import is_of_job
+from pipelinerl_operator.controller.status import (
+    MAX_MESSAGE_CHARACTERS,
+    ConditionReason,
+    ConditionType,
+    JobPhase,
+    write_time,
+)
+from pipelinerl_operator.controller.views import is_of_job
+from pipelinerl_operator.objects.pods import pods
+
+
+def take_choice(draft: Draft) -> None:
+    """From here on the job has as many actors as were chosen."""
+    wanted = draft.seen.wanted
+    if wanted is not None:
+        count = num_actors(wanted.job.spec, draft.status.autoscale)
+        draft.seen = replace(draft.seen, wanted=_with_actors(wanted, count))
+
+
+def autoscale(draft: Draft, asked: Wanted) -> Wanted:
+    """Looks at the balance once a period, and chooses. What the spec asks for, with as many actors
+    as are chosen then.
+    """
+    spec = asked.job.spec
+    if spec.autoscale.enabled:
+        training = draft.seen.training or draft.status.training
+        looked = look(
+            spec, draft.status.autoscale, training.step if training else None, draft.seen.balance
+        )
+        if looked is not None:
+            draft.set(autoscale=looked.choice)
+            if looked.why:
+                draft.note(EventType.NORMAL, "Autoscaled", looked.why)
+    elif draft.status.autoscale is not None:
+        draft.set(autoscale=None)
+    wanted = _with_actors(asked, num_actors(spec, draft.status.autoscale))
+    draft.seen = replace(draft.seen, wanted=wanted)
+    return wanted
+
+
+def _with_actors(wanted: Wanted, count: int) -> Wanted:
+    if count == wanted.job.spec.actors.replicas:
+        return wanted
+    job = wanted.job.with_actors(count)
+    return Wanted(job, replace(wanted.desired, pods=pods(job, wanted.desired.pods[0].context)))
+
+
+def is_suspended(draft: Draft) -> bool:
+    """Takes the next step into, within or out of a suspension. False when the job is to run."""
+    asked = draft.seen.spec.get("suspend") is True
+    phase = draft.status.phase
+    if phase is JobPhase.SUSPENDED and not asked:
+        _resume(draft)
+        return False
+    if not asked and phase is not JobPhase.SUSPENDING:
+        return False
+    count_pods(draft)
+    drop_gang(draft)
+    if not any(is_of_job(pod, draft.seen.job.uid) for pod in draft.seen.pods):
+        _settle(draft)
+        return True
+    if phase is not JobPhase.SUSPENDING:
+        draft.set(phase=JobPhase.SUSPENDING)
+        draft.note(EventType.NORMAL, "Suspending", "the job's pods are being deleted")
+    draft.set_condition(
+        ConditionType.SUSPENDED, False, ConditionReason.SUSPENDING, "pods are being deleted"
+    )
+    draft.set_condition(ConditionType.RUNNING, False, ConditionReason.SUSPENDING)
+    remove_pods(draft, draft.seen.pods)
+    return True
+
+
+def _settle(draft: Draft) -> None:
+    if draft.status.phase is not JobPhase.SUSPENDED:
+        draft.note(EventType.NORMAL, "Suspended", "no pod of the job is left")
+    draft.set(phase=JobPhase.SUSPENDED, start_time=None, running_time=None, complete_trainers=-1)
+    draft.set_condition(ConditionType.SUSPENDED, True, ConditionReason.SUSPENDED)
+    for type_ in (
+        ConditionType.PROVISIONED,
+        ConditionType.RUNNING,
+        ConditionType.DEGRADED,
+        ConditionType.EVALUATING,
+        ConditionType.WEIGHT_GROUP_READY,
+    ):
+        if draft.status.condition(type_) is not None:
+            draft.set_condition(type_, False, ConditionReason.SUSPENDED)
+
+
+def _resume(draft: Draft) -> None:
+    draft.set(phase=JobPhase.PENDING)
+    draft.set_condition(ConditionType.SUSPENDED, False, ConditionReason.RESUMED)
+    draft.note(EventType.NORMAL, "Resumed", "the job's pods are being created")
 
 
 def decide(seen: Observed) -> Decision:
@@ -74,11 +179,11 @@ def _tell_unknown_fields(draft: Draft, wanted: Wanted) -> None:
         message = f"left out, since this operator is older than the CRD: {', '.join(unknown)}"
         if before is None or before.message != message[:MAX_MESSAGE_CHARACTERS]:
             draft.note(EventType.WARNING, ConditionReason.UNKNOWN_FIELDS.value, message)
-        set_condition(
-            draft, ConditionType.UNDERSTOOD, False, ConditionReason.UNKNOWN_FIELDS, message
+        draft.set_condition(
+            ConditionType.UNDERSTOOD, False, ConditionReason.UNKNOWN_FIELDS, message
         )
     elif before is not None:
-        set_condition(draft, ConditionType.UNDERSTOOD, True, ConditionReason.ALL_KNOWN)
+        draft.set_condition(ConditionType.UNDERSTOOD, True, ConditionReason.ALL_KNOWN)
 
 
 def _refuse(draft: Draft) -> None:
@@ -87,12 +192,11 @@ def _refuse(draft: Draft) -> None:
     before = draft.status.condition(ConditionType.PROVISIONED)
     if before is None or before.message != draft.seen.fault[: len(before.message or " ")]:
         draft.note(EventType.WARNING, ConditionReason.INVALID_SPEC.value, draft.seen.fault)
-    set_condition(
-        draft, ConditionType.PROVISIONED, False, ConditionReason.INVALID_SPEC, draft.seen.fault
+    draft.set_condition(
+        ConditionType.PROVISIONED, False, ConditionReason.INVALID_SPEC, draft.seen.fault
     )
     if any(is_of_job(pod, draft.seen.job.uid) for pod in draft.seen.pods):
-        set_condition(
-            draft,
+        draft.set_condition(
             ConditionType.DEGRADED,
             True,
             ConditionReason.INVALID_SPEC,

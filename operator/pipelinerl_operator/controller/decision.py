@@ -1,5 +1,7 @@
 """What the operator sees of one job, and what it decides to do about it. Plain data: no clock, no
 API.
+
+Conditions of a job, with their reasons from closed lists.
 """
 
 from collections.abc import Mapping
@@ -9,10 +11,16 @@ from typing import Any
 
 from pipelinerl_control.balance import Balance
 from pipelinerl_operator.controller.status import (
+    MAX_MESSAGE_CHARACTERS,
+    Condition,
+    ConditionReason,
+    ConditionType,
+    JobPhase,
     JobStatus,
     StreamStatus,
     TrainingStatus,
     WeightGroupStatus,
+    write_time,
 )
 from pipelinerl_operator.controller.views import JobView, OwnedView, PodView
 from pipelinerl_operator.kube import Object, Resource
@@ -173,6 +181,43 @@ class Draft:
 
     def set(self, **changes: object) -> None:
         self.status = self.status.model_copy(update=changes)
+
+    def set_condition(
+        self, type_: ConditionType, holds: bool, reason: ConditionReason, message: str = ""
+    ) -> None:
+        """Sets a condition of the status. Its transition time moves only when `holds` changes."""
+        old, status = self.status.condition(type_), "True" if holds else "False"
+        is_same = old is not None and old.status == status
+        new = Condition(
+            type=type_.value,
+            status="True" if holds else "False",
+            reason=reason.value,
+            message=message[:MAX_MESSAGE_CHARACTERS],
+            last_transition_time=old.last_transition_time
+            if old is not None and is_same
+            else write_time(self.seen.now),
+            observed_generation=self.seen.job.generation,
+        )
+        by_type = {each.type: each for each in self.status.conditions} | {new.type: new}
+        order = [each.value for each in ConditionType]
+        known = [by_type.pop(name) for name in order if name in by_type]
+        self.set(conditions=[*known, *by_type.values()])
+
+    def end(
+        self, phase: JobPhase, type_: ConditionType, reason: ConditionReason, message: str
+    ) -> None:
+        """Ends the job: `phase` is final, `type_` becomes true, and what described a running job
+        becomes false.
+        """
+        self.set(phase=phase, completion_time=write_time(self.seen.now))
+        self.set_condition(type_, True, reason, message)
+        for other in (ConditionType.RUNNING, ConditionType.DEGRADED, ConditionType.EVALUATING):
+            if self.status.holds(other):
+                self.set_condition(other, False, ConditionReason.FINISHED)
+
+    def fail(self, reason: ConditionReason, message: str) -> None:
+        self.end(JobPhase.FAILED, ConditionType.FAILED, reason, message)
+        self.note(EventType.WARNING, reason.value, message)
 
     def look_again(self, in_s: float) -> None:
         self.look_again_s = in_s if self.look_again_s is None else min(self.look_again_s, in_s)

@@ -1,16 +1,34 @@
 """How a job ends, and what is left to do then. The end is remembered first; after it nothing is
 ever created again.
+
+Between the end of training and that of the job: the last step's evaluation. The job waits for
+it, and never fails by it.
+
+trainer rank 0 ended well -> only the evaluator runs on -> it ended well, or its time is over ->
+Succeeded
 """
 
-from pipelinerl_control.plan import Role
-from pipelinerl_operator.controller.conditions import ConditionReason, ConditionType, set_condition
-from pipelinerl_operator.controller.counting import count_pods
-from pipelinerl_operator.controller.decision import Delete, Draft, EventType, Wanted
-from pipelinerl_operator.controller.removal import drop_gang, remove_pods
-from pipelinerl_operator.controller.status import JobPhase, read_time, write_time
-from pipelinerl_operator.controller.training import last_training_status
-from pipelinerl_operator.controller.units import expected_attempt, is_of_job
-from pipelinerl_operator.controller.views import Termination
+from dataclasses import replace
+
+from pipelinerl_control.plan import Role, longest_evaluation_s
+from pipelinerl_operator.controller.decision import (
+    Delete,
+    Draft,
+    EventType,
+    Wanted,
+)
+from pipelinerl_operator.controller.describe import count_pods
+from pipelinerl_operator.controller.provision import drop_gang, provision, remove_pods
+from pipelinerl_operator.controller.restarts import take_failures
+from pipelinerl_operator.controller.status import (
+    ConditionReason,
+    ConditionType,
+    JobPhase,
+    last_training_status,
+    read_time,
+    write_time,
+)
+from pipelinerl_operator.controller.views import Termination, expected_attempt, is_of_job
 from pipelinerl_operator.kube.resources import JOBS
 
 
@@ -45,19 +63,13 @@ def succeed(draft: Draft, message: str) -> None:
     """`message` is the trainer's: the last numbers that were read of it may be many steps old."""
     read = draft.seen.training or draft.status.training
     draft.set(training=last_training_status(message, read) or read)
-    _end(
-        draft,
+    draft.end(
         JobPhase.SUCCEEDED,
         ConditionType.SUCCEEDED,
         ConditionReason.TRAINING_FINISHED,
         "trainer rank 0 ended with status 0",
     )
     draft.note(EventType.NORMAL, "Succeeded", "training is finished")
-
-
-def fail(draft: Draft, because: ConditionReason, message: str) -> None:
-    _end(draft, JobPhase.FAILED, ConditionType.FAILED, because, message)
-    draft.note(EventType.WARNING, because.value, message)
 
 
 def fail_by_deadline(draft: Draft) -> bool:
@@ -84,7 +96,7 @@ def fail_by_deadline(draft: Draft) -> bool:
         if not isinstance(limit_s, int | float):
             continue
         if active_s >= limit_s:
-            fail(draft, because, f"{message}={limit_s}")
+            draft.fail(because, f"{message}={limit_s}")
             return True
         draft.look_again(limit_s - active_s)
     return False
@@ -110,11 +122,61 @@ def clean_up(draft: Draft) -> None:
         draft.actions.append(Delete(JOBS, draft.seen.job.key.name, draft.seen.job.uid))
 
 
-def _end(
-    draft: Draft, phase: JobPhase, type_: ConditionType, because: ConditionReason, message: str
-) -> None:
-    draft.set(phase=phase, completion_time=write_time(draft.seen.now))
-    set_condition(draft, type_, True, because, message)
-    for other in (ConditionType.RUNNING, ConditionType.DEGRADED, ConditionType.EVALUATING):
-        if draft.status.holds(other):
-            set_condition(draft, other, False, ConditionReason.FINISHED)
+def waits_for_evaluation(draft: Draft, wanted: Wanted) -> bool:
+    """Takes the next step towards it. False when there is nothing to wait for any more."""
+    evaluation = wanted.job.spec.evaluation
+    if evaluation is None:
+        return False
+    if (end := end_of_first(draft, wanted, Role.EVALUATOR)) is not None:
+        if draft.status.phase is JobPhase.EVALUATING or end.message:
+            draft.note(EventType.NORMAL, "Evaluated", end.message or "the last step is evaluated")
+        return False
+    limit_s = longest_evaluation_s(evaluation)
+    deadline = _began(draft, wanted) + limit_s
+    if draft.seen.now >= deadline:
+        draft.note(
+            EventType.WARNING,
+            "NotEvaluated",
+            f"the evaluation of the last step has not ended within {limit_s:g} s",
+        )
+        return False
+    if draft.status.phase is not JobPhase.EVALUATING:
+        draft.set(phase=JobPhase.EVALUATING)
+        draft.note(
+            EventType.NORMAL, "Evaluating", "training is finished; the last step is evaluated"
+        )
+    draft.set_condition(
+        ConditionType.EVALUATING,
+        True,
+        ConditionReason.TRAINING_FINISHED,
+        f"the last step is evaluated until {write_time(deadline)}",
+    )
+    draft.look_again(deadline - draft.seen.now)
+    if not take_failures(draft, _only(draft, wanted, Role.EVALUATOR)):
+        provision(draft, _only(draft, wanted, Role.EVALUATOR, Role.TRAINER))
+        count_pods(draft)
+    return True
+
+
+def _began(draft: Draft, wanted: Wanted) -> float:
+    """When training ended, as the condition remembers it, or ended again since then."""
+    condition = draft.status.condition(ConditionType.EVALUATING)
+    holds = condition is not None and condition.status == "True"
+    seen = (
+        condition.last_transition_time
+        if condition is not None and holds
+        else write_time(draft.seen.now)
+    )
+    end = end_of_first(draft, wanted, Role.TRAINER)
+    return max(read_time(seen), end.finished_at if end is not None else 0.0)
+
+
+def _only(draft: Draft, wanted: Wanted, *roles: Role) -> Wanted:
+    """Pods of other roles are not needed any more, nor are trainers that are gone."""
+    there = {pod.key.name for pod in draft.seen.pods}
+    pods = [
+        spec
+        for spec in wanted.desired.pods
+        if spec.role in roles and (spec.role is Role.EVALUATOR or spec.name in there)
+    ]
+    return replace(wanted, desired=replace(wanted.desired, pods=tuple(pods)))

@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any
 
 from pipelinerl_common.errors import PipelineRLError, SettingsError, TemporaryError, Unavailable
-from pipelinerl_operator.controller.cluster import ClusterCache
+from pipelinerl_operator.controller.cluster import ClusterCache, Memory
 from pipelinerl_operator.controller.decision import (
     Action,
     Apply,
@@ -23,15 +23,13 @@ from pipelinerl_operator.controller.decision import (
     MakeSecret,
     Wanted,
 )
-from pipelinerl_operator.controller.memory import Memory
 from pipelinerl_operator.controller.streams import JobStreams
 from pipelinerl_operator.controller.views import JobView, OwnedView
 from pipelinerl_operator.kube import Api, Object, ObjectKey, Resource
 from pipelinerl_operator.kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, NotFound
 from pipelinerl_operator.kube.resources import JOBS, PODS, SECRETS
 from pipelinerl_operator.objects import job_secret
-from pipelinerl_operator.objects.labels import secret_name
-from pipelinerl_operator.objects.ports import TOKEN_KEY
+from pipelinerl_operator.objects.names import TOKEN_KEY, secret_name
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,10 @@ from typing import Protocol
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_control.balance import Balance
-from pipelinerl_operator.controller.cluster import ClusterCache
+from pipelinerl_operator.controller.cluster import REFUSAL_S, ClusterCache, Memory
 from pipelinerl_operator.controller.decide import decide
 from pipelinerl_operator.controller.decision import Child, Decision, Delete, Note, Observed, Wanted
 from pipelinerl_operator.controller.executor import Executor, RefusedByServer
-from pipelinerl_operator.controller.memory import REFUSAL_S, Memory
 from pipelinerl_operator.controller.status import (
     JobStatus,
     StreamStatus,
@@ -33,8 +32,7 @@ from pipelinerl_operator.controller.status import (
     own_fields,
 )
 from pipelinerl_operator.controller.streams import JobStreams
-from pipelinerl_operator.controller.units import is_of_job
-from pipelinerl_operator.controller.views import JobView
+from pipelinerl_operator.controller.views import JobView, is_of_job
 from pipelinerl_operator.kube import Api, Object, ObjectKey
 from pipelinerl_operator.kube.errors import NotFound
 from pipelinerl_operator.kube.resources import JOBS

@@ -4,6 +4,8 @@ restarts.
 Everything here is derived from what is observed, except what is marked as remembered: those facts
 are written before anything is done about them, so that a crash between any two writes loses and
 doubles nothing.
+
+How training goes, read from the metrics of the job's own processes.
 """
 
 from collections.abc import Mapping
@@ -14,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pipelinerl_common.settings.base import Settings
+from pipelinerl_control.readings import Reading, parse_metrics
 from pipelinerl_control.scaling import ScalingChoice
 
 MAX_FAILURES = 128
@@ -277,3 +280,97 @@ def write_time(seconds: float) -> str:
 
 def read_time(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
+
+
+class ConditionType(StrEnum):
+    SUSPENDED = "Suspended"
+    UNDERSTOOD = "Understood"
+    """Only of a job whose spec has had fields that the operator does not know."""
+    PROVISIONED = "Provisioned"
+    WEIGHT_GROUP_READY = "WeightGroupReady"
+    RUNNING = "Running"
+    DEGRADED = "Degraded"
+    EVALUATING = "Evaluating"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+
+class ConditionReason(StrEnum):
+    """Reasons of conditions."""
+
+    SUSPENDING = "Suspending"
+    SUSPENDED = "Suspended"
+    RESUMED = "Resumed"
+    INVALID_SPEC = "InvalidSpec"
+    UNKNOWN_FIELDS = "UnknownFields"
+    ALL_KNOWN = "AllFieldsKnown"
+    POD_REFUSED = "PodRefused"
+    NAME_TAKEN = "NameTaken"
+    STREAM_UNAVAILABLE = "StreamUnavailable"
+    CREATING = "CreatingPods"
+    ALL_CREATED = "AllPodsCreated"
+    NOT_SCHEDULED = "NotScheduled"
+    IMAGE_PULL = "ImagePull"
+    CONTAINER_WAITING = "ContainerWaiting"
+    STARTING = "Starting"
+    ALL_READY = "AllReady"
+    FORMING = "Forming"
+    FORMED = "Formed"
+    NO_MEMBERS = "NoMembers"
+    BACKING_OFF = "BackingOff"
+    RESTARTING = "Restarting"
+    AS_IT_SHOULD_BE = "AsItShouldBe"
+    TRAINING_FINISHED = "TrainingFinished"
+    RESTART_LIMIT = "RestartLimitExceeded"
+    FAILURE_RULE = "FailureRule"
+    WRONG_SETTINGS = "WrongSettings"
+    DEADLINE = "DeadlineExceeded"
+    PRE_RUNNING_DEADLINE = "PreRunningDeadlineExceeded"
+    FINISHED = "Finished"
+
+
+def training_status(now: Reading, before: Reading | None) -> TrainingStatus | None:
+    """From the trainer's metrics; None before the first step is counted. The rate is over the time
+    between two readings.
+    """
+    values = now.values
+    if "policy_version" not in values:
+        return None
+    rate = None
+    if before is not None and now.at > before.at and "samples_trained_total" in before.values:
+        trained = values.get("samples_trained_total", 0.0) - before.values["samples_trained_total"]
+        rate = round(trained / (now.at - before.at), 2) if trained >= 0 else None
+    return TrainingStatus(
+        step=max(0, int(values["policy_version"])),
+        policy_version=int(values["policy_version"]),
+        lag=_rounded(values.get("lag_mean")),
+        ess=_rounded(values.get("ess")),
+        reward=_rounded(values.get("reward_mean")),
+        samples_per_second=rate,
+    )
+
+
+def last_training_status(message: str, before: TrainingStatus | None) -> TrainingStatus | None:
+    """From what the trainer left as its container's message; the rate, which it lacks, stays that
+    of `before`. None without.
+    """
+    last = training_status(Reading(0.0, parse_metrics(message.encode())), None)
+    if last is None or before is None:
+        return last
+    return last.model_copy(update={"samples_per_second": before.samples_per_second})
+
+
+def stream_status(now: Reading) -> StreamStatus | None:
+    """From the preprocessor's metrics."""
+    pending = now.values.get("stream_messages")
+    if pending is None:
+        return None
+    return StreamStatus(
+        pending=max(0, int(pending)),
+        oldest_seconds=round(now.values.get("queue_oldest_seconds/stream", 0.0), 1),
+    )
+
+
+def _rounded(value: float | None) -> float | None:
+    """Digits enough for a table, few enough that noise is no reason to write."""
+    return None if value is None else float(f"{value:.4g}")

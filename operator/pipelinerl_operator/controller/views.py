@@ -2,6 +2,9 @@
 children a few words.
 
 Words that all objects of a job share are kept once.
+
+Units of restart: what starts again together. All trainers are one, since they share collectives;
+others are alone.
 """
 
 import json
@@ -11,10 +14,12 @@ from dataclasses import dataclass
 from sys import intern
 from typing import Any
 
-from pipelinerl_operator.controller.status import read_time
+from pipelinerl_control.plan import RESTART_SCOPES, RestartScope, Role
+from pipelinerl_operator.controller.status import JobStatus, read_time
 from pipelinerl_operator.kube import Object, ObjectKey
 from pipelinerl_operator.kube.resources import controller_uid, key_of
-from pipelinerl_operator.objects.labels import ATTEMPT, INDEX, JOB, PREFIX, ROLE, TEMPLATE_HASH
+from pipelinerl_operator.objects import PodSpec
+from pipelinerl_operator.objects.names import ATTEMPT, INDEX, JOB, PREFIX, ROLE, TEMPLATE_HASH
 
 APPLIED_HASH = f"{PREFIX}applied-hash"
 """Annotation of a child: hash of the manifest that the operator applied."""
@@ -204,3 +209,26 @@ def _terminations(containers: Iterable[Mapping[str, Any]]) -> Iterable[Terminati
                 ended.get("message", "")[-1024:],
                 read_time(ended["finishedAt"]) if ended.get("finishedAt") else 0.0,
             )
+
+
+STATUS_FIELDS = {
+    Role.ACTOR: "actors",
+    Role.TRAINER: "trainers",
+    Role.PREPROCESSOR: "preprocessor",
+    Role.REFERENCE: "reference",
+    Role.EVALUATOR: "evaluator",
+}
+
+
+def unit_of(role: str, index: int) -> str:
+    """Example: "trainer" for every trainer, "actor-3" for the fourth actor."""
+    return role if RESTART_SCOPES[Role(role)] is RestartScope.ROLE else f"{role}-{index}"
+
+
+def expected_attempt(status: JobStatus, pod: PodSpec | PodView) -> int:
+    return status.attempts.get(unit_of(pod.role, pod.index), 0)
+
+
+def is_of_job(pod: PodView, uid: str) -> bool:
+    """By UID, never by name: a predecessor's pods may still be around."""
+    return pod.owner_uid == uid and pod.role in STATUS_FIELDS and pod.index >= 0

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipelinerl_operator.crd.template import render_template
+from pipelinerl_operator.crd.definition import render_template
 
 CHECKOUT = Path(__file__).parents[3]
 TEMPLATE = Path("charts/pipelinerl/templates/crd.yaml")

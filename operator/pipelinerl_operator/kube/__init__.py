@@ -5,10 +5,9 @@ election.
 from pipelinerl_operator.kube.api import Api, Change, Page, Selection, WatchEvent
 from pipelinerl_operator.kube.client import HttpApi, open_api
 from pipelinerl_operator.kube.connection import ApiConnection, find_connection
-from pipelinerl_operator.kube.informer import Informer
-from pipelinerl_operator.kube.leader import Election, LeaseTimes
+from pipelinerl_operator.kube.election import Election, LeaseTimes
+from pipelinerl_operator.kube.informer import Informer, Store, View
 from pipelinerl_operator.kube.resources import Object, ObjectKey, Resource
-from pipelinerl_operator.kube.store import Store, View
 from pipelinerl_operator.kube.workqueue import WorkQueue
 
 __all__ = [

@@ -13,8 +13,13 @@ from typing import Any, Final
 from pipelinerl_common.errors import Unavailable
 from pipelinerl_common.service import cancel_all
 from pipelinerl_common.stream import StreamConnection
-from pipelinerl_operator.nats.claims import StreamLimits, account_token, deletion_token, read_claims
-from pipelinerl_operator.nats.keys import NatsKey
+from pipelinerl_operator.nats.trust import (
+    NatsKey,
+    StreamLimits,
+    account_token,
+    deletion_token,
+    read_claims,
+)
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,18 @@ from typing import Final, Protocol
 
 from pipelinerl_common.errors import Unavailable
 from pipelinerl_common.stream import Login, StreamConnection, StreamLayout
-from pipelinerl_operator.nats.claims import Rights, StreamLimits, credentials, user_token
-from pipelinerl_operator.nats.keys import KeyKind, NatsKey
 from pipelinerl_operator.nats.server import AccountClient, StreamClient
-from pipelinerl_operator.nats.trust import TIMELESS, administration_credentials, system_account
+from pipelinerl_operator.nats.trust import (
+    TIMELESS,
+    KeyKind,
+    NatsKey,
+    Rights,
+    StreamLimits,
+    administration_credentials,
+    credentials,
+    system_account,
+    user_token,
+)
 from pipelinerl_operator.objects.job_resource import JobResource
 
 log = logging.getLogger(__name__)

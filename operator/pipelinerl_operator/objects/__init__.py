@@ -5,11 +5,10 @@ wanted = desired(job, context)               # wanted.config: applied as they ar
 created one by one wanted.pods[0].manifest(attempt=0, excluded_nodes=())
 """
 
+from pipelinerl_operator.objects.children import Desired, desired_objects, job_secret
 from pipelinerl_operator.objects.context import Capabilities, OperatorContext
-from pipelinerl_operator.objects.desired import Desired, desired_objects
 from pipelinerl_operator.objects.job_resource import JobResource
 from pipelinerl_operator.objects.pods import PodSpec
-from pipelinerl_operator.objects.secret import job_secret
 
 __all__ = [
     "Capabilities",

@@ -1,14 +1,24 @@
-"""The containers of each role, made from the processes of the plan."""
+"""Security contexts: what the pod security level `restricted` asks for, and one opt-in that it
+refuses.
 
+How the kubelet asks a container. Liveness is about the process alone: a weight transfer or a
+long step never fails it.
+
+Environment variables of the containers.
+
+The containers of each role, made from the processes of the plan.
+"""
+
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from pipelinerl_common.settings import JobSpec
+from pipelinerl_common.settings import JobSpec, NetworkSettings
 from pipelinerl_control.plan import PlannedProcess, Role, generator_names, num_gpus, plan_process
-from pipelinerl_operator.objects.context import OperatorContext
-from pipelinerl_operator.objects.environment import environment
+from pipelinerl_operator.objects.context import Capabilities, OperatorContext
 from pipelinerl_operator.objects.job_resource import JobResource
-from pipelinerl_operator.objects.ports import (
+from pipelinerl_operator.objects.names import (
+    ATTEMPT,
     GENERATOR_PORT,
     GRPC_PORT,
     JOB_FILE,
@@ -16,9 +26,126 @@ from pipelinerl_operator.objects.ports import (
     endpoints,
     generator_port,
 )
-from pipelinerl_operator.objects.probes import generator_probes, grpc_probes, grpc_readiness
-from pipelinerl_operator.objects.security import container_security
 from pipelinerl_operator.objects.volumes import CACHE, mounts, output_folder
+
+GROUP = 1000
+"""Group of the images' user; volumes of claims are made writable for it."""
+
+
+def pod_security(*, owns_claims: bool) -> dict[str, Any]:
+    """No user id: images bring a non-root one, and some clusters insist on their own."""
+    group = {"fsGroup": GROUP, "fsGroupChangePolicy": "OnRootMismatch"} if owns_claims else {}
+    return {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}, **group}
+
+
+def container_security(network: NetworkSettings | None = None) -> dict[str, Any]:
+    """`network` is given for containers with RDMA devices."""
+    lock = network is not None and network.rdma is not None and network.rdma.ipc_lock
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "runAsNonRoot": True,
+        "capabilities": {"drop": ["ALL"], **({"add": ["IPC_LOCK"]} if lock else {})},
+    }
+
+
+PERIOD_S = 10
+_STARTUP_FAILURES = 60
+"""Ten minutes: imports from a slow disk, and a long journal."""
+_LIVENESS_FAILURES = 18
+"""Three minutes without an answer, as in `pipelinerl up`."""
+
+
+def generator_probes(port: int, startup_s: float) -> dict[str, Any]:
+    """/health answers once the engine runs, /ready once it has the weights of the current group."""
+
+    def get(path: str, **numbers: int) -> dict[str, Any]:
+        return {
+            "httpGet": {"path": path, "port": port},
+            "periodSeconds": PERIOD_S,
+            "timeoutSeconds": 5,
+            **numbers,
+        }
+
+    return {
+        "startupProbe": get("/health", failureThreshold=max(1, math.ceil(startup_s / PERIOD_S))),
+        "livenessProbe": get("/health", failureThreshold=_LIVENESS_FAILURES),
+        "readinessProbe": get("/ready", failureThreshold=2),
+    }
+
+
+def grpc_readiness(capabilities: Capabilities) -> dict[str, Any]:
+    """Whether a gRPC service serves."""
+    return {"readinessProbe": _grpc(capabilities, 3)}
+
+
+def grpc_probes(capabilities: Capabilities) -> dict[str, Any]:
+    """Of a service that does nothing else than serve, so that one which does not answer is to be
+    started again.
+    """
+    return {
+        "startupProbe": _grpc(capabilities, _STARTUP_FAILURES),
+        "livenessProbe": _grpc(capabilities, _LIVENESS_FAILURES),
+        **grpc_readiness(capabilities),
+    }
+
+
+def _grpc(capabilities: Capabilities, failures: int) -> dict[str, Any]:
+    ask = (
+        {"grpc": {"port": GRPC_PORT}}
+        if capabilities.grpc_probes
+        else {"tcpSocket": {"port": GRPC_PORT}}
+    )
+    return {**ask, "periodSeconds": PERIOD_S, "timeoutSeconds": 5, "failureThreshold": failures}
+
+
+RESERVED_PREFIX = "PRL_"
+
+_FOLDERS = {
+    "HOME": CACHE,
+    "XDG_CACHE_HOME": CACHE / "xdg",
+    "HF_HOME": CACHE / "huggingface",
+    "TRITON_CACHE_DIR": CACHE / "triton",
+    "TORCHINDUCTOR_CACHE_DIR": CACHE / "inductor",
+    "VLLM_CACHE_ROOT": CACHE / "vllm",
+}
+
+
+def environment(job: JobResource, role: Role, index: int) -> list[dict[str, Any]]:
+    """The operator's variables first, so that the user's may refer to them."""
+    contract = {
+        "PRL_JOB": job.name,
+        "PRL_NAMESPACE": job.namespace,
+        "PRL_ROLE": role.value,
+        "PRL_INDEX": str(index),
+    }
+    fields = {
+        "PRL_ATTEMPT": f"metadata.labels['{ATTEMPT}']",
+        "PRL_POD_IP": "status.podIP",
+        "PRL_POD_UID": "metadata.uid",
+    }
+    folders = {name: str(path) for name, path in _FOLDERS.items()}
+    # A user name, because libraries ask for one and a cluster may run the image under an id that
+    # has none.
+    fixed = {"USER": "pipelinerl", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return [
+        *({"name": name, "value": value} for name, value in contract.items()),
+        *(
+            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+            for name, path in fields.items()
+        ),
+        *(
+            {"name": name, "value": value}
+            for name, value in (folders | fixed | _interface(job.spec)).items()
+        ),
+        *(each.model_dump(mode="json", by_alias=True, exclude_none=True) for each in job.spec.env),
+    ]
+
+
+def _interface(spec: JobSpec) -> dict[str, str]:
+    names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+    return {name: spec.network.interface for name in names} if spec.network.interface else {}
+
 
 GPU = "nvidia.com/gpu"
 LAUNCH_MODULE = "pipelinerl_trainer.launch"

@@ -9,24 +9,20 @@ from typing import Any
 
 from pipelinerl_common.settings import JobSpec
 from pipelinerl_control.plan import Role
-from pipelinerl_operator.objects.config import service_spec
-from pipelinerl_operator.objects.containers import GPU, ContainerMaker
+from pipelinerl_operator.objects.containers import GPU, ContainerMaker, pod_security
 from pipelinerl_operator.objects.context import OperatorContext
-from pipelinerl_operator.objects.gang import decoration, in_gang, scheduler_name
-from pipelinerl_operator.objects.job_resource import JobResource
-from pipelinerl_operator.objects.labels import (
+from pipelinerl_operator.objects.job_resource import JobResource, service_spec
+from pipelinerl_operator.objects.names import (
     ATTEMPT,
     INDEX,
     ROLE,
     TEMPLATE_HASH,
     metadata,
     pod_name,
+    port_of,
 )
-from pipelinerl_operator.objects.overlay import overlay
-from pipelinerl_operator.objects.placement import affinity
-from pipelinerl_operator.objects.ports import port
-from pipelinerl_operator.objects.security import pod_security
-from pipelinerl_operator.objects.template_hash import pod_template, template_hash
+from pipelinerl_operator.objects.scheduling import affinity, decoration, in_gang, scheduler_name
+from pipelinerl_operator.objects.template import overlay, pod_template, template_hash
 from pipelinerl_operator.objects.volumes import has_claim, mounts
 
 STOP_MARGIN_S = 30
@@ -87,7 +83,7 @@ class PodSpec:
             f"generator-{self.index}-{index}"
             for index in range(self.job.spec.actors.generators_per_replica)
         )
-        return {name: port(name) for name in names}
+        return {name: port_of(name) for name in names}
 
     @property
     def template(self) -> Mapping[str, Any] | None:

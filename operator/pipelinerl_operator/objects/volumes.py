@@ -9,8 +9,7 @@ from typing import Any
 from pipelinerl_common.settings import JobSpec
 from pipelinerl_control.plan import Role
 from pipelinerl_operator.objects.job_resource import JobResource
-from pipelinerl_operator.objects.labels import config_name, secret_name
-from pipelinerl_operator.objects.ports import JOB_FILE, SECRET_FOLDER
+from pipelinerl_operator.objects.names import JOB_FILE, SECRET_FOLDER, config_name, secret_name
 
 CACHE = Path("/cache")
 """HOME, downloaded and made models, compiled kernels."""

@@ -21,9 +21,9 @@ from rich.console import Console, RenderableType
 from test_cli_report import JOB, make_run
 
 from pipelinerl_cli.__main__ import main
-from pipelinerl_cli.runs.records import Record
 from pipelinerl_cli.watch.cluster import ClusterJob
 from pipelinerl_cli.watch.run_folder import RunFolderSource
+from pipelinerl_common.runs.records import Record
 from pipelinerl_operator.controller.status import (
     Condition,
     JobPhase,

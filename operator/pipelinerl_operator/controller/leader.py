@@ -1,37 +1,81 @@
-"""One replica of the operator: a candidate for the lease, and everything that it runs while it
+"""The label by which the coordinator's Service finds the leader: set on its own pod, taken off its
+release's others.
+
+One replica of the operator: a candidate for the lease, and everything that it runs while it
 leads.
 """
 
 import argparse
 import asyncio
 import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from pipelinerl_common.errors import PipelineRLError, SettingsError
 from pipelinerl_control.plan import Role
 from pipelinerl_operator.controller.cluster import ClusterCache, child_resources
-from pipelinerl_operator.controller.companions import job_runtimes
 from pipelinerl_operator.controller.controller import Controller
 from pipelinerl_operator.controller.events import EventRecorder
-from pipelinerl_operator.controller.health import serve_health
-from pipelinerl_operator.controller.leader_label import leader_label
+from pipelinerl_operator.controller.job_runtime import job_runtimes
 from pipelinerl_operator.controller.reconciler import Dependencies
-from pipelinerl_operator.controller.stream_login import read_file, stream_admin
-from pipelinerl_operator.controller.streams import JobStreams
-from pipelinerl_operator.controller.telemetry import Telemetry
+from pipelinerl_operator.controller.streams import JobStreams, read_file, stream_admin
+from pipelinerl_operator.controller.telemetry import Telemetry, serve_health
 from pipelinerl_operator.kube import (
+    Api,
     ApiConnection,
     Election,
     HttpApi,
     ObjectKey,
+    Selection,
     WorkQueue,
     find_connection,
     open_api,
 )
+from pipelinerl_operator.kube.errors import NotFound
+from pipelinerl_operator.kube.resources import PODS, key_of
 from pipelinerl_operator.objects import Capabilities, OperatorContext
 from pipelinerl_operator.objects.context import Peer
+from pipelinerl_operator.objects.names import PREFIX
 
 log = logging.getLogger(__name__)
+
+LEADER = f"{PREFIX}leader"
+
+
+@asynccontextmanager
+async def leader_label(
+    api: Api, pod: ObjectKey | None, release: Mapping[str, str]
+) -> AsyncIterator[None]:
+    """While the block runs, `pod` alone has the label among the pods with the labels `release`:
+    other releases may live in its namespace. None, outside of a cluster, does nothing. Raises
+    PipelineRLError.
+    """
+    if pod is None:
+        yield
+        return
+    labels = ",".join(f"{key}={value}" for key, value in {**release, LEADER: "true"}.items())
+    async for page in api.pages(Selection(PODS, pod.namespace, labels)):
+        for other in page.items:
+            if key_of(other) != pod:
+                await _label(api, key_of(other), None)
+    await _label(api, pod, "true")
+    try:
+        yield
+    finally:
+        try:
+            await _label(api, pod, None)
+        except PipelineRLError as error:  # the next leader takes it off
+            log.warning("pod=%s keeps the leader's label: %s", pod, error)
+
+
+async def _label(api: Api, pod: ObjectKey, value: str | None) -> None:
+    try:
+        await api.patch(PODS, pod.namespace, pod.name, {"metadata": {"labels": {LEADER: value}}})
+    except NotFound:
+        if value is not None:
+            raise
+
 
 FIRST_RETRY_S = 2.0
 

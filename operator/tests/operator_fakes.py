@@ -4,13 +4,13 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fake_api import Call, Crash, FakeApi
+from operator_fake_api import Call, Crash, FakeApi
 
 from pipelinerl_common.errors import PipelineRLError
 from pipelinerl_control.balance import Balance
 from pipelinerl_operator.controller.cluster import OWNED, ClusterCache, child_resources
-from pipelinerl_operator.controller.companions import NoCompanions
 from pipelinerl_operator.controller.decision import Note, Wanted
+from pipelinerl_operator.controller.job_runtime import NoCompanions
 from pipelinerl_operator.controller.reconciler import Dependencies, Reconciler
 from pipelinerl_operator.controller.status import JobPhase, JobStatus, StreamStatus, TrainingStatus
 from pipelinerl_operator.controller.streams import JobStreams
@@ -19,7 +19,7 @@ from pipelinerl_operator.kube import Object, ObjectKey, Selection
 from pipelinerl_operator.kube.resources import JOBS, PODS, key_of
 from pipelinerl_operator.nats.streams import StreamAdmin
 from pipelinerl_operator.objects import Capabilities, OperatorContext
-from pipelinerl_operator.objects.labels import POD_ROLES
+from pipelinerl_operator.objects.names import POD_ROLES
 
 JOB = ObjectKey("default", "sums")
 CAPABILITIES = Capabilities(36, frozenset({"policy/v1", "scheduling.volcano.sh/v1beta1"}))

@@ -1,6 +1,10 @@
-"""Ports in pods, and the addresses of a job's processes."""
+"""Names and labels of everything that belongs to a job.
+
+Ports in pods, and the addresses of a job's processes.
+"""
 
 from pathlib import Path
+from typing import Any
 
 from pipelinerl_control.plan import (
     HTTP_ROLES,
@@ -12,7 +16,48 @@ from pipelinerl_control.plan import (
 )
 from pipelinerl_operator.objects.context import OperatorContext
 from pipelinerl_operator.objects.job_resource import JobResource
-from pipelinerl_operator.objects.labels import pod_name
+
+MANAGED_BY = "app.kubernetes.io/managed-by"
+MANAGER = "pipelinerl-operator"
+PREFIX = "pipelinerl.dev/"
+JOB, ROLE, INDEX, ATTEMPT = (f"{PREFIX}{word}" for word in ("job", "role", "index", "attempt"))
+TEMPLATE_HASH = f"{PREFIX}template-hash"
+"""Annotation of a pod: what it was made from."""
+
+POD_ROLES = (Role.PREPROCESSOR, Role.REFERENCE, Role.TRAINER, Role.ACTOR, Role.EVALUATOR)
+
+
+def pod_name(job: str, role: Role, index: int) -> str:
+    return f"{job}-{role.value}-{index}"
+
+
+def secret_name(job: str) -> str:
+    return f"{job}-token"
+
+
+def config_name(job: str) -> str:
+    return f"{job}-job"
+
+
+def job_labels(job: str) -> dict[str, str]:
+    """On everything; with them the operator finds a job's objects."""
+    return {MANAGED_BY: MANAGER, JOB: job}
+
+
+def selector(job: str, role: Role | None = None) -> dict[str, str]:
+    """Of a job's pods."""
+    return {JOB: job, **({ROLE: role.value} if role else {})}
+
+
+def metadata(job: JobResource, name: str, **labels: str) -> dict[str, Any]:
+    """Of an object that the job owns."""
+    return {
+        "name": name,
+        "namespace": job.namespace,
+        "labels": {**job_labels(job.name), **labels},
+        "ownerReferences": [job.owner_reference()],
+    }
+
 
 GRPC_PORT = 7000
 GENERATOR_PORT = 8000
@@ -40,12 +85,12 @@ def generator_port(index: int) -> int:
     return GENERATOR_PORT + index
 
 
-def host(job: JobResource, role: Role, index: int) -> str:
+def pod_host(job: JobResource, role: Role, index: int) -> str:
     """A pod's name in the cluster's DNS; it outlives the pod."""
     return f"{pod_name(job.name, role, index)}.{job.name}.{job.namespace}.svc"
 
 
-def place(job: JobResource, workload: str) -> tuple[Role, int]:
+def pod_of(job: JobResource, workload: str) -> tuple[Role, int]:
     """The pod that carries a process of the plan: generators live with their actor, ranks with
     those of their node.
     """
@@ -57,7 +102,7 @@ def place(job: JobResource, workload: str) -> tuple[Role, int]:
     return role, index
 
 
-def port(workload: str) -> int:
+def port_of(workload: str) -> int:
     role, index = role_of(workload), int(workload.rpartition("-")[2])
     if role is Role.GENERATOR:
         return generator_port(index)
@@ -71,9 +116,9 @@ def endpoints(
     DNS.
     """
     peers = ("preprocessor-0", *reference_names(job.job), *generator_names(job.job, 0))
-    addresses = {name: f"{host(job, *place(job, name))}:{port(name)}" for name in peers}
-    addresses |= {name: f"{LOOPBACK}:{port(name)}" for name in names}
-    master = LOOPBACK if "trainer-0" in names else host(job, Role.TRAINER, 0)
+    addresses = {name: f"{pod_host(job, *pod_of(job, name))}:{port_of(name)}" for name in peers}
+    addresses |= {name: f"{LOOPBACK}:{port_of(name)}" for name in names}
+    master = LOOPBACK if "trainer-0" in names else pod_host(job, Role.TRAINER, 0)
     return Endpoints(
         job_file=JOB_FILE,
         output=output,

@@ -35,12 +35,12 @@ from pipelinerl_operator.controller.status import (
     StreamStatus,
     TrainingStatus,
     WeightGroupStatus,
+    stream_status,
+    training_status,
 )
-from pipelinerl_operator.controller.training import stream_status, training_status
-from pipelinerl_operator.controller.units import is_of_job
-from pipelinerl_operator.controller.views import JobView, PodView
+from pipelinerl_operator.controller.views import JobView, PodView, is_of_job
 from pipelinerl_operator.kube import ObjectKey
-from pipelinerl_operator.objects.ports import GRPC_PORT, METRICS_PORT, generator_port
+from pipelinerl_operator.objects.names import GRPC_PORT, METRICS_PORT, generator_port
 
 log = logging.getLogger(__name__)
 

@@ -1,14 +1,60 @@
-"""Conditions and phase of a job that is under way."""
+"""Pods by role, counted for `status`.
+
+Conditions and phase of a job that is under way.
+"""
+
+from collections.abc import Sequence
 
 from pipelinerl_control.plan import Role
-from pipelinerl_operator.controller.conditions import ConditionReason, ConditionType, set_condition
-from pipelinerl_operator.controller.counting import count_pods
 from pipelinerl_operator.controller.decision import Draft, EventType, Wanted
-from pipelinerl_operator.controller.failures import image_pull_of, start_again_at
-from pipelinerl_operator.controller.status import JobPhase, RoleStatus, write_time
-from pipelinerl_operator.controller.units import STATUS_FIELDS, is_of_job, unit_of
-from pipelinerl_operator.controller.views import PodView
-from pipelinerl_operator.objects.labels import selector
+from pipelinerl_operator.controller.restarts import image_pull_of, start_again_at
+from pipelinerl_operator.controller.status import (
+    ConditionReason,
+    ConditionType,
+    JobPhase,
+    RoleStatus,
+    write_time,
+)
+from pipelinerl_operator.controller.views import STATUS_FIELDS, PodView, is_of_job, unit_of
+from pipelinerl_operator.objects import PodSpec
+from pipelinerl_operator.objects.names import selector
+
+OPTIONAL = (Role.REFERENCE, Role.EVALUATOR)
+"""Roles that a job may do without."""
+
+
+def count_pods(draft: Draft) -> None:
+    """Counts what exists; what should exist, and which templates are old, only where the spec is
+    known.
+    """
+    seen = draft.seen
+    own = [pod for pod in seen.pods if is_of_job(pod, seen.job.uid)]
+    specs = seen.wanted.desired.pods if seen.wanted is not None else None
+    for role, field in STATUS_FIELDS.items():
+        old: RoleStatus | None = getattr(draft.status, field)
+        pods = [pod for pod in own if pod.role == role]
+        wanted = None if specs is None else [spec for spec in specs if spec.role is role]
+        if role in OPTIONAL and old is None and not pods and not wanted:
+            continue
+        draft.set(**{field: _counted(old or RoleStatus(), pods, wanted)})
+
+
+def _counted(
+    old: RoleStatus, pods: Sequence[PodView], specs: Sequence[PodSpec] | None
+) -> RoleStatus:
+    live = [pod for pod in pods if not pod.is_deleted and not pod.has_ended]
+    counts = {
+        "created": len(live),
+        "scheduled": sum(1 for pod in live if pod.node),
+        "ready": sum(1 for pod in live if pod.is_ready),
+    }
+    if specs is not None:
+        hashes = {spec.name: spec.template_hash for spec in specs}
+        counts["desired"] = len(specs)
+        counts["drifted"] = sum(
+            1 for pod in live if hashes.get(pod.key.name, pod.template_hash) != pod.template_hash
+        )
+    return old.model_copy(update=counts)
 
 
 def describe(draft: Draft, wanted: Wanted) -> None:
@@ -23,7 +69,7 @@ def describe(draft: Draft, wanted: Wanted) -> None:
     if draft.status.holds(
         ConditionType.EVALUATING
     ):  # a trainer that was done is gone, and trains again from its last checkpoint
-        set_condition(draft, ConditionType.EVALUATING, False, ConditionReason.RESTARTING)
+        draft.set_condition(ConditionType.EVALUATING, False, ConditionReason.RESTARTING)
     if draft.seen.stream is not None:
         draft.set(stream=draft.seen.stream)
     if draft.seen.training is not None:
@@ -41,47 +87,43 @@ def _describe_provisioning(draft: Draft, own: list[PodView]) -> None:
     pull = next((each for each in map(image_pull_of, own) if each is not None), None)
     waiting = next((pod for pod in own if pod.waiting[0]), None)
     if draft.seen.refusal:
-        set_condition(
-            draft, ConditionType.PROVISIONED, False, ConditionReason.POD_REFUSED, draft.seen.refusal
+        draft.set_condition(
+            ConditionType.PROVISIONED, False, ConditionReason.POD_REFUSED, draft.seen.refusal
         )
     elif missing and draft.seen.stream_fault:
-        set_condition(
-            draft,
+        draft.set_condition(
             ConditionType.PROVISIONED,
             False,
             ConditionReason.STREAM_UNAVAILABLE,
             draft.seen.stream_fault,
         )
     elif missing:
-        set_condition(
-            draft, ConditionType.PROVISIONED, False, ConditionReason.CREATING, ", ".join(missing)
+        draft.set_condition(
+            ConditionType.PROVISIONED, False, ConditionReason.CREATING, ", ".join(missing)
         )
     elif unscheduled is not None:
-        set_condition(
-            draft,
+        draft.set_condition(
             ConditionType.PROVISIONED,
             False,
             ConditionReason.NOT_SCHEDULED,
             f"{unscheduled.key.name}: {unscheduled.scheduling}",
         )
     elif pull is not None:
-        set_condition(
-            draft,
+        draft.set_condition(
             ConditionType.PROVISIONED,
             False,
             ConditionReason.IMAGE_PULL,
             f"{pull.pod}: {pull.message}",
         )
     elif waiting is not None:
-        set_condition(
-            draft,
+        draft.set_condition(
             ConditionType.PROVISIONED,
             False,
             ConditionReason.CONTAINER_WAITING,
             f"{waiting.key.name}: {': '.join(waiting.waiting)}",
         )
     else:
-        set_condition(draft, ConditionType.PROVISIONED, True, ConditionReason.ALL_CREATED)
+        draft.set_condition(ConditionType.PROVISIONED, True, ConditionReason.ALL_CREATED)
 
 
 def _describe_weight_group(draft: Draft) -> None:
@@ -90,8 +132,7 @@ def _describe_weight_group(draft: Draft) -> None:
         group is None
     ):  # no coordinator yet, for example of a leader that has just begun: what is known stays
         if draft.status.condition(ConditionType.WEIGHT_GROUP_READY) is None:
-            set_condition(
-                draft,
+            draft.set_condition(
                 ConditionType.WEIGHT_GROUP_READY,
                 False,
                 ConditionReason.FORMING,
@@ -100,16 +141,15 @@ def _describe_weight_group(draft: Draft) -> None:
         return
     draft.set(weight_group=group)
     if group.num_members:
-        set_condition(
-            draft,
+        draft.set_condition(
             ConditionType.WEIGHT_GROUP_READY,
             True,
             ConditionReason.FORMED,
             f"epoch {group.epoch}, world size {group.world_size}",
         )
     else:
-        set_condition(
-            draft, ConditionType.WEIGHT_GROUP_READY, False, ConditionReason.FORMING, group.state
+        draft.set_condition(
+            ConditionType.WEIGHT_GROUP_READY, False, ConditionReason.FORMING, group.state
         )
 
 
@@ -128,8 +168,7 @@ def _describe_running(draft: Draft, wanted: Wanted) -> None:
         if ready.get(field, 0) < count
     ]
     if short:
-        set_condition(
-            draft,
+        draft.set_condition(
             ConditionType.RUNNING,
             False,
             ConditionReason.STARTING,
@@ -139,7 +178,7 @@ def _describe_running(draft: Draft, wanted: Wanted) -> None:
     if status.running_time is None:
         draft.set(running_time=write_time(draft.seen.now))
         draft.note(EventType.NORMAL, "Running", "every role is running")
-    set_condition(draft, ConditionType.RUNNING, True, ConditionReason.ALL_READY)
+    draft.set_condition(ConditionType.RUNNING, True, ConditionReason.ALL_READY)
 
 
 def _describe_degradation(draft: Draft, wanted: Wanted) -> None:
@@ -159,23 +198,21 @@ def _describe_degradation(draft: Draft, wanted: Wanted) -> None:
         if role.ready < role.desired
     ]
     if waiting:
-        set_condition(
-            draft,
+        draft.set_condition(
             ConditionType.DEGRADED,
             True,
             ConditionReason.BACKING_OFF,
             f"started again after a pause: {', '.join(waiting[:8])}",
         )
     elif short:
-        set_condition(
-            draft,
+        draft.set_condition(
             ConditionType.DEGRADED,
             True,
             ConditionReason.RESTARTING,
             f"ready: {', '.join(short)}",
         )
     else:
-        set_condition(draft, ConditionType.DEGRADED, False, ConditionReason.AS_IT_SHOULD_BE)
+        draft.set_condition(ConditionType.DEGRADED, False, ConditionReason.AS_IT_SHOULD_BE)
 
 
 def _roles(draft: Draft) -> list[tuple[str, RoleStatus]]:

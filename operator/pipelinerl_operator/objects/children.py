@@ -1,0 +1,175 @@
+"""ConfigMap with the job as services read it, and the ServiceAccount of its pods.
+
+The job's Secret, apart from the other objects: what is in it is made once and never again.
+
+How pods find one another, and who may reach them.
+
+PodDisruptionBudgets. Integers, because pods without a workload controller allow no percentages.
+
+Everything that a job should have in the cluster.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from pipelinerl_common.settings import API_VERSION, KIND
+from pipelinerl_common.settings.load import write_yaml
+from pipelinerl_control.plan import Role
+from pipelinerl_operator.objects.context import Capabilities, OperatorContext
+from pipelinerl_operator.objects.job_resource import JobResource, service_spec
+from pipelinerl_operator.objects.names import (
+    GENERATOR_PORT,
+    GRPC_PORT,
+    METRICS_PORT,
+    NATS_CA_KEY,
+    NATS_KEY,
+    ROLE,
+    TOKEN_KEY,
+    config_name,
+    generator_port,
+    metadata,
+    secret_name,
+    selector,
+)
+from pipelinerl_operator.objects.pods import PodSpec, pods
+from pipelinerl_operator.objects.scheduling import pod_group
+
+JOB_KEY = "job.yaml"
+
+
+def config_map(job: JobResource, nats_ca: str | None = None) -> dict[str, Any]:
+    document = {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": {"name": job.name, "namespace": job.namespace},
+        "spec": service_spec(job.spec),
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(job, config_name(job.name)),
+        "data": {
+            JOB_KEY: write_yaml(document),
+            **({NATS_CA_KEY: nats_ca} if nats_ca else {}),
+        },
+    }
+
+
+def service_account(job: JobResource) -> dict[str, Any]:
+    """Pods do not speak to the API server: no token is mounted."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": metadata(job, job.name),
+        "automountServiceAccountToken": False,
+    }
+
+
+def job_secret(job: JobResource, token: str, nats_credentials: str | None = None) -> dict[str, Any]:
+    """`<job>-token`: bearer token of the weight endpoints and gRPC services, and the stream's
+    credentials where it has some.
+    """
+    data = {
+        TOKEN_KEY: token,
+        **({NATS_KEY: nats_credentials} if nats_credentials is not None else {}),
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata(job, secret_name(job.name)),
+        "type": "Opaque",
+        "stringData": data,
+    }
+
+
+def headless_service(job: JobResource) -> dict[str, Any]:
+    """`<pod>.<job>.<namespace>.svc` for every pod, ready or not: they must meet before they can be
+    ready.
+    """
+    ports = {"grpc": GRPC_PORT, "http": GENERATOR_PORT, "metrics": METRICS_PORT}
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(job, job.name),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": selector(job.name),
+            "ports": [
+                {"name": name, "port": port, "protocol": "TCP"} for name, port in ports.items()
+            ],
+        },
+    }
+
+
+def network_policy(job: JobResource, context: OperatorContext) -> dict[str, Any]:
+    """Lets in the job's own pods on every port (collectives choose theirs), the operator, and who
+    scrapes metrics.
+    """
+    generators = range(job.spec.actors.generators_per_replica)
+    scraped = [METRICS_PORT, *(generator_port(index) for index in generators)]
+    capabilities = context.capabilities
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata(job, job.name),
+        "spec": {
+            "podSelector": {"matchLabels": selector(job.name)},
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"from": [{"podSelector": {"matchLabels": selector(job.name)}}]},
+                {"from": [context.operator.selector(capabilities)]},
+                {
+                    "from": [peer.selector(capabilities) for peer in context.monitoring],
+                    "ports": [{"port": port, "protocol": "TCP"} for port in scraped],
+                },
+            ],
+        },
+    }
+
+
+def disruption_budgets(job: JobResource, capabilities: Capabilities) -> tuple[dict[str, Any], ...]:
+    """Trainers share collectives: one that leaves stops all. Of the actors the fewest that training
+    needs must stay.
+    """
+    needed = {Role.TRAINER: job.spec.trainers.replicas, Role.ACTOR: job.spec.actors.min_replicas}
+    return tuple(
+        {
+            "apiVersion": capabilities.policy_api,
+            "kind": "PodDisruptionBudget",
+            "metadata": metadata(job, f"{job.name}-{role.value}", **{ROLE: role.value}),
+            "spec": {"minAvailable": count, "selector": {"matchLabels": selector(job.name, role)}},
+        }
+        for role, count in needed.items()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Desired:
+    """Of a job that runs. The Secret is not among it: see `secret`."""
+
+    config: tuple[dict[str, Any], ...]
+    """Ready for server-side apply, in this order: ServiceAccount, ConfigMap, Service,
+    NetworkPolicy, budgets, PodGroup.
+    """
+    pods: tuple[PodSpec, ...]
+    """In start order."""
+
+
+def desired_objects(job: JobResource, context: OperatorContext) -> Desired:
+    """Pure and cheap. Raises SettingsError for a podTemplate that does not fit, before anything of
+    the job exists.
+    """
+    optional = [network_policy(job, context) if context.network_policy else None, pod_group(job)]
+    config = (
+        service_account(job),
+        config_map(job, context.nats_ca),
+        headless_service(job),
+        *disruption_budgets(job, context.capabilities),
+        *(each for each in optional if each is not None),
+    )
+    wanted = pods(job, context)
+    for pod in wanted:
+        if pod.index == 0 and pod.template:
+            pod.manifest(attempt=0)
+    return Desired(config, wanted)
