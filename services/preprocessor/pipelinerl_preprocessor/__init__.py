@@ -1,3 +1,1 @@
-"""The preprocessor: ledger, reference log-probs, advantages, packing, the Admission and Batches
-services.
-"""
+"""The preprocessor: ledger of groups, reference log-probs, advantages, packing, two services."""

@@ -1,6 +1,4 @@
-"""`python -m pipelinerl_preprocessor --job job.yaml --listen HOST:PORT --nats-url URL --output
-DIR`.
-"""
+"""Entry point: `python -m pipelinerl_preprocessor --job FILE --nats-url URL --output DIR`."""
 
 import asyncio
 import sys

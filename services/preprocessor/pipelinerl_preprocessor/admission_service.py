@@ -21,8 +21,8 @@ MAX_LOADS_PER_CALL = 256
 
 
 class ClosedTime:
-    """Time during which at least one actor asks for groups and the policy lets none start; before
-    the first weights and after the end nobody could.
+    """Counts the time during which at least one actor asks for groups and the policy lets none
+    start. The time before the first weights and after the end does not count.
     """
 
     def __init__(self, live: LiveLedger, seconds: Counter) -> None:
@@ -33,7 +33,7 @@ class ClosedTime:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """The caller waits for a group."""
+        """Counts the time inside as that of one more actor that waits for a group."""
         state = self._live.ledger.state
         if not state.publishing or state.done:
             yield
@@ -48,14 +48,14 @@ class ClosedTime:
             self.count()
 
     def count(self) -> None:
-        """Adds what has passed since the last time; a wait may be long."""
+        """Adds the time since the previous call, since a wait may be long."""
         now = self._live.now()
         self._seconds.inc(now - self._since if self._since else 0.0)
         self._since = now if self._num_refused else 0.0
 
 
 class Admission:
-    """Every lease is durable in the journal before it is answered."""
+    """The Admission service. Every lease is durable in the journal before it is answered."""
 
     def __init__(self, live: LiveLedger, group_size: int, closed: ClosedTime) -> None:
         self._live = live
@@ -63,13 +63,13 @@ class Admission:
         self._closed = closed
 
     async def Lease(self, request: pb.LeaseRequest, context: Any) -> pb.LeaseResponse:
-        """Waits for the policy, for a lease to cancel, for the end of the run, or for `wait_s`,
-        whichever comes first.
+        """Answers with new leases, leases to cancel or the end of the run, at the latest after
+        `wait_s`. Unblocked by `LiveLedger.changed`.
         """
         del context
         _check_actor(request.actor_id, request.session_id)
-        _check_range("max_groups", request.max_groups, MAX_GROUPS_PER_CALL)
-        _check_range("wait_s", request.wait_s, MAX_WAIT_S)
+        check_range("max_groups", request.max_groups, MAX_GROUPS_PER_CALL)
+        check_range("wait_s", request.wait_s, MAX_WAIT_S)
         live, ledger = self._live, self._live.ledger
         ledger.check_restored()
         await live.given_up(
@@ -81,9 +81,9 @@ class Admission:
             left_s = give_up_at - live.now()
             if leases or cancelled or left_s <= 0 or ledger.state.done:
                 break
-            # Woken in between to renew the leases of an actor that is visibly there.
+            # Three times per lease, so that the leases of an actor that waits here are renewed.
             with self._closed.refusing():
-                await live.admission_bell.wait(min(left_s, ledger.leases.lease_s / 3))
+                await live.admission_changed.wait(min(left_s, ledger.leases.lease_s / 3))
         if leases:
             self._begin_traces(leases)
             await self._make_durable(leases)
@@ -97,7 +97,9 @@ class Admission:
         )
 
     async def Report(self, request: pb.ReportRequest, context: Any) -> pb.ReportResponse:
-        """Events of leases that have ended already change nothing but the count of wasted tokens."""
+        """Takes events of leases and loads of generators. An event of a lease that has ended only
+        counts its wasted tokens.
+        """
         del context
         self._live.ledger.check_restored()
         if not request.actor_id:
@@ -114,7 +116,7 @@ class Admission:
         return pb.ReportResponse()
 
     def _decide(self, request: pb.LeaseRequest) -> tuple[list[str], list[GroupLease]]:
-        """(leases to cancel, new leases). A session that was replaced while it waited gets nothing."""
+        """Leases to cancel, and new ones. A session that was replaced during its call gets none."""
         live, ledger = self._live, self._live.ledger
         if not ledger.leases.sessions.is_current(request.actor_id, request.session_id):
             return list(request.running_lease_ids), []
@@ -124,7 +126,7 @@ class Admission:
         )
 
     def _begin_traces(self, leases: list[GroupLease]) -> None:
-        """A group that is granted again goes on with its trace."""
+        """Starts a trace for each group that has none; a group granted again keeps its trace."""
         for lease in leases:
             group = self._live.ledger.groups.get(lease.group_id)
             if group is not None and not group.traceparent:
@@ -136,7 +138,8 @@ class Admission:
     async def _make_durable(self, leases: list[GroupLease]) -> None:
         try:
             await self._live.journal.sync()
-        except (asyncio.CancelledError, Unavailable):  # the actor will never hear of them
+        except (asyncio.CancelledError, Unavailable):
+            # The actor does not receive these leases, so they must not count as attempts.
             self._live.ledger.revoke(leases)
             raise
 
@@ -187,6 +190,7 @@ def _check_actor(actor_id: str, session_id: str) -> None:
             raise PermanentError(f"{name}={value[:40]!r} must have 1 to 256 characters")
 
 
-def _check_range(name: str, value: float, most: float) -> None:
+def check_range(name: str, value: float, most: float) -> None:
+    """Raises PermanentError for a field outside 0 to `most`."""
     if not (math.isfinite(value) and 0 <= value <= most):
         raise PermanentError(f"{name}={value} must be between 0 and {most:g}")

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -13,7 +12,7 @@ from pipelinerl_common.codec import micro_batch_to_proto, plan_to_proto
 from pipelinerl_common.errors import PermanentError, Refused
 from pipelinerl_common.tracing import Span
 from pipelinerl_common.types import StepPlan
-from pipelinerl_preprocessor.admission_service import MAX_WAIT_S
+from pipelinerl_preprocessor.admission_service import MAX_WAIT_S, check_range
 from pipelinerl_preprocessor.batch import PackedBatch, RowLayout, StreamingBatch, assemble
 from pipelinerl_preprocessor.groups import DropReason, Group, LedgerSnapshot
 from pipelinerl_preprocessor.live import LiveLedger
@@ -27,7 +26,9 @@ SNAPSHOT_SCHEMA = 1
 
 
 class Batches:
-    """One batch at a time, kept until its commit. Whatever changes the step holds `_lock`."""
+    """The Batches service: one batch at a time, kept until its commit. A call that changes the step
+    holds `_lock`, since ranks pull the same step concurrently.
+    """
 
     def __init__(self, live: LiveLedger, layout: RowLayout, trained: TrainedLog) -> None:
         self._live = live
@@ -35,12 +36,15 @@ class Batches:
         self._trained = trained
         self._lock = asyncio.Lock()
         self._batch: tuple[RowLayout, PackedBatch] | None = None
-        self._growing: StreamingBatch | None = None
+        self._streaming: StreamingBatch | None = None
         self._unacknowledged: list[str] = []
 
     async def PullStep(
         self, request: pb.PullStepRequest, context: Any
     ) -> AsyncIterator[pb.PullStepResponse]:
+        """Answers with the batch, or at the latest after `wait_s` with the reason to wait.
+        Unblocked by `LiveLedger.changed`.
+        """
         del context
         _check_pull(request)
         live = self._live
@@ -52,7 +56,7 @@ class Batches:
             pulled = await self._pull(request, replace(self._layout, num_ranks=request.num_ranks))
             if isinstance(pulled, PackedBatch):
                 break
-            if not await live.batch_bell.wait(give_up_at - live.now()):
+            if not await live.batch_changed.wait(give_up_at - live.now()):
                 yield pb.PullStepResponse(wait=pb.Wait(reason=pulled))
                 return
         yield pb.PullStepResponse(plan=plan_to_proto(pulled.plan))
@@ -77,7 +81,8 @@ class Batches:
                 await live.return_untrained()
             await live.journal.sync()
             await live.release(self._unacknowledged)
-            self._unacknowledged = []  # not before: a call that ends in between is repeated
+            # Not before: a call that is cut short during the release is repeated and finishes it.
+            self._unacknowledged = []
         live.changed(leases_ended=request.last)
         return pb.CommitStepResponse()
 
@@ -96,14 +101,15 @@ class Batches:
         self, request: pb.WaitPublishableRequest, context: Any
     ) -> pb.WaitPublishableResponse:
         del context
-        _check_wait(request.wait_s)
+        check_range("wait_s", request.wait_s, MAX_WAIT_S)
         live = self._live
         live.ledger.check_restored()
         give_up_at = live.now() + request.wait_s
         while not (allowed := live.gate.may_publish(request.policy_version)):
-            if not await live.batch_bell.wait(give_up_at - live.now()):
+            if not await live.batch_changed.wait(give_up_at - live.now()):
                 break
-        live.changed()  # a batch may have waited for it
+        # A pull may have waited for this version to go.
+        live.changed()
         return pb.WaitPublishableResponse(allowed=allowed)
 
     async def GetSnapshot(
@@ -152,8 +158,8 @@ class Batches:
         return pb.RestoreResponse(rewound=rewound)
 
     async def _pull(self, request: pb.PullStepRequest, layout: RowLayout) -> PackedBatch | str:
-        """The batch, or what is new of one that grows, or why it must be waited for. Raises
-        Unavailable and Refused.
+        """The batch, or the new rows of a streaming one, or the reason to wait. Raises Unavailable
+        and Refused.
         """
         step = request.step
         async with self._lock:
@@ -169,7 +175,7 @@ class Batches:
             if not ledger.batch and self._live.gate.holds_back():
                 return f"the weights of version {step} are held back by the policy"
             if ledger.policy.streams:
-                return await self._grow(request, layout)
+                return await self._stream(request, layout)
             if self._batch is None or self._batch[0] != layout:
                 if not ledger.batch:
                     take = ledger.take()
@@ -179,57 +185,45 @@ class Batches:
                 self._batch = (layout, await self._assemble(step, layout))
             return self._batch[1]
 
-    async def _grow(self, request: pb.PullStepRequest, layout: RowLayout) -> PackedBatch | str:
+    async def _stream(self, request: pb.PullStepRequest, layout: RowLayout) -> PackedBatch | str:
         """Takes groups until there is a row that the caller does not have."""
-        live, ledger = self._live, self._live.ledger
-        growing = self._growing
-        if growing is None or (growing.step, growing.layout, growing.group_ids) != (
-            request.step,
-            layout,
-            ledger.batch,
-        ):
-            num_groups, publish_after = (
-                ledger.policy.groups_per_step,
-                ledger.policy.publishes_after(request.step),
-            )
-            growing = self._growing = StreamingBatch(
-                request.step, layout, num_groups, publish_after=publish_after
+        live, ledger, policy = self._live, self._live.ledger, self._live.ledger.policy
+        batch, current = self._streaming, (request.step, layout, ledger.batch)
+        # After a restart, a rewind or a change of layout the batch is assembled again.
+        if batch is None or (batch.step, batch.layout, batch.group_ids) != current:
+            batch = self._streaming = StreamingBatch(
+                request.step,
+                layout,
+                policy.groups_per_step,
+                publish_after=policy.publishes_after(request.step),
             )
             for group_id in ledger.batch:
-                self._add(growing, group_id)
-        num_had = request.first_micro_batch if request.batch_id == growing.batch_id else 0
-        while growing.num_rows <= num_had and not growing.is_complete:
+                self._add(batch, group_id)
+        num_had = request.first_micro_batch if request.batch_id == batch.batch_id else 0
+        while batch.num_rows <= num_had and not batch.is_complete:
             take = ledger.take_next()
             for taken in take.groups:
-                self._add(growing, taken)
+                self._add(batch, taken)
             await live.given_up(take.dropped, DropReason.STALE)
             if not take.groups:
                 return take.wait_reason
-        return growing.after(num_had)
+        return batch.after(num_had)
 
-    def _add(self, growing: StreamingBatch, group_id: str) -> None:
-        live = self._live
-        live.waiting.discard(group_id)
-        group = live.prepared[group_id]
-        with self._packing(growing.step, group) as packing:
-            growing.add(group, packing.traceparent)
-        if growing.is_complete:
-            self._log(growing.after(growing.num_rows).plan)
+    def _add(self, batch: StreamingBatch, group_id: str) -> None:
+        self._live.waiting.discard(group_id)
+        group = self._live.prepared[group_id]
+        with self._packing(batch.step, group) as packing:
+            batch.add(group, packing.traceparent)
+        if batch.is_complete:
+            _log_packed(batch.after(batch.num_rows).plan)
 
     def _packing(self, step: int, group: PreparedGroup) -> AbstractContextManager[Span]:
         return self._live.tracer.continued(
             "pack", group.traceparent, group=group.group_id, step=step
         )
 
-    def _log(self, plan: StepPlan) -> None:
-        log.info(
-            "step=%d groups=%d sequences=%d tokens=%d micro_batches=%d fill=%.3f",
-            plan.step, len(plan.group_ids), plan.num_sequences, plan.num_trained_tokens, plan.num_micro_batches,
-            plan.metrics["packing_fill"],
-        )  # fmt: skip
-
     async def _assemble(self, step: int, layout: RowLayout) -> PackedBatch:
-        """In a thread, so that leases are answered meanwhile."""
+        """Packs the groups of the ledger's batch."""
         live = self._live
         groups = [live.prepared[group_id] for group_id in live.ledger.batch]
         for group in groups:
@@ -241,23 +235,35 @@ class Batches:
                 for group in groups
                 if group.traceparent
             ]
+            # In a thread, because packing takes a while and leases must be answered meanwhile.
             batch = await asyncio.to_thread(
                 assemble, step, groups, layout, publish_after=publish_after
             )
         batch = replace(
             batch, plan=replace(batch.plan, traceparents=tuple(span.traceparent for span in traced))
         )
-        self._log(batch.plan)
+        _log_packed(batch.plan)
         return batch
 
     def _log_trained(self, step: int, trained: list[Group]) -> None:
-        """Before the journal has the commit: a line that a crash leaves too many is cut at the next
-        start.
-        """
+        # Before the journal has the commit: the next start removes a line that a crash leaves
+        # without its commit.
         try:
             self._trained.append(step, self._live.ledger.state.incarnation, trained)
         except OSError as error:
-            log.error("step=%d could not be noted in %s: %s", step, self._trained.path, error)
+            log.error("step=%d could not be written to %s: %s", step, self._trained.path, error)
+
+
+def _log_packed(plan: StepPlan) -> None:
+    log.info(
+        "step=%d groups=%d sequences=%d tokens=%d micro_batches=%d fill=%.3f",
+        plan.step,
+        len(plan.group_ids),
+        plan.num_sequences,
+        plan.num_trained_tokens,
+        plan.num_micro_batches,
+        plan.metrics["packing_fill"],
+    )
 
 
 def _check_pull(request: pb.PullStepRequest) -> None:
@@ -267,12 +273,7 @@ def _check_pull(request: pb.PullStepRequest) -> None:
         raise PermanentError(f"rank={request.rank} must be below num_ranks={request.num_ranks}")
     if request.step < 0:
         raise PermanentError(f"step={request.step} must not be negative")
-    _check_wait(request.wait_s)
-
-
-def _check_wait(wait_s: float) -> None:
-    if not (math.isfinite(wait_s) and 0 <= wait_s <= MAX_WAIT_S):
-        raise PermanentError(f"wait_s={wait_s} must be between 0 and {MAX_WAIT_S:g}")
+    check_range("wait_s", request.wait_s, MAX_WAIT_S)
 
 
 def _snapshot_of(message: pb.LedgerSnapshot) -> LedgerSnapshot:
@@ -287,8 +288,7 @@ def _snapshot_of(message: pb.LedgerSnapshot) -> LedgerSnapshot:
     ):
         raise PermanentError(
             f"snapshot of step {message.num_committed_steps}: open prompts {open_prompts[:8]} must "
-            "lie before "
-            f"next_prompt_index={message.next_prompt_index}"
+            f"be below next_prompt_index={message.next_prompt_index}"
         )
     return LedgerSnapshot(
         message.num_committed_steps, message.next_prompt_index, open_prompts, message.incarnation

@@ -1,4 +1,4 @@
-"""From the sample stream to groups that wait for training."""
+"""The intake: from the sample stream to groups that wait for training."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Intake:
-    """Checks what arrives and makes it ready.
+    """The consumer of the sample stream: it checks groups and makes them ready for training.
 
     With a reference, groups are scored concurrently, and the stream is read no faster than that.
     """
@@ -33,8 +33,8 @@ class Intake:
         self._scoring = asyncio.Semaphore(reference.max_concurrent if reference else 1)
 
     async def run(self, groups: AsyncIterator[ReceivedGroup]) -> None:
-        """Consumes `groups`, produces ready groups; waits for messages and for room at the
-        reference.
+        """Consumes `groups`, produces ready groups; waits for messages and for a free place at the
+        reference, and is unblocked by a finished score.
         """
         async with asyncio.TaskGroup() as scoring:
             async for received in groups:
@@ -62,6 +62,7 @@ class Intake:
             if self._reference is None:
                 await live.finish(prepared)
             else:
+                # Blocks the reader while the reference is busy: messages stay on the server.
                 await self._scoring.acquire()
                 scoring.create_task(self._score(self._reference, prepared))
 
@@ -105,7 +106,7 @@ class Intake:
 
 
 def _lengths(group: SampleGroup) -> list[Any]:
-    """Group, when its actor had it, prompt tokens, sampled tokens of each trajectory."""
+    """The group, its time of completion, and the tokens of its prompt and of each completion."""
     first = group.samples[0]
     return [
         group.group_id,

@@ -1,14 +1,10 @@
-"""The journal's records as JSON: one for the ledger itself, one per outstanding group.
+"""The journal: the ledger's records as JSON, durable in a key-value bucket.
 
-Keeps the ledger's records durable in a key-value bucket.
-
-Keys       "ledger", and "group.<slot>" per outstanding group. Slots are used again, so the bucket
-never outgrows the largest
-           number of groups that were ever outstanding at once.
-Order      groups, then the ledger, then deletions. A crash between any two writes is mended by
-`Ledger.recover`: groups beyond
-           the cursor move it on; groups of the last commit or of an older incarnation are passed
-           over.
+Keys    "ledger", and "group.<slot>" per outstanding group. Slots are reused, so the bucket never
+        outgrows the largest number of groups that were ever outstanding at once.
+Order   groups, then the ledger, then deletions. `Ledger.recover` repairs a crash between any two
+        writes: groups beyond the cursor advance it; groups of the last commit or of an older
+        incarnation are ignored.
 """
 
 import asyncio
@@ -25,7 +21,16 @@ from pipelinerl_common.types import GroupId
 from pipelinerl_preprocessor.groups import Group, LedgerState
 from pipelinerl_preprocessor.ledger import Ledger
 
+log = logging.getLogger(__name__)
+
 SCHEMA_VERSION = 1
+LEDGER_KEY = "ledger"
+GROUP_PREFIX = "group."
+_RETRY_S = 0.5
+_WRITES_AT_ONCE = 64
+
+Write: TypeAlias = tuple[str, bytes | None]
+"""Key and value; None deletes."""
 
 
 def encode_ledger(state: LedgerState) -> bytes:
@@ -42,7 +47,7 @@ def decode_ledger(key: str, payload: bytes) -> LedgerState:
 
 
 def encode_group(group: Group) -> bytes:
-    """Only what recovery needs: leases are renewed and messages delivered again by themselves."""
+    """The fields that recovery needs: leases are renewed and messages redelivered."""
     return _encode(
         {
             "group_id": group.group_id,
@@ -80,24 +85,12 @@ def _decode(payload: bytes) -> dict[str, Any]:
 def _unreadable(key: str, error: Exception) -> FatalError:
     return FatalError(
         f"journal record {key!r} cannot be read ({error}): it was written by another release or "
-        "damaged; delete the job's "
-        "journal bucket and let the trainer restore from its checkpoint"
+        "damaged; delete the job's journal bucket and let the trainer restore from its checkpoint"
     )
 
 
-log = logging.getLogger(__name__)
-
-LEDGER_KEY = "ledger"
-GROUP_PREFIX = "group."
-_RETRY_S = 0.5
-_WRITES_AT_ONCE = 64
-
-Write: TypeAlias = tuple[str, bytes | None]
-"""Key and value; None deletes."""
-
-
 class JournalStore(Protocol):
-    """What is needed of `pipelinerl_common.stream.Journal`."""
+    """The methods that are used of `pipelinerl_common.stream.Journal`."""
 
     async def put(self, key: str, value: bytes) -> None: ...
     async def delete(self, key: str) -> None: ...
@@ -105,7 +98,7 @@ class JournalStore(Protocol):
 
 
 class JournalWriter:
-    """Writes what the ledger says has changed, one write at a time, many changes in each."""
+    """The writer of the ledger's changes: one write at a time, many changes in each."""
 
     def __init__(self, bucket: JournalStore, ledger: Ledger) -> None:
         self._bucket = bucket
@@ -121,8 +114,8 @@ class JournalWriter:
         ledger.on_change = self._mark
 
     async def recover(self, now: float) -> None:
-        """Brings the ledger to where the journal says it was; a bucket without a ledger record
-        leaves it unrestored.
+        """Restores the ledger's state from the journal; a bucket without a ledger record leaves it
+        unrestored.
         """
         entries = await self._bucket.entries()
         groups: list[Group] = []
@@ -172,7 +165,8 @@ class JournalWriter:
         self._marked.set()
 
     async def _write(self, changed: set[GroupId | None]) -> None:
-        """Encodes all of `changed` at this one moment, then writes."""
+        """Writes the records of `changed` as they are now."""
+        # All are encoded before the first await, so that the records fit together.
         groups: list[Write] = []
         ended: list[GroupId] = []
         for group_id in changed:
@@ -204,13 +198,14 @@ class JournalWriter:
                     tasks.create_task(self._apply_one(key, value))
 
     async def _apply_one(self, key: str, value: bytes | None) -> None:
-        """Tries until the store is there again; `sync` has the deadline."""
+        """Retries until the store is reachable."""
         while True:
             try:
                 return await (
                     self._bucket.delete(key) if value is None else self._bucket.put(key, value)
                 )
             except TemporaryError as error:
+                # Without a deadline: the callers that need the write have one, in `sync`.
                 log.warning("journal key=%s not written, retrying: %s", key, error)
                 await asyncio.sleep(_RETRY_S)
 

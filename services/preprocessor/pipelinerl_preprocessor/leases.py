@@ -8,8 +8,8 @@ from pipelinerl_preprocessor.groups import Group, GroupLease, GroupState, GroupT
 
 
 class Sessions:
-    """The newest session of each actor; a restarted actor has a new one. Actors that have not called
-    for `forget_s` are forgotten.
+    """The newest session of each actor; a restarted actor has a new one. Actors are forgotten that
+    have not called for `forget_s`.
     """
 
     def __init__(self, forget_s: float) -> None:

@@ -1,13 +1,7 @@
-"""Wakes everybody who waits for something to change.
+"""The ledger at work, shared by all services of this process: with its payloads, its journal and
+its clock; the ring buffer of finished groups, the gate of publishes, the wake-ups of waiting calls.
 
-The finished groups that wait for training: bounded, the oldest gives way.
-
-Whether finished weights may go to the generators: some policies hold a publish back.
-
-The ledger at work: the same object for all services of this process, with its payloads, its
-journal and its clock.
-
-One event loop, so between two awaits nobody else changes anything.
+All of it runs on one event loop, so nothing changes between two awaits of a coroutine.
 """
 
 import asyncio
@@ -26,20 +20,25 @@ from pipelinerl_preprocessor.metrics import EngineLoads, PreprocessorCounters
 from pipelinerl_preprocessor.preparation import PreparedGroup
 from pipelinerl_staleness.policy import EngineLoad
 
+log = logging.getLogger(__name__)
+
+_MAX_ENDED = 4096
+
 
 class Broadcast:
-    """A broadcast without memory: `ring` wakes those who wait now."""
+    """A condition without memory: `notify` wakes every call that waits now."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         self._event.set()
         self._event = asyncio.Event()
 
     async def wait(self, timeout_s: float) -> bool:
-        """False when nobody rang within `timeout_s`."""
-        event = self._event  # before any suspension: a ring after this call is not missed
+        """False when there was no `notify` within `timeout_s`."""
+        # Read before any suspension, so that a `notify` after this call is not missed.
+        event = self._event
         if timeout_s <= 0:
             return False
         try:
@@ -51,7 +50,8 @@ class Broadcast:
 
 
 class RingBuffer:
-    """Ids of waiting groups in the order in which they finished.
+    """The finished groups that wait for training, by id, in the order of finishing. It is bounded
+    and evicts the oldest.
 
     Example with room for two: add a, b, c; `add` of c returns a, which is no longer inside.
     """
@@ -63,9 +63,7 @@ class RingBuffer:
         self._waiting: dict[str, None] = {}
 
     def add(self, group_id: str) -> str | None:
-        """Returns the oldest group when it had to give way; the caller counts it and gives its slot
-        back.
-        """
+        """Returns the oldest group when it was evicted; the caller counts it and frees its slot."""
         self._waiting[group_id] = None
         if len(self._waiting) <= self.max_groups:
             return None
@@ -83,12 +81,9 @@ class RingBuffer:
         return group_id in self._waiting
 
 
-log = logging.getLogger(__name__)
-
-
 class PublishGate:
-    """Asks the policy until it says yes, then remembers it; holds a version back for `max_hold_s`
-    at most.
+    """Decides whether finished weights may go to the generators. A policy may hold a version back,
+    for `max_hold_s` at most; once allowed, it stays allowed.
 
     As in the simulator, the next batch is not taken before the newest weights may go.
     """
@@ -103,7 +98,7 @@ class PublishGate:
         """Versions that the policy still held back at their deadline."""
 
     def may_publish(self, version: int) -> bool:
-        """Whether `version` may go now. What was allowed once, or is served already, stays allowed."""
+        """Whether `version` may go now; always true for a served or an allowed one."""
         if version <= max(self._allowed, self._ledger.state.served_version):
             return True
         if not self._ledger.policy.may_publish():
@@ -128,17 +123,14 @@ class PublishGate:
         )
 
     def rewind(self) -> None:
-        """Versions begin again at an older one."""
+        """Forgets what was allowed, since versions restart at an older one."""
         self._allowed, self._held = -1, None
-
-
-_MAX_ENDED = 4096
 
 
 @dataclass(slots=True)
 class LiveLedger:
-    """`received` holds what is not acknowledged yet, by group: arrived, ready and taken ones;
-    `prepared` the latter two.
+    """The ledger with what the services need beside it. `received` holds the messages that are not
+    acknowledged yet, by group: arrived, ready and taken ones; `prepared` the latter two.
     """
 
     ledger: Ledger
@@ -147,28 +139,27 @@ class LiveLedger:
     gate: PublishGate
     counters: PreprocessorCounters
     note: Callable[[str, list[Any]], None] = lambda what, values: None
-    """Writes down beside the policy's events what else a run is told by."""
+    """Writes a note for `pipelinerl simulate` beside the policy's events."""
     loads: EngineLoads = field(default_factory=EngineLoads)
     tracer: Tracer = field(default_factory=Tracer)
     now: Callable[[], float] = time.monotonic
     received: dict[str, ReceivedGroup] = field(default_factory=dict)
     prepared: dict[str, PreparedGroup] = field(default_factory=dict)
-    admission_bell: Broadcast = field(default_factory=Broadcast)
-    """Rings when a lease may be granted or must be cancelled."""
-    batch_bell: Broadcast = field(default_factory=Broadcast)
-    """Rings when a batch may be formed."""
+    admission_changed: Broadcast = field(default_factory=Broadcast)
+    """Notified when a lease may be granted or must be cancelled."""
+    batch_changed: Broadcast = field(default_factory=Broadcast)
+    """Notified when a batch may be formed."""
     ended: dict[str, str] = field(default_factory=dict)
-    """Why the newest groups were given up while an actor worked on them, until it tells what they
-    had cost.
+    """The reasons for which the newest groups were given up while an actor worked on them, until
+    the actor reports their tokens.
     """
 
     def changed(self, *, leases_ended: bool = False) -> None:
-        """Wakes whoever can go on now. Actors are only woken for something to do: there may be
-        thousands.
-        """
-        self.batch_bell.ring()
+        """Wakes the waiting calls that may now be answered."""
+        self.batch_changed.notify()
+        # Actors may be thousands: they are woken only for a lease to start or to cancel.
         if leases_ended or self.ledger.may_grant():
-            self.admission_bell.ring()
+            self.admission_changed.notify()
 
     async def observe(self, load: EngineLoad) -> None:
         """A load report for the policy, which may give groups up on it."""
@@ -191,25 +182,25 @@ class LiveLedger:
         await self.wait_for_training(prepared.group_id)
 
     async def wait_for_training(self, group_id: str) -> None:
-        """Puts a ready group into the ring buffer; whoever gives way is dropped."""
+        """Puts a ready group into the ring buffer and drops the one that it evicts."""
         overflown = self.waiting.add(group_id)
         if overflown is not None:
             await self.drop(overflown, DropReason.RING_BUFFER)
         self.changed()
 
     async def return_untrained(self) -> None:
-        """Groups of a batch that was not the one committed wait again."""
+        """Returns groups of a batch that was not committed to the ring buffer."""
         for group in self.ledger.groups.within(GroupState.READY):
             if group.group_id not in self.waiting:
                 await self.wait_for_training(group.group_id)
 
     async def drop(self, group_id: str, reason: str, num_wasted: int = 0) -> None:
-        """Ends an outstanding group untrained and gives its slot back."""
+        """Ends an outstanding group untrained and frees its slot."""
         if self.ledger.drop(group_id):
             await self.given_up([group_id], reason, num_wasted)
 
     async def given_up(self, group_ids: Iterable[str], reason: str, num_wasted: int = 0) -> None:
-        """Groups have left the ledger untrained: counts them and lets go of their messages."""
+        """Counts groups that have left the ledger untrained and releases their messages."""
         ended = list(group_ids)
         for group_id in ended:
             received = self.received.get(group_id)
@@ -226,15 +217,15 @@ class LiveLedger:
             self.changed(leases_ended=True)
 
     def stopped(self, group_id: str, num_wasted: int) -> None:
-        """An actor stopped a group: its tokens are counted where the group was, unless its message
-        is here or came before.
+        """An actor stopped a group: its tokens are counted under the group's reason, unless the
+        group's message has arrived.
         """
         reason = self.ended.pop(group_id, None) or self._reason_stopped(group_id)
         if reason is not None:
             self.counters.wasted(reason, num_wasted)
 
     def _reason_stopped(self, group_id: str) -> str | None:
-        """None for a group that an actor was told to stop because it had arrived."""
+        """None for a group that its actor had to stop because another attempt has arrived."""
         identity, group = split_group_id(group_id), self.ledger.groups.get(group_id)
         if identity is not None and identity[0] < self.ledger.state.incarnation:
             return DropReason.ROLLBACK

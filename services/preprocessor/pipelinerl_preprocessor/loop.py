@@ -1,6 +1,4 @@
-"""Makes the preprocessor's parts from the job's settings.
-
-The preprocessor's loops.
+"""The preprocessor's process: its loops, and how they are made from the job's settings.
 
     sample stream --> Intake --> LiveLedger (groups that wait) --> Batches --> trainer ranks
                                      |        ^                       |
@@ -8,8 +6,7 @@ The preprocessor's loops.
                                      |
                                 JournalWriter --> key-value bucket
 
-The clock is the caller's `stop`; everything else runs until then. The services answer calls in
-between.
+The clock is the caller's `stop`; all loops run until then, and the services answer calls meanwhile.
 """
 
 import asyncio
@@ -18,8 +15,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from pipelinerl.v1.admission_pb2_grpc import add_AdmissionServicer_to_server
 from pipelinerl.v1.batches_pb2_grpc import add_BatchesServicer_to_server
@@ -46,81 +41,6 @@ from pipelinerl_staleness.policy import Policy
 from pipelinerl_staleness.recording import recorded
 from pipelinerl_staleness.registry import make_policy
 
-
-def policy_of(spec: JobSpec) -> Policy:
-    """Policies that count trajectories get the job's group size. Raises SettingsError when the job
-    gives them another one.
-    """
-    settings, group_size = spec.staleness.parse(), spec.task.group_size
-    if "group_size" in settings.parameter_names():
-        given = spec.staleness.parameters.get("group_size", group_size)
-        if given != group_size:
-            raise SettingsError(
-                f"staleness.groupSize={given} differs from task.groupSize={group_size}: leave "
-                "staleness.groupSize out"
-            )
-        settings = replace(settings, **{"group_size": group_size})
-    return make_policy(settings, spec.algorithm.groups_per_step)
-
-
-def ring_buffer_groups(spec: JobSpec, policy: Policy) -> int:
-    """Room of the ring buffer; unless the job limits it, for everything that can be outstanding."""
-    return spec.preprocessor.ring_buffer_groups or policy.max_outstanding()
-
-
-def layout_of(spec: JobSpec) -> RowLayout:
-    """The rows of a single rank."""
-    return RowLayout(
-        num_ranks=1,
-        row_tokens=spec.trainers.micro_batch_tokens,
-        temperature=spec.task.sampling.temperature,
-        reference=spec.reference is not None,
-        returns=spec.algorithm.baseline == "value",
-    )
-
-
-async def open_ledger(
-    spec: JobSpec, stream: Stream, trained: TrainedLog, events: EventLog, metrics: Metrics
-) -> LiveLedger:
-    """The ledger as the journal has it, or one that waits for the trainer's Restore."""
-    policy = recorded(policy_of(spec), events.write)
-    settings = spec.preprocessor
-    ledger = Ledger(
-        policy,
-        lease_s=settings.lease_seconds,
-        max_attempts=settings.max_group_attempts,
-        now=time.monotonic,
-    )
-    journal = JournalWriter(await stream.journal(), ledger)
-    room = RingBuffer(ring_buffer_groups(spec, policy))
-    # What runs ends within a trajectory's time, or its lease does: a policy that waits for it holds
-    # no publish back longer.
-    gate = PublishGate(ledger, spec.task.timeout_seconds + settings.lease_seconds, time.monotonic)
-    note = partial(_note, events)
-    live = LiveLedger(ledger, journal, room, gate, PreprocessorCounters(metrics), note)
-    await journal.recover(live.now())
-    if ledger.restored:
-        trained.rewind(ledger.state.num_committed)
-    return live
-
-
-def _note(events: EventLog, what: str, values: list[Any]) -> None:
-    events.write(what, values, None)
-
-
-@asynccontextmanager
-async def open_reference(spec: JobSpec, wiring: Wiring) -> AsyncIterator[Reference | None]:
-    """None when the job has no reference model."""
-    if spec.reference is None:
-        yield None
-        return
-    temperature = spec.task.sampling.temperature
-    async with Reference.open(
-        wiring.references, temperature=temperature, token=wiring.token
-    ) as reference:
-        yield reference
-
-
 log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 1.0
@@ -129,18 +49,11 @@ NOTES_PER_OBSERVATION = 5
 _LOOK_S = 60.0
 
 
-async def run(
-    job: Job, wiring: Wiring, stop: asyncio.Event, address: "asyncio.Future[str] | None" = None
-) -> None:
-    """Serves until `stop`; `address`, when given, gets the bound one. Raises SettingsError for
-    settings that cannot work.
-    """
+async def run(job: Job, wiring: Wiring, stop: asyncio.Event) -> None:
+    """Serves until `stop`. Raises SettingsError for settings that cannot work."""
     spec = job.spec
-    preparation, layout, trained = (
-        Preparation(spec),
-        layout_of(spec),
-        TrainedLog(wiring.output / "trained.jsonl"),
-    )
+    preparation = Preparation(spec)
+    trained = TrainedLog(wiring.output / "trained.jsonl")
     metrics = Metrics(PREPROCESSOR, job.name)
     with closing(EventLog(wiring.output / "events.jsonl")) as events:
         async with (
@@ -160,22 +73,14 @@ async def run(
             live.tracer = tracer
             closed = ClosedTime(live, metrics.counter("admission_closed_seconds_total"))
             depths = Depths(live.ledger, live.loads, metrics, live.now)
+            admission = Admission(live, spec.task.group_size, closed)
+            batches = Batches(live, layout_of(spec), trained)
             services = [
-                RpcService(
-                    add_AdmissionServicer_to_server,
-                    Admission(live, spec.task.group_size, closed),
-                    "pipelinerl.v1.Admission",
-                ),
-                RpcService(
-                    add_BatchesServicer_to_server,
-                    Batches(live, layout, trained),
-                    "pipelinerl.v1.Batches",
-                ),
+                RpcService(add_AdmissionServicer_to_server, admission, "pipelinerl.v1.Admission"),
+                RpcService(add_BatchesServicer_to_server, batches, "pipelinerl.v1.Batches"),
             ]
             async with serve(wiring.listen, services, token=wiring.token) as server:
                 log.info("serving address=%s restored=%s", server.address, live.ledger.restored)
-                if address is not None:
-                    address.set_result(server.address)
                 await run_until_first(
                     stop.wait(),
                     live.journal.run(),
@@ -187,18 +92,19 @@ async def run(
 
 
 async def receive(live: LiveLedger, intake: Intake, stream: Stream) -> None:
-    """Consumes the sample stream, from the trainer's first Restore on: before, no group can be told
-    from a void one.
+    """Consumes the sample stream and produces ready groups until cancelled; waits for the trainer's
+    first Restore, then for messages.
     """
+    # Before a Restore the ledger cannot distinguish a group from one of a timeline that was left.
     while not live.ledger.restored:
-        await live.batch_bell.wait(_LOOK_S)
+        await live.batch_changed.wait(_LOOK_S)
     max_pending = 2 * live.waiting.max_groups + live.ledger.policy.max_outstanding()
     async with stream.samples(max_pending) as groups:
         await intake.run(groups)
 
 
 async def expire_leases(live: LiveLedger) -> None:
-    """Takes back the leases of actors that fell silent; looks a few times per lease."""
+    """Takes back leases that were not renewed, several times per lease, until cancelled."""
     while True:
         await asyncio.sleep(min(live.ledger.leases.lease_s / 8, 1.0))
         await live.given_up(live.ledger.expire(live.now()), DropReason.EXPIRED)
@@ -206,8 +112,8 @@ async def expire_leases(live: LiveLedger) -> None:
 
 
 async def observe_load(live: LiveLedger) -> None:
-    """Notes every second how the engines do, and tells the policy every few: policies are tuned to
-    that.
+    """Logs the load of the engines every second and reports it to the policy every five, the
+    interval to which policies are tuned, until cancelled.
     """
     while True:
         for _ in range(NOTES_PER_OBSERVATION):
@@ -225,7 +131,7 @@ async def report(
     closed: ClosedTime,
     instance: str,
 ) -> None:
-    """Produces a metrics record about every second."""
+    """Produces a metrics record about every second until cancelled."""
     while True:
         closed.count()
         try:
@@ -239,3 +145,72 @@ async def report(
             log.debug("stream depth unknown: %s", error)
         await stream.publish_metrics(record_of(metrics, instance, live.ledger.state.num_committed))
         await asyncio.sleep(REPORT_EVERY_S)
+
+
+def policy_of(spec: JobSpec) -> Policy:
+    """The job's policy; one that counts trajectories gets the job's group size. Raises
+    SettingsError when the policy's parameters name another one.
+    """
+    settings, group_size = spec.staleness.parse(), spec.task.group_size
+    if "group_size" in settings.parameter_names():
+        given = spec.staleness.parameters.get("group_size", group_size)
+        if given != group_size:
+            raise SettingsError(
+                f"staleness.groupSize={given} differs from task.groupSize={group_size}: leave "
+                "staleness.groupSize out"
+            )
+        settings = replace(settings, **{"group_size": group_size})
+    return make_policy(settings, spec.algorithm.groups_per_step)
+
+
+def ring_buffer_groups(spec: JobSpec, policy: Policy) -> int:
+    """The room of the ring buffer, which is for all outstanding groups unless the job limits it."""
+    return spec.preprocessor.ring_buffer_groups or policy.max_outstanding()
+
+
+def layout_of(spec: JobSpec) -> RowLayout:
+    """The layout of rows for a single rank."""
+    return RowLayout(
+        num_ranks=1,
+        row_tokens=spec.trainers.micro_batch_tokens,
+        temperature=spec.task.sampling.temperature,
+        reference=spec.reference is not None,
+        returns=spec.algorithm.baseline == "value",
+    )
+
+
+async def open_ledger(
+    spec: JobSpec, stream: Stream, trained: TrainedLog, events: EventLog, metrics: Metrics
+) -> LiveLedger:
+    """The ledger that the journal holds, or one that waits for the trainer's Restore."""
+    policy = recorded(policy_of(spec), events.write)
+    settings = spec.preprocessor
+    ledger = Ledger(
+        policy,
+        lease_s=settings.lease_seconds,
+        max_attempts=settings.max_group_attempts,
+        now=time.monotonic,
+    )
+    journal = JournalWriter(await stream.journal(), ledger)
+    room = RingBuffer(ring_buffer_groups(spec, policy))
+    # Within a trajectory's timeout and a lease every running group ends, or its lease does, so a
+    # policy that waits for running groups holds no publish back longer.
+    gate = PublishGate(ledger, spec.task.timeout_seconds + settings.lease_seconds, time.monotonic)
+    live = LiveLedger(ledger, journal, room, gate, PreprocessorCounters(metrics), events.note)
+    await journal.recover(live.now())
+    if ledger.restored:
+        trained.rewind(ledger.state.num_committed)
+    return live
+
+
+@asynccontextmanager
+async def open_reference(spec: JobSpec, wiring: Wiring) -> AsyncIterator[Reference | None]:
+    """The client of the reference model, None when the job has no reference model."""
+    if spec.reference is None:
+        yield None
+        return
+    temperature = spec.task.sampling.temperature
+    async with Reference.open(
+        wiring.references, temperature=temperature, token=wiring.token
+    ) as reference:
+        yield reference

@@ -95,6 +95,10 @@ class EventLog:
         if self._num_bytes >= self._max_bytes:
             self._end(f"it has grown to its limit of {self._max_bytes} bytes")
 
+    def note(self, what: str, values: list[Any]) -> None:
+        """Appends a record that no policy receives."""
+        self.write(what, values, None)
+
     def close(self) -> None:
         file, self._file = self._file, None
         if file is not None:

@@ -1,6 +1,4 @@
-"""A whole preprocessor on a real nats-server, with this test's own hands in the roles of actor and
-trainer.
-"""
+"""Starts a whole preprocessor on a real nats-server; the test plays the roles of actor and trainer."""
 
 import asyncio
 import os
@@ -14,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
+from preprocessor_fakes import job_document, make_group
 
 from pipelinerl.v1 import admission_pb2 as apb
 from pipelinerl.v1 import batches_pb2 as bpb
@@ -23,98 +21,28 @@ from pipelinerl.v1.admission_pb2_grpc import AdmissionStub
 from pipelinerl.v1.batches_pb2_grpc import BatchesStub
 from pipelinerl_common.codec import micro_batch_from_proto, plan_from_proto
 from pipelinerl_common.rpc import Channel, call, connect, stream_call
-from pipelinerl_common.settings import Job, parse_job
+from pipelinerl_common.settings import parse_job
 from pipelinerl_common.stream import NatsServer, Stream
 from pipelinerl_common.stream import connect as connect_stream
 from pipelinerl_common.types import (
-    FinishReason,
-    GroupId,
     MicroBatch,
-    Sample,
-    SampleGroup,
     StepPlan,
-    VersionRun,
 )
 
 DEADLINE_S = 30.0
 
 
-def job_document(**sections: dict[str, Any]) -> dict[str, Any]:
-    """B=2 groups of 2 trajectories, areal with eta 1. `sections` are merged over the spec's
-    sections.
-    """
-    spec: dict[str, dict[str, Any]] = {
-        "model": {"uri": "tiny://arithmetic", "maxModelLen": 64},
-        "task": {"path": "tests.tasks:Task", "groupSize": 2, "sampling": {"maxTokens": 32}},
-        "algorithm": {"groupsPerStep": 2, "steps": 100},
-        "preprocessor": {"leaseSeconds": 60},
-        "trainers": {"microBatchTokens": 64},
-    }
-    for name, section in sections.items():
-        spec[name] = {**spec.get(name, {}), **section}
-    return {
-        "apiVersion": "pipelinerl.dev/v1alpha1",
-        "kind": "PipelineRLJob",
-        "metadata": {"name": "test"},
-        "spec": spec,
-    }
-
-
-def make_job(**sections: dict[str, Any]) -> Job:
-    return parse_job(job_document(**sections), source="test")
-
-
-def make_sample(
-    index: int,
-    reward: float,
-    *,
-    prompt: int = 3,
-    sampled: int = 4,
-    version: int = 0,
-    finish: FinishReason = FinishReason.STOP,
-    logprob: float = -0.5,
-) -> Sample:
-    return Sample(
-        index=index,
-        token_ids_S=np.arange(100, 100 + prompt + sampled, dtype=np.uint32),
-        segment_lengths=(prompt, sampled) if sampled else (prompt,),
-        logprobs_T=np.full(sampled, logprob, dtype=np.float32),
-        version_runs=(VersionRun(version, sampled),) if sampled else (),
-        reward=reward,
-        finish_reason=finish,
-        metrics={"success": float(reward > 0)},
-    )
-
-
-def make_group(
-    group_id: str,
-    *,
-    prompt_index: int = 0,
-    attempt: int = 0,
-    samples: Sequence[Sample] | None = None,
-    version: int = 0,
-    temperature: float = 1.0,
-    job: str = "test",
-) -> SampleGroup:
-    chosen = samples or (make_sample(0, 1.0, version=version), make_sample(1, 0.0, version=version))
-    return SampleGroup(
-        job, GroupId(group_id), attempt, prompt_index, temperature, tuple(chosen), finished_at=1.0
-    )
-
-
 @dataclass
 class Pulled:
-    """What one rank got for a step."""
+    """The plan and the rows that one rank received for a step."""
 
     plan: StepPlan
     rows: list[MicroBatch]
 
 
 @dataclass
-class Rig:
-    """One nats-server and one preprocessor process at a time; the process can be killed and started
-    anew.
-    """
+class PreprocessorHarness:
+    """One nats-server and one preprocessor process at a time, which can be killed and restarted."""
 
     job_file: Path
     output: Path
@@ -122,7 +50,7 @@ class Rig:
     stream: Stream
     process: asyncio.subprocess.Process | None = None
     address: str = ""
-    """Where it serves."""
+    """The address of the process's services."""
     _channel: Channel | None = None
     actor_session: str = "session-1"
     log_lines: list[str] = field(default_factory=list)
@@ -271,7 +199,7 @@ class Rig:
         batch_id: str = "",
         num_had: int = 0,
     ) -> Pulled | str | None:
-        """The batch, or what is new of `batch_id`; the reason to wait; None at the end of the run."""
+        """The batch, or the new rows of `batch_id`; the reason to wait; None when the run is over."""
         request = bpb.PullStepRequest(
             step=step,
             rank=rank,
@@ -355,14 +283,14 @@ class Rig:
     async def unacknowledged(self, expected: int) -> None:
         """Waits until the sample stream holds exactly `expected` messages."""
         async with asyncio.timeout(DEADLINE_S):
-            while (await self.stream.depth()).num_messages != expected:  # noqa: ASYNC110 - the server tells nobody
+            while (await self.stream.depth()).num_messages != expected:  # noqa: ASYNC110 - the server sends no notification
                 await asyncio.sleep(0.02)
 
 
 @asynccontextmanager
-async def rig(
+async def harness(
     tmp_path: Path, *flags: str, started: bool = True, **sections: dict[str, Any]
-) -> AsyncIterator[Rig]:
+) -> AsyncIterator[PreprocessorHarness]:
     document = job_document(**sections)
     job_file = tmp_path / "job.yaml"
     job_file.write_text(yaml.safe_dump(document))
@@ -371,7 +299,7 @@ async def rig(
         NatsServer.start(tmp_path / "nats") as nats,
         connect_stream(nats.url, "test", settings, name="test") as stream,
     ):
-        made = Rig(job_file, tmp_path / "output", nats, stream)
+        made = PreprocessorHarness(job_file, tmp_path / "output", nats, stream)
         if started:
             await made.start(*flags)
         try:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from preprocessor_harness import make_job
+from preprocessor_fakes import make_job
 
 from pipelinerl_common.settings import AlgorithmSettings
 from pipelinerl_preprocessor.advantage import BASELINES, STD_EPS, advantages, deviation

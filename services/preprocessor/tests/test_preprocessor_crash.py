@@ -1,4 +1,4 @@
-"""kill -9 at every point of a step, rewinds of the trainer, an absent stream: what goes on and what
+"""kill -9 at every point of a step, rewinds of the trainer, an absent stream: what continues and what
 does not.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from preprocessor_harness import Rig, rig
+from preprocessor_harness import PreprocessorHarness, harness
 
 from pipelinerl.v1 import batches_pb2 as pb
 from pipelinerl_common.errors import PermanentError, Refused, Unavailable
@@ -33,14 +33,14 @@ def ids(leases: Sequence[object]) -> list[str]:
 
 
 async def test_killed_before_the_first_restore_it_waits_for_it_again(tmp_path: Path) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.crash()
         await preprocessor.begin()
         assert ids((await preprocessor.lease(1)).leases) == ["0-0"]
 
 
 async def test_killed_with_leases_out_the_actor_keeps_them(tmp_path: Path) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         leases = (await preprocessor.lease(3)).leases
         await preprocessor.crash()
@@ -54,7 +54,7 @@ async def test_killed_with_leases_out_the_actor_keeps_them(tmp_path: Path) -> No
 
 
 async def test_killed_with_leases_out_and_a_new_actor_grants_them_again(tmp_path: Path) -> None:
-    async with rig(tmp_path, preprocessor={"leaseSeconds": 1.5}) as preprocessor:
+    async with harness(tmp_path, preprocessor={"leaseSeconds": 1.5}) as preprocessor:
         await preprocessor.begin()
         leases = (await preprocessor.lease(4)).leases
         await preprocessor.crash()
@@ -65,7 +65,7 @@ async def test_killed_with_leases_out_and_a_new_actor_grants_them_again(tmp_path
 
 
 async def test_killed_with_groups_ready_they_come_back_in_order(tmp_path: Path) -> None:
-    async with rig(
+    async with harness(
         tmp_path, staleness={"policy": "conventional", "stepsPerGeneration": 2}
     ) as preprocessor:
         await preprocessor.begin()
@@ -81,7 +81,7 @@ async def test_killed_with_groups_ready_they_come_back_in_order(tmp_path: Path) 
 async def test_killed_between_pull_and_commit_the_commit_counts(
     tmp_path: Path, num_crashes: int
 ) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         await preprocessor.roll_out(4)
         pulled = await preprocessor.pull(0)
@@ -96,7 +96,7 @@ async def test_killed_between_pull_and_commit_the_commit_counts(
 async def test_killed_between_pull_and_commit_another_pull_gives_the_same_batch(
     tmp_path: Path,
 ) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         await preprocessor.roll_out(4)
         pulled = await preprocessor.pull(0, 0, 2)
@@ -108,7 +108,7 @@ async def test_killed_between_pull_and_commit_another_pull_gives_the_same_batch(
 async def test_a_commit_of_another_assembly_takes_what_was_trained_and_keeps_the_rest(
     tmp_path: Path,
 ) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         await preprocessor.roll_out(4)
         assert (await preprocessor.pull(0)).plan.group_ids == ("0-0", "0-1")
@@ -118,7 +118,7 @@ async def test_a_commit_of_another_assembly_takes_what_was_trained_and_keeps_the
 
 
 async def test_killed_after_a_commit_nothing_is_trained_twice(tmp_path: Path) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         await preprocessor.roll_out(4)
         pulled = await preprocessor.pull(0)
@@ -134,7 +134,7 @@ async def test_killed_after_a_commit_nothing_is_trained_twice(tmp_path: Path) ->
 
 
 async def test_a_commit_whose_journal_entry_was_lost_leaves_no_line_behind(tmp_path: Path) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         await preprocessor.roll_out(4)
         pulled = await preprocessor.pull(0)
@@ -150,7 +150,7 @@ async def test_a_commit_whose_journal_entry_was_lost_leaves_no_line_behind(tmp_p
 async def test_the_trainer_resumes_at_the_last_commit_without_losing_anything(
     tmp_path: Path,
 ) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         leases = await preprocessor.roll_out(4)
         pulled = await preprocessor.pull(0)
@@ -174,7 +174,7 @@ async def test_the_trainer_resumes_at_the_last_commit_without_losing_anything(
 async def test_a_rewind_voids_the_lost_timeline_and_replays_no_trained_prompt(
     tmp_path: Path,
 ) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         await preprocessor.roll_out(4)
         await preprocessor.train(0)
@@ -208,7 +208,7 @@ async def test_a_rewind_voids_the_lost_timeline_and_replays_no_trained_prompt(
 
 
 async def test_killed_after_a_rewind_the_new_timeline_holds(tmp_path: Path) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         await preprocessor.roll_out(4)
         await preprocessor.restore(0)
@@ -226,7 +226,7 @@ async def test_a_lost_store_is_replaced_by_the_snapshot(tmp_path: Path) -> None:
         open_prompt_indices=[15, 18],
         incarnation=2,
     )
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         assert await preprocessor.restore(7, snapshot) is True
         await preprocessor.mark_published(7)
         leases = await preprocessor.roll_out(4, version=7)
@@ -240,7 +240,7 @@ async def test_a_lost_store_is_replaced_by_the_snapshot(tmp_path: Path) -> None:
 
 
 async def test_contradictions_in_a_restore_are_refused(tmp_path: Path) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         with pytest.raises(PermanentError, match="num_committed_steps=3"):
             await preprocessor.restore(3)
         with pytest.raises(PermanentError, match="schema_version=0"):
@@ -252,7 +252,7 @@ async def test_contradictions_in_a_restore_are_refused(tmp_path: Path) -> None:
 
 
 async def test_many_steps_with_a_kill_in_each_train_every_prompt_once(tmp_path: Path) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         await preprocessor.roll_out(4)
         for step in range(5):
@@ -264,7 +264,7 @@ async def test_many_steps_with_a_kill_in_each_train_every_prompt_once(tmp_path: 
         assert len(keys) <= 1 + 4 + 2
 
 
-async def _crash_somewhere(preprocessor: Rig, step: int) -> None:
+async def _crash_somewhere(preprocessor: PreprocessorHarness, step: int) -> None:
     """One step with a kill at a point that differs from step to step."""
     if step % 4 == 0:
         await preprocessor.crash()
@@ -280,7 +280,7 @@ async def _crash_somewhere(preprocessor: Rig, step: int) -> None:
 
 
 async def test_a_killed_stream_server_only_delays(tmp_path: Path) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         await preprocessor.roll_out(4)
         pulled = await preprocessor.pull(0)

@@ -1,4 +1,4 @@
-"""What the policy hears of the generators, by hand and live."""
+"""The load reports that the policy receives, by hand and live."""
 
 import asyncio
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from preprocessor_harness import DEADLINE_S, Rig, rig
+from preprocessor_harness import DEADLINE_S, PreprocessorHarness, harness
 
 from pipelinerl.v1 import admission_pb2 as pb
 from pipelinerl.v1 import sample_pb2
@@ -31,7 +31,9 @@ def test_the_fullest_generator_counts_and_what_waits_is_summed() -> None:
     loads.add("actor-1", load(kv_usage=0.75, num_waiting=3, kv_tokens=320, num_running=1), 1.0)
     assert loads.observation(2.0, 5.0) == EngineLoad(0.75, 5, 0, 5.0)
     assert loads.values(2.0) == [2, 480, 0, 0.75, 8, 5, *[0.0] * 9]
-    assert loads.observation(17.0, 5.0) == EngineLoad(None, 0, 0, 5.0)  # both have fallen silent
+    assert loads.observation(17.0, 5.0) == EngineLoad(
+        None, 0, 0, 5.0
+    )  # neither has reported for 15 s
     assert (loads.kv_usage(17.0), loads.num_waiting(17.0)) == (None, None)
 
 
@@ -44,7 +46,7 @@ def test_an_engine_without_blocks_lets_nothing_grow() -> None:
 def test_totals_are_what_is_new_and_survive_a_restart_of_the_generator() -> None:
     loads = EngineLoads()
     loads.add("actor-0", load(preemptions_total=5, steps_total=100, step_seconds_total=1.0), 0.0)
-    assert loads.observation(0.0, 5.0).num_preemptions == 0  # they were before anybody listened
+    assert loads.observation(0.0, 5.0).num_preemptions == 0  # they were before the first report
     loads.add("actor-0", load(preemptions_total=7, steps_total=150, step_seconds_total=1.5), 1.0)
     loads.add(
         "actor-0", load(preemptions_total=1, steps_total=10, step_seconds_total=0.1), 2.0
@@ -57,12 +59,12 @@ def test_totals_are_what_is_new_and_survive_a_restart_of_the_generator() -> None
     assert step_seconds == pytest.approx(0.5 + 0.2)
 
 
-async def tell(preprocessor: Rig, *loads: pb.GeneratorLoad) -> None:
+async def report(preprocessor: PreprocessorHarness, *loads: pb.GeneratorLoad) -> None:
     request = pb.ReportRequest(actor_id="actor-0", loads=loads)
     await call(AdmissionStub(preprocessor.channel).Report, request, timeout_s=DEADLINE_S)
 
 
-def events(preprocessor: Rig, method: str) -> list[list[Any]]:
+def events(preprocessor: PreprocessorHarness, method: str) -> list[list[Any]]:
     lines = (preprocessor.output / "events.jsonl").read_text().splitlines(keepends=True)
     read = [json.loads(line) for line in lines if line.endswith("\n")]
     return [event for event in read if event[1] == method]
@@ -78,15 +80,15 @@ async def test_nearly_empty_engines_let_the_adaptive_policies_admit_more(
 ) -> None:
     """SLACK begins at one and a half batches of 2 groups and grows by a group with a report;
     prime-rl's cap of 4 trajectories grows while groups of 2 finish. The run then replays to the
-    same decisions, the load among what is heard.
+    same decisions, the load reports included.
     """
-    async with rig(tmp_path, staleness=policy) as preprocessor:
+    async with harness(tmp_path, staleness=policy) as preprocessor:
         await preprocessor.begin()
         held = list((await preprocessor.lease(9)).leases)
         most = len(held)
         async with asyncio.timeout(DEADLINE_S):
             while len(held) <= most:
-                await tell(preprocessor, load(kv_usage=0.05, kv_tokens=1600, num_running=4))
+                await report(preprocessor, load(kv_usage=0.05, kv_tokens=1600, num_running=4))
                 if (
                     policy["policy"] == "prime_rl"
                     and len(held) == most
@@ -102,10 +104,10 @@ async def test_nearly_empty_engines_let_the_adaptive_policies_admit_more(
 
 
 async def test_a_report_of_too_many_generators_is_refused(tmp_path: Path) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         with pytest.raises(PermanentError, match="loads has 257 generators: at most 256"):
-            await tell(preprocessor, *[load(f"g{number}") for number in range(257)])
+            await report(preprocessor, *[load(f"g{number}") for number in range(257)])
 
 
 # Stopped groups and limits, over the wire
@@ -122,7 +124,7 @@ def partial(*tokens: int) -> pb.PartialGroup:
 async def test_a_group_that_one_actor_hands_back_is_granted_to_another_with_its_tokens(
     tmp_path: Path,
 ) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         (lease,) = (await preprocessor.lease(1)).leases
         assert not lease.HasField("partial")
@@ -143,7 +145,7 @@ async def test_the_policy_s_limit_of_trajectories_reaches_the_actors(tmp_path: P
     """prime-rl begins with a cap of 5: three for the first actor, two for the second. areal has no
     limit.
     """
-    async with rig(
+    async with harness(
         tmp_path, staleness={"policy": "prime_rl", "eta": 2, "initialInflight": 5}
     ) as preprocessor:
         await preprocessor.begin()
@@ -151,6 +153,6 @@ async def test_the_policy_s_limit_of_trajectories_reaches_the_actors(tmp_path: P
         assert (await preprocessor.lease(0, actor="actor-1")).max_trajectories == 2
         assert (await preprocessor.lease(0)).max_trajectories == 3
     (tmp_path / "areal").mkdir()
-    async with rig(tmp_path / "areal") as preprocessor:
+    async with harness(tmp_path / "areal") as preprocessor:
         await preprocessor.begin()
         assert not (await preprocessor.lease(0)).HasField("max_trajectories")

@@ -1,5 +1,5 @@
 """The journal: what a crash between any two writes leaves, slots that are used again, a store that
-is away.
+is unreachable.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ from pipelinerl_staleness.areal import Areal, ArealSettings
 
 
 class MemoryBucket:
-    """A bucket that dies for good after a number of writes, or is away for the next few."""
+    """A bucket that stops answering after a number of writes, or is unreachable for the next few."""
 
     def __init__(self, entries: dict[str, bytes] | None = None, dies_after: int = 10**9) -> None:
         self.stored = dict(entries or {})
         self.num_writes = 0
         self.dies_after = dies_after
-        self.num_away = 0
+        self.num_refused = 0
 
     async def put(self, key: str, value: bytes) -> None:
         await self._write()
@@ -36,9 +36,9 @@ class MemoryBucket:
         return dict(self.stored)
 
     async def _write(self) -> None:
-        if self.num_away > 0:
-            self.num_away -= 1
-            raise Unavailable("away")
+        if self.num_refused > 0:
+            self.num_refused -= 1
+            raise Unavailable("unreachable")
         if self.num_writes >= self.dies_after:
             await asyncio.Event().wait()
         self.num_writes += 1
@@ -161,7 +161,7 @@ async def test_a_store_that_is_away_is_tried_again_and_sync_has_a_deadline(
     monkeypatch.setattr("pipelinerl_preprocessor.journal._RETRY_S", 0.01)
     bucket = MemoryBucket()
     async with writing(bucket) as (ledger, journal):
-        bucket.num_away = 3
+        bucket.num_refused = 3
         ledger.restore("first", 0, None)
         await journal.sync()
         assert set(bucket.stored) == {"ledger"}

@@ -13,48 +13,23 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from preprocessor_harness import DEADLINE_S, Pulled, Rig, make_group, make_job, rig
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from preprocessor_fakes import live_ledger, make_group, make_job
+from preprocessor_harness import DEADLINE_S, PreprocessorHarness, Pulled, harness
 
 from pipelinerl.v1 import batches_pb2
 from pipelinerl_common.errors import SettingsError
-from pipelinerl_common.metrics import Metrics
 from pipelinerl_preprocessor.batch_service import Batches
-from pipelinerl_preprocessor.journal import JournalWriter
 from pipelinerl_preprocessor.ledger import Ledger
-from pipelinerl_preprocessor.live import LiveLedger, PublishGate, RingBuffer
-from pipelinerl_preprocessor.loop import layout_of, policy_of
-from pipelinerl_preprocessor.metrics import PreprocessorCounters
+from pipelinerl_preprocessor.live import Broadcast, RingBuffer
+from pipelinerl_preprocessor.loop import layout_of, policy_of, ring_buffer_groups
 from pipelinerl_preprocessor.run_log import TrainedLog
 from pipelinerl_staleness.openrlhf import Openrlhf, OpenrlhfSettings
-from pipelinerl_staleness.policy import EngineLoad, Policy
+from pipelinerl_staleness.policy import EngineLoad
 from pipelinerl_staleness.prime_rl import PrimeRl, PrimeRlSettings
 
 B = 2
-
-
-class Bucket:
-    """A journal that is not asked for anything here."""
-
-    async def put(self, key: str, value: bytes) -> None: ...
-    async def delete(self, key: str) -> None: ...
-    async def entries(self) -> dict[str, bytes]:
-        return {}
-
-
-def live_ledger(policy: Policy, now: Callable[[], float] = lambda: 0.0) -> LiveLedger:
-    """With version 0 served and as many leases as the policy grants."""
-    ledger = Ledger(policy, lease_s=60, max_attempts=3)
-    counters = PreprocessorCounters(Metrics("preprocessor", "test"))
-    live = LiveLedger(
-        ledger,
-        JournalWriter(Bucket(), ledger),
-        RingBuffer(100),
-        PublishGate(ledger, 10.0, now),
-        counters,
-    )
-    ledger.restore("start", 0, None)
-    ledger.publish(0)
-    return live
 
 
 def finish(ledger: Ledger, group_id: str, version: int = 0) -> None:
@@ -125,7 +100,7 @@ async def test_a_commit_that_is_cut_short_is_finished_by_the_next_call(tmp_path:
 async def test_a_policy_that_never_publishes_a_version_does_not_hold_it_either(
     tmp_path: Path,
 ) -> None:
-    async with rig(
+    async with harness(
         tmp_path, staleness={"policy": "conventional", "stepsPerGeneration": 2}
     ) as preprocessor:
         await preprocessor.begin()
@@ -145,7 +120,7 @@ async def test_a_publish_is_held_back_until_what_runs_is_complete(
     tmp_path: Path, policy: dict[str, Any]
 ) -> None:
     """openrlhf: one version per batch. slime: the next batch is there before the weights change."""
-    async with rig(tmp_path, staleness=policy) as preprocessor:
+    async with harness(tmp_path, staleness=policy) as preprocessor:
         await preprocessor.begin()
         assert await preprocessor.may_publish(0)
         await preprocessor.roll_out(2)
@@ -175,7 +150,7 @@ async def test_groups_that_a_load_report_gives_up_are_cancelled_at_their_actor()
     assert live.ledger.leases.renew("actor", [lease.lease_id for lease in leases], 0.0) == [
         leases[-1].lease_id
     ]
-    live.stopped(leases[-1].group_id, 7)  # the actor tells what it had cost
+    live.stopped(leases[-1].group_id, 7)  # the actor reports its tokens
     live.stopped(leases[0].group_id, 5)  # the run has ended meanwhile
     counted = {
         name: value
@@ -190,7 +165,7 @@ async def test_groups_that_a_load_report_gives_up_are_cancelled_at_their_actor()
 
 
 def test_what_a_group_that_was_delivered_had_cost_is_no_waste() -> None:
-    """An actor that waits for the stream's acknowledgement is told to stop: its lease ended when
+    """An actor that waits for the stream's acknowledgement is ordered to stop: its lease ended when
     the message came.
     """
     live = live_ledger(Openrlhf(OpenrlhfSettings(), B))
@@ -233,7 +208,7 @@ def test_policies_that_count_trajectories_get_the_jobs_group_size() -> None:
 
 @dataclass
 class Generator:
-    """Answers the first `num_answers` requests and lets the others decode for ever."""
+    """Answers the first `num_answers` requests and lets the others decode indefinitely."""
 
     num_answers: int
     version: int = 0
@@ -295,7 +270,9 @@ class Generator:
 
 
 @asynccontextmanager
-async def real_actor(preprocessor: Rig, generator: Generator) -> AsyncIterator[None]:
+async def real_actor(
+    preprocessor: PreprocessorHarness, generator: Generator
+) -> AsyncIterator[None]:
     flags = {
         "--job": preprocessor.job_file,
         "--output": preprocessor.output,
@@ -324,7 +301,7 @@ async def test_a_group_that_a_publish_cancels_stops_decoding_at_the_generator(
 ) -> None:
     task = {"path": "pipelinerl_actor.tasks.arithmetic:Arithmetic", "args": {"digits": 1}}
     async with (
-        rig(tmp_path, staleness=policy, task=task) as preprocessor,
+        harness(tmp_path, staleness=policy, task=task) as preprocessor,
         Generator(num_answers=2).serving() as generator,
     ):
         await preprocessor.begin()
@@ -346,3 +323,61 @@ async def test_a_group_that_a_publish_cancels_stops_decoding_at_the_generator(
             assert (
                 metrics.get("tokens_dropped_total{reason=cancelled}", 0) == 0
             )  # an answer that never came is not counted
+
+
+def test_the_ring_buffer_lets_the_oldest_go() -> None:
+    buffer = RingBuffer(2)
+    assert [buffer.add(text) for text in ("a", "b", "c")] == [None, None, "a"]
+    assert ("a" in buffer, "b" in buffer, len(buffer)) == (False, True, 2)
+    buffer.discard("b")
+    buffer.discard("b")
+    assert len(buffer) == 1
+
+
+@settings(deadline=None)
+@given(room=st.integers(1, 5), ids=st.lists(st.integers(0, 50), unique=True))
+def test_the_ring_buffer_keeps_the_newest(room: int, ids: list[int]) -> None:
+    buffer = RingBuffer(room)
+    gone = [buffer.add(str(each)) for each in ids]
+    kept = [str(each) for each in ids if str(each) in buffer]
+    assert kept == [str(each) for each in ids[-room:]]
+    assert [each for each in gone if each is not None] == [
+        str(each) for each in ids[: len(ids) - len(kept)]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("staleness", "wanted", "least"),
+    [
+        ({"policy": "areal", "eta": 3}, 3, 4),
+        ({"policy": "conventional", "stepsPerGeneration": 4}, 15, 16),
+    ],
+)
+def test_a_ring_buffer_in_which_no_batch_can_form_is_refused(
+    staleness: dict[str, object], wanted: int, least: int
+) -> None:
+    def groups(size: int | None) -> int:
+        spec = make_job(
+            algorithm={"groupsPerStep": 4},
+            staleness=staleness,
+            preprocessor={"ringBufferGroups": size},
+        ).spec
+        return ring_buffer_groups(spec, policy_of(spec))
+
+    with pytest.raises(
+        SettingsError, match=f"ringBufferGroups={wanted} is too small.*needs {least} waiting"
+    ):
+        groups(wanted)
+    assert groups(least) == least
+    assert groups(None) == 16
+
+
+async def test_a_bell_wakes_all_who_wait_now() -> None:
+    bell = Broadcast()
+    bell.notify()
+    assert not await bell.wait(0.0)
+    assert not await bell.wait(0.01)
+    waiters = [asyncio.create_task(bell.wait(10.0)) for _ in range(3)]
+    await asyncio.sleep(0)
+    bell.notify()
+    assert await asyncio.gather(*waiters) == [True, True, True]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from preprocessor_harness import make_sample
+from preprocessor_fakes import make_sample
 
 from pipelinerl_common.settings import OverlongSettings
 from pipelinerl_preprocessor.advantage import MAX_LOG_RATIO, kl_per_token, overlong_penalty, returns

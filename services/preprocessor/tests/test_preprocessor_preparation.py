@@ -1,12 +1,13 @@
-"""What of a group is trained, by which rule."""
+"""The rules by which trajectories of a group are trained, masked or dropped."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from preprocessor_harness import make_group, make_job, make_sample
+from preprocessor_fakes import make_group, make_job, make_sample
 
+from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.types import FinishReason, Sample, VersionRun
 from pipelinerl_preprocessor.groups import DropReason
 from pipelinerl_preprocessor.preparation import Preparation, PreparedGroup
@@ -217,3 +218,8 @@ def test_faults(group: object, expected: DropReason | None) -> None:
 def test_version_runs_stay_with_their_tokens() -> None:
     mixed = replace(make_sample(0, 1.0), version_runs=(VersionRun(3, 1), VersionRun(4, 3)))
     assert prepare(mixed, make_sample(1, 0.0)).sequences[0].version_runs == mixed.version_runs
+
+
+def test_a_penalty_for_every_completion_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"penaltyBufferTokens=33 .*maxTokens=32"):
+        make_job(algorithm={"overlong": {"penaltyBufferTokens": 33}})

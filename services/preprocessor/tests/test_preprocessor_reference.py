@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
-from preprocessor_harness import make_sample, rig
+from preprocessor_fakes import make_sample
+from preprocessor_harness import harness
 
 from pipelinerl_common.errors import PermanentError, SettingsError, Unavailable
 from pipelinerl_common.types import VersionRun
@@ -21,7 +22,7 @@ WITH_KL = {"groupsPerStep": 2, "kl": {"coefficient": 0.1}}
 
 
 class Scorer:
-    """A generator's /v1/score: token t scores -t/1000 unless told otherwise."""
+    """A generator's /v1/score: token t scores -t/1000 unless `answers` says otherwise."""
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
@@ -179,7 +180,9 @@ async def test_a_job_with_a_reference_gets_the_column_and_drops_what_is_refused(
 ) -> None:
     async with (
         scorer() as server,
-        rig(tmp_path, "--reference", server.url, algorithm=WITH_KL, reference={}) as preprocessor,
+        harness(
+            tmp_path, "--reference", server.url, algorithm=WITH_KL, reference={}
+        ) as preprocessor,
     ):
         server.answers = [(400, {"error": "too long"})]
         await preprocessor.begin()
@@ -197,7 +200,9 @@ async def test_a_job_with_a_reference_gets_the_column_and_drops_what_is_refused(
 async def test_a_rewind_while_a_group_is_scored_drops_it_once(tmp_path: Path) -> None:
     async with (
         scorer() as server,
-        rig(tmp_path, "--reference", server.url, algorithm=WITH_KL, reference={}) as preprocessor,
+        harness(
+            tmp_path, "--reference", server.url, algorithm=WITH_KL, reference={}
+        ) as preprocessor,
     ):
         server.hold.clear()
         await preprocessor.begin()
@@ -213,7 +218,7 @@ async def test_a_rewind_while_a_group_is_scored_drops_it_once(tmp_path: Path) ->
 
 
 async def test_a_job_with_a_reference_and_no_address_says_so(tmp_path: Path) -> None:
-    async with rig(
+    async with harness(
         tmp_path, started=False, algorithm={"kl": {"coefficient": 0.1}}, reference={}
     ) as preprocessor:
         with pytest.raises(AssertionError, match="--reference URL"):

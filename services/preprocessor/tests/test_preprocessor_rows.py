@@ -3,7 +3,7 @@
 import time
 
 import numpy as np
-from preprocessor_harness import make_group, make_job, make_sample
+from preprocessor_fakes import make_group, make_job, make_sample
 
 from pipelinerl_common.types import VersionRun, merge_runs
 from pipelinerl_preprocessor.batch import RowLayout, assemble

@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from preprocessor_harness import make_sample, rig
+from preprocessor_fakes import make_sample
+from preprocessor_harness import harness
 
 from pipelinerl.v1 import admission_pb2 as pb
 from pipelinerl_common.errors import PermanentError, Refused, Unavailable
 
 
 async def test_a_step_goes_from_lease_to_acknowledgement(tmp_path: Path) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         leases = await preprocessor.roll_out(4)
         assert [(lease.group_id, lease.prompt_index, lease.attempt) for lease in leases] == [
@@ -48,7 +49,7 @@ async def test_a_step_goes_from_lease_to_acknowledgement(tmp_path: Path) -> None
 async def test_nothing_is_served_before_restore_and_nothing_granted_before_publish(
     tmp_path: Path,
 ) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         with pytest.raises(Unavailable, match="Restore"):
             await preprocessor.lease(1)
         with pytest.raises(Unavailable, match="Restore"):
@@ -66,7 +67,7 @@ async def test_nothing_is_served_before_restore_and_nothing_granted_before_publi
 
 
 async def test_a_long_poll_ends_when_a_publish_admits_more(tmp_path: Path) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         await preprocessor.roll_out(4)
         assert not (await preprocessor.lease(1, wait_s=0.05)).leases
@@ -76,7 +77,7 @@ async def test_a_long_poll_ends_when_a_publish_admits_more(tmp_path: Path) -> No
 
 
 async def test_a_pull_answers_wait_with_a_reason_at_its_deadline(tmp_path: Path) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         await preprocessor.roll_out(1)
         await preprocessor.metric("queue_groups{stage=ready}", 1)
@@ -84,7 +85,7 @@ async def test_a_pull_answers_wait_with_a_reason_at_its_deadline(tmp_path: Path)
 
 
 async def test_wrong_steps_are_refused_with_both_numbers(tmp_path: Path) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         await preprocessor.roll_out(4)
         with pytest.raises(Refused, match="step 2 is neither the current one, 0"):
@@ -106,7 +107,7 @@ async def test_wrong_steps_are_refused_with_both_numbers(tmp_path: Path) -> None
 
 
 async def test_bad_requests_name_the_field(tmp_path: Path) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         with pytest.raises(PermanentError, match="rank=2 must be below num_ranks=2"):
             await preprocessor.pull_once(0, rank=2, num_ranks=2)
@@ -121,7 +122,7 @@ async def test_bad_requests_name_the_field(tmp_path: Path) -> None:
 
 
 async def test_two_ranks_get_equal_rows_of_one_batch(tmp_path: Path) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         await preprocessor.roll_out(2)
         first, second = await asyncio.gather(preprocessor.pull(0, 0, 2), preprocessor.pull(0, 1, 2))
@@ -141,7 +142,7 @@ async def test_two_ranks_get_equal_rows_of_one_batch(tmp_path: Path) -> None:
 
 
 async def test_a_rank_that_is_ahead_waits_for_the_commit(tmp_path: Path) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         await preprocessor.roll_out(4)
         pulled = await preprocessor.pull(0)
@@ -151,7 +152,7 @@ async def test_a_rank_that_is_ahead_waits_for_the_commit(tmp_path: Path) -> None
 
 
 async def test_the_last_commit_ends_the_run_for_all(tmp_path: Path) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         await preprocessor.roll_out(4)
         pulled = await preprocessor.pull(0)
@@ -165,7 +166,7 @@ async def test_the_last_commit_ends_the_run_for_all(tmp_path: Path) -> None:
 async def test_groups_that_cannot_be_trained_are_dropped_with_a_reason_and_their_slots_come_back(
     tmp_path: Path,
 ) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         good = make_sample(1, 1.0)
         over_long = [make_sample(index, float(index), prompt=40, sampled=30) for index in range(2)]
@@ -192,7 +193,7 @@ async def test_groups_that_cannot_be_trained_are_dropped_with_a_reason_and_their
 
 
 async def test_strange_groups_are_dropped_and_counted(tmp_path: Path) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         [lease, other] = (await preprocessor.lease(2)).leases
         lease.group_id, known = "0-99", lease.group_id
@@ -209,7 +210,7 @@ async def test_strange_groups_are_dropped_and_counted(tmp_path: Path) -> None:
 
 
 async def test_the_ring_buffer_drops_the_oldest_and_gives_its_slot_back(tmp_path: Path) -> None:
-    async with rig(tmp_path, preprocessor={"ringBufferGroups": 2}) as preprocessor:
+    async with harness(tmp_path, preprocessor={"ringBufferGroups": 2}) as preprocessor:
         await preprocessor.begin()
         leases = await preprocessor.roll_out(3)
         assert await preprocessor.metric("groups_dropped_total{reason=ring_buffer}", 1) == 1
@@ -221,7 +222,7 @@ async def test_the_ring_buffer_drops_the_oldest_and_gives_its_slot_back(tmp_path
 
 
 async def test_groups_without_a_signal_are_dropped_when_asked(tmp_path: Path) -> None:
-    async with rig(
+    async with harness(
         tmp_path, algorithm={"groupsPerStep": 2, "dropZeroAdvantage": True}
     ) as preprocessor:
         await preprocessor.begin()
@@ -232,7 +233,7 @@ async def test_groups_without_a_signal_are_dropped_when_asked(tmp_path: Path) ->
 
 
 async def test_reports_give_slots_back(tmp_path: Path) -> None:
-    async with rig(tmp_path, preprocessor={"maxGroupAttempts": 2}) as preprocessor:
+    async with harness(tmp_path, preprocessor={"maxGroupAttempts": 2}) as preprocessor:
         await preprocessor.begin()
         first, second, *_ = (await preprocessor.lease(4)).leases
         await preprocessor.report(first.lease_id, pb.GROUP_OUTCOME_STARTED, served_version=0)
@@ -255,7 +256,7 @@ async def test_reports_give_slots_back(tmp_path: Path) -> None:
 
 
 async def test_a_new_session_takes_the_old_ones_leases_at_once(tmp_path: Path) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         old = (await preprocessor.lease(4)).leases
         waiting = asyncio.create_task(preprocessor.lease(1, wait_s=20, running=[old[0].lease_id]))
@@ -268,7 +269,7 @@ async def test_a_new_session_takes_the_old_ones_leases_at_once(tmp_path: Path) -
 async def test_a_silent_actor_loses_its_leases_and_the_late_result_still_counts(
     tmp_path: Path,
 ) -> None:
-    async with rig(tmp_path, preprocessor={"leaseSeconds": 1.5}) as preprocessor:
+    async with harness(tmp_path, preprocessor={"leaseSeconds": 1.5}) as preprocessor:
         await preprocessor.begin()
         old = (await preprocessor.lease(2, actor="silent")).leases
         other = (await preprocessor.lease(2)).leases
@@ -283,7 +284,7 @@ async def test_a_silent_actor_loses_its_leases_and_the_late_result_still_counts(
 
 
 async def test_messages_of_another_job_or_schema_are_set_aside(tmp_path: Path) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await preprocessor.begin()
         [lease] = (await preprocessor.lease(1)).leases
         await preprocessor.publish(lease, job="other")

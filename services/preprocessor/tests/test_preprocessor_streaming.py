@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from preprocessor_harness import Pulled, Rig, make_sample, rig
+from preprocessor_fakes import make_sample
+from preprocessor_harness import PreprocessorHarness, Pulled, harness
 
 ROW: dict[str, Any] = {
     "model": {"maxModelLen": 16},
@@ -15,7 +16,7 @@ TASK: dict[str, Any] = {"path": "tests.tasks:Task", "groupSize": 2, "sampling": 
 SAMPLES = [make_sample(0, 1.0, sampled=5), make_sample(1, 0.0, sampled=5)]
 
 
-async def roll_out(preprocessor: Rig, num_groups: int) -> list[str]:
+async def roll_out(preprocessor: PreprocessorHarness, num_groups: int) -> list[str]:
     """Groups whose two trajectories fill one row of 16."""
     leases = (await preprocessor.lease(num_groups)).leases
     assert len(leases) == num_groups
@@ -24,14 +25,16 @@ async def roll_out(preprocessor: Rig, num_groups: int) -> list[str]:
     return [lease.group_id for lease in leases]
 
 
-async def part(preprocessor: Rig, step: int, batch_id: str = "", num_had: int = 0) -> Pulled:
+async def part(
+    preprocessor: PreprocessorHarness, step: int, batch_id: str = "", num_had: int = 0
+) -> Pulled:
     pulled = await preprocessor.pull_once(step, batch_id=batch_id, num_had=num_had)
     assert isinstance(pulled, Pulled), pulled
     return pulled
 
 
 async def test_a_row_is_sent_before_the_last_group_is_there(tmp_path: Path) -> None:
-    async with rig(tmp_path, task=TASK, **ROW) as preprocessor:
+    async with harness(tmp_path, task=TASK, **ROW) as preprocessor:
         await preprocessor.begin()
         assert await preprocessor.pull_once(0, wait_s=0.05) == "no group ready, 0 running"
         await roll_out(preprocessor, 1)
@@ -70,7 +73,7 @@ async def test_a_row_is_sent_before_the_last_group_is_there(tmp_path: Path) -> N
 
 
 async def test_every_rank_gets_the_same_number_of_rows(tmp_path: Path) -> None:
-    async with rig(tmp_path, task=TASK, algorithm={"groupsPerStep": 3}, **ROW) as preprocessor:
+    async with harness(tmp_path, task=TASK, algorithm={"groupsPerStep": 3}, **ROW) as preprocessor:
         await preprocessor.begin()
         await roll_out(preprocessor, 2)
         first = await preprocessor.pull(0, 0, 2)
@@ -88,7 +91,7 @@ async def test_every_rank_gets_the_same_number_of_rows(tmp_path: Path) -> None:
 
 
 async def test_a_crash_half_way_gives_another_batch_from_its_first_row_on(tmp_path: Path) -> None:
-    async with rig(tmp_path, task=TASK, **ROW) as preprocessor:
+    async with harness(tmp_path, task=TASK, **ROW) as preprocessor:
         await preprocessor.begin()
         await roll_out(preprocessor, 1)
         first = await part(preprocessor, 0)
@@ -108,7 +111,7 @@ async def test_a_crash_half_way_gives_another_batch_from_its_first_row_on(tmp_pa
 
 
 async def test_a_rewind_half_way_leaves_nothing_of_the_batch(tmp_path: Path) -> None:
-    async with rig(tmp_path, task=TASK, **ROW) as preprocessor:
+    async with harness(tmp_path, task=TASK, **ROW) as preprocessor:
         await preprocessor.begin()
         await roll_out(preprocessor, 1)
         await part(preprocessor, 0)
@@ -122,7 +125,7 @@ async def test_a_rewind_half_way_leaves_nothing_of_the_batch(tmp_path: Path) -> 
 @pytest.mark.parametrize("eta", [0, 2])
 async def test_a_run_of_a_streaming_policy_keeps_its_bound(tmp_path: Path, eta: int) -> None:
     policy: dict[str, Any] = {"policy": "slack", "eta": eta, "cIdle": 6, "cBusy": 6}
-    async with rig(tmp_path, task=TASK, **(ROW | {"staleness": policy})) as preprocessor:
+    async with harness(tmp_path, task=TASK, **(ROW | {"staleness": policy})) as preprocessor:
         await preprocessor.begin()
         births: dict[str, int] = {}
         lags = []

@@ -1,4 +1,4 @@
-"""The event log of a live run, and its replay."""
+"""The event log of a live run and its replay, and the log of trained groups."""
 
 import json
 import re
@@ -6,11 +6,13 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from preprocessor_harness import Rig, rig
+from preprocessor_harness import PreprocessorHarness, harness
 
 from pipelinerl.v1 import admission_pb2 as pb
 from pipelinerl_cli.replay import run
-from pipelinerl_preprocessor.run_log import EventLog
+from pipelinerl_common.types import GroupId
+from pipelinerl_preprocessor.groups import Group
+from pipelinerl_preprocessor.run_log import EventLog, TrainedLog
 from pipelinerl_staleness.recording import NOTES
 
 
@@ -18,7 +20,7 @@ def events_of(output: Path) -> list[list[object]]:
     return [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
 
 
-async def live_run(preprocessor: Rig) -> None:
+async def live_run(preprocessor: PreprocessorHarness) -> None:
     """Three steps, a group that is cancelled or dropped for its age, a group that fails, and a
     crash between steps.
     """
@@ -49,7 +51,7 @@ async def live_run(preprocessor: Rig) -> None:
 async def test_a_recorded_run_replays_to_the_same_decisions(
     tmp_path: Path, policy: dict[str, object], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with rig(tmp_path, staleness=policy) as preprocessor:
+    async with harness(tmp_path, staleness=policy) as preprocessor:
         await live_run(preprocessor)
         status = run(Namespace(folder=preprocessor.output))  # while it runs
     methods = [str(event[1]) for event in events_of(preprocessor.output)]
@@ -64,12 +66,12 @@ async def test_a_recorded_run_replays_to_the_same_decisions(
         "may_admit",
     } <= set(methods)
     assert run(Namespace(folder=preprocessor.output)) == status == 0
-    told = re.fullmatch(
+    counted = re.fullmatch(
         r"(?s).*\n(\d+) events fed to a fresh policy, (\d+) decisions compared: all agree\n",
         capsys.readouterr().out,
     )
-    assert told is not None
-    assert sum(map(int, told.groups())) == len(
+    assert counted is not None
+    assert sum(map(int, counted.groups())) == len(
         [name for name in methods if name not in ("policy", *NOTES)]
     )
 
@@ -77,7 +79,7 @@ async def test_a_recorded_run_replays_to_the_same_decisions(
 async def test_a_tampered_log_is_told_by_its_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with rig(tmp_path) as preprocessor:
+    async with harness(tmp_path) as preprocessor:
         await live_run(preprocessor)
     path = preprocessor.output / "events.jsonl"
     lines = path.read_text().splitlines()
@@ -134,3 +136,27 @@ def test_a_log_that_cannot_be_written_ends_alone(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "file" / "events.jsonl")
     log.write("finished", ["0-1"], None)
     log.close()
+
+
+def test_trained_lines_are_cut_at_a_rewind(tmp_path: Path) -> None:
+    log = TrainedLog(tmp_path / "new" / "trained.jsonl")
+    log.rewind(0)
+    for step in range(3):
+        log.append(step, 0, [Group(GroupId(f"0-{step}"), step, 10 + step)])
+    with log.path.open("a") as file:
+        file.write('{"step": 1, "gro')
+    log.rewind(2)
+    log.append(2, 1, [Group(GroupId("1-0"), 0, 12)])
+    lines = [json.loads(line) for line in log.path.read_text().splitlines()]
+    assert [
+        (line["step"], line["incarnation"], line["groups"][0]["prompt_index"]) for line in lines
+    ] == [(0, 0, 10), (1, 0, 11), (2, 1, 12)]
+
+
+def test_a_line_that_a_full_disk_cut_off_costs_no_other(tmp_path: Path) -> None:
+    log = TrainedLog(tmp_path / "trained.jsonl")
+    log.append(0, 0, [])
+    with log.path.open("a") as file:
+        file.write('{"step": 1, "gro')
+    log.append(2, 0, [])
+    assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == [0, 2]
