@@ -1,4 +1,4 @@
-"""Starts a whole preprocessor on a real nats-server; the test plays the roles of actor and trainer."""
+"""Starts a whole preprocessor on a real nats-server; the test is its actor and its trainer."""
 
 import asyncio
 import os
@@ -199,7 +199,7 @@ class PreprocessorHarness:
         batch_id: str = "",
         num_had: int = 0,
     ) -> Pulled | str | None:
-        """The batch, or the new rows of `batch_id`; the reason to wait; None when the run is over."""
+        """The batch or new rows of `batch_id`, the reason to wait, or None at the end of the run."""
         request = bpb.PullStepRequest(
             step=step,
             rank=rank,

@@ -1,5 +1,5 @@
-"""kill -9 at every point of a step, rewinds of the trainer, an absent stream: what continues and what
-does not.
+"""kill -9 at every point of a step, rewinds of the trainer, an absent stream: what continues and
+what does not.
 """
 
 import asyncio

@@ -16,7 +16,7 @@ from pipelinerl_staleness.areal import Areal, ArealSettings
 
 
 class MemoryBucket:
-    """A bucket that stops answering after a number of writes, or is unreachable for the next few."""
+    """A bucket that hangs after a number of writes, or is unreachable for the next few."""
 
     def __init__(self, entries: dict[str, bytes] | None = None, dies_after: int = 10**9) -> None:
         self.stored = dict(entries or {})
