@@ -99,7 +99,7 @@ class JobRuntime:
         )
         if status.autoscale != self._choice:
             self._choice = status.autoscale
-            self._period.begin_anew()
+            self._period.restart()
         addresses = {**self._generators(), "trainer": self._trainer() or ""}
         if addresses != self._addresses:
             self._addresses = addresses

@@ -1,14 +1,12 @@
-"""How generation and training are balanced, from two readings of the metrics of a job's own
-processes.
+"""The balance of generation and training, computed from readings of a job's metrics.
 
 ```
-r        groups/s that the trainers took: trained, or turned away on their own merit
-r_gen    groups/s that generation makes when nothing holds it up: those, those that came too late, and what has piled up,
-         over the time in which admission was open
-r_train  groups/s that the trainers take when they never wait: r over the share of the time in which they did not wait
+r        groups/s that the trainers took: trained, or rejected for what they are
+r_gen    groups/s that generation makes when nothing holds it up: those, those that came too late,
+         and what piled up, divided by the time in which admission was open
+r_train  groups/s that the trainers take when they never wait: r divided by the share of the time in
+         which they did not wait
 ```
-
-The readings since the last look at the balance.
 """
 
 import math
@@ -17,28 +15,28 @@ from dataclasses import dataclass
 from pipelinerl_control.readings import Reading
 
 LATE = ("ring_buffer", "stale", "cancelled")
-"""Reasons of drops by which the trainers did not get to a group in time."""
+"""Drop reasons of groups that the trainers did not reach in time."""
 LOST = ("unfinished", "expired", "failed", "unknown", "duplicate", "rollback")
-"""Reasons of drops of what generation did not make, or had made before."""
+"""Drop reasons of groups that generation did not finish, or that were counted before."""
 WAITING = ("stream", "ready")
 """Stages in which a finished group waits for the trainers."""
 LEAST_OPEN_SHARE = 0.01
-"""Of the time; below it there is no telling what generation could do."""
+"""Smallest share of open time that is used: below it the rate of generation is unknown."""
 _DROPPED = "groups_dropped_total/"
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """One reading of everything that the balance is made of."""
+    """One reading of all counters that the balance is computed from."""
 
     at: float
     """Monotonic seconds."""
     step: int
     """Optimizer steps done."""
     actors: frozenset[str]
-    """Those that are ready, each start of one by an id of its own."""
+    """Ids of the actors that are ready; each start of an actor has an id of its own."""
     others: tuple[str, ...]
-    """The processes that were read, likewise."""
+    """Ids of the processes that were read."""
     taken: float
     late: float
     waiting: float
@@ -54,7 +52,7 @@ class Counts:
         actors: frozenset[str],
         others: tuple[str, ...],
     ) -> "Counts | None":
-        """None before the first step is counted."""
+        """Combines two readings; None before the first step is counted."""
         step, values = trainer.values.get("policy_version"), preprocessor.values
         if step is None:
             return None
@@ -77,7 +75,7 @@ class Counts:
         )
 
     def follows(self, begin: "Counts") -> bool:
-        """Whether the same processes have counted on since."""
+        """Whether the same processes have continued to count since `begin`."""
         return (
             (self.actors, self.others) == (begin.actors, begin.others)
             and self.at > begin.at
@@ -91,9 +89,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """Over the steps from `begin_step` to `step`, during which the same `num_actors` actors were
-    ready.
-    """
+    """Rates from `begin_step` to `step`, while the same `num_actors` actors were ready."""
 
     begin_step: int
     step: int
@@ -101,7 +97,7 @@ class Balance:
     r: float
     r_gen: float
     r_train: float
-    """Infinite when the trainers did nothing but wait."""
+    """Infinite when the trainers only waited."""
 
     @property
     def ratio(self) -> float:
@@ -110,12 +106,12 @@ class Balance:
 
 
 def balance_between(begin: Counts, now: Counts) -> Balance | None:
-    """`now` follows `begin`. None before the first step between the two."""
+    """The balance between two counts; None before the first step. `now` must follow `begin`."""
     steps, seconds = now.step - begin.step, now.at - begin.at
     if steps == 0:
         return None
     taken, late = now.taken - begin.taken, now.late - begin.late
-    # Up to one batch lies there at any time, according to when one looks.
+    # Up to one batch is queued at any time, depending on the moment of the reading.
     piled_up = max(0.0, now.waiting - begin.waiting - taken / steps)
     open_s = max(seconds - (now.closed_s - begin.closed_s), LEAST_OPEN_SHARE * seconds)
     busy_s = seconds - (now.trainer_wait_s - begin.trainer_wait_s)
@@ -130,25 +126,27 @@ def balance_between(begin: Counts, now: Counts) -> Balance | None:
 
 
 class Period:
-    """Grows with every reading; begins anew when a process came or went, and after each look."""
+    """The readings since the number of actors was last decided.
+
+    Restarts when a process came or went, and after each decision.
+    """
 
     def __init__(self) -> None:
         self.balance: Balance | None = None
-        """Over the period so far; None before its first step."""
+        """Balance of the period so far; None before its first step."""
         self._ends: tuple[Counts, Counts] | None = None
         """The first and the newest reading."""
 
-    def begin_anew(self) -> None:
-        """With the newest reading."""
+    def restart(self) -> None:
+        """Starts a new period at the newest reading."""
         self._ends = None if self._ends is None else (self._ends[1], self._ends[1])
         self.balance = None
 
     def take(self, counts: Counts | None, last_look: int | None) -> None:
-        """A reading, None where there is nothing to count yet. `last_look` is the step of the last
-        look.
+        """Takes a reading, None while there is nothing to count yet.
 
-        Trainers that have gone back to a checkpoint pass that step again: it cannot lie within a
-        period.
+        `last_look` is the step of the last decision. Trainers that resumed from a checkpoint pass
+        it again: a period must not contain it.
         """
         if counts is None:
             self._ends = self.balance = None

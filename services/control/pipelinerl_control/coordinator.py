@@ -1,4 +1,4 @@
-"""The weight-transfer coordinator: keeps the group what it should be, and fans updates out.
+"""The weight-transfer coordinator: forms the group of trainer and generators and fans updates out.
 
 ```
  reconcile loop, about once a second          PublishVersion, from trainer rank 0
@@ -7,8 +7,8 @@
  decide   membership.decide (pure)            POST /request_weight_update to every member
  act      form the group                      expel who failed; wake the loop
 ```
-Both change the group, never at once: a group is not formed while an update runs, an update is
-refused while one is formed.
+Both change the group, but never at the same time: no group is formed while an update runs, and an
+update is refused while a group is being formed.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from pipelinerl_weights.manifest import Manifest
 log = logging.getLogger(__name__)
 
 RETRY_S = 2.0
-"""After a failed attempt that was no generator's fault."""
+"""Pause after a failed attempt to form a group that no generator caused."""
 
 
 @dataclass
@@ -55,12 +55,14 @@ class CoordinatorCounters:
 
 @dataclass
 class _State:
+    """What the coordinator knows about the current group."""
+
     group: WeightGroup | None = None
     forming: bool = False
     transfer_deadline: float | None = None
     not_before: float = 0.0
     clients: dict[str, GeneratorClient] = field(default_factory=dict)
-    """Of the group's members."""
+    """Clients of the group's members by name."""
     served: dict[str, int] = field(default_factory=dict)
     manifest: tuple[weights_pb2.WeightManifest, str] | None = None
     """The manifest of the group's updates and its hash, from the first update on."""
@@ -68,11 +70,11 @@ class _State:
 
 
 class Coordinator:
-    """Owns the group of one job.
+    """The weight-transfer group of one job.
 
-    `generators` gives the base URL of every generator that should exist, by name, at any time; `trainer_address` "host:port" of
-    trainer rank 0, None while it has none. Epochs begin above `epoch_floor`, the last one known of,
-    and never come again.
+    `generators` returns the base URLs of all generators that should exist by name,
+    `trainer_address` the "host:port" of trainer rank 0 or None while it has none. Epochs start
+    above `epoch_floor`, the last known one, and are never reused.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Coordinator:
     ) -> None:
         self.counters = CoordinatorCounters()
         self.period_s = 1.0
-        """Time between two rounds without a cause."""
+        """Seconds between two rounds when nothing wakes the coordinator."""
         self.tracer = tracing.Tracer()
         self._settings = settings
         self._trainer = TrainerClient(trainer_address, token)
@@ -98,8 +100,8 @@ class Coordinator:
         self._backoff = MemberBackoff()
         self._is_due = False
         self._sleep: asyncio.Future[None] | None = None
-        """Until the next round. One of these is smaller than an Event, and the operator has a
-        coordinator for each job.
+        """Completes when the next round is due. A future is smaller than an Event, and the operator
+        has one coordinator per job.
         """
         self._transfers: set[asyncio.Task[TransferOutcome]] = set()
 
@@ -109,7 +111,7 @@ class Coordinator:
 
     @property
     def waiting_for(self) -> str:
-        """For people: what keeps the group from being complete."""
+        """What the group lacks to be complete, as a text for people."""
         return self._state.waiting_for
 
     @property
@@ -119,8 +121,8 @@ class Coordinator:
 
     @property
     def silent(self) -> dict[str, float]:
-        """Generators that have stopped answering though nobody saw them end, with the seconds since
-        their last answer.
+        """Seconds since the last answer of generators that stopped answering without having been
+        seen to end, by name.
         """
         return self._observer.silent()
 
@@ -136,20 +138,21 @@ class Coordinator:
         return min((self._state.served.get(name, -1) for name in names), default=-1)
 
     def wake(self) -> None:
-        """Something changed: the next round begins at once."""
+        """Starts the next round now, because something changed."""
         self._is_due = True
         if self._sleep is not None and not self._sleep.done():
             self._sleep.set_result(None)
 
     async def run(self) -> None:
-        """Reconciles for ever. Consumes observations, produces formed groups, waits for the period
-        or an expulsion.
+        """Reconciles until cancelled. Consumes observations, produces formed groups, waits for
+        `period_s`, is unblocked by `wake`.
         """
         while True:
             await self.round()
 
     async def round(self) -> None:
-        """Reconciles once, then waits for the period or for a cause."""
+        """Reconciles once, then waits for `period_s` or a wake-up, whichever comes first."""
+        # Cleared before the round, not after: a wake-up during it must lead to another round.
         self._is_due = False
         await self.reconcile()
         if self._is_due:
@@ -162,7 +165,7 @@ class Coordinator:
             pass
 
     async def reconcile(self) -> None:
-        """One round of observe, decide, act."""
+        """Runs one round of observe, decide and act."""
         seen = await self._observer.observe()
         self._backoff.keep_only(
             [name for name in self._observer.names if name not in self._observer.moved]
@@ -225,7 +228,8 @@ class Coordinator:
         )
         self._transfers.add(task)
         task.add_done_callback(self._transfers.discard)
-        return await asyncio.shield(task)  # members are mid-update even when the caller has gone
+        # The members are in the middle of the update, even when the caller disconnects.
+        return await asyncio.shield(task)
 
     async def close(self) -> None:
         for task in self._transfers:
@@ -284,13 +288,14 @@ class Coordinator:
         if self._state.group is group:
             self._state.group = None
         trainer = await self._trainer.probe()
+        # When the trainer restarted, all members failed because of it: expel none of them.
         if trainer is None or (trainer.epoch != group.epoch and not outcome.aborted):
             log.warning("version=%d failed with the trainer; no generator is to blame", version)
             return
         self._leave_out(outcome.expelled)
 
     async def _abandon(self, group: WeightGroup) -> None:
-        """Ends the group at the trainer, and with it every collective that somebody waits in."""
+        """Ends the group at the trainer, and with it every collective that a member waits in."""
         self._state.group = None
         self._epoch_floor = max(self._epoch_floor, group.epoch + 1)
         try:
@@ -309,7 +314,7 @@ class Coordinator:
             self._state.transfer_deadline is not None
             and asyncio.get_running_loop().time() < self._state.transfer_deadline
         ):
-            return  # one began while this round was observing
+            return  # an update began while this round was observing
         group = decision.group
         log.info(
             "epoch=%d members=%s forming: %s",
@@ -320,7 +325,8 @@ class Coordinator:
         self._state.waiting_for = f"generators to join epoch {group.epoch}"
         self._epoch_floor = group.epoch
         self._state.forming, self._state.group, self._state.transfer_deadline = True, None, None
-        self._state.manifest = None  # a trainer that was restarted may have another model
+        # A restarted trainer may train another model.
+        self._state.manifest = None
         try:
             clients = {name: self._observer.client(name) for name in group.names}
             failure = await form_group(group, self._trainer, clients, self._settings)

@@ -1,7 +1,7 @@
-"""Who is in the weight-transfer group: observations, the group, and the pure decision between them.
+"""Membership of the weight-transfer group: observations, the group, and the pure decision.
 
-Level-triggered: `decide` looks only at what is true now, never at what happened, so no missed event
-can leave the group wrong.
+Level-triggered: `decide` depends only on what is true now, not on the events that led there, so a
+missed event cannot leave the group wrong.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,42 +13,44 @@ MAX_BACKOFF_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class SeenGenerator:
-    """A generator whose `/health` and `/weights` answered."""
+    """A generator that answered `/health` and `/weights`."""
 
     name: str
     num_workers: int
     epoch: int
-    """Of the group that it is in now; 0 for none."""
+    """Epoch of its current group; 0 without one."""
     served_version: int
     """-1 before the first update."""
     seen_since: float
-    """Monotonic seconds since when it has answered without a break."""
-    was_away: bool = False
-    """It answered before that already: it has come back, and may go again."""
+    """Monotonic time since which it has answered without interruption."""
+    has_returned: bool = False
+    """Whether it answered before, was unreachable, and returned: it may be lost again."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeenTrainer:
+    """Trainer rank 0 as it answered."""
+
     epoch: int
-    """Of the group that the trainer is in now; 0 for none, as after a restart."""
+    """Epoch of its current group; 0 without one, as after a restart."""
     policy_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
+    """What a round of probes found."""
+
     now: float
-    """Monotonic seconds, the clock of every time here."""
+    """Monotonic seconds, the clock of all times in this module."""
     trainer: SeenTrainer | None
     generators: tuple[SeenGenerator, ...]
     num_starting: int = 0
-    """Generators that should be there and do not answer."""
+    """Generators that should exist and do not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A generator in the group. Its workers have the ranks from `rank_offset` on; the trainer is
-    rank 0.
-    """
+    """A generator in the group. Its workers have the ranks from `rank_offset`; the trainer is 0."""
 
     name: str
     num_workers: int
@@ -57,9 +59,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class WeightGroup:
-    """A formed group. Example: members of 2 and 1 workers have the rank offsets 1 and 3; the world
-    size is 4.
-    """
+    """A formed group. Example: 2 and 1 workers have rank offsets 1 and 3, world size 4."""
 
     epoch: int
     members: tuple[Member, ...]
@@ -75,14 +75,14 @@ class WeightGroup:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing to do, or not yet."""
+    """The decision to leave the group as it is, at least for now."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Form this group in place of the current one."""
+    """The decision to form `group` in place of the current one."""
 
     group: WeightGroup
     reason: str
@@ -90,13 +90,13 @@ class Form:
 
 @dataclass
 class MemberBackoff:
-    """Generators left out after a failure: 1 s, then twice as long each time, at most 60 s."""
+    """Excludes generators after a failure: 1 s, then twice as long each time, at most 60 s."""
 
     _failures: dict[str, int] = field(default_factory=dict)
     _until: dict[str, float] = field(default_factory=dict)
 
     def failed(self, name: str, now: float) -> float:
-        """Leaves the generator out for a while, returned in seconds."""
+        """Excludes the generator for the returned number of seconds."""
         self._failures[name] = self._failures.get(name, 0) + 1
         delay = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(self._failures[name] - 1, 16))
         self._until[name] = now + delay
@@ -107,9 +107,7 @@ class MemberBackoff:
         self._until.pop(name, None)
 
     def keep_only(self, names: Sequence[str]) -> None:
-        """Forgets generators that no longer exist; what bears the name of one that has failed may
-        be another process.
-        """
+        """Forgets generators that no longer exist: the next one of that name is another process."""
         for gone in [name for name in self._failures if name not in names]:
             self.succeeded(gone)
 
@@ -119,27 +117,27 @@ class MemberBackoff:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What the coordinator itself knows when it decides."""
+    """What the coordinator itself contributes to a decision."""
 
     group: WeightGroup | None
-    """The last group that formed and was not broken since."""
+    """The last group that was formed and has not failed since."""
     transfer_deadline: float | None = None
-    """Of the update that is running, if one is."""
+    """Deadline of the update that is running, or None."""
     not_before: float = 0.0
-    """After a failure that was nobody's in particular: when to try again."""
+    """Earliest time of the next attempt after a failure that no member caused."""
     settle_s: float = 2.0
-    """How long newcomers wait at most for those that are starting, so that they join together; and
-    how long one that was away must have stayed, so that one that comes and goes does not form the
-    group again and again.
+    """Longest time that new members wait for generators that are starting, so that they join
+    together; and how long a generator that returned must have stayed, so that a flapping one does
+    not cause group after group.
     """
     epoch_floor: int = 0
-    """The newest epoch of an earlier coordinator: epochs never go back, not even when everybody has
-    forgotten theirs.
+    """The newest epoch of an earlier coordinator: epochs never decrease, not even when all
+    processes have lost theirs.
     """
 
 
 def assign_ranks(epoch: int, workers: Mapping[str, int]) -> WeightGroup:
-    """Trainer rank 0, then the workers of each generator in the mapping's order."""
+    """Rank 0 is the trainer; the workers of the generators follow in the mapping's order."""
     members = []
     offset = 1
     for name, num_workers in workers.items():
@@ -149,7 +147,7 @@ def assign_ranks(epoch: int, workers: Mapping[str, int]) -> WeightGroup:
 
 
 def decide(seen: Observation, standing: Standing, backoff: MemberBackoff) -> Wait | Form:
-    """What to do now."""
+    """Returns what to do about the group now."""
     group = standing.group
     if seen.trainer is None:
         return Wait("the trainer does not answer")
@@ -163,6 +161,7 @@ def decide(seen: Observation, standing: Standing, backoff: MemberBackoff) -> Wai
         return Wait("no generator is ready")
     if seen.now < standing.not_before:
         return Wait("the last attempt failed")
+    # Wait for generators that start at the same time: one group instead of one for each of them.
     if seen.num_starting and _have_just_come(ready, seen.now, standing):
         return Wait("others may join too")
     known = [seen.trainer.epoch, standing.epoch_floor, group.epoch if group else 0]
@@ -173,18 +172,18 @@ def decide(seen: Observation, standing: Standing, backoff: MemberBackoff) -> Wai
 
 
 def _ready(seen: Observation, standing: Standing, backoff: MemberBackoff) -> list[SeenGenerator]:
-    """Who belongs into the group: members that are there, and newcomers that are neither left out
-    nor just back.
+    """Generators that belong in the group: members that answer, and new members that are neither
+    excluded nor only just back.
     """
     members = standing.group.names if standing.group else ()
 
     def is_ready(generator: SeenGenerator) -> bool:
-        is_back = (
+        has_settled = (
             generator.name in members
-            or not generator.was_away
+            or not generator.has_returned
             or seen.now - generator.seen_since >= standing.settle_s
         )
-        return is_back and not backoff.is_out(generator.name, seen.now)
+        return has_settled and not backoff.is_out(generator.name, seen.now)
 
     return [generator for generator in seen.generators if is_ready(generator)]
 
@@ -192,7 +191,7 @@ def _ready(seen: Observation, standing: Standing, backoff: MemberBackoff) -> lis
 def _fault(
     trainer: SeenTrainer, ready: Sequence[SeenGenerator], group: WeightGroup | None
 ) -> str | None:
-    """Why the group is not what it should be, or None."""
+    """Why the group must be formed again, or None."""
     if group is None:
         return "no group"
     if trainer.epoch != group.epoch:
@@ -205,12 +204,12 @@ def _fault(
         now = by_name[member.name]
         if now.epoch != group.epoch or now.num_workers != member.num_workers:
             return f"{member.name} restarted"
-    newcomers = [name for name in by_name if name not in group.names]
-    return f"{', '.join(newcomers)} joined" if newcomers else None
+    new = [name for name in by_name if name not in group.names]
+    return f"{', '.join(new)} joined" if new else None
 
 
 def _have_just_come(ready: Sequence[SeenGenerator], now: float, standing: Standing) -> bool:
-    """Whether there are newcomers, and none has waited long enough for others."""
+    """Whether there are new members and none of them has waited long enough for others."""
     members = standing.group.names if standing.group else ()
     since = [generator.seen_since for generator in ready if generator.name not in members]
     return bool(since) and now - min(since) < standing.settle_s

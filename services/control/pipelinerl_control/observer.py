@@ -1,6 +1,5 @@
-"""The coordinator's view of trainer rank 0: the `Policy` service.
-
-What is true now: which generators answer, with which weights, and where the trainer stands.
+"""What the coordinator observes: which generators answer and with which weights, and the epoch of
+trainer rank 0.
 """
 
 import asyncio
@@ -14,20 +13,25 @@ from pipelinerl_common.generator_api import WeightsResponse
 from pipelinerl_common.generator_client import GeneratorClient, GeneratorError, NoAnswer
 from pipelinerl_control.membership import Observation, SeenGenerator, SeenTrainer
 
-PROBE_TIMEOUT_S, GENERATOR_PROBE_S = 5.0, 5.0
+PROBE_TIMEOUT_S = 5.0
+MAX_SLOW_PROBES = 3
+"""Consecutive probes without an answer after which a generator that was alive counts as gone: on a
+busy machine a few are late.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousAddress:
-    """Where a group meets."""
+    """Where the members of a new group connect to each other."""
 
     address: str
     port: int
 
 
 class TrainerClient:
-    """Calls to `Policy` at `address()`, None while there is none; a fresh channel each, so that a
-    restarted trainer is reached at once.
+    """Client of trainer rank 0's `Policy` service at `address()`, which is None while it has none.
+
+    Each call opens a channel of its own, so that a restarted trainer is reached immediately.
     """
 
     def __init__(self, address: Callable[[], str | None], token: str | None) -> None:
@@ -52,7 +56,7 @@ class TrainerClient:
     async def join_group(
         self, *, epoch: int, world_size: int, backend: str, port: int, timeout_s: float
     ) -> RendezvousAddress:
-        """Opens the rendezvous of a new group, ending the old one. Raises PipelineRLError."""
+        """Opens the rendezvous of a new group and ends the old group. Raises PipelineRLError."""
         request = policy_pb2.JoinGroupRequest(
             epoch=epoch, world_size=world_size, backend=backend, port=port, timeout_s=timeout_s
         )
@@ -66,26 +70,22 @@ class TrainerClient:
         return RendezvousAddress(response.master_address, response.master_port)
 
 
-MAX_SLOW_PROBES = 3
-"""A generator that was alive may leave this many probes in a row unanswered (a busy machine) before
-it counts as gone.
-"""
-
-
 @dataclass
 class _Sight:
+    """What is known about one generator."""
+
     name: str
     client: GeneratorClient
     seen: SeenGenerator | None = None
-    was_away: bool = False
+    has_returned: bool = False
     slow_probes: int = 0
     answered_at: float | None = None
-    """Of a process that has answered and was not seen to end since."""
+    """Time of the last answer of a process that was not seen to end since."""
     error: str = "not asked yet"
 
 
 class Observer:
-    """Probes everything at once and remembers only since when each generator has been answering."""
+    """Probes all generators and the trainer, and remembers since when each one answers."""
 
     def __init__(
         self, generators: Callable[[], Mapping[str, str]], trainer: TrainerClient, token: str | None
@@ -95,9 +95,7 @@ class Observer:
         self._token = token
         self._sights: dict[str, _Sight] = {}
         self.moved: frozenset[str] = frozenset()
-        """Generators that came under another address with the last observation: other processes of
-        the same names.
-        """
+        """Generators whose address changed in the last observation: they are other processes."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -107,12 +105,12 @@ class Observer:
         return self._sights[name].client
 
     def errors(self) -> dict[str, str]:
-        """Why generators do not answer, by name."""
+        """Why generators do not answer, by name of the generator."""
         return {name: sight.error for name, sight in self._sights.items() if sight.seen is None}
 
     def silent(self) -> dict[str, float]:
-        """Generators whose process seems alive, since it was not seen to end, but that have stopped
-        answering: for how many seconds, by name.
+        """Seconds since the last answer of generators that stopped answering although their process
+        was not seen to end, by name.
         """
         now = asyncio.get_running_loop().time()
         return {
@@ -122,9 +120,9 @@ class Observer:
         }
 
     async def observe(self) -> Observation:
-        """Takes as long as the slowest probe, which has a deadline."""
+        """Probes once. Waits for the slowest probe, which ends by its own deadline."""
         self._follow(self._generators())
-        if self._trainer.address() is None:  # nothing can be formed: generators need not be asked
+        if self._trainer.address() is None:  # no group can be formed: probe no generators
             return Observation(asyncio.get_running_loop().time(), None, ())
         sights = list(self._sights.values())
         trainer, probes = await asyncio.gather(
@@ -149,8 +147,8 @@ class Observer:
 async def _probe(client: GeneratorClient) -> WeightsResponse | GeneratorError:
     """The weights of a generator that is alive, else why it is not."""
     try:
-        await client.check_health(GENERATOR_PROBE_S)
-        return await client.weights(GENERATOR_PROBE_S)
+        await client.check_health(PROBE_TIMEOUT_S)
+        return await client.weights(PROBE_TIMEOUT_S)
     except GeneratorError as error:
         return error
 
@@ -164,7 +162,7 @@ def _take(sight: _Sight, answer: WeightsResponse | GeneratorError, now: float) -
         if not is_slow:
             sight.answered_at = None
         if sight.slow_probes >= MAX_SLOW_PROBES and sight.seen is not None:
-            sight.seen, sight.was_away = None, True
+            sight.seen, sight.has_returned = None, True
         return
     sight.slow_probes, sight.answered_at = 0, now
     sight.seen = SeenGenerator(
@@ -173,5 +171,5 @@ def _take(sight: _Sight, answer: WeightsResponse | GeneratorError, now: float) -
         epoch=answer.epoch,
         served_version=answer.version,
         seen_since=sight.seen.seen_since if sight.seen else now,
-        was_away=sight.was_away,
+        has_returned=sight.has_returned,
     )

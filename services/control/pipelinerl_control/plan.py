@@ -1,14 +1,14 @@
-"""Which processes a job needs: pure, and the same for `pipelinerl up` and for the operator.
+"""Processes of a job: pure, and the same for `pipelinerl up` and the operator.
 
 ```
-preprocessor-0                    ledger, batches                 one
-generator-<actor>-<i>             decodes for actor-<actor>       actors.replicas x actors.generatorsPerReplica
-reference-<i>                     frozen reference model          reference.replicas
-actor-<i>                         rollout loop                    actors.replicas
-trainer-<rank>                    optimizer                       trainers.replicas x trainers.processesPerNode
-evaluator-0                       measures checkpoints            one, with spec.evaluation
+preprocessor-0               ledger, batches                 one
+generator-<actor>-<i>        decodes for actor-<actor>       actors.replicas x generatorsPerReplica
+reference-<i>                frozen reference model          reference.replicas
+actor-<i>                    rollout loop                    actors.replicas
+trainer-<rank>               optimizer                       trainers.replicas x processesPerNode
+evaluator-0                  measures checkpoints            one, with spec.evaluation
 ```
-NATS and the coordinator belong to the runtime that carries the plan out.
+NATS and the coordinator belong to the runtime that executes the plan.
 """
 
 from collections.abc import Mapping
@@ -20,6 +20,8 @@ from pipelinerl_common.settings import EvaluationSettings, Job
 
 
 class Role(StrEnum):
+    """The kinds of processes."""
+
     PREPROCESSOR = "preprocessor"
     GENERATOR = "generator"
     REFERENCE = "reference"
@@ -29,28 +31,23 @@ class Role(StrEnum):
 
 
 class RestartScope(StrEnum):
-    """What is restarted when a process of the role crashes."""
+    """What restarts when a process of the role crashes."""
 
     ALONE = "alone"
-    """The process itself: the others ride out its absence."""
+    """Only the process itself: the others tolerate its absence."""
     ROLE = "role"
-    """Every process of the role together, from the last checkpoint: they share collectives."""
+    """All processes of the role, from the last checkpoint: they share collectives."""
 
 
 RESTART_SCOPES: Mapping[Role, RestartScope] = {
-    Role.PREPROCESSOR: RestartScope.ALONE,
-    Role.GENERATOR: RestartScope.ALONE,
-    Role.REFERENCE: RestartScope.ALONE,
-    Role.ACTOR: RestartScope.ALONE,
-    Role.TRAINER: RestartScope.ROLE,
-    Role.EVALUATOR: RestartScope.ALONE,
+    role: RestartScope.ROLE if role is Role.TRAINER else RestartScope.ALONE for role in Role
 }
 
 ENDING_ROLES = frozenset({Role.TRAINER, Role.EVALUATOR})
-"""Whose work is done at some time."""
+"""Roles whose work ends."""
 
 EVALUATION_MARGIN_S = 60.0
-"""For an evaluator to be placed and to start."""
+"""Time for an evaluator to be scheduled and to start."""
 
 MODULES: Mapping[Role, str] = {
     Role.PREPROCESSOR: "pipelinerl_preprocessor",
@@ -64,7 +61,7 @@ MODULES: Mapping[Role, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where things are: what the runtime decides, and the plan only passes on."""
+    """Addresses and files that the runtime decides and the plan only passes on."""
 
     job_file: Path
     output: Path
@@ -72,25 +69,26 @@ class Endpoints:
     coordinator: str
     """`host:port` of the weight-transfer coordinator's gRPC server."""
     addresses: Mapping[str, str]
-    """`host:port` by workload name, for every name of `process_names(job)`."""
+    """`host:port` by process name, for every name of `process_names(job)`."""
     trainer_master: str
     """`host:port` of the trainer ranks' own rendezvous, on rank 0."""
     token_file: Path | None = None
     nats_credentials: Path | None = None
-    nats_ca_file: Path | None = None
     """Login at the sample stream's server; None uses the job's token."""
+    nats_ca_file: Path | None = None
+    """CA certificates of the sample stream's server; None uses the system's."""
     log_level: str = "info"
     metrics_addresses: Mapping[str, str] = field(default_factory=dict)
-    """`host:port` of `/metrics` by workload name; who is not named serves none."""
+    """`host:port` of `/metrics` by process name; a process that is not named serves none."""
     listen_hosts: Mapping[Role, str] = field(default_factory=dict)
-    """What services of a role bind where that is not the host of their address, for example every
-    interface of a pod.
+    """Hosts that services of a role bind when it is not the host of their address, for example all
+    interfaces of a pod.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedProcess:
-    """One process.
+    """One process of a job.
 
     Example: Workload("actor-0", Role.ACTOR, 0, ("python", "-m", "pipelinerl_actor.rollout",
     "--job", ...), "127.0.0.1:4711").
@@ -100,7 +98,7 @@ class PlannedProcess:
     role: Role
     index: int
     argv: tuple[str, ...]
-    """`python` stands for the interpreter of the runtime's choice."""
+    """Command line; `python` stands for the interpreter that the runtime chooses."""
     address: str
 
     @property
@@ -117,7 +115,7 @@ def role_of(name: str) -> Role:
 
 
 def process_names(job: Job) -> tuple[str, ...]:
-    """Names of the job's processes in start order; they depend on the job alone."""
+    """Names of the job's processes in start order; they depend only on the job."""
     spec = job.spec
     actors = range(spec.actors.replicas)
     return (
@@ -139,7 +137,7 @@ def with_actors(job: Job, count: int) -> Job:
 
 
 def generator_names(job: Job, actor: int) -> tuple[str, ...]:
-    """Generators of one actor, the only ones it routes to."""
+    """Names of the generators of one actor, the only ones that it routes to."""
     return tuple(
         f"generator-{actor}-{index}" for index in range(job.spec.actors.generators_per_replica)
     )
@@ -165,15 +163,14 @@ def generator_url(address: str) -> str:
 
 
 def longest_evaluation_s(settings: EvaluationSettings) -> float:
-    """How long the last step's evaluation is waited for after it: one may run already, and is
-    followed by the last.
-    """
+    """Longest wait for the evaluation of the last step: another evaluation may run before it."""
     return 2 * settings.timeout_seconds + EVALUATION_MARGIN_S
 
 
 def num_gpus(job: Job, name: str) -> int:
-    """GPUs of one process. Example: 8 GPUs and 8 generators per actor: 1 for each generator, 0 for
-    the rollout loop.
+    """Number of GPUs of one process.
+
+    Example: 8 GPUs and 8 generators per actor are 1 for each generator and 0 for the rollout loop.
     """
     actors, reference, evaluation = job.spec.actors, job.spec.reference, job.spec.evaluation
     match role_of(name):
@@ -195,9 +192,7 @@ def num_gpus(job: Job, name: str) -> int:
 
 
 def plan(job: Job, endpoints: Endpoints) -> tuple[PlannedProcess, ...]:
-    """The job's processes in start order. Raises ValueError when `endpoints` lacks the address of
-    one.
-    """
+    """The job's processes in start order. Raises ValueError for an address that is missing."""
     missing = [name for name in process_names(job) if name not in endpoints.addresses]
     if missing:
         raise ValueError(f"no address for {', '.join(missing)}")
@@ -205,7 +200,7 @@ def plan(job: Job, endpoints: Endpoints) -> tuple[PlannedProcess, ...]:
 
 
 def plan_process(job: Job, endpoints: Endpoints, name: str) -> PlannedProcess:
-    """One of the job's processes. `endpoints` need only hold the addresses that it uses."""
+    """One of the job's processes. `endpoints` needs only the addresses that this process uses."""
     role = role_of(name)
     index = int(name.rpartition("-")[2])
     argv = (
@@ -221,18 +216,12 @@ def plan_process(job: Job, endpoints: Endpoints, name: str) -> PlannedProcess:
 
 
 def _common_flags(endpoints: Endpoints, name: str) -> tuple[str, ...]:
-    token = ("--token-file", str(endpoints.token_file)) if endpoints.token_file else ()
-    login = (
-        ("--nats-credentials", str(endpoints.nats_credentials))
-        if endpoints.nats_credentials
-        else ()
-    )
-    authority = ("--nats-ca-file", str(endpoints.nats_ca_file)) if endpoints.nats_ca_file else ()
-    metrics = (
-        ("--metrics-listen", endpoints.metrics_addresses[name])
-        if name in endpoints.metrics_addresses
-        else ()
-    )
+    optional = {
+        "--token-file": endpoints.token_file,
+        "--nats-credentials": endpoints.nats_credentials,
+        "--nats-ca-file": endpoints.nats_ca_file,
+        "--metrics-listen": endpoints.metrics_addresses.get(name),
+    }
     return (
         *("--job", str(endpoints.job_file)),
         *("--name", name),
@@ -241,10 +230,7 @@ def _common_flags(endpoints: Endpoints, name: str) -> tuple[str, ...]:
         *("--nats-url", endpoints.nats_url),
         *("--preprocessor", endpoints.addresses["preprocessor-0"]),
         *("--coordinator", endpoints.coordinator),
-        *token,
-        *login,
-        *authority,
-        *metrics,
+        *(part for flag, value in optional.items() if value for part in (flag, str(value))),
         *("--log-level", endpoints.log_level),
     )
 
@@ -270,10 +256,10 @@ def _role_flags(job: Job, endpoints: Endpoints, role: Role, index: int) -> tuple
     if role is Role.TRAINER:
         host, _, port = endpoints.trainer_master.rpartition(":")
         ranks = ("--rank", str(index), "--num-ranks", str(num_trainer_ranks(job)))
-        # For the parity check. Actor 0 is never scaled away, so the trainers do not depend on how
-        # many actors there are.
+        # For the parity check. Actor 0 always exists, so that the trainers' command line does not
+        # depend on the number of actors.
         generators = flags("--generator", generator_names(job, 0))
-        # A start of the trainers is always a return to the newest checkpoint, if there is one.
+        # Every start of the trainers resumes from the newest checkpoint, if there is one.
         return (*generators, *ranks, "--master-address", host, "--master-port", port, "--resume")
     return ()
 

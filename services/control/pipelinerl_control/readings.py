@@ -1,6 +1,4 @@
-"""What a job's own processes tell in their metrics, as far as its keeper reads it: `pipelinerl up`,
-or the operator.
-"""
+"""Metrics that `pipelinerl up` and the operator read from a job's own processes."""
 
 import asyncio
 import re
@@ -26,7 +24,7 @@ READ = frozenset(
         "admission_closed_seconds_total",
     }
 )
-"""Names that are kept of the hundreds that a job tells."""
+"""Names of the metrics that are kept, of the hundreds that a job exports."""
 _LINE = re.compile(
     rb"^pipelinerl_(\w+)(?:\{([^}]*)\})? ([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)(?: \d+)?$",
     re.MULTILINE,
@@ -36,8 +34,9 @@ _LABEL = re.compile(rb'(?:^|,)(?:stage|phase|reason)="(\w+)"')
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Numbers by name, those with a stage, phase or reason as "name/stage"; at that moment in
-    monotonic seconds.
+    """Values of one scrape by name, with a stage, phase or reason as "name/stage".
+
+    `at` is in monotonic seconds.
     """
 
     at: float
@@ -45,7 +44,7 @@ class Reading:
 
 
 async def read_metrics(session: aiohttp.ClientSession, address: str) -> Reading | None:
-    """`/metrics` at "host:port", or None while it does not answer."""
+    """Reads `/metrics` at "host:port"; None while it does not answer."""
     try:
         async with session.get(
             f"http://{address}/metrics", timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)
@@ -63,9 +62,7 @@ async def read_metrics(session: aiohttp.ClientSession, address: str) -> Reading 
 
 
 def parse_metrics(text: bytes) -> dict[str, float]:
-    """Of Prometheus' text format what the operator reads: {"reward_mean": 0.4,
-    "queue_oldest_seconds/stream": 3.0}.
-    """
+    """Parses Prometheus' text format. Example: {"reward_mean": 0.4, "queue_groups/ready": 3.0}."""
     values: dict[str, float] = {}
     for name, labels, value in _LINE.findall(text):
         key = name.decode()

@@ -1,15 +1,15 @@
-"""How many actors there are when `autoscale` is on: the planner's schedules, kept from
-overshooting.
+"""Number of actors while `autoscale` is on: the planner's schedules, kept from overshooting.
 
 ```
- rule     actors.replicas, and from there by the ratio of the balance
- hybrid   actors.maxReplicas for the first exploreSteps, then splitShare of the GPUs, and from there by the ratio
+ rule     starts at actors.replicas and follows the ratio of the balance
+ hybrid   starts at actors.maxReplicas for the first exploreSteps, continues with splitShare of the
+          GPUs, and follows the ratio from there
 ```
-The rule alone swings for ever when one stride leads from one side of its band to the other. Here a
-stride ends where the measured rates say that the balance is: taking away leaves generation at least
-as fast as the system is, adding leaves the ratio at least at lowRatio. While the rates stay what
-they are, a number that was taken back is therefore never asked for again. And nothing is taken away
-while the trainers wait, too: then it is the staleness policy that holds both up.
+The rule alone oscillates when one step leads from one side of its band to the other. Here a step
+ends where the measured rates balance: removing actors leaves generation at least as fast as the
+system, adding actors leaves the ratio at least at lowRatio. While the rates do not change, a number
+that was given up is therefore never asked for again. No actor is removed while the trainers wait as
+well, because then the staleness policy holds up both.
 """
 
 import math
@@ -36,30 +36,28 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class ScalingChoice(Settings):
-    """What was chosen, in place of spec.actors.replicas. There is none while a hybrid schedule
-    explores.
-    """
+    """The number of actors chosen by autoscale; absent while a hybrid schedule explores."""
 
     actors: Count
-    """Actors that there should be. Remembered."""
+    """Number of actors that should exist. Remembered."""
     start: Count
-    """The spec.actors.replicas that it began from; another one begins anew. Remembered."""
+    """The spec.actors.replicas that it started from; a change restarts it. Remembered."""
     step: Count
-    """Optimizer step of the last look. Remembered."""
+    """Optimizer step of the last decision. Remembered."""
     ratio: float | None = None
-    """The system's throughput over what generation alone would reach, at the last look."""
+    """Throughput of the system divided by that of generation alone, at the last decision."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What came of a look. `why` is for people, and empty when the number stays what it was."""
+    """A decision. `why` explains a new number to people; empty when the number stays the same."""
 
     choice: ScalingChoice
     why: str
 
 
 def num_actors(spec: JobSpec, choice: ScalingChoice | None) -> int:
-    """Actors that there should be: the choice, unless it was made for another `actors.replicas`."""
+    """Number of actors that should exist: the choice, unless `actors.replicas` changed since."""
     actors, settings = spec.actors, spec.autoscale
     if not settings.enabled or actors.max_replicas is None:
         return actors.replicas
@@ -73,8 +71,8 @@ def num_actors(spec: JobSpec, choice: ScalingChoice | None) -> int:
 def look(
     spec: JobSpec, choice: ScalingChoice | None, step: int | None, balance: Balance | None
 ) -> Look | None:
-    """The next choice, after `step` optimizer steps and with `balance` since the last. None while
-    it is too early.
+    """The next decision after `step` steps with `balance` since the last one; None while it is too
+    early.
     """
     before = num_actors(spec, choice)
     if choice is None and spec.autoscale.schedule == "hybrid":
@@ -91,7 +89,7 @@ def look(
 
 
 def choose(spec: JobSpec, before: int, balance: Balance) -> int | None:
-    """Actors after a look at `balance`, made with `before` of them. None while the period lasts."""
+    """Number of actors for a `balance` measured with `before`; None while the period lasts."""
     settings, gpus = spec.autoscale, _gpus_per_actor(spec)
     share = ShareRule(_rule(spec)).observe(
         Share(before * gpus, balance.begin_step), balance.step, balance.r, balance.r_gen
@@ -129,8 +127,9 @@ def _end_of_exploring(spec: JobSpec, before: int, step: int) -> Look | None:
 
 
 def _rule(spec: JobSpec) -> ShareRuleSettings:
-    """In GPUs; without any, an actor and a trainer rank count as one each. The trainers are a gang
-    of a fixed size.
+    """The rule in GPUs; without GPUs an actor and a trainer rank count as one each.
+
+    The trainers are a gang of a fixed size.
     """
     settings, actors, gpus = spec.autoscale, spec.actors, _gpus_per_actor(spec)
     num_training = spec.trainers.replicas * spec.trainers.processes_per_node
@@ -151,7 +150,7 @@ def _gpus_per_actor(spec: JobSpec) -> int:
 
 
 def _has_been_looked_at(balance: Balance, last: ScalingChoice | None) -> bool:
-    """Steps before the last look count only once the trainers have gone back to a checkpoint."""
+    """Whether the period contains the last decision, as after a return to a checkpoint."""
     return last is not None and balance.begin_step < last.step <= balance.step
 
 

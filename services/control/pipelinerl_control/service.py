@@ -1,7 +1,5 @@
-"""The `WeightTransfer` service in front of the coordinator.
-
-Which job a call of the shared `WeightTransfer` service is for: the one whose bearer token it
-carries.
+"""The `WeightTransfer` service in front of one coordinator, or of one per job, selected by the
+bearer token of a call.
 """
 
 import hashlib
@@ -22,7 +20,10 @@ FULL_NAME = "pipelinerl.v1.WeightTransfer"
 
 
 class WeightTransferServicer(weights_pb2_grpc.WeightTransferServicer):
-    """`find` gives the coordinator of a call's job by the call's context, or raises Unavailable."""
+    """Publishes versions through the coordinator that `find` returns for a call's context.
+
+    `find` raises Unavailable when there is none.
+    """
 
     def __init__(self, find: Callable[[Any], Coordinator]) -> None:
         self._find = find
@@ -56,8 +57,9 @@ class WeightTransferServicer(weights_pb2_grpc.WeightTransferServicer):
 
 
 def member_result(name: str, reply: UpdateReply, expelled: str | None) -> weights_pb2.MemberResult:
-    """One member's reply for the trainer; `expelled` is why it is left out, if it is. A failed
-    member serves the version that it says it does, -1 when it says nothing.
+    """One member's reply for the trainer. `expelled` is why the member is excluded, if it is.
+
+    A failed member serves the version that it reports, -1 when it reports none.
     """
     if isinstance(reply, GeneratorError):
         return weights_pb2.MemberResult(
@@ -81,7 +83,7 @@ def member_result(name: str, reply: UpdateReply, expelled: str | None) -> weight
 
 
 def weight_transfer(find: Callable[[Any], Coordinator]) -> rpc.RpcService:
-    """The service for one coordinator or, with `find` telling them apart, for many."""
+    """The gRPC service; `find` returns the coordinator that a call is meant for."""
     servicer = WeightTransferServicer(find)
     return rpc.RpcService(
         weights_pb2_grpc.add_WeightTransferServicer_to_server, servicer, FULL_NAME
@@ -90,7 +92,7 @@ def weight_transfer(find: Callable[[Any], Coordinator]) -> rpc.RpcService:
 
 @dataclass(frozen=True, slots=True)
 class RunningCoordinator:
-    """`await coordinator.run()` is the caller's to schedule; the server answers meanwhile."""
+    """A coordinator whose server answers; the caller schedules `coordinator.run()`."""
 
     coordinator: Coordinator
     address: str
@@ -119,8 +121,9 @@ async def serve_coordinator(
 
 
 class TokenRoutes:
-    """Coordinators by the hash of their job's token, so that looking one up takes no time that
-    tells of another.
+    """Finds the coordinator of a call by the bearer token that it carries.
+
+    Keyed by the token's hash, so that the time of a lookup reveals nothing about other tokens.
     """
 
     def __init__(self) -> None:
@@ -133,9 +136,7 @@ class TokenRoutes:
         self._by_digest.pop(_digest(f"Bearer {token}"), None)
 
     def find(self, context: Any) -> Coordinator:
-        """Raises Unavailable: an operator that has just begun to lead does not know every job yet,
-        and callers try again.
-        """
+        """Raises Unavailable, which callers retry: a new leader does not know every job yet."""
         metadata = dict(context.invocation_metadata() or ())
         given = metadata.get("authorization", "")
         coordinator = self._by_digest.get(

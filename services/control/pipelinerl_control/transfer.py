@@ -50,8 +50,9 @@ async def _reply(call: Awaitable[Response]) -> Response | GeneratorError:
 
 @dataclass(frozen=True, slots=True)
 class FormFailure:
-    """`culprits` are left out next time; empty when the failure cannot be laid at a generator's
-    door.
+    """Why a group was not formed.
+
+    `culprits` are excluded from the next attempt; empty when no generator caused the failure.
     """
 
     culprits: Mapping[str, str]
@@ -64,8 +65,9 @@ async def form_group(
     generators: Mapping[str, GeneratorClient],
     settings: WeightTransferSettings,
 ) -> FormFailure | None:
-    """Forms `group` within `settings.form_timeout_seconds` plus the answers' grace. None when every
-    member has joined.
+    """Forms `group` within `settings.form_timeout_seconds` plus the grace for answers.
+
+    Returns None when every member has joined.
     """
     timeout_s = settings.form_timeout_seconds
     try:
@@ -105,12 +107,12 @@ async def form_group(
 async def _until_first_failure(
     tasks: Mapping[str, asyncio.Task[JoinReply]],
 ) -> dict[str, JoinReply]:
-    """Answers so far when one has failed (the rest would wait for it until their deadline), else of
-    all.
+    """Returns the replies so far once a generator has failed, else those of all generators.
 
-    One that timed out waiting for the others does not count: the one that it waited for is still to
-    be found.
+    A timeout (504) does not count as a failure: such a generator waited for another one, which is
+    still to be found.
     """
+    # After a failure the others would wait for the failed one until their deadline: cancel them.
     pending = set(tasks.values())
     try:
         while pending:
@@ -140,12 +142,12 @@ def blame_joins(replies: Mapping[str, JoinReply]) -> FormFailure | None:
 
 @dataclass(frozen=True, slots=True)
 class TransferOutcome:
-    """What came of one update of every member."""
+    """The result of one update of all members."""
 
     replies: Mapping[str, UpdateReply]
     expelled: Mapping[str, str]
-    """Members to be left out, with the reason. The others either serve the version or are
-    bystanders of the failure.
+    """Members to exclude, with the reason. The others either serve the version or failed only
+    because of an expelled one.
     """
     aborted: bool
     """The group was given up while members were still waiting in it."""

@@ -25,6 +25,6 @@ def spec_of(least: int, most: int, start: int, gpus: int = 0, **settings: Any) -
 def system(
     num_actors: int, per_actor: float, r_train: float, begin: int = 0, steps: int = 10
 ) -> Balance:
-    """Of a job whose actors make `per_actor` groups/s each and whose trainers take up to `r_train`."""
+    """The balance of actors that make `per_actor` groups/s and trainers that take `r_train`."""
     r_gen = num_actors * per_actor
     return Balance(begin, begin + steps, num_actors, min(r_gen, r_train), r_gen, r_train)

@@ -1,5 +1,5 @@
-"""The coordinator over real HTTP and gRPC, against generators and a trainer that do what the test
-tells them.
+"""The coordinator over real HTTP and gRPC, against generators and a trainer that the test
+directs.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ MANIFEST = weights_pb2.WeightManifest(
 
 @dataclass
 class FakeGenerator:
-    """Answers as a generator does. `on_update` and `on_join`: "ok", an HTTP status, "hang", "cut"."""
+    """Replies as a generator. `on_update` and `on_join`: "ok", an HTTP status, "hang", "cut"."""
 
     name: str
     num_workers: int = 1
@@ -39,7 +39,7 @@ class FakeGenerator:
     answers: asyncio.Event = field(default_factory=asyncio.Event)
     """Probes wait for it; it is set at the start."""
     is_old: bool = False
-    """Of a release before manifests had hashes."""
+    """Whether it is of a release in which manifests had no hashes."""
     manifests: set[str] = field(default_factory=set)
     num_unknown: int = 0
     joins: list[dict[str, Any]] = field(default_factory=list)
@@ -49,7 +49,7 @@ class FakeGenerator:
     update_arrived: asyncio.Event = field(default_factory=asyncio.Event)
     updated: asyncio.Event = field(default_factory=asyncio.Event)
     hold: asyncio.Event | None = None
-    """Updates wait for it, when given, before they behave as told."""
+    """Updates wait for it, when given, before they behave as directed."""
     runner: web.AppRunner | None = None
     url: str = ""
 
@@ -321,7 +321,7 @@ async def test_who_is_there_waits_only_for_who_is_starting() -> None:
         assert harness.members == ("a", "b")
 
 
-async def test_one_that_was_away_joins_when_it_has_stayed() -> None:
+async def test_one_that_has_returned_joins_when_it_has_stayed() -> None:
     async with running("a", "b", settle_s=60) as harness:
         await harness.until_members("a", "b")
         await harness.generators["b"].stop()
@@ -520,7 +520,7 @@ async def test_silent_member_is_expelled_at_the_deadline(monkeypatch: pytest.Mon
 async def test_a_generator_that_stops_answering_is_silent_until_it_answers_or_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pipelinerl_control.observer.GENERATOR_PROBE_S", 0.2)
+    monkeypatch.setattr("pipelinerl_control.observer.PROBE_TIMEOUT_S", 0.2)
     async with running("a", "b") as harness:
         await harness.until_members("a", "b")
         assert harness.coordinator.silent == {}
@@ -551,7 +551,7 @@ async def test_group_is_not_formed_again_while_an_update_runs() -> None:
         for generator in harness.generators.values():
             generator.released.set()
         assert not (await publishing).published
-        # The trainer was gone, so nobody was to blame: both join at once.
+        # The trainer was gone, so no member was to blame: both join at once.
         await harness.until_members("a", "b")
         assert harness.coordinator.counters.expulsions == 0
 

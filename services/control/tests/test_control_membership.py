@@ -133,7 +133,7 @@ def test_newcomers_wait_for_one_that_is_starting_but_never_longer_than_the_settl
     )
     assert isinstance(
         decide(staggered, Standing(None, settle_s=2), MemberBackoff()), Form
-    )  # the next one makes nobody wait longer
+    )  # the next one does not make the others wait longer
 
 
 def test_one_that_is_starting_keeps_no_other_change_waiting() -> None:
@@ -153,7 +153,12 @@ def test_one_that_comes_and_goes_forms_a_group_only_when_it_has_stayed(answers: 
         if not is_there:
             since = now + 1.0
         b = SeenGenerator(
-            "b", 1, group.epoch if "b" in group.names else 0, -1, seen_since=since, was_away=True
+            "b",
+            1,
+            group.epoch if "b" in group.names else 0,
+            -1,
+            seen_since=since,
+            has_returned=True,
         )
         generators = (generator("a", epoch=group.epoch), *([b] if is_there else []))
         seen = Observation(

@@ -76,7 +76,7 @@ def test_actor_routes_only_to_its_own_generators() -> None:
     assert values(planned["actor-1"], "--generator") == own
 
 
-def test_trainer_gets_the_generators_of_the_actor_that_always_exists_and_its_place_among_the_ranks() -> (
+def test_trainer_gets_the_generators_of_the_actor_that_always_exists_and_its_place_among_the_ranks() -> (  # noqa: E501
     None
 ):
     planned = workloads(

@@ -1,6 +1,4 @@
-"""How many actors: the choice alone, on systems whose rates are known; and the period that it looks
-back on.
-"""
+"""The chosen number of actors, on systems of known rates, and the period behind it."""
 
 import math
 from itertools import pairwise
@@ -134,8 +132,8 @@ HYBRID: dict[str, Any] = {"schedule": "hybrid", "exploreSteps": 50}
         "all while exploring",
         "the choice",
         "the choice after exploring",
-        "somebody has scaled",
-        "somebody has scaled after exploring",
+        "a user has scaled",
+        "a user has scaled after exploring",
         "the most was lowered",
         "off",
         "hybrid, but off",
@@ -241,7 +239,7 @@ def test_a_period_grows_until_it_is_looked_at_or_a_process_comes_or_goes() -> No
         period.take(each, None)
         seen.append(steps_of(period))
     assert seen == [None, (3, 5), (3, 9), None, (10, 12)]
-    period.begin_anew()
+    period.restart()
     assert steps_of(period) is None
     period.take(counts(6, 13, "abc"), 12)
     assert steps_of(period) == (12, 13)

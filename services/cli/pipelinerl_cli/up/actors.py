@@ -229,7 +229,7 @@ class Autoscaler:
             )
             return
         self._choice = looked.choice
-        self._period.begin_anew()
+        self._period.restart()
         if looked.why:
             log.info("%s", looked.why)
             self._note(looked.why)
