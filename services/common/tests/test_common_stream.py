@@ -51,23 +51,23 @@ def ids(received: Iterable[ReceivedGroup]) -> list[str]:
 async def test_groups_arrive_whole_and_leave_the_stream_when_acknowledged(stream: Stream) -> None:
     sent = [make_group(sequence) for sequence in range(20)]
     await asyncio.gather(*(stream.publish_group(group) for group in sent))
-    assert await stream.num_waiting() == 20
+    assert (await stream.depth()).num_messages == 20
     async with stream.samples(max_pending=20) as groups:
         received = await take(groups, 20)
         assert {each.group.group_id: facts(each.group) for each in received} == {
             each.group_id: facts(each) for each in sent
         }
-        assert await stream.num_waiting() == 20
+        assert (await stream.depth()).num_messages == 20
         for each in received[:15]:
             await each.ack()
             await each.ack()
-    assert await stream.num_waiting() == 5
+    assert (await stream.depth()).num_messages == 5
 
 
 async def test_a_group_published_twice_arrives_once(stream: Stream) -> None:
     for group in (make_group(0), make_group(0), make_group(1)):
         await stream.publish_group(group)
-    assert await stream.num_waiting() == 2
+    assert (await stream.depth()).num_messages == 2
 
 
 async def test_what_a_reader_left_unacknowledged_comes_first_to_the_next(stream: Stream) -> None:
@@ -109,9 +109,9 @@ async def test_a_group_put_back_comes_again(stream: Stream) -> None:
         (second,) = await take(groups, 1)
         assert facts(second.group) == facts(first.group)
         await first.ack()  # settled already: must not acknowledge the second delivery
-        assert await stream.num_waiting() == 1
+        assert (await stream.depth()).num_messages == 1
         await second.ack()
-    assert await stream.num_waiting() == 0
+    assert (await stream.depth()).num_messages == 0
 
 
 async def test_a_group_over_the_payload_limit_is_split_and_joined(tmp_path: Path) -> None:
@@ -122,14 +122,14 @@ async def test_a_group_over_the_payload_limit_is_split_and_joined(tmp_path: Path
         large = make_group(0, num_samples=9, segment_lengths=(300, 400))  # 9 * 4.4 kB into 12 kB
         await stream.publish_group(large)
         await stream.publish_group(make_group(1))
-        assert await stream.num_waiting() == 6
+        assert (await stream.depth()).num_messages == 6
         async with stream.samples(max_pending=1) as groups:
             (received,) = await take(groups, 1)
             assert facts(received.group) == facts(large)
             await received.ack()
             (received,) = await take(groups, 1)
             await received.ack()
-        assert await stream.num_waiting() == 0
+        assert (await stream.depth()).num_messages == 0
 
 
 async def test_interleaved_parts_of_many_groups_do_not_block_each_other(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ async def test_interleaved_parts_of_many_groups_do_not_block_each_other(tmp_path
             for _ in sent:
                 (received,) = await take(groups, 1)
                 await received.ack()
-        assert await stream.num_waiting() == 0
+        assert (await stream.depth()).num_messages == 0
 
 
 async def test_a_sample_over_the_payload_limit_is_a_permanent_error(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ async def test_malformed_messages_are_set_aside_counted_and_never_seen(
         "set_aside_schema_version": 1,
         "set_aside_job": 1,
     }
-    assert await stream.num_waiting() == 1
+    assert (await stream.depth()).num_messages == 1
     letters = await dead_letters(server, 3)
     assert [headers["Reason"] for headers, _ in letters] == ["unparsable", "schema_version", "job"]
     assert [payload for _, payload in letters] == [
@@ -239,9 +239,9 @@ async def test_parts_whose_group_was_granted_again_are_set_aside(
         assert received.group.attempt == 2
         await received.ack()
     assert stream.counters["set_aside_incomplete"] == 1
-    assert await stream.num_waiting() == 0
+    assert (await stream.depth()).num_messages == 0
     ((headers, _),) = await dead_letters(server, 1)
-    assert headers["Detail"] == "1 of 2 parts of attempt 1 came"
+    assert headers["Detail"] == "1 of 2 parts of attempt 1 arrived"
 
 
 async def test_parts_that_make_no_group_are_all_set_aside(
@@ -259,7 +259,7 @@ async def test_parts_that_make_no_group_are_all_set_aside(
         (received,) = await take(groups, 1)
         assert received.group.group_id == "0-1"
         await received.ack()
-    assert await stream.num_waiting() == 0
+    assert (await stream.depth()).num_messages == 0
     letters = await dead_letters(server, 2)
     assert [headers["Reason"] for headers, _ in letters] == ["sample_index", "incomplete"]
     assert letters[0][1] == twice.SerializeToString()
@@ -271,7 +271,7 @@ async def test_a_reader_can_set_a_group_aside(server: NatsServer, stream: Stream
         (received,) = await take(groups, 1)
         await stream.set_aside(received, "nan_reward", "sample 3: reward=nan \u2013 not a number")
     assert stream.counters["set_aside_nan_reward"] == 1
-    assert await stream.num_waiting() == 0
+    assert (await stream.depth()).num_messages == 0
     ((headers, payload),) = await dead_letters(server, 1)
     assert headers == {"Reason": "nan_reward", "Detail": "sample 3: reward=nan ? not a number"}
     assert payload == encode_group(make_group(0), 1 << 20)[0].payload
@@ -332,7 +332,7 @@ async def test_a_stream_that_fills_the_servers_store_can_be_connected_to_by_many
         connect(server.url, "large", settings, name="up") as first,
         connect(server.url, "large", settings, name="preprocessor", timeout_s=DEADLINE_S) as second,
     ):
-        assert await first.num_waiting(5.0) == await second.num_waiting(5.0) == 0
+        assert (await first.depth(5.0)).num_messages == (await second.depth(5.0)).num_messages == 0
 
 
 async def test_replicas_that_the_server_cannot_keep_are_named(server: NatsServer) -> None:
@@ -452,6 +452,6 @@ async def test_jobs_on_one_server_do_not_see_each_other(server: NatsServer, stre
     async with connect(server.url, "other", StreamSettings(), name="test") as other:
         await other.publish_group(make_group(0, job="other"))
         await stream.publish_group(make_group(1))
-        assert await other.num_waiting() == 1
+        assert (await other.depth()).num_messages == 1
         async with stream.samples(max_pending=4) as groups:
             assert ids(await take(groups, 1)) == ["0-1"]

@@ -18,7 +18,7 @@ from pipelinerl.v1 import metrics_pb2
 from pipelinerl_common.errors import Unavailable
 from pipelinerl_common.settings import StreamSettings
 from pipelinerl_common.stream import NatsServer, ReceivedGroup, Stream, connect
-from pipelinerl_common.stream.acks import MAX_WAITING_BYTES
+from pipelinerl_common.stream.session import MAX_WAITING_BYTES
 from pipelinerl_common.types import GroupId
 
 DEADLINE_S = 60.0
@@ -97,7 +97,7 @@ async def test_nothing_is_lost_when_the_server_is_killed_again_and_again_while_g
         await asyncio.wait_for(flow, DEADLINE_S)
         assert set(seen) == {f"0-{sequence}" for sequence in range(num_groups)}
         assert len(seen) == num_groups
-        assert await consuming.num_waiting() == 0
+        assert (await consuming.depth()).num_messages == 0
         assert consuming.counters["reconnects"] == num_kills
         assert publishing.counters["reconnects"] == num_kills
     for context in contexts:
@@ -121,11 +121,11 @@ async def test_acknowledgements_given_while_the_server_is_away_are_made_up_for(
                 await stream.publish_group(make_group(3))
                 (new,) = await take(groups, 1)
                 assert new.group.group_id == "0-3"  # what is held is not handed out a second time
-                while await stream.num_waiting(DEADLINE_S) != 2:  # noqa: ASYNC110 - the server has no event for it
+                while (await stream.depth(DEADLINE_S)).num_messages != 2:  # noqa: ASYNC110 - the server has no event for it
                     await asyncio.sleep(0.01)
                 await received[1].ack()
                 await new.ack()
-                while await stream.num_waiting(DEADLINE_S) != 0:  # noqa: ASYNC110
+                while (await stream.depth(DEADLINE_S)).num_messages != 0:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
 
 
@@ -209,10 +209,10 @@ async def test_a_server_that_lost_its_disk_gets_its_streams_again(tmp_path: Path
                 await (
                     old.ack()
                 )  # of a message that is no more: must not remove the new one of the same number
-                assert await stream.num_waiting() == 1
+                assert (await stream.depth()).num_messages == 1
                 await received.ack()
                 async with asyncio.timeout(DEADLINE_S):
-                    while await stream.num_waiting():  # noqa: ASYNC110 - what is waited for has no event
+                    while (await stream.depth()).num_messages:  # noqa: ASYNC110 - what is waited for has no event
                         await asyncio.sleep(0.01)
         assert stream.counters["lost"] == 1
 
@@ -257,7 +257,7 @@ async def test_a_frozen_server_only_delays(tmp_path: Path) -> None:
         finally:
             os.kill(server.pid, signal.SIGCONT)
         await publishing
-        assert await stream.num_waiting() == 1
+        assert (await stream.depth()).num_messages == 1
 
 
 async def test_a_frozen_server_holds_nobody_beyond_the_deadline_and_no_memory_beyond_the_bound(
@@ -298,7 +298,7 @@ async def test_a_client_that_gave_up_is_replaced(tmp_path: Path) -> None:
             assert second.group.group_id == "0-1"
             await first.ack()
             await second.ack()
-        assert await stream.num_waiting() == 0
+        assert (await stream.depth()).num_messages == 0
 
 
 async def test_leaving_while_the_server_is_away_takes_no_longer_than_its_deadline(

@@ -1,6 +1,7 @@
 """The sample stream on NATS JetStream. Only this package imports nats.
 
-async with connect(url, "maths", settings.stream, name="actor-0", login=Login.of(wiring)) as stream:
+login = Login.of(wiring)
+async with connect(url, "maths", settings.stream, name="actor-0", login=login) as stream:
     await stream.publish_group(group)
 
 async with stream.samples(max_pending=256) as received_groups:
@@ -13,9 +14,9 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from pipelinerl_common.stream.connection import StreamConnection
     from pipelinerl_common.stream.layout import StreamLayout
     from pipelinerl_common.stream.login import ANONYMOUS, Login
-    from pipelinerl_common.stream.requests import ServerRequests
     from pipelinerl_common.stream.samples import ReceivedGroup
     from pipelinerl_common.stream.server import NatsServer
     from pipelinerl_common.stream.stream import Journal, Stream, connect
@@ -26,29 +27,27 @@ __all__ = [
     "Login",
     "NatsServer",
     "ReceivedGroup",
-    "ServerRequests",
     "Stream",
+    "StreamConnection",
     "StreamLayout",
     "connect",
 ]
 
-_HOMES: Final = {
-    "Stream": "stream",
-    "connect": "stream",
-    "Journal": "stream",
-    "StreamLayout": "layout",
-    "ANONYMOUS": "login",
-    "Login": "login",
-    "ServerRequests": "requests",
-    "ReceivedGroup": "samples",
-    "NatsServer": "server",
+_MODULES: Final = {
+    "connection": ("StreamConnection",),
+    "layout": ("StreamLayout",),
+    "login": ("ANONYMOUS", "Login"),
+    "samples": ("ReceivedGroup",),
+    "server": ("NatsServer",),
+    "stream": ("Journal", "Stream", "connect"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Each name is imported when it is first asked for: the operator manages streams and never
-    needs the codec's numpy.
+    """Imports each name on first use: the operator manages streams and never needs the codec's
+    numpy.
     """
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

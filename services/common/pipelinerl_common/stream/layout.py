@@ -1,4 +1,4 @@
-"""What a job has on JetStream: its streams and subjects, and how they are configured."""
+"""A job's streams and subjects on JetStream, and their configuration."""
 
 import re
 from contextlib import suppress
@@ -20,7 +20,7 @@ from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import StreamSettings
 
 HEADER_RESERVE_BYTES: Final = 4096
-"""Of the server's payload limit, which counts headers too."""
+"""Part of the server's payload limit that is kept for headers, which count too."""
 
 CONSUMER: Final = "preprocessor"
 DAY_S: Final = 86_400.0
@@ -40,8 +40,8 @@ _UNREPAIRABLE: Final = {
 
 @dataclass(frozen=True)
 class StreamLayout:
-    """Names of one job's streams. Names of jobs and namespaces are lower-case letters, digits and
-    '-'.
+    """The names and configurations of one job's streams. Names of jobs and namespaces consist of
+    lower-case letters, digits and '-'.
 
     Example: job "maths" has the streams maths_samples (subject maths.samples), maths_dead
     (maths.dead), maths_metrics (maths.metrics) and the key-value bucket maths_journal. In the
@@ -97,8 +97,8 @@ class StreamLayout:
 
     @property
     def publish_subjects(self) -> tuple[str, ...]:
-        """All that a service of the job publishes to: its own subjects, JetStream's requests and
-        acknowledgements.
+        """Subjects that a service of the job may publish to: the job's own, and those of
+        JetStream's requests and acknowledgements.
         """
         own = tuple(
             subject for config in self.stream_configs() for subject in config.subjects or ()
@@ -107,7 +107,7 @@ class StreamLayout:
 
     @property
     def reserved_bytes(self) -> int:
-        """What the server must be able to store; it refuses streams beyond that."""
+        """Bytes that the server reserves for the streams; it refuses streams that do not fit."""
         return sum(config.max_bytes or 0 for config in self.stream_configs())
 
     def stream_configs(self) -> tuple[StreamConfig, ...]:
@@ -138,7 +138,7 @@ class StreamLayout:
                 max_age=7 * DAY_S,
                 **common,
             ),
-            # as the nats command line makes key-value buckets, so that `nats kv` reads it
+            # Configured as the nats command line does it, so that `nats kv` can read the bucket.
             StreamConfig(
                 name=self.journal_stream,
                 subjects=[f"$KV.{self._journal}.>"],
@@ -152,8 +152,8 @@ class StreamLayout:
         )
 
     async def ensure(self, jetstream: JetStreamContext) -> None:
-        """Creates what is missing and updates what differs. Raises SettingsError when the server
-        cannot have it so.
+        """Creates missing streams and updates those that differ. Raises SettingsError when the
+        server cannot provide what the settings ask for.
         """
         for config in self.stream_configs():
             try:
@@ -167,7 +167,7 @@ class StreamLayout:
     def sample_consumer(self) -> ConsumerConfig:
         """The one durable consumer of the sample stream.
 
-        A message is redelivered when the reader starts anew, never by time: the reader bounds how
+        A message is redelivered when the reader starts again, never by time: the reader bounds how
         much it holds, and an optimizer step may take arbitrarily long.
         """
         return ConsumerConfig(
@@ -179,16 +179,14 @@ class StreamLayout:
 
 
 async def _ensure_one(jetstream: JetStreamContext, config: StreamConfig) -> None:
-    """Adding a stream that is there already would need its bytes a second time, so an update is
-    tried first.
-    """
+    # Adding a stream that exists would reserve its bytes a second time, so an update comes first.
     with suppress(nats.js.errors.NotFoundError):
         await jetstream.update_stream(config)
         return
     try:
         await jetstream.add_stream(config)
     except nats.js.errors.APIError as refused:
-        try:  # another process may just have added it
+        try:  # another process may have added it in the meantime
             await jetstream.update_stream(config)
         except nats.js.errors.NotFoundError:
             raise refused from None

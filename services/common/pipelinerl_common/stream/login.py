@@ -1,4 +1,4 @@
-"""How a service shows the stream's server who it is, and how it knows the server."""
+"""Credentials for the stream's server, and the certificates that the server is checked against."""
 
 import ssl
 from dataclasses import dataclass, field
@@ -16,8 +16,8 @@ _SEED: Final = "-----BEGIN USER NKEY SEED-----"
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """At most one of `token`, `user` with `password`, `credentials_file`, `credentials_text`;
-    without any of them anonymous.
+    """A login at the stream's server: at most one of `token`, `user` with `password`,
+    `credentials_file`, `credentials_text`; anonymous without any of them.
 
     Example: Login(credentials_file=Path("/etc/pipelinerl/nats.creds")).
     """
@@ -26,9 +26,9 @@ class Login:
     user: str | None = None
     password: str | None = field(default=None, repr=False)
     credentials_file: Path | None = None
-    """User token and seed, read anew at every connect."""
+    """File with user token and seed, read at every connect."""
     credentials_text: str | None = field(default=None, repr=False)
-    """The same, from memory."""
+    """User token and seed, from memory."""
     ca_file: Path | None = None
     """Certificates that the server's own must come from; None trusts what this machine trusts. Only
     for tls:// URLs.
@@ -36,8 +36,8 @@ class Login:
 
     @classmethod
     def of(cls, wiring: Wiring) -> "Login":
-        """By `--nats-credentials`, else by the job's token. Raises SettingsError for files that
-        cannot be used.
+        """The login of `--nats-credentials`, else the job's token. Raises SettingsError for files
+        that cannot be used.
         """
         if wiring.nats_credentials is None:
             return cls(token=wiring.token, ca_file=wiring.nats_ca_file)
@@ -45,7 +45,7 @@ class Login:
 
     @classmethod
     def from_file(cls, path: Path, ca_file: Path | None = None) -> "Login":
-        """From a credentials file, or from a file of one line: `user:password` or a token. Raises
+        """Reads a credentials file, or a file of one line: `user:password` or a token. Raises
         SettingsError.
         """
         try:
@@ -60,7 +60,7 @@ class Login:
     def from_text(
         cls, text: str, ca_file: Path | None = None, *, what: str = "NATS credentials"
     ) -> "Login":
-        """From such a file's content; `what` names it in errors. Raises SettingsError."""
+        """Parses the content of such a file; `what` names it in errors. Raises SettingsError."""
         text = text.strip()
         if _CREDENTIALS in text and _SEED in text:
             return cls(credentials_text=text + "\n", ca_file=ca_file)
@@ -78,18 +78,17 @@ class Login:
 
     @property
     def has_credentials(self) -> bool:
-        """Whether a refusal may pass by itself: the server may not have heard of the account yet."""
+        """Whether a refusal may pass by itself: the server may not know the account yet."""
         return self.credentials_file is not None or self.credentials_text is not None
 
     @property
     def remedy(self) -> str:
-        """What to do when the server refuses it."""
+        """What the user can do when the server refuses this login."""
         if self.credentials_file is not None:
             return (
                 f"the credentials in {self.credentials_file}: they are expired, or the server does "
-                "not know their account; "
-                "give those that the operator wrote for this job (key nats.creds of its Secret) "
-                "with --nats-credentials"
+                "not know their account; give those that the operator wrote for this job (key "
+                "nats.creds of its Secret) with --nats-credentials"
             )
         if self.credentials_text is not None:
             return (
@@ -102,7 +101,9 @@ class Login:
         return "the token: give the right --token-file"
 
     def options(self) -> dict[str, Any]:
-        """For the NATS client's connect. Raises SettingsError for certificates that cannot be read."""
+        """Arguments of the NATS client's `connect`. Raises SettingsError for unreadable
+        certificates.
+        """
         options: dict[str, Any] = {
             "token": self.token,
             "user": self.user,

@@ -12,9 +12,11 @@ import nats.errors
 import nats.js.errors
 from nats.aio.msg import Msg
 
+from pipelinerl_common.backoff import Backoff
 from pipelinerl_common.errors import FatalError, PermanentError
 from pipelinerl_common.service import cancel_all, check_cancelled
-from pipelinerl_common.stream.connection import RETRYABLE, StreamConnection
+from pipelinerl_common.stream.connection import StreamConnection
+from pipelinerl_common.stream.session import RETRYABLE
 
 log = logging.getLogger(__name__)
 
@@ -23,17 +25,15 @@ _MAX_BATCH_BYTES: Final = 16 << 20
 """Below what the server holds back for a slow reader before it cuts the connection (64 MiB)."""
 _EXPIRES_S: Final = 10.0
 _GRACE_S: Final = 5.0
-_FIRST_BACKOFF_S: Final = 0.1
-_MAX_BACKOFF_S: Final = 2.0
-
 _REQUEST_OVER: Final = ("Message Size Exceeds MaxBytes", "Batch Completed")
 
 
 class PullReader:
     """Hands the messages of one consumer to `handle`, batch by batch.
 
-    `make_consumer` is called at every start and after every reconnect and returns the consumer's name; it decides from where
-    reading goes on. `capacity` waits until something may be read and says how many messages.
+    `make_consumer` is called at every start and after every reconnect and returns the consumer's
+    name; it decides where reading resumes. `capacity` waits until something may be read and returns
+    how many messages.
     """
 
     def __init__(
@@ -55,28 +55,27 @@ class PullReader:
         self._generation = 0
 
     async def run(self) -> None:
-        """Never returns. Raises FatalError when another process took the consumer away,
-        PermanentError when the server cannot give what is asked for.
+        """Consumes the stream and calls `handle` until cancelled. Waits for the connection, for
+        `capacity` and for messages.
+
+        Raises FatalError when another process took the consumer over, PermanentError when the
+        server rejects the consumer.
         """
-        backoff_s = _FIRST_BACKOFF_S
+        backoff = Backoff(0.1, 2.0)
         async with self._connection.listening(self._wake.set):
             while True:
                 check_cancelled()
                 await self._connection.wait_ready()
                 self._generation = self._connection.generation
                 try:
-                    consumer = await self._make_consumer()
-                    async with self._inbox() as inbox:
-                        backoff_s = _FIRST_BACKOFF_S
-                        await self._read(consumer, inbox)
+                    await self._read(backoff)
                 except nats.js.errors.BadRequestError as error:
                     raise PermanentError(
                         f"stream {self._stream} cannot be read: {error}"
                     ) from error
                 except (nats.errors.Error, *RETRYABLE) as error:
-                    log.warning("stream=%s reading starts anew: %s", self._stream, error)
-                    await asyncio.sleep(backoff_s)
-                    backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+                    log.warning("stream=%s reading starts again: %s", self._stream, error)
+                    await backoff.sleep()
 
     @asynccontextmanager
     async def _inbox(self) -> AsyncIterator[str]:
@@ -99,52 +98,60 @@ class PullReader:
             if not client.is_closed:
                 await subscription.unsubscribe()
 
-    async def _read(self, consumer: str, inbox: str) -> None:
-        """Pulls until the connection changes or the server goes silent."""
-        loop = asyncio.get_running_loop()
-        while self._connection.generation == self._generation:
-            wanted = min(await self._capacity(), _MAX_BATCH)
-            await self._pull(consumer, inbox, wanted)
-            deadline = loop.time() + _EXPIRES_S + _GRACE_S
-            while wanted > 0 and self._connection.generation == self._generation:
-                check_cancelled()
-                messages = await self._next(deadline)
-                if not messages:
-                    if self._connection.generation == self._generation:
-                        log.warning(
-                            "stream=%s the server is silent, reading starts anew", self._stream
-                        )
+    @property
+    def _is_current(self) -> bool:
+        return self._connection.generation == self._generation
+
+    async def _read(self, backoff: Backoff) -> None:
+        """Pulls with one consumer until the connection changes or the server stops responding."""
+        consumer = await self._make_consumer()
+        async with self._inbox() as inbox:
+            backoff.reset()
+            while self._is_current:
+                wanted = min(await self._capacity(), _MAX_BATCH)
+                await self._pull(consumer, inbox, wanted)
+                if not await self._receive(wanted):
                     return
-                data = [message for message in messages if _status(message) is None]
-                statuses = [message for message in messages if _status(message) is not None]
-                wanted -= len(data)
-                if data:
-                    await self._handle(data)
-                for message in statuses:
-                    self._check_request_ended(message)
-                if statuses:
-                    break
+
+    async def _receive(self, wanted: int) -> bool:
+        """Handles the answer to one pull request; False when the server does not respond."""
+        # The server ends each request after _EXPIRES_S at the latest; without a word of it, either
+        # the request or the answer is lost.
+        deadline = asyncio.get_running_loop().time() + _EXPIRES_S + _GRACE_S
+        while wanted > 0 and self._is_current:
+            check_cancelled()
+            messages = await self._next(deadline)
+            if not messages:
+                if self._is_current:
+                    log.warning(
+                        "stream=%s the server does not respond, reading starts again", self._stream
+                    )
+                return False
+            data = [message for message in messages if _status(message) is None]
+            statuses = [message for message in messages if _status(message) is not None]
+            wanted -= len(data)
+            if data:
+                await self._handle(data)
+            for message in statuses:
+                self._check_request_ended(message)
+            if statuses:
+                break
+        return True
 
     async def _pull(self, consumer: str, inbox: str, batch: int) -> None:
-        request = {
-            "batch": batch,
-            "expires": int(_EXPIRES_S * 1e9),
-            "max_bytes": self._max_batch_bytes(),
-        }
+        max_bytes = max(_MAX_BATCH_BYTES, 2 * int(self._connection.client.max_payload))
+        request = {"batch": batch, "expires": int(_EXPIRES_S * 1e9), "max_bytes": max_bytes}
         await self._connection.client.publish(
             f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{consumer}",
             json.dumps(request).encode(),
             reply=inbox,
         )
 
-    def _max_batch_bytes(self) -> int:
-        return max(_MAX_BATCH_BYTES, 2 * int(self._connection.client.max_payload))
-
     async def _next(self, deadline: float) -> list[Msg]:
-        """What has arrived; empty at the deadline."""
+        """Messages that have arrived; none at the deadline or when the connection has changed."""
         while not self._received:
             self._wake.clear()
-            if self._received or self._connection.generation != self._generation:
+            if self._received or not self._is_current:
                 break
             try:
                 async with asyncio.timeout_at(deadline):
@@ -156,11 +163,11 @@ class PullReader:
         return messages
 
     def _check_request_ended(self, message: Msg) -> None:
-        """Returns when the status message says that the pull request is over, raises when it says
-        more than that.
+        """Returns when the status message only ends the pull request, raises when it reports an
+        error.
         """
         description = (message.headers or {}).get("Description", "")
-        if description == "Consumer Deleted" and self._connection.generation == self._generation:
+        if description == "Consumer Deleted" and self._is_current:
             raise FatalError(
                 f"stream {self._stream}: another process has taken over as its reader; only one "
                 "may run"
@@ -180,8 +187,8 @@ Item = TypeVar("Item")
 
 
 class Arrivals(Generic[Item]):
-    """A queue from a reading task to an `async for`, which ends with the task's error. Waiting for
-    it may be cancelled.
+    """A queue from a reading task to an `async for`, which raises the task's error when the task
+    has ended. Waiting for an item may be cancelled.
     """
 
     def __init__(self) -> None:
@@ -207,7 +214,7 @@ class Arrivals(Generic[Item]):
         self._arrived.set()
 
     async def wait_room(self, limit: int) -> int:
-        """How many items are missing to `limit`, at least 1."""
+        """Waits until fewer than `limit` items are queued and returns how many still fit."""
         while (room := limit - len(self._items)) <= 0:
             self._taken.clear()
             await self._taken.wait()

@@ -1,6 +1,8 @@
-"""Account of the messages that the server has handed out: held, acknowledged, known to be gone.
+"""The reading side of the sample stream: joins parts into groups, sets aside what is broken, and
+accounts for every message that the server has delivered.
 
-The reading side of the sample stream: joins parts into groups, sets aside what is broken.
+message -- accept --> held -- ack ------> unconfirmed -- server confirms --> confirmed
+                           -- put_back -> delivered again some seconds later
 """
 
 import asyncio
@@ -18,14 +20,19 @@ from nats.aio.subscription import Subscription
 
 from pipelinerl_common.codec import GroupJoiner, GroupPart, PartKey, decode_part, encode_group
 from pipelinerl_common.errors import MalformedMessage, Unavailable
-from pipelinerl_common.stream.connection import RETRYABLE, StreamConnection
+from pipelinerl_common.stream.connection import StreamConnection
 from pipelinerl_common.stream.layout import CONSUMER, StreamLayout
 from pipelinerl_common.stream.pull import Arrivals, PullReader
+from pipelinerl_common.stream.session import RETRYABLE
 from pipelinerl_common.tracing import TRACEPARENT
 from pipelinerl_common.types import SampleGroup
 
 log = logging.getLogger(__name__)
 
+SetAside = Callable[[bytes, str, str], Awaitable[None]]
+"""Called with a payload, the reason in a word, and the detail."""
+
+_CONFIRM_S: Final = 5.0
 _MAX_REMEMBERED: Final = 1 << 16
 _ASK_AGAIN_S: Final = 0.5
 _PUT_BACK_NS: Final = 2_000_000_000
@@ -33,8 +40,8 @@ _PUT_BACK_NS: Final = 2_000_000_000
 
 @dataclass(slots=True, eq=False)
 class Delivery:
-    """One message: its number on the stream and where to acknowledge it (empty: it went with the
-    server's disk).
+    """One message: its number on the stream and the subject that acknowledges it (empty: the
+    message was lost with the server's disk).
     """
 
     sequence: int
@@ -42,8 +49,8 @@ class Delivery:
 
 
 class Deliveries:
-    """Each message is handed out once and acknowledged until that is certain, whatever happens to
-    the server in between.
+    """The account of delivered messages: each is handed out once and acknowledged until that is
+    certain, whatever happens to the server in between.
 
     Acknowledgements go out without waiting. The server handles them in order, so it is asked for a
     confirmation of one at a time, which covers all before it. A confirmed number is still
@@ -64,7 +71,7 @@ class Deliveries:
         self._all_confirmed = asyncio.Event()
 
     async def restart(self) -> None:
-        """The consumer was made anew: what is acknowledged and unconfirmed is acknowledged again."""
+        """Acknowledges again what is unconfirmed, after the consumer was created again."""
         client, older = self._connection.client, self._subscription
         self._inbox = client.new_inbox()
         self._subscription = await client.subscribe(self._inbox, cb=self._on_confirmed)
@@ -76,7 +83,9 @@ class Deliveries:
             await self._send_ack(delivery)
 
     def forget_all(self) -> None:
-        """The stream was made anew and counts from 1 again: no old number may be acknowledged."""
+        """Drops the account of a stream that was lost. The new one counts from 1 again, so no old
+        number may be acknowledged.
+        """
         lost = [*self._held.values(), *self._unconfirmed.values()]
         self._counters["lost"] += len(lost)
         for delivery in lost:
@@ -87,8 +96,8 @@ class Deliveries:
         self._asked.clear()
 
     async def accept(self, sequence: int, reply: str) -> Delivery | None:
-        """The account of a new message; None for one that was handed out before, which needs
-        nothing more.
+        """The account of a new message; None for one that was handed out before, which the caller
+        ignores.
         """
         if sequence in self._held:
             self._held[sequence].reply = reply
@@ -104,28 +113,32 @@ class Deliveries:
         return None
 
     async def ack(self, delivery: Delivery) -> None:
-        """The message is used: it is to leave the stream."""
-        if self._let_go(delivery):
+        """Removes a used message from the stream."""
+        if self._release(delivery):
             await self._ack(delivery)
 
     async def put_back(self, delivery: Delivery) -> None:
-        """The message is to be delivered again, some seconds from now."""
-        if self._let_go(delivery):
+        """Has the message delivered again, some seconds from now."""
+        if self._release(delivery):
             await self._send(delivery.reply, b'-NAK {"delay": %d}' % _PUT_BACK_NS, "")
 
     async def wait_confirmed(self, timeout_s: float) -> None:
         """Raises TimeoutError when acknowledgements are still unconfirmed after `timeout_s`."""
         async with asyncio.timeout(timeout_s):
             while self._unconfirmed:
-                self._all_confirmed.clear()
-                await self._send_ack(next(reversed(self._unconfirmed.values())))
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_ASK_AGAIN_S):
-                        await self._all_confirmed.wait()
+                await self._ask_once()
 
-    def _let_go(self, delivery: Delivery) -> bool:
-        """Whether the message was held. One that was lost is not, though a newer message may have
-        its number.
+    async def _ask_once(self) -> None:
+        self._all_confirmed.clear()
+        await self._send_ack(next(reversed(self._unconfirmed.values())))
+        # The request or its answer is lost with a connection, so it is repeated.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ASK_AGAIN_S):
+                await self._all_confirmed.wait()
+
+    def _release(self, delivery: Delivery) -> bool:
+        """Whether the message was held. A lost one is not, though a newer message may have its
+        number.
         """
         if self._held.get(delivery.sequence) is not delivery:
             return False
@@ -138,6 +151,7 @@ class Deliveries:
 
     async def _send_ack(self, delivery: Delivery) -> None:
         now = asyncio.get_running_loop().time()
+        # At most one request for confirmation is in flight; the others are sent and not awaited.
         if self._asked and now - self._asked_at < _ASK_AGAIN_S:
             await self._send(delivery.reply, b"+ACK", "")
         else:
@@ -146,7 +160,7 @@ class Deliveries:
 
     async def _send(self, subject: str, payload: bytes, reply: str) -> None:
         if not subject or not self._connection.is_ready:
-            return  # it is gone, or `restart` makes up for it
+            return  # the message is lost, or `restart` acknowledges it again
         try:
             await self._connection.client.publish(subject, payload, reply=reply)
         except (nats.errors.Error, *RETRYABLE) as error:
@@ -154,7 +168,8 @@ class Deliveries:
 
     async def _on_confirmed(self, message: Msg) -> None:
         if message.headers or message.subject != self._inbox:
-            return  # nobody listens there any more: a restart is near
+            return  # "no responders", or an older inbox: `restart` follows
+        # The server handles acknowledgements in order, so this one confirms all sent before it.
         for sequence in self._asked:
             if self._unconfirmed.pop(sequence, None) is not None:
                 self._confirmed[sequence] = None
@@ -167,38 +182,32 @@ class Deliveries:
             self._all_confirmed.set()
 
 
-SetAside = Callable[[bytes, str, str], Awaitable[None]]
-"""Payload, reason in a word, detail."""
-
-_CONFIRM_S: Final = 5.0
-
-
 @dataclass(slots=True, eq=False)
 class ReceivedGroup:
-    """A group from the stream. One of `ack`, `retry_later` or `Stream.set_aside` is due; a second
-    call does nothing.
+    """A group from the stream. Its reader calls one of `ack`, `retry_later` or `Stream.set_aside`;
+    a second call does nothing.
     """
 
     group: SampleGroup
     _reader: "SampleReader" = field(repr=False)
     _deliveries: list[Delivery] = field(repr=False)
     traceparent: str = ""
-    """Trace context of its publication; empty when the group is not traced."""
+    """Trace context of the group's publication; empty when it is not traced."""
 
     @property
     def num_messages(self) -> int:
-        """Messages that it came in."""
+        """Number of messages that carried the group."""
         return len(self._deliveries)
 
     async def ack(self) -> None:
-        """The group is used: all its parts leave the stream. Returns at once; sent again after a
-        reconnect until the server confirms. Only a crash before the confirmation can bring the
-        group back, at the next start.
+        """Removes all parts of the used group from the stream. Returns without waiting; the
+        acknowledgement is sent again after a reconnect until the server confirms it. Only a crash
+        before that can bring the group back, at the next start.
         """
         await self._reader.settle(self, put_back=False)
 
     async def retry_later(self) -> None:
-        """Puts the group back: it is delivered again after some seconds."""
+        """Puts the group back, to be delivered again after some seconds."""
         await self._reader.settle(self, put_back=True)
 
 
@@ -229,7 +238,9 @@ class SampleReader:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncIterator[ReceivedGroup]]:
-        """Groups as they arrive. What an earlier reader left unacknowledged comes first."""
+        """Yields groups as they arrive; those that an earlier reader left unacknowledged come
+        first.
+        """
         reader = PullReader(
             self._connection,
             self._layout.stream("samples"),
@@ -245,12 +256,12 @@ class SampleReader:
                     await self._deliveries.wait_confirmed(_CONFIRM_S)
                 except TimeoutError:
                     log.warning(
-                        "the last acknowledgements are unconfirmed: their groups may come again at "
-                        "the next start"
+                        "the last acknowledgements are unconfirmed: their groups may be delivered "
+                        "again at the next start"
                     )
 
     async def settle(self, received: ReceivedGroup, *, put_back: bool) -> None:
-        """Ends a group's account, once."""
+        """Acknowledges a group or puts it back, the first time only."""
         key = PartKey(received.group.group_id, received.group.attempt)
         if self._open.get(key) is not received:
             return
@@ -262,15 +273,15 @@ class SampleReader:
             )
 
     async def _make_consumer(self) -> str:
-        """A consumer that starts from the oldest unacknowledged message: an existing one still
-        counts as delivered what was lost with its reader or with the connection.
-        """
+        """Creates the consumer again, so that it starts from the oldest unacknowledged message."""
         jetstream, stream = self._connection.jetstream, self._layout.stream("samples")
+        # An existing consumer still counts as delivered what was lost with its reader or with the
+        # connection, and would deliver it again only after days (see `sample_consumer`).
         with suppress(nats.js.errors.NotFoundError):
             await jetstream.delete_consumer(stream, CONSUMER)
         created = str((await jetstream.stream_info(stream)).created)
         if self._stream_created not in ("", created):
-            log.error("the sample stream was made anew: what was on it is lost")
+            log.error("the sample stream was created again: the groups on it are lost")
             self._deliveries.forget_all()
         self._stream_created = created
         await jetstream.add_consumer(stream, self._layout.sample_consumer())
@@ -294,7 +305,7 @@ class SampleReader:
                 await self._move_aside([message.data], error.reason, str(error), [delivery])
         while self._evicted:
             key, parts = self._evicted.pop()
-            detail = f"{len(parts)} of {parts[0].num_parts} parts of attempt {key.attempt} came"
+            detail = f"{len(parts)} of {parts[0].num_parts} parts of attempt {key.attempt} arrived"
             limit = self._connection.client.max_payload
             payloads = [
                 encoded.payload for part in parts for encoded in encode_group(part.header, limit)

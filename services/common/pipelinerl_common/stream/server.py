@@ -1,4 +1,4 @@
-"""Starts a nats-server of one's own: for `pipelinerl up`, for tests, for benchmarks."""
+"""Starts a private nats-server: for `pipelinerl up`, for tests, for benchmarks."""
 
 import asyncio
 import fcntl
@@ -35,7 +35,7 @@ class NatsServer:
         return self._process.pid
 
     async def wait(self) -> int:
-        """Exit status, once the server has ended."""
+        """Waits until the server has ended and returns its exit status."""
         return await self._process.wait()
 
     @classmethod
@@ -54,7 +54,7 @@ class NatsServer:
         """Runs a server that keeps its streams, log and configuration in `store_dir` until the
         block is left.
 
-        Port 0 takes a free one. Streams of an earlier server in the same folder are there again.
+        Port 0 takes a free one. Streams of an earlier server in the same folder are restored.
         `launcher` is a command that is put before the server's own and becomes it. With `trust`
         (nats-server's settings operator, system_account and resolver_preload) the server keeps
         accounts apart instead of asking for `token`. Raises SettingsError (no binary, folder in
@@ -64,9 +64,9 @@ class NatsServer:
         store_dir, lock = _claim(store_dir)
         config_file, log_file = store_dir / "nats-server.conf", store_dir / "nats-server.log"
         with lock, log_file.open("ab") as log_stream:
-            start_of_log = log_stream.tell()
+            start_of_log = log_stream.seek(0, os.SEEK_END)
             _write_config(config_file, _config(store_dir, port, token, max_payload_bytes, trust))
-            # The server inherits the lock: the folder stays taken even when this process is killed
+            # The server inherits the lock: the folder stays locked even when this process is killed
             # and the server is not.
             process = await asyncio.create_subprocess_exec(
                 *launcher,
@@ -89,8 +89,8 @@ class NatsServer:
 
 
 def find_binary() -> str:
-    """Path of the nats-server binary: of this Python environment, else of the PATH. Raises
-    SettingsError.
+    """Path of the nats-server binary: that of this Python environment, else the one on the PATH.
+    Raises SettingsError.
     """
     beside_python = Path(sysconfig.get_path("scripts")) / "nats-server"
     found = str(beside_python) if beside_python.exists() else shutil.which("nats-server")
@@ -167,7 +167,7 @@ async def _wait_ready(
     start_of_log: int,
     timeout_s: float,
 ) -> int:
-    """The bound port, once the server accepts clients (its streams are recovered by then)."""
+    """Waits until the server accepts clients (its streams are recovered by then)."""
     ports_file = store_dir / f"nats-server_{process.pid}.ports"
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
@@ -188,15 +188,15 @@ async def _wait_ready(
 def _read_port(ports_file: Path) -> int | None:
     try:
         urls = json.loads(ports_file.read_text())["nats"]
-    except (FileNotFoundError, ValueError):  # not there yet, or not yet whole
+    except (FileNotFoundError, ValueError):  # not written yet, or only in part
         return None
     return int(urls[0].rpartition(":")[2])
 
 
 def _tail(log_file: Path, start: int) -> str:
     lines = log_file.read_bytes()[start:].decode(errors="replace").splitlines()
-    telling = [line for line in lines if "[FTL]" in line or "[ERR]" in line] or lines
-    return " | ".join(telling[-3:])
+    errors = [line for line in lines if "[FTL]" in line or "[ERR]" in line] or lines
+    return " | ".join(errors[-3:])
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
