@@ -219,6 +219,7 @@ class Problems(Generic[Problem]):
                 f"min={data.difficulty.min} and max={data.difficulty.max}; "
                 f"{data.difficulty.field!r} ranges from {min(found):g} to {max(found):g}"
             )
+        # Rows that are filtered out need not be right.
         problems = [parse(row) for row, _ in passed]
         return cls(
             problems,

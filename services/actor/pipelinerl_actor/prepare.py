@@ -81,6 +81,7 @@ def prepare(flags: argparse.Namespace) -> Path:
 
     transformers_logging.disable_progress_bar()
     job = load_job(flags.job)
+    # Tasks before the model: their errors appear before a download of many minutes.
     task = (
         load_task(TaskName(job.spec.task.path, job.spec.task.args, job.spec.seed))
         if flags.check_task

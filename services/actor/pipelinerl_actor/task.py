@@ -72,6 +72,12 @@ class Prompt:
         """A single user message: Prompt.of("3+4=", answer="7")."""
         return cls(({"role": "user", "content": text},), facts)
 
+    @classmethod
+    def after_system(cls, system: str, text: str, **facts: Any) -> "Prompt":
+        """A user message after a system message, which is left out when it is empty."""
+        first: tuple[Message, ...] = ({"role": "system", "content": system},) if system else ()
+        return cls((*first, {"role": "user", "content": text}), facts)
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:

@@ -61,6 +61,7 @@ def _import(path: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        # Either the task's own module is missing, or one that it imports.
         if error.name is not None and (
             module_name == error.name or module_name.startswith(f"{error.name}.")
         ):

@@ -311,7 +311,7 @@ def trajectory(
     sampler = Sampler(
         generators, SamplingSettings(max_tokens=8), verifier, Continuation(model_folder), seed=0
     )
-    return Trajectory(sampler, 0, 0, prompt, TrajectoryClock(30), Progress({0}))
+    return Trajectory(sampler, Progress(pb.GroupLease(), {0}), prompt, 0, TrajectoryClock(30))
 
 
 class ScriptedRollout:

@@ -132,20 +132,6 @@ SUCCESS = "success"
 
 
 @dataclass(frozen=True, slots=True)
-class PromptOutcome:
-    """The answers to one prompt. Example: PromptOutcome(17, (1.0, 0.0), 1, 38) has two answers, one
-    of which passed, and 38 sampled tokens.
-    """
-
-    prompt_index: int
-    rewards: tuple[float, ...]
-    num_passed: int
-    num_tokens: int
-    num_truncated: int = 0
-    """Answers that ran into the token limit."""
-
-
-@dataclass(frozen=True, slots=True)
 class Evaluation:
     """The result for one task. Failed prompts are counted by reason and are in no estimate."""
 
@@ -197,8 +183,7 @@ class Evaluator:
             raise FatalError(
                 f"the answers come from several versions of the weights: {sorted(versions)}"
             )
-        outcomes = [outcome_of(group) for group in groups]
-        return _evaluation(outcomes, versions.pop(), k, seed, dict(failures))
+        return _evaluation(groups, versions.pop(), k, seed, dict(failures))
 
     async def _roll_out(self, index: int, failures: Counter[str]) -> SampleGroup | None:
         """None for a prompt that failed, which is counted."""
@@ -210,7 +195,7 @@ class Evaluator:
         )
         async with self._room:
             try:
-                group = await self._roller.roll_out(lease, self._roller.begin(lease))
+                group = await self._roller.roll_out(self._roller.begin(lease))
             except GroupFailed as error:
                 failures[error.reason] += 1
                 return None
@@ -222,16 +207,6 @@ class Evaluator:
         return group
 
 
-def outcome_of(group: SampleGroup) -> PromptOutcome:
-    return PromptOutcome(
-        prompt_index=group.prompt_index,
-        rewards=tuple(sample.reward for sample in group.samples),
-        num_passed=sum(_passed(sample) for sample in group.samples),
-        num_tokens=sum(sample.num_sampled for sample in group.samples),
-        num_truncated=sum(sample.finish_reason is FinishReason.LENGTH for sample in group.samples),
-    )
-
-
 def _passed(sample: Sample) -> bool:
     return sample.metrics.get(SUCCESS, sample.reward) >= 1.0
 
@@ -241,24 +216,27 @@ def _versions(group: SampleGroup) -> set[int]:
 
 
 def _evaluation(
-    outcomes: Sequence[PromptOutcome],
+    groups: Sequence[SampleGroup],
     version: int,
     k: Sequence[int],
     seed: int,
     failures: dict[str, int],
 ) -> Evaluation:
-    n = len(outcomes[0].rewards)
-    num_answers = n * len(outcomes)
+    """The estimates over the groups, one for each prompt, of equally many answers."""
+    n = len(groups[0].samples)
+    answers = [sample for group in groups for sample in group.samples]
+    passed_P = [sum(_passed(sample) for sample in group.samples) for group in groups]
+    rewards_P = [sum(sample.reward for sample in group.samples) / n for group in groups]
+    truncated = sum(sample.finish_reason is FinishReason.LENGTH for sample in answers)
     return Evaluation(
         policy_version=version,
-        num_prompts=len(outcomes),
+        num_prompts=len(groups),
         num_samples=n,
         pass_at={
-            each: estimate([pass_at_k(n, outcome.num_passed, each) for outcome in outcomes], seed)
-            for each in k
+            each: estimate([pass_at_k(n, passed, each) for passed in passed_P], seed) for each in k
         },
-        reward=estimate([sum(outcome.rewards) / n for outcome in outcomes], seed),
-        tokens_per_answer=sum(outcome.num_tokens for outcome in outcomes) / num_answers,
-        truncated_share=sum(outcome.num_truncated for outcome in outcomes) / num_answers,
+        reward=estimate(rewards_P, seed),
+        tokens_per_answer=sum(sample.num_sampled for sample in answers) / len(answers),
+        truncated_share=truncated / len(answers),
         failures=failures,
     )

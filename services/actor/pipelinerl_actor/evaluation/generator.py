@@ -56,12 +56,16 @@ async def until_ready(url: str, timeout_s: float | None, is_alive: Callable[[], 
     """
     try:
         async with asyncio.timeout(timeout_s):
-            while not await GeneratorClient(url).is_ready(_ASK_S):
-                if not is_alive():
-                    raise Unavailable("the generator's process ended before it served anything")
-                await asyncio.sleep(_PAUSE_S)
+            await _until_ready(GeneratorClient(url), is_alive)
     except TimeoutError:
         raise Unavailable(f"the generator serves nothing after {timeout_s:g} s") from None
+
+
+async def _until_ready(client: GeneratorClient, is_alive: Callable[[], bool]) -> None:
+    while not await client.is_ready(_ASK_S):
+        if not is_alive():
+            raise Unavailable("the generator's process ended before it served anything")
+        await asyncio.sleep(_PAUSE_S)
 
 
 @dataclass(frozen=True, slots=True)

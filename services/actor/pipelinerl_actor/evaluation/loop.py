@@ -203,10 +203,11 @@ async def run_evaluator(wiring: Wiring, stop: asyncio.Event, last_result: Path |
             stopping = asyncio.create_task(stop.wait())
             try:
                 await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                if working.done():
-                    _write_last(working.result(), last_result)
+                is_over = working.done()
             finally:
                 await cancel_all([working, stopping])
+            if is_over:
+                _write_last(working.result(), last_result)
 
 
 def _write_last(result: EvaluationResult | None, file: Path | None) -> None:

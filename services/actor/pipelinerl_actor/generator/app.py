@@ -195,6 +195,7 @@ def _add_probe_routes(app: FastAPI, generator: RunningGenerator) -> None:
 
 def _add_error_handlers(app: FastAPI, generator: RunningGenerator) -> None:
     def answer(status: int, message: str, kind: str) -> JSONResponse:
+        # Clients wait and try another generator after 503, and give the request up after 4xx.
         detail = ErrorDetail(message=message, type=kind, serving_version=generator.updater.version)
         headers = (
             {"Retry-After": RETRY_AFTER_S} if status == HTTPStatus.SERVICE_UNAVAILABLE else None

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -89,9 +89,12 @@ class RequestHandler:
         """
         self._check_ready()
         prompt = self._prompt(request)
-        given = [*prompt, *self._answer(request)]
+        answer = request.answer_token_ids or []
+        self._check_tokens(answer)
+        given = [*prompt, *answer]
         max_tokens = self._max_tokens(request, len(given))
         samplings = [_sampling(request, max_tokens, index) for index in range(request.n)]
+        # One sequence of the engine per choice: each has its own seed and its own end.
         async with self._counted(request.n):
             with self._stoppable(request.request_id) as stop:
                 completions = await _all(
@@ -193,12 +196,6 @@ class RequestHandler:
         except Exception as error:
             raise BadRequest(f"the model's chat template refuses the messages: {error}") from error
 
-    def _answer(self, request: CompletionRequest) -> list[int]:
-        if request.answer_token_ids is None:
-            return []
-        self._check_tokens(request.answer_token_ids)
-        return request.answer_token_ids
-
     @contextmanager
     def _stoppable(self, request_id: str | None) -> Iterator[asyncio.Event | None]:
         if request_id is None:
@@ -213,7 +210,7 @@ class RequestHandler:
             del self._stops[request_id]
 
     def _check_tokens(self, token_ids: Sequence[int]) -> None:
-        if (highest := max(token_ids)) >= self._limits.vocabulary:
+        if (highest := max(token_ids, default=0)) >= self._limits.vocabulary:
             raise BadRequest(
                 f"token id {highest} is outside the vocabulary of {self._limits.vocabulary}"
             )
@@ -274,18 +271,14 @@ _LOWEST = -1e9
 """Replaces minus infinity, which JSON does not have."""
 
 
-async def _all(calls: Sequence[Awaitable[Result]]) -> list[Result]:
+async def _all(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
     """Results in order. A failure or a cancellation cancels the others, and awaits them."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_awaited(call)) for call in calls]
+            tasks = [group.create_task(call) for call in calls]
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from failed
     return [task.result() for task in tasks]
-
-
-async def _awaited(call: Awaitable[Result]) -> Result:
-    return await call
 
 
 def _sampling(request: CompletionRequest, max_tokens: int, index: int) -> Sampling:

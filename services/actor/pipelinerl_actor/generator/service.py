@@ -211,6 +211,7 @@ def assemble(
     layout = WeightLayout.of_folder(model)
     adapter = job.spec.model.adapter
     expected: ExpectedWeights = layout if adapter is None else AdapterLayout(layout, adapter.rank)
+    # The updater reports the running sequences, and the handler reads the updater's version.
     updater = WeightUpdater(
         engine,
         expected if role.takes_updates else None,

@@ -299,6 +299,7 @@ class DecodeLoop:
         for command in computations:
             command()
         unfinished: list[DecodeJob] = []
+        # Read once: all tokens of a round are sampled from the same weights.
         version = self._version()
         num_tokens = num_prefilled = 0
         for job in self._running:

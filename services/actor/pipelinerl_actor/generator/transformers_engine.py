@@ -182,6 +182,7 @@ class TransformersEngine:
             device=self._model.device,
         )
         if self._merged is not None:
+            # Only now: a layer needs both halves of its adapter, which may be in two buckets.
             with clock.loading():
                 for name, tensor in self._merged.of(adapter):
                     take(name, tensor)

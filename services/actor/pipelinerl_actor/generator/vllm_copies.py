@@ -152,6 +152,7 @@ class StagingModel:
                     setattr(live, name, theirs)
                     setattr(staging, name, mine)
         if targets:
+            # One call for all tensors: thousands of single copies would lengthen the pause.
             torch._foreach_copy_(targets, sources)
             torch.accelerator.synchronize()
 

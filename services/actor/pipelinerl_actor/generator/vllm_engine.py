@@ -317,14 +317,14 @@ class VllmEngine:
         """Starts work on the thread of every worker and waits until all have ended. Raises what a
         worker raised.
         """
-        with self._reports.ticket() as ticket:
-            await self._call(method, astuple(ticket), *arguments)
-            try:
-                return await self._reports.results(ticket, timeout_s + _GRACE_S)
-            except TimeoutError as error:
-                raise FatalError(
-                    f"a worker did not end {method} {_GRACE_S:g} s after its deadline"
-                ) from error
+        try:
+            return await self._reports.collect(
+                lambda ticket: self._call(method, astuple(ticket), *arguments), timeout_s + _GRACE_S
+            )
+        except TimeoutError as error:
+            raise FatalError(
+                f"a worker did not end {method} {_GRACE_S:g} s after its deadline"
+            ) from error
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
         try:

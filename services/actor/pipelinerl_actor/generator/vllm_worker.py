@@ -119,6 +119,7 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
     def _back_up(self) -> dict[str, Any]:
         self._before = self._served
         if self._merged is None:
+            # The old copy is freed first, so that host memory holds one at a time.
             self._backup = None
             self._backup = Backup(self.model_runner.get_model())
         return {}
@@ -192,6 +193,7 @@ def install_score_temperature(runner: Any) -> None:
             finally:
                 del runner.sampler.compute_logprobs
                 runner.num_prompt_logprobs = waiting
+            # The runner deletes finished requests from the mapping that it was given.
             for finished in before - requests.keys():
                 waiting.pop(finished, None)
         return result

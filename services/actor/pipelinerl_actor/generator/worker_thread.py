@@ -7,13 +7,12 @@ for the next one.
 """
 
 import asyncio
-import contextlib
 import itertools
 import json
 import socket
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,21 +57,20 @@ class WorkerReports:
             finally:
                 server.close()
 
-    @contextlib.contextmanager
-    def ticket(self) -> Iterator[Ticket]:
-        """A ticket for every worker. Its reports are received until the end of the block."""
+    async def collect(
+        self, start: Callable[[Ticket], Awaitable[object]], timeout_s: float
+    ) -> list[dict[str, Any]]:
+        """The results of the work that `start` starts on all workers, in their order. Raises what a
+        worker raised, or TimeoutError.
+        """
         ticket = Ticket(next(self._numbers), self._path)
-        self._outcomes[ticket.number] = {}
+        outcomes = self._outcomes[ticket.number] = {}
         try:
-            yield ticket
+            await start(ticket)
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: len(outcomes) == self._num_workers)
         finally:
             del self._outcomes[ticket.number]
-
-    async def results(self, ticket: Ticket, timeout_s: float) -> list[dict[str, Any]]:
-        """The results of all workers, in order. Raises what a worker raised, or TimeoutError."""
-        outcomes = self._outcomes[ticket.number]
-        async with asyncio.timeout(timeout_s), self._changed:
-            await self._changed.wait_for(lambda: len(outcomes) == self._num_workers)
         return result_of([outcomes[worker] for worker in sorted(outcomes)])
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

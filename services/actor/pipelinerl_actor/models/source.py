@@ -154,36 +154,29 @@ class ModelSource:
             RevisionNotFoundError,
         )
 
+        # A subclass stands before its base.
+        faults: dict[type[Exception], str] = {
+            GatedRepoError: "access is restricted; accept its terms, log in with `hf auth login`",
+            RepositoryNotFoundError: "no such model on the hub, or it is private and needs a login",
+            RevisionNotFoundError: f"no branch, tag or commit spec.model.revision={revision!r}",
+        }
+        where = f"spec.model.uri='hf://{name}'"
         try:
-            return Path(
-                snapshot_download(
-                    name,
-                    revision=revision,
-                    allow_patterns=_HUB_PATTERNS,
-                    local_files_only=self.offline,
-                    endpoint=self.hub,
-                )
+            folder = snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=_HUB_PATTERNS,
+                local_files_only=self.offline,
+                endpoint=self.hub,
             )
-        except GatedRepoError as error:
-            raise SettingsError(
-                f"spec.model.uri='hf://{name}': access is restricted; accept its terms and log in "
-                "with `hf auth login`"
-            ) from error
-        except RepositoryNotFoundError as error:
-            raise SettingsError(
-                f"spec.model.uri='hf://{name}': no such model on the hub, or it is private and you "
-                "are not logged in"
-            ) from error
-        except RevisionNotFoundError as error:
-            raise SettingsError(
-                f"spec.model.revision={revision!r}: hf://{name} has no such branch, tag or commit"
-            ) from error
+        except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+            fault = next(fault for kind, fault in faults.items() if isinstance(error, kind))
+            raise SettingsError(f"{where}: {fault}") from error
         except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-            how = (
-                "is not on this machine and --offline forbids a download"
-                if self.offline
-                else f"cannot be downloaded: {error}"
-            )
+            how = f"cannot be downloaded: {error}"
+            if self.offline:
+                how = "is not on this machine and --offline forbids a download"
             raise Unavailable(
-                f"spec.model.uri='hf://{name}': {how}; or give a local folder as spec.model.uri"
+                f"{where}: {how}; or give a local folder as spec.model.uri"
             ) from error
+        return Path(folder)

@@ -201,6 +201,7 @@ def train(recipe: Recipe) -> Qwen3ForCausalLM:
     model = make_model(TinyShape(recipe.hidden_size, recipe.num_layers), recipe.seed)
     generator = torch.Generator().manual_seed(recipe.seed)
     num_threads = torch.get_num_threads()
+    # One thread, since sums in another order would give other weights.
     torch.set_num_threads(1)
     try:
         _fit(

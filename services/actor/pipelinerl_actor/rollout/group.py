@@ -51,26 +51,28 @@ class GroupRoller:
 
     def begin(self, lease: GroupLease) -> Progress:
         """The progress of a new attempt, with what an earlier one has sampled."""
-        progress = Progress(set(range(lease.group_size)))
+        progress = Progress(lease, set(range(lease.group_size)))
         if self._can_resume:
             progress.partial = PartialGroup.from_proto(lease.partial)
         elif self._is_single_turn:
             progress.partial = PartialGroup()
         return progress
 
-    async def roll_out(self, lease: GroupLease, progress: Progress) -> SampleGroup:
+    async def roll_out(self, progress: Progress) -> SampleGroup:
         """The finished group. Cancelling it stops the decoding.
 
         Raises GroupFailed; RolloutStopped after `progress.partial.stop`; or what must end the
         actor.
         """
+        lease = progress.lease
         prompt = self._prompt(lease.prompt_index)
         partial = progress.partial
         is_short = self._settings.sampling.max_tokens <= _SHORT_COMPLETION_TOKENS
         if partial is not None and not partial.answers and is_short:
-            samples = await self._sample_together(lease, prompt, progress, partial)
+            samples = await self._sample_together(progress, prompt, partial)
         else:
-            samples = await self._sample_each(lease, prompt, progress)
+            samples = await self._sample_each(progress, prompt)
+        # Without a sampled token there is nothing to train on.
         if not any(sample.num_sampled for sample in samples):
             raise GroupFailed(
                 "no_tokens", f"group {lease.group_id}: no trajectory has a sampled token"
@@ -94,35 +96,31 @@ class GroupRoller:
             raise GroupFailed(given_up.reason, str(given_up)) from error
 
     async def _sample_together(
-        self, lease: GroupLease, prompt: Prompt, progress: Progress, partial: PartialGroup
+        self, progress: Progress, prompt: Prompt, partial: PartialGroup
     ) -> list[Sample]:
         """Samples all answers ahead, then verifies them, under one deadline for the whole group."""
         clock = TrajectoryClock(self._settings.timeout_seconds)
         try:
             async with _deadline(clock):
-                await self._sample_ahead(lease, prompt, progress, partial, clock)
+                await self._sample_ahead(progress, prompt, partial, clock)
                 # The slots are free now: the loop may lease further groups during verification.
                 progress.unsampled.clear()
-                return await self._sample_each(lease, prompt, progress)
+                return await self._sample_each(progress, prompt)
         except RolloutStopped:
             raise
         except GivenUp as error:
-            self._count(error, error.__cause__, lease.group_size)
+            self._count(error, error.__cause__, progress.lease.group_size)
             raise GroupFailed(error.reason, str(error)) from error
 
     async def _sample_ahead(
-        self,
-        lease: GroupLease,
-        prompt: Prompt,
-        progress: Progress,
-        partial: PartialGroup,
-        clock: TrajectoryClock,
+        self, progress: Progress, prompt: Prompt, partial: PartialGroup, clock: TrajectoryClock
     ) -> None:
         """Fills `partial` with all answers, in as few requests as the slots allow, one after the
         other.
         """
-        while (num_sampled := len(partial.answers)) < lease.group_size:
-            n = min(lease.group_size - num_sampled, self._sampler.generators.most_at_once)
+        group_size = progress.lease.group_size
+        while (num_sampled := len(partial.answers)) < group_size:
+            n = min(group_size - num_sampled, self._sampler.generators.most_at_once)
             request = TurnRequest(
                 self._sampler.sampling, messages=prompt.messages, n=n, stop=partial.stop
             )
@@ -133,21 +131,19 @@ class GroupRoller:
             if not all(completions.complete):
                 raise RolloutStopped
 
-    async def _sample_each(
-        self, lease: GroupLease, prompt: Prompt, progress: Progress
-    ) -> list[Sample]:
+    async def _sample_each(self, progress: Progress, prompt: Prompt) -> list[Sample]:
         """The samples of the trajectories that succeed.
 
         Raises GroupFailed once too many have failed, and cancels the rest; RolloutStopped when some
         were stopped, once all have ended.
         """
-        num_trajectories = lease.group_size
+        num_trajectories = progress.lease.group_size
         needed = max(
             min(2, num_trajectories),
             math.ceil(self._settings.min_group_fraction * num_trajectories),
         )
         tasks = [
-            asyncio.ensure_future(self._sample_or_failure(lease, prompt, index, progress))
+            asyncio.ensure_future(self._sample_or_failure(progress, prompt, index))
             for index in range(num_trajectories)
         ]
         samples: list[Sample] = []
@@ -177,32 +173,25 @@ class GroupRoller:
         return samples
 
     async def _sample_or_failure(
-        self, lease: GroupLease, prompt: Prompt, index: int, progress: Progress
+        self, progress: Progress, prompt: Prompt, index: int
     ) -> Sample | GivenUp:
         """One trajectory under its deadline."""
         clock = TrajectoryClock(self._settings.timeout_seconds)
         try:
             async with _deadline(clock):
-                return await self._sample_one(lease, prompt, index, progress, clock)
+                return await self._sample_one(progress, prompt, index, clock)
         except GivenUp as error:
             return error
         finally:
             progress.unsampled.discard(index)
 
     async def _sample_one(
-        self,
-        lease: GroupLease,
-        prompt: Prompt,
-        index: int,
-        progress: Progress,
-        clock: TrajectoryClock,
+        self, progress: Progress, prompt: Prompt, index: int, clock: TrajectoryClock
     ) -> Sample:
         """Starts the trajectory again after a TemporaryError of the task's code."""
         retries = Retries("task_unavailable", self._settings.max_retries)
         while True:
-            trajectory = Trajectory(
-                self._sampler, lease.prompt_index, index, prompt, clock, progress
-            )
+            trajectory = Trajectory(self._sampler, progress, prompt, index, clock)
             try:
                 return await self._run_task(trajectory)
             except TemporaryError as error:

@@ -57,6 +57,7 @@ class LeaseClient:
             level = logging.DEBUG if self._backoff.num_failures else logging.WARNING
             log.log(level, "waiting for the preprocessor: %s", error)
             await self._backoff.sleep()
+            # An answer rather than an error: groups that run now may finish meanwhile.
             return pb.LeaseResponse(served_version=-1, state=pb.RUN_STATE_RUNNING)
         if self._backoff.num_failures:
             log.info("the preprocessor answers again")

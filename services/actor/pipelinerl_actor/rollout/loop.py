@@ -182,7 +182,7 @@ class RolloutLoop:
             with self._tracer.continued(
                 "rollout", lease.traceparent, group=lease.group_id, attempt=lease.attempt
             ):
-                group = await self._roller.roll_out(lease, running.progress)
+                group = await self._roller.roll_out(running.progress)
                 with span("publish", samples=len(group.samples)):
                     await self._publish(group, running)
         except RolloutStopped:

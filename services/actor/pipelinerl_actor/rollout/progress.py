@@ -16,6 +16,7 @@ from pipelinerl_common.types import FinishReason, VersionRun, merge_runs
 class Progress:
     """State of one group under way: its trajectories write it, the rollout loop reads it."""
 
+    lease: pb.GroupLease
     unsampled: set[int]
     """Indices of the trajectories that still occupy a generator's slot, or wait for one."""
     num_tokens: int = 0

@@ -87,15 +87,14 @@ class Trajectory:
     def __init__(
         self,
         sampler: Sampler,
-        prompt_index: int,
-        sample_index: int,
-        prompt: Prompt,
-        clock: TrajectoryClock,
         progress: Progress,
+        prompt: Prompt,
+        sample_index: int,
+        clock: TrajectoryClock,
     ) -> None:
         """`progress` is the group's. What its partial answers have is not sampled again."""
         self.record = TokenRecord()
-        self.prompt_index = prompt_index
+        self.prompt_index = progress.lease.prompt_index
         self.sample_index = sample_index
         self.prompt = prompt
         self.seed = sampler.seed

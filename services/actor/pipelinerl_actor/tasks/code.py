@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from pipelinerl_actor.dataset import DatasetRow, DataSettings, Problems, field_of, text_of
 from pipelinerl_actor.sandbox import DEFAULT_LIMITS, Sandbox, SandboxLimits
-from pipelinerl_actor.task import Message, Prompt, Task, Turn, Verdict
+from pipelinerl_actor.task import Prompt, Task, Turn, Verdict
 from pipelinerl_common.errors import SettingsError
 
 DEFAULT_SYSTEM = "Solve the problem in Python. Put the whole program into one ```python block."
@@ -60,16 +60,12 @@ class Code(Task):
 
         self._sandbox = Sandbox(limits)
         self._problems = Problems.load(data, seed, parse)
-        self._system: tuple[Message, ...] = (
-            ({"role": "system", "content": system},) if system else ()
-        )
+        self._system = system
         self._reward = reward
 
     def prompt(self, index: int) -> Prompt:
         problem = self._problems[index]
-        return Prompt(
-            (*self._system, {"role": "user", "content": problem.text}), {"problem": problem}
-        )
+        return Prompt.after_system(self._system, problem.text, problem=problem)
 
     def verify(self, prompt: Prompt, answer: Turn) -> Verdict:
         """Runs in a verifier's process, which is killed after the time limit."""

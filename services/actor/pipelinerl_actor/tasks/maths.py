@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from pipelinerl_actor.dataset import DatasetRow, DataSettings, Problems, field_of, text_of
-from pipelinerl_actor.task import Message, Prompt, Task, Turn, Verdict
+from pipelinerl_actor.task import Prompt, Task, Turn, Verdict
 from pipelinerl_common.errors import SettingsError
 
 DEFAULT_SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -39,15 +39,11 @@ class Maths(Task):
             return MathsProblem(text_of(row, problem_field), _answer(row, answer_field))
 
         self._problems = Problems.load(data, seed, parse)
-        self._system: tuple[Message, ...] = (
-            ({"role": "system", "content": system},) if system else ()
-        )
+        self._system = system
 
     def prompt(self, index: int) -> Prompt:
         problem = self._problems[index]
-        return Prompt(
-            (*self._system, {"role": "user", "content": problem.text}), {"answer": problem.answer}
-        )
+        return Prompt.after_system(self._system, problem.text, answer=problem.answer)
 
     def verify(self, prompt: Prompt, answer: Turn) -> Verdict:
         """1 for an answer equal to the known one, else 0. Runs in a verifier's process, since

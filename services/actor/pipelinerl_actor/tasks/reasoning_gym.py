@@ -5,7 +5,7 @@ scoring.
 import random
 from typing import Any
 
-from pipelinerl_actor.task import Message, Prompt, Task, Turn, Verdict
+from pipelinerl_actor.task import Prompt, Task, Turn, Verdict
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.text import close_matches
 
@@ -52,15 +52,11 @@ class ReasoningGym(Task):
                 f"spec.task.args.config={config} does not fit the data set {dataset!r}: {error}"
             ) from error
         self._size = size
-        self._system: tuple[Message, ...] = (
-            ({"role": "system", "content": system},) if system else ()
-        )
+        self._system = system
 
     def prompt(self, index: int) -> Prompt:
         problem = self._problems[index % self._size]
-        return Prompt(
-            (*self._system, {"role": "user", "content": problem["question"]}), {"problem": problem}
-        )
+        return Prompt.after_system(self._system, problem["question"], problem=problem)
 
     def verify(self, prompt: Prompt, answer: Turn) -> Verdict:
         """The data set's score of the last <answer>, or of the whole text without tags. Runs in a
