@@ -20,7 +20,7 @@ from typing import Any
 
 from experiments.baseline.cores import measure
 from pipelinerl_cli.compare.runs import Compared, load_one
-from pipelinerl_cli.runs.folder import load_run
+from pipelinerl_cli.run_folder import load_run
 from pipelinerl_cli.up.orphans import tethered
 from pipelinerl_common.errors import FatalError, SettingsError
 

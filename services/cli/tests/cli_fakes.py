@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipelinerl_cli.doctor.facts import RunFacts
-from pipelinerl_cli.runs.records import Record
+from pipelinerl_common.runs.records import Record
 from pipelinerl_common.settings import Job, parse_job
 
 NUM_STEPS = 40

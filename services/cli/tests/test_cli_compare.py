@@ -13,7 +13,7 @@ from pipelinerl_cli.__main__ import main
 from pipelinerl_cli.compare.page import differences
 from pipelinerl_cli.compare.runs import Compared, Variant, curve_of, load, variants
 from pipelinerl_cli.compare.table import cell, note, table
-from pipelinerl_cli.runs.records import Record
+from pipelinerl_common.runs.records import Record
 
 
 def with_seed(seed: int, steps: int = 1000) -> str:

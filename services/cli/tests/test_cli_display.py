@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipelinerl_cli.runs.history import RunHistory
-from pipelinerl_cli.runs.records import SILENCE_RECORD, Record, silent_name
-from pipelinerl_cli.runs.summary import summarize
 from pipelinerl_cli.up.display import (
     LiveDisplay,
     PlainDisplay,
@@ -34,6 +31,9 @@ from pipelinerl_cli.up.session import keep_log
 from pipelinerl_cli.up.status_lines import Silence, StallExplainer
 from pipelinerl_cli.up.supervisor import Done, GiveUp, Restart, RestartBudget, judge
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.runs.history import RunHistory
+from pipelinerl_common.runs.records import SILENCE_RECORD, Record, silent_name
+from pipelinerl_common.runs.summary import summarize
 from pipelinerl_common.settings import Job, parse_job
 from pipelinerl_control.plan import Role
 

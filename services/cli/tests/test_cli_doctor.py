@@ -13,8 +13,8 @@ from pipelinerl_cli.__main__ import main
 from pipelinerl_cli.doctor.facts import JobFacts, RunFacts, given_up_messages
 from pipelinerl_cli.doctor.finding import SEVERITIES
 from pipelinerl_cli.doctor.rules import JOB_RULES, RUN_RULES, Named, diagnose_job, diagnose_run
-from pipelinerl_cli.runs.records import Record
 from pipelinerl_common.judgements import Severity
+from pipelinerl_common.runs.records import Record
 from pipelinerl_common.settings import Job
 
 WAITS = {"wait_seconds": 4.0}

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from pipelinerl_cli.__main__ import main
-from pipelinerl_cli.runs.evaluations import evaluated, evaluation_line, evaluations
-from pipelinerl_cli.runs.history import RunHistory
-from pipelinerl_cli.runs.records import MetricsWriter, Record
-from pipelinerl_cli.runs.summary import evaluation_lines, summarize
 from pipelinerl_cli.up.display import rows
 from pipelinerl_cli.up.live_metrics import RunView
+from pipelinerl_cli.up.session import evaluation_lines
 from pipelinerl_cli.up.status_lines import evaluation_progress
+from pipelinerl_common.runs.evaluations import evaluated, evaluation_line, evaluations
+from pipelinerl_common.runs.history import RunHistory
+from pipelinerl_common.runs.records import MetricsWriter, Record
+from pipelinerl_common.runs.summary import summarize
 
 JOB = """
 apiVersion: pipelinerl.dev/v1alpha1

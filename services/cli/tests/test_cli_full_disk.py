@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl_cli.runs.records import MetricsWriter, Record, read_records
 from pipelinerl_cli.up.endings import in_background
 from pipelinerl_cli.up.live_metrics import RunView, SessionRecords
 from pipelinerl_cli.up.status_lines import LOOK_S, Silence
+from pipelinerl_common.runs.records import MetricsWriter, Record, read_records
 from pipelinerl_control.metrics import ActorScale
 
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import pytest
 
 from pipelinerl_cli.__main__ import COMMANDS, main
+from pipelinerl_cli.run_folder import RunFolder, newest_checkpoint
 from pipelinerl_cli.up import checks
-from pipelinerl_cli.up.folder import RunFolder, newest_checkpoint
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import load_job
 

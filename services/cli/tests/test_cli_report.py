@@ -24,8 +24,8 @@ from pipelinerl_cli.report.svg import (
     thin,
     ticks,
 )
-from pipelinerl_cli.runs.history import RunHistory, SeriesPoint
-from pipelinerl_cli.runs.records import MetricsWriter, Record
+from pipelinerl_common.runs.history import RunHistory, SeriesPoint
+from pipelinerl_common.runs.records import MetricsWriter, Record
 
 JOB = """
 apiVersion: pipelinerl.dev/v1alpha1

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl_cli.runs.history import LAG_BUCKETS, RunHistory, SeriesPoint, mean_over_time
-from pipelinerl_cli.runs.records import (
+from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.runs.history import LAG_BUCKETS, RunHistory, SeriesPoint, mean_over_time
+from pipelinerl_common.runs.records import (
     MetricsWriter,
     Record,
     counter_total,
     parse_record,
     read_records,
 )
-from pipelinerl_cli.runs.summary import summarize
-from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.runs.summary import summarize
 
 
 def step(number: int, time: float, **values: float) -> Record:

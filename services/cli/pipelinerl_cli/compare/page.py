@@ -10,7 +10,7 @@ from pipelinerl_cli.pages import render
 from pipelinerl_cli.report.charts import plot
 from pipelinerl_cli.report.figures import ESS, SAMPLES, STEPS, TIME, pass_at, rates, reward_axis
 from pipelinerl_cli.report.svg import FRAME, NUM_COLOURS, Axis, Line
-from pipelinerl_cli.runs.history import Step
+from pipelinerl_common.runs.history import Step
 
 
 class Picture(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any
 
 from pipelinerl_cli.compare.runs import SMOOTHING, Compared, Variant
 from pipelinerl_cli.report.svg import clock, compact
-from pipelinerl_cli.runs.folder import flat_settings
-from pipelinerl_cli.runs.history import Step
+from pipelinerl_cli.run_folder import flat_settings
+from pipelinerl_common.runs.history import Step
 
 Form = Callable[[float], str]
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pipelinerl_cli.runs.folder import load_run
-from pipelinerl_cli.runs.history import RunHistory, Step, mean_over_time
-from pipelinerl_cli.runs.records import (
+from pipelinerl_cli.run_folder import load_run
+from pipelinerl_common.metrics import EVALUATOR
+from pipelinerl_common.runs.history import RunHistory, Step, mean_over_time
+from pipelinerl_common.runs.records import (
     REPORTING_EVERY_SECOND,
     SESSION_ROLE,
     Record,
@@ -26,8 +27,7 @@ from pipelinerl_cli.runs.records import (
     read_records,
     silent_name,
 )
-from pipelinerl_cli.runs.summary import summarize
-from pipelinerl_common.metrics import EVALUATOR
+from pipelinerl_common.runs.summary import summarize
 from pipelinerl_common.settings import Job, JobSpec
 from pipelinerl_staleness.registry import make_policy
 

@@ -5,8 +5,6 @@ from itertools import groupby
 
 from pipelinerl_cli.doctor.facts import RunFacts, mean
 from pipelinerl_cli.doctor.finding import Finding
-from pipelinerl_cli.runs.evaluations import is_evaluation
-from pipelinerl_cli.runs.records import SILENCE_LIMIT_S
 from pipelinerl_common.judgements import (
     CHECKPOINTS_FAIL,
     DROPS,
@@ -18,6 +16,8 @@ from pipelinerl_common.judgements import (
     Severity,
 )
 from pipelinerl_common.metrics import EVALUATOR
+from pipelinerl_common.runs.evaluations import is_evaluation
+from pipelinerl_common.runs.records import SILENCE_LIMIT_S
 from pipelinerl_common.text import counted, nouns
 
 SLOW_START_S = 600.0

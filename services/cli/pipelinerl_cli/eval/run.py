@@ -19,8 +19,8 @@ from pipelinerl_actor.prepare import check_prompts
 from pipelinerl_actor.rollout.start import GeneratorPool
 from pipelinerl_actor.task import Task, TaskName
 from pipelinerl_actor.task_loader import load_task
+from pipelinerl_cli.run_folder import RunFolder, newest_checkpoint
 from pipelinerl_cli.terminal import ProgressLine, print_table
-from pipelinerl_cli.up.folder import RunFolder, newest_checkpoint
 from pipelinerl_cli.up.orphans import Guard
 from pipelinerl_cli.up.placement import Ports
 from pipelinerl_cli.up.process import Launcher, LocalProcess

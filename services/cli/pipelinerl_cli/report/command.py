@@ -10,7 +10,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from pipelinerl_cli.report.page import write_results
-    from pipelinerl_cli.runs.folder import load_run
+    from pipelinerl_cli.run_folder import load_run
     from pipelinerl_common.errors import SettingsError
 
     earlier = load_run(args.run)

@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 
 from pipelinerl_cli.report.charts import MAX_COLUMNS, Part, flow, heat, plot
 from pipelinerl_cli.report.svg import MAX_POINTS, NUM_COLOURS, Axis, Line, smooth
-from pipelinerl_cli.runs.evaluations import Evaluated, Interval
-from pipelinerl_cli.runs.history import RunHistory, SeriesPoint, Step
-from pipelinerl_cli.runs.records import SESSION_ROLE
 from pipelinerl_common.metrics.catalog import MAX_LAG_BUCKET
+from pipelinerl_common.runs.evaluations import Evaluated, Interval
+from pipelinerl_common.runs.history import RunHistory, SeriesPoint, Step
+from pipelinerl_common.runs.records import SESSION_ROLE
 
 SMOOTHING, SMOOTHING_SHARE = 10, 0.01
 """Steps of the running mean that is drawn over a noisy per-step value: so many, or this share of a

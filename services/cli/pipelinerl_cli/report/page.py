@@ -19,8 +19,8 @@ from pipelinerl_cli.report.figures import (
     throughput,
 )
 from pipelinerl_cli.report.svg import FRAME, clock, compact, duration
-from pipelinerl_cli.runs.history import RunHistory
 from pipelinerl_common.files import write_whole
+from pipelinerl_common.runs.history import RunHistory
 from pipelinerl_common.settings import Job, JobSpec
 
 MAX_ROWS = 100

@@ -1,8 +1,5 @@
-"""What charts are made of: series, axes and their ticks, the scale, numbers in words, SVG elements.
-Pure.
-"""
+"""What charts are made of: series, axes and their ticks, the scale, numbers in words."""
 
-import html
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,8 +51,8 @@ class Line:
     colour: int = 0
     style: Literal["line", "faint", "dashed", "area", "band"] = "line"
     floor: Sequence[float] | None = None
-    """The lower edge of an "area" or a "band", value by value; None for zero. The pointer shows an
-    area's height; a band is the range around a line, and the pointer does not show it.
+    """The lower edge of an "area" or a "band", value by value. The pointer shows an area's height;
+    a band is the range around a line, and the pointer does not show it.
     """
 
     @property
@@ -106,8 +103,14 @@ class PlotScale:
         share = (min(max(value, self.y0), self.y1) - self.y0) / ((self.y1 - self.y0) or 1)
         return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
-    def points(self, xs: Sequence[float], ys: Sequence[float]) -> list[str]:
-        return [f"{self.x(a):.1f},{self.y(b):.1f}" for a, b in zip(xs, ys, strict=True)]
+    def points(self, xs: Sequence[float], ys: Sequence[float]) -> str:
+        places = zip(map(self.x, xs), map(self.y, ys), strict=True)
+        return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+
+    def outline(self, line: "Line") -> str:
+        """The edge of an area or a band: along its top and back along its floor."""
+        floor = [0.0] * len(line.xs) if line.floor is None else line.floor
+        return self.points([*line.xs, *line.xs[::-1]], [*line.ys, *floor[::-1]])
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -168,23 +171,3 @@ def smooth(ys: Sequence[float], window: int) -> list[float]:
         count = counts[end] - counts[start]
         means.append((sums[end] - sums[start]) / count if count else math.nan)
     return means
-
-
-def text_at(text: str, x: float, y: float, anchor: str = "start", class_: str | None = None) -> str:
-    return element("text", html.escape(text), class_=class_, x=x, y=y, text_anchor=anchor)
-
-
-def element(name: str, *children: str, **attributes: str | float | bool | None) -> str:
-    """`children` are markup. Attributes: `data_x` is data-x, `class_` is class, True stands without
-    a value, None is left out; floats are written with one digit.
-    """
-    parts = [name]
-    for key, value in attributes.items():
-        attribute = key.rstrip("_").replace("_", "-")
-        if value is True:
-            parts.append(attribute)
-        elif value is not None:
-            shown = f"{value:.1f}" if isinstance(value, float) else html.escape(str(value))
-            parts.append(f'{attribute}="{shown}"')
-    opening = " ".join(parts)
-    return f"<{opening}>{''.join(children)}</{name}>" if children else f"<{opening}/>"

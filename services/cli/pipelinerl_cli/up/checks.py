@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipelinerl_actor.task import TaskName
-from pipelinerl_cli.up.folder import RunFolder
+from pipelinerl_cli.run_folder import RunFolder
 from pipelinerl_cli.up.placement import check_port_is_free, gpus_by_role, missing_gpus
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import Job

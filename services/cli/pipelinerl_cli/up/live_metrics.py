@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipelinerl.v1 import metrics_pb2
-from pipelinerl_cli.runs.evaluations import Evaluated, evaluated, is_evaluation
-from pipelinerl_cli.runs.records import (
+from pipelinerl_common.errors import PipelineRLError
+from pipelinerl_common.metrics import is_counter
+from pipelinerl_common.runs.evaluations import Evaluated, evaluated, is_evaluation
+from pipelinerl_common.runs.records import (
     QUIET_S,
     REPORTING_EVERY_SECOND,
     SESSION_ROLE,
@@ -24,9 +26,7 @@ from pipelinerl_cli.runs.records import (
     increase,
     silent_name,
 )
-from pipelinerl_cli.runs.totals import Generation, Rollback, StepMean
-from pipelinerl_common.errors import PipelineRLError
-from pipelinerl_common.metrics import is_counter
+from pipelinerl_common.runs.totals import Generation, Rollback, StepMean
 from pipelinerl_common.settings import Job
 from pipelinerl_common.stream import Login, connect
 from pipelinerl_common.text import counted

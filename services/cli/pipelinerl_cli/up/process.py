@@ -12,7 +12,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pipelinerl_cli.up.folder import RunFolder
+from pipelinerl_cli.run_folder import RunFolder
 from pipelinerl_cli.up.orphans import Guard, tethered
 from pipelinerl_cli.up.placement import environment
 from pipelinerl_common.settings import Job

@@ -16,12 +16,10 @@ from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
-from pipelinerl_cli.runs.evaluations import evaluation_line
-from pipelinerl_cli.runs.records import MetricsWriter, Record
+from pipelinerl_cli.run_folder import RunFolder
 from pipelinerl_cli.up.actors import Autoscaler, ChoiceFile
 from pipelinerl_cli.up.display import Display, duration
 from pipelinerl_cli.up.endings import RunEnding, ending_of, in_background
-from pipelinerl_cli.up.folder import RunFolder
 from pipelinerl_cli.up.live_metrics import Feed, RunView, SessionRecords
 from pipelinerl_cli.up.nats_server import NatsServerProcess
 from pipelinerl_cli.up.orphans import Guard
@@ -42,6 +40,8 @@ from pipelinerl_cli.up.supervisor import (
     Supervisor,
 )
 from pipelinerl_cli.up.targets import make_endpoints
+from pipelinerl_common.runs.evaluations import evaluation_line
+from pipelinerl_common.runs.records import MetricsWriter, Record
 from pipelinerl_common.settings import EvaluationSettings, Job
 from pipelinerl_control.plan import longest_evaluation_s, with_actors
 
@@ -90,8 +90,12 @@ class LocalRun:
         self._guard = Guard()
         self._view = RunView(job.spec.algorithm.steps, is_elastic=job.spec.autoscale.enabled)
         token = folder.make_token()
-        self._autoscaler = Autoscaler(job.spec, ChoiceFile(folder.choice_file), display.note)
-        self._writer = MetricsWriter.open(folder.metrics_file, time.time(), self._view.take)
+        self._autoscaler = Autoscaler(
+            job.spec, ChoiceFile(folder.root / "autoscale.json"), display.note
+        )
+        self._writer = MetricsWriter.open(
+            folder.root / "metrics.jsonl", time.time(), self._view.take
+        )
         self._records = SessionRecords(self._writer, self._view)
         self._launcher = Launcher(self._largest, folder, self._guard)
         self._session = Session(job, folder, token, self._launcher, self._records, display.note)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from pipelinerl_cli.run_folder import RunFolder, newest_checkpoint
 from pipelinerl_cli.up.actors import ACTOR_GRACE_S, Autoscaler, Fleet
 from pipelinerl_cli.up.endings import in_background
-from pipelinerl_cli.up.folder import RunFolder, newest_checkpoint
 from pipelinerl_cli.up.live_metrics import SessionRecords
 from pipelinerl_cli.up.process import Launcher
 from pipelinerl_cli.up.status_lines import Silence

@@ -1,20 +1,22 @@
 """`pipelinerl up` around the run itself: which run it is, whether it can start, and what is printed
 at the end.
+
+TODO: say what this file is.
 """
 
 import asyncio
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from pipelinerl_cli.report.page import write_results
-from pipelinerl_cli.runs.summary import print_outcome
+from pipelinerl_cli.run_folder import Resume, RunFolder, inspect
 from pipelinerl_cli.up.checks import check
 from pipelinerl_cli.up.display import Display, LiveDisplay, PlainDisplay
 from pipelinerl_cli.up.endings import RunEnding
-from pipelinerl_cli.up.folder import Resume, RunFolder, inspect
 from pipelinerl_cli.up.run import Interrupt, LocalRun
 from pipelinerl_cli.up.status_lines import is_evaluated
 from pipelinerl_common.settings import Job, cluster_only_paths, load_job
@@ -99,7 +101,7 @@ def _is_finished(resume: Resume, job: Job, folder: RunFolder) -> bool:
 def _print_finished(folder: RunFolder, resume: Resume, job: Job) -> None:
     steps = counted(job.spec.algorithm.steps, "step")
     print(f"{folder.root}: this run is finished ({resume.steps_done} of {steps})")
-    print(f"report: {folder.report_file}")
+    print(f"report: {folder.root / 'report.html'}")
     print("a larger --max-steps continues it, --fresh starts over")
 
 
@@ -149,3 +151,51 @@ def keep_log(log_file: Path, display: Display) -> Iterator[None]:
         root.removeHandler(to_file)
         with suppress(OSError):
             to_file.close()
+
+
+def print_outcome(summary: Mapping[str, Any], root: Path, failure: str | None) -> None:
+    if failure is not None:
+        print(f"the run failed: {failure}")
+        print(f"logs: {root / 'logs'}")
+    if summary["steps"]:
+        print(_line(summary))
+        for line in evaluation_lines(summary):
+            print(line)
+    if summary["status"] == "interrupted":
+        print("stopped; the same command resumes the run")
+    print(f"report: {root / 'report.html'}")
+
+
+def _line(summary: Mapping[str, Any]) -> str:
+    def shown(key: str, form: str) -> str:
+        return _shown(summary[key], form)
+
+    restarts = f", {counted(summary['restarts'], 'restart')}" if summary["restarts"] else ""
+    return (
+        f"{counted(summary['steps'], 'step')} in {shown('training_seconds', '.0f')} s of training, "
+        f"{shown('seconds', '.0f')} s in all: "
+        f"reward {shown('reward_first', '.3f')} -> {shown('reward_last', '.3f')}, "
+        f"{counted(summary['weight_updates'], 'in-flight update')} "
+        f"(pause {shown('pause_seconds_mean', '.3f')} s mean), "
+        f"lag {shown('lag_mean', '.2f')} mean {shown('lag_max', '.0f')} max, "
+        f"ESS {shown('ess_mean', '.3f')}, {shown('tokens_per_second', ',.0f')} tokens/s mean"
+        f"{restarts}"
+    )
+
+
+def evaluation_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Example: "held-out: pass@1 0.210 -> 0.812 (0.766 to 0.853) at step 60"."""
+    lines = []
+    for name, each in summary.get("evaluation", {}).items():
+        parts = []
+        for k, now in each["pass_at"].items():
+            before = each["first"]["pass_at"].get(k, {}).get("mean")
+            began = f"{_shown(before, '.3f')} -> " if each["first"]["step"] != each["step"] else ""
+            mean, low, high = (_shown(now[edge], ".3f") for edge in ("mean", "low", "high"))
+            parts.append(f"pass@{k} {began}{mean} ({low} to {high})")
+        lines.append(f"{name}: {', '.join(parts)} at step {each['step']}")
+    return lines
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipelinerl_actor.evaluation.report import evaluated_steps
-from pipelinerl_cli.runs.records import SILENCE_LIMIT_S, SILENCE_RECORD
 from pipelinerl_cli.up.live_metrics import GENERATING, RunView
 from pipelinerl_common.metrics import EVALUATOR
+from pipelinerl_common.runs.records import SILENCE_LIMIT_S, SILENCE_RECORD
 from pipelinerl_common.settings import Job
 from pipelinerl_common.text import counted, nouns
 from pipelinerl_control.coordinator import Coordinator

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from pipelinerl_cli.up.folder import RunFolder
+from pipelinerl_cli.run_folder import RunFolder
 from pipelinerl_cli.up.placement import Ports
 from pipelinerl_common.files import write_whole
 from pipelinerl_common.metrics import COORDINATOR, Metrics
@@ -55,7 +55,7 @@ def write_targets(folder: RunFolder, endpoints: Endpoints, job: Job) -> None:
     """Lists the targets of `job`, which has the actors that there are."""
     try:
         text = targets_file(job, endpoints.addresses, endpoints.metrics_addresses)
-        write_whole(folder.metrics_targets_file, text)
+        write_whole(folder.root / "metrics-targets.json", text)
     except OSError as error:  # a full disk must not end the run
         log.warning("Prometheus' list of targets is not up to date: %s", error)
 

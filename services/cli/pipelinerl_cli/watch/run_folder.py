@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelinerl_cli.runs.evaluations import evaluation_line
-from pipelinerl_cli.runs.folder import is_held, load_run
-from pipelinerl_cli.runs.records import parse_record, quiet_in_file_s
+from pipelinerl_cli.run_folder import is_held, load_run
 from pipelinerl_cli.up.display import duration, render, step_line
 from pipelinerl_cli.up.live_metrics import RunView
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.runs.evaluations import evaluation_line
+from pipelinerl_common.runs.records import parse_record, quiet_in_file_s
 from pipelinerl_common.settings import Job
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from pipelinerl_cli.runs.records import Record
 from pipelinerl_common.metrics import EVALUATOR
+from pipelinerl_common.runs.records import Record
 
 _PASS = re.compile(r"^evaluation_pass_ratio\{set=([^,}]+),k=(\d+)\}$")
 

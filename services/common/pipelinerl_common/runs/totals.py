@@ -6,8 +6,8 @@ import bisect
 import math
 from array import array
 
-from pipelinerl_cli.runs.records import SESSION_START, Record, ends_step, increase
 from pipelinerl_common.metrics import PREPROCESSOR
+from pipelinerl_common.runs.records import SESSION_START, Record, ends_step, increase
 from pipelinerl_common.text import counted
 
 TOKENS = "tokens_generated_total"

@@ -1,4 +1,5 @@
-"""The run's folder: which process holds it, which job is in it, and how far that job is.
+"""The folder of a run on this machine: what is in it, which process holds it, and how its run can
+be resumed.
 
 ```
 job.yaml        the effective job, with --set and --max-steps applied; what every service reads
@@ -13,6 +14,7 @@ metrics.jsonl   summary.json   report.html   metrics-targets.json (for Prometheu
 """
 
 import fcntl
+import json
 import os
 import secrets
 import shutil
@@ -21,13 +23,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from pipelinerl_cli.runs.folder import flat_settings
+import psutil
+
 from pipelinerl_common.checkpoints import complete_checkpoints
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.files import write_whole
+from pipelinerl_common.runs.history import RunHistory
+from pipelinerl_common.runs.records import read_records
 from pipelinerl_common.settings import Job, load_job
 from pipelinerl_common.settings.load import write_yaml
+from pipelinerl_common.text import did_you_mean_folder
 
 MAY_CHANGE = ("algorithm.steps",)
 """Settings that may differ when a run is resumed, without being mentioned."""
@@ -52,22 +59,6 @@ class RunFolder:
     @property
     def stream_store(self) -> Path:
         return self.root / "nats"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def metrics_targets_file(self) -> Path:
-        return self.root / "metrics-targets.json"
-
-    @property
-    def choice_file(self) -> Path:
-        return self.root / "autoscale.json"
-
-    @property
-    def report_file(self) -> Path:
-        return self.root / "report.html"
 
     @property
     def logs(self) -> Path:
@@ -198,3 +189,80 @@ def changed_settings(earlier: Job, now: Job) -> list[str]:
         for path in sorted(old.keys() | new.keys())
         if old.get(path) != new.get(path)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRun:
+    """A run as its folder describes it."""
+
+    root: Path
+    job: Job
+    status: str
+    """As in summary.json; "running" when there is none yet, or it is of an earlier session."""
+    failure: str
+    """Why it failed, in one line; empty when it did not, or when the reason is unknown."""
+    is_live: bool
+    """A process of this machine runs it."""
+
+    def history(self) -> RunHistory:
+        """Raises SettingsError when metrics.jsonl cannot be read."""
+        return RunHistory(read_records(self.root / "metrics.jsonl"))
+
+
+def load_run(root: Path) -> SavedRun:
+    """Raises SettingsError when `root` is not a run's folder."""
+    if not root.is_dir():
+        raise SettingsError(
+            f"{root}: there is no such folder; give the --output folder of a `pipelinerl "
+            f"up`{did_you_mean_folder(root)}"
+        )
+    for name in ("job.yaml", "metrics.jsonl"):
+        if not (root / name).is_file():
+            raise SettingsError(
+                f"{root}: not a run's folder: it has no {name}; give the --output folder of a "
+                "`pipelinerl up`"
+            )
+    job, is_live = load_job(root / "job.yaml"), is_held(root / "lock")
+    status, failure = ("running", "") if is_live else _outcome(root / "summary.json")
+    return SavedRun(root, job, status, failure, is_live)
+
+
+def _outcome(summary: Path) -> tuple[str, str]:
+    """Status and failure."""
+    try:
+        document = json.loads(summary.read_text(encoding="utf-8"))
+        return str(document["status"]), str(document.get("failure") or "")
+    except FileNotFoundError:
+        return "running", ""
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SettingsError(
+            f"{summary}: not a summary of a run: {error!r}; remove it and try again"
+        ) from error
+
+
+def is_held(lock: Path) -> bool:
+    """Whether the process that wrote its id into the run's lock file runs on this machine.
+
+    It only looks: to try the lock could refuse an `up` that starts at that moment.
+    """
+    try:
+        command = psutil.Process(int(lock.read_text(encoding="ascii"))).cmdline()
+    except (OSError, ValueError, psutil.Error):
+        return False
+    return any("pipelinerl" in word for word in command)
+
+
+def flat_settings(job: Job) -> dict[str, Any]:
+    """A job's settings by their paths below spec, so that two jobs can be compared. Example:
+    {"algorithm.optimizer.learningRate": 0.0002, "model.adapter": None, ...}.
+    """
+    return _flat(job.model_dump(mode="json", by_alias=True)["spec"])
+
+
+def _flat(node: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(node, dict) or not node:
+        return {path.rstrip("."): node}
+    flat: dict[str, Any] = {}
+    for name, child in node.items():
+        flat |= _flat(child, f"{path}{name}.")
+    return flat

@@ -24,15 +24,13 @@ A number that the run has no data for is None.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pipelinerl_cli.runs.evaluations import Evaluated, Interval
-from pipelinerl_cli.runs.history import RunHistory
-from pipelinerl_cli.runs.records import SESSION_ROLE
 from pipelinerl_common.metrics import EVALUATOR
-from pipelinerl_common.text import counted
+from pipelinerl_common.runs.evaluations import Evaluated, Interval
+from pipelinerl_common.runs.history import RunHistory
+from pipelinerl_common.runs.records import SESSION_ROLE
 
 
 def summarize(history: RunHistory, *, status: str, job: str, seed: int) -> dict[str, Any]:
@@ -153,51 +151,3 @@ def _weighted_mean(pairs: Iterable[tuple[float, float]]) -> float | None:
 def _rounded(value: float) -> float | None:
     """Six significant digits; None for what is not a number."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
-
-
-def print_outcome(summary: Mapping[str, Any], root: Path, failure: str | None) -> None:
-    if failure is not None:
-        print(f"the run failed: {failure}")
-        print(f"logs: {root / 'logs'}")
-    if summary["steps"]:
-        print(_line(summary))
-        for line in evaluation_lines(summary):
-            print(line)
-    if summary["status"] == "interrupted":
-        print("stopped; the same command resumes the run")
-    print(f"report: {root / 'report.html'}")
-
-
-def _line(summary: Mapping[str, Any]) -> str:
-    def shown(key: str, form: str) -> str:
-        return _shown(summary[key], form)
-
-    restarts = f", {counted(summary['restarts'], 'restart')}" if summary["restarts"] else ""
-    return (
-        f"{counted(summary['steps'], 'step')} in {shown('training_seconds', '.0f')} s of training, "
-        f"{shown('seconds', '.0f')} s in all: "
-        f"reward {shown('reward_first', '.3f')} -> {shown('reward_last', '.3f')}, "
-        f"{counted(summary['weight_updates'], 'in-flight update')} "
-        f"(pause {shown('pause_seconds_mean', '.3f')} s mean), "
-        f"lag {shown('lag_mean', '.2f')} mean {shown('lag_max', '.0f')} max, "
-        f"ESS {shown('ess_mean', '.3f')}, {shown('tokens_per_second', ',.0f')} tokens/s mean"
-        f"{restarts}"
-    )
-
-
-def evaluation_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Example: "held-out: pass@1 0.210 -> 0.812 (0.766 to 0.853) at step 60"."""
-    lines = []
-    for name, each in summary.get("evaluation", {}).items():
-        parts = []
-        for k, now in each["pass_at"].items():
-            before = each["first"]["pass_at"].get(k, {}).get("mean")
-            began = f"{_shown(before, '.3f')} -> " if each["first"]["step"] != each["step"] else ""
-            mean, low, high = (_shown(now[edge], ".3f") for edge in ("mean", "low", "high"))
-            parts.append(f"pass@{k} {began}{mean} ({low} to {high})")
-        lines.append(f"{name}: {', '.join(parts)} at step {each['step']}")
-    return lines
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 
-from pipelinerl_cli.runs.evaluations import evaluations
-from pipelinerl_cli.runs.records import Record, counter_total, ends_step
-from pipelinerl_cli.runs.totals import ActiveTime, Generation, TrainingTime
 from pipelinerl_common.metrics import EVALUATOR
 from pipelinerl_common.metrics.catalog import MAX_LAG_BUCKET
+from pipelinerl_common.runs.evaluations import evaluations
+from pipelinerl_common.runs.records import Record, counter_total, ends_step
+from pipelinerl_common.runs.totals import ActiveTime, Generation, TrainingTime
 
 LAG_BUCKETS = tuple(
     f"lag_steps_bucket{{le={bound}}}" for bound in (*range(MAX_LAG_BUCKET + 1), "+Inf")
