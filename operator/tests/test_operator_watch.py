@@ -207,7 +207,9 @@ async def test_the_lease_is_renewed_while_every_other_call_waits_for_an_answer(
     connection = ApiConnection(
         f"http://127.0.0.1:{runner.addresses[0][1]}", "team", lambda: None, lambda: False
     )
-    monkeypatch.setattr("pipelinerl_operator.controller.leader.find_connection", lambda *_: connection)
+    monkeypatch.setattr(
+        "pipelinerl_operator.controller.leader.find_connection", lambda *_: connection
+    )
     images = [f"--{role}-image={role}" for role in ("actor", "trainer", "preprocessor")]
     listen = ["--metrics-listen=127.0.0.1:0", "--coordinator-listen=127.0.0.1:0"]
     arguments = parse(

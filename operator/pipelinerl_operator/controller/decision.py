@@ -1,8 +1,4 @@
-"""What the operator sees of one job, and what it decides to do about it. Plain data: no clock, no
-API.
-
-Conditions of a job, with their reasons from closed lists.
-"""
+"""What the operator observes of one job, and what it decides. Plain data: no clock, no API."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,14 +18,14 @@ from pipelinerl_operator.controller.status import (
     WeightGroupStatus,
     write_time,
 )
-from pipelinerl_operator.controller.views import JobView, OwnedView, PodView
+from pipelinerl_operator.controller.views import JobView, OwnedView, PodView, is_of_job
 from pipelinerl_operator.kube import Object, Resource
 from pipelinerl_operator.objects import Desired, JobResource, PodSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A valid spec and what follows from it."""
+    """A valid spec and the objects that it asks for."""
 
     job: JobResource
     desired: Desired
@@ -37,8 +33,8 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A child known by its metadata. `is_current` when it is what the operator applied last and
-    nobody has changed it since.
+    """A child that is known by its metadata. `is_current`: it has not changed since the operator
+    applied it.
     """
 
     resource: Resource
@@ -48,34 +44,31 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Everything that a decision rests on."""
+    """Everything that a decision depends on."""
 
     now: float
     """Seconds since the epoch."""
     job: JobView
     spec: Mapping[str, Any]
-    """As it lies in the API server, as is `status`."""
+    """As the API server has it; so is `status`."""
     status: Mapping[str, Any]
     before: JobStatus
     """The same status, as far as this operator knows it."""
     wanted: Wanted | None
     """None for an invalid spec."""
     fault: str = ""
-    """What is wrong with the spec, for people."""
+    """What is wrong with the spec, as a text for people."""
     pods: tuple[PodView, ...] = ()
-    """Of the job's name; some may belong to a predecessor."""
+    """Pods labelled with the job's name; some may belong to a predecessor of that name."""
     gone: Mapping[str, int] = field(default_factory=dict)
-    """Attempts by name of pods that were there at the last look and that somebody else has removed
-    since.
-    """
+    """Attempts by name of pods that existed last time and that were removed by others since."""
     children: tuple[Child, ...] = ()
     has_secret: bool = False
-    """Whether it has its Secret, and its place on the stream's server as this generation asks for.
-    """
+    """Whether the Secret exists, and the streams on the server as this generation asks for."""
     stream_fault: str = ""
-    """Why the job has no place on the stream's server yet."""
+    """Why the job has no streams on the server yet."""
     refusal: str = ""
-    """What the API server said when it refused a pod; the templates are the likely reason."""
+    """The API server's message when it refused a pod; the templates are the likely cause."""
     templates_checked: bool = False
     """Whether the API server has accepted the templates of this generation in a dry run."""
     namespace_is_going: bool = False
@@ -84,19 +77,24 @@ class Observed:
     stream: StreamStatus | None = None
     training: TrainingStatus | None = None
     balance: Balance | None = None
-    """Of generation and training since the last look at it."""
+    """Balance of generation and training since the last choice of the number of actors."""
+
+    @property
+    def own_pods(self) -> tuple[PodView, ...]:
+        """The pods of this job, without those of a predecessor of the same name."""
+        return tuple(pod for pod in self.pods if is_of_job(pod, self.job.uid))
 
 
 class EventType(StrEnum):
+    """Types of Kubernetes events."""
+
     NORMAL = "Normal"
     WARNING = "Warning"
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """An event for people. Example: Note(WARNING, "PodFailed", "sums-actor-0: Error, exit code 1:
-    ...").
-    """
+    """An event for people. Example: Note(WARNING, "PodFailed", "sums-actor-0: Error, exit code 1")."""
 
     type: EventType
     reason: str
@@ -105,23 +103,21 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class CheckTemplates:
-    """Creates these pods in a dry run; nothing else is created before the API server has accepted
-    them.
-    """
+    """Creates these pods in a dry run; nothing else is created before the API server accepts them."""
 
     pods: tuple[PodSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class MakeSecret:
-    """Makes the job's place on the stream's server, and its Secret with a new token and that
-    place's login, unless there is one.
+    """Creates the job's streams on the server, and its Secret with a new token and the login to
+    them, unless they exist.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Makes a child what `body` says. `creates` when there is none yet: one of that name that
+    """Makes a child equal to `body`. `creates`: there is none yet, so that one of that name which
     appears is not the job's.
     """
 
@@ -133,7 +129,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Deletes that very object. `grace_s` None takes the object's own."""
+    """Deletes the object with that UID. `grace_s` None uses the object's own grace period."""
 
     resource: Resource
     name: str
@@ -143,6 +139,8 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class CreatePod:
+    """Creates a pod of the plan as the given attempt."""
+
     pod: PodSpec
     attempt: int
     excluded_nodes: tuple[str, ...] = ()
@@ -153,22 +151,22 @@ Action = CheckTemplates | MakeSecret | Apply | Delete | CreatePod
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`status` is written first, where it must be; then `actions` are done in order, those of one
-    kind together.
+    """The result. `status` is written first where it must be; then `actions` are executed in order,
+    neighbours of one kind concurrently.
     """
 
     status: JobStatus
     actions: tuple[Action, ...] = ()
     notes: tuple[Note, ...] = ()
     look_again_s: float | None = None
-    """Seconds after which time alone may change the decision."""
+    """Seconds after which the decision may change without an event."""
     ignored: bool = False
-    """The job is somebody else's, or on its way out."""
+    """The job is managed by another controller, or being deleted."""
 
 
 @dataclass
 class Draft:
-    """A decision in the making. `status` is replaced step by step."""
+    """A decision under construction. `status` is replaced step by step."""
 
     seen: Observed
     status: JobStatus
@@ -186,16 +184,15 @@ class Draft:
         self, type_: ConditionType, holds: bool, reason: ConditionReason, message: str = ""
     ) -> None:
         """Sets a condition of the status. Its transition time moves only when `holds` changes."""
-        old, status = self.status.condition(type_), "True" if holds else "False"
-        is_same = old is not None and old.status == status
+        old, since = self.status.condition(type_), write_time(self.seen.now)
+        if old is not None and old.status == str(holds):
+            since = old.last_transition_time
         new = Condition(
             type=type_.value,
             status="True" if holds else "False",
             reason=reason.value,
             message=message[:MAX_MESSAGE_CHARACTERS],
-            last_transition_time=old.last_transition_time
-            if old is not None and is_same
-            else write_time(self.seen.now),
+            last_transition_time=since,
             observed_generation=self.seen.job.generation,
         )
         by_type = {each.type: each for each in self.status.conditions} | {new.type: new}
