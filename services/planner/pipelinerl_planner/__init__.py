@@ -1,3 +1,3 @@
-"""Planning without hardware: throughput model, simulator of asynchronous training, lengths, cost
-models, controllers.
+"""Planning without hardware, as a library: throughput model, simulator of asynchronous training,
+lengths, cost models, controllers.
 """

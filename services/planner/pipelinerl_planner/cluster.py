@@ -1,4 +1,4 @@
-"""What the simulated hardware costs."""
+"""The cost model of the simulated hardware."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from pipelinerl_staleness.checks import check_flag, check_number, check_optional
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCluster:
-    """Generators, trainer and the way between them.
+    """Sizes and times of generators, trainer and the connection between them.
 
     The defaults are the article's machine: 8 GPUs, two of them generators with 500192 tokens of KV
     cache each (measured there). Its speeds are not published; these are fitted, together with the
@@ -22,39 +22,38 @@ class SimulatedCluster:
     decode_step_s: float = 0.013
     """One decode step of an engine, whatever it holds, seconds."""
     decode_token_s: float = 6.2e-8
-    """What every token of context in the engine adds to a decode step, seconds."""
+    """Seconds that every token of context in the engine adds to a decode step."""
     prefill_tokens_per_s: float = 6000.0
-    """Prefill of one engine; decoding stands still meanwhile."""
+    """Prefill of one engine, which decodes nothing meanwhile."""
     publish_s: float = 8.0
-    """Weights from trainer to engines; both stand still meanwhile, unless `pause_s` is set."""
+    """Weights from trainer to engines; both pause meanwhile, unless `pause_s` is set."""
     train_tokens_per_s: float = 4500.0
     """Training, response tokens per second."""
     train_step_s: float = 0.0
-    """What an optimizer step costs on top, seconds."""
+    """Seconds that an optimizer step adds."""
     block_tokens: int = 16
     """Tokens of one KV block."""
     decode_sequence_s: float = 0.0
-    """What every running sequence adds to a decode step, seconds."""
+    """Seconds that every running sequence adds to a decode step."""
     pause_s: float | None = None
-    """How long decoding stands still at the end of a publish, seconds. Set, the rest of `publish_s`
-    is beside decoding and training, as in PipelineRL; None: both stand still for all of it, as in
-    the article.
+    """Pause of decoding at the end of a publish, seconds. If set, the rest of `publish_s` overlaps
+    with decoding and training, as in PipelineRL; with None both pause for all of it, as in the
+    article.
     """
     keeps_kv: bool | None = None
     """Whether running sequences keep their KV cache at a publish; None: as the policy's own
     framework does.
     """
     train_gap_s: float = 0.0
-    """From the end of an optimizer step to the trainer's asking for the next batch, seconds."""
+    """Seconds from the end of an optimizer step to the trainer's request for the next batch."""
     request_s: float = 0.0
-    """What a request takes beside its decoding, seconds, half of it before and half behind; its
-    place at the generator is taken meanwhile.
+    """Seconds that a request takes beside its decoding, half before and half after it; its slot at
+    the generator is held meanwhile.
     """
     finish_s: float = 0.0
-    """From a group's last token to its being ready to be taken, seconds: verification and the way.
-    """
+    """Seconds from a group's last token until it can be taken: verification and transport."""
     max_leased: int | None = None
-    """Trajectories that are leased and unfinished at most when one more group is; None: what the
+    """Most leased and unfinished trajectories at which one more group is leased; None: whatever the
     policy admits.
     """
 

@@ -1,8 +1,8 @@
-"""How many GPUs generate, adjusted while a job runs. Pure state machines: the caller observes,
-asks, and acts.
+"""Controllers of the number of GPUs that generate while a job runs. Pure state machines: the caller
+observes, asks, and acts.
 
 `ShareRule`        I follows the ratio of system throughput to generation throughput
-`HybridSchedule`   all GPUs generate in the beginning; later a share of them, which the rule may then adjust
+`HybridSchedule`   all GPUs generate at first; later a share of them, which the rule may adjust
 
 The numbers are rules of thumb of users of in-flight RL, not results.
 """
@@ -13,20 +13,22 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True)
 class ShareRuleSettings:
-    """The defaults are the rule of thumb. Example: 128 GPUs start with 42 that generate."""
+    """Settings of the share rule; the defaults are the rule of thumb. Example: of 128 GPUs 42
+    generate at first.
+    """
 
     num_gpus: int
     """N, at least 2."""
     period_steps: int = 10
-    """Optimizer steps between two looks."""
+    """Optimizer steps between two decisions."""
     low_ratio: float = 0.9
-    """Below it the trainers hold the generators up."""
+    """Below it the trainers limit the generators."""
     high_ratio: float = 0.95
-    """Above it the generators hold the trainers up. Between the two nothing changes."""
+    """Above it the generators limit the trainers. Between the two nothing changes."""
     take_away: int = 5
     """GPUs that stop generating at a low ratio."""
     add: int = 2
-    """GPUs that begin to generate at a high ratio."""
+    """GPUs that start to generate at a high ratio."""
     largest_start: int = 64
     """I starts at a third of the GPUs, at most this."""
     least: int = 1
@@ -42,8 +44,7 @@ class ShareRuleSettings:
         ):
             raise ValueError(
                 f"num_gpus={self.num_gpus} must hold least={self.least} and "
-                f"least_training={self.least_training}, "
-                "each at least 1"
+                f"least_training={self.least_training}, each at least 1"
             )
         if not 0 < self.low_ratio < self.high_ratio <= 1:
             raise ValueError(
@@ -67,18 +68,18 @@ class ShareRuleSettings:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a controller has decided. Example: Share(num_generating=42, decided_at=10)."""
+    """A controller's decision. Example: Share(num_generating=42, decided_at=10)."""
 
     num_generating: int
     """I"""
     decided_at: int
-    """Optimizer step of the last look."""
+    """Optimizer step of the decision."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShareRule:
-    """I starts at min(N // 3, 64). Every 10 steps r / r_gen is looked at: below 0.9 five GPUs stop
-    generating, above 0.95 two begin to; never beyond the bounds.
+    """Adjusts I, which starts at min(N // 3, 64). Every 10 steps r / r_gen is compared: below 0.9
+    five GPUs stop generating, above 0.95 two start, always within the bounds.
     """
 
     settings: ShareRuleSettings
@@ -88,11 +89,11 @@ class ShareRule:
         return Share(settings.clamped(min(settings.num_gpus // 3, settings.largest_start)), 0)
 
     def observe(self, share: Share, step: int, r: float, r_gen: float) -> Share:
-        """The share after `step` optimizer steps, with throughputs of the system and of generation
-        alone in any common unit.
+        """Returns the share after `step` optimizer steps, for throughputs of the system and of
+        generation alone in any common unit.
 
-        A step before the last look (the trainer went back to a checkpoint) starts a new period.
-        Nothing generated (r_gen of 0) says nothing about the balance and changes nothing.
+        A step before the last decision (the trainer returned to a checkpoint) starts a new period.
+        Without generation (r_gen of 0) the balance is unknown and nothing changes.
         """
         settings = self.settings
         if step < share.decided_at:
@@ -111,6 +112,8 @@ class ShareRule:
 
 
 class HybridPhase(StrEnum):
+    """The phases of a hybrid schedule."""
+
     EXPLORE = "explore"
     """All GPUs generate, and train in turns."""
     SPLIT = "split"
@@ -119,7 +122,7 @@ class HybridPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HybridSettings:
-    """Example: 128 GPUs all generate for 50 steps; then 38 of them do."""
+    """Settings of a hybrid schedule. Example: all of 128 GPUs generate for 50 steps, then 38 do."""
 
     rule: ShareRuleSettings
     """Bounds, and how the share is adjusted once there is one."""
@@ -139,14 +142,16 @@ class HybridSettings:
 
 @dataclass(frozen=True, slots=True)
 class HybridState:
+    """The state of a hybrid schedule."""
+
     phase: HybridPhase
     share: Share
 
 
 @dataclass(frozen=True, slots=True)
 class HybridSchedule:
-    """EXPLORE until `explore_steps`, then SPLIT for good: going back to a checkpoint does not bring
-    EXPLORE back.
+    """EXPLORE until `explore_steps`, then SPLIT for the rest of the job, also after a return to an
+    earlier checkpoint.
     """
 
     settings: HybridSettings
@@ -157,7 +162,7 @@ class HybridSchedule:
         return HybridState(HybridPhase.EXPLORE, Share(self.settings.rule.num_gpus, 0))
 
     def observe(self, state: HybridState, step: int, r: float, r_gen: float) -> HybridState:
-        """The state after `step` optimizer steps; arguments as of ShareRule.observe."""
+        """Returns the state after `step` optimizer steps; arguments as of `ShareRule.observe`."""
         if state.phase is HybridPhase.EXPLORE:
             return self._split(step) if step >= self.settings.explore_steps else state
         if not self.settings.adjust:

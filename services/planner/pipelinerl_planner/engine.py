@@ -18,15 +18,14 @@ NEVER = float("inf")
 
 
 class SimulatedSequence:
-    """One trajectory. `num_generated` is right only while it does not run; ask the engine
-    otherwise.
+    """One trajectory. `num_generated` is valid only while it does not run; otherwise the engine
+    knows.
     """
 
     __slots__ = (
         "cancelled",
         "end_step",
         "engine",
-        "first_version",
         "group",
         "length",
         "num_generated",
@@ -45,15 +44,14 @@ class SimulatedSequence:
         """The engine's step count at its last token, while it runs."""
         self.start_context = 0
         """Context minus the engine's step count, while it runs."""
-        self.first_version = -1
         self.cancelled = False
         self.segments: list[tuple[int, int]] = []
-        """(version, tokens) of what was generated up to the last publish."""
+        """(version, tokens) of the tokens generated up to the last publish."""
 
 
 class SimulatedEngine:
-    """`clock` is when the next decode step may begin: a step boundary in the past, or the end of a
-    prefill.
+    """One generator in virtual time. `clock` is the time at which the next decode step may begin: a
+    step boundary in the past, or the end of a prefill.
     """
 
     def __init__(self, cluster: SimulatedCluster) -> None:
@@ -77,19 +75,11 @@ class SimulatedEngine:
         self._num_joined = 0
 
     @property
-    def num_sequences(self) -> int:
-        return len(self.running) + len(self.waiting)
-
-    @property
     def kv_usage(self) -> float:
         return self._used / self._num_blocks
 
-    @property
-    def kv_tokens_used(self) -> int:
-        return self._context
-
     def generated(self, sequence: SimulatedSequence) -> int:
-        """Response tokens so far."""
+        """Returns the sequence's response tokens so far."""
         if sequence.end_step < 0:
             return sequence.num_generated
         return sequence.length - (sequence.end_step - self._step)
@@ -114,20 +104,20 @@ class SimulatedEngine:
         self._fill(now)
 
     def advance(self, now: float) -> None:
-        """Runs the whole decode steps that end by `now`."""
+        """Runs the decode steps that end by `now`."""
         if self.paused or not self.running or now <= self.clock:
             return
         steps = min(self._steps_within(now - self.clock), self._steps_to_event())
         self._run(steps)
 
     def next_event(self) -> float:
-        """When a sequence ends or blocks run out, as things stand."""
+        """Returns the time at which a sequence ends or blocks run out if nothing else happens."""
         if self.paused or not self.running:
             return NEVER
         return self.clock + self._seconds(self._steps_to_event())
 
     def handle_event(self) -> list[SimulatedSequence]:
-        """Goes to the next event. Returns the sequences that ended."""
+        """Advances to the next event and returns the sequences that ended."""
         self._run(self._steps_to_event())
         ended = []
         while self._ends and self._ends[0][0] <= self._step:
@@ -161,7 +151,7 @@ class SimulatedEngine:
         self._fill(now)
 
     def _fill(self, now: float) -> None:
-        """Waiting sequences join in order while blocks last."""
+        """Lets waiting sequences join, in order, while there are blocks."""
         if self.paused:
             return
         if not self.running:
@@ -173,8 +163,7 @@ class SimulatedEngine:
                 if not self.running:
                     raise ValueError(
                         f"kv_tokens={self._cluster.kv_tokens} cannot hold one sequence of "
-                        f"{context + 1} tokens: "
-                        "raise it or cap the lengths"
+                        f"{context + 1} tokens: raise it or cap the lengths"
                     )
                 return
             self.waiting.popleft()
@@ -212,7 +201,7 @@ class SimulatedEngine:
         self._stand(tokens / self._cluster.prefill_tokens_per_s)
 
     def _stand(self, seconds: float) -> None:
-        """Time passes, nothing decodes."""
+        """Lets time pass without decoding."""
         if seconds > 0:
             self.clock += seconds
             self.running_seconds += len(self.running) * seconds
@@ -238,11 +227,11 @@ class SimulatedEngine:
         )
 
     def _step_s(self) -> float:
-        """A decode step apart from what its context adds."""
+        """Returns the seconds of a decode step without what its context adds."""
         return self._cluster.decode_step_s + self._cluster.decode_sequence_s * len(self.running)
 
     def _steps_within(self, seconds: float) -> int:
-        """The inverse of `_seconds`, rounded down."""
+        """Returns the steps that fit into `seconds`: the inverse of `_seconds`, rounded down."""
         square = self._cluster.decode_token_s * len(self.running) / 2
         linear = self._step_s() + self._cluster.decode_token_s * self._context - square
         if square * seconds < 1e-12 * linear * linear:
@@ -262,7 +251,7 @@ class SimulatedEngine:
         )
 
     def _steps_to_exhaustion(self) -> int:
-        """Decode steps until one needs more blocks than are free."""
+        """Returns the number of decode steps before one needs more blocks than are free."""
         free = self._num_blocks - self._used
         cycles, free = divmod(free, len(self.running))
         steps = cycles * self._block_tokens

@@ -1,4 +1,4 @@
-"""TODO: say what this file is."""
+"""The simulated generators: all engines, and the requests in front of them."""
 
 from collections import deque
 from heapq import heappop, heappush
@@ -9,7 +9,7 @@ from pipelinerl_planner.engine import NEVER, SimulatedEngine, SimulatedSequence
 
 class SimulatedGenerators:
     """All engines, and the requests that wait in front of them for a trajectory slot. A slot is
-    held from the moment that a request is sent to the one that its answer is there.
+    held from the time that a request is sent until its answer has arrived.
     """
 
     def __init__(self, cluster: SimulatedCluster) -> None:
@@ -17,7 +17,7 @@ class SimulatedGenerators:
         self._by_actors = cluster.max_leased is not None or cluster.request_s > 0
         self._num_slots = cluster.max_sequences * cluster.num_engines
         self._sent: list[tuple[float, int, int, SimulatedSequence]] = []
-        """Requests on their way to an engine, by when they are there."""
+        """Requests on their way to an engine, by time of arrival."""
         self._num_sent = 0
         self._engine_of: dict[SimulatedSequence, int] = {}
         self.engines = [SimulatedEngine(cluster) for _ in range(cluster.num_engines)]
@@ -29,7 +29,7 @@ class SimulatedGenerators:
         self._index = {engine: index for index, engine in enumerate(self.engines)}
 
     def start(self, now: float) -> None:
-        """Sends queued requests to the engine that has fewest, while the limit allows."""
+        """Sends queued requests to the engine with the fewest sequences, within the limit."""
         if not self.queue:
             return
         changed = set()
@@ -57,7 +57,7 @@ class SimulatedGenerators:
         return min(at, self._sent[0][0]) if self._sent else at
 
     def handle_event(self, now: float) -> list[SimulatedSequence]:
-        """Sequences that were sampled to their end; they hold their slots until they are released."""
+        """Returns the sequences that ended; they hold their slots until they are released."""
         if self._sent and self._sent[0][0] <= now:
             _, _, index, sequence = heappop(self._sent)
             if not sequence.cancelled:
@@ -70,7 +70,7 @@ class SimulatedGenerators:
         return ended
 
     def release(self, sequence: SimulatedSequence) -> None:
-        """Its slot is free. Again for one that was cancelled on its way changes nothing."""
+        """Frees the sequence's slot; idempotent, because a cancellation frees it too."""
         index = self._engine_of.pop(sequence, None)
         if index is not None:
             self._loads[index] -= 1
@@ -115,7 +115,7 @@ class SimulatedGenerators:
             self._schedule(index)
 
     def load(self, now: float) -> tuple[float, int]:
-        """KV usage of the fullest engine, and requests that wait for blocks."""
+        """Returns KV usage of the fullest engine and the number of requests waiting for blocks."""
         for engine in self.engines:
             engine.advance(now)
         return max(engine.kv_usage for engine in self.engines), sum(
@@ -123,14 +123,14 @@ class SimulatedGenerators:
         )
 
     def integrals(self, now: float) -> tuple[float, float]:
-        """Running sequences of all engines, and the mean KV usage, each integrated over time."""
+        """Returns running sequences of all engines and mean KV usage, each integrated over time."""
         for engine in self.engines:
             engine.advance(now)
         usage = sum(engine.kv_usage_seconds for engine in self.engines) / len(self.engines)
         return sum(engine.running_seconds for engine in self.engines), usage
 
     def effort(self) -> tuple[int, int]:
-        """Preemptions and tokens prefilled again so far."""
+        """Returns preemptions and tokens that were prefilled again so far."""
         return sum(e.num_preemptions for e in self.engines), sum(
             e.num_refilled_tokens for e in self.engines
         )

@@ -20,11 +20,11 @@ from pipelinerl_common.errors import SettingsError
 
 
 class Lengths(Protocol):
-    """Lengths of the groups in the order in which prompts are drawn, the same for every policy."""
+    """The lengths of groups in the order in which prompts are drawn, equal for every policy."""
 
     def group(self, index: int) -> tuple[int, tuple[int, ...]]:
-        """Prompt tokens and the response tokens of each trajectory of group `index`. Raises
-        IndexError after the last.
+        """Returns the prompt tokens of group `index` and the response tokens of each trajectory.
+        Raises IndexError after the last group.
         """
         ...
 
@@ -33,9 +33,9 @@ class LognormalLengths:
     """Response lengths median * exp(group_sigma * z_group + own_sigma * z_own), capped; z standard
     normal.
 
-    The defaults are fitted to what the article tells of its load: preemptions, prefilled tokens,
-    shares and mean lengths of what is dropped. Their mean is near 11 thousand tokens, that of what
-    a strict policy with drops trains near 9 thousand.
+    The defaults are fitted to the article's data on its load: preemptions, prefilled tokens, shares
+    and mean lengths of dropped trajectories. Their mean is near 11 thousand tokens, that of what a
+    strict policy with drops trains near 9 thousand.
     """
 
     _CHUNK = 256
@@ -97,7 +97,7 @@ class ConstructedLengths:
 
 @dataclass(frozen=True, slots=True)
 class TraceLengths:
-    """Recorded groups. After the last one they are drawn again from the first, if `repeat`."""
+    """Recorded groups, repeated after the last one if `repeat`."""
 
     groups: tuple[tuple[int, tuple[int, ...]], ...]
     repeat: bool = True
@@ -109,10 +109,10 @@ class TraceLengths:
 
 
 def read_trace(path: Path, group_size: int) -> TraceLengths:
-    """A trace of one trajectory per line, in the order of drawing: CSV with a header, or JSONL.
+    """Reads a trace of one trajectory per line, in drawing order: CSV with a header, or JSONL.
 
-    Columns: `response_tokens`, and if known `prompt_tokens` and `group` (lines of one group stand
-    together). Without `group` every `group_size` lines are one. Raises ValueError that names file,
+    Columns: `response_tokens`, and if known `prompt_tokens` and `group` (lines of one group are
+    adjacent). Without `group` every `group_size` lines are one. Raises ValueError that names file,
     line and remedy.
     """
     rows = list(_rows(path))
@@ -186,7 +186,9 @@ MAX_LENGTH = 4_000_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthDistribution:
-    """Example: lengths 1 and 3, equally likely, have survival [1, 0.5, 0.5], mean 2 and maximum 3."""
+    """A distribution of response lengths, as its survival function. Example: lengths 1 and 3,
+    equally likely, have survival [1, 0.5, 0.5], mean 2 and maximum 3.
+    """
 
     survival: NDArray[np.float64]
     """P(length >= l) for l = 1, ..., L, where L is the longest response. The first is 1, the last
@@ -206,7 +208,7 @@ class LengthDistribution:
 
 
 def uniform(least: int, most: int) -> LengthDistribution:
-    """All whole lengths from `least` to `most` equally likely; the paper's case study has least 1."""
+    """Returns equally likely lengths from `least` to `most`; the paper's case study has least 1."""
     name = f"uniform:{least}:{most}"
     _check(1 <= least <= most <= MAX_LENGTH, name, f"1 <= least <= most <= {MAX_LENGTH}")
     lengths = np.arange(1, most + 1)
@@ -214,7 +216,7 @@ def uniform(least: int, most: int) -> LengthDistribution:
 
 
 def lognormal(median: float, sigma: float, cap: int) -> LengthDistribution:
-    """median * exp(sigma * z), z standard normal, rounded up to whole tokens and cut at `cap`."""
+    """Returns median * exp(sigma * z), z standard normal, rounded up and capped at `cap` tokens."""
     name = f"lognormal:{median:g}:{sigma:g}:{cap}"
     _check(
         0 < median < 1e9 and 0 < sigma <= 10 and 1 <= cap <= MAX_LENGTH,
@@ -229,14 +231,14 @@ def lognormal(median: float, sigma: float, cap: int) -> LengthDistribution:
 
 
 def empirical(lengths: list[int], name: str) -> LengthDistribution:
-    """As often as they occur."""
+    """Returns the distribution in which each length is as frequent as in `lengths`."""
     counts = np.bincount(np.asarray(lengths, dtype=np.int64))[1:]
     return LengthDistribution(counts[::-1].cumsum()[::-1] / len(lengths), name)
 
 
 def parse_lengths(text: str, group_size: int) -> LengthDistribution:
-    """`uniform:LEAST:MOST`, `lognormal:MEDIAN:SIGMA:CAP`, or a trace file of `pipelinerl simulate`.
-    Raises SettingsError.
+    """Parses `uniform:LEAST:MOST`, `lognormal:MEDIAN:SIGMA:CAP`, or the name of a trace file of
+    `pipelinerl simulate`. Raises SettingsError.
     """
     kind, *parts = text.split(":")
     try:
@@ -263,7 +265,9 @@ def _check(holds: bool, name: str, needed: str) -> None:
 
 
 def _normal_cdf(z: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Standard normal distribution function; error below 1.5e-7 (Abramowitz and Stegun 7.1.26)."""
+    """Returns the standard normal distribution function; error below 1.5e-7 (Abramowitz and Stegun
+    7.1.26).
+    """
     x = np.abs(z) / sqrt(2)
     t = 1 / (1 + 0.3275911 * x)
     series = t * (

@@ -1,4 +1,4 @@
-"""What one simulated run is measured by."""
+"""The measurements of one simulated run."""
 
 from dataclasses import dataclass, field
 
@@ -16,9 +16,9 @@ class SimulationOutcome:
     num_steps: int = 0
     trained_tokens: int = 0
     dropped_tokens_l2: int = 0
-    """Generated for groups that were cancelled while they ran."""
+    """Tokens generated for groups that were cancelled while they ran."""
     dropped_tokens_l3: int = 0
-    """Generated for groups that had finished and were dropped at batch assembly."""
+    """Tokens generated for finished groups that were dropped at batch assembly."""
     num_preemptions: int = 0
     num_refilled_tokens: int = 0
     trainer_idle_seconds: float = 0.0
@@ -29,7 +29,7 @@ class SimulationOutcome:
     """Trajectories by full length, in bins of 16 tokens."""
     dropped_lengths: dict[int, int] = field(default_factory=dict)
     running_seconds: float = 0.0
-    """Sequences that ran on the engines, integrated over time."""
+    """Running sequences on the engines, integrated over time."""
     kv_usage_seconds: float = 0.0
     """Share of the KV blocks in use, mean over the engines, integrated over time."""
 
@@ -88,8 +88,8 @@ class SimulationOutcome:
 
     @property
     def drop_enrichment(self) -> float | None:
-        """Drop rate of the longest tenth of all trajectories over the drop rate of all; None if
-        nothing was dropped.
+        """Drop rate of the longest tenth of all trajectories over that of all; None without
+        drops.
         """
         if not self.dropped_lengths:
             return None
@@ -107,15 +107,13 @@ class SimulationOutcome:
 
     @property
     def dropped_length_ratio(self) -> float | None:
-        """Mean full length of what was dropped over that of what was trained; None if nothing was
-        dropped.
-        """
+        """Mean full length of dropped over that of trained trajectories; None without drops."""
         if not self.dropped_lengths or not self.trained_lengths:
             return None
         return _mean(self.dropped_lengths) / _mean(self.trained_lengths)
 
     def batches_over(self, limit: int) -> int:
-        """Batches with at least one trajectory older than `limit`."""
+        """Returns the number of batches with a trajectory older than `limit`."""
         return sum(
             number
             for staleness, number in self.batches_by_max_staleness.items()

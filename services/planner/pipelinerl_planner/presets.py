@@ -12,7 +12,7 @@ from pipelinerl_staleness.registry import POLICIES, parse_policy_settings
 
 @dataclass(frozen=True, slots=True)
 class SimulationPreset:
-    """Hardware, load and what the policies are told about them.
+    """A set-up: hardware, load, and the policies' parameters that follow from them.
 
     Example: `article` trains 10 steps of 16 groups of 8 trajectories on 8 GPUs.
     """
@@ -23,14 +23,12 @@ class SimulationPreset:
     group_size: int
     num_steps: int
     lengths: Callable[[int, int, int], Lengths]
-    """Lengths for a seed, groups per step and group size."""
+    """Returns lengths for a seed, groups per step and group size."""
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Parameters by policy that follow from the set-up, where the policy's own defaults do not."""
 
     def policy_settings(self, policy: str, chosen: Mapping[str, Any]) -> PolicySettings:
-        """The policy's settings: what was chosen, over what the set-up gives, over the policy's
-        defaults.
-        """
+        """Returns the policy's settings: chosen ones, over the set-up's, over its defaults."""
         given = dict(self.parameters.get(policy, {}))
         if policy in POLICIES and "group_size" in POLICIES[policy].parameter_names():
             given["group_size"] = self.group_size

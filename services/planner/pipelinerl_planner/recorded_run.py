@@ -1,9 +1,10 @@
-"""A live run's folder as the simulator needs it: its policy, its lengths, what its parts cost, and
-what came of it.
+"""A live run's folder as the simulator needs it: its policy, its lengths, the costs of its parts,
+and its results.
 
-events.jsonl    what the policy heard and decided, with times; lengths of groups; sums over the
-engines' decode steps metrics.jsonl   how long decoding stood still for new weights job.yaml
-how many sequences the actors keep on the generators
+events.jsonl    the policy's events and decisions, with times; lengths of groups; sums over the
+                engines' decode steps
+metrics.jsonl   the pauses of decoding for new weights
+job.yaml        the number of sequences that the actors keep on the generators
 """
 
 import json
@@ -26,8 +27,8 @@ _LEAST_LOADS = 5
 
 @dataclass(frozen=True, slots=True)
 class LoadSums:
-    """One `load` note: see EngineLoads.values in the preprocessor. Sums are over all generators,
-    from the start.
+    """One `load` record, written by the preprocessor's EngineLoads: sums over all generators from
+    the start of the run.
     """
 
     at: float
@@ -41,7 +42,7 @@ class LoadSums:
     running_seconds: float
     kv_usage_seconds: float
     requested_seconds: float
-    """Sequences that the actors have asked for and have no answer to, integrated over time."""
+    """Sequences that the actors wait for, integrated over time."""
     num_answered: float
 
     @classmethod
@@ -52,8 +53,8 @@ class LoadSums:
 
 @dataclass(slots=True)
 class TrainedStep:
-    """When the trainer first asked for the batch of a step, had all of it, and had committed it;
-    its sampled tokens.
+    """The times at which the trainer first requested the batch of a step, had all of it, and
+    committed it; its sampled tokens.
     """
 
     asked: float = 0.0
@@ -61,33 +62,33 @@ class TrainedStep:
     done: float = 0.0
     tokens: int = 0
     trained_s: float = 0.0
-    """Training alone, as the trainer tells: for streaming policies, whose batches come while they
-    are trained.
+    """Training alone, as the trainer reports it: for streaming policies, whose batches arrive while
+    they are trained.
     """
 
 
 @dataclass(slots=True)
 class RecordedRun:
-    """Times in seconds since the epoch."""
+    """The records of a run; times are in seconds since the epoch."""
 
     job: Job
     settings: PolicySettings
     groups_per_step: int
     policy: str
     began: float = 0.0
-    """The first version was served."""
+    """Time at which the first version was served."""
     admitted: list[str] = field(default_factory=list)
     """Groups in dispatch order."""
     lengths: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
-    """Prompt and sampled tokens of the groups that finished."""
+    """Prompt and sampled tokens of finished groups."""
     ways: list[float] = field(default_factory=list)
-    """Of each group from its actor to the preprocessor."""
+    """Seconds of each group from its actor to the preprocessor."""
     steps: dict[int, TrainedStep] = field(default_factory=dict)
     published: dict[int, float] = field(default_factory=dict)
     loads: list[LoadSums] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
     num_lost: int = 0
-    """Groups that failed or were filtered, which the simulation knows nothing of."""
+    """Groups that failed or were filtered, which the simulation does not model."""
 
     @property
     def num_steps(self) -> int:
@@ -102,7 +103,7 @@ class RecordedRun:
         return self.ended - self.began
 
     def settled_loads(self) -> list[LoadSums]:
-        """Between the beginning and the end of the run."""
+        """Returns the loads between the start and the end of training."""
         return [load for load in self.loads if self.began <= load.at <= self.ended]
 
     @property
@@ -121,8 +122,8 @@ class RecordedRun:
 
 
 def read_recorded_run(folder: Path) -> RecordedRun:
-    """Raises ValueError that names what the folder lacks and the remedy; SettingsError for its job
-    file.
+    """Reads a folder of `pipelinerl up`. Raises ValueError that names what it lacks and the remedy,
+    and SettingsError for its job file.
     """
     for name in (EVENTS, METRICS, JOB):
         if not (folder / name).is_file():
@@ -147,10 +148,10 @@ def read_recorded_run(folder: Path) -> RecordedRun:
                     name,
                 )
             elif run is not None:
-                _hear(run, float(at), method, arguments, answer)
+                _record_event(run, float(at), method, arguments, answer)
     if run is None:
         raise ValueError(
-            f"{folder / EVENTS}: no policy was begun in it; it is not the event log of a "
+            f"{folder / EVENTS}: it has no start of a policy; it is not the event log of a "
             "preprocessor"
         )
     run.steps = {step: times for step, times in run.steps.items() if times.done}
@@ -160,7 +161,7 @@ def read_recorded_run(folder: Path) -> RecordedRun:
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Each with its place; not the last one while its writer is in the middle of it."""
+    """Yields lines with their places, without a last one that is not completely written."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.endswith(b"\n"):
@@ -169,7 +170,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 @contextmanager
 def _named(where: str) -> Iterator[None]:
-    """Every error says where it was found."""
+    """Adds the place to every error."""
     try:
         yield
     except ValueError as error:
@@ -178,7 +179,9 @@ def _named(where: str) -> Iterator[None]:
         raise ValueError(f"{where}: not what a run writes: {error!r}") from error
 
 
-def _hear(run: RecordedRun, at: float, method: str, arguments: list[Any], answer: Any) -> None:
+def _record_event(
+    run: RecordedRun, at: float, method: str, arguments: list[Any], answer: Any
+) -> None:
     if method == "admitted":
         run.admitted.append(arguments[0])
     elif method == "lengths":
@@ -201,12 +204,12 @@ def _hear(run: RecordedRun, at: float, method: str, arguments: list[Any], answer
         run.num_lost += 1
     elif method == "recover" and run.admitted:
         raise ValueError(
-            "the trainer went back to a checkpoint in this run; give one that ran through"
+            "the trainer returned to a checkpoint in this run; give one that ran through"
         )
 
 
 def _read_metrics(run: RecordedRun, path: Path) -> None:
-    """What the trainer tells after each step; the pause of every update once."""
+    """Reads the trainer's record of each step, and the pause of every update once."""
     updates = 0.0
     for where, line in _whole_lines(path):
         with _named(where):
@@ -229,7 +232,7 @@ def _check(run: RecordedRun, folder: Path) -> None:
         )
     if len(run.settled_loads()) < _LEAST_LOADS or not run.settled_loads()[-1].num_steps:
         raise ValueError(
-            f"{folder / EVENTS}: the engines told their load {len(run.settled_loads())} times "
+            f"{folder / EVENTS}: the engines reported their load {len(run.settled_loads())} times "
             "while it trained, "
             f"{_LEAST_LOADS} are needed: let it run longer"
         )
@@ -240,5 +243,5 @@ def _check(run: RecordedRun, folder: Path) -> None:
         )
     if not run.pauses:
         raise ValueError(
-            f"{folder / METRICS}: no weight update is told of; record a run that publishes"
+            f"{folder / METRICS}: it has no weight update; record a run that publishes"
         )

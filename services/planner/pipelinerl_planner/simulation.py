@@ -1,9 +1,9 @@
 """One run of asynchronous training in virtual time, driven by a real policy object.
 
-    lengths -> admission (policy) -> engines -> finished groups -> take (policy) -> trainer ->
-    publish -> engines
-                    ^                                                                 |
-                    +--------------------- slots come back ---------------------------+
+    lengths -> admission -> engines -> finished groups -> take -> trainer -> publish -> engines
+               (policy)                                  (policy)    |
+                  ^                                                  |
+                  +--------------- slots become free ----------------+
 
 Everything happens at events: a sequence ends, blocks run out, a step (or, streaming, a group) is
 trained, weights arrive, a load report is due. After each event the policy is asked whether more
@@ -27,27 +27,27 @@ _REPORT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class SimulationRun:
-    """What is simulated, apart from the policy."""
+    """The simulated run apart from its policy."""
 
     cluster: SimulatedCluster
     lengths: Lengths
     num_steps: int
     train_seconds: tuple[float, ...] = ()
-    """Of each step from its whole batch to its end, in place of the cluster's costs; behind the
-    last they begin again.
+    """Seconds of each step from its whole batch to its end, in place of the cluster's costs;
+    repeated after the last.
     """
     publish_seconds: tuple[float, ...] = ()
-    """Of each publish, in place of the cluster's; behind the last they begin again."""
+    """Seconds of each publish, in place of the cluster's; repeated after the last."""
 
 
 def simulate(
     policy: Policy, run: SimulationRun, progress: Callable[[int], None] | None = None
 ) -> SimulationOutcome:
-    """Trains `run.num_steps` steps, or until the data ends. Calls `progress` with the number of
+    """Trains `run.num_steps` steps, or until the data ends, and calls `progress` with the number of
     finished steps.
 
-    Raises RuntimeError when nothing can happen any more although the data has not ended: the policy
-    is stuck.
+    Raises RuntimeError when nothing can happen although the data has not ended: the policy is
+    stuck.
     """
     return _Simulation(policy, run, progress).go()
 
@@ -74,12 +74,12 @@ class _Simulation:
         self.pause_at: float | None = None
         self.publish_ends_at: float | None = None
         self.answers: list[tuple[float, int, SimulatedSequence]] = []
-        """Sequences sampled to their end, by when the actor has them."""
+        """Finished sequences by the time at which the actor receives them."""
         self.num_answers = 0
         self.arriving: list[tuple[float, str]] = []
-        """Groups whose last token is sampled, by when they will be ready."""
+        """Groups whose last token is sampled, by the time at which they are ready."""
         self.num_leased = 0
-        """Trajectories admitted and not sampled to their end."""
+        """Admitted trajectories that are not sampled to their end."""
         self.idle_since = 0.0
         self.batch_staleness = 0
         self.may_take = False
@@ -163,7 +163,9 @@ class _Simulation:
             self._take()
 
     def _publish_beside_training(self, pause_s: float) -> None:
-        """The next batch is not taken while the policy holds the newest weights back."""
+        """Publishes without pausing training. The next batch is not taken while the policy holds
+        the newest weights back.
+        """
         is_due = self.version_due > self.version and self.step < self.run.num_steps
         if is_due and self.publish_ends_at is None and self.policy.may_publish():
             self._begin_publish()
@@ -214,7 +216,7 @@ class _Simulation:
             self.may_take = True
 
     def _label(self, sequence: SimulatedSequence) -> None:
-        """Everything generated since the last publish is of the version served now."""
+        """Labels all tokens generated since the last publish with the version served now."""
         new = self.generators.generated(sequence) - sum(tokens for _, tokens in sequence.segments)
         if new <= 0:
             return
@@ -260,7 +262,7 @@ class _Simulation:
         return tokens
 
     def _trained(self) -> None:
-        """A step or, streaming, a group is done; or the gap behind a step is over."""
+        """Handles the end of a step or, streaming, of a group; or of the gap after a step."""
         self.trainer_free_at = None
         self.idle_since = self.now
         self.may_take = True
@@ -306,7 +308,7 @@ class _Simulation:
             self.outcome.dropped_tokens_l2 += self._discard(group)
 
     def _discard(self, group: str) -> int:
-        """Counts a dropped group's lengths. Returns the tokens that were generated for it."""
+        """Counts a dropped group's lengths and returns the tokens that were generated for it."""
         sequences = self.groups.pop(group)
         for sequence in sequences:
             count_length(self.outcome.dropped_lengths, sequence.length)

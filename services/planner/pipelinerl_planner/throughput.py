@@ -6,13 +6,12 @@ FLOP/s. All throughputs are in tokens per flash, over all N GPUs.
     N     GPUs; I of them generate in in-flight RL, the others train
     B     sequences of one optimizer step
     H     sequences that one generating GPU decodes at once
-    G     optimizer steps of one round of conventional RL, which generates S = B*G sequences at a time
+    G     optimizer steps of one round of conventional RL, which generates S = B*G sequences at once
     L     longest response, `mean` its mean length, in tokens
     tau   flashes of one GPU to train one token
     U(h)  utilisation at h sequences per GPU
 
-The search over (H, I): there is no closed form for the best pair (appendix A.3), so all of them
-are tried.
+The best pair (H, I) has no closed form (appendix A.3), so `frontier` tries all of them.
 """
 
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class PlanWorkload:
-    """What is planned for. Example: the paper's case study is 128 GPUs, 128 sequences a step,
+    """The workload of a plan. Example: the paper's case study is 128 GPUs, 128 sequences a step,
     lengths 1..L, tau 4.92.
     """
 
@@ -48,7 +47,9 @@ class PlanWorkload:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """In tokens per flash. Example, conventional RL in the case study: 18.3, 26.02, 10.7."""
+    """Throughputs in tokens per flash. Example, conventional RL in the case study: 18.3, 26.02,
+    10.7.
+    """
 
     r_gen: float
     r_train: float
@@ -56,12 +57,12 @@ class Throughput:
 
 
 def conventional(load: PlanWorkload, num_steps: int) -> Throughput:
-    """Conventional RL with G = `num_steps` optimizer steps a round: first all GPUs generate, then
-    all train.
+    """Returns the throughput of conventional RL with G = `num_steps` optimizer steps a round: first
+    all GPUs generate, then all train.
 
     r_gen = K / sum_{l=1..L} (h(l)/N) / U(h(l)/N), with h(l) = S * P(length >= l) sequences left
     after l tokens and K = S * mean
-    r_train = N / tau,  r = 1 / (1/r_gen + 1/r_train)                                          (equations 11 to 13)
+    r_train = N / tau,  r = 1 / (1/r_gen + 1/r_train)                   (equations 11 to 13)
     """
     num_sequences = load.batch_size * num_steps
     per_gpu = num_sequences * load.lengths.survival / load.num_gpus
@@ -72,15 +73,15 @@ def conventional(load: PlanWorkload, num_steps: int) -> Throughput:
 
 
 def conventional_steps(max_lag: int) -> int:
-    """G of the conventional RL whose last step trains sequences that are `max_lag` steps old."""
+    """Returns G of the conventional RL whose last step trains sequences `max_lag` steps old."""
     return max_lag + 1
 
 
 def in_flight(load: PlanWorkload, batch_per_gpu: int, num_generating: int) -> Throughput:
-    """In-flight RL with H = `batch_per_gpu` and I = `num_generating`; generation and training go on
-    at once.
+    """Returns the throughput of in-flight RL with H = `batch_per_gpu` and I = `num_generating`,
+    which generates and trains concurrently.
 
-    r_gen = U(H) * I,  r_train = (N - I) / tau,  r = min(r_gen, r_train)                       (equations 14 to 16)
+    r_gen = U(H) * I,  r_train = (N - I) / tau,  r = min(r_gen, r_train)    (equations 14 to 16)
     """
     r_gen = float(load.utilization(batch_per_gpu)) * num_generating
     r_train = (load.num_gpus - num_generating) / load.tau
@@ -88,28 +89,28 @@ def in_flight(load: PlanWorkload, batch_per_gpu: int, num_generating: int) -> Th
 
 
 def lag(load: PlanWorkload, in_progress: int) -> float:
-    """g_max before it is rounded up: H * I * L / (mean * B). With B=2048 the case study's is 8.25:
-    "about 8".
+    """Returns g_max before it is rounded up: H * I * L / (mean * B). With B=2048 the case study's
+    is 8.25: "about 8".
     """
     return in_progress * load.lengths.longest / (load.lengths.mean * load.batch_size)
 
 
 def max_lag(load: PlanWorkload, batch_per_gpu: int, num_generating: int) -> int:
-    """g_max = ceil(H * I * L / (mean * B)), in optimizer steps: while the longest response is
-    generated, the generators finish H * I * L / mean sequences (appendix A.3).
+    """Returns g_max = ceil(H * I * L / (mean * B)), in optimizer steps: while the longest response
+    is generated, the generators finish H * I * L / mean sequences (appendix A.3).
     """
     return int(max_lags(load, np.asarray(batch_per_gpu * num_generating))[()])
 
 
 def max_lags(load: PlanWorkload, in_progress: Integers) -> Integers:
-    """g_max for each number of sequences in progress, H * I."""
+    """Returns g_max for each number of sequences in progress, H * I."""
     steps = in_progress * load.lengths.longest / (load.lengths.mean * load.batch_size)
     lags: Integers = np.ceil(steps - _ROUNDING).astype(np.int64)
     return lags
 
 
 def least_batch_size(load: PlanWorkload, in_progress: int, lag: int) -> int:
-    """B that brings g_max down to `lag` with H * I = `in_progress`."""
+    """Returns the B that lowers g_max to `lag` with H * I = `in_progress`."""
     return ceil(in_progress * load.lengths.longest / (load.lengths.mean * lag) - _ROUNDING)
 
 
@@ -123,7 +124,7 @@ BATCH_STEP = 8
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What is tried. Example: 128 GPUs, each a generator's: I = 1, 2, ..., 127."""
+    """The searched pairs (H, I). Example: 128 GPUs, one per generator: I = 1, 2, ..., 127."""
 
     most_per_gpu: int = 512
     """Largest H."""
@@ -133,7 +134,7 @@ class Grid:
     """Largest g_max; None for any."""
 
     def num_pairs(self, num_gpus: int) -> int:
-        """How many pairs (H, I) are tried. Example: 128 GPUs and H up to 512: 71 * 127 = 9,017."""
+        """Returns the number of pairs. Example: 128 GPUs and H up to 512: 71 * 127 = 9,017."""
         num_batches = min(self.most_per_gpu, BATCH_STEP) + max(
             self.most_per_gpu // BATCH_STEP - 1, 0
         )
@@ -142,7 +143,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class FrontierPoint:
-    """A pair that no pair of smaller or equal lag beats.
+    """A pair (H, I) that no pair of smaller or equal lag beats.
 
     Example: H=192, I=44, g_max=132 (131.9), 16.9 tokens/flash, speed-up 1.57.
     """
@@ -154,7 +155,7 @@ class FrontierPoint:
     """`max_lag` before it is rounded up."""
     throughput: Throughput
     speedup: float
-    """Over conventional RL with the same largest lag."""
+    """Speed-up over conventional RL with the same largest lag."""
 
     @property
     def in_progress(self) -> int:
@@ -163,7 +164,7 @@ class FrontierPoint:
 
 
 def frontier(load: PlanWorkload, grid: Grid) -> tuple[FrontierPoint, ...]:
-    """Pairs in the order of rising lag and throughput; empty when none keeps the largest lag.
+    """Returns pairs in the order of rising lag and throughput; none if none keeps the largest lag.
 
     Of pairs with the same lag and throughput the one with the fewest sequences in progress is
     taken.
@@ -199,5 +200,5 @@ def frontier(load: PlanWorkload, grid: Grid) -> tuple[FrontierPoint, ...]:
 
 
 def chosen(points: Sequence[FrontierPoint], max_lag: int | None) -> FrontierPoint:
-    """The fastest pair within a given lag; without one, the pair of the greatest speed-up."""
+    """Returns the fastest pair within a given lag; without one, that of the greatest speed-up."""
     return points[-1] if max_lag is not None else max(points, key=lambda point: point.speedup)

@@ -31,11 +31,11 @@ Floats = NDArray[np.float64]
 
 
 class Utilization(Protocol):
-    """U(h) as a function of arrays, 0 at 0, positive above."""
+    """The function U(h) on arrays, 0 at 0 and positive above."""
 
     @property
     def source(self) -> str:
-        """Where the curve comes from, for people."""
+        """Where the curve comes from, as text."""
         ...
 
     @property
@@ -51,11 +51,11 @@ class FittedCurve:
     """The built-in curve. Example: FittedCurve()(192) is 0.384."""
 
     slope: float = 0.002145
-    """Per sequence, at small h."""
+    """Slope per sequence at small h."""
     ceiling: float = 0.62
-    """Where U ends up."""
+    """U at large h."""
     sharpness: float = 3.3
-    """How sudden the corner between slope and ceiling is."""
+    """Sharpness of the corner between slope and ceiling."""
 
     @property
     def source(self) -> str:
@@ -75,7 +75,7 @@ class FittedCurve:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCurve:
-    """Straight lines from the origin through the measured points; level beyond the last one."""
+    """A measured curve: lines from the origin through the points, level after the last."""
 
     batch_sizes: tuple[float, ...]
     """h, rising, above 0."""
@@ -91,7 +91,7 @@ class MeasuredCurve:
 
 
 def read_utilization(path: Path) -> MeasuredCurve:
-    """A file of `pipelinerl calibrate`: {"peak_tokens_per_second": ..., "points": [{"h": 1,
+    """Reads a file of `pipelinerl calibrate`: {"peak_tokens_per_second": ..., "points": [{"h": 1,
     "tokens_per_second": 60.0, "utilization": 0.02}, ...]}. Raises SettingsError that names the
     file, the value and the remedy.
     """

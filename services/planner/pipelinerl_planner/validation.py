@@ -1,14 +1,10 @@
-"""A cost model of a recorded run, from what its parts cost: decode steps, training, publishes,
-pauses.
-
-Nothing here looks at how long the run took, how many sequences were in flight or how full the KV
-cache was: these are what the simulation is held against.
-
-A recorded live run against its simulation: a model fitted to the parts, checked on the whole.
+"""A recorded live run against its simulation: a cost model fitted to the parts of the run, checked
+on the whole.
 
 Taken from the run: lengths in dispatch order, the time of every training step and publish, and the
-costs of `fit`. Not taken: when anything was admitted, how many sequences ran, how full the cache
-was, how long it all took.
+costs of decode steps, training, publishes and pauses (`fit_cluster`). Not taken: admission times,
+the number of running sequences, the use of the KV cache, the duration. These are what the
+simulation is compared by.
 """
 
 from dataclasses import dataclass
@@ -32,7 +28,7 @@ _NEGLIGIBLE = 1e-9
 
 
 def fit_cluster(run: RecordedRun) -> SimulatedCluster:
-    """Per engine; all engines are taken to be alike."""
+    """Returns the cost model of a run. All engines are assumed to be equal."""
     generator = run.job.spec.actors.generator
     loads = run.settled_loads()
     num_engines = loads[-1].num_generators
@@ -71,15 +67,15 @@ def fit_cluster(run: RecordedRun) -> SimulatedCluster:
 
 
 def recorded_lengths(run: RecordedRun) -> TraceLengths:
-    """In dispatch order, without the groups that were still running at the end; behind the last one
-    they begin again.
+    """Returns lengths in dispatch order, without groups that were still running at the end;
+    repeated after the last one.
     """
     return TraceLengths(tuple(run.lengths[group] for group in run.admitted if group in run.lengths))
 
 
 def _context_steps(run: RecordedRun) -> float:
-    """Tokens of context that all decode steps have read: of one sequence its prompt and all sampled
-    before, at every step.
+    """Returns the tokens of context that all decode steps have read: for one sequence its prompt
+    and all tokens sampled before, at every step.
     """
     return float(
         sum(
@@ -91,9 +87,10 @@ def _context_steps(run: RecordedRun) -> float:
 
 
 def _decode_costs(loads: list[LoadSums], context_steps: float) -> tuple[float, float, float, float]:
-    """Seconds per step, per running sequence and step, per token of context and step, per prefilled
-    token: least squares over the time between two reports. How the context is spread over these is
-    taken from the KV use, which knows whole blocks only; how much it is in all, from the lengths.
+    """Returns seconds per step, per running sequence and step, per token of context and step, and
+    per prefilled token: least squares over the times between two reports. The context's
+    distribution over these is taken from the KV use, which has whole blocks only; its total from
+    the lengths.
     """
     rows, seconds = [], []
     for before, after in pairwise(loads):
@@ -118,8 +115,8 @@ def _decode_costs(loads: list[LoadSums], context_steps: float) -> tuple[float, f
 
 
 def _request_seconds(loads: list[LoadSums]) -> float:
-    """What a request takes beside its decoding: the time that a sequence is asked for less that it
-    runs, per answer.
+    """Returns the seconds that a request takes beside its decoding: the time that a sequence is
+    waited for minus the time that it runs, per answer.
     """
     first, last = loads[0], loads[-1]
     beside = (last.requested_seconds - first.requested_seconds) - (
@@ -129,8 +126,8 @@ def _request_seconds(loads: list[LoadSums]) -> float:
 
 
 def _training_costs(run: RecordedRun) -> tuple[float, float]:
-    """Seconds per step and per sampled token: from having the batch to its commit, or what the
-    trainer tells of its own time where the batch comes while it is trained.
+    """Returns seconds per step and per sampled token: from the whole batch to its commit, or the
+    trainer's own time where the batch arrives while it is trained.
     """
     rows = np.array([(1.0, times.tokens) for times in run.steps.values()])
     streams = make_policy(run.settings, run.groups_per_step).streams
@@ -142,8 +139,8 @@ def _training_costs(run: RecordedRun) -> tuple[float, float]:
 
 
 def _non_negative_fit(rows_NK: NDArray[np.float64], values_N: NDArray[np.float64]) -> list[float]:
-    """Least squares with no negative cost, scaled so that the sum of the values is met: what is
-    most negative is left out until none is.
+    """Fits by least squares with no negative cost, scaled so that the sum of the values is met: the
+    most negative cost is left out until none is negative.
     """
     kept = list(range(rows_NK.shape[1]))
     while True:
@@ -154,8 +151,9 @@ def _non_negative_fit(rows_NK: NDArray[np.float64], values_N: NDArray[np.float64
         kept.pop(int((fitted * scale_K).argmin()))
     costs = np.zeros(rows_NK.shape[1])
     costs[kept] = np.maximum(fitted, 0)
-    told = float((rows_NK @ costs).sum())
-    return [float(cost) * (float(values_N.sum()) / told if told > 0 else 1.0) for cost in costs]
+    fitted_sum = float((rows_NK @ costs).sum())
+    scale = float(values_N.sum()) / fitted_sum if fitted_sum > 0 else 1.0
+    return [float(cost) * scale for cost in costs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +167,14 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """Relative to what was measured."""
+        """Relative difference of the simulated from the measured value."""
         return self.simulated / self.measured - 1 if self.measured else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Validation:
+    """A recorded run, its cost model and its simulation."""
+
     run: RecordedRun
     cluster: SimulatedCluster
     outcome: SimulationOutcome
@@ -190,7 +190,7 @@ class Validation:
 
 
 def validate(folder: Path) -> Validation:
-    """Raises ValueError or SettingsError for a folder that lacks what is needed."""
+    """Simulates a recorded run. Raises ValueError or SettingsError for a folder that lacks data."""
     run = read_recorded_run(folder)
     cluster = fit_cluster(run)
     steps = [run.steps[step] for step in sorted(run.steps)]

@@ -25,7 +25,7 @@ def run_closed(
     engine = SimulatedEngine(cluster)
     ends = {}
     pending = list(arrivals)
-    while pending or engine.num_sequences:
+    while pending or engine.running or engine.waiting:
         at = engine.next_event()
         if pending and pending[0][0] <= at:
             now, sequence = pending.pop(0)
@@ -114,7 +114,7 @@ def test_closed_forms_equal_decoding_token_by_token(seed: int) -> None:
     assert ends == pytest.approx(expected, rel=1e-9)
     assert engine.num_preemptions == reference.num_preemptions
     assert engine.kv_usage == 0
-    assert engine.kv_tokens_used == 0
+    assert engine._context == 0
 
 
 def test_the_random_traces_preempt() -> None:

@@ -1,17 +1,17 @@
-"""What hangs on how response lengths spread, which the article does not tell: its lines under other
-lognormal spreads than the preset's, and SLACK on lengths, seeds and trainers that its defaults were
-not tuned on.
+"""What depends on the spread of response lengths, which the article does not state: its lines under
+other lognormal spreads than the preset's, and SLACK on lengths, seeds and trainers that its
+defaults were not tuned on.
 
 The article's real lengths are not public, and no single lognormal meets all of its lines. Each line
 that the preset misses is met, within 5 points of waste or one version, under a spread that is named
 here, by the same policy code; and that spread misses other lines. So it is the lengths that differ,
 not the rule.
 
-line                              article               preset `article`      here, under which spread
-trl waste, eta 0, 1, 5            59.8, 22.2, 14.8 %    69, 38, 20 %          62, 27, 15 % under EVEN
-prime_rl waste, eta 1, 2, 3       34.4, 14.4, 1.8 %     29, 7, 1 %            34, 11, 1 % under MIXED
-verl_drop waste, eta 1            61.2 %                66 %                  57 to 66 % between EVEN and the preset
-slime max, f 3, 4, 5              5, 6, 7               4-5, 4-5, 4-5         6, 6, 6 under WIDE
+line                          article              preset `article`   here, under which spread
+trl waste, eta 0, 1, 5        59.8, 22.2, 14.8 %   69, 38, 20 %       62, 27, 15 % under EVEN
+prime_rl waste, eta 1, 2, 3   34.4, 14.4, 1.8 %    29, 7, 1 %         34, 11, 1 % under MIXED
+verl_drop waste, eta 1        61.2 %               66 %               57 to 66 % up to EVEN
+slime max, f 3, 4, 5          5, 6, 7              4-5, 4-5, 4-5      6, 6, 6 under WIDE
 """
 
 from dataclasses import replace
@@ -33,7 +33,7 @@ HELD_OUT = (101, 102)
 
 
 class Spread(NamedTuple):
-    """Of LognormalLengths: median in tokens, spread between groups, spread within a group."""
+    """Parameters of LognormalLengths: median in tokens, spread between and within groups."""
 
     median: float
     group_sigma: float
@@ -109,7 +109,7 @@ def test_the_spread_that_meets_trl_misses_verl_drop() -> None:
 def test_prime_rl_wastes_what_the_article_says_where_groups_are_more_mixed(
     eta: int, article: float
 ) -> None:
-    """A group's length is that of its longest trajectory: the preset's groups are too alike inside."""
+    """A group is as long as its longest trajectory: the preset's groups are too even inside."""
     assert waste(MIXED, "prime_rl", "eta", eta) == pytest.approx(article, abs=0.05)
 
 

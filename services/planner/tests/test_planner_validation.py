@@ -1,8 +1,8 @@
-"""A recorded live run and its simulation, and what is said of folders that cannot be simulated.
+"""A recorded live run and its simulation, and the errors for folders that cannot be simulated.
 
-`recorded_run` is a run of 24 steps on two CPU cores beside other work: a tiny Qwen3 in vLLM, areal with eta=2. Its event log is
-cut down to what is read here; the take events that only waited are left out but the first of each
-step.
+`recorded_run` is a run of 24 steps on two CPU cores beside other work: a tiny Qwen3 in vLLM, areal
+with eta=2. Its event log is cut down to what is read here; take events that only waited are left
+out, except the first of each step.
 """
 
 import gzip
@@ -69,7 +69,7 @@ def test_the_measured_side_is_the_recording_itself(folder: Path) -> None:
 
 
 def test_the_costs_account_for_the_measured_time_of_the_decode_steps(folder: Path) -> None:
-    """Steps, their tokens, the context that they read and what was prefilled, at the fitted costs."""
+    """Steps, their tokens, the context that they read and prefilled tokens, at the fitted costs."""
     recorded = read_recorded_run(folder)
     cluster = fit_cluster(recorded)
     first, last = recorded.settled_loads()[0], recorded.settled_loads()[-1]
@@ -78,13 +78,13 @@ def test_the_costs_account_for_the_measured_time_of_the_decode_steps(folder: Pat
     context = sum(
         p * n + n * (n - 1) / 2 for p, sampled in recorded.lengths.values() for n in sampled
     )
-    told = (
+    fitted = (
         steps * cluster.decode_step_s
         + tokens * cluster.decode_sequence_s
         + context * cluster.decode_token_s
     )
-    told += prefilled / cluster.prefill_tokens_per_s
-    assert told == pytest.approx(last.step_seconds - first.step_seconds, rel=0.01)
+    fitted += prefilled / cluster.prefill_tokens_per_s
+    assert fitted == pytest.approx(last.step_seconds - first.step_seconds, rel=0.01)
 
 
 def test_nothing_of_the_whole_goes_into_the_model(folder: Path) -> None:
@@ -149,9 +149,9 @@ def without_blocks(event: list[Any]) -> list[Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without("load"), "the engines told their load 0 times while it trained, 5 are needed"),
+        (without("load"), "the engines reported their load 0 times while it trained, 5 are needed"),
         (without("step_done"), "0 steps were trained; costs are fitted from 4 on"),
-        (without("policy"), "no policy was begun in it"),
+        (without("policy"), "it has no start of a policy"),
         (
             without_blocks,
             "its engine has no KV blocks; record a run with actors.generator.engine: vllm",

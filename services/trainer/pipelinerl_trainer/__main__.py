@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from pipelinerl_common.errors import SettingsError
@@ -14,23 +13,13 @@ from pipelinerl_common.service import Wiring, parse_wiring, run_service
 from pipelinerl_common.settings import load_job
 
 
-@dataclass(frozen=True, slots=True)
-class RankFlags:
-    """The trainer's own flags, beside the wiring that every service has."""
-
-    rank: int
-    num_ranks: int
-    master_address: str
-    master_port: int
-    resume: bool
-    last_metrics: Path | None
-
-
-def parse_flags(argv: Sequence[str] | None = None) -> tuple[Wiring, RankFlags]:
-    """Exits with status 2 on wrong flags and with 0 on --help."""
+def parse_flags(argv: Sequence[str] | None = None) -> tuple[Wiring, argparse.Namespace]:
+    """Returns the wiring that every service has and the trainer's own flags. Exits with status 2 on
+    wrong flags and with 0 on --help.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     own = parser.add_argument_group("ranks of the trainer, beside the options below")
-    own.add_argument("--rank", type=int, default=0, help="this process, from 0")
+    own.add_argument("--rank", type=int, default=0, help="number of this process, from 0")
     own.add_argument("--num-ranks", type=int, default=1, help="processes that train together")
     own.add_argument("--master-address", default="127.0.0.1", help="host of rank 0")
     own.add_argument(
@@ -39,7 +28,7 @@ def parse_flags(argv: Sequence[str] | None = None) -> tuple[Wiring, RankFlags]:
     own.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the newest checkpoint below --output, if there is one",
+        help="resume from the newest checkpoint below --output, if there is one",
     )
     own.add_argument(
         "--last-metrics",
@@ -62,10 +51,11 @@ def parse_flags(argv: Sequence[str] | None = None) -> tuple[Wiring, RankFlags]:
             f"pipelinerl trainer: --master-port {flags.master_port} must be a port when there are "
             "several ranks\n",
         )
-    return wiring, RankFlags(**vars(flags))
+    return wiring, flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one rank and returns the process's exit status."""
     wiring, flags = parse_flags(argv)
 
     async def run(stop: asyncio.Event) -> None:
@@ -73,28 +63,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         for option in ("preprocessor", "coordinator"):
             if not getattr(wiring, option):
                 raise SettingsError(f"--{option}: not given; the trainer needs its host:port")
+        sequence_size = job.spec.trainers.sequence_parallel_size
+        if flags.num_ranks % sequence_size:
+            raise SettingsError(
+                f"--num-ranks {flags.num_ranks} must be a multiple of "
+                f"trainers.sequenceParallelSize={sequence_size}"
+            )
 
+        # Not at the top: torch takes seconds, and flags and settings are checked before.
         from pipelinerl_trainer.engine import prepare_environment
         from pipelinerl_trainer.ranks import RankPlacement
         from pipelinerl_trainer.start import TrainerArgs, run_rank
 
-        sequence_size = job.spec.trainers.sequence_parallel_size
-        if flags.num_ranks % sequence_size:
-            raise SettingsError(
-                f"--num-ranks {flags.num_ranks} is no multiple of "
-                f"trainers.sequenceParallelSize={sequence_size}"
-            )
         local_rank = flags.rank % job.spec.trainers.processes_per_node
         prepare_environment(local_rank, flags.rank, flags.num_ranks)
-        place = RankPlacement(
-            flags.rank,
-            flags.num_ranks,
-            local_rank,
-            flags.master_address,
-            flags.master_port,
-            sequence_size,
-        )
-        await run_rank(TrainerArgs(job, wiring, place, flags.resume, flags.last_metrics), stop)
+        master = flags.master_address, flags.master_port
+        placement = RankPlacement(flags.rank, flags.num_ranks, local_rank, *master, sequence_size)
+        args = TrainerArgs(job, wiring, placement, flags.resume, flags.last_metrics)
+        await run_rank(args, stop)
 
     return run_service(run, name=wiring.name, log_level=wiring.log_level)
 
@@ -104,8 +90,6 @@ if __name__ == "__main__":
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        status
-        # the training thread may hang in a collective with a rank that died, which nothing can
-        # interrupt
-    )
+    # Not sys.exit: the training thread may hang in a collective with a rank that died, which
+    # nothing can interrupt.
+    os._exit(status)

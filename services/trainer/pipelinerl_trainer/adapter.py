@@ -21,7 +21,7 @@ from pipelinerl_common.text import close_matches
 from pipelinerl_weights.adapter import WEIGHT, a_name, b_name, merge
 
 _NAMED, _NEAR = 12, 3
-"""Names in an error."""
+"""Largest numbers of names in an error."""
 
 
 class AdaptedLinear(nn.Linear):
@@ -50,7 +50,7 @@ class Adapter:
 
     settings: AdapterSettings
     base_model: str
-    """Where the frozen model comes from, for who loads the adapter elsewhere."""
+    """Where the frozen model comes from, for users who load the adapter elsewhere."""
     layers: Mapping[str, AdaptedLinear]
     targets: tuple[str, ...]
     """The shortest names that pick these layers and no other."""
@@ -77,18 +77,18 @@ class Adapter:
         return cls(settings, base_model, layers, _targets(chosen, language_model))
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """A and B of every layer, in the order of the layers."""
+        """Yields A and B of every layer, in the order of the layers."""
         for name, layer in self.layers.items():
             yield a_name(name), layer.lora_A.weight
             yield b_name(name), layer.lora_B.weight
 
     def parts_of(self, name: str) -> list[nn.Parameter]:
-        """What `merged` of a weight of this name takes beside the weight: A and B, or nothing."""
+        """Returns the A and B that `merged` needs for a weight of this name, or nothing."""
         layer = self._layer(name)
         return [] if layer is None else [layer.lora_A.weight, layer.lora_B.weight]
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """`weight` with its adapter, if it has one."""
+        """Returns `weight` merged with its adapter, if it has one."""
         layer = self._layer(name)
         return (
             weight
@@ -101,7 +101,7 @@ class Adapter:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises ValueError when they are not those of these layers."""
+        """Loads A and B of every layer. Raises ValueError when they belong to other layers."""
         parameters = dict(self.parameters())
         different = sorted(parameters.keys() ^ tensors.keys())
         different += [
@@ -115,9 +115,7 @@ class Adapter:
             parameter.copy_(tensors[name])
 
     def facts(self) -> dict[str, Any]:
-        """What two adapters must have in common for the tensors of one to fit the other and to mean
-        the same.
-        """
+        """Returns what two adapters must have in common for tensors of one to fit the other."""
         return {
             "rank": self.settings.rank,
             "alpha": self.settings.alpha,
@@ -125,7 +123,7 @@ class Adapter:
         }
 
     def peft_config(self) -> dict[str, Any]:
-        """adapter_config.json of PEFT."""
+        """Returns the content of PEFT's adapter_config.json."""
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -142,7 +140,7 @@ class Adapter:
 
 @torch.no_grad()
 def _initialize(layer: AdaptedLinear, generator: torch.Generator) -> None:
-    """Drawn on the host and in float32, whatever the layer's device and element type are."""
+    """Draws A on the host in float32, whatever the layer's device and element type are."""
     a_RI = torch.empty(layer.lora_A.weight.shape)
     nn.init.kaiming_uniform_(a_RI, a=math.sqrt(5), generator=generator)
     layer.lora_A.weight.copy_(a_RI)
@@ -150,7 +148,7 @@ def _initialize(layer: AdaptedLinear, generator: torch.Generator) -> None:
 
 
 def _decoder_linears(language_model: Any) -> dict[str, nn.Linear]:
-    """By their names in the model. The head is not a part of the decoder."""
+    """Returns the decoder's linear layers, without the head, by their names in the model."""
     decoder = {id(module) for module in language_model.get_decoder().modules()}
     return {
         name: module
@@ -174,7 +172,7 @@ def _choose(linears: Mapping[str, nn.Linear], targets: list[str] | None) -> list
 
 
 def _matches(name: str, target: str) -> bool:
-    """PEFT's rule, so that an exported adapter picks the same layers."""
+    """Applies PEFT's rule, so that an exported adapter picks the same layers."""
     return name == target or name.endswith(f".{target}")
 
 
@@ -187,7 +185,7 @@ def _near(target: str, linears: Mapping[str, nn.Linear]) -> str:
 
 
 def _targets(chosen: list[str], language_model: nn.Module) -> tuple[str, ...]:
-    """The last parts of the names, where no other linear layer ends so; else the whole names."""
+    """Returns the last parts of the names if no other linear layer ends so, else whole names."""
     leaves = tuple(dict.fromkeys(name.rpartition(".")[2] for name in chosen))
     linears = [
         name for name, module in language_model.named_modules() if isinstance(module, nn.Linear)

@@ -1,11 +1,11 @@
 """Attention over packed rows. Two implementations of one rule: no token attends outside its own
 sequence.
 
-`packed`            torch's scaled dot-product attention on the row's sequences, batched by similar length: exact, any device,
-                    and also where several ranks share the row.
-`flash_attention_2` the varlen kernel, where the flash-attn package and a GPU are there.
+`packed`              torch's scaled dot-product attention on the row's sequences, batched by
+                      similar length: exact, on any device, also where several ranks share the row.
+`flash_attention_2`   the varlen kernel, where there are a GPU and the flash-attn package.
 
-The model's forward hands keyword arguments on to its attention; those made by `attention_arguments`
+The model's forward passes keyword arguments on to its attention; those of `attention_arguments`
 mark the boundaries.
 """
 
@@ -30,7 +30,7 @@ _UNSUPPORTED = ("s_aux", "softcap")
 def choose_attention(
     device: torch.device, dtype: torch.dtype, sequence: SequenceGroup = ALONE
 ) -> str:
-    """The fastest implementation that this device and element type have."""
+    """Returns the fastest implementation for this device and element type."""
     if (
         sequence.size == 1
         and device.type == "cuda"
@@ -44,8 +44,8 @@ def choose_attention(
 def attention_arguments(
     sequence_lengths: tuple[int, ...], device: torch.device, sequence: SequenceGroup = ALONE
 ) -> dict[str, Any]:
-    """Keyword arguments of the model's forward that mark the boundaries of a packed row's
-    sequences: of the whole row, also where the model is given one rank's slice of it.
+    """Returns the keyword arguments of the model's forward that mark the boundaries of a packed
+    row's sequences: of the whole row, also where the model gets one rank's slice of it.
     """
     cumulative = torch.tensor((0, *sequence_lengths)).cumsum(0).to(device, torch.int32)
     longest = max(sequence_lengths)
@@ -63,10 +63,10 @@ def attention_arguments(
 
 
 def length_buckets(sequence_lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Slots of the row, one [N, S] tensor per bucket of N sequences up to S long; -1 fills behind a
-    shorter sequence.
+    """Returns slots of the row, one [N, S] tensor per bucket of N sequences up to S long; -1 pads
+    shorter sequences.
 
-    Lengths in a bucket are within a factor of two, so at most half of a bucket is filling.
+    Lengths in a bucket are within a factor of two, so at most half of a bucket is padding.
     Example: lengths (3, 9, 4) give [[0, 1, 2, -1], [12, 13, 14, 15]] and [[3, ..., 11]].
     """
     buckets: dict[int, list[tuple[int, int]]] = {}
@@ -92,8 +92,8 @@ def packed_attention(
     attention_mask: Tensor | None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence: query [1, heads, C, D], key and value [1, kv_heads, C,
-    D] to [1, C, heads, D], for the C slots of the row that this rank has.
+    """Computes causal attention within each sequence: query [1, heads, C, D], key and value
+    [1, kv_heads, C, D] to [1, C, heads, D], for the C slots of the row that this rank has.
 
     Raises SettingsError for a model whose attention cannot be computed this way.
     """
@@ -112,11 +112,10 @@ def packed_attention(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Tensor:
-    """On the whole row: query [L, heads, D], key and value [L, kv_heads, D] to [1, L, heads, D].
-
-    Behind the end of a shorter sequence there are only later positions, which a causal query never
-    sees, so no mask is needed.
+    """Attends on the whole row: query [L, heads, D], key and value [L, kv_heads, D] to
+    [1, L, heads, D].
     """
+    # No mask for the padding: it is behind a sequence's end, where no causal query looks.
     window: int | None = arguments.get("sliding_window")
     results = []
     for slots_NS in arguments["packed_slots"]:

@@ -1,4 +1,6 @@
-"""The `Batches` service as one rank sees it: every call with a deadline, every answer checked."""
+"""The client of the preprocessor's `Batches` service: every call has a deadline, every answer is
+checked.
+"""
 
 from dataclasses import dataclass
 
@@ -10,7 +12,7 @@ from pipelinerl_common.types import MicroBatch, StepPlan
 from pipelinerl_trainer.learner import RankBatch
 
 WAIT_S = 5.0
-"""How long the preprocessor may hold a pull until the batch is there."""
+"""Longest time that the preprocessor may hold a pull until the batch is ready."""
 TRANSFER_S = 60.0
 """Longest time for a batch to arrive."""
 CALL_S = 10.0
@@ -18,7 +20,7 @@ CALL_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What a pull gave: a batch, or the reason to wait, or neither at the end of the run."""
+    """The answer to a pull: a batch, or the reason to wait, or neither at the end of the run."""
 
     batch: RankBatch | None = None
     wait_reason: str | None = None
@@ -29,9 +31,9 @@ class Pulled:
 
 
 class BatchClient:
-    """Calls as data rank `rank` of `num_ranks`: ranks that share rows each pull the same ones.
+    """Calls `Batches` as data rank `rank` of `num_ranks`; ranks that share rows pull the same ones.
 
-    All raise Unavailable, Refused or PermanentError as `rpc.call` does.
+    All methods raise Unavailable, Refused or PermanentError as `rpc.call` does.
     """
 
     def __init__(self, channel: rpc.Channel, rank: int, num_ranks: int) -> None:
@@ -40,9 +42,9 @@ class BatchClient:
         self._num_ranks = num_ranks
 
     async def pull(self, step: int, batch_id: str = "", num_had: int = 0) -> Pulled:
-        """The batch of `step`, as soon as it is there within `WAIT_S`; of one that grows and whose
-        first `num_had` rows were received under `batch_id`, the rows after those. Raises
-        MalformedMessage for a broken answer.
+        """Returns the batch of `step` as soon as it is ready, within `WAIT_S`. Of a growing batch
+        whose first `num_had` rows were received under `batch_id` it returns the rows after those.
+        Raises MalformedMessage for a broken answer.
         """
         request = batches_pb2.PullStepRequest(
             step=step,
@@ -82,15 +84,15 @@ class BatchClient:
         )
 
     async def may_publish(self, version: int) -> bool:
-        """Whether the staleness policy lets `version` go to the generators; waits up to `WAIT_S`
-        for it.
+        """Returns whether the staleness policy lets `version` go to the generators; waits up to
+        `WAIT_S` for it.
         """
         request = batches_pb2.WaitPublishableRequest(policy_version=version, wait_s=WAIT_S)
         response = await rpc.call(self._stub.WaitPublishable, request, timeout_s=WAIT_S + CALL_S)
         return bool(response.allowed)
 
     async def snapshot(self, num_committed_steps: int) -> batches_pb2.LedgerSnapshot:
-        """The ledger after `num_committed_steps` commits."""
+        """Returns the ledger after `num_committed_steps` commits."""
         request = batches_pb2.GetSnapshotRequest(step=num_committed_steps)
         response = await rpc.call(self._stub.GetSnapshot, request, timeout_s=CALL_S)
         return response.snapshot
@@ -98,8 +100,8 @@ class BatchClient:
     async def restore(
         self, restore_id: str, num_committed_steps: int, snapshot: batches_pb2.LedgerSnapshot | None
     ) -> bool:
-        """Rewinds the ledger, or starts a fresh one without a snapshot. True if it was elsewhere
-        before.
+        """Rewinds the ledger, or starts a fresh one without a snapshot. Returns whether it was at
+        another step before.
         """
         request = batches_pb2.RestoreRequest(
             restore_id=restore_id, num_committed_steps=num_committed_steps, snapshot=snapshot
@@ -122,7 +124,7 @@ def _checked(
     expected = plan.num_micro_batches - (num_had if plan.batch_id == batch_id else 0)
     if len(micro_batches) != expected or not micro_batches:
         raise MalformedMessage(
-            f"PullStep({step}) sent {len(micro_batches)} micro-batches, {expected} are due by the "
-            "plan; at least 1"
+            f"PullStep({step}) sent {len(micro_batches)} micro-batches; the plan has {expected}, "
+            "and at least 1 must come"
         )
     return RankBatch(plan, tuple(micro_batches))

@@ -1,20 +1,16 @@
-"""The state of every random number generator of a rank, as JSON.
+"""Checkpoints: folders that are complete or absent, what they hold, and how all ranks write and
+read them together.
 
-Checkpoints as folders: complete or absent, newest first, the oldest removed. Knows nothing of
-what is in them.
-
-checkpoints/step-40/            complete: its manifest.json lists every file with its size, and they
-are all there checkpoints/.step-60.partial/   being written, or left behind by a process that died;
-never read
-
-What a checkpoint holds, and how all ranks write and read it together.
-
-model/                          the policy as a Hugging Face folder, adapters merged
-adapter/                        with `model.adapter`, in PEFT's format: training goes on from it and
-the prepared model value_head.safetensors          with `baseline: value`
-optimizer/rank-0.safetensors    each rank's float32 master weights and moments rng/rank-0.json
-each rank's random number generators manifest.json                   written last; its facts: step,
-policy version, ranks, ZeRO stage, element type, ledger
+checkpoints/step-40/                complete: its manifest lists every file with its size
+    model/                          the policy as a Hugging Face folder, adapters merged
+    adapter/                        with `model.adapter`, in PEFT's format; training resumes on it
+                                    and the prepared model
+    value_head.safetensors          with `baseline: value`
+    optimizer/rank-0.safetensors    each rank's float32 master weights and moments
+    rng/rank-0.json                 each rank's random number generators
+    manifest.json                   written last; its facts: step, policy version, ranks, ZeRO
+                                    stage, element type, ledger
+checkpoints/.step-60.partial/       being written, or left by a process that died; never read
 """
 
 import base64
@@ -54,61 +50,15 @@ from pipelinerl_trainer.export import (
 from pipelinerl_trainer.model import PolicyModel
 from pipelinerl_trainer.ranks import Ranks
 
-
-def seed_everything(seed: int) -> None:
-    """Seeds torch, numpy and Python. The same on every rank: ranks differ by their data, and their
-    weights must begin equal.
-    """
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
-    torch.manual_seed(seed)
-
-
-def save_randomness(path: Path) -> None:
-    """Raises WriteFailed."""
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "torch": _encode(torch.get_rng_state()),
-        "cuda": [_encode(each) for each in torch.cuda.get_rng_state_all()]
-        if torch.cuda.is_available()
-        else [],
-        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
-        "python": [version, list(words), gauss],
-    }
-    save_json(path, state)
-
-
-def load_randomness(path: Path) -> None:
-    """Raises OSError, or ValueError for a file that is not one of ours."""
-    state = json.loads(path.read_text(encoding="utf-8"))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    version, words, gauss = state["python"]
-    torch.set_rng_state(_decode(state["torch"]))
-    if torch.cuda.is_available() and state["cuda"]:
-        torch.cuda.set_rng_state_all([_decode(each) for each in state["cuda"]])
-    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
-    random.setstate((version, tuple(words), gauss))
-
-
-def _encode(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _decode(text: str) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype=np.uint8).copy())
-
-
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
+VALUE_HEAD, OPTIMIZER, RANDOMNESS = "value_head.safetensors", "optimizer", "rng"
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint of the state after `step` optimizer steps. `facts` is what its writer
-    noted down.
-    """
+    """A complete checkpoint of the state after `step` optimizer steps, with its writer's facts."""
 
     folder: Path
     step: int
@@ -116,43 +66,42 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The folder of one run. Writing methods are for rank 0 and raise WriteFailed."""
+    """One run's folder of checkpoints, whatever they hold. Writing methods are for rank 0 and raise
+    WriteFailed.
+    """
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
         self._keep = keep
 
     def newest(self) -> Checkpoint | None:
-        """The newest complete one; incomplete ones are passed over with a warning."""
+        """Returns the newest complete checkpoint; incomplete ones are skipped with a warning."""
         for step in sorted(self._steps(), reverse=True):
             folder = self.path(step)
             try:
                 return Checkpoint(folder, step, _read_manifest(folder, step))
             except ValueError as error:
-                log.warning("checkpoint %s is not complete and is passed over: %s", folder, error)
+                log.warning("checkpoint %s is not complete and is skipped: %s", folder, error)
         return None
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write to. What a process that died had begun is removed first: the
-        disk may not hold both.
-        """
-        partial = self.partial(step)
+        """Makes the folder to write to and returns it."""
+        # What a process that died had begun goes first: the disk may not hold both.
         for leftover in self.folder.glob(".step-*.partial"):
             shutil.rmtree(leftover, ignore_errors=True)
         with writing():
-            partial.mkdir(parents=True)
-        return partial
+            self.partial(step).mkdir(parents=True)
+        return self.partial(step)
 
     def partial(self, step: int) -> Path:
-        """The folder that rank 0 began, for the other ranks to write to."""
+        """Returns the folder that rank 0 began, for all ranks to write to."""
         return self.folder / f".step-{step}.partial"
 
     def finish(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Every file is written: makes them durable and the checkpoint visible, then removes the
-        oldest.
-        """
+        """Makes all files durable and the checkpoint visible, then removes the oldest ones."""
         partial, final = self.partial(step), self.path(step)
         files = sorted(path for path in partial.rglob("*") if path.is_file())
+        # Durable in this order, so that a crash at any point leaves no manifest without its files.
         sync([*files, *(path for path in partial.rglob("*") if path.is_dir())])
         sizes = {str(path.relative_to(partial)): path.stat().st_size for path in files}
         save_json(
@@ -161,7 +110,7 @@ class CheckpointStore:
         )
         sync([partial / MANIFEST, partial])
         with writing():
-            if final.exists():  # a torn one of the same step
+            if final.exists():  # an incomplete one of the same step
                 shutil.rmtree(final)
             os.replace(partial, final)
         sync([self.folder])
@@ -172,9 +121,8 @@ class CheckpointStore:
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def _prune(self, newest: int) -> None:
-        for step in sorted((step for step in self._steps() if step <= newest), reverse=True)[
-            self._keep :
-        ]:
+        steps = sorted((step for step in self._steps() if step <= newest), reverse=True)
+        for step in steps[self._keep :]:
             shutil.rmtree(self.path(step), ignore_errors=True)
 
     def _steps(self) -> list[int]:
@@ -188,12 +136,12 @@ class CheckpointStore:
         return [int(name) for name in names if name.isdecimal()]
 
     def path(self, step: int) -> Path:
-        """Of a complete checkpoint."""
+        """Returns the folder of a complete checkpoint."""
         return self.folder / f"step-{step}"
 
 
 def _read_manifest(folder: Path, step: int) -> Mapping[str, Any]:
-    """The writer's facts. Raises ValueError that says what is missing."""
+    """Returns the writer's facts. Raises ValueError that says what is missing."""
     try:
         document = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         version, files, facts = document["schema_version"], document["files"], document["facts"]
@@ -207,22 +155,16 @@ def _read_manifest(folder: Path, step: int) -> Mapping[str, Any]:
         )
     for name, size in files.items():
         path = folder / name
-        actual = path.stat().st_size if path.is_file() else None
-        if actual != size:
-            raise ValueError(
-                f"{name} has {actual} bytes, not {size}"
-                if actual is not None
-                else f"{name} is missing"
-            )
+        if not path.is_file():
+            raise ValueError(f"{name} is missing")
+        if path.stat().st_size != size:
+            raise ValueError(f"{name} has {path.stat().st_size} bytes, not {size}")
     return dict(facts)
-
-
-VALUE_HEAD, OPTIMIZER, RANDOMNESS = "value_head.safetensors", "optimizer", "rng"
 
 
 class Checkpointer:
     """Writes checkpoints of a running engine. Every rank calls `save`; a failure is counted and
-    training goes on.
+    training continues.
     """
 
     def __init__(
@@ -235,9 +177,11 @@ class Checkpointer:
         self.num_failures = 0
 
     def save(self, step: int, ledger: batches_pb2.LedgerSnapshot | None) -> bool:
-        """The state after `step` optimizer steps. `ledger` is rank 0's. False when it could not be
-        written.
+        """Writes the state after `step` optimizer steps; `ledger` is rank 0's. Returns whether it
+        could be written.
         """
+        # Three phases with a vote after each: no rank writes to a folder that is not there, and the
+        # checkpoint becomes visible only when every rank's files are.
         for action in (
             lambda: self._begin(step, ledger),
             lambda: self._write(step),
@@ -265,16 +209,16 @@ class Checkpointer:
                 (folder / name).mkdir()
 
     def _write(self, step: int) -> None:
-        """Collectives come first and are finished on every rank before anything can fail there."""
+        # Collectives come first: a rank that failed before one would leave the others waiting.
         folder, rank = self._store.partial(step), self._ranks.rank
         value_head = {
             name: weight.to("cpu", copy=True) for name, weight in self._engine.value_head_weights()
         }
         adapter = adapter_tensors(self._engine)
         export_policy(self._engine, self._ranks, self._model_folder, folder / MODEL)
-        if self._ranks.is_leader and value_head:
-            save_tensors(folder / VALUE_HEAD, value_head)
         if self._ranks.is_leader:
+            if value_head:
+                save_tensors(folder / VALUE_HEAD, value_head)
             save_adapter(self._engine, adapter, folder / ADAPTER)
         tensors = {
             name: tensor.detach().cpu() for name, tensor in self._engine.optimizer_tensors().items()
@@ -284,15 +228,12 @@ class Checkpointer:
 
     def _finish(self, step: int, ledger: batches_pb2.LedgerSnapshot | None) -> None:
         if self._ranks.is_leader and ledger is not None:
-            self._store.finish(
-                step,
-                layout_of(self._engine, self._ranks)
-                | {"ledger": json_format.MessageToDict(ledger)},
-            )
+            facts = layout_of(self._engine, self._ranks)
+            self._store.finish(step, facts | {"ledger": json_format.MessageToDict(ledger)})
 
 
 def layout_of(engine: DeepSpeedEngine, ranks: Ranks) -> dict[str, Any]:
-    """What must be the same for a checkpoint's optimizer shards to fit."""
+    """Returns what must be the same for a checkpoint's optimizer shards to fit."""
     return {
         "num_ranks": ranks.num_ranks,
         "zero_stage": engine.zero_stage,
@@ -307,7 +248,9 @@ def _adapter_of(policy: PolicyModel) -> dict[str, Any] | None:
 
 
 def load_adapter(policy: PolicyModel, checkpoint: Checkpoint) -> None:
-    """Before the engine is made, into the prepared model's policy. Raises SettingsError."""
+    """Loads the adapter into the prepared model's policy, before the engine is made. Raises
+    SettingsError.
+    """
     if policy.adapter is None:
         return
     _refuse_other_settings(checkpoint, {"adapter": _adapter_of(policy)})
@@ -318,14 +261,14 @@ def load_adapter(policy: PolicyModel, checkpoint: Checkpoint) -> None:
 
 
 def load_value_head(policy: PolicyModel, checkpoint: Checkpoint) -> None:
-    """Before the engine is made. Raises SettingsError."""
+    """Loads the value head, before the engine is made. Raises SettingsError."""
     if policy.value_head is not None and checkpoint.facts.get("value_head"):
         policy.value_head.load_state_dict(_load_tensors(checkpoint.folder / VALUE_HEAD))
 
 
 def load_optimizer(engine: DeepSpeedEngine, ranks: Ranks, checkpoint: Checkpoint) -> None:
-    """Into an engine whose weights are those of the checkpoint. Raises SettingsError when it was
-    written by another layout.
+    """Loads optimizer and random state into an engine whose weights are those of the checkpoint.
+    Raises SettingsError when it was written by another layout.
     """
     _refuse_other_settings(checkpoint, layout_of(engine, ranks))
     path = checkpoint.folder / OPTIMIZER / f"rank-{ranks.rank}.safetensors"
@@ -350,7 +293,7 @@ def _refuse_other_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> 
 
 
 def ledger_of(checkpoint: Checkpoint) -> batches_pb2.LedgerSnapshot:
-    """Raises SettingsError."""
+    """Returns the preprocessor's ledger at the checkpoint. Raises SettingsError."""
     try:
         return json_format.ParseDict(checkpoint.facts["ledger"], batches_pb2.LedgerSnapshot())
     except (KeyError, json_format.ParseError) as error:
@@ -364,3 +307,46 @@ def _load_tensors(path: Path) -> dict[str, Any]:
         return dict(load_file(path))
     except (OSError, SafetensorError) as error:
         raise SettingsError(f"{path}: cannot be read: {error}") from error
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds torch, numpy and Python, the same on every rank: ranks differ by their data, and their
+    weights must start equal.
+    """
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+
+
+def save_randomness(path: Path) -> None:
+    """Writes the state of all random number generators of this rank as JSON. Raises WriteFailed."""
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    version, words, gauss = random.getstate()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    state: dict[str, Any] = {
+        "torch": _encode(torch.get_rng_state()),
+        "cuda": [_encode(each) for each in cuda],
+        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
+        "python": [version, list(words), gauss],
+    }
+    save_json(path, state)
+
+
+def load_randomness(path: Path) -> None:
+    """Loads what `save_randomness` wrote. Raises OSError, or ValueError for another file."""
+    state = json.loads(path.read_text(encoding="utf-8"))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    version, words, gauss = state["python"]
+    torch.set_rng_state(_decode(state["torch"]))
+    if torch.cuda.is_available() and state["cuda"]:
+        torch.cuda.set_rng_state_all([_decode(each) for each in state["cuda"]])
+    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
+    random.setstate((version, tuple(words), gauss))
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype=np.uint8).copy())

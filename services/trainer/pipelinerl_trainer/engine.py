@@ -1,13 +1,14 @@
 """DeepSpeed as this trainer uses it: one optimizer step over any number of micro-batches, with an
 exact gradient.
 
-What DeepSpeed does to a loss and how it is undone here:
-- it divides by `gradient_accumulation_steps`: that is 1, and the boundary is set by hand at the last micro-batch;
-- it averages gradients over ranks: the loss is multiplied by the number of ranks, so that the gradient is the sum over all
-  ranks and micro-batches. The caller's loss is already divided by the whole step's normaliser.
-  Ranks that share a row each have its whole loss and the gradient through their own slice, so the
-  sum is right for them too. ZeRO partitions over all.
-- it skips a step whose gradient is not finite and clears it: `apply` reports that.
+What DeepSpeed does to a loss, and how it is undone here:
+- It divides by `gradient_accumulation_steps`: that is 1, and the boundary is set by hand at the
+  last micro-batch.
+- It averages gradients over ranks: the loss is multiplied by the number of ranks, so that the
+  gradient is the sum over all ranks and micro-batches. The caller's loss is already divided by the
+  whole step's normaliser. Ranks that share a row each have its whole loss and the gradient through
+  their own slice, so the sum is right for them too. ZeRO partitions over all ranks.
+- It skips a step whose gradient is not finite and clears the gradient: `apply` reports that.
 """
 
 import logging
@@ -30,20 +31,19 @@ from pipelinerl_trainer.scoring import TokenScores
 log = logging.getLogger(__name__)
 
 _GATHER_BYTES = 256 << 20
-"""ZeRO-3: parameters are gathered this many bytes at a time, so that small ones share a collective.
-"""
+"""ZeRO-3 gathers parameters this many bytes at a time, so that small ones share a collective."""
 
 
 COLLECTIVE_WARNING = r"`torch\.distributed\..*` is deprecated"
-"""DeepSpeed calls collectives by names that this torch announces to rename."""
+"""DeepSpeed calls collectives by names that this torch deprecates."""
 
 
 def prepare_environment(local_rank: int, rank: int, num_ranks: int) -> None:
-    """The environment variables that DeepSpeed reads; called once, at the entry point, before it is
-    imported.
+    """Sets the environment variables that DeepSpeed reads; called once at the entry point, before
+    DeepSpeed is imported.
 
-    Nothing is ever compiled: the only operator that a CPU run would build is a shared-memory
-    all-reduce for inference.
+    Nothing is compiled: the only operator that a CPU run would build is a shared-memory all-reduce
+    for inference.
     """
     os.environ |= {
         "LOCAL_RANK": str(cuda_index(local_rank)),
@@ -58,20 +58,20 @@ def prepare_environment(local_rank: int, rank: int, num_ranks: int) -> None:
         import deepspeed.ops
     deepspeed.ops.__compatible_ops__ = {}
     warnings.filterwarnings("ignore", message=COLLECTIVE_WARNING, category=FutureWarning)
-    chatter = logging.getLogger("DeepSpeed")
-    chatter.handlers.clear()
-    chatter.propagate = True
-    chatter.setLevel(logging.ERROR)  # a skipped step is reported by the learner
+    its_log = logging.getLogger("DeepSpeed")
+    its_log.handlers.clear()
+    its_log.propagate = True
+    its_log.setLevel(logging.ERROR)  # the learner reports a skipped step
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What the optimizer did."""
+    """The result of an optimizer step."""
 
     applied: bool
-    """False: the gradient was not finite, the weights are as before."""
+    """False when the gradient was not finite, so that the weights are unchanged."""
     grad_norm: float
-    """Global L2 norm before clipping; inf when not applied."""
+    """Global L2 norm of the gradient before clipping; inf when not applied."""
 
 
 class DeepSpeedEngine:
@@ -118,12 +118,10 @@ class DeepSpeedEngine:
         return scores
 
     def accumulate(self, loss: Tensor, *, is_last: bool) -> None:
-        """Backward of one micro-batch. `loss` is this micro-batch's share of the step's loss;
-        `is_last` the step's last.
-
-        A loss that is not finite makes the whole gradient so, and `apply` then skips the step on
-        every rank.
+        """Runs backward for one micro-batch. `loss` is its share of the step's loss; `is_last`
+        marks the step's last one.
         """
+        # An infinite loss may have finite gradients: as NaN it makes every rank skip the step.
         if not bool(torch.isfinite(loss)):
             loss = loss * float("nan")
         self._engine.set_gradient_accumulation_boundary(is_last)
@@ -137,7 +135,7 @@ class DeepSpeedEngine:
             gradient.mul_(factor)
 
     def apply(self, learning_rate: float, lag: float = 0.0) -> StepOutcome:
-        """Clips and applies the accumulated gradient; `lag` is its tokens' mean lag, for an
+        """Clips and applies the accumulated gradient. `lag` is its tokens' mean lag, for an
         optimizer that uses it.
         """
         for group in self._optimizer.param_groups:
@@ -151,22 +149,20 @@ class DeepSpeedEngine:
         )
 
     def weights_are_finite(self) -> bool:
-        """Whether no rank's share of the trained weights has an infinity or a NaN; the same answer
-        on every rank.
+        """Returns whether the trained weights are finite on all ranks; the same answer on every
+        rank.
         """
         mine = all(bool(torch.isfinite(master.sum())) for master in self._masters())
         return bool(self._ranks.gather([float(mine)]).all())
 
     @property
     def model_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Full shapes of the model, by the checkpoint's names, in the order in which
-        `model_weights` gives them.
-        """
+        """Full shapes of the model by the checkpoint's names, in the order of `model_weights`."""
         return self._model_shapes
 
     def model_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full weights by the checkpoint's names, one after another, adapters merged into them;
-        each valid until the next one. Every rank must exhaust the iterator.
+        """Yields full weights by the checkpoint's names, adapters merged into them; each is valid
+        until the next one. Every rank must exhaust the iterator.
         """
         adapter = self.policy.adapter
         for members in _by_size(self.policy.model_parameters(), self._shapes, self.dtype.itemsize):
@@ -186,12 +182,12 @@ class DeepSpeedEngine:
 
     @property
     def served_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Like `model_shapes`, of what `served_weights` gives."""
+        """Full shapes of what `served_weights` yields, in its order."""
         return self._model_shapes if self.policy.adapter is None else self._adapter_shapes
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What generators need: `model_weights`, or the adapter alone, because they have the rest
-        from the model folder.
+        """Yields what generators need: `model_weights`, or the adapter alone, because they have the
+        rest from the model folder.
         """
         adapter = self.policy.adapter
         if adapter is None:
@@ -203,7 +199,7 @@ class DeepSpeedEngine:
                     yield name, parameter.detach()
 
     def value_head_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Like `served_weights`, of the value head, if there is one."""
+        """Yields the value head's weights like `served_weights`, if there is a value head."""
         head = self.policy.value_head
         if head is not None:
             with self._gathered(list(head.parameters())):
@@ -216,27 +212,21 @@ class DeepSpeedEngine:
         return GatheredParameters(parameters, enabled=self.zero_stage == 3)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """This rank's share of the optimizer: float32 master weights and both moments, flat. Views,
-        not copies.
+        """Returns this rank's share of the optimizer: flat float32 master weights and moments, as
+        views.
         """
         tensors: dict[str, Tensor] = {}
         for index, master in enumerate(self._masters()):
             tensors[f"{index}.master"] = master
-            state = self._optimizer.optimizer.state.get(master, {})
-            tensors.update(
-                {
-                    f"{index}.{key}": value
-                    for key, value in state.items()
-                    if isinstance(value, Tensor)
-                }
-            )
+            for key, value in self._optimizer.optimizer.state.get(master, {}).items():
+                if isinstance(value, Tensor):
+                    tensors[f"{index}.{key}"] = value
         return tensors
 
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse, into an engine of the same layout whose weights are already those of the
-        checkpoint.
-
-        Raises ValueError that names the first tensor which is missing or of another size.
+        """Loads what `optimizer_tensors` returned, in an engine of the same layout whose weights
+        are already those of the checkpoint. Raises ValueError that names the first tensor which is
+        missing or of another size.
         """
         for index, master in enumerate(self._masters()):
             saved = {
@@ -255,7 +245,7 @@ class DeepSpeedEngine:
                 state[key] = value.clone() if key == "step" else value.to(master.device, copy=True)
 
     def _gradients(self) -> list[Tensor]:
-        """This rank's share of the reduced gradient, under DeepSpeed's two names for it."""
+        """Returns this rank's share of the reduced gradient, under DeepSpeed's two names for it."""
         optimizer = self._optimizer
         if hasattr(optimizer, "averaged_gradients"):
             return [
@@ -265,14 +255,11 @@ class DeepSpeedEngine:
             ]
         if hasattr(optimizer, "fp32_groups_gradients_flat"):
             return list(optimizer.fp32_groups_gradients_flat)
-        raise TypeError(
-            f"{type(optimizer).__name__} is not an optimizer of DeepSpeed ZeRO that this trainer "
-            "knows"
-        )
+        raise _unknown(optimizer)
 
     def _masters(self) -> list[Tensor]:
-        """The flat float32 partitions that the base optimizer updates, under DeepSpeed's three
-        names for them.
+        """Returns the flat float32 partitions that the base optimizer updates, under DeepSpeed's
+        three names for them.
         """
         optimizer = self._optimizer
         for name in (
@@ -282,10 +269,13 @@ class DeepSpeedEngine:
         ):
             if hasattr(optimizer, name):
                 return list(getattr(optimizer, name))
-        raise TypeError(
-            f"{type(optimizer).__name__} is not an optimizer of DeepSpeed ZeRO that this trainer "
-            "knows"
-        )
+        raise _unknown(optimizer)
+
+
+def _unknown(optimizer: object) -> TypeError:
+    return TypeError(
+        f"{type(optimizer).__name__} is not an optimizer of DeepSpeed ZeRO that this trainer knows"
+    )
 
 
 def _initialize(
@@ -307,7 +297,9 @@ def _initialize(
 def deepspeed_config(
     zero_stage: int, dtype: torch.dtype, settings: OptimizerSettings
 ) -> dict[str, Any]:
-    """Gradients are accumulated in float32 whatever the weights' type is."""
+    """Returns DeepSpeed's configuration. Gradients are accumulated in float32 whatever the weights'
+    type is.
+    """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -316,7 +308,8 @@ def deepspeed_config(
         "zero_optimization": {"stage": zero_stage},
     }
     if settings.delay_compensation > 0:
-        config["zero_allow_untested_optimizer"] = True  # DeepSpeed knows optimizers by their class
+        # DeepSpeed recognises the optimizers that it supports by their class.
+        config["zero_allow_untested_optimizer"] = True
     if dtype is torch.bfloat16:
         config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     if dtype is torch.float16:
@@ -329,7 +322,7 @@ def _by_size(
     shapes: dict[str, tuple[int, ...]],
     item_bytes: int,
 ) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Groups of parameters of up to `_GATHER_BYTES` in all, at least one each."""
+    """Yields groups of at least one parameter and up to `_GATHER_BYTES` each."""
     members: list[tuple[str, nn.Parameter]] = []
     size = 0
     for name, parameter in parameters:

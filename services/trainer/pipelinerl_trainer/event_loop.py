@@ -1,7 +1,7 @@
-"""From the training thread into the event loop.
+"""The two directions between the event loop and the training thread.
 
 The event loop runs in the main thread: gRPC, the publisher, signals. Training blocks, so it has a
-thread of its own, and asks for what it needs of the network here.
+thread of its own (`in_thread`) and asks for what it needs of the network (`EventLoopProxy`).
 """
 
 import asyncio
@@ -16,14 +16,14 @@ Result = TypeVar("Result")
 
 
 class EventLoopProxy:
-    """Made in the event loop's thread, used in the training thread."""
+    """The event loop as the training thread uses it. Constructed in the event loop's thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stopping = threading.Event()
 
     def stop(self) -> None:
-        """The process was asked to stop: training ends at the next step's boundary."""
+        """Asks training to end at the next step's boundary."""
         self._stopping.set()
 
     @property
@@ -43,30 +43,32 @@ class EventLoopProxy:
                 f"{getattr(coroutine, '__qualname__', 'a call')} did not end within {timeout_s:g} s"
             ) from error
 
-    def call(self, function: Any, *arguments: Any) -> None:
-        """Calls a plain function in the event loop's thread, soon."""
+    def call(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Schedules a plain function in the event loop's thread, without waiting for it."""
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def pause(self, seconds: float) -> None:
-        """Sleeps, but not beyond a stop."""
+        """Sleeps for `seconds`, or until a stop if that comes first."""
         self._stopping.wait(seconds)
 
 
 async def in_thread(function: Callable[[], Result]) -> Result:
-    """Runs `function` in a daemon thread: a rank that hangs in a collective must not keep its
-    process from ending.
+    """Runs `function` in a daemon thread and returns its result.
+
+    Not `asyncio.to_thread`, whose threads Python joins at exit: a rank that hangs in a collective
+    must not keep its process from ending.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
 
     def settle(act: Callable[[], None]) -> None:
-        if not future.done():
+        if not future.done():  # the waiting task may have been cancelled meanwhile
             act()
 
     def work() -> None:
         try:
             result = function()
-        except BaseException as error:  # noqa: BLE001 - crosses threads; raised again where it is awaited
+        except BaseException as error:  # noqa: BLE001 - raised again where it is awaited
             outcome = partial(future.set_exception, error)
         else:
             outcome = partial(future.set_result, result)

@@ -1,7 +1,7 @@
-"""The policy as a Hugging Face folder that transformers and vLLM load: safetensors, configuration,
-tokenizer.
+"""Export of the policy as a Hugging Face folder that transformers and vLLM load: safetensors,
+configuration, tokenizer.
 
-Adapters are merged into its weights. Alone they are a folder of their own in PEFT's format.
+Adapters are merged into its weights; alone they are a folder of their own in PEFT's format.
 """
 
 import json
@@ -25,11 +25,10 @@ from pipelinerl_trainer.ranks import Ranks, Vote
 log = logging.getLogger(__name__)
 
 ADAPTER = "adapter"
-"""Folder of the adapter, in the exported model's or beside the checkpoint's."""
+"""Folder of the adapter, inside the exported model or beside a checkpoint's model."""
 
 SHARD_BYTES = 4 << 30
-"""A file holds whole tensors up to this size, at least one; so much host memory is used at a time.
-"""
+"""Largest file, unless a single tensor is larger; also the host memory that an export needs."""
 
 _ADAPTER_WEIGHTS, _ADAPTER_CONFIG, _PEFT_PREFIX = (
     "adapter_model.safetensors",
@@ -62,7 +61,7 @@ def export_policy(
     """Writes the weights to `target` (which exists), with everything but the weights copied from
     the model folder `source`.
 
-    Every rank must call it; rank 0 writes, and raises WriteFailed. The others then go on unharmed.
+    Every rank must call it; rank 0 writes and raises WriteFailed, after all ranks' collectives.
     """
     writer = _ShardWriter(target, _shards(engine, shard_bytes)) if ranks.is_leader else None
     for name, weight in engine.model_weights():
@@ -70,21 +69,19 @@ def export_policy(
             writer.add(name, weight)
     if writer is not None:
         writer.finish()
-        _copy_companions(source, target, str(engine.dtype).removeprefix("torch."))
+        _copy_other_files(source, target, str(engine.dtype).removeprefix("torch."))
 
 
 def adapter_tensors(engine: DeepSpeedEngine) -> dict[str, Tensor]:
-    """Copies of the adapter on the host; none where there is no adapter. Every rank must call it."""
+    """Returns copies of the adapter on the host, if there is one. Every rank must call it."""
     if engine.policy.adapter is None:
         return {}
     return {name: weight.to("cpu", copy=True) for name, weight in engine.served_weights()}
 
 
 def save_adapter(engine: DeepSpeedEngine, tensors: Mapping[str, Tensor], target: Path) -> None:
-    """Writes `adapter_tensors` to the new folder `target` as `peft.PeftModel.from_pretrained` loads
-    them, if there are any.
-
-    For rank 0. Raises WriteFailed.
+    """Writes `adapter_tensors`, if there are any, to the new folder `target` as
+    `peft.PeftModel.from_pretrained` loads them. Called on rank 0; raises WriteFailed.
     """
     if engine.policy.adapter is None:
         return
@@ -98,7 +95,9 @@ def save_adapter(engine: DeepSpeedEngine, tensors: Mapping[str, Tensor], target:
 
 
 def load_adapter_tensors(folder: Path) -> dict[str, Tensor]:
-    """What `save_adapter` wrote, by the names of the wire. Raises OSError or SafetensorError."""
+    """Returns what `save_adapter` wrote, by the names on the wire. Raises OSError or
+    SafetensorError.
+    """
     return {
         name.removeprefix(_PEFT_PREFIX): tensor
         for name, tensor in load_file(folder / _ADAPTER_WEIGHTS).items()
@@ -106,10 +105,8 @@ def load_adapter_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def export_final(engine: DeepSpeedEngine, ranks: Ranks, source: Path, target: Path) -> None:
-    """The policy to `target`, which appears as a whole or not at all, in place of an older one; its
-    adapter to a folder in it.
-
-    Raises FatalError on every rank when it cannot be written.
+    """Writes the policy to `target`, which appears as a whole or not at all, in place of an older
+    one, and its adapter to a folder in it. Raises FatalError on every rank when it cannot.
     """
     partial = target.with_name(f".{target.name}.partial")
 
@@ -128,7 +125,7 @@ def export_final(engine: DeepSpeedEngine, ranks: Ranks, source: Path, target: Pa
                 action()
 
     def write() -> None:
-        adapter = adapter_tensors(engine)  # before anything can fail: other ranks take part
+        adapter = adapter_tensors(engine)  # a collective: before anything can fail on one rank
         export_policy(engine, ranks, source, partial)
         if ranks.is_leader:
             save_adapter(engine, adapter, partial / ADAPTER)
@@ -136,13 +133,13 @@ def export_final(engine: DeepSpeedEngine, ranks: Ranks, source: Path, target: Pa
     for action in (lambda: by_leader(begin), write, lambda: by_leader(finish)):
         if not together(ranks, action, f"the export to {target}"):
             raise FatalError(
-                f"the trained model could not be written to {target}; with --resume it is tried "
+                f"the trained model could not be written to {target}: start with --resume to try "
                 "again"
             )
 
 
 def together(ranks: Ranks, action: Callable[[], None], what: str) -> bool:
-    """Whether `action` raised WriteFailed on no rank. Every rank must call it."""
+    """Runs `action` on every rank and returns whether it raised WriteFailed on none of them."""
     vote = Vote.READY
     try:
         action()
@@ -153,7 +150,7 @@ def together(ranks: Ranks, action: Callable[[], None], what: str) -> bool:
 
 
 def _shards(engine: DeepSpeedEngine, shard_bytes: int) -> dict[str, list[str]]:
-    """Tensor names by file name, in the order in which the engine gives them."""
+    """Returns tensor names by file name, in the engine's order."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, shape in engine.model_shapes.items():
@@ -172,8 +169,8 @@ def _shards(engine: DeepSpeedEngine, shard_bytes: int) -> dict[str, list[str]]:
 
 
 class _ShardWriter:
-    """Takes tensors in order and writes a file when its last tensor has come. Remembers a failure
-    until `finish`.
+    """Takes tensors in order and writes a file when its last tensor has arrived. Keeps a failure
+    until `finish`, because the other ranks gather the remaining tensors with this one.
     """
 
     def __init__(self, folder: Path, shards: Mapping[str, list[str]]) -> None:
@@ -214,7 +211,7 @@ class _ShardWriter:
             save_json(self._folder / "model.safetensors.index.json", index)
 
 
-def _copy_companions(source: Path, target: Path, dtype: str) -> None:
+def _copy_other_files(source: Path, target: Path, dtype: str) -> None:
     with writing():
         for file in sorted(source.iterdir()):
             if (
@@ -229,13 +226,13 @@ def _copy_companions(source: Path, target: Path, dtype: str) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises WriteFailed."""
+    """Writes a safetensors file. Raises WriteFailed."""
     with writing():
         save_file(dict(tensors), path, metadata={"format": "pt"})
 
 
 def save_json(path: Path, document: Any) -> None:
-    """Raises WriteFailed."""
+    """Writes a JSON file. Raises WriteFailed."""
     with writing():
         path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 

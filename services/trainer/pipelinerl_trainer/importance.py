@@ -1,7 +1,6 @@
-"""Importance weights w = pi / mu of trained tokens: of each token alone, or of the sequence that it
-belongs to.
+"""Importance weights w = pi / mu of trained tokens: of each token alone, or of its whole sequence.
 
-mu is the distribution that the token was really sampled from, pi the current policy. Shape
+mu is the distribution that the token was sampled from, pi the current policy. Shape
 suffixes: T trained tokens of a packed row, N sequences of it. A sequence is never split over rows,
 so a row knows all trained tokens of its sequences.
 """
@@ -27,8 +26,8 @@ def _exp(log_ratios: Tensor) -> Tensor:
 
 
 def sums_per_sequence(values_T: Tensor, sequence_T: Tensor) -> Tensor:
-    """For each token the sum over its sequence's tokens. Example: values 1 2 3, sequences 0 0 1: 3
-    3 3.
+    """Returns for each token the sum over its sequence's tokens. Example: values 1 2 3 of sequences
+    0 0 1 give 3 3 3.
     """
     if not len(sequence_T):
         return values_T
@@ -37,7 +36,7 @@ def sums_per_sequence(values_T: Tensor, sequence_T: Tensor) -> Tensor:
 
 
 def lengths_per_sequence(sequence_T: Tensor, dtype: torch.dtype) -> Tensor:
-    """For each token the number of trained tokens of its sequence."""
+    """Returns for each token the number of trained tokens of its sequence."""
     return sums_per_sequence(
         torch.ones(len(sequence_T), dtype=dtype, device=sequence_T.device), sequence_T
     )
@@ -76,7 +75,7 @@ def geometric(log_ratios_T: Tensor, sequence_T: Tensor) -> Tensor:
 
 
 def none(log_ratios_T: Tensor, sequence_T: Tensor) -> Tensor:
-    """w = 1: the tokens are taken for on-policy ones."""
+    """w = 1: the tokens are treated as on-policy."""
     del sequence_T
     return torch.ones_like(log_ratios_T)
 

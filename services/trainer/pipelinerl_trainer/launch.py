@@ -1,8 +1,8 @@
-"""`python -m pipelinerl_trainer.launch --processes N --rank FIRST ...`: the N ranks of one node, as
+"""`python -m pipelinerl_trainer.launch --processes N --rank FIRST ...`: the N ranks of one node as
 processes.
 
-Every other flag is the first rank's; the others get the same but for their rank, their name and the
-metrics. Signals go on to all. One that fails ends all: the rest would wait for it in a collective.
+All other flags are the ranks'; only the rank, the name and the metrics differ. Signals are
+forwarded to all ranks. A rank that fails ends all: the others would wait for it in a collective.
 """
 
 import argparse
@@ -20,19 +20,19 @@ log = logging.getLogger(__name__)
 
 RANK_MODULE = "pipelinerl_trainer"
 FAILED_GRACE_S = 10.0
-"""Time for the others to end by themselves after one has failed; one that hangs in a collective
-does not.
+"""Time for the others to end by themselves after a failure; a rank that hangs in a collective does
+not.
 """
 FORWARD_PERIOD_S = 0.2
 LAST_S = 1800.0
-"""Longest time between the first rank's orderly end and the last one's: rank 0 exports the model
+"""Longest time between the first and the last rank's normal end: rank 0 exports the model
 meanwhile.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What is started. `flags` are the ranks' common ones."""
+    """The ranks of one node and their common `flags`."""
 
     first_rank: int
     num_processes: int
@@ -53,6 +53,7 @@ class Node:
 
 
 def parse_node(argv: Sequence[str] | None = None) -> Node:
+    """Parses the node's flags and keeps the ranks'. Exits with status 2 on wrong ones."""
     parser = argparse.ArgumentParser(
         prog="pipelinerl trainer-node",
         description="Several ranks of the trainer on one node.",
@@ -72,8 +73,10 @@ def parse_node(argv: Sequence[str] | None = None) -> Node:
 
 
 async def run_node(node: Node, stop: asyncio.Event) -> int:
-    """Runs the ranks to their end and returns the node's exit status: the first failed rank's, or
-    0.
+    """Runs the ranks to their end and returns the node's exit status: the first failed rank's or 0.
+
+    Waits for the ranks, and is unblocked by the end of one, the deadline after the first end, or
+    `stop`, which is forwarded to them.
     """
     ranks: list[asyncio.subprocess.Process] = []
     waiting: dict[asyncio.Task[int], int] = {}
@@ -88,17 +91,15 @@ async def run_node(node: Node, stop: asyncio.Event) -> int:
                 waiting, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
             )
             if not done:
-                log.error(
-                    "ranks=%s still run %g s after another has ended",
-                    sorted(waiting.values()),
-                    LAST_S,
-                )
+                text = "ranks=%s still run %g s after another has ended"
+                log.error(text, sorted(waiting.values()), LAST_S)
                 status = 1
             for task in done:
                 rank, code = waiting.pop(task), _status(task.result())
                 log.info("rank=%d ended with status=%d", rank, code)
                 status = status or code
             deadline_s = LAST_S
+        # Ranks between collectives end by themselves; those inside one are killed below.
         if waiting:
             _signal(ranks, signal.SIGTERM)
             await asyncio.wait(waiting, timeout=FAILED_GRACE_S)
@@ -110,13 +111,13 @@ async def run_node(node: Node, stop: asyncio.Event) -> int:
 
 
 async def _forward(stop: asyncio.Event, ranks: Sequence[asyncio.subprocess.Process]) -> None:
-    """Also to a rank that is started after the signal came."""
+    """Sends SIGTERM once to every rank after `stop`, also to those that are started later."""
     await stop.wait()
-    told: set[int] = set()
+    signalled: set[int] = set()
     while True:
-        fresh = [rank for rank in ranks if rank.pid not in told]
+        fresh = [rank for rank in ranks if rank.pid not in signalled]
         _signal(fresh, signal.SIGTERM)
-        told.update(rank.pid for rank in fresh)
+        signalled.update(rank.pid for rank in fresh)
         await asyncio.sleep(FORWARD_PERIOD_S)
 
 
@@ -127,11 +128,12 @@ def _signal(ranks: Sequence[asyncio.subprocess.Process], number: signal.Signals)
 
 
 def _status(returncode: int) -> int:
-    """A process that was killed by a signal counts as 128 and its number, as in a shell."""
+    """Returns a shell's exit status: 128 plus the number of the signal that ended the process."""
     return 128 - returncode if returncode < 0 else returncode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the ranks of one node and returns the process's exit status."""
     node = parse_node(argv)
     statuses: list[int] = []
 

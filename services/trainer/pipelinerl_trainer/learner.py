@@ -1,4 +1,4 @@
-"""One optimizer step on one batch."""
+"""One optimizer step on one batch: forward and backward over its rows, then the optimizer."""
 
 import logging
 from collections.abc import Iterable
@@ -21,15 +21,15 @@ log = logging.getLogger(__name__)
 SKIPPED_STEPS = "skipped_steps_total"
 
 MAX_SKIPPED_IN_A_ROW = 50
-"""Steps without a finite gradient. DeepSpeed finds its loss scale for float16 within about 30 of
-them.
+"""Consecutive steps without a finite gradient before training fails. DeepSpeed finds its loss scale
+for float16 within about 30.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """What one rank trains in one step: the plan, equal on all ranks, and this rank's rows, which
-    it may share with others.
+    """What one rank trains in one step: the plan, equal on all ranks, and this rank's rows. With
+    sequence parallelism several ranks have the same rows.
     """
 
     plan: StepPlan
@@ -37,14 +37,12 @@ class RankBatch:
 
 
 class BatchReplaced(Exception):
-    """The preprocessor began the batch anew while it was trained: what was accumulated of it is
-    discarded.
-    """
+    """The preprocessor replaced the batch while it was being trained, so its gradient is void."""
 
 
 class Learner:
-    """Forward and backward over a batch's micro-batches, then the optimizer. Every rank calls it
-    with its part of one batch.
+    """Trains batches: accumulates the gradient of the job's loss and applies it. Every rank calls
+    every method with its part of the same batch.
     """
 
     def __init__(
@@ -57,21 +55,27 @@ class Learner:
         self.num_skipped_steps = 0
         self._num_skipped_in_a_row = 0
 
-    def train_step(self, batch: RankBatch) -> dict[str, float]:
-        """Trains a whole `batch` and returns the step's metrics by name, the same on every rank.
+    def train(
+        self, batch: RankBatch, parts: Iterable[RankBatch] = ()
+    ) -> tuple[StepPlan, dict[str, float]] | None:
+        """Trains a batch and returns its final plan and the step's metrics by name, the same on
+        every rank. A batch with a provisional plan is still growing and comes as `parts`, of which
+        `batch` is the first; returns None when it was replaced meanwhile, and then nothing of it is
+        left.
 
-        A step whose loss or gradient is not finite leaves the weights as they are; it is counted
-        and logged as an error. Raises FatalError after too many of those in a row, and when the
-        step made weights that are not finite.
+        A step whose loss or gradient is not finite leaves the weights unchanged; it is counted and
+        logged as an error. Raises FatalError after too many of those in a row and when the step
+        made weights that are not finite, and what `parts` raises.
         """
-        return self.train_parts((batch,))[1]
-
-    def train_parts(self, parts: Iterable[RankBatch]) -> tuple[StepPlan, dict[str, float]]:
-        """The same for a batch that comes in parts, and its final plan.
-
-        Raises what `parts` raises; after BatchReplaced nothing of the batch is left.
-        """
-        plan, metrics = self.accumulate(parts)
+        plan = batch.plan
+        if not plan.provisional:
+            metrics = self.accumulate(batch)
+        else:
+            try:
+                plan, metrics = self.accumulate_parts(parts)
+            except BatchReplaced as error:
+                log.warning("step=%d batch=%s was replaced and is pulled again", plan.step, error)
+                return None
         rate = learning_rate(plan.step, self._settings.steps, self._settings.optimizer)
         metrics.reduce(self._ranks)
         outcome = self._engine.apply(rate, metrics.lag_mean.value)
@@ -84,44 +88,44 @@ class Learner:
             self._count_skipped(plan, metrics)
         return plan, values | {"learning_rate": rate, SKIPPED_STEPS: float(self.num_skipped_steps)}
 
-    def accumulate(self, parts: Iterable[RankBatch]) -> tuple[StepPlan, StepMetrics]:
-        """Forward and backward only: the gradient is there afterwards, and not yet applied.
+    def accumulate(self, batch: RankBatch) -> StepMetrics:
+        """Runs forward and backward over a whole batch. Its gradient is complete afterwards and not
+        yet applied.
+        """
+        plan, metrics = batch.plan, StepMetrics()
+        normalizer = self._objective.normalizer(plan)
+        for number, row in enumerate(batch.micro_batches, start=1):
+            is_last = number == plan.num_micro_batches
+            self._accumulate_row(row, plan.step, normalizer, metrics, is_last=is_last)
+        return metrics
 
-        While the plan is provisional, losses are divided by a guess, the same on every rank; once
-        the final plan is known the gradient is scaled by what the guess was wrong by.
+    def accumulate_parts(self, parts: Iterable[RankBatch]) -> tuple[StepPlan, StepMetrics]:
+        """Does the same for a batch that arrives in parts, and returns its final plan.
+
+        The batch's normaliser is not known before its last part. Losses are divided by a guess, the
+        same on every rank, and at the end the gradient is scaled by what the guess was wrong by.
+        After BatchReplaced the accumulated gradient is discarded.
         """
         metrics, num_done = StepMetrics(), 0
-        guess: float | None = None
+        guess, plan = float(self._settings.groups_per_step), None
         try:
             for part in parts:
                 plan = part.plan
-                if guess is None:
-                    guess = self._guess(plan)
-                for micro_batch in part.micro_batches:
+                for row in part.micro_batches:
                     num_done += 1
                     is_last = not plan.provisional and num_done == plan.num_micro_batches
-                    self._accumulate_row(micro_batch, plan.step, guess, metrics, is_last=is_last)
+                    self._accumulate_row(row, plan.step, guess, metrics, is_last=is_last)
         except BatchReplaced:
             if num_done:
-                self._discard()
+                self._discard_gradient()
             raise
-        if guess is None:
+        if plan is None:
             raise ValueError("a batch has at least one part")
         correction = guess / self._objective.normalizer(plan)
         if correction != 1.0:
             self._engine.scale_gradient(correction)
             metrics.loss.value *= correction
         return plan, metrics
-
-    def _guess(self, plan: StepPlan) -> float:
-        """A whole plan's own normaliser; while a plan grows, ranks may have seen more or less of
-        it, so it cannot tell.
-        """
-        return (
-            float(self._settings.groups_per_step)
-            if plan.provisional
-            else self._objective.normalizer(plan)
-        )
 
     def _accumulate_row(
         self,
@@ -137,17 +141,16 @@ class Learner:
         row_loss = self._objective(scores, columns)
         loss = row_loss.total / normalizer
         self._engine.accumulate(loss, is_last=is_last)
-        if self._ranks.sequence.index == 0:  # the others that share the row have the same numbers
+        if self._ranks.sequence.index == 0:  # ranks that share the row have the same numbers
             metrics.add_row(micro_batch, step, row_loss, float(loss.detach()))
 
-    def _discard(self) -> None:
-        """Ends the accumulation the way every ZeRO stage can: a gradient that is not finite is
-        cleared and not applied.
+    def _discard_gradient(self) -> None:
+        """Clears what was accumulated. The one way that every ZeRO stage has is a gradient that is
+        not finite: DeepSpeed clears it without applying it.
         """
         row, _ = pack_row(_two_tokens(), self._ranks.device)
-        self._engine.accumulate(
-            self._engine.score(row).logprobs_T.sum() * float("nan"), is_last=True
-        )
+        not_finite = self._engine.score(row).logprobs_T.sum() * float("nan")
+        self._engine.accumulate(not_finite, is_last=True)
         if self._engine.apply(learning_rate=0.0).applied:
             raise FatalError(
                 "a gradient that is not a number was applied: restart from the last checkpoint"
@@ -156,19 +159,17 @@ class Learner:
     def _check_weights(self, plan: StepPlan, rate: float, grad_norm: float) -> None:
         if not self._engine.weights_are_finite():
             raise FatalError(
-                f"step {plan.step}: the optimizer made weights that are not finite, with a "
-                f"gradient of norm {grad_norm:.3g} "
-                f"and a learning rate of {rate:.3g}: lower algorithm.optimizer.learningRate; of "
-                "this step nothing is kept"
+                f"step {plan.step}: the optimizer made weights that are not finite, from a "
+                f"gradient of norm {grad_norm:.3g} and a learning rate of {rate:.3g}: lower "
+                "algorithm.optimizer.learningRate; nothing of this step is kept"
             )
 
     def _count_skipped(self, plan: StepPlan, metrics: StepMetrics) -> None:
         self.num_skipped_steps += 1
         self._num_skipped_in_a_row += 1
         log.error(
-            "alert=non_finite_step step=%d the gradient is not finite, the weights stay as they "
-            "were: %d micro-batches had a "
-            "loss that is not finite; groups %s",
+            "alert=non_finite_step step=%d the gradient is not finite, so the weights stay "
+            "unchanged: %d micro-batches had a loss that is not finite; groups %s",
             plan.step,
             int(metrics.non_finite_micro_batches.value),
             ", ".join(plan.group_ids[:8]) + (" ..." if len(plan.group_ids) > 8 else ""),
@@ -176,13 +177,13 @@ class Learner:
         if self._num_skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise FatalError(
                 f"step {plan.step}: {MAX_SKIPPED_IN_A_ROW} steps in a row had a gradient that is "
-                "not finite, so nothing is "
-                "learned; model.dtype bfloat16 or float32 has a larger range than float16"
+                "not finite, so nothing is learned; model.dtype bfloat16 or float32 has a larger "
+                "range than float16"
             )
 
 
 def _two_tokens() -> MicroBatch:
-    """The smallest row with a trained token."""
+    """Returns the smallest row with a trained token."""
     zeros_L = np.zeros(2, np.float32)
     return MicroBatch(
         index=0,

@@ -1,16 +1,14 @@
-"""Where one step's time goes.
+"""The training loop.
 
-The training loop.
-
-    every rank                                   rank 0 beside it, in the event loop
-    ----------                                   -----------------------------------
-    pull the batch of step k          <------    preprocessor (assembles it at this moment)
-    forward, backward, all micro-batches
+    every rank                             rank 0 beside it, in the event loop
+    ----------                             -----------------------------------
+    pull the batch of step k     <------   preprocessor (assembles it at this moment)
+    forward, backward, all rows
     optimizer step
-    commit step k                     ------>    preprocessor (acknowledges the samples)
-    snapshot of version k+1           ------>    publisher -> coordinator, generators -> MarkPublished
+    commit step k                ------>   preprocessor (acknowledges the samples)
+    snapshot of version k+1      ------>   publisher -> coordinator, generators -> MarkPublished
     checkpoint, when due
-    report                            ------>    log, metrics stream
+    report                       ------>   log, metrics stream
 
 Weights of version k have seen k optimizer steps; step k (from 0) is trained at version k and makes
 version k+1. A step that was skipped because its gradient was not finite makes a version too, with
@@ -21,7 +19,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pipelinerl.v1 import batches_pb2
@@ -32,7 +30,7 @@ from pipelinerl_common.types import StepPlan
 from pipelinerl_trainer.checkpoint import Checkpointer
 from pipelinerl_trainer.engine import DeepSpeedEngine
 from pipelinerl_trainer.event_loop import EventLoopProxy
-from pipelinerl_trainer.learner import BatchReplaced, Learner, RankBatch
+from pipelinerl_trainer.learner import Learner, RankBatch
 from pipelinerl_trainer.membership import PolicyServicer
 from pipelinerl_trainer.parity import ParityCheck
 from pipelinerl_trainer.publisher import Offer, Publisher
@@ -42,19 +40,23 @@ from pipelinerl_trainer.source import BatchSource, TrainingStopped
 from pipelinerl_weights.manifest import Manifest
 from pipelinerl_weights.transfer import WeightSnapshot
 
-Part = TypeVar("Part")
+log = logging.getLogger(__name__)
+
+PUBLISHED_POLL_S = 0.2
+
+Item = TypeVar("Item")
 
 
 class StepTimer:
-    """Seconds of one step by phase, from the moment it is made."""
+    """The seconds that one step spent in each phase, counted from the timer's construction."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 
     @contextmanager
-    def of(self, phase: str) -> Iterator[None]:
-        """Adds the block's time to `phase`; what it spends in an inner phase counts there only."""
+    def time(self, phase: str) -> Iterator[None]:
+        """Adds the block's time to `phase`; time in an inner phase counts for that phase only."""
         inner_before, began = sum(self.seconds.values()), time.monotonic()
         try:
             yield
@@ -62,30 +64,31 @@ class StepTimer:
             inner = sum(self.seconds.values()) - inner_before
             self.seconds[phase] += time.monotonic() - began - inner
 
-    def waiting_for(self, parts: Iterable[Part]) -> Iterator[Part]:
-        """`parts`, each wait for the next of which counts as waiting."""
-        remaining = iter(parts)
+    @contextmanager
+    def trace(self, phase: str) -> Iterator[None]:
+        """Times the block and records it as a span of the step's trace."""
+        with self.time(phase), span(phase):
+            yield
+
+    def waiting_for(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Yields `items` and counts the time until each of them arrives as waiting."""
+        remaining = iter(items)
         while True:
-            with self.of("wait"):
-                part = next(remaining, None)
-            if part is None:
+            with self.time("wait"):
+                item = next(remaining, None)
+            if item is None:
                 return
-            yield part
+            yield item
 
     @property
     def total_s(self) -> float:
-        """Since the step began."""
+        """Seconds since the step began."""
         return time.monotonic() - self._began
-
-
-log = logging.getLogger(__name__)
-
-PUBLISHED_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class LeaderServices:
-    """What only rank 0 has, in its event loop."""
+    """The services that only rank 0 has; they live in its event loop."""
 
     publisher: Publisher
     reporter: Reporter
@@ -93,127 +96,140 @@ class LeaderServices:
     tracer: Tracer
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Everything the loop is made of."""
+@dataclass(kw_only=True)
+class TrainingLoop:
+    """One rank's training from `step` on. Every rank calls `run` in its training thread."""
 
     spec: JobSpec
     ranks: Ranks
     engine: DeepSpeedEngine
     learner: Learner
     source: BatchSource
-    bridge: EventLoopProxy
     checkpointer: Checkpointer
     parity: ParityCheck
     manifest: Manifest
     export: Callable[[], None]
-    desk: LeaderServices | None
+    events: EventLoopProxy
+    leader: LeaderServices | None
+    step: int = 0
+    """Optimizer steps done, which is the policy version."""
+    ledger: batches_pb2.LedgerSnapshot | None = None
+    """The preprocessor's ledger after `step` commits; rank 0's only."""
+    timer: StepTimer = field(default_factory=StepTimer)
 
-
-class TrainingLoop:
-    """One run, from `step` on. `run` is called in the training thread of every rank."""
-
-    def __init__(self, parts: Parts, step: int, ledger: batches_pb2.LedgerSnapshot | None) -> None:
-        self._parts = parts
-        self._ledger = ledger
-        self._tracer = Tracer() if parts.desk is None else parts.desk.tracer
-        self._saved_step: int | None = step if ledger is not None else None
-        self.step = step
-        """Optimizer steps done, which is the policy version."""
+    def __post_init__(self) -> None:
+        self._tracer = Tracer() if self.leader is None else self.leader.tracer
+        self._saved_step: int | None = self.step if self.ledger is not None else None
 
     def run(self) -> None:
-        """Trains to the last step, the end of the run, or a stop; leaves a checkpoint, and at the
-        end the exported model.
+        """Trains to the last step, the end of the data, or a stop, and leaves a checkpoint; exports
+        the model unless it was stopped.
+
+        Consumes batches, produces commits and weight snapshots, waits for the preprocessor and the
+        other ranks, and is unblocked by a batch or a stop.
         """
         try:
-            self._start()
-            while self.step < self._parts.spec.algorithm.steps:
-                phases = StepTimer()
-                with phases.of("wait"):
-                    batch = self._parts.source.next_batch(self.step)
-                if batch is None:
-                    break
+            self._resume()
+            while (batch := self._next_batch()) is not None:
                 with self._tracer.root("optimizer step", batch.plan.traceparents, step=self.step):
-                    self._train(batch, phases)
+                    self._train(batch)
         except TrainingStopped:
             log.info("stopped after step %d", self.step)
-            self._save()
+            self._save_checkpoint()
             return
-        self._save()
-        self._parts.export()
+        self._save_checkpoint()
+        self.export()
         log.info("done after step %d", self.step)
 
-    def _start(self) -> None:
-        if self.step < self._parts.spec.algorithm.steps:
-            self._ledger = self._parts.source.restore(self.step, self._ledger)
-            self._publish()
-            if self._parts.parity.is_wanted:
-                self._wait_published()
-                self._parts.parity.run(
-                    self._parts.engine, self._parts.ranks, self._parts.bridge, self.step
-                )
-
-    def _train(self, batch: RankBatch, phases: StepTimer) -> None:
-        """One step. A batch that was replaced half-way is left untrained, and the step not counted."""
-        parts = self._parts.source.parts(batch) if batch.plan.provisional else (batch,)
-        try:
-            with phases.of("train"), span("train"):
-                plan, values = self._parts.learner.train_parts(phases.waiting_for(parts))
-        except BatchReplaced as error:
-            log.warning("step=%d batch=%s was replaced, training begins it again", self.step, error)
+    def _train(self, batch: RankBatch) -> None:
+        with self.timer.trace("train"):
+            trained = self.learner.train(batch, self.timer.waiting_for(self.source.parts(batch)))
+        if trained is None:  # the preprocessor replaced the batch: the same step is pulled again
             return
-        # before the commit: a stop during it must not save these weights with an older ledger
+        plan, values = trained
+        # Before the commit: a stop during it must not save these weights with an older ledger.
         self.step += 1
-        is_last = self.step == self._parts.spec.algorithm.steps
-        with phases.of("commit"), span("commit"):
-            self._ledger = self._parts.source.commit(plan, last=is_last)
-        if plan.publish_after and not is_last:
-            with phases.of("publish"), span("publish"):
-                self._publish()
-        every = self._parts.spec.trainers.checkpoint.every_steps
-        if every and self.step % every == 0 and not is_last:
-            with phases.of("checkpoint"), span("checkpoint"):
-                self._save()
-        self._report(plan, values, phases)
+        with self.timer.trace("commit"):
+            self.ledger = self.source.commit(plan, last=self._is_done)
+        if plan.publish_after and not self._is_done:
+            with self.timer.trace("publish"):
+                self._publish_weights()
+        if self._is_checkpoint_due:
+            with self.timer.trace("checkpoint"):
+                self._save_checkpoint()
+        self._report(plan, values)
 
-    def _publish(self) -> None:
-        """Every rank gathers; rank 0 packs and hands over, and nobody waits for the generators."""
-        weights = self._parts.engine.served_weights()
-        desk = self._parts.desk
-        if desk is None:
-            for _ in weights:
+    def _resume(self) -> None:
+        """Puts the preprocessor's ledger at this step and publishes the weights it starts with."""
+        if self._is_done:
+            return
+        self.ledger = self.source.restore(self.step, self.ledger)
+        self._publish_weights()
+        if self.parity.is_wanted:
+            self._wait_until_published()
+            self.parity.run(self.engine, self.ranks, self.events, self.step)
+
+    def _next_batch(self) -> RankBatch | None:
+        """Returns this rank's part of the next batch; None after the last step and at the end of
+        the data. Raises TrainingStopped.
+        """
+        if self._is_done:
+            return None
+        self.timer = StepTimer()
+        with self.timer.time("wait"):
+            return self.source.next_batch(self.step)
+
+    @property
+    def _is_done(self) -> bool:
+        return self.step >= self.spec.algorithm.steps
+
+    @property
+    def _is_checkpoint_due(self) -> bool:
+        every = self.spec.trainers.checkpoint.every_steps
+        return bool(every) and self.step % every == 0 and not self._is_done
+
+    def _publish_weights(self) -> None:
+        """Gathers the weights on every rank; rank 0 packs them and hands them to its publisher.
+        Training never waits for the generators.
+        """
+        weights = self.engine.served_weights()
+        if self.leader is None:
+            for _ in weights:  # gathering is a collective: every rank must exhaust the iterator
                 pass
             return
-        on_host = self._parts.spec.weight_transfer.backend == "gloo"
+        on_host = self.spec.weight_transfer.backend == "gloo"
         snapshot = WeightSnapshot.pack(
-            self._parts.manifest, weights, device="cpu" if on_host else self._parts.ranks.device
+            self.manifest, weights, device="cpu" if on_host else self.ranks.device
         )
-        self._parts.bridge.call(desk.publisher.offer, Offer(snapshot, self.step))
+        self.events.call(self.leader.publisher.offer, Offer(snapshot, self.step))
 
-    def _wait_published(self) -> None:
-        """Until the generators serve the version that training begins with. Raises Stopped."""
-        desk, bridge = self._parts.desk, self._parts.bridge
-        while True:
-            is_served = desk is None or desk.publisher.status.served_version == self.step
+    def _wait_until_published(self) -> None:
+        """Waits until the generators serve the version that training begins with. Raises
+        TrainingStopped.
+        """
+        outcome = Vote.WAIT
+        while outcome is not Vote.READY:
+            leader = self.leader
+            is_served = leader is None or leader.publisher.status.served_version == self.step
             vote = Vote.READY if is_served else Vote.WAIT
-            outcome = self._parts.ranks.vote(Vote.STOP if bridge.is_stopping else vote)
+            # A vote and not a flag of rank 0: every rank must leave the loop in the same round.
+            outcome = self.ranks.vote(Vote.STOP if self.events.is_stopping else vote)
             if outcome is Vote.STOP:
                 raise TrainingStopped
-            if outcome is Vote.READY:
-                return
-            bridge.pause(PUBLISHED_POLL_S)
+            if outcome is Vote.WAIT:
+                self.events.pause(PUBLISHED_POLL_S)
 
-    def _save(self) -> None:
-        if (
-            self._saved_step != self.step
-            and self.step > 0
-            and self._parts.checkpointer.save(self.step, self._ledger)
-        ):
+    def _save_checkpoint(self) -> None:
+        """Writes a checkpoint of this step unless there is one; at step 0 there is nothing to
+        save.
+        """
+        if self._saved_step == self.step or self.step == 0:
+            return
+        if self.checkpointer.save(self.step, self.ledger):
             self._saved_step = self.step
 
-    def _report(self, plan: StepPlan, values: dict[str, float], phases: StepTimer) -> None:
-        desk = self._parts.desk
-        if desk is not None:
-            failures = self._parts.checkpointer.num_failures
-            report = StepReport(plan, values, phases.seconds, phases.total_s, failures)
-            self._parts.bridge.call(desk.reporter.step_done, self.step, report)
+    def _report(self, plan: StepPlan, values: dict[str, float]) -> None:
+        if self.leader is not None:
+            timer, failures = self.timer, self.checkpointer.num_failures
+            report = StepReport(plan, values, timer.seconds, timer.total_s, failures)
+            self.events.call(self.leader.reporter.step_done, self.step, report)

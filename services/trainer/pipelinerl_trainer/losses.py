@@ -1,8 +1,8 @@
-"""What one trained token contributes to the loss. A new surrogate or KL estimator is one function
-and one line in its table.
+"""The loss of each trained token. A new surrogate or KL estimator is one function and one line in
+its table.
 
 Shape suffix T: the trained tokens of a packed row. All losses are per token and not yet normalised:
-see normalization.py.
+see objective.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,13 +17,13 @@ from pipelinerl_trainer.importance import MAX_LOG_RATIO
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """Per token: the loss, whose gradient is the policy gradient, and what the metrics need about
-    the importance weight.
+    """The policy loss per token, whose gradient is the policy gradient, and the importance weights
+    behind it.
     """
 
     loss_T: Tensor
     effective_weights_T: Tensor
-    """The weight that counted, after truncation, masking, clipping or mixing, without gradient."""
+    """The weights after truncation, masking, clipping or mixing, without gradient."""
     clipped_T: Tensor
     """True where a bound changed the token's gradient."""
 

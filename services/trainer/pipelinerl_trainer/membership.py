@@ -1,5 +1,5 @@
-"""The weight-transfer group that trainer rank 0 is in, and the `Policy` service through which the
-coordinator changes it.
+"""Trainer rank 0's membership in the weight-transfer group, and the `Policy` service through which
+the coordinator changes it.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 FULL_NAME = "pipelinerl.v1.Policy"
 BACKENDS = ("gloo", "nccl")
 CALL_OFF_S = 5.0
-"""Longest wait for a forming to end that was called off."""
+"""Longest wait for an aborted forming to end."""
 
 
 class Membership:
-    """One group at a time. It is being formed, formed, or gone; a group of the trainer alone counts
-    as formed.
+    """The trainer's one group, which is being formed, formed, or gone. A group of the trainer alone
+    counts as formed.
 
     Lives in the event loop; joining blocks in a thread.
     """
@@ -36,14 +36,13 @@ class Membership:
         self._group: TransferGroup | None = None
         self._joining: asyncio.Task[None] | None = None
         self._forming: Rendezvous | None = None
-        """Where the group meets that is being formed."""
+        """The rendezvous of the group that is being formed."""
         self._is_alone = False
-        self.num_join_failures = 0
 
     @property
     def epoch(self) -> int:
-        """Of the group that the trainer is in, or about to be in; 0 for none, also after a transfer
-        on it failed.
+        """The epoch of the group that the trainer is in or about to join; 0 for none, also after a
+        transfer in it failed.
         """
         is_forming = self._joining is not None and not self._joining.done()
         return self._epoch if is_forming or self._is_alone or self.group is not None else 0
@@ -57,12 +56,13 @@ class Membership:
         self, epoch: int, world_size: int, backend: str, port: int, timeout_s: float
     ) -> tuple[str, int]:
         """Opens the rendezvous and returns its address; the group forms in the background and
-        replaces the old one, whose transfer or forming, if it is under way, is aborted. Raises
-        Refused or Unavailable.
+        replaces the old one, of which a running transfer or forming is aborted. Raises Refused or
+        Unavailable.
         """
         if epoch <= self.epoch:
             raise Refused(f"epoch {epoch} is not newer than the current one, {self.epoch}")
         await self._leave(f"epoch {epoch} begins")
+        # A request for a newer epoch may have come in while this one left the old group.
         if epoch <= self.epoch:
             raise Refused(f"epoch {epoch} was overtaken by epoch {self.epoch}")
         self._epoch, self._is_alone = epoch, world_size == 1
@@ -80,7 +80,7 @@ class Membership:
         return rendezvous.address, rendezvous.port
 
     async def close(self) -> None:
-        """Leaves the group; whoever waits in it, or for it to form, fails at once."""
+        """Leaves the group; members that wait in it, or for it to form, fail immediately."""
         await self._leave("the trainer ends")
 
     async def _join(
@@ -101,22 +101,22 @@ class Membership:
         try:
             group = await asyncio.to_thread(join)
         except (TransferFailed, OSError) as error:
-            self.num_join_failures += 1
             log.warning("epoch=%d did not form: %s", epoch, error)
-            traceback.clear_frames(error.__traceback__)  # they hold the store, and with it the port
+            # The frames hold the store, and with it the port that the next group needs.
+            traceback.clear_frames(error.__traceback__)
             return
         finally:
             if self._forming is rendezvous:
                 self._forming = None
-        if epoch != self._epoch:
-            group.close()  # a newer group was asked for meanwhile
+        if epoch != self._epoch:  # a newer group was requested meanwhile
+            group.close()
             return
         self._group = group
         log.info("epoch=%d world_size=%d joined", epoch, world_size)
         self.on_change()
 
     async def _leave(self, reason: str) -> None:
-        """Also ends a forming, so that its port is free for the next."""
+        """Leaves the group, and ends a forming so that its port is free for the next one."""
         forming, joining, epoch = self._forming, self._joining, self._epoch
         group, self._group, self._is_alone, self._epoch = self._group, None, False, 0
         if group is not None:
@@ -128,15 +128,15 @@ class Membership:
 
 
 class PolicyServicer(policy_pb2_grpc.PolicyServicer):
-    """Answers Unavailable until `open`, when the model is loaded."""
+    """The `Policy` service; answers Unavailable until `open`, when the model is loaded."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self._policy_version: Callable[[], int] | None = None
 
     def open(self, policy_version: Callable[[], int]) -> None:
-        """`policy_version` gives the trainer's own version, which may be ahead of what was
-        published.
+        """Begins to answer. `policy_version` returns the trainer's own version, which may be ahead
+        of the published one.
         """
         self._policy_version = policy_version
 

@@ -1,4 +1,4 @@
-"""What one optimizer step tells about itself: typed metrics that know how to reduce over ranks."""
+"""The metrics of one optimizer step, typed, and their reduction over ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -19,14 +19,14 @@ LAG_BINS = (
     *(f"lag_histogram_{lag}" for lag in range(MAX_LAG_BIN)),
     f"lag_histogram_{MAX_LAG_BIN}_plus",
 )
-"""Names of a step's tokens by lag."""
+"""Names of the histogram's bins: tokens by lag."""
 
 
 class StepMetric:
-    """Some numbers that are combined over ranks by a sum each. A subclass names them as its fields."""
+    """A metric whose fields are numbers, which `reduce` sums over ranks by default."""
 
     def load(self, rows_RK: Tensor) -> None:
-        """Takes over the combination of all ranks' numbers; row r is what rank r has."""
+        """Takes the combination of all ranks' numbers; row r has rank r's."""
         self.store(self._combine(rows_RK).tolist())
 
     def _combine(self, rows_RK: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class Total(StepMetric):
 
 @dataclass
 class Maximum(StepMetric):
-    """The largest; 0 when nothing was added."""
+    """The largest value; 0 when nothing was added."""
 
     value: float = 0.0
 
@@ -122,7 +122,7 @@ class LagHistogram(StepMetric):
 
 @dataclass
 class StepMetrics:
-    """Of one rank until `reduce`, of all ranks after it."""
+    """All metrics of a step: one rank's until `reduce`, those of all ranks after it."""
 
     loss: Total = field(default_factory=Total)
     num_trained_tokens: Total = field(default_factory=Total)
@@ -132,8 +132,8 @@ class StepMetrics:
     entropy: Mean = field(default_factory=Mean)
     kl_ref: Mean = field(default_factory=Mean)
     kl_behavior: Mean = field(default_factory=Mean)
-    """Of the policy from the distribution that sampled the tokens: the mean of w - 1 - log w, never
-    negative.
+    """Divergence of the policy from the distribution that sampled the tokens: the mean of
+    w - 1 - log w, never negative.
     """
     ratio_mean: Mean = field(default_factory=Mean)
     ratio_max: Maximum = field(default_factory=Maximum)
@@ -144,11 +144,11 @@ class StepMetrics:
     lag_histogram: LagHistogram = field(default_factory=LagHistogram)
 
     OPTIONAL: ClassVar[tuple[str, ...]] = ("kl_ref", "value_error")
-    """Left out of `values` when nothing was added, since 0 would be a claim."""
+    """Metrics that `values` omits when nothing was added, because 0 would be wrong."""
 
     def add_row(self, batch: MicroBatch, step: int, row: RowLoss, loss: float) -> None:
-        """`loss` is the row's share of the step's loss. A row whose loss is not finite is counted
-        and nothing else of it.
+        """Adds a row; `loss` is its share of the step's loss. A row whose loss is not finite only
+        counts as such.
         """
         self.num_trained_tokens.add(batch.num_trained)
         self._add_lags(batch, step)
@@ -192,7 +192,7 @@ class StepMetrics:
         self.kl_behavior.add(sums[8], count)
 
     def reduce(self, ranks: Ranks) -> None:
-        """One collective for all of them."""
+        """Combines all metrics over the ranks in one collective."""
         metrics: list[StepMetric] = [getattr(self, each.name) for each in fields(self)]
         states = [metric.numbers() for metric in metrics]
         rows_RK = ranks.gather([number for state in states for number in state])
@@ -202,7 +202,7 @@ class StepMetrics:
             start += len(state)
 
     def values(self) -> dict[str, float]:
-        """By the names of the run metrics."""
+        """Returns the values by the names of the run's metrics."""
         named = {
             each.name: float(getattr(self, each.name).value)
             for each in fields(self)

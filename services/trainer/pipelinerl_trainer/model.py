@@ -1,11 +1,9 @@
-"""A language model's parameters as the tensors of its checkpoint: the names and shapes that
-generators load.
+"""The policy: a causal language model that scores packed rows, with an optional value head, and its
+parameters as the tensors of its checkpoint, whose names and shapes generators load.
 
-Most are stored as they are. The experts of a mixture are one parameter in memory, [experts, out,
-in], and one tensor for each expert and projection in the checkpoint; transformers knows the
-conversion of every architecture, and it is reversed here.
-
-The policy: a causal language model that scores packed rows, with an optional value head.
+Most parameters are stored as they are. The experts of a mixture are one parameter in memory,
+[experts, out, in], and one tensor for each expert and projection in the checkpoint; transformers
+knows the conversion of every architecture, and it is reversed here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,8 +31,8 @@ Shape = tuple[int, ...]
 
 
 class CheckpointTensors:
-    """Of one model. `stored` are the tensors of the folder that it was loaded from; without any,
-    what transformers would save.
+    """The stored names and shapes of one model's parameters. `stored` are the tensors of the folder
+    that it was loaded from; without any, names are those that transformers would save.
 
     Example: `mlp.experts.gate_up_proj` of [4, 2 * 24, 16] is `mlp.experts.0.gate_proj.weight` to
     `mlp.experts.3.up_proj.weight` of [24, 16] each.
@@ -45,8 +43,8 @@ class CheckpointTensors:
         self._kept = frozenset(stored or ())
 
     def of(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The stored tensors of the parameter `name`, always in the same order: views of `weight`
-        or copies.
+        """Yields the stored tensors of the parameter `name`, always in the same order: views of
+        `weight` or copies.
         """
         if name in self._kept:
             yield name, weight
@@ -59,7 +57,7 @@ class CheckpointTensors:
 
 
 def stored_shapes(folder: Path) -> dict[str, Shape]:
-    """Of all tensors in a Hugging Face folder. Raises SettingsError."""
+    """Returns the shapes of all tensors in a Hugging Face folder. Raises SettingsError."""
     shapes: dict[str, Shape] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -76,8 +74,8 @@ def stored_shapes(folder: Path) -> dict[str, Shape]:
 def check_tensors(
     tensors: CheckpointTensors, language_model: Any, stored: Mapping[str, Shape]
 ) -> None:
-    """Weights are sent under names that generators know from the checkpoint. Raises SettingsError
-    when one is none of them.
+    """Raises SettingsError when a weight would be sent under a name that generators do not know
+    from the checkpoint.
     """
     if not stored:
         return
@@ -90,17 +88,18 @@ def check_tensors(
     if wrong:
         raise SettingsError(
             f"model.uri: {counted(len(wrong), 'weight')} named or shaped otherwise in the "
-            "checkpoint than in memory, such as "
-            f"{min(wrong)}; models of this kind are not supported"
+            f"checkpoint than in memory, such as {min(wrong)}; models of this kind are not "
+            "supported"
         )
 
 
 class PolicyModel(nn.Module):
-    """`forward(row)` gives log-probabilities, entropies and values of the row's trained tokens.
+    """The trained model: `forward(row)` returns log-probabilities, entropies and values of the
+    row's trained tokens.
 
     The value of token t is read where token t is chosen, at the hidden state that predicts it, so
-    that it is a baseline: it knows the tokens before t and not t itself. All ranks of `sequence`
-    are given the same row and have the same result.
+    that it is a baseline: it depends on the tokens before t and not on t. All ranks of `sequence`
+    get the same row and have the same result.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class PolicyModel(nn.Module):
     ) -> None:
         super().__init__()
         self.tensors = tensors or CheckpointTensors(language_model)
-        """How the language model's parameters are stored, and sent."""
+        """Names and shapes under which the parameters are stored and sent."""
         self._sequence = sequence
         self.language_model = language_model
         self.adapter = adapter
@@ -153,8 +152,8 @@ class PolicyModel(nn.Module):
         )
 
     def model_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The language model's own, by the names in memory; a tied head is not listed beside the
-        embedding.
+        """Yields the language model's own parameters by their names in memory; a tied head is not
+        listed beside the embedding.
         """
         for name, parameter in self.language_model.named_parameters():
             if layer_of(name) is None:
@@ -164,7 +163,7 @@ class PolicyModel(nn.Module):
 def load_policy(
     folder: Path, spec: JobSpec, device: torch.device, sequence: SequenceGroup = ALONE
 ) -> PolicyModel:
-    """Reads a Hugging Face folder for the job's loss. Raises SettingsError when there is no model
+    """Loads a Hugging Face folder for the job's loss. Raises SettingsError when it has no model
     that this trainer can train.
 
     Dropout is off: generators have none, and the trained log-probabilities must be those of the
@@ -185,12 +184,8 @@ def load_policy(
             attn_implementation=attention.choose_attention(device, dtype, sequence),
             local_files_only=True,
         )
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:  # RuntimeError: tensors that do not fit together
+    # RuntimeError: tensors that do not fit together
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise SettingsError(f"model folder {folder}: cannot be loaded: {error}") from error
     language_model.config.use_cache = False
     stored = stored_shapes(folder)
@@ -232,7 +227,7 @@ def _check_length(config: Any, settings: ModelSettings) -> None:
 
 
 def _check_layers(adapter: Adapter, stored: Mapping[str, tuple[int, ...]]) -> None:
-    """Generators find the weight that an adapter belongs to by its name."""
+    """Raises SettingsError for a weight that generators would not find by its name."""
     elsewhere = [layer for layer in adapter.layers if stored and f"{layer}{WEIGHT}" not in stored]
     if elsewhere:
         raise SettingsError(

@@ -1,8 +1,7 @@
-"""Learning rate by step. A new schedule is one function and one line in `SHAPES`.
+"""The optimizer and its learning rate by step. A new schedule is one line in `SHAPES`.
 
-The optimizer: AdamW, or experimentally one that moves a delayed gradient to the current weights.
-
-Its state holds one float32 tensor more per parameter; DeepSpeed hands it flat partitions, on which
+The optimizer is AdamW, or experimentally one that moves a delayed gradient to the current weights,
+whose state has one more float32 tensor per parameter. DeepSpeed gives it flat partitions, on which
 it works as on any tensor.
 """
 
@@ -28,7 +27,7 @@ SHAPES: Mapping[str, Shape] = {
 
 
 def learning_rate(step: int, num_steps: int, settings: OptimizerSettings) -> float:
-    """Of optimizer step `step` (from 0) of `num_steps`.
+    """Returns the learning rate of optimizer step `step` (from 0) of `num_steps`.
 
     Warm-up is linear and its first step is not 0: step s of w warm-up steps has (s + 1) / (w + 1)
     of the peak. After it the shape runs from the peak at the first step to
@@ -44,7 +43,7 @@ def learning_rate(step: int, num_steps: int, settings: OptimizerSettings) -> flo
 
 
 LAG = "lag"
-"""Key of a parameter group: by how many steps the samples of the gradient are late, on average."""
+"""Key of a parameter group: mean lag of the gradient's samples, in steps."""
 
 
 class DelayCompensatedAdamW(AdamW):
@@ -54,7 +53,7 @@ class DelayCompensatedAdamW(AdamW):
     The added term is a first-order expansion of the gradient around the delayed weights, with the
     diagonal g * g in the place of the Hessian and Adam's second moment v as its scale. Source:
     DC-ASGD with an adaptive lambda (arXiv 1609.08326). w - w_delayed is lag times the moving
-    average of past updates, so that no old weights are kept: exact for a steady course.
+    average of past updates, so that no old weights are kept: exact for constant updates.
 
     Experimental. The source's gradients are computed at the delayed weights; a policy gradient is
     computed at the current weights from delayed samples, and importance weights correct most of
@@ -71,7 +70,7 @@ class DelayCompensatedAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update. `closure` must be None: the gradient is there already."""
+        """Applies one update. `closure` must be None, because the gradient exists already."""
         if closure is not None:
             raise ValueError("DelayCompensatedAdamW takes no closure")
         before: dict[nn.Parameter, Tensor] = {}
@@ -103,7 +102,7 @@ class DelayCompensatedAdamW(AdamW):
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> AdamW:
-    """As the job says."""
+    """Returns the optimizer that the job asks for."""
     arguments: dict[str, Any] = {
         "lr": settings.learning_rate,
         "betas": settings.betas,

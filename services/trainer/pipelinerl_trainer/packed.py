@@ -1,4 +1,4 @@
-"""A packed row as the model's inputs: position ids restart with each sequence and attention never
+"""Packed rows as the model's inputs: position ids restart with each sequence, and attention never
 crosses sequences.
 
 Shape suffixes: L token slots of the row that sequences use (padding is cut off), T trained tokens
@@ -44,7 +44,7 @@ class PackedRow:
 
 @dataclass(frozen=True, slots=True)
 class TokenColumns:
-    """What is known about each trained token of a row, float32 on the device."""
+    """The columns of a row's trained tokens, float32 on the device."""
 
     old_logprobs_T: Tensor
     advantages_T: Tensor
@@ -57,8 +57,8 @@ class TokenColumns:
 
 
 def pack_row(batch: MicroBatch, device: torch.device) -> tuple[PackedRow, TokenColumns]:
-    """Cuts the padding off and keeps the columns of trained tokens only. Raises MalformedMessage
-    for an impossible row.
+    """Returns a row without its padding, and the columns of its trained tokens only. Raises
+    MalformedMessage for an impossible row.
 
     A filler row (no sequences) becomes a row of one token and no trained ones: its loss is zero,
     but every rank runs the same collectives. A sequence's first token has nothing that predicts it,
@@ -93,10 +93,8 @@ def pack_row(batch: MicroBatch, device: torch.device) -> tuple[PackedRow, TokenC
     columns = TokenColumns(
         old_logprobs_T=_column(batch.old_logprobs_L, slots_T, device),
         advantages_T=_column(batch.advantages_L, slots_T, device),
-        ref_logprobs_T=None
-        if batch.ref_logprobs_L is None
-        else _column(batch.ref_logprobs_L, slots_T, device),
-        returns_T=None if batch.returns_L is None else _column(batch.returns_L, slots_T, device),
+        ref_logprobs_T=_optional(batch.ref_logprobs_L, slots_T, device),
+        returns_T=_optional(batch.returns_L, slots_T, device),
         weights_T=_column(weights, owners_L[slots_T], device),
         sequence_T=_integers(owners_L[slots_T], device),
     )
@@ -113,6 +111,12 @@ def _filler(device: torch.device, batch: MicroBatch) -> tuple[PackedRow, TokenCo
 
 def _integers(values: NDArray[np.generic], device: torch.device) -> Tensor:
     return torch.from_numpy(values.astype(np.int64)).to(device)
+
+
+def _optional(
+    values: Columns | None, index: NDArray[np.int64], device: torch.device
+) -> Tensor | None:
+    return None if values is None else _column(values, index, device)
 
 
 def _column(values: Columns, index: NDArray[np.int64], device: torch.device) -> Tensor:

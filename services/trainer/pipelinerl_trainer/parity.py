@@ -50,7 +50,9 @@ class SampledPrompt:
 
 
 class ParityCheck:
-    """Every rank calls `run`; rank 0 asks the generators, all ranks score the same row."""
+    """Compares log-probabilities of generators and trainer. Every rank calls `run`; rank 0 asks the
+    generators, and all ranks score the same row.
+    """
 
     def __init__(
         self, spec: JobSpec, generators: Sequence[str], token: str | None, vocabulary: int
@@ -72,12 +74,12 @@ class ParityCheck:
         return bool(self._prompts and self._generators)
 
     def run(
-        self, engine: DeepSpeedEngine, ranks: Ranks, bridge: EventLoopProxy, version: int
+        self, engine: DeepSpeedEngine, ranks: Ranks, events: EventLoopProxy, version: int
     ) -> float:
-        """The mean absolute difference per token. Raises SettingsError beyond the bound, FatalError
-        without answers.
+        """Returns the mean absolute difference per token. Raises SettingsError beyond the bound and
+        FatalError without answers.
         """
-        completed = _row(self._collect(ranks, bridge, version), self._temperature, version)
+        completed = _row(self._collect(ranks, events, version), self._temperature, version)
         message = ranks.from_leader(micro_batch_to_proto(completed).SerializeToString())
         row, columns = pack_row(
             micro_batch_from_proto(batches_pb2.MicroBatch.FromString(message)), ranks.device
@@ -94,32 +96,28 @@ class ParityCheck:
         if not mean <= bound:
             raise SettingsError(
                 f"generators and trainer disagree on the same weights: over {count:.0f} tokens "
-                "their log-probabilities differ "
-                f"by {mean:.4g} on average and {largest:.4g} at most; "
-                f"trainers.parity.maxLogprobDifference={bound:g} allows "
-                "no more. Check model.dtype, the engine's arguments and the sampling settings; "
-                "raise the bound only for a "
-                "difference that you can explain"
+                f"their log-probabilities differ by {mean:.4g} on average and {largest:.4g} at "
+                f"most, more than trainers.parity.maxLogprobDifference={bound:g}. Check "
+                "model.dtype, the engine's arguments and the sampling settings; raise the bound "
+                "only for a difference that you can explain"
             )
         log.info("parity mean=%.3g max=%.3g tokens=%d bound=%g", mean, largest, count, bound)
         return mean
 
-    def _collect(self, ranks: Ranks, bridge: EventLoopProxy, version: int) -> list[SampledPrompt]:
-        """Rank 0's completions; nothing on the others, who wait in rounds."""
+    def _collect(self, ranks: Ranks, events: EventLoopProxy, version: int) -> list[SampledPrompt]:
+        """Returns all completions on rank 0 and none on the other ranks, which wait in rounds."""
         found: list[SampledPrompt] = []
         deadline = time.monotonic() + PATIENCE_S
         while True:
             vote = Vote.READY
             if ranks.is_leader and len(found) < len(self._prompts):
-                vote = self._next(found, bridge, version)
+                vote = self._next(found, events, version)
                 if vote is Vote.WAIT and time.monotonic() > deadline:
-                    log.error(
-                        "the generators did not complete %d prompts within %g s",
-                        len(self._prompts),
-                        PATIENCE_S,
-                    )
+                    text = "the generators did not complete %d prompts within %g s"
+                    log.error(text, len(self._prompts), PATIENCE_S)
                     vote = Vote.FAILED
-            outcome = ranks.vote(Vote.STOP if bridge.is_stopping else vote)
+            # One vote for each request: no rank waits in a collective longer than a request takes.
+            outcome = ranks.vote(Vote.STOP if events.is_stopping else vote)
             if outcome is Vote.READY:
                 return found
             if outcome is Vote.STOP:
@@ -129,21 +127,21 @@ class ParityCheck:
                     "the parity check got no answers from the generators; see rank 0's log"
                 )
             if vote is Vote.WAIT and len(found) < len(self._prompts):
-                bridge.pause(PAUSE_S)
+                events.pause(PAUSE_S)
 
-    def _next(self, found: list[SampledPrompt], bridge: EventLoopProxy, version: int) -> Vote:
-        """Asks for one more completion; READY when that was the last."""
+    def _next(self, found: list[SampledPrompt], events: EventLoopProxy, version: int) -> Vote:
+        """Requests one more completion; returns READY when it was the last."""
         prompt = self._prompts[len(found)]
         url = self._generators[len(found) % len(self._generators)]
         try:
-            found.append(bridge.wait(self._ask(url, prompt, version), REQUEST_S + CALL_GRACE_S))
+            found.append(events.wait(self._ask(url, prompt, version), REQUEST_S + CALL_GRACE_S))
         except (PipelineRLError, ValueError) as error:
             log.info("generator=%s has no completion for the parity check yet: %s", url, error)
             return Vote.WAIT
         return Vote.READY if len(found) == len(self._prompts) else Vote.WAIT
 
     async def _ask(self, url: str, prompt: tuple[int, ...], version: int) -> SampledPrompt:
-        """Raises GeneratorError without an answer, ValueError for one that is of no use."""
+        """Raises GeneratorError without an answer, ValueError for an unusable one."""
         request = CompletionRequest(
             model="policy",
             prompt_token_ids=list(prompt),
@@ -171,7 +169,7 @@ def _prompts(seed: int, count: int, vocabulary: int) -> list[tuple[int, ...]]:
 
 
 def _row(completions: Sequence[SampledPrompt], temperature: float, version: int) -> MicroBatch:
-    """All completions packed into one row; a filler row without any."""
+    """Packs all completions into one row; without any it is a filler row."""
     num_slots = sum(len(each.prompt_ids) + len(each.token_ids) for each in completions)
     zeros_L = np.zeros(num_slots, np.float32)
     ids = [token for each in completions for token in (*each.prompt_ids, *each.token_ids)]
@@ -201,5 +199,5 @@ def _row(completions: Sequence[SampledPrompt], temperature: float, version: int)
 
 
 def vocabulary_of(language_model: Any) -> int:
-    """Token ids below this exist."""
+    """Returns the size of the vocabulary; all token ids below it exist."""
     return int(language_model.config.get_text_config().vocab_size)

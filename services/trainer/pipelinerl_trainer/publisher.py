@@ -1,20 +1,22 @@
 """Publication of weights to the generators, beside training.
 
-training thread:  offer(snapshot of version 7) ... offer(8) ... offer(9)      never waits
-event loop:       send 7 ........................ send 9 ...                  8 was replaced while 7 was being sent
-                  new epoch: send 9 again, so that newcomers catch up
-                  failed: try again, less and less often; training goes on
-and, apart from it: MarkPublished(7), MarkPublished(9) at the preprocessor, tried until it is there
+training thread   offer(snapshot of version 7) ... offer(8) ... offer(9)       never waits
+event loop        send 7 ........................ send 9 ...    9 replaced 8 while 7 was being sent
+                  new epoch: send 9 again, so that new members catch up
+                  failed: retry with backoff; training continues
+beside it         MarkPublished(7), MarkPublished(9) at the preprocessor, retried until acknowledged
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from pipelinerl.v1 import weights_pb2, weights_pb2_grpc
 from pipelinerl_common import rpc
+from pipelinerl_common.backoff import Backoff
 from pipelinerl_common.errors import PermanentError, Refused, TemporaryError, Unavailable
 from pipelinerl_common.telemetry import fields
 from pipelinerl_common.tracing import Tracer, span
@@ -26,14 +28,14 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 15.0
 ANSWER_GRACE_S = 15.0
-"""The coordinator answers at the latest this long after the update's own deadline."""
+"""Time after an update's own deadline within which the coordinator still answers."""
 PROBE_S = 5.0
 LOST_COORDINATOR_S = 10.0
-"""How long a broadcast may still go on when the coordinator is gone."""
+"""Time that a broadcast has left when the coordinator is lost."""
 
 
 class NotYet(TemporaryError):
-    """The group is not one that can be published to at this moment; nothing went wrong."""
+    """The group cannot be published to at this moment; nothing failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class PublisherStatus:
-    """What the metrics say about publication; seconds and bytes are those of the newest successful
+    """What metrics report about publication. Seconds and bytes are those of the newest successful
     update.
     """
 
@@ -54,16 +56,16 @@ class PublisherStatus:
     num_updates: int = 0
     num_failures: int = 0
     publish_s: float = 0.0
-    """From PublishVersion to its answer."""
+    """Time from PublishVersion to its answer."""
     pause_s: float = 0.0
-    """The longest over the members."""
+    """The longest pause of a member."""
     transfer_s: float = 0.0
     apply_s: float = 0.0
     update_bytes: int = 0
-    """Of the manifest's tensors, which every generator was sent."""
+    """Bytes of the manifest's tensors, which every generator received."""
 
     def values(self) -> dict[str, float]:
-        """Gauges by name; times and bytes only once there was an update."""
+        """Returns gauges by name; times and bytes only after the first update."""
         newest = {
             "publish_seconds": self.publish_s,
             "pause_seconds": self.pause_s,
@@ -78,7 +80,9 @@ class PublisherStatus:
 
 
 class Publisher:
-    """Lives in the event loop of rank 0. `wake` is to be called when the membership changes."""
+    """Sends the newest weights to the group, in rank 0's event loop. `wake` must be called when the
+    membership changes.
+    """
 
     def __init__(
         self,
@@ -97,7 +101,7 @@ class Publisher:
         self._offer: Offer | None = None
         self._published: tuple[int, int] | None = None
         """Epoch and version of the last success."""
-        self._backoff_s = FIRST_BACKOFF_S
+        self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         self._wake = asyncio.Event()
         self._mark_wake = asyncio.Event()
         self._sending = asyncio.Lock()
@@ -106,30 +110,29 @@ class Publisher:
         self.on_status: Callable[[PublisherStatus], None] = lambda _: None
 
     def offer(self, offer: Offer) -> None:
-        """The weights to publish from now on, in place of any older offer. Event loop's thread."""
+        """Sets the weights to publish from now on, in place of any older offer. Called in the event
+        loop's thread.
+        """
         self._offer = offer
         self.wake()
 
     def wake(self) -> None:
-        """Something changed: look again at once."""
-        self._backoff_s = FIRST_BACKOFF_S
+        """Ends any backoff, because the offer or the group changed."""
+        self._backoff.reset()
         self._wake.set()
 
-    @property
-    def is_sending(self) -> bool:
-        """Whether an update is under way."""
-        return self._sending.locked()
-
     async def run(self, membership: Membership) -> None:
-        """Publishes and marks for ever. Consumes offers and new groups; waits for either, or for a
-        retry's time.
+        """Publishes and marks versions until cancelled.
+
+        Consumes offers and newly formed groups, produces updates of the generators and
+        MarkPublished calls, waits for the coordinator, and is unblocked by `wake` or a backoff.
         """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._publish_all(membership), name="publish")
             tasks.create_task(self._mark_all(), name="mark published")
 
     async def finish(self, timeout_s: float) -> None:
-        """Waits for a transfer that is under way, so that generators do not see it break off."""
+        """Waits for a transfer that is under way, so that generators do not see it fail."""
         try:
             async with asyncio.timeout(timeout_s), self._sending:
                 pass
@@ -150,35 +153,30 @@ class Publisher:
                 await self._check_allowed(offer, epoch)
                 async with self._sending:
                     await self._check_epoch(epoch)
+                    # Only the newest weights are worth a transfer: a newer offer may have come
+                    # while the coordinator was asked.
                     if offer is not self._offer:
-                        continue  # a newer one came meanwhile
+                        continue
                     with self.tracer.root("weight update", version=offer.version, epoch=epoch):
                         await self._publish(offer, group, epoch)
             except NotYet as error:
                 log.debug("version=%d epoch=%d waits: %s", offer.version, epoch, error)
-                await self._back_off()
+                await self._wait_before_retry()
             except (TemporaryError, Refused) as error:
                 self._set_status(replace(self.status, num_failures=self.status.num_failures + 1))
-                log.warning(
-                    "version=%d epoch=%d not published, trying again: %s",
-                    offer.version,
-                    epoch,
-                    error,
-                )
-                await self._back_off()
+                text = "version=%d epoch=%d not published, trying again: %s"
+                log.warning(text, offer.version, epoch, error)
+                await self._wait_before_retry()
 
     def _set_status(self, status: PublisherStatus) -> None:
         self.status = status
         self.on_status(status)
 
-    async def _back_off(self) -> None:
-        """Until the retry's time, or until something changes."""
-        delay_s, self._backoff_s = self._backoff_s, min(2 * self._backoff_s, MAX_BACKOFF_S)
-        try:
-            async with asyncio.timeout(delay_s):
+    async def _wait_before_retry(self) -> None:
+        """Waits for the backoff delay or a wake-up, whichever comes first."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._backoff.next_delay()):
                 await self._wake.wait()
-        except TimeoutError:
-            pass
 
     async def _publish(self, offer: Offer, group: TransferGroup, epoch: int) -> None:
         started = time.monotonic()
@@ -197,39 +195,41 @@ class Publisher:
             response = await _both(asking, sending, group)
         finally:
             asking.cancel()
+            # The sender blocks in a thread, which cannot be cancelled: only an abort ends it.
             if not sending.done():
-                group.abort("the trainer gave the update up")
+                group.abort("the trainer abandoned the update")
             await asyncio.gather(asking, sending, return_exceptions=True)
         self._published = (epoch, offer.version)
         self._record(offer, response, time.monotonic() - started)
 
     async def _check_allowed(self, offer: Offer, epoch: int) -> None:
-        """A version goes out when the staleness policy lets it; to a new group at once, since its
-        newcomers serve nothing yet.
+        """Raises NotYet while the staleness policy holds the version back. A new group gets it
+        immediately, because its new members serve nothing yet.
 
-        The preprocessor has the deadline for a policy that never would. Raises NotYet.
+        The deadline for a policy that never allows it is the preprocessor's.
         """
         if self._published is None or self._published[0] != epoch:
             return
         try:
             allowed = await self._may_publish(offer.version)
-        except TemporaryError as error:  # one that is away cannot hold anything back
-            log.debug("version=%d is published without being asked for: %s", offer.version, error)
+        except TemporaryError as error:
+            # An unreachable preprocessor must not keep generators from the newest weights.
+            log.debug("version=%d is published without permission: %s", offer.version, error)
             return
         if not allowed:
-            self._backoff_s = FIRST_BACKOFF_S  # the question itself waits
+            self._backoff.reset()  # the question itself waits
             raise NotYet("the staleness policy holds it back")
 
     async def _check_epoch(self, epoch: int) -> None:
-        """A group that the coordinator does not count on is not touched: it may be about to be
-        replaced. Raises NotYet.
+        """Raises NotYet when the coordinator is in another epoch: this group may be about to be
+        replaced.
         """
         try:
             known = await rpc.call(
                 self._coordinator.GetGroup, weights_pb2.GetGroupRequest(), timeout_s=PROBE_S
             )
         except Unavailable as error:
-            raise NotYet(f"the coordinator is away: {error}") from error
+            raise NotYet(f"the coordinator is unreachable: {error}") from error
         if known.epoch != epoch:
             raise NotYet(f"the coordinator is in epoch {known.epoch}")
 
@@ -239,12 +239,9 @@ class Publisher:
         timeout_s = self._timeout_s + ANSWER_GRACE_S
         response = await rpc.call(self._coordinator.PublishVersion, request, timeout_s=timeout_s)
         if not response.published:
-            failed = [
-                f"{member.generator}: {member.error}"
-                for member in response.members
-                if not member.ok
-            ]
-            raise TemporaryError("; ".join(failed) or "no member serves it")
+            members = (each for each in response.members if not each.ok)
+            failed = "; ".join(f"{member.generator}: {member.error}" for member in members)
+            raise TemporaryError(failed or "no member serves it")
         for member in response.members:
             if not member.ok:
                 log.warning("generator=%s left the group: %s", member.generator, member.error)
@@ -260,7 +257,7 @@ class Publisher:
         self, offer: Offer, response: weights_pb2.PublishVersionResponse, seconds: float
     ) -> None:
         members = [member for member in response.members if member.ok]
-        self._backoff_s = FIRST_BACKOFF_S
+        self._backoff.reset()
         self._set_status(
             replace(
                 self.status,
@@ -287,10 +284,10 @@ class Publisher:
         )
 
     async def _mark_all(self) -> None:
-        """Tells the preprocessor what is served, until it has heard it. Versions that were
-        overtaken meanwhile are skipped.
+        """Reports the served version to the preprocessor; retries until acknowledged. Versions that
+        were overtaken meanwhile are skipped.
         """
-        marked, backoff_s = -1, FIRST_BACKOFF_S
+        marked, backoff = -1, Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         while True:
             await self._mark_wake.wait()
             self._mark_wake.clear()
@@ -299,13 +296,13 @@ class Publisher:
                 continue
             try:
                 await self._mark_published(version)
-                marked, backoff_s = version, FIRST_BACKOFF_S
+                marked = version
+                backoff.reset()
             except (TemporaryError, PermanentError) as error:
                 log.warning(
                     "version=%d could not be marked as published, trying again: %s", version, error
                 )
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                await backoff.sleep()
                 self._mark_wake.set()
 
 
@@ -314,11 +311,11 @@ async def _both(
     sending: asyncio.Task[SendReport],
     group: TransferGroup,
 ) -> weights_pb2.PublishVersionResponse:
-    """The coordinator's answer, once the broadcast is over too.
+    """Returns the coordinator's answer once the broadcast has ended too.
 
-    When the coordinator said no, the broadcast can never begin: the group is aborted. When the
-    coordinator is lost, the members may still be receiving, and are given a moment. When the
-    broadcast failed, the answer tells who was the cause.
+    When the coordinator refused, the broadcast can never begin: the group is aborted. When the
+    coordinator is lost, the members may still be receiving and get a grace time. When the broadcast
+    failed, the answer names the member that was the cause.
     """
     await asyncio.wait({asking, sending}, return_when=asyncio.FIRST_EXCEPTION)
     if asking.done() and asking.exception() is not None and not sending.done():

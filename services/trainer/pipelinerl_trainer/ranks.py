@@ -1,10 +1,10 @@
 """The trainer's ranks: their process group, and how they agree.
 
-Gradients and weights travel through DeepSpeed. Control travels here, over gloo on the host whatever
-the device is: small messages, never pickled objects.
+DeepSpeed transports gradients and weights. Control messages are transported here, over gloo on the
+host whatever the device is; they are small and never pickled.
 
-Ranks that follow one another share their rows with sequence parallelism. Example: 4 ranks, 2 to a
-row: ranks 0 and 1 are data rank 0, ranks 2 and 3 data rank 1.
+With sequence parallelism consecutive ranks share their rows. Example: 4 ranks, 2 to a row: ranks 0
+and 1 are data rank 0, ranks 2 and 3 data rank 1.
 """
 
 import hashlib
@@ -27,18 +27,18 @@ from pipelinerl_weights.rendezvous import first_line
 log = logging.getLogger(__name__)
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""Longest time that one rank waits for another. Ranks wait in rounds of seconds; a checkpoint on a
-slow disk takes longest.
+"""Longest time that one rank waits for another. Ranks wait in rounds of seconds; the longest wait
+is a checkpoint on a slow disk.
 """
 
 
 class Vote(IntEnum):
-    """What a rank says in a round. When ranks differ, the highest one decides."""
+    """A rank's vote in a round. When votes differ, the highest one decides."""
 
     READY = 0
     WAIT = 1
     AGAIN = 2
-    """The batch under way was replaced: all begin it again."""
+    """The batch under way was replaced: all ranks begin it again."""
     DONE = 3
     STOP = 4
     FAILED = 5
@@ -46,7 +46,7 @@ class Vote(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankPlacement:
-    """Which rank this is, and where rank 0 listens."""
+    """The coordinates of one rank, and where rank 0 listens."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -67,8 +67,8 @@ class RankPlacement:
 
 
 class Ranks:
-    """Collectives over all ranks. Every rank calls every method in the same order; with one rank
-    nothing communicates.
+    """Control collectives over all ranks. Every rank calls every method in the same order; with one
+    rank nothing communicates.
     """
 
     def __init__(
@@ -82,16 +82,16 @@ class Ranks:
         self.num_ranks = place.num_ranks
         self.device = device
         self.sequence = sequence
-        """The ranks that this one shares its rows with."""
+        """The ranks that share their rows with this one."""
         self._control = control
 
     @property
     def is_leader(self) -> bool:
-        """Rank 0 speaks for all: it commits, publishes, writes the manifest."""
+        """Whether this is rank 0, which commits, publishes and writes for all."""
         return self.rank == 0
 
     def gather(self, values: list[float]) -> Tensor:
-        """[num_ranks, len(values)] float64 on the host: row r is what rank r gave."""
+        """Returns [num_ranks, len(values)] float64 on the host: row r has rank r's values."""
         mine = torch.tensor(values, dtype=torch.float64)
         if self.num_ranks == 1:
             return mine[None]
@@ -100,7 +100,7 @@ class Ranks:
         return torch.stack(rows)
 
     def from_leader(self, message: bytes) -> bytes:
-        """The leader's message, on every rank; what the others give is passed over."""
+        """Returns the leader's message on every rank; the others' arguments are ignored."""
         if self.num_ranks == 1:
             return message
         size = torch.tensor(len(message))
@@ -111,8 +111,8 @@ class Ranks:
         return bytes(content)
 
     def vote(self, vote: Vote, about: str = "") -> Vote:
-        """One round: the highest vote of all ranks. READY is the outcome only if all are ready
-        about the same thing; otherwise it becomes WAIT: try again.
+        """Holds one round and returns the highest vote of all ranks. If all vote READY but not
+        `about` the same thing, the outcome is WAIT: try again.
         """
         digest = hashlib.sha256(about.encode()).digest()
         fingerprint = [
@@ -130,8 +130,8 @@ class Ranks:
 
 
 def cuda_index(local_rank: int) -> int:
-    """Which of the devices that this process sees is its own: the only one, or the one of its place
-    on the node.
+    """Returns the index of this rank's device among those that the process sees: the only one, or
+    the one of its place on the node.
     """
     count = torch.cuda.device_count()
     return local_rank % count if count else local_rank
@@ -139,12 +139,11 @@ def cuda_index(local_rank: int) -> int:
 
 @contextmanager
 def join_ranks(place: RankPlacement) -> Iterator[Ranks]:
-    """Forms the process group. Raises FatalError when the others do not come, and when one of them
-    is lost inside.
+    """Forms the process group. Raises FatalError when the others do not join, and when one of them
+    is lost inside the block.
 
-    With gloo that is noticed at once; with nccl, in the middle of a collective, after
-    `COLLECTIVE_TIMEOUT` unless the launcher or the operator, who see the process end, end all ranks
-    before.
+    gloo detects a lost rank immediately; nccl, inside a collective, after `COLLECTIVE_TIMEOUT`,
+    unless the launcher or the operator, which see the process end, end all ranks before.
     """
     device = (
         torch.device("cuda", cuda_index(place.local_rank))
@@ -182,29 +181,29 @@ def join_ranks(place: RankPlacement) -> Iterator[Ranks]:
             raise
         where = f"rank {place.rank} of {place.num_ranks}"
         raise FatalError(
-            f"{where}: another rank is gone, and its log says why: {first_line(error)}"
+            f"{where}: another rank is lost, and its log says why: {first_line(error)}"
         ) from error
     finally:
+        # Not after a failure: leaving could wait for a lost rank, and the process ends anyway.
         if clean or place.num_ranks == 1:
-            # after a failure it could wait for a rank that is gone; the process ends anyway
             _leave()
 
 
 def _is_lost_rank(error: RuntimeError) -> bool:
-    """Whether a collective failed: gloo raises no class of its own."""
+    """Returns whether a collective failed, for which gloo has no error class of its own."""
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def _sequence_group(place: RankPlacement) -> SequenceGroup:
-    """Every rank makes the groups of all, in the same order."""
     if place.sequence_size == 1:
         return ALONE
+    # Every rank makes the groups of all ranks, in the same order.
     process_group, _ = dist.new_subgroups(place.sequence_size, timeout=COLLECTIVE_TIMEOUT)  # type: ignore[no-untyped-call]
     return SequenceGroup(place.rank % place.sequence_size, place.sequence_size, process_group)
 
 
 def _leave() -> None:
-    """Through DeepSpeed where it was used, so that it forgets the groups that it made."""
+    """Destroys the process group, through DeepSpeed if it was used: it keeps groups of its own."""
     import deepspeed.comm
 
     if deepspeed.comm.is_initialized():

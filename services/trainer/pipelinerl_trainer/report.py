@@ -1,4 +1,4 @@
-"""What the trainer tells about each step: one log line, and one record on the metrics stream."""
+"""The trainer's report of each step: one log line, and one record on the metrics stream."""
 
 import asyncio
 import logging
@@ -21,10 +21,10 @@ from pipelinerl_trainer.publisher import PublisherStatus
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.5
-"""How often it is looked whether the stream's server is there again."""
+RECONNECT_POLL_S = 0.5
+"""Period of checks whether the stream's server is reachable again."""
 MAX_WAITING = 1024
-"""Records that are kept while the stream's server is away; the oldest are dropped beyond it."""
+"""Records kept while the stream's server is unreachable; beyond it the oldest are dropped."""
 
 _OF_BATCH = (
     "reward_mean",
@@ -34,10 +34,10 @@ _OF_BATCH = (
     "packing_fill",
     "packing_imbalance",
 )
-"""What the preprocessor tells of a batch."""
+"""The preprocessor's metrics of a batch."""
 
 _LAST = ("policy_version", "reward_mean", "lag_mean", "ess")
-"""What the end of the run is told by."""
+"""Metrics that are written at the end of the run."""
 
 _LOGGED = (
     "reward_mean",
@@ -57,27 +57,27 @@ _LOGGED = (
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What the training thread knows of a step that is done."""
+    """The training thread's report of a finished step."""
 
     plan: StepPlan
     values: Mapping[str, float]
-    """The learner's, by the names of the metrics."""
+    """The learner's values by the names of the metrics."""
     phases: Mapping[str, float]
     step_seconds: float
     num_checkpoint_failures: int
 
 
 class Reporter:
-    """Lives in the event loop of rank 0 and speaks for all ranks: their numbers are reduced before
-    they come here.
+    """Logs and publishes the metrics of all ranks, in rank 0's event loop; the ranks' numbers are
+    reduced before they arrive here.
     """
 
     def __init__(self, metrics: Metrics, instance: str, namespace: str | None = None) -> None:
         self._metrics = metrics
         self._instance = instance
         self._namespace = namespace
-        self._told: set[str] = set()
-        """Gauges that the step before had."""
+        self._shown: set[str] = set()
+        """Gauges that the previous step had."""
         self._records: deque[metrics_pb2.MetricsRecord] = deque(maxlen=MAX_WAITING)
         self._wake = asyncio.Event()
         self._is_empty = asyncio.Event()
@@ -97,16 +97,16 @@ class Reporter:
         metrics.gauge("memory_bytes").read(memory_bytes)
 
     def step_done(self, num_steps: int, step: StepReport) -> None:
-        """After `num_steps` optimizer steps. Event loop's thread."""
+        """Reports the step after which `num_steps` are done. Called in the event loop's thread."""
         values = _gauges(num_steps, step)
         log.info(
             "step=%d %s",
             num_steps,
             fields(**{name: float(values[name]) for name in _LOGGED if name in values}),
         )
-        for name in self._told | values.keys():
+        for name in self._shown | values.keys():
             self._metrics.gauge(name).set(values.get(name))
-        self._told = set(values)
+        self._shown = set(values)
         self._count(step)
         if len(self._records) == MAX_WAITING:
             self.num_dropped += 1
@@ -126,15 +126,17 @@ class Reporter:
             self._lags.observe(lag, step.values[name])
 
     def published(self, status: PublisherStatus) -> None:
-        """An update was made or failed. Event loop's thread."""
+        """Reports an update that succeeded or failed. Called in the event loop's thread."""
         for name, value in status.values().items():
             self._metrics.gauge(name).set(value)
         self._updates.reach(status.num_updates)
         self._update_failures.reach(status.num_failures)
 
     async def run(self, url: str, settings: StreamSettings, login: stream.Login) -> None:
-        """Publishes records for ever; while the server is away they wait. Raises SettingsError when
-        it refuses the login.
+        """Publishes records until cancelled; while the server is unreachable they wait. Raises
+        SettingsError when it refuses the login.
+
+        Consumes the records of `step_done` and is unblocked by them and by a new connection.
         """
         while True:
             try:
@@ -154,7 +156,7 @@ class Reporter:
         while True:
             while self._records:
                 if not connection.is_connected:
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(RECONNECT_POLL_S)
                 else:
                     await connection.publish_metrics(self._records.popleft())
             self._is_empty.set()
@@ -162,9 +164,7 @@ class Reporter:
             await self._wake.wait()
 
     def write_last(self, file: Path) -> None:
-        """The newest step's numbers, as lines of Prometheus' text format. A file that cannot be
-        written is logged.
-        """
+        """Writes the newest step's numbers in Prometheus' text format. A failure is logged."""
         values = self._metrics.values()
         lines = [f"{PREFIX}{name} {values[name]!r}\n" for name in _LAST if name in values]
         try:
@@ -173,7 +173,7 @@ class Reporter:
             log.warning("the last numbers are not written: %s", error)
 
     async def finish(self, timeout_s: float) -> None:
-        """Waits until every record has been published, within reason."""
+        """Waits until every record has been published, for at most `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._is_empty.wait()
@@ -182,7 +182,7 @@ class Reporter:
 
 
 def _gauges(num_steps: int, step: StepReport) -> dict[str, float]:
-    """Of the newest step, by name; what the step has no number for is not in it."""
+    """Returns the gauges of a step by name, without those that the step has no number for."""
     others = {SKIPPED_STEPS, *LAG_BINS}
     return {
         **{name: step.plan.metrics[name] for name in _OF_BATCH if name in step.plan.metrics},

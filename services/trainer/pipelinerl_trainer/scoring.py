@@ -1,5 +1,5 @@
-"""Log-probabilities, entropies and values of a row's trained tokens, without ever holding all of
-their logits.
+"""Log-probabilities, entropies and values of a row's trained tokens, computed without holding all
+of their logits at once.
 
 Shape suffixes: T trained tokens of a row, H hidden, V vocabulary. With a vocabulary of 150 000 the
 logits of 4096 tokens are 2.5 GB in float32, twice that with their gradient; a chunk of tokens is
@@ -14,21 +14,21 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_BYTES = 256 << 20
-"""Most bytes of float32 logits that exist at once."""
+"""Largest size of the float32 logits that exist at once."""
 
 
 class TokenScores(NamedTuple):
-    """A tuple, so that DeepSpeed finds the tensors in it."""
+    """The scores of a row's trained tokens: a tuple, so that DeepSpeed finds the tensors in it."""
 
     logprobs_T: Tensor
-    """float32, of the distribution at the sampling temperature."""
+    """float32, under the distribution at the sampling temperature."""
     entropy_T: Tensor
-    """float32, of that distribution; without gradient unless it was asked for."""
+    """float32, of that distribution; without gradient unless it was requested."""
     values_T: Tensor | None
 
 
 class LogitTransform(NamedTuple):
-    """What some models do to their logits after the head; names as in transformers' configurations."""
+    """The scale and cap that some models put on their logits, by transformers' names."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -51,12 +51,12 @@ class LogitTransform(NamedTuple):
 
 
 class TokenHead(nn.Module):
-    """Scores hidden states with a language model's head. The head stays the language model's own
+    """Scores hidden states with a language model's head, which stays the language model's own
     submodule.
 
-    `in_float32` computes the head's product in float32, of weights that stay in their element type; a float32 copy of them
-    exists while a chunk is scored. Without it logits are rounded to the weights' type before the
-    softmax.
+    `in_float32` computes the head's product in float32 from weights that stay in their element
+    type; a float32 copy of them exists while a chunk is scored. Without it logits are rounded to
+    the weights' type before the softmax.
     """
 
     def __init__(
@@ -69,22 +69,21 @@ class TokenHead(nn.Module):
     ) -> None:
         super().__init__()
         self._in_float32 = in_float32
-        self._lm_head = (
-            lm_head,
-        )  # a tuple hides it from nn.Module, which would list its weight twice
+        # A tuple hides the head from nn.Module, which would list its weight twice.
+        self._lm_head = (lm_head,)
         self._transform = transform
         self._chunk_bytes = chunk_bytes
 
     @property
     def parameters_used(self) -> list[nn.Parameter]:
-        """Parameters that belong to another module: ZeRO-3 has to be told to gather them."""
+        """The parameters of another module that this one uses, which ZeRO-3 must gather for it."""
         return list(self._lm_head[0].parameters(recurse=False))
 
     def forward(
         self, hidden_TH: Tensor, targets_T: Tensor, temperature: float, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of `targets_T` and entropies, both [T] float32, of softmax(logits /
-        temperature).
+        """Returns log-probabilities of `targets_T` and entropies, both [T] float32, under
+        softmax(logits / temperature).
         """
         weight_VH, bias_V = self._lm_head[0].weight, self._lm_head[0].bias
         chunk_size = max(1, self._chunk_bytes // (4 * self._lm_head[0].out_features))
@@ -104,9 +103,8 @@ class TokenHead(nn.Module):
                 torch.split(hidden_TH, chunk_size), torch.split(targets_T, chunk_size), strict=True
             )
         ]
-        return torch.cat([logprobs for logprobs, _ in scores]), torch.cat(
-            [entropy for _, entropy in scores]
-        )
+        logprobs, entropies = zip(*scores, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
 
     def _score(
         self,

@@ -6,7 +6,7 @@ as one device holds.
     rank 1                           [ slots, all heads ]
     in attention         all slots, heads / S, on every rank
 
-Every rank of a group is given the whole row, which is small, and computes an equal slice of its
+Every rank of a group gets the whole row, which is small, and computes an equal slice of its
 slots: embeddings, norms, MLPs, the head. Only attention looks at other slots: there slots are
 swapped for heads by all-to-all and back again (DeepSpeed's DistributedAttention around ours), and
 the boundaries of the sequences are those of the whole row. A token is scored by the rank that holds
@@ -38,7 +38,7 @@ AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-"""Kinds of layers, in transformers' words, in which attention alone looks at other tokens."""
+"""transformers' names of layers in which only attention looks at other tokens."""
 
 
 class RowSlice(NamedTuple):
@@ -53,11 +53,11 @@ class RowSlice(NamedTuple):
     input_ids_C: Tensor
     position_ids_C: Tensor
     sequence_lengths: tuple[int, ...]
-    """Of the whole row, the filling included as a sequence of its own."""
+    """Lengths of the whole row's sequences, with the padding as a sequence of its own."""
     scored_U: Tensor
     """Places in T of the tokens that this rank scores."""
     predicting_slots_U: Tensor
-    """Slots, counted from this rank's first, of the hidden states that predict them."""
+    """Slots of the hidden states that predict them, counted from this rank's first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class SequenceGroup:
     process_group: dist.ProcessGroup | None = None
 
     def slice_of(self, row: PackedRow) -> RowSlice:
-        """This rank's part of `row`; the whole of it for a rank alone."""
+        """Returns this rank's part of `row`: all of it for a rank alone."""
         if self.size == 1:
             everything_U = torch.arange(len(row.target_slots_T), device=row.target_slots_T.device)
             predicting_slots_U = row.target_slots_T - 1
@@ -98,12 +98,12 @@ class SequenceGroup:
         )
 
     def whole(self, scores: TokenScores, scored_U: Tensor, num_tokens: int) -> TokenScores:
-        """The scores of all `num_tokens` tokens of the row, on every rank of the group, from each
-        rank's own.
+        """Returns the scores of all `num_tokens` tokens of the row on every rank of the group, from
+        each rank's own.
 
-        The gradient of a rank's own scores comes back to it alone. Every rank computes the same
-        loss from the whole scores, so nothing is to be added up there: the ranks' gradients of the
-        weights, added up, are those of one loss.
+        The gradient of a rank's own scores returns to that rank alone. Every rank computes the same
+        loss from the whole scores, so backward adds nothing up: the sum of the ranks' weight
+        gradients is that of one loss.
         """
         if self.size == 1 or not num_tokens:
             return scores
@@ -120,10 +120,11 @@ class SequenceGroup:
         )
 
     def attention(self, attend: AttentionFunction) -> AttentionFunction:
-        """`attend`, which needs all slots, as a function of this rank's slots and all heads.
+        """Turns `attend`, which needs all slots, into a function of this rank's slots and all
+        heads.
 
-        Key-value heads that are fewer than ranks are repeated, so that each rank has the one that
-        its query heads belong to.
+        If there are fewer key-value heads than ranks they are repeated, so that each rank has the
+        one that its query heads belong to.
         """
         if self.size == 1:
             return attend
@@ -144,8 +145,8 @@ class SequenceGroup:
         return on_slices
 
     def check_model(self, config: Any) -> None:
-        """Raises SettingsError for a model whose heads cannot be shared out, or with layers that
-        are not attention.
+        """Raises SettingsError for a model whose heads cannot be divided, or with layers other than
+        attention that look at other tokens.
         """
         if self.size == 1:
             return
@@ -154,8 +155,7 @@ class SequenceGroup:
         if unknown:
             raise SettingsError(
                 f"trainers.sequenceParallelSize={self.size}: in the model's layers of {unknown[0]} "
-                "tokens would not see those "
-                "of other ranks: set it to 1"
+                "tokens would not see those of other ranks: set it to 1"
             )
         heads = int(text.num_attention_heads)
         kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
@@ -167,9 +167,8 @@ class SequenceGroup:
         if kv_heads % self.size and self.size % kv_heads:
             raise SettingsError(
                 f"trainers.sequenceParallelSize={self.size}: the model's {kv_heads} key-value "
-                "heads can neither be shared out "
-                f"among {self.size} ranks nor repeated for them: set a divisor or a multiple of "
-                f"{kv_heads}"
+                f"heads can neither be shared out among {self.size} ranks nor repeated for them: "
+                f"set a divisor or a multiple of {kv_heads}"
             )
 
 
@@ -178,7 +177,9 @@ ALONE = SequenceGroup()
 
 
 class _SumOverGroup(torch.autograd.Function):
-    """Forward: the sum over the group. Backward: the gradient as it is, see `SequenceGroup.whole`."""
+    """Sums over the group in forward and passes the gradient in backward, as
+    `SequenceGroup.whole` explains.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, process_group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""Low-rank adapters: only they are trained and served, and what is exported is the model with them."""
+"""Low-rank adapters: only they are trained and served, and they are merged on export."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import trainer_toys as toys
+import trainer_fakes as fakes
 from deepspeed.utils import safe_get_full_grad
 from peft import PeftModel
 from safetensors.torch import load_file
-from trainer_setup import Setup, newest, setup
+from trainer_harness import RankHarness, newest, setup
+from trainer_reference import reference_gradient
 from transformers import AutoModelForCausalLM
 
 from pipelinerl_common.errors import SettingsError
@@ -25,7 +26,7 @@ from pipelinerl_trainer.model import load_policy
 from pipelinerl_trainer.packed import pack_row
 from pipelinerl_trainer.ranks import RankPlacement, join_ranks
 
-EVERYTHING = toys.trajectories(7)
+EVERYTHING = fakes.trajectories(7)
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TOLERANCE = 1e-5
 
@@ -37,9 +38,9 @@ def adapted(
     checkpoint: Checkpoint | None = None,
     *,
     dtype: str = "float32",
-    adapter: Mapping[str, Any] = toys.ADAPTER,
+    adapter: Mapping[str, Any] = fakes.ADAPTER,
     **algorithm: Any,
-) -> Iterator[Setup]:
+) -> Iterator[RankHarness]:
     """One rank with adapters on the tiny model."""
     model = {"dtype": dtype, "adapter": adapter}
     algorithm = {"optimizer": {"learningRate": 1e-2}, **algorithm}
@@ -47,7 +48,7 @@ def adapted(
         yield made
 
 
-def frozen_weights(run: Setup) -> dict[str, torch.Tensor]:
+def frozen_weights(run: RankHarness) -> dict[str, torch.Tensor]:
     """The language model's own weights; whole ones below ZeRO 3 only."""
     return {name: weight.detach().clone() for name, weight in run.engine.policy.model_parameters()}
 
@@ -77,7 +78,7 @@ def test_an_adapted_layer_by_hand() -> None:
 
 def attach(targets: list[str] | None = None, seed: int = 0, rank: int = 4) -> Adapter:
     return Adapter.attach(
-        toys.tiny_model(), AdapterSettings(rank=rank, alpha=8, target_modules=targets), seed
+        fakes.tiny_model(), AdapterSettings(rank=rank, alpha=8, target_modules=targets), seed
     )
 
 
@@ -120,8 +121,8 @@ def test_the_seed_decides_and_training_begins_at_the_model_itself() -> None:
         assert torch.equal(parameter, same[name])
         assert torch.equal(parameter, torch.zeros_like(parameter)) is ("lora_B" in name)
     assert not torch.equal(next(iter(one.values())), next(iter(other.values())))
-    row, _ = pack_row(toys.pack(EVERYTHING), torch.device("cpu"))
-    plain, adapted = toys.tiny_policy(toys.algorithm()), toys.tiny_policy(toys.algorithm())
+    row, _ = pack_row(fakes.pack(EVERYTHING), torch.device("cpu"))
+    plain, adapted = fakes.tiny_policy(fakes.algorithm()), fakes.tiny_policy(fakes.algorithm())
     Adapter.attach(adapted.language_model, AdapterSettings(), seed=0)
     assert torch.equal(plain(row).logprobs_T, adapted(row).logprobs_T)
 
@@ -140,16 +141,16 @@ def set_b(adapter: Adapter) -> None:
 
 def expected_gradient() -> dict[str, torch.Tensor]:
     """By the chain rule from the gradient of the merged weight W: dA = s B^T dW, dB = s dW A^T."""
-    settings = toys.full_algorithm()
-    policy = toys.tiny_policy(settings)
-    adapter = Adapter.attach(policy.language_model, AdapterSettings(**toys.ADAPTER), seed=0)
+    settings = fakes.full_algorithm()
+    policy = fakes.tiny_policy(settings)
+    adapter = Adapter.attach(policy.language_model, AdapterSettings(**fakes.ADAPTER), seed=0)
     set_b(adapter)
     parts = {name: parameter.detach().clone() for name, parameter in adapter.parameters()}
-    dense = toys.tiny_policy(settings)
+    dense = fakes.tiny_policy(settings)
     dense.language_model.load_state_dict(
         {name: adapter.merged(name, weight) for name, weight in policy.model_parameters()}, False
     )
-    gradient = toys.reference_gradient(settings, EVERYTHING, dense)
+    gradient = reference_gradient(settings, EVERYTHING, dense)
     found = {}
     for layer in adapter.layers:
         d_weight = gradient[f"language_model.{layer}.weight"]
@@ -164,18 +165,18 @@ def expected_gradient() -> dict[str, torch.Tensor]:
 def test_only_adapters_have_gradients_and_theirs_are_the_chain_rule_s(
     tmp_path: Path, stage: int, checkpointing: bool
 ) -> None:
-    spec = toys.job(
-        model={"adapter": toys.ADAPTER}, trainers={"activationCheckpointing": checkpointing}
+    spec = fakes.job(
+        model={"adapter": fakes.ADAPTER}, trainers={"activationCheckpointing": checkpointing}
     ).spec
-    settings = toys.full_algorithm()
-    toys.save_tiny_model(tmp_path)
+    settings = fakes.full_algorithm()
+    fakes.save_tiny_model(tmp_path)
     with join_ranks(RankPlacement()) as ranks:
         policy = load_policy(tmp_path, spec, ranks.device)
         assert policy.adapter is not None
         set_b(policy.adapter)
         made = DeepSpeedEngine(policy, ranks, stage, settings.optimizer)
         rows = [EVERYTHING[5:], [], EVERYTHING[2:5], EVERYTHING[:2]]
-        toys.learner(made, ranks, settings).accumulate((toys.batch_of(rows, EVERYTHING),))
+        fakes.learner(made, ranks, settings).accumulate(fakes.batch_of(rows, EVERYTHING))
         found = {name: safe_get_full_grad(weight) for name, weight in policy.adapter.parameters()}
         assert all(
             safe_get_full_grad(weight) is None
@@ -330,7 +331,7 @@ def test_the_export_is_the_merged_model_and_peft_loads_the_adapter(
         run.train(range(3))
         assert run.save(3)
         export_final(run.engine, run.ranks, tmp_path / "model", tmp_path / "final")
-        row, _ = pack_row(toys.pack(EVERYTHING[:1], temperature=1.0), torch.device("cpu"))
+        row, _ = pack_row(fakes.pack(EVERYTHING[:1], temperature=1.0), torch.device("cpu"))
         logprobs = run.engine.score_only(row).logprobs_T
         served = run.served()
     checkpoint = newest(tmp_path).folder
@@ -375,7 +376,7 @@ def test_dropout_is_refused_with_the_reason() -> None:
     with pytest.raises(
         SettingsError, match=r"dropout is not offered: generators sample without it"
     ):
-        toys.job(model={"adapter": {"dropout": 0.1}})
+        fakes.job(model={"adapter": {"dropout": 0.1}})
 
 
 @pytest.mark.parametrize(
@@ -389,4 +390,4 @@ def test_dropout_is_refused_with_the_reason() -> None:
 )
 def test_bad_values_are_named(adapter: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingsError, match=says):
-        toys.job(model={"adapter": adapter})
+        fakes.job(model={"adapter": adapter})

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: everything, so that training goes on bit by bit."""
+"""What a checkpoint holds: everything, so that training resumes bit by bit."""
 
 import random
 import resource
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import trainer_toys as toys
-from trainer_setup import ledger, newest, setup
+import trainer_fakes as fakes
+from trainer_harness import ledger, newest, setup
 from transformers import AutoModelForCausalLM
 
 from pipelinerl_common.errors import FatalError, SettingsError
@@ -122,7 +122,7 @@ def test_a_checkpoint_of_another_layout_is_refused_with_both_values(tmp_path: Pa
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_export_is_a_folder_that_transformers_loads(tmp_path: Path, tied: bool) -> None:
-    toys.save_tiny_model(tmp_path / "model", tied=tied)
+    fakes.save_tiny_model(tmp_path / "model", tied=tied)
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     with setup(tmp_path, model={"dtype": "bfloat16"}) as run:
         run.train(range(2))
@@ -171,7 +171,8 @@ def test_an_export_that_cannot_be_written_says_so_and_leaves_the_older_one(tmp_p
         ),
         (
             lambda folder: (
-                toys.save_tiny_model(folder) and (folder / "model.safetensors").write_bytes(b"torn")
+                fakes.save_tiny_model(folder)
+                and (folder / "model.safetensors").write_bytes(b"torn")
             ),
             "cannot be",
         ),
@@ -185,12 +186,12 @@ def test_a_folder_without_a_model_is_a_settings_error(
     folder.mkdir()
     prepare(folder)
     with pytest.raises(SettingsError, match=message):
-        load_policy(folder, toys.job().spec, torch.device("cpu"))
+        load_policy(folder, fakes.job().spec, torch.device("cpu"))
 
 
 def test_a_model_that_is_too_short_is_a_settings_error(tmp_path: Path) -> None:
-    toys.save_tiny_model(tmp_path)
-    settings = toys.job(model={"maxModelLen": 129}, trainers={"microBatchTokens": 200}).spec
+    fakes.save_tiny_model(tmp_path)
+    settings = fakes.job(model={"maxModelLen": 129}, trainers={"microBatchTokens": 200}).spec
     with pytest.raises(
         SettingsError, match=r"maxModelLen=129 is more than the model's 128 positions"
     ):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import trainer_toys as toys
+import trainer_fakes as fakes
 
 from pipelinerl_trainer.engine import DeepSpeedEngine
 from pipelinerl_trainer.ranks import RankPlacement, join_ranks
@@ -28,15 +28,15 @@ print(json.dumps({name: test.run(name) for name in sys.argv[1:]}))
 
 def run(name: str) -> list[dict[str, str]]:
     """Every metric of a few optimizer steps, and a sum over all weights, as hexadecimal floats."""
-    settings = toys.full_algorithm(**toys.ALGORITHMS[name])
+    settings = fakes.full_algorithm(**fakes.ALGORITHMS[name])
     steps = []
     with join_ranks(RankPlacement()) as ranks:
-        engine = DeepSpeedEngine(toys.tiny_policy(settings), ranks, 1, settings.optimizer)
-        learner = toys.learner(engine, ranks, settings)
+        engine = DeepSpeedEngine(fakes.tiny_policy(settings), ranks, 1, settings.optimizer)
+        learner = fakes.learner(engine, ranks, settings)
         for step in range(NUM_STEPS):
-            everything = toys.trajectories(6, seed=20 + step)
-            values = learner.train_step(
-                toys.batch_of([everything[:4], everything[4:]], everything, step)
+            everything = fakes.trajectories(6, seed=20 + step)
+            values = fakes.train_step(
+                learner, fakes.batch_of([everything[:4], everything[4:]], everything, step)
             )
             weights = math.fsum(
                 float(weight.detach().double().sum()) for weight in engine.policy.parameters()
@@ -47,7 +47,7 @@ def run(name: str) -> list[dict[str, str]]:
     return steps
 
 
-@pytest.mark.parametrize("name", toys.ALGORITHMS)
+@pytest.mark.parametrize("name", fakes.ALGORITHMS)
 def test_the_same_data_gives_bit_equal_losses_and_weights_twice(name: str) -> None:
     first, second = run(name), run(name)
     assert first == second

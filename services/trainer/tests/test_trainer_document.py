@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trainer_toys as toys
+import trainer_fakes as fakes
 import yaml
 
 from pipelinerl_common.settings import parse_job
 from pipelinerl_common.settings.algorithm import PRESETS
 
-DOCUMENT = (Path(__file__).parents[3] / "docs/pages/explanation/algorithms.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).parents[3] / "docs/pages/explanation/algorithms.md").read_text(
+    encoding="utf-8"
+)
 EXAMPLES: list[dict[str, Any]] = [
     yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL)
 ]
@@ -73,4 +75,4 @@ def test_there_are_examples_and_the_tests_that_are_named_exist() -> None:
     assert len(named) >= 8
     for name in named:
         assert any((folder / name).exists() for folder in folders), name
-    assert set(toys.ALGORITHMS) >= set(PRESETS)
+    assert set(fakes.ALGORITHMS) >= set(PRESETS)

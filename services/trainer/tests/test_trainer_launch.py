@@ -155,6 +155,6 @@ def test_no_processes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_rank_has_the_only_device_that_it_sees_or_the_one_of_its_place(
     num_devices: int, indices: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`pipelinerl up` shows each rank its own device; a pod shows all of the node's to all ranks."""
+    """`pipelinerl up` shows each rank its own device, a pod all of the node's to every rank."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: num_devices)
     assert [cuda_index(local_rank) for local_rank in range(3)] == indices

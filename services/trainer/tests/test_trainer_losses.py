@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-import trainer_toys as toys
+import trainer_fakes as fakes
 from torch import Tensor
 
 from pipelinerl_common.settings import AlgorithmSettings
@@ -86,7 +86,7 @@ def test_a_token_of_a_very_different_policy_gives_a_finite_weight(
 
 
 def score(weights: Tensor, logprobs: Tensor, advantages: Tensor, **options: object) -> PolicyLoss:
-    return SURROGATES["score"](logprobs, weights, advantages, toys.algorithm(**options))
+    return SURROGATES["score"](logprobs, weights, advantages, fakes.algorithm(**options))
 
 
 def test_reinforce_is_minus_truncated_weight_times_advantage_times_logprob() -> None:
@@ -152,7 +152,7 @@ def test_mixing_averages_the_weight_with_one() -> None:
 
 
 def clip(weights: Tensor, logprobs: Tensor, advantages: Tensor, **options: object) -> PolicyLoss:
-    return SURROGATES["clip"](logprobs, weights, advantages, toys.algorithm(loss="ppo", **options))
+    return SURROGATES["clip"](logprobs, weights, advantages, fakes.algorithm(loss="ppo", **options))
 
 
 def test_clipped_ratio_stops_only_moves_beyond_its_bounds() -> None:

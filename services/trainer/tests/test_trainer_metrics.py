@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-import trainer_toys as toys
+import trainer_fakes as fakes
 
 from pipelinerl_common.types import VersionRun
 from pipelinerl_trainer.losses import PolicyLoss
@@ -42,7 +42,9 @@ def test_effective_sample_size_is_one_for_equal_weights_and_falls_with_their_spr
 
 def test_ess_is_taken_before_truncation_and_the_truncated_one_is_beside_it() -> None:
     metrics = StepMetrics()
-    metrics.add_row(toys.pack(toys.trajectories(1)), 1, row_loss([1.0, 9.0], [1.0, 5.0]), loss=0.25)
+    metrics.add_row(
+        fakes.pack(fakes.trajectories(1)), 1, row_loss([1.0, 9.0], [1.0, 5.0]), loss=0.25
+    )
     values = metrics.values()
     assert values["ess"] == pytest.approx(100 / (2 * 82))
     assert values["ess_truncated"] == pytest.approx(36 / (2 * 26))
@@ -57,9 +59,9 @@ def test_ess_is_taken_before_truncation_and_the_truncated_one_is_beside_it() -> 
 
 
 def test_lag_is_counted_per_token_from_the_version_that_trains() -> None:
-    members = toys.trajectories(2)
+    members = fakes.trajectories(2)
     batch = dataclasses.replace(
-        toys.pack(members), version_runs=(VersionRun(7, 2), VersionRun(9, 1), VersionRun(-20, 1))
+        fakes.pack(members), version_runs=(VersionRun(7, 2), VersionRun(9, 1), VersionRun(-20, 1))
     )
     metrics = StepMetrics()
     metrics.add_row(batch, 9, row_loss([1.0], [1.0], kl=[0.25]), loss=0.0)
@@ -79,9 +81,9 @@ def test_lag_is_counted_per_token_from_the_version_that_trains() -> None:
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_a_row_whose_loss_is_not_finite_is_counted_and_spoils_nothing(loss: float) -> None:
     metrics = StepMetrics()
-    metrics.add_row(toys.pack(toys.trajectories(1)), 0, row_loss([1.0], [1.0]), loss=1.0)
+    metrics.add_row(fakes.pack(fakes.trajectories(1)), 0, row_loss([1.0], [1.0]), loss=1.0)
     metrics.add_row(
-        toys.pack(toys.trajectories(1)), 0, row_loss([float("nan")], [float("nan")]), loss=loss
+        fakes.pack(fakes.trajectories(1)), 0, row_loss([float("nan")], [float("nan")]), loss=loss
     )
     values = metrics.values()
     assert values["non_finite_micro_batches"] == 1

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import trainer_toys as toys
+import trainer_fakes as fakes
 from safetensors.torch import load_file, save_file
 from test_trainer_gradient import assert_same_gradient, full_gradient
-from trainer_setup import Setup, setup
+from trainer_harness import RankHarness, setup
+from trainer_reference import reference_gradient
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_trainer.export import export_policy
@@ -26,12 +27,12 @@ KINDS = {
     "qwen3_moe": "model.layers.1.mlp.experts.3.up_proj.weight",
     "mixtral": "model.layers.1.block_sparse_moe.experts.3.w3.weight",
 }
-EVERYTHING = toys.trajectories(7)
+EVERYTHING = fakes.trajectories(7)
 
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    toys.tiny_mixture(request.param).save_pretrained(tmp_path / "model")
+    fakes.tiny_mixture(request.param).save_pretrained(tmp_path / "model")
     return str(request.param)
 
 
@@ -56,15 +57,15 @@ def test_the_gradient_is_the_plain_one_and_has_no_router_loss(
     kind: str, tmp_path: Path, stage: int
 ) -> None:
     """The model's configuration asks for a router loss; the plain computation has none."""
-    spec = toys.full_spec(trainers={"zeroStage": stage})
+    spec = fakes.full_spec(trainers={"zeroStage": stage})
     with join_ranks(RankPlacement()) as ranks:
-        made = Setup.of(spec, tmp_path, ranks)
+        made = RankHarness.of(spec, tmp_path, ranks)
         assert made.engine.policy.language_model.config.output_router_logits
-        made.learner.accumulate((toys.batch_of([EVERYTHING[:4], [], EVERYTHING[4:]], EVERYTHING),))
+        made.learner.accumulate(fakes.batch_of([EVERYTHING[:4], [], EVERYTHING[4:]], EVERYTHING))
         found = full_gradient(made.engine)
-    plain = PolicyModel(toys.tiny_mixture(kind), with_value_head=False)
+    plain = PolicyModel(fakes.tiny_mixture(kind), with_value_head=False)
     plain.language_model.config._experts_implementation = "eager"
-    expected = toys.reference_gradient(spec.algorithm, EVERYTHING, plain)
+    expected = reference_gradient(spec.algorithm, EVERYTHING, plain)
     experts = expected["language_model.model.layers.1.mlp.experts.down_proj"]
     assert (experts.flatten(1).norm(dim=1) > 1e-3).all()  # every expert was needed
     assert_same_gradient(found, expected)
@@ -81,8 +82,8 @@ def test_a_trained_mixture_is_exported_and_loads_again(kind: str, tmp_path: Path
             for name, weight in policy.language_model.named_parameters()
         }
     assert stored_shapes(tmp_path / "trained") == stored_shapes(tmp_path / "model")
-    again = load_policy(tmp_path / "trained", toys.job().spec, torch.device("cpu"))
-    before = load_policy(tmp_path / "model", toys.job().spec, torch.device("cpu"))
+    again = load_policy(tmp_path / "trained", fakes.job().spec, torch.device("cpu"))
+    before = load_policy(tmp_path / "model", fakes.job().spec, torch.device("cpu"))
     for name, weight in again.language_model.named_parameters():
         assert torch.equal(weight, weights[name]), name
         assert not torch.equal(weight, before.language_model.get_parameter(name)), name
@@ -94,12 +95,12 @@ def test_a_checkpoint_without_one_of_the_experts_is_refused(kind: str, tmp_path:
     del stored[KINDS[kind]]
     save_file(stored, file, metadata={"format": "pt"})
     with pytest.raises(SettingsError, match="cannot be loaded"):
-        load_policy(tmp_path / "model", toys.job().spec, torch.device("cpu"))
+        load_policy(tmp_path / "model", fakes.job().spec, torch.device("cpu"))
 
 
 def test_weights_that_generators_would_not_know_are_refused(kind: str, tmp_path: Path) -> None:
     stored = stored_shapes(tmp_path / "model")
-    model = toys.tiny_mixture(kind)
+    model = fakes.tiny_mixture(kind)
     check_tensors(CheckpointTensors(model, stored), model, stored)
     for wrong in (
         stored | {KINDS[kind]: (16, 24)},
@@ -112,13 +113,13 @@ def test_weights_that_generators_would_not_know_are_refused(kind: str, tmp_path:
 
 
 def test_experts_that_are_stored_fused_keep_their_names(tmp_path: Path) -> None:
-    model = toys.tiny_mixture("qwen3_moe")
+    model = fakes.tiny_mixture("qwen3_moe")
     model.config.save_pretrained(tmp_path)
     save_file(
         {name: weight.detach() for name, weight in model.named_parameters()},
         tmp_path / "model.safetensors",
         {"format": "pt"},
     )
-    policy = load_policy(tmp_path, toys.job().spec, torch.device("cpu"))
+    policy = load_policy(tmp_path, fakes.job().spec, torch.device("cpu"))
     name = "model.layers.0.mlp.experts.gate_up_proj"
     assert dict(policy.tensors.shapes_of(name, (4, 48, 16))) == {name: (4, 48, 16)}

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-import trainer_toys as toys
+import trainer_fakes as fakes
 from test_trainer_losses import column, gradient, log_of, numbers
 
 from pipelinerl_common.errors import FatalError
@@ -38,7 +38,7 @@ COLUMNS = TokenColumns(
 
 
 def test_the_objective_adds_its_terms_with_their_signs_and_sequence_weights() -> None:
-    settings = toys.full_algorithm(entropyCoefficient=0.1, kl={"coefficient": 0.2})
+    settings = fakes.full_algorithm(entropyCoefficient=0.1, kl={"coefficient": 0.2})
     row = objective(settings)(scores(), COLUMNS)
     k3 = 2 - math.log(2) - 1
     first = -math.log(0.5) - 0.1 * 1.0
@@ -51,7 +51,7 @@ def test_the_objective_adds_its_terms_with_their_signs_and_sequence_weights() ->
 
 
 def test_a_penalty_in_the_reward_is_measured_and_not_added_again() -> None:
-    settings = toys.full_algorithm(
+    settings = fakes.full_algorithm(
         entropyCoefficient=0, kl={"coefficient": 0.2, "estimator": "k1", "placement": "reward"}
     )
     row = objective(settings)(scores(), COLUMNS)
@@ -62,11 +62,11 @@ def test_a_penalty_in_the_reward_is_measured_and_not_added_again() -> None:
 
 def test_without_a_bonus_an_entropy_that_is_not_a_number_spoils_nothing() -> None:
     given = TokenScores(log_of(0.5, 0.25, grad=True), column(float("nan"), 1.0), None)
-    assert math.isfinite(objective(toys.algorithm())(given, COLUMNS).total.item())
+    assert math.isfinite(objective(fakes.algorithm())(given, COLUMNS).total.item())
 
 
 def test_what_goes_to_the_metrics_has_no_gradient() -> None:
-    row = objective(toys.full_algorithm(baseline="value"))(scores(values=True), COLUMNS)
+    row = objective(fakes.full_algorithm(baseline="value"))(scores(values=True), COLUMNS)
     measured = [row.kl_T, row.entropy_T, row.value_error_T, row.ratios_T]
     measured += [row.policy.effective_weights_T, row.policy.clipped_T]
     assert [None if each is None else each.requires_grad for each in measured] == [False] * 6
@@ -75,9 +75,9 @@ def test_what_goes_to_the_metrics_has_no_gradient() -> None:
 
 def test_the_entropy_bonus_rewards_entropy() -> None:
     given = scores()
-    bonus = objective(toys.algorithm(entropyCoefficient=0.1))
+    bonus = objective(fakes.algorithm(entropyCoefficient=0.1))
     assert bonus.needs_entropy_gradient
-    assert not objective(toys.algorithm()).needs_entropy_gradient
+    assert not objective(fakes.algorithm()).needs_entropy_gradient
     assert gradient(bonus(given, COLUMNS).total, given.entropy_T) == pytest.approx([-0.1, -0.05])
 
 
@@ -85,7 +85,7 @@ def test_with_a_value_head_the_advantage_is_return_minus_value_and_does_not_trai
     None
 ):
     given = scores(values=True)
-    row = objective(toys.algorithm(baseline="value", valueCoefficient=0.1))(given, COLUMNS)
+    row = objective(fakes.algorithm(baseline="value", valueCoefficient=0.1))(given, COLUMNS)
     policy = -(1.0 - 0.5) * math.log(0.5) - 0.5 * 2.0 * math.log(0.25)
     value = 0.1 * (0.5 * 0.25 + 0.5 * 0.5 * 4.0)
     assert row.total.item() == pytest.approx(policy + value)
@@ -97,7 +97,7 @@ def test_with_a_value_head_the_advantage_is_return_minus_value_and_does_not_trai
 
 
 def test_the_value_head_s_discount_and_lambda_are_those_of_the_job() -> None:
-    settings = toys.algorithm(baseline="value", gaeLambda=0.5, discount=0.8, valueCoefficient=0.1)
+    settings = fakes.algorithm(baseline="value", gaeLambda=0.5, discount=0.8, valueCoefficient=0.1)
     one_sequence = dataclasses.replace(COLUMNS, sequence_T=numbers(0, 0))
     given = scores(values=True)
     row = objective(settings)(given, one_sequence)
@@ -115,9 +115,9 @@ def test_a_row_without_a_needed_column_is_an_error_and_never_silently_zero() -> 
         COLUMNS.sequence_T,
     )
     with pytest.raises(FatalError, match="ref_logprobs"):
-        objective(toys.full_algorithm())(scores(), without)
+        objective(fakes.full_algorithm())(scores(), without)
     with pytest.raises(FatalError, match="returns"):
-        objective(toys.algorithm(baseline="value"))(scores(values=True), without)
+        objective(fakes.algorithm(baseline="value"))(scores(values=True), without)
 
 
 @pytest.mark.parametrize(
@@ -132,15 +132,15 @@ def test_a_row_without_a_needed_column_is_an_error_and_never_silently_zero() -> 
 def test_the_normalizer_counts_the_whole_step(
     normalize_by: str, weights: list[float], divisor: float
 ) -> None:
-    plan = toys.plan_of(toys.trajectories(5))
+    plan = fakes.plan_of(fakes.trajectories(5))
     assert (plan.num_sequences, plan.num_trained_tokens) == (5, 26)
-    assert objective(toys.algorithm(normalizeBy=normalize_by)).normalizer(plan) == divisor
+    assert objective(fakes.algorithm(normalizeBy=normalize_by)).normalizer(plan) == divisor
     assert NORMALIZATIONS[normalize_by].weights_T(numbers(0, 0, 1)).tolist() == weights
     assert NORMALIZATIONS[normalize_by].weights_T(numbers()).tolist() == []
 
 
 def test_a_step_without_anything_to_train_is_divided_by_one() -> None:
-    assert objective(toys.algorithm(normalizeBy="tokens")).normalizer(toys.plan_of([])) == 1.0
+    assert objective(fakes.algorithm(normalizeBy="tokens")).normalizer(fakes.plan_of([])) == 1.0
 
 
 # Two sequences, of two tokens and of one. pi = 0.6 0.3 | 0.8, mu = 0.2 0.4 | 0.1: w = 3 0.75 | 8,
@@ -177,11 +177,11 @@ def test_every_named_algorithm(name: str, loss: float, slopes: list[float]) -> N
     )
     # PPO's value head is another test's: here its advantages come with the batch.
     options = {"baseline": "leave_one_out"} if name == "ppo" else {}
-    row = objective(toys.algorithm(loss=name, **options))(
+    row = objective(fakes.algorithm(loss=name, **options))(
         TokenScores(logprobs, torch.zeros(3), None), columns
     )
     divisor = {"sequences": 2, "sequence_means": 2, "tokens": 3, "max_tokens": 2 * 10}[
-        toys.algorithm(loss=name).normalize_by
+        fakes.algorithm(loss=name).normalize_by
     ]
     assert row.total.item() / divisor == pytest.approx(loss)
     assert [slope / divisor for slope in gradient(row.total, logprobs)] == pytest.approx(slopes)
@@ -192,7 +192,7 @@ def test_gspo_moves_all_tokens_of_a_sequence_that_is_within_its_bounds() -> None
     # Ratios 1.25 and 0.8: geometric mean 1, not clipped; d(s A)/dlogp of each token is s A / 2.
     logprobs = log_of(0.5, 0.4, grad=True)
     columns = TokenColumns(log_of(0.4, 0.5), column(3, 3), None, None, column(1, 1), numbers(0, 0))
-    row = objective(toys.algorithm(loss="gspo"))(
+    row = objective(fakes.algorithm(loss="gspo"))(
         TokenScores(logprobs, torch.zeros(2), None), columns
     )
     assert row.total.item() == pytest.approx(-3)

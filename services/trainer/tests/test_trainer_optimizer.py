@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import trainer_toys as toys
+import trainer_fakes as fakes
 from torch import nn
 
 from pipelinerl_common.settings import OptimizerSettings
@@ -76,15 +76,15 @@ def test_a_weight_without_a_gradient_is_left_alone() -> None:
 def test_under_deepspeed_the_lag_of_the_batch_counts_and_the_state_is_saved(stage: int) -> None:
     weights = {}
     for compensation in (0.0, 20.0):
-        job = toys.full_algorithm(
+        job = fakes.full_algorithm(
             optimizer={"learningRate": 1e-2, "delayCompensation": compensation}
         )
         with join_ranks(RankPlacement()) as ranks:
-            engine = DeepSpeedEngine(toys.tiny_policy(job), ranks, stage, job.optimizer)
-            learner = toys.learner(engine, ranks, job)
+            engine = DeepSpeedEngine(fakes.tiny_policy(job), ranks, stage, job.optimizer)
+            learner = fakes.learner(engine, ranks, job)
             for step in (1, 2, 3):
-                everything = toys.trajectories(4, seed=step)
-                values = learner.train_step(toys.batch_of([everything], everything, step))
+                everything = fakes.trajectories(4, seed=step)
+                values = fakes.train_step(learner, fakes.batch_of([everything], everything, step))
             assert values["lag_mean"] > 0
             weights[compensation] = torch.cat(
                 [weight.flatten().clone() for _, weight in engine.served_weights()]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import trainer_toys as toys
+import trainer_fakes as fakes
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3ForCausalLM
 
@@ -21,7 +21,7 @@ from pipelinerl_trainer.scoring import LogitTransform, TokenHead
 CPU = torch.device("cpu")
 
 
-def alone(model: Qwen3ForCausalLM, sequence: toys.Trajectory, temperature: float) -> torch.Tensor:
+def alone(model: Qwen3ForCausalLM, sequence: fakes.Trajectory, temperature: float) -> torch.Tensor:
     """Log-probabilities of the sampled tokens by the plainest means: whole softmax, one sequence,
     torch's own attention.
     """
@@ -32,32 +32,32 @@ def alone(model: Qwen3ForCausalLM, sequence: toys.Trajectory, temperature: float
 
 
 def test_packed_logprobs_are_those_of_each_sequence_alone() -> None:
-    sequences = toys.trajectories(6)
-    policy = PolicyModel(toys.tiny_model(), with_value_head=False)
-    row, _ = pack_row(toys.pack(sequences, temperature=0.7), CPU)
+    sequences = fakes.trajectories(6)
+    policy = PolicyModel(fakes.tiny_model(), with_value_head=False)
+    row, _ = pack_row(fakes.pack(sequences, temperature=0.7), CPU)
     packed = policy(row).logprobs_T
-    reference = toys.tiny_model()
+    reference = fakes.tiny_model()
     reference.set_attn_implementation("eager")
     expected = torch.cat([alone(reference, sequence, 0.7) for sequence in sequences])
     torch.testing.assert_close(packed, expected, atol=1e-5, rtol=0)
 
 
 def test_a_sequence_does_not_see_its_neighbours() -> None:
-    first, second, other = toys.trajectories(3)
-    policy = PolicyModel(toys.tiny_model(), with_value_head=False)
-    with_second = policy(pack_row(toys.pack([second, first]), CPU)[0]).logprobs_T[
+    first, second, other = fakes.trajectories(3)
+    policy = PolicyModel(fakes.tiny_model(), with_value_head=False)
+    with_second = policy(pack_row(fakes.pack([second, first]), CPU)[0]).logprobs_T[
         -first.num_sampled :
     ]
-    with_other = policy(pack_row(toys.pack([other, other, first]), CPU)[0]).logprobs_T[
+    with_other = policy(pack_row(fakes.pack([other, other, first]), CPU)[0]).logprobs_T[
         -first.num_sampled :
     ]
     torch.testing.assert_close(with_second, with_other, atol=1e-6, rtol=0)
 
 
 def test_sliding_windows_are_kept() -> None:
-    model = toys.tiny_model(**toys.SLIDING_WINDOWS)
-    sequences = toys.trajectories(5)
-    row, _ = pack_row(toys.pack(sequences), CPU)
+    model = fakes.tiny_model(**fakes.SLIDING_WINDOWS)
+    sequences = fakes.trajectories(5)
+    row, _ = pack_row(fakes.pack(sequences), CPU)
     packed = PolicyModel(model, with_value_head=False)(row).logprobs_T
     model.set_attn_implementation("eager")
     expected = torch.cat([alone(model, sequence, 0.7) for sequence in sequences])
@@ -65,8 +65,8 @@ def test_sliding_windows_are_kept() -> None:
 
 
 def test_row_columns_are_those_of_the_trained_tokens() -> None:
-    sequences = toys.trajectories(3)
-    batch = dataclasses.replace(toys.pack(sequences), sequence_weights=(1.0, 0.5, 0.0))
+    sequences = fakes.trajectories(3)
+    batch = dataclasses.replace(fakes.pack(sequences), sequence_weights=(1.0, 0.5, 0.0))
     row, columns = pack_row(batch, CPU)
     assert row.sequence_lengths == tuple(len(sequence.tokens) for sequence in sequences)
     assert len(row.input_ids_L) == sum(row.sequence_lengths)  # padding is cut off
@@ -86,7 +86,7 @@ def test_row_columns_are_those_of_the_trained_tokens() -> None:
 
 
 def test_the_first_token_of_a_sequence_is_never_trained() -> None:
-    batch = toys.pack(toys.trajectories(2))
+    batch = fakes.pack(fakes.trajectories(2))
     mask = np.ones_like(batch.loss_mask_L)
     row, _ = pack_row(dataclasses.replace(batch, loss_mask_L=mask), CPU)
     starts = {0, batch.sequence_lengths[0]}
@@ -95,8 +95,8 @@ def test_the_first_token_of_a_sequence_is_never_trained() -> None:
 
 
 def test_a_filler_row_has_no_loss_and_gives_every_weight_a_zero_gradient() -> None:
-    policy = PolicyModel(toys.tiny_model(), with_value_head=True)
-    row, columns = pack_row(toys.pack([], num_slots=0), CPU)
+    policy = PolicyModel(fakes.tiny_model(), with_value_head=True)
+    row, columns = pack_row(fakes.pack([], num_slots=0), CPU)
     scores = policy(row)
     assert len(scores.logprobs_T) == len(columns.advantages_T) == 0
     assert scores.values_T is not None
@@ -115,7 +115,7 @@ def test_a_filler_row_has_no_loss_and_gives_every_weight_a_zero_gradient() -> No
 )
 def test_impossible_rows_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(MalformedMessage, match=message):
-        pack_row(dataclasses.replace(toys.pack(toys.trajectories(1)), **change), CPU)  # type: ignore[arg-type]
+        pack_row(dataclasses.replace(fakes.pack(fakes.trajectories(1)), **change), CPU)  # type: ignore[arg-type]
 
 
 def test_buckets_cover_every_slot_once() -> None:
@@ -165,11 +165,11 @@ def test_a_head_in_float32_is_exact_where_one_in_bfloat16_rounds() -> None:
 
 
 def test_the_job_s_head_dtype_reaches_the_model(tmp_path: Path) -> None:
-    toys.save_tiny_model(tmp_path)
-    row, _ = pack_row(toys.pack(toys.trajectories(4)), CPU)
+    fakes.save_tiny_model(tmp_path)
+    row, _ = pack_row(fakes.pack(fakes.trajectories(4)), CPU)
     logprobs = {}
     for head_dtype in ("model", "float32"):
-        spec = toys.job(model={"dtype": "bfloat16", "headDtype": head_dtype}).spec
+        spec = fakes.job(model={"dtype": "bfloat16", "headDtype": head_dtype}).spec
         policy = load_policy(tmp_path, spec, CPU)
         assert policy.language_model.get_output_embeddings().weight.dtype == torch.bfloat16
         logprobs[head_dtype] = policy(row).logprobs_T

@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
-import trainer_toys as toys
-from trainer_peers import Generator
+import trainer_fakes as fakes
+from trainer_fake_services import Generator
 
 from pipelinerl_common.errors import FatalError, SettingsError
 from pipelinerl_trainer import parity
@@ -25,18 +25,18 @@ async def check(
     *urls: str, token: str | None = None, stage: int = 1, stop: bool = False, version: int = 0
 ) -> float:
     """Runs the check as the loop does, in a thread beside the event loop."""
-    spec = toys.job(trainers={"parity": {"numPrompts": 3, "maxLogprobDifference": 0.01}}).spec
-    bridge = EventLoopProxy()
+    spec = fakes.job(trainers={"parity": {"numPrompts": 3, "maxLogprobDifference": 0.01}}).spec
+    events = EventLoopProxy()
     if stop:
-        bridge.stop()
+        events.stop()
 
     def run() -> float:
         with join_ranks(RankPlacement()) as ranks:
-            policy = PolicyModel(toys.tiny_model(), with_value_head=False)
+            policy = PolicyModel(fakes.tiny_model(), with_value_head=False)
             engine = DeepSpeedEngine(policy, ranks, stage, spec.algorithm.optimizer)
             checking = ParityCheck(spec, urls, token, vocabulary_of(policy.language_model))
             assert checking.is_wanted
-            return checking.run(engine, ranks, bridge, version)
+            return checking.run(engine, ranks, events, version)
 
     return await asyncio.to_thread(run)
 
@@ -87,5 +87,5 @@ async def test_a_stop_ends_the_check() -> None:
     ("prompts", "urls"), [(0, ("http://127.0.0.1:1",)), (2, ())], ids=["off", "no generator known"]
 )
 def test_the_check_can_be_off(prompts: int, urls: tuple[str, ...]) -> None:
-    spec = toys.job(trainers={"parity": {"numPrompts": prompts}}).spec
-    assert not ParityCheck(spec, urls, None, toys.VOCABULARY).is_wanted
+    spec = fakes.job(trainers={"parity": {"numPrompts": prompts}}).spec
+    assert not ParityCheck(spec, urls, None, fakes.VOCABULARY).is_wanted

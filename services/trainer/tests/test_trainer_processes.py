@@ -16,9 +16,17 @@ from typing import Any
 
 import pytest
 import torch
-import trainer_toys as toys
+import trainer_fakes as fakes
 from safetensors.torch import load_file
-from trainer_peers import DEADLINE_S, Coordinator, Generator, Peers, Preprocessor, serving, until
+from trainer_fake_services import (
+    DEADLINE_S,
+    Coordinator,
+    Generator,
+    Peers,
+    Preprocessor,
+    serving,
+    until,
+)
 
 from pipelinerl_common.stream import NatsServer
 from pipelinerl_trainer.__main__ import main, parse_flags
@@ -55,7 +63,7 @@ class Launcher:
 
     @asynccontextmanager
     async def start(self, *flags: str, as_node: bool = False) -> AsyncIterator[list[Rank]]:
-        """Ranks from 0 on, or the one process that starts them all; killed when the block is left."""
+        """Starts all ranks, or the one process that starts them; kills them when the block ends."""
         with (
             socket.create_server(("127.0.0.1", 0)) as one,
             socket.create_server(("127.0.0.1", 0)) as two,
@@ -118,10 +126,10 @@ class Launcher:
 async def launcher(
     output: Path, preprocessor: Preprocessor, num_ranks: int, **spec: Any
 ) -> AsyncIterator[Launcher]:
-    toys.save_tiny_model(output / "model")
+    fakes.save_tiny_model(output / "model")
     job_file = output / "job.yaml"
     job_file.write_text(
-        json.dumps(toys.job(**spec).model_dump(mode="json", by_alias=True, exclude_none=True))
+        json.dumps(fakes.job(**spec).model_dump(mode="json", by_alias=True, exclude_none=True))
     )
     async with (
         serving(preprocessor, Coordinator()) as peers,
@@ -245,6 +253,6 @@ def test_a_job_file_that_is_not_there_ends_with_status_2(tmp_path: Path) -> None
 
 def test_a_missing_peer_ends_with_status_2(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(
-        json.dumps(toys.job().model_dump(mode="json", by_alias=True, exclude_none=True))
+        json.dumps(fakes.job().model_dump(mode="json", by_alias=True, exclude_none=True))
     )
     assert main(["--job", str(tmp_path / "job.yaml"), "--preprocessor", "a:1"]) == 2

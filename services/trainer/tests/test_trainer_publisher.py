@@ -1,4 +1,4 @@
-"""Publication beside training: real gRPC, real groups, a real receiver; weights of a few numbers."""
+"""Publication beside training: real gRPC, groups and receivers, with weights of a few numbers."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -204,7 +204,7 @@ async def test_a_refusal_ends_the_group_and_the_next_one_gets_the_weights() -> N
         harness.publisher.offer(offer(4))
         await harness.coordinator.form()
         await until(lambda: harness.publisher.status.num_failures == 1, "the failure")
-        assert harness.membership.epoch == 0  # tells the coordinator that a new group is needed
+        assert harness.membership.epoch == 0  # the coordinator sees that a new group is needed
         await harness.coordinator.form()
         await until(lambda: harness.marked == [4], "version 4")
 
@@ -244,7 +244,7 @@ async def test_finish_waits_for_a_transfer_under_way() -> None:
         harness.publisher.offer(offer(1))
         await harness.coordinator.form()
         await until(
-            lambda: harness.publisher.is_sending or bool(harness.coordinator.versions),
+            lambda: harness.publisher._sending.locked() or bool(harness.coordinator.versions),
             "the transfer",
         )
         await harness.publisher.finish(UPDATE_S)
@@ -310,7 +310,7 @@ async def test_a_newer_group_replaces_one_that_never_forms() -> None:
         await until(lambda: harness.coordinator.versions == [1], "version 1 in epoch 2")
 
 
-async def test_a_group_that_is_replaced_while_it_forms_ends_for_all_who_wait_and_frees_its_port() -> (
+async def test_a_group_that_is_replaced_while_it_forms_ends_for_all_who_wait_and_frees_its_port() -> (  # noqa: E501
     None
 ):
     port = int(free_ports(1)[0])

@@ -1,12 +1,12 @@
-"""What the trainer tells about its steps, over a real nats-server."""
+"""The trainer's report of its steps, over a real nats-server."""
 
 import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-import trainer_toys as toys
-from trainer_peers import DEADLINE_S, until
+import trainer_fakes as fakes
+from trainer_fake_services import DEADLINE_S, until
 
 from pipelinerl_common import stream
 from pipelinerl_common.metrics import TRAINER, Metrics
@@ -15,12 +15,14 @@ from pipelinerl_trainer.loop import StepTimer
 from pipelinerl_trainer.metrics import StepMetrics
 from pipelinerl_trainer.report import Reporter, StepReport
 
-SETTINGS = toys.job().spec.stream
+SETTINGS = fakes.job().spec.stream
 
 
 def report(step: int) -> StepReport:
     values = {**StepMetrics().values(), "learning_rate": 0.1, "skipped_steps_total": 0.0}
-    return StepReport(toys.plan_of(toys.trajectories(2), step), values, StepTimer().seconds, 1.0, 0)
+    return StepReport(
+        fakes.plan_of(fakes.trajectories(2), step), values, StepTimer().seconds, 1.0, 0
+    )
 
 
 async def test_steps_that_are_done_while_the_stream_s_server_is_away_are_told_when_it_is_back(

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import trainer_toys as toys
+import trainer_fakes as fakes
 from safetensors.torch import load_file
-from trainer_peers import DEADLINE_S, Coordinator, Peers, Preprocessor, serving, until
+from trainer_fake_services import DEADLINE_S, Coordinator, Peers, Preprocessor, serving, until
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.v1 import metrics_pb2
@@ -85,11 +85,11 @@ async def running(
 ) -> AsyncIterator[Running]:
     """A trainer on a tiny model with its group formed; ended by force when the block is left."""
     if not (output / "model").exists():
-        toys.save_tiny_model(output / "model")
+        fakes.save_tiny_model(output / "model")
     listen = f"127.0.0.1:{free_port()}"
     peers.coordinator.trainer = listen
     stop = asyncio.Event()
-    run = run_of(toys.job(**spec), output, peers, nats.url, listen=listen, resume=resume)
+    run = run_of(fakes.job(**spec), output, peers, nats.url, listen=listen, resume=resume)
     task = asyncio.create_task(start.run_rank(run, stop), name="trainer")
     try:
         if form:
@@ -108,7 +108,7 @@ async def running(
 
 async def records_of(nats: NatsServer, count: int) -> list[metrics_pb2.MetricsRecord]:
     found: list[metrics_pb2.MetricsRecord] = []
-    settings = toys.job().spec.stream
+    settings = fakes.job().spec.stream
     async with (
         asyncio.timeout(DEADLINE_S),
         stream.connect(nats.url, "toy", settings, name="test") as connection,
@@ -164,7 +164,7 @@ async def test_a_run_trains_publishes_commits_and_exports(tmp_path: Path, nats: 
     ):
         assert name in last.values, name
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
-    initial = toys.tiny_model()
+    initial = fakes.tiny_model()
     moved = [
         float((a - b).abs().max())
         for a, b in zip(exported.state_dict().values(), initial.state_dict().values(), strict=True)
@@ -456,7 +456,7 @@ async def test_a_stop_is_heard_while_waiting_for_the_preprocessor(
 async def test_generators_get_the_whole_model_by_its_checkpoint_names(
     tmp_path: Path, nats: NatsServer, stage: int, tied: bool
 ) -> None:
-    toys.save_tiny_model(tmp_path / "model", tied=tied)
+    fakes.save_tiny_model(tmp_path / "model", tied=tied)
     preprocessor = Preprocessor(num_steps=9, hold_at=2)
     async with (
         serving(preprocessor, Coordinator()) as peers,
@@ -483,7 +483,7 @@ async def test_a_run_with_adapters_sends_only_them_and_goes_on_from_its_checkpoi
         "model": {"adapter": {"rank": 4, "targetModules": ["q_proj"]}},
         "algorithm": {"steps": 4},
     }
-    base = toys.save_tiny_model(tmp_path / "model") / "model.safetensors"
+    base = fakes.save_tiny_model(tmp_path / "model") / "model.safetensors"
     before = base.read_bytes()
     preprocessor = Preprocessor(num_steps=9, hold_at=2)
     async with serving(preprocessor, Coordinator()) as peers:

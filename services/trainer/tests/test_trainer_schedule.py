@@ -1,14 +1,14 @@
 """Learning rates by step."""
 
 import pytest
-import trainer_toys as toys
+import trainer_fakes as fakes
 
 from pipelinerl_common.settings import OptimizerSettings
 from pipelinerl_trainer.optimizer import learning_rate
 
 
 def settings(**options: object) -> OptimizerSettings:
-    return toys.algorithm(optimizer={"learningRate": 1.0, **options}).optimizer
+    return fakes.algorithm(optimizer={"learningRate": 1.0, **options}).optimizer
 
 
 def rates(num_steps: int, optimizer: OptimizerSettings) -> list[float]:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import trainer_fakes as fakes
 import trainer_sequence_cases as cases
-import trainer_toys as toys
 from safetensors.torch import load_file
 from test_trainer_gradient import assert_same_gradient
-from trainer_two_ranks import free_ports, run_two_ranks
+from trainer_harness import free_ports, run_two_ranks
+from trainer_reference import reference_gradient
 from transformers import MambaConfig, Qwen3Config
 
 from pipelinerl_common.errors import SettingsError
@@ -55,17 +56,17 @@ def test_shared_rows_give_the_plain_gradient(
     ran: tuple[Path, dict[str, Any]], stage: int, packing: str
 ) -> None:
     found = load_file(ran[0] / f"gradient-{stage}-{packing}.safetensors")
-    assert_same_gradient(found, toys.reference_gradient(toys.full_algorithm(), cases.EVERYTHING))
+    assert_same_gradient(found, reference_gradient(fakes.full_algorithm(), cases.EVERYTHING))
 
 
-@pytest.mark.parametrize("name", toys.ALGORITHMS)
+@pytest.mark.parametrize("name", fakes.ALGORITHMS)
 def test_shared_rows_give_every_algorithm_the_plain_gradient(
     ran: tuple[Path, dict[str, Any]], name: str
 ) -> None:
     found = load_file(ran[0] / f"gradient-algorithm-{name}.safetensors")
     assert_same_gradient(
         found,
-        toys.reference_gradient(toys.full_algorithm(**toys.ALGORITHMS[name]), cases.EVERYTHING),
+        reference_gradient(fakes.full_algorithm(**fakes.ALGORITHMS[name]), cases.EVERYTHING),
     )
 
 
@@ -97,7 +98,7 @@ def test_the_leader_s_message_reaches_all(ran: tuple[Path, dict[str, Any]]) -> N
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_slices_cover_every_slot_and_every_trained_token_once(size: int) -> None:
-    row, _ = pack_row(toys.pack(cases.EVERYTHING), CPU)
+    row, _ = pack_row(fakes.pack(cases.EVERYTHING), CPU)
     slices = [SequenceGroup(index, size).slice_of(row) for index in range(size)]
     num_slots = {len(each.input_ids_C) for each in slices}
     assert len(num_slots) == 1
@@ -118,7 +119,7 @@ def test_slices_cover_every_slot_and_every_trained_token_once(size: int) -> None
 
 def test_a_slice_by_hand() -> None:
     """The docstring's example: two sequences of 5 and 2 tokens, filled up to 8 slots."""
-    row, _ = pack_row(toys.pack([_trajectory([1, 2, 3, 4, 5], 2), _trajectory([6, 7], 1)]), CPU)
+    row, _ = pack_row(fakes.pack([_trajectory([1, 2, 3, 4, 5], 2), _trajectory([6, 7], 1)]), CPU)
     assert row.target_slots_T.tolist() == [2, 3, 4, 6]
     mine = SequenceGroup(1, 2).slice_of(row)
     assert mine.input_ids_C.tolist() == [5, 6, 7, 0]
@@ -129,9 +130,9 @@ def test_a_slice_by_hand() -> None:
     assert (first.scored_U.tolist(), first.predicting_slots_U.tolist()) == ([0, 1, 2], [1, 2, 3])
 
 
-def _trajectory(tokens: list[int], num_prompt: int) -> toys.Trajectory:
+def _trajectory(tokens: list[int], num_prompt: int) -> fakes.Trajectory:
     column = [0.5] * (len(tokens) - num_prompt)
-    return toys.Trajectory(tokens, num_prompt, column, column, column, column)
+    return fakes.Trajectory(tokens, num_prompt, column, column, column, column)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +145,9 @@ def _trajectory(tokens: list[int], num_prompt: int) -> toys.Trajectory:
 def test_a_model_whose_heads_cannot_be_shared_out_is_refused(
     tmp_path: Path, size: int, says: str
 ) -> None:
-    toys.save_tiny_model(tmp_path)
+    fakes.save_tiny_model(tmp_path)
     with pytest.raises(SettingsError, match=says):
-        load_policy(tmp_path, toys.job().spec, CPU, SequenceGroup(0, size))
+        load_policy(tmp_path, fakes.job().spec, CPU, SequenceGroup(0, size))
 
 
 def test_a_model_with_layers_that_are_not_attention_is_refused() -> None:
@@ -165,9 +166,9 @@ def test_a_model_with_layers_that_are_not_attention_is_refused() -> None:
 def test_key_value_heads_that_can_neither_be_shared_nor_repeated_are_refused(
     tmp_path: Path,
 ) -> None:
-    toys.save_tiny_model(tmp_path, num_attention_heads=12, num_key_value_heads=6)
-    load_policy(tmp_path, toys.job().spec, CPU, SequenceGroup(0, 12))
+    fakes.save_tiny_model(tmp_path, num_attention_heads=12, num_key_value_heads=6)
+    load_policy(tmp_path, fakes.job().spec, CPU, SequenceGroup(0, 12))
     with pytest.raises(
         SettingsError, match="the model's 6 key-value heads can neither be shared out among 4 ranks"
     ):
-        load_policy(tmp_path, toys.job().spec, CPU, SequenceGroup(0, 4))
+        load_policy(tmp_path, fakes.job().spec, CPU, SequenceGroup(0, 4))

@@ -4,9 +4,8 @@ start is paid once.
     python trainer_rank_program.py RANK NUM_RANKS FOLDER PORT...
 
 Ports: three per stage, two for the algorithms without and with a value head, four for adapters.
-Rank 0 leaves in FOLDER
-`gradient-<stage>-<packing>.safetensors`, `gradient-algorithm-<name>.safetensors`, `adapter-<stage>.safetensors` and
-`results.json`.
+Rank 0 writes to FOLDER `gradient-<stage>-<packing>.safetensors`,
+`gradient-algorithm-<name>.safetensors`, `adapter-<stage>.safetensors` and `results.json`.
 """
 
 import asyncio
@@ -25,17 +24,17 @@ PORTS = [int(port) for port in sys.argv[4:]]
 torch.set_num_threads(1)
 prepare_environment(RANK, RANK, NUM_RANKS)
 
-import trainer_toys as toys  # noqa: E402
+import trainer_fakes as fakes  # noqa: E402
 from deepspeed.utils import safe_get_full_grad  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
-from trainer_setup import Setup, newest  # noqa: E402
+from trainer_harness import RankHarness, newest  # noqa: E402
 
 from pipelinerl_trainer.batch_client import Pulled  # noqa: E402
-from pipelinerl_trainer.learner import BatchReplaced, Learner, RankBatch  # noqa: E402
+from pipelinerl_trainer.learner import Learner, RankBatch  # noqa: E402
 from pipelinerl_trainer.ranks import RankPlacement, Ranks, Vote, join_ranks  # noqa: E402
 from pipelinerl_trainer.source import BatchSource  # noqa: E402
 
-EVERYTHING = toys.trajectories(7)
+EVERYTHING = fakes.trajectories(7)
 # Rows by rank. The second packing gives rank 1 a filler row and other neighbours.
 PACKINGS = {
     "even": [[EVERYTHING[:2], EVERYTHING[2:4]], [EVERYTHING[4:6], EVERYTHING[6:]]],
@@ -48,30 +47,30 @@ def place(port: int) -> RankPlacement:
 
 
 def batch(step: int) -> RankBatch:
-    everything = toys.trajectories(6, seed=10 + step)
+    everything = fakes.trajectories(6, seed=10 + step)
     rows = [[everything[:2], everything[2:4]], [everything[4:], []]]
-    return toys.batch_of(rows[RANK], everything, step)
+    return fakes.batch_of(rows[RANK], everything, step)
 
 
 def gradients(engine: DeepSpeedEngine, learner: Learner, stage: int) -> None:
     for name, rows in PACKINGS.items():
-        learner.accumulate((toys.batch_of(rows[RANK], EVERYTHING),))
+        learner.accumulate(fakes.batch_of(rows[RANK], EVERYTHING))
         save_gradient(engine, f"{stage}-{name}")
 
 
 def algorithms(ranks: Ranks, *, with_value_head: bool) -> None:
     """The gradient of each algorithm; one engine serves all that have the same heads."""
-    settings = {name: toys.full_algorithm(**options) for name, options in toys.ALGORITHMS.items()}
+    settings = {name: fakes.full_algorithm(**options) for name, options in fakes.ALGORITHMS.items()}
     chosen = {
         name: each
         for name, each in settings.items()
         if (each.baseline == "value") is with_value_head
     }
     first = next(iter(chosen.values()))
-    engine = DeepSpeedEngine(toys.tiny_policy(first), ranks, 2, first.optimizer)
+    engine = DeepSpeedEngine(fakes.tiny_policy(first), ranks, 2, first.optimizer)
     for name, each in chosen.items():
-        toys.learner(engine, ranks, each).accumulate(
-            (toys.batch_of(PACKINGS["uneven"][RANK], EVERYTHING),)
+        fakes.learner(engine, ranks, each).accumulate(
+            fakes.batch_of(PACKINGS["uneven"][RANK], EVERYTHING)
         )
         save_gradient(engine, f"algorithm-{name}")
 
@@ -113,18 +112,15 @@ class Script:
 def streamed(
     ranks: Ranks, engine: DeepSpeedEngine, learner: Learner, stage: int
 ) -> dict[str, bool]:
-    """Rank 0 hears of one row, then of two; rank 1 of two, then must wait, then of one. Before that
-    rank 1 alone hears that the batch was replaced.
+    """Rank 0 receives one row, then two; rank 1 two, then must wait, then one. Before that rank 1
+    alone is notified that the batch was replaced.
     """
-    parts = toys.parts_of(PACKINGS["uneven"][RANK], EVERYTHING)
+    parts = fakes.parts_of(PACKINGS["uneven"][RANK], EVERYTHING)
     first, second, third = parts
     other = Pulled(batch=RankBatch(replace(first.plan, batch_id="other"), first.micro_batches))
-    before, raised = weights(engine), False
+    before = weights(engine)
     script = Script(other) if RANK else Script(Pulled(batch=second))
-    try:
-        learner.train_parts(script.source(ranks).parts(first))
-    except BatchReplaced:
-        raised = True
+    replaced = learner.train(first, script.source(ranks).parts(first)) is None
     unchanged = weights(engine) == before
     if RANK == 0:
         script = Script(
@@ -133,18 +129,18 @@ def streamed(
     else:
         script = Script(Pulled(wait_reason="not yet"), Pulled(batch=third))
         first = RankBatch(second.plan, first.micro_batches + second.micro_batches)
-    learner.accumulate(script.source(ranks).parts(first))
+    learner.accumulate_parts(script.source(ranks).parts(first))
     assert script.asked == ([1] if RANK == 0 else [2, 2])
     save_gradient(engine, f"{stage}-streamed")
-    return {"raised": raised, "unchanged": unchanged}
+    return {"replaced": replaced, "unchanged": unchanged}
 
 
 def pulled(ranks: Ranks) -> bool:
-    """Rank 0 hears of a batch that grows, rank 1 that it is complete: they pull again until they
-    know the same.
+    """Rank 0 receives a growing batch, rank 1 the complete one: they pull again until they have the
+    same.
     """
-    parts = toys.parts_of(PACKINGS["uneven"][RANK], EVERYTHING)
-    whole = Pulled(batch=toys.batch_of(PACKINGS["uneven"][RANK], EVERYTHING))
+    parts = fakes.parts_of(PACKINGS["uneven"][RANK], EVERYTHING)
+    whole = Pulled(batch=fakes.batch_of(PACKINGS["uneven"][RANK], EVERYTHING))
     script = Script(whole if RANK else Pulled(batch=parts[0]), whole)
     found = script.source(ranks).next_batch(0)
     assert found is not None
@@ -162,7 +158,7 @@ def poisoned(learner: Learner, engine: DeepSpeedEngine) -> dict[str, object]:
         row = bad.micro_batches[0]
         row.advantages_L[row.loss_mask_L == 1] = float("nan")
     before = weights(engine)
-    values = learner.train_step(bad)
+    values = fakes.train_step(learner, bad)
     return {
         "unchanged": weights(engine) == before,
         "skipped": values["skipped_steps_total"],
@@ -170,11 +166,11 @@ def poisoned(learner: Learner, engine: DeepSpeedEngine) -> dict[str, object]:
     }
 
 
-def setup(ranks: Ranks, stage: int, *, resumes: bool = False, **spec: Any) -> Setup:
+def setup(ranks: Ranks, stage: int, *, resumes: bool = False, **spec: Any) -> RankHarness:
     """With a folder for the checkpoints of each stage, with adapters and without."""
     folder = FOLDER / f"{'adapter' if spec else 'whole'}-{stage}"
-    full = toys.full_spec(trainers={"zeroStage": stage}, **spec)
-    return Setup.of(
+    full = fakes.full_spec(trainers={"zeroStage": stage}, **spec)
+    return RankHarness.of(
         full, folder, ranks, newest(folder) if resumes else None, prepared=FOLDER / "model"
     )
 
@@ -183,7 +179,7 @@ def train_and_save(ranks: Ranks, stage: int) -> dict[str, object]:
     made = setup(ranks, stage)
     learner, engine = made.learner, made.engine
     skipped = poisoned(learner, engine)
-    first = [learner.train_step(batch(step)) for step in (0, 1)]
+    first = [fakes.train_step(learner, batch(step)) for step in (0, 1)]
     saved = made.save(2)
     return {
         "skipped": skipped,
@@ -195,7 +191,7 @@ def train_and_save(ranks: Ranks, stage: int) -> dict[str, object]:
 
 
 def second_half(learner: Learner) -> list[dict[str, float]]:
-    return [learner.train_step(batch(step)) for step in (2, 3)]
+    return [fakes.train_step(learner, batch(step)) for step in (2, 3)]
 
 
 def resume(ranks: Ranks, stage: int) -> dict[str, object]:
@@ -205,10 +201,10 @@ def resume(ranks: Ranks, stage: int) -> dict[str, object]:
 
 def adapters(ranks: Ranks, stage: int, *, resumes: bool = False) -> None:
     """Four steps of adapters with a checkpoint after two, or the last two of them from that."""
-    made = setup(ranks, stage, resumes=resumes, model={"adapter": toys.ADAPTER})
+    made = setup(ranks, stage, resumes=resumes, model={"adapter": fakes.ADAPTER})
     if not resumes:
         for step in (0, 1):
-            made.learner.train_step(batch(step))
+            fakes.train_step(made.learner, batch(step))
         assert made.save(2)
     second_half(made.learner)
     served = made.served()

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import trainer_toys as toys
+import trainer_fakes as fakes
 
 from pipelinerl_common.settings import JobSpec
 from pipelinerl_trainer.engine import DeepSpeedEngine
@@ -17,8 +17,8 @@ from pipelinerl_trainer.model import load_policy
 from pipelinerl_trainer.ranks import Ranks
 
 NUM_STEPS = 3
-EVERYTHING = toys.trajectories(7)
-PACKINGS: Mapping[str, list[list[toys.Trajectory]]] = {
+EVERYTHING = fakes.trajectories(7)
+PACKINGS: Mapping[str, list[list[fakes.Trajectory]]] = {
     "one row": [EVERYTHING],
     "rows": [EVERYTHING[3:], [], EVERYTHING[:1], EVERYTHING[1:3]],
 }
@@ -41,39 +41,41 @@ class Case:
 
     @cached_property
     def spec(self) -> JobSpec:
-        return toys.full_spec(
+        return fakes.full_spec(
             self.options, trainers={"zeroStage": 1, **self.trainers}, model=self.model_options
         )
 
     def engine(self, folder: Path, ranks: Ranks) -> DeepSpeedEngine:
         policy = load_policy(folder / self.model, self.spec, ranks.device, ranks.sequence)
-        toys.spread_value_head(policy)
+        fakes.spread_value_head(policy)
         if self.chunk_tokens is not None:
-            policy.token_head._chunk_bytes = 4 * toys.VOCABULARY * self.chunk_tokens
+            policy.token_head._chunk_bytes = 4 * fakes.VOCABULARY * self.chunk_tokens
         return DeepSpeedEngine(
             policy, ranks, self.spec.trainers.zero_stage, self.spec.algorithm.optimizer
         )
 
     def batch(self, step: int, ranks: Ranks) -> RankBatch:
         """Rows of different lengths; with rows of their own, two ranks get one each."""
-        members = toys.trajectories(6, seed=10 + step)
+        members = fakes.trajectories(6, seed=10 + step)
         rows = [members[: 3 + step % 2], members[3 + step % 2 :]]
         num_data_ranks, data_rank = (
             ranks.num_ranks // ranks.sequence.size,
             ranks.rank // ranks.sequence.size,
         )
-        return toys.batch_of(rows[data_rank::num_data_ranks], members, step)
+        return fakes.batch_of(rows[data_rank::num_data_ranks], members, step)
 
     def train(self, folder: Path, ranks: Ranks) -> dict[str, Any]:
         engine = self.engine(folder, ranks)
         return self.go_on(
-            engine, toys.learner(engine, ranks, self.spec.algorithm), ranks, range(NUM_STEPS)
+            engine, fakes.learner(engine, ranks, self.spec.algorithm), ranks, range(NUM_STEPS)
         )
 
     def go_on(
         self, engine: DeepSpeedEngine, learner: Learner, ranks: Ranks, steps: range
     ) -> dict[str, Any]:
-        return trained(engine, [learner.train_step(self.batch(step, ranks)) for step in steps])
+        return trained(
+            engine, [fakes.train_step(learner, self.batch(step, ranks)) for step in steps]
+        )
 
 
 def trained(engine: DeepSpeedEngine, values: list[dict[str, float]]) -> dict[str, Any]:
@@ -93,9 +95,9 @@ CASES: Mapping[str, Case] = {
     "whole sequences": Case({"loss": "gspo"}, {"zeroStage": 3}),
     "one key-value head": Case(model="one-key-value-head"),
     "sliding windows": Case(model="sliding-windows"),
-    "adapters": Case({"loss": "gspo"}, {"zeroStage": 2}, {"adapter": toys.ADAPTER}),
+    "adapters": Case({"loss": "gspo"}, {"zeroStage": 2}, {"adapter": fakes.ADAPTER}),
     "adapters and a value head": Case(
-        {"baseline": "value"}, {"zeroStage": 3}, {"adapter": toys.ADAPTER}
+        {"baseline": "value"}, {"zeroStage": 3}, {"adapter": fakes.ADAPTER}
     ),
     "mixture of experts": Case(
         {"loss": "gspo"}, {"activationCheckpointing": True}, model="mixture"
@@ -111,7 +113,7 @@ CASES: Mapping[str, Case] = {
 
 
 def save_models(folder: Path) -> None:
-    toys.save_tiny_model(folder / "model")
-    toys.save_tiny_model(folder / "one-key-value-head", num_key_value_heads=1)
-    toys.save_tiny_model(folder / "sliding-windows", **toys.SLIDING_WINDOWS)
-    toys.tiny_mixture("qwen3_moe").save_pretrained(folder / "mixture")
+    fakes.save_tiny_model(folder / "model")
+    fakes.save_tiny_model(folder / "one-key-value-head", num_key_value_heads=1)
+    fakes.save_tiny_model(folder / "sliding-windows", **fakes.SLIDING_WINDOWS)
+    fakes.tiny_mixture("qwen3_moe").save_pretrained(folder / "mixture")

@@ -21,11 +21,11 @@ NUM_RANKS = 2
 torch.set_num_threads(1)
 prepare_environment(RANK, RANK, NUM_RANKS)
 
+import trainer_fakes as fakes  # noqa: E402
 import trainer_sequence_cases as cases  # noqa: E402
-import trainer_toys as toys  # noqa: E402
 from deepspeed.utils import safe_get_full_grad  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
-from trainer_setup import Setup, newest  # noqa: E402
+from trainer_harness import RankHarness, newest  # noqa: E402
 
 from pipelinerl_trainer.ranks import RankPlacement, Ranks, join_ranks  # noqa: E402
 
@@ -47,28 +47,28 @@ def save_gradient(engine: DeepSpeedEngine, name: str) -> None:
 
 
 def gradients(ranks: Ranks, stage: int) -> None:
-    settings = toys.full_algorithm()
+    settings = fakes.full_algorithm()
     engine = DeepSpeedEngine(
-        toys.tiny_policy(settings, ranks.sequence), ranks, stage, settings.optimizer
+        fakes.tiny_policy(settings, ranks.sequence), ranks, stage, settings.optimizer
     )
     for name, rows in cases.PACKINGS.items():
-        toys.learner(engine, ranks, settings).accumulate((toys.batch_of(rows, cases.EVERYTHING),))
+        fakes.learner(engine, ranks, settings).accumulate(fakes.batch_of(rows, cases.EVERYTHING))
         save_gradient(engine, f"{stage}-{name}")
 
 
 def algorithms(ranks: Ranks, *, with_value_head: bool) -> None:
     """The gradient of each algorithm; one engine serves all that have the same heads."""
-    settings = {name: toys.full_algorithm(**options) for name, options in toys.ALGORITHMS.items()}
+    settings = {name: fakes.full_algorithm(**options) for name, options in fakes.ALGORITHMS.items()}
     chosen = {
         name: each
         for name, each in settings.items()
         if (each.baseline == "value") is with_value_head
     }
     first = next(iter(chosen.values()))
-    engine = DeepSpeedEngine(toys.tiny_policy(first, ranks.sequence), ranks, 2, first.optimizer)
+    engine = DeepSpeedEngine(fakes.tiny_policy(first, ranks.sequence), ranks, 2, first.optimizer)
     for name, each in chosen.items():
-        toys.learner(engine, ranks, each).accumulate(
-            (toys.batch_of(cases.PACKINGS["rows"], cases.EVERYTHING),)
+        fakes.learner(engine, ranks, each).accumulate(
+            fakes.batch_of(cases.PACKINGS["rows"], cases.EVERYTHING)
         )
         save_gradient(engine, f"algorithm-{name}")
 
@@ -77,8 +77,12 @@ def checkpoint_of(ranks: Ranks) -> dict[str, object]:
     """Two steps, a checkpoint, two more."""
     case = cases.CASES["value head"]
     engine = case.engine(FOLDER, ranks)
-    made = Setup(
-        FOLDER, FOLDER / case.model, ranks, engine, toys.learner(engine, ranks, case.spec.algorithm)
+    made = RankHarness(
+        FOLDER,
+        FOLDER / case.model,
+        ranks,
+        engine,
+        fakes.learner(engine, ranks, case.spec.algorithm),
     )
     case.go_on(engine, made.learner, ranks, range(2))
     assert made.save(2)
@@ -88,7 +92,7 @@ def checkpoint_of(ranks: Ranks) -> dict[str, object]:
 def resumed(ranks: Ranks) -> dict[str, object]:
     """The last two steps again, shared rows or not: shards of the optimizer know of ranks alone."""
     case = cases.CASES["value head"]
-    made = Setup.of(case.spec, FOLDER, ranks, newest(FOLDER))
+    made = RankHarness.of(case.spec, FOLDER, ranks, newest(FOLDER))
     return case.go_on(made.engine, made.learner, ranks, range(2, 4))
 
 

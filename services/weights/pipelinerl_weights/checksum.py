@@ -1,11 +1,12 @@
-"""A checksum of packed buckets, computed where the bytes lie (host or device) with wrapping 64-bit
+"""A checksum of packed buckets, computed where the bytes are (host or device) with wrapping 64-bit
 integers.
 
-    checksum(bucket) = sum over 64-bit words w at row r and column c of  w * COLUMN[c] * ROW[r]   (mod 2**64)
+    checksum(bucket)  = sum of w * COLUMN[c] * ROW[r], modulo 2**64, over the 64-bit words w at
+                        row r and column c
     checksum(version) = fold of the buckets' checksums and sizes, in order
 
 All factors are odd and differ by position: a changed, moved or missing word changes the sum. It
-guards against faults of transport and of layout, not against an adversary.
+guards against errors of transport and layout, not against an adversary.
 """
 
 import torch
@@ -24,8 +25,8 @@ _DEVICE_ROWS = 4096
 
 
 def bucket_checksum(bucket: Tensor) -> Tensor:
-    """`bucket`: 1-d uint8 of a multiple of 8 bytes. Returns a 0-d int64 tensor on its device and
-    does not wait for it.
+    """Returns the checksum of `bucket` (1-d uint8, a multiple of 8 bytes) as a 0-d int64 tensor on
+    its device, without waiting for it.
     """
     words = bucket.view(torch.int64)
     rows = words.numel() // _COLUMNS
@@ -41,7 +42,7 @@ def bucket_checksum(bucket: Tensor) -> Tensor:
 
 
 def fold_checksums(sums: list[Tensor], sizes: list[int]) -> str:
-    """The version's checksum: 16 hexadecimal digits. Waits for the device once per bucket."""
+    """Returns the version's checksum, 16 hexadecimal digits. Waits for the device."""
     folded = len(sizes)
     for value, size in zip(sums, sizes, strict=True):
         folded = ((folded ^ size) * _FOLD + (int(value.item()) & _MASK)) & _MASK
@@ -54,12 +55,12 @@ def _odd_factors(count: int, step: int, device: torch.device) -> Tensor:
 
 
 def to_int64(checksum: str) -> int:
-    """The checksum as the signed number that fits an int64 tensor."""
+    """Returns the checksum as the signed number that fits an int64 tensor."""
     return _signed(int(checksum, 16))
 
 
 def from_int64(value: int) -> str:
-    """The inverse of `to_int64`."""
+    """Returns the checksum of which `to_int64` gave `value`."""
     return f"{value & _MASK:016x}"
 
 

@@ -1,22 +1,22 @@
-"""Errors of a weight transfer. Every one of them means: this group is finished, form a new one in
+"""Errors of a weight transfer. After any of them the group is unusable, and a new one is formed in
 the next epoch.
 
 TemporaryError
 └── TransferFailed          a peer died, or the collective library gave up
     ├── TransferTimeout     the deadline passed
-    └── TransferAborted     a member called the transfer off
+    └── TransferAborted     a member aborted the transfer
 """
 
 from pipelinerl_common.errors import TemporaryError
 
 
 class TransferFailed(TemporaryError):
-    """The transfer did not happen, or not for every member."""
+    """A transfer that did not happen, or not for every member."""
 
 
 class TransferTimeout(TransferFailed):
-    """The deadline of an operation passed."""
+    """An operation that passed its deadline."""
 
 
 class TransferAborted(TransferFailed):
-    """A member called the transfer off; the message carries its reason."""
+    """A transfer that a member aborted; the message carries its reason."""

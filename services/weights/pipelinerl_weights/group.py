@@ -2,24 +2,24 @@
 receiver.
 
 It is a process group of torch's c10d beside any other group of the process; gloo and nccl differ
-only in how it is made. Beside the collectives there is a small key-value store, held by the sender,
-with these keys (below the epoch's prefix):
+only in how it is made. Beside the collectives the sender holds a small key-value store with these
+keys (below the epoch's prefix):
 
     joined/<rank>            the rank is ready to form the group
-    receiving/<n>/<rank>     the rank is about to receive the n-th transfer; the value is the version
-    aborted                  someone called it off; the value says who and why
+    receiving/<n>/<rank>     the rank is about to receive the n-th transfer, of the version in it
+    aborted                  a member aborted the group; the value says which and why
 
-c10d cannot wake a thread from a pending gloo collective. So nobody ever blocks in one: waiting is a
-loop that looks at the work, at the deadline and at the abort flag, and an abandoned collective is
-left behind until its connections close.
+c10d cannot wake a thread from a pending gloo collective. So no thread ever blocks in one: waiting
+is a loop that polls the work, the deadline and the abort flag, and an abandoned collective stays
+pending until its connections close.
 """
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,15 +42,19 @@ from pipelinerl_weights.rendezvous import (
 
 __all__ = ["Pending", "Rendezvous", "TransferGroup"]
 
+Result = TypeVar("Result")
+
 _POLL_S = 0.0005
 _STORE_POLL_S = 0.02
 _SLACK_S = 5.0
-"""c10d's own time limit comes this much after ours, which tells a timeout from a fault."""
+"""c10d's own time limit is this much longer than ours, so that a timeout is never mistaken for a
+fault.
+"""
 
 
 @dataclass(slots=True)
 class Pending:
-    """A collective under way. `wait` must be called, so that no collective is left pending unseen."""
+    """A collective under way; `wait` must be called, so that none stays pending unnoticed."""
 
     group: "TransferGroup"
     work: Work
@@ -58,15 +62,15 @@ class Pending:
     what: str
 
     def wait(self) -> None:
-        """Raises TransferAborted, TransferTimeout or TransferFailed; after any of them the group is
-        aborted for everyone.
+        """Waits for the collective. Raises TransferAborted, TransferTimeout or TransferFailed, and
+        then the group is aborted for every member.
         """
         self.group.finish(self)
 
 
 class TransferGroup:
-    """One epoch's group. Every blocking call has a deadline; `abort` and `close` may be called from
-    any thread.
+    """The weight-transfer group of one epoch. Every blocking call has a deadline; `abort` and
+    `close` may be called from any thread.
     """
 
     def __init__(
@@ -84,9 +88,17 @@ class TransferGroup:
 
     @classmethod
     def join(  # noqa: PLR0913 - the fields of /init_process_group
-        cls, address: str, port: int, *, rank: int, world_size: int, backend: str, epoch: int, timeout_s: float,
+        cls,
+        address: str,
+        port: int,
+        *,
+        rank: int,
+        world_size: int,
+        backend: str,
+        epoch: int,
+        timeout_s: float,
         store: Rendezvous | None = None,
-    ) -> "TransferGroup":  # fmt: skip
+    ) -> "TransferGroup":
         """Blocks until every rank has joined. Rank 0 passes its Rendezvous as `store`, which the
         group then owns.
 
@@ -129,21 +141,22 @@ class TransferGroup:
     # One transfer: mark_receiving or wait_all_receiving, then broadcasts, then gather_checksums
 
     def mark_receiving(self, version: int) -> None:
-        """Receivers: announces that this rank is about to receive `version`."""
+        """Announces, on a receiver, that this rank is about to receive `version`."""
         self._flag.raise_if_set()
         self._flag.arm()
         self._num_transfers += 1
         self._set(f"receiving/{self._num_transfers}/{self.rank}", str(version))
 
     def wait_all_receiving(self, version: int, timeout_s: float) -> None:
-        """Sender: waits until every receiver is about to receive `version`. Raises as
+        """Waits, on the sender, until every receiver is about to receive `version`. Raises as
         `Pending.wait` does.
         """
         self._flag.raise_if_set()
         self._flag.arm()
         self._num_transfers += 1
         key = f"receiving/{self._num_transfers}"
-        if self._has(ABORTED):  # by a receiver that gave up while the sender was not looking
+        # A receiver may have given up while the sender's flag was not armed.
+        if self._has(ABORTED):
             self.abort(self._get(ABORTED))
             self._flag.raise_if_set()
         receivers = range(1, self.world_size)
@@ -158,8 +171,8 @@ class TransferGroup:
                 )
 
     def start_broadcast(self, buffer: Tensor, timeout_s: float | None = None) -> Pending:
-        """Starts the broadcast of rank 0's contiguous `buffer` into everyone's. The buffer is in
-        use until `wait` returns.
+        """Starts the broadcast of rank 0's contiguous `buffer` into that of every member. The
+        buffer is in use until `wait` returns.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         options = BroadcastOptions()
@@ -179,8 +192,8 @@ class TransferGroup:
         self.start_broadcast(buffer, timeout_s).wait()
 
     def gather_checksums(self, checksum: str, timeout_s: float, device: torch.device) -> list[str]:
-        """Ends a transfer: rank 0 gets every rank's checksum, the others nothing. A dead peer shows
-        here at the latest.
+        """Ends a transfer and returns every rank's checksum on rank 0, nothing on the others. A
+        dead peer is noticed here at the latest.
         """
         mine = torch.tensor([to_int64(checksum)], dtype=torch.int64, device=device)
         gathered = (
@@ -197,7 +210,7 @@ class TransferGroup:
         return [from_int64(int(value.item())) for value in gathered]
 
     def finish(self, pending: Pending) -> None:
-        """Waits for a collective; see Pending.wait."""
+        """Waits for a collective; see `Pending.wait`."""
         while not pending.work.is_completed():
             if self._flag.reason is not None:
                 self._abandoned.append(pending)
@@ -212,33 +225,33 @@ class TransferGroup:
             self._flag.raise_if_set()
             self._fail(TransferFailed(f"{pending.what} failed: {first_line(error)}"), error)
 
-    # Calling it off
+    # Aborting and closing
 
     @property
     def aborted(self) -> str | None:
-        """Why the group is of no use any more, or None."""
+        """Why the group is aborted, or None."""
         return self._flag.reason
 
     def wait_aborted(self, seconds: float) -> bool:
-        """Sleeps, but not beyond an abort. True if there was one."""
+        """Sleeps until an abort at the latest. Returns whether there was one."""
         deadline = time.monotonic() + seconds
         while self._flag.reason is None and (rest := deadline - time.monotonic()) > 0:
             time.sleep(min(rest, _STORE_POLL_S))
         return self._flag.reason is not None
 
     def abort(self, reason: str = "aborted") -> None:
-        """Wakes everyone who waits in this group, here and in the other processes. Any later call
-        raises TransferAborted.
+        """Aborts the group for every member: waiting and later calls raise TransferAborted, here
+        and in the other processes.
         """
         if not self._flag.set(reason, self._store):
             return
         process_group = self._process_group
         if process_group is not None and process_group.name() == "nccl":
-            # frees the kernels that wait on the device; gloo has nothing alike
+            # Frees the kernels that wait on the device; gloo has none.
             process_group.abort()
 
     def close(self) -> None:
-        """Leaves the group and frees it: peers that still wait for this rank fail at once.
+        """Leaves the group and frees it: peers that wait for this rank fail immediately.
         Idempotent.
         """
         self._flag.close()
@@ -247,7 +260,7 @@ class TransferGroup:
         self._abandoned = []
         if process_group is not None and pending:
             # Destroying a gloo group blocks while a collective is pending, which ends when the
-            # peers close or at its timeout.
+            # peers close or at its timeout: a thread of its own waits for that.
             threading.Thread(
                 target=_bury, args=([process_group], pending), name="weights-bury", daemon=True
             ).start()
@@ -276,31 +289,23 @@ class TransferGroup:
         return process_group
 
     def _set(self, key: str, value: str) -> None:
-        try:
-            self._store.set(key, value)
-        except RuntimeError as error:
-            self._fail(
-                TransferFailed(f"the sender's store does not answer: {first_line(error)}"), error
-            )
+        self._ask_store(lambda: self._store.set(key, value))
 
     def _get(self, key: str) -> str:
-        try:
-            return self._store.get(key).decode()
-        except RuntimeError as error:
-            self._fail(
-                TransferFailed(f"the sender's store does not answer: {first_line(error)}"), error
-            )
+        return self._ask_store(lambda: self._store.get(key).decode())
 
     def _has(self, key: str) -> bool:
+        return self._ask_store(lambda: self._store.check([key]))
+
+    def _ask_store(self, call: Callable[[], Result]) -> Result:
         try:
-            return self._store.check([key])
+            return call()
         except RuntimeError as error:
-            self._fail(
-                TransferFailed(f"the sender's store does not answer: {first_line(error)}"), error
-            )
+            failure = TransferFailed(f"the sender's store does not answer: {first_line(error)}")
+            self._fail(failure, error)
 
     def _wait_for(self, key: str, ranks: Iterable[int], deadline: float) -> None:
-        """Waits for `<key>/<rank>` of every rank, looking less and less often."""
+        """Waits for `<key>/<rank>` of every rank, at growing intervals."""
         missing = list(ranks)
         poll_s = _POLL_S
         while True:
@@ -312,8 +317,8 @@ class TransferGroup:
             if time.monotonic() > deadline:
                 missing = [rank for rank in missing if not self._has(f"{key}/{rank}")]
                 what = "join" if key == "joined" else "get ready to receive"
-                told = f"{nouns(len(missing), 'rank')} {', '.join(map(str, missing))}"
-                self._fail(TransferTimeout(f"{told} did not {what} in time"))
+                late = f"{nouns(len(missing), 'rank')} {', '.join(map(str, missing))}"
+                self._fail(TransferTimeout(f"{late} did not {what} in time"))
             time.sleep(poll_s)
             poll_s = min(_STORE_POLL_S, 1.5 * poll_s)
 

@@ -1,5 +1,4 @@
-"""Which tensors one policy version consists of, and how they are packed into buckets. Imports no
-torch.
+"""The tensors of a policy version and their layout in buckets. Imports no torch.
 
 Sender and receivers compute the same layout from the same manifest, so only bytes travel during an
 update.
@@ -63,7 +62,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Whole tensors that travel in one broadcast."""
+    """Whole tensors that are sent in one broadcast."""
 
     index: int
     slots: tuple[Slot, ...]
@@ -73,8 +72,8 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Tensors in the order in which they are sent. The order and `bucket_bytes` alone give the
-    layout.
+    """All tensors in the order in which they are sent. The order and `bucket_bytes` alone
+    determine the layout.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -97,9 +96,7 @@ class Manifest:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     def buckets(self) -> tuple[Bucket, ...]:
-        """At most `bucket_bytes` each, except that a tensor larger than this has a bucket of its
-        own.
-        """
+        """Returns buckets of at most `bucket_bytes`; a larger tensor has a bucket of its own."""
         return self._buckets
 
     @cached_property

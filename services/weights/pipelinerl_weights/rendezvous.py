@@ -1,6 +1,5 @@
-"""The flag that calls a group off, seen by every member within a fraction of a second.
-
-Where a group's members meet, and how its process group is made for gloo and for nccl.
+"""Where a group's members meet, how its process group is made for gloo and for nccl, and the flag
+that aborts it for every member within a fraction of a second.
 """
 
 import contextlib
@@ -24,18 +23,19 @@ from torch._C._distributed_c10d import (
 from pipelinerl_weights.errors import TransferAborted, TransferFailed, TransferTimeout
 
 ABORTED = "aborted"
-"""The key; its value is the reason."""
+"""Key of the abort flag in the store; its value is the reason."""
 _POLL_S = 0.05
 _MEMBERS_PER_POLL = 64
-"""With more members than this each looks less often, so that the sender's store is not flooded."""
+"""With more members than this each polls less often, so that the sender's store is not flooded."""
+_LOCAL_S = 2.0
+"""Longest time to reach the store of this process."""
 
 
 class AbortFlag:
-    """A key of the group's store, mirrored in this process by a thread that looks at it while a
-    transfer is under way.
+    """The abort key of the group's store, mirrored in this process by a thread that polls it while
+    a transfer is under way.
 
-    The thread has its own connection: a sender that was stopped (not killed) blocks it, but nobody
-    else.
+    The thread has a connection of its own: a suspended sender blocks this thread and no other.
     """
 
     def __init__(self, store: Store, world_size: int) -> None:
@@ -50,7 +50,7 @@ class AbortFlag:
 
     @property
     def reason(self) -> str | None:
-        """Why the group is called off, or None."""
+        """Why the group is aborted, or None."""
         return self._reason
 
     def raise_if_set(self) -> None:
@@ -58,28 +58,27 @@ class AbortFlag:
             raise TransferAborted(self._reason)
 
     def arm(self) -> None:
-        """A transfer begins: look at the store from now on."""
+        """Starts polling, because a transfer begins."""
         self._armed.set()
 
     def disarm(self) -> None:
-        """The transfer is over."""
+        """Stops polling, because the transfer has ended."""
         if not self._closed.is_set():
             self._armed.clear()
 
     def set(self, reason: str, store: Store) -> bool:
-        """Tells everyone, over `store` (the caller's connection). False if it was called off
-        before.
+        """Aborts the group for every member, over `store`, the caller's connection. Returns False
+        if it was aborted before.
         """
         if not self._set_here(reason):
             return False
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the store is gone with the sender, and everyone sees that too
+        # A store that does not answer is lost with the sender, which every member notices too.
+        with contextlib.suppress(RuntimeError):
             store.set(ABORTED, reason)
         return True
 
     def close(self) -> None:
-        """Ends the thread. What waits in this process raises TransferAborted."""
+        """Ends the thread. Waiting calls of this process raise TransferAborted."""
         self._closed.set()
         self._set_here("the group is closed")
         self._armed.set()
@@ -87,6 +86,7 @@ class AbortFlag:
             self._thread.join(timeout=1.0)
 
     def _set_here(self, reason: str) -> bool:
+        # The first reason counts: it is the cause, later ones are its consequences.
         with self._lock:
             if self._reason is not None:
                 return False
@@ -102,16 +102,12 @@ class AbortFlag:
                 if self._store.check([ABORTED]):
                     self._set_here(self._store.get(ABORTED).decode())
             except RuntimeError:
-                self._set_here("the sender is gone: its store does not answer")
+                self._set_here("the sender is lost: its store does not answer")
             self._closed.wait(self._poll_s)
 
 
-_LOCAL_S = 2.0
-"""Longest time to reach the store of this process."""
-
-
 class Collectives(Protocol):
-    """What a transfer needs of c10d's gloo and nccl process groups."""
+    """The methods of c10d's gloo and nccl process groups that a transfer needs."""
 
     def broadcast(self, tensors: list[Tensor], options: BroadcastOptions) -> Work: ...
     def gather(
@@ -123,7 +119,7 @@ class Collectives(Protocol):
 
 @dataclass(slots=True)
 class Rendezvous:
-    """The sender's store server. It lives until `close`."""
+    """The sender's store server, to which the other members connect; it listens until `close`."""
 
     address: str
     port: int
@@ -153,8 +149,9 @@ class Rendezvous:
         return cls(address, store.port, world_size, store)
 
     def call_off(self, epoch: int, reason: str) -> None:
-        """Whoever waits for the group of `epoch` to form here, the sender included, fails at once."""
-        with contextlib.suppress(TransferTimeout, RuntimeError):  # it has been closed meanwhile
+        """Aborts the forming of the group of `epoch`, for the sender too."""
+        # The store may have been closed meanwhile.
+        with contextlib.suppress(TransferTimeout, RuntimeError):
             PrefixStore(scope(epoch), connect_store("127.0.0.1", self.port, _LOCAL_S)).set(
                 ABORTED, reason
             )
@@ -164,12 +161,12 @@ class Rendezvous:
 
 
 def scope(epoch: int) -> str:
-    """Prefix of the epoch's keys in the store."""
+    """Returns the prefix of the epoch's keys in the store."""
     return f"epoch-{epoch}"
 
 
 def connect_store(address: str, port: int, timeout_s: float) -> Store:
-    """Raises TransferTimeout when nobody listens there before the deadline."""
+    """Connects to the sender's store. Raises TransferTimeout when it does not listen in time."""
     try:
         return TCPStore(address, port, None, is_master=False, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
@@ -181,7 +178,7 @@ def connect_store(address: str, port: int, timeout_s: float) -> Store:
 def make_process_group(
     backend: str, store: Store, *, rank: int, world_size: int, interface: str, timeout_s: float
 ) -> Collectives:
-    """`interface`: local address that gloo binds to. Raises TransferFailed."""
+    """Makes a process group; gloo binds to the local address `interface`. Raises TransferFailed."""
     try:
         return _PROCESS_GROUPS[backend](
             store, rank, world_size, interface, timedelta(seconds=timeout_s)
@@ -197,8 +194,8 @@ def make_process_group(
 
 
 def local_address(address: str, port: int) -> str:
-    """This host's address on the way to `address`, so that gloo does not have to guess an interface
-    from the host's name.
+    """Returns this host's address on the route to `address`, so that gloo does not guess an
+    interface from the host's name.
     """
     family, kind, protocol, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -207,7 +204,7 @@ def local_address(address: str, port: int) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """c10d's messages carry a stack trace: its first line says what happened."""
+    """Returns what happened: c10d's messages carry a stack trace after the first line."""
     return str(error).partition("\n")[0].strip() or type(error).__name__
 
 

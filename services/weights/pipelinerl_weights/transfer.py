@@ -1,6 +1,5 @@
-"""The trainer's side: a packed snapshot of one version, and sending it.
-
-The generator worker's side: receiving one version, bucket by bucket.
+"""One transfer: the trainer packs a version into a snapshot and sends it, a generator's worker
+receives it bucket by bucket.
 """
 
 import contextlib
@@ -21,18 +20,20 @@ from pipelinerl_weights.manifest import Bucket, Manifest
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
-    """One finished transfer: every receiver confirmed the checksum."""
+    """The result of a transfer whose checksum every receiver confirmed."""
 
     num_bytes: int
-    """Sent to each receiver, padding included."""
+    """Bytes sent to each receiver, padding included."""
     seconds: float
-    """From the first bucket to the last receiver's confirmation."""
+    """Seconds from the first bucket to the last receiver's confirmation."""
     checksum: str
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSnapshot:
-    """The weights of one version, copied into buckets: training may go on while they are sent."""
+    """The weights of one version, copied into buckets so that training can continue while they are
+    sent.
+    """
 
     manifest: Manifest
     buckets: tuple[Tensor, ...]
@@ -99,9 +100,9 @@ def send_snapshot(
     """Waits until every receiver is ready, broadcasts the buckets, and collects the receivers'
     checksums.
 
-    `pace_bytes_per_s` slows the transfer to that rate, as a slower link would. `timeout_s` is for the whole call.
-    Raises TransferAborted, TransferTimeout or TransferFailed; the group is then aborted for
-    everyone.
+    `pace_bytes_per_s` slows the transfer to that rate, as a slower link would. `timeout_s` is for
+    the whole call. Raises TransferAborted, TransferTimeout or TransferFailed; the group is then
+    aborted for every member.
     """
     deadline = time.monotonic() + timeout_s
     group.wait_all_receiving(version, timeout_s)
@@ -124,7 +125,7 @@ def send_snapshot(
 
 
 def slot_view(bucket: Tensor, offset: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """The tensor that lies at `offset` bytes of a packed bucket, without a copy."""
+    """Returns the tensor at `offset` bytes of a packed bucket, without a copy."""
     kind: torch.dtype = getattr(torch, dtype)
     count = 1
     for size in shape:
@@ -148,10 +149,11 @@ def receive(
     """Receives every bucket of `version` and returns the checksum, which the sender compares with
     its own.
 
-    `on_bucket(bucket, buffer)` is called in order, while the next bucket already arrives. The buffer (uint8) is its to keep:
-    every bucket has a fresh one, so two of them exist besides what is kept. `timeout_s` is for the
-    whole call, waiting for the sender included. What `on_bucket` raises aborts the group. Raises
-    TransferAborted, TransferTimeout or TransferFailed; the group is then aborted for everyone.
+    `on_bucket(bucket, buffer)` is called in order, while the next bucket already arrives. It may
+    keep the buffer (uint8): every bucket has a fresh one, so two of them exist besides what is
+    kept. `timeout_s` is for the whole call, waiting for the sender included. What `on_bucket`
+    raises aborts the group. Raises TransferAborted, TransferTimeout or TransferFailed; the group is
+    then aborted for every member.
     """
     deadline = time.monotonic() + timeout_s
     layout = manifest.buckets()
@@ -166,6 +168,7 @@ def receive(
     for bucket in layout:
         pending.wait()
         arrived = buffer
+        # The next broadcast starts before this bucket is used: network and copies overlap.
         if bucket.index + 1 < len(layout):
             buffer, pending = start(layout[bucket.index + 1])
         try:
@@ -182,6 +185,6 @@ def receive(
 
 
 def tensors_of(bucket: Bucket, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of a received bucket: views into `buffer`."""
+    """Yields names and tensors of a received bucket, as views into `buffer`."""
     for slot in bucket.slots:
         yield slot.tensor.name, slot_view(buffer, slot.offset, slot.tensor.dtype, slot.tensor.shape)

@@ -61,13 +61,30 @@ def test_the_hash_names_the_tensors_their_order_and_the_bucket_size() -> None:
         ("{}", "tensors"),
         ('"nonsense"', "not a weight manifest"),
         ('{"tensors": [], "bucket_bytes": 8}', "no tensors"),
-        ('{"tensors": [{"name": "a", "dtype": "float32", "shape": [1]}], "bucket_bytes": 0}', "bucket_bytes=0"),
-        ('{"tensors": [{"name": "a", "dtype": "float33", "shape": [1]}], "bucket_bytes": 8}', "float33"),
-        ('{"tensors": [{"name": "a", "dtype": "float32", "shape": [-1]}], "bucket_bytes": 8}', "negative"),
-        ('{"tensors": [{"name": "", "dtype": "float32", "shape": [1]}], "bucket_bytes": 8}', "empty name"),
-        ('{"tensors": [' + ", ".join(['{"name": "a", "dtype": "int8", "shape": [1]}'] * 2) + '], "bucket_bytes": 8}', "twice"),
+        (
+            '{"tensors": [{"name": "a", "dtype": "float32", "shape": [1]}], "bucket_bytes": 0}',
+            "bucket_bytes=0",
+        ),
+        (
+            '{"tensors": [{"name": "a", "dtype": "float33", "shape": [1]}], "bucket_bytes": 8}',
+            "float33",
+        ),
+        (
+            '{"tensors": [{"name": "a", "dtype": "float32", "shape": [-1]}], "bucket_bytes": 8}',
+            "negative",
+        ),
+        (
+            '{"tensors": [{"name": "", "dtype": "float32", "shape": [1]}], "bucket_bytes": 8}',
+            "empty name",
+        ),
+        (
+            '{"tensors": ['
+            + ", ".join(['{"name": "a", "dtype": "int8", "shape": [1]}'] * 2)
+            + '], "bucket_bytes": 8}',
+            "twice",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_broken_manifest_is_refused_by_name(document: str, complaint: str) -> None:
     with pytest.raises(MalformedMessage, match=complaint):
         Manifest.from_json(json.loads(document))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from weights_peers import TIMEOUT_S, Peer, form, prompt
+from weights_harness import TIMEOUT_S, Peer, form, prompt
 
 from pipelinerl_common.errors import PermanentError
 from pipelinerl_weights.errors import TransferAborted, TransferFailed, TransferTimeout

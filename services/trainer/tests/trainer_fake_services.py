@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any
 
 import torch
-import trainer_toys as toys
+import trainer_fakes as fakes
 from torch import Tensor
 
 from pipelinerl.v1 import (
@@ -47,11 +47,11 @@ async def until(condition: Callable[[], bool], what: str, timeout_s: float = DEA
 
 def rows_of(
     step: int, num_ranks: int
-) -> tuple[list[toys.Trajectory], list[list[list[toys.Trajectory]]]]:
+) -> tuple[list[fakes.Trajectory], list[list[list[fakes.Trajectory]]]]:
     """The batch of a step: everything, and the rows by rank. The same step always gives the same
     batch.
     """
-    everything = toys.trajectories(4, seed=100 + step)
+    everything = fakes.trajectories(4, seed=100 + step)
     if num_ranks == 1:
         return everything, [[everything[:2], everything[2:]]]
     return everything, [[everything[:2], everything[2:3]], [everything[3:], []]]
@@ -118,14 +118,14 @@ class Preprocessor(batches_pb2_grpc.BatchesServicer):
         everything, rows_by_rank = rows_of(request.step, request.num_ranks)
         rows = rows_by_rank[request.rank]
         if self.streams:
-            for response in self._grow(request, toys.parts_of(rows, everything, request.step)):
+            for response in self._grow(request, fakes.parts_of(rows, everything, request.step)):
                 yield response
             return
         batch_id = f"batch-{request.step}"
         if request.rank in self.lost_ranks:
             self.lost_ranks.discard(request.rank)
             batch_id = "another assembly"
-        plan = toys.plan_of(
+        plan = fakes.plan_of(
             everything,
             request.step,
             len(rows),
@@ -134,7 +134,7 @@ class Preprocessor(batches_pb2_grpc.BatchesServicer):
         )
         yield batches_pb2.PullStepResponse(plan=plan_to_proto(plan))
         for index, row in enumerate(rows):
-            packed = toys.pack(row, index)
+            packed = fakes.pack(row, index)
             if self.poisoned_step == request.step:
                 packed.advantages_L[packed.loss_mask_L == 1] = float("nan")
             yield batches_pb2.PullStepResponse(micro_batch=micro_batch_to_proto(packed))
@@ -385,7 +385,7 @@ class Generator:
         self.version = 0
         self.token = token
         self._temperature_error = temperature_error
-        self._model = toys.tiny_model()
+        self._model = fakes.tiny_model()
         self._model.set_attn_implementation("sdpa")
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._server.server_port}"

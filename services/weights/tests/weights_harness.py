@@ -1,4 +1,4 @@
-"""Receivers as real processes, started once and told what to do over a pipe."""
+"""Receivers as real processes, started once and driven over a pipe."""
 
 import contextlib
 import multiprocessing
@@ -111,9 +111,15 @@ def form(peers: list[Peer], epoch: int, timeout_s: float = TIMEOUT_S) -> Iterato
     for rank, peer in enumerate(peers, start=1):
         peer.start("join", rendezvous.port, rank, world_size, epoch, timeout_s)
     with TransferGroup.join(
-        "127.0.0.1", rendezvous.port, rank=0, world_size=world_size, backend="gloo", epoch=epoch, timeout_s=timeout_s,
+        "127.0.0.1",
+        rendezvous.port,
+        rank=0,
+        world_size=world_size,
+        backend="gloo",
+        epoch=epoch,
+        timeout_s=timeout_s,
         store=rendezvous,
-    ) as group:  # fmt: skip
+    ) as group:
         assert [peer.result() for peer in peers] == ["joined"] * len(peers)
         yield group
 
