@@ -38,22 +38,23 @@ def load_task(name: TaskName) -> Task:
     if inspect.isclass(target) and issubclass(target, Task):
         if inspect.isabstract(target):
             missing = ", ".join(sorted(target.__abstractmethods__))
-            raise SettingsError(f"spec.task.path={name.path!r}: the class lacks {missing}")
+            raise _path_fault(name.path, f"the class lacks {missing}")
         return _construct(target, name)
     if inspect.isfunction(target) and not inspect.iscoroutinefunction(target):
         return _construct(target, name)
     if inspect.iscoroutinefunction(target):
         parameters = list(inspect.signature(target).parameters.values())
         if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
-            raise SettingsError(
-                f"spec.task.path={name.path!r}: the function must take a Rollout as its first "
-                "argument"
-            )
+            raise _path_fault(name.path, "the function must take a Rollout as its first argument")
         return FunctionTask(target, _check_args(target, parameters[1:], name))
     raise SettingsError(
         f"spec.task.path={name.path!r} is neither a subclass of pipelinerl_actor.task.Task nor a "
         f"function, but a {type(target).__name__}"
     )
+
+
+def _path_fault(path: str, what: str) -> SettingsError:
+    return SettingsError(f"spec.task.path={path!r}: {what}")
 
 
 def _import(path: str) -> Any:
@@ -66,22 +67,19 @@ def _import(path: str) -> Any:
             module_name == error.name or module_name.startswith(f"{error.name}.")
         ):
             remedy = "install the package that holds it, or put its folder on PYTHONPATH"
-            raise SettingsError(
-                f"spec.task.path={path!r}: there is no module {error.name!r}; {remedy}"
-            ) from error
-        raise SettingsError(
-            f"spec.task.path={path!r}: {module_name} imports {error.name!r}, which is not installed"
+            raise _path_fault(path, f"there is no module {error.name!r}; {remedy}") from error
+        raise _path_fault(
+            path, f"{module_name} imports {error.name!r}, which is not installed"
         ) from error
     except Exception as error:
-        raise SettingsError(
-            f"spec.task.path={path!r}: importing {module_name} failed with {type(error).__name__}: "
-            f"{error}"
+        raise _path_fault(
+            path, f"importing {module_name} failed with {type(error).__name__}: {error}"
         ) from error
     if not hasattr(module, attribute):
         hint = did_you_mean(
             attribute, [key for key in vars(module) if not key.startswith("_")], most=3
         )
-        raise SettingsError(f"spec.task.path={path!r}: {module_name} has no {attribute!r}{hint}")
+        raise _path_fault(path, f"{module_name} has no {attribute!r}{hint}")
     return getattr(module, attribute)
 
 
@@ -102,9 +100,10 @@ def _construct(target: Callable[..., Any], name: TaskName) -> Task:
             f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(made, Task):
-        raise SettingsError(
-            f"spec.task.path={name.path!r}: the function returned a {type(made).__name__}; it must "
-            "return a Task, or be an 'async def' function that takes a Rollout"
+        raise _path_fault(
+            name.path,
+            f"the function returned a {type(made).__name__}; it must "
+            "return a Task, or be an 'async def' function that takes a Rollout",
         )
     return made
 

@@ -190,7 +190,7 @@ async def test_an_unknown_manifest_is_refused_before_anything_happens_and_then_s
         for epoch in (1, 2):  # a group that is formed again knows no manifest
             await join(epoch)
             num_failures = generator.updater.num_failures
-            with pytest.raises(GeneratorRefused, match="send the update with it") as refused:
+            with pytest.raises(GeneratorRefused, match="send it in full") as refused:
                 await client.update_weights(update(epoch, 1, manifest_hash=manifest.hash))
             assert (refused.value.status, refused.value.kind) == (409, "UnknownManifest")
             assert (engine.verbs, generator.updater.num_failures) == ([], num_failures)

@@ -219,7 +219,7 @@ async def test_an_evaluator_s_generator_serves_a_mixture_in_transformers_and_tak
             "POST", "/init_process_group", {**group, "backend": "gloo", "timeout_s": 5}
         )
         assert status == 409
-        assert "keeps the weights that it began with" in answer["error"]["message"]
+        assert "keeps the weights that it started with" in answer["error"]["message"]
         post = {
             "epoch": 1,
             "version": 41,

@@ -26,7 +26,7 @@ from pipelinerl_actor.task import Task, TaskName
 from pipelinerl_actor.task_loader import load_task
 from pipelinerl_common.errors import FatalError, SettingsError
 from pipelinerl_common.settings import EvaluationSetSettings, Job, JobSpec, TaskSettings
-from pipelinerl_common.types import FinishReason, Sample, SampleGroup
+from pipelinerl_common.types import FinishReason, SampleGroup
 
 CONFIDENCE = 0.95
 _NUM_RESAMPLES = 10_000
@@ -178,7 +178,8 @@ class Evaluator:
             raise FatalError(
                 f"none of the {len(prompts)} prompts could be evaluated: {dict(failures)}"
             )
-        versions = {version for group in groups for version in _versions(group)}
+        answers = [sample for group in groups for sample in group.samples]
+        versions = {run.policy_version for sample in answers for run in sample.version_runs}
         if len(versions) > 1:
             raise FatalError(
                 f"the answers come from several versions of the weights: {sorted(versions)}"
@@ -207,14 +208,6 @@ class Evaluator:
         return group
 
 
-def _passed(sample: Sample) -> bool:
-    return sample.metrics.get(SUCCESS, sample.reward) >= 1.0
-
-
-def _versions(group: SampleGroup) -> set[int]:
-    return {run.policy_version for sample in group.samples for run in sample.version_runs}
-
-
 def _evaluation(
     groups: Sequence[SampleGroup],
     version: int,
@@ -225,7 +218,10 @@ def _evaluation(
     """The estimates over the groups, one for each prompt, of equally many answers."""
     n = len(groups[0].samples)
     answers = [sample for group in groups for sample in group.samples]
-    passed_P = [sum(_passed(sample) for sample in group.samples) for group in groups]
+    passed_P = [
+        sum(sample.metrics.get(SUCCESS, sample.reward) >= 1.0 for sample in group.samples)
+        for group in groups
+    ]
     rewards_P = [sum(sample.reward for sample in group.samples) / n for group in groups]
     truncated = sum(sample.finish_reason is FinishReason.LENGTH for sample in answers)
     return Evaluation(

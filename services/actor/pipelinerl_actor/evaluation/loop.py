@@ -81,15 +81,14 @@ class EvaluationLoop:
             evaluated += self._unwritten
             if is_over(last_step, evaluated):
                 return result
-            due = await asyncio.to_thread(self._choose, evaluated)
+            newest = max(evaluated, default=START)
+            there = complete_checkpoints(self._root, newest)
+            # In a thread, which reads folders until it has found the newest due checkpoint.
+            due = await asyncio.to_thread(choose, self._settings, last_step, there, evaluated)
             if due is None:
                 await asyncio.sleep(LOOK_S)
                 continue
             result = await self._evaluate(due) or result
-
-    def _choose(self, evaluated: list[int]) -> DueCheckpoint | None:
-        there = complete_checkpoints(self._root, max(evaluated, default=START))
-        return choose(self._settings, self._spec.algorithm.steps, there, evaluated)
 
     async def _evaluate(self, due: DueCheckpoint) -> EvaluationResult | None:
         """None when the checkpoint was removed before it could be pinned."""

@@ -101,25 +101,19 @@ def engine_args(options: EngineOptions) -> "AsyncEngineArgs":
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": step_tokens}
     unknown = sorted(set(generator.engine_args) - set(AsyncEngineArgs.__dataclass_fields__))
     if unknown:
-        raise SettingsError(
-            f"generator.engineArgs: vLLM has no argument {', '.join(unknown)}; see its EngineArgs "
-            "for the names"
-        )
+        raise _fault(f"vLLM has no argument {', '.join(unknown)}; see its EngineArgs for the names")
     fixed = sorted(set(generator.engine_args) & _FIXED)
     if fixed:
-        raise SettingsError(
-            f"generator.engineArgs: {', '.join(fixed)} cannot be set here; use the generator's own "
-            "fields"
-        )
+        raise _fault(f"{', '.join(fixed)} cannot be set here; use the generator's own fields")
     split = [name for name in _WHOLE if generator.engine_args.get(name, 1) != 1]
     if split:
-        raise SettingsError(
-            f"generator.engineArgs: {split[0]}={generator.engine_args[split[0]]} is not supported: "
+        raise _fault(
+            f"{split[0]}={generator.engine_args[split[0]]} is not supported: "
             "weight updates reach the workers of tensorParallelSize; set that, or more generators"
         )
     if options.on_cpu and generator.engine_args.get("enable_expert_parallel"):
-        raise SettingsError(
-            "generator.engineArgs: enable_expert_parallel=true crashes on a CPU, where vLLM's "
+        raise _fault(
+            "enable_expert_parallel=true crashes on a CPU, where vLLM's "
             "kernel expects all experts in every worker: leave it out"
         )
     return AsyncEngineArgs(
@@ -133,10 +127,12 @@ def _overrides(options: EngineOptions) -> dict[str, Any]:
     """
     given = options.settings.engine_args.get("hf_overrides") or {}
     if not isinstance(given, dict):
-        raise SettingsError(f"generator.engineArgs: hf_overrides={given!r} must be a mapping")
+        raise _fault(f"hf_overrides={given!r} must be a mapping")
     if "head_dtype" in given:
-        raise SettingsError(
-            "generator.engineArgs: hf_overrides.head_dtype cannot be set here; use model.headDtype"
-        )
+        raise _fault("hf_overrides.head_dtype cannot be set here; use model.headDtype")
     head = {} if options.head_dtype == "model" else {"head_dtype": options.head_dtype}
     return {**given, **head}
+
+
+def _fault(what: str) -> SettingsError:
+    return SettingsError(f"generator.engineArgs: {what}")

@@ -20,20 +20,12 @@ def check_model_folder(folder: Path, max_model_len: int) -> None:
     positions for `max_model_len` tokens.
     """
     if not folder.exists():
-        raise SettingsError(
-            f"spec.model.uri: no folder {folder}; give the path of a model in Hugging Face format"
-        )
+        raise _fault(f"no folder {folder}; give the path of a model in Hugging Face format")
     if not folder.is_dir():
-        raise SettingsError(
-            f"spec.model.uri: {folder} is a file; give the folder that holds config.json and the "
-            "weights"
-        )
+        raise _fault(f"{folder} is a file; give the folder that holds config.json and the weights")
     config = _read_json(folder / "config.json", "it is not a Hugging Face model folder without it")
     if not config.get("architectures"):
-        raise SettingsError(
-            f"spec.model.uri: {folder / 'config.json'} names no 'architectures', so no engine can "
-            "load it"
-        )
+        raise _fault(f"{folder / 'config.json'} names no 'architectures', so no engine can load it")
     positions = config.get("max_position_embeddings")
     if isinstance(positions, int) and max_model_len > positions:
         raise SettingsError(
@@ -45,17 +37,19 @@ def check_model_folder(folder: Path, max_model_len: int) -> None:
     _check_tokenizer(folder)
 
 
+def _fault(what: str) -> SettingsError:
+    return SettingsError(f"spec.model.uri: {what}")
+
+
 def _read_json(path: Path, why: str) -> dict[str, Any]:
     if not path.is_file():
-        raise SettingsError(f"spec.model.uri: {path} is missing; {why}")
+        raise _fault(f"{path} is missing; {why}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SettingsError(f"spec.model.uri: {path} cannot be read as JSON: {error}") from error
+        raise _fault(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
-        raise SettingsError(
-            f"spec.model.uri: {path} holds a {type(content).__name__}, not a mapping"
-        )
+        raise _fault(f"{path} holds a {type(content).__name__}, not a mapping")
     return content
 
 
@@ -63,7 +57,7 @@ def _weight_files(folder: Path) -> list[str]:
     if (folder / _INDEX).is_file():
         weight_map = _read_json(folder / _INDEX, "").get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise SettingsError(f"spec.model.uri: {folder / _INDEX} has no 'weight_map'")
+            raise _fault(f"{folder / _INDEX} has no 'weight_map'")
         return sorted(set(weight_map.values()))
     if not (folder / "model.safetensors").is_file():
         other = sorted(path.name for path in folder.glob("*.bin"))
@@ -73,9 +67,7 @@ def _weight_files(folder: Path) -> list[str]:
             if other
             else ""
         )
-        raise SettingsError(
-            f"spec.model.uri: {folder} has neither model.safetensors nor {_INDEX}{hint}"
-        )
+        raise _fault(f"{folder} has neither model.safetensors nor {_INDEX}{hint}")
     return ["model.safetensors"]
 
 
@@ -84,10 +76,7 @@ def _check_safetensors(path: Path) -> None:
     header with byte ranges, and those bytes.
     """
     if not path.is_file():
-        raise SettingsError(
-            f"spec.model.uri: {path} is missing although the index lists it; download the model "
-            "again"
-        )
+        raise _fault(f"{path} is missing although the index lists it; download the model again")
     size = path.stat().st_size
     try:
         with path.open("rb") as file:
@@ -97,14 +86,13 @@ def _check_safetensors(path: Path) -> None:
             entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"
         ]
     except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
-        raise SettingsError(
-            f"spec.model.uri: {path} is not a safetensors file ({error}); download the model again"
+        raise _fault(
+            f"{path} is not a safetensors file ({error}); download the model again"
         ) from error
     expected = 8 + header_bytes + max(ends, default=0)
     if size < expected:
-        raise SettingsError(
-            f"spec.model.uri: {path} is cut off: {size} of {expected} bytes are there; download "
-            "the model again"
+        raise _fault(
+            f"{path} is cut off: {size} of {expected} bytes are there; download the model again"
         )
 
 
@@ -114,12 +102,11 @@ def _check_tokenizer(folder: Path) -> None:
         (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
     )
     if not (has_fast or has_slow):
-        raise SettingsError(
-            f"spec.model.uri: {folder} has no tokenizer: no tokenizer.json, no tokenizer.model, no "
+        raise _fault(
+            f"{folder} has no tokenizer: no tokenizer.json, no tokenizer.model, no "
             "vocab.json with merges.txt"
         )
     if not (folder / "tokenizer_config.json").is_file():
-        raise SettingsError(
-            f"spec.model.uri: {folder / 'tokenizer_config.json'} is missing; save the tokenizer "
-            "beside the model"
+        raise _fault(
+            f"{folder / 'tokenizer_config.json'} is missing; save the tokenizer beside the model"
         )

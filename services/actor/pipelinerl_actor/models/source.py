@@ -15,6 +15,106 @@ from pipelinerl_common.checkpoints import MODEL
 from pipelinerl_common.errors import SettingsError, Unavailable
 from pipelinerl_common.settings import ModelSettings
 
+_HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+$")
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Resolves model URIs, and caches the models."""
+
+    cache: Path
+    """Folder for the tiny models, which are made when needed."""
+    offline: bool = False
+    """Uses only what an earlier download left on this machine."""
+    hub: str | None = None
+    """Address of the model hub; None for Hugging Face's."""
+
+    def resolve(self, model: ModelSettings) -> Path:
+        """The checked folder of `model`. Raises SettingsError with the remedy, or Unavailable for
+        an unreachable hub.
+        """
+        if model.uri.startswith("tiny://"):
+            folder = self._tiny(model.uri)
+        elif model.uri.startswith("hf://"):
+            folder = self._from_hub(model.uri.removeprefix("hf://"), model.revision)
+        elif "://" in model.uri:
+            raise _uri_fault(
+                model.uri,
+                "unknown kind; use a local folder, hf://organisation/name or tiny://arithmetic",
+            )
+        else:
+            folder = Path(model.uri).expanduser().absolute()
+        if model.revision is not None and not model.uri.startswith("hf://"):
+            raise SettingsError(
+                f"spec.model.revision={model.revision!r} is only for hf:// models, not for "
+                f"{model.uri!r}"
+            )
+        check_model_folder(folder, model.max_model_len)
+        return folder
+
+    def _tiny(self, uri: str) -> Path:
+        name, _, query = uri.removeprefix("tiny://").partition("?")
+        if name != "arithmetic":
+            raise _uri_fault(uri, "the only tiny model is tiny://arithmetic")
+        values = {"digits": "1", "seed": "0"}
+        for key, value in parse_qsl(query, keep_blank_values=True):
+            if key not in values:
+                raise _uri_fault(uri, f"unknown parameter {key!r}; it has {', '.join(values)}")
+            values[key] = value
+        if values["digits"] != "1":
+            raise _uri_fault(
+                uri, f"digits={values['digits']}, but the tiny model adds one-digit numbers only"
+            )
+        if not values["seed"].isdecimal():
+            raise _uri_fault(uri, f"seed={values['seed']} must be a whole number, at least 0")
+        from pipelinerl_actor.models.tiny import Recipe, cached_model
+
+        return cached_model(Recipe(seed=int(values["seed"])), self.cache)
+
+    def _from_hub(self, name: str, revision: str | None) -> Path:
+        if not _HUB_NAME.match(name):
+            raise SettingsError(f"spec.model.uri='hf://{name}': expected hf://organisation/name")
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            HfHubHTTPError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
+
+        # A subclass stands before its base.
+        faults: dict[type[Exception], str] = {
+            GatedRepoError: "access is restricted; accept its terms, log in with `hf auth login`",
+            RepositoryNotFoundError: "no such model on the hub, or it is private and needs a login",
+            RevisionNotFoundError: f"no branch, tag or commit spec.model.revision={revision!r}",
+        }
+        where = f"spec.model.uri='hf://{name}'"
+        try:
+            folder = snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=_HUB_PATTERNS,
+                local_files_only=self.offline,
+                endpoint=self.hub,
+            )
+        except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+            fault = next(fault for kind, fault in faults.items() if isinstance(error, kind))
+            raise SettingsError(f"{where}: {fault}") from error
+        except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+            how = f"cannot be downloaded: {error}"
+            if self.offline:
+                how = "is not on this machine and --offline forbids a download"
+            raise Unavailable(
+                f"{where}: {how}; or give a local folder as spec.model.uri"
+            ) from error
+        return Path(folder)
+
+
+def _uri_fault(uri: str, what: str) -> SettingsError:
+    return SettingsError(f"spec.model.uri={uri!r}: {what}")
+
 
 def install_model(source: Path, output: Path, *, copy: bool) -> Path:
     """Links or copies the folder `source` to `<output>/model`, atomically, and returns that path.
@@ -78,105 +178,3 @@ def _stamp(source: Path) -> str:
         for path in files
     ]
     return "\n".join([str(source), *lines])
-
-
-_HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+$")
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSource:
-    """Resolves model URIs, and caches the models."""
-
-    cache: Path
-    """Folder for the tiny models, which are made when needed."""
-    offline: bool = False
-    """Uses only what an earlier download left on this machine."""
-    hub: str | None = None
-    """Address of the model hub; None for Hugging Face's."""
-
-    def resolve(self, model: ModelSettings) -> Path:
-        """The checked folder of `model`. Raises SettingsError with the remedy, or Unavailable for
-        an unreachable hub.
-        """
-        if model.uri.startswith("tiny://"):
-            folder = self._tiny(model.uri)
-        elif model.uri.startswith("hf://"):
-            folder = self._from_hub(model.uri.removeprefix("hf://"), model.revision)
-        elif "://" in model.uri:
-            raise SettingsError(
-                f"spec.model.uri={model.uri!r}: unknown kind; use a local folder, "
-                "hf://organisation/name or tiny://arithmetic"
-            )
-        else:
-            folder = Path(model.uri).expanduser().absolute()
-        if model.revision is not None and not model.uri.startswith("hf://"):
-            raise SettingsError(
-                f"spec.model.revision={model.revision!r} is only for hf:// models, not for "
-                f"{model.uri!r}"
-            )
-        check_model_folder(folder, model.max_model_len)
-        return folder
-
-    def _tiny(self, uri: str) -> Path:
-        name, _, query = uri.removeprefix("tiny://").partition("?")
-        if name != "arithmetic":
-            raise SettingsError(f"spec.model.uri={uri!r}: the only tiny model is tiny://arithmetic")
-        values = {"digits": "1", "seed": "0"}
-        for key, value in parse_qsl(query, keep_blank_values=True):
-            if key not in values:
-                raise SettingsError(
-                    f"spec.model.uri={uri!r}: unknown parameter {key!r}; it has {', '.join(values)}"
-                )
-            values[key] = value
-        if values["digits"] != "1":
-            raise SettingsError(
-                f"spec.model.uri={uri!r}: digits={values['digits']}, but the tiny model adds "
-                "one-digit numbers only"
-            )
-        if not values["seed"].isdecimal():
-            raise SettingsError(
-                f"spec.model.uri={uri!r}: seed={values['seed']} must be a whole number, at least 0"
-            )
-        from pipelinerl_actor.models.tiny import Recipe, cached_model
-
-        return cached_model(Recipe(seed=int(values["seed"])), self.cache)
-
-    def _from_hub(self, name: str, revision: str | None) -> Path:
-        if not _HUB_NAME.match(name):
-            raise SettingsError(f"spec.model.uri='hf://{name}': expected hf://organisation/name")
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import (
-            GatedRepoError,
-            HfHubHTTPError,
-            LocalEntryNotFoundError,
-            RepositoryNotFoundError,
-            RevisionNotFoundError,
-        )
-
-        # A subclass stands before its base.
-        faults: dict[type[Exception], str] = {
-            GatedRepoError: "access is restricted; accept its terms, log in with `hf auth login`",
-            RepositoryNotFoundError: "no such model on the hub, or it is private and needs a login",
-            RevisionNotFoundError: f"no branch, tag or commit spec.model.revision={revision!r}",
-        }
-        where = f"spec.model.uri='hf://{name}'"
-        try:
-            folder = snapshot_download(
-                name,
-                revision=revision,
-                allow_patterns=_HUB_PATTERNS,
-                local_files_only=self.offline,
-                endpoint=self.hub,
-            )
-        except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
-            fault = next(fault for kind, fault in faults.items() if isinstance(error, kind))
-            raise SettingsError(f"{where}: {fault}") from error
-        except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-            how = f"cannot be downloaded: {error}"
-            if self.offline:
-                how = "is not on this machine and --offline forbids a download"
-            raise Unavailable(
-                f"{where}: {how}; or give a local folder as spec.model.uri"
-            ) from error
-        return Path(folder)

@@ -167,7 +167,10 @@ def cached_model(recipe: Recipe, cache: Path) -> Path:
     scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
     try:
         save(train(recipe), scratch)
-        _make_readable(scratch)
+        # Temporary folders and safetensors files are private to their user; services may be others.
+        scratch.chmod(0o755)
+        for path in scratch.iterdir():
+            path.chmod(0o644)
         try:
             scratch.rename(folder)
         except OSError:
@@ -176,13 +179,6 @@ def cached_model(recipe: Recipe, cache: Path) -> Path:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder
-
-
-def _make_readable(folder: Path) -> None:
-    # Temporary folders and safetensors files are private to their user; services may be others.
-    folder.chmod(0o755)
-    for path in folder.iterdir():
-        path.chmod(0o644)
 
 
 def fingerprint(recipe: Recipe) -> str:

@@ -13,7 +13,6 @@ the slot of a finished trajectory is reused at once.
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipelinerl.v1 import admission_pb2 as pb
@@ -134,11 +133,18 @@ class RolloutLoop:
                 await wait_for_event(stop, min(_FIRST_PAUSE_S * excess, _MAX_PAUSE_S))
 
     def _groups_wanted(self, group_size: int) -> int:
-        limit, num_serving = self._generators.limit, self._generators.num_serving_slots
-        num_slots = num_serving if limit is None else min(num_serving, limit)
-        return groups_wanted(
-            num_slots, group_size, [len(each.progress.unsampled) for each in self._running.values()]
-        )
+        """Groups to lease so that unsampled trajectories fill the slots and a quarter more.
+
+        Example: 64 slots, groups of 8, running ones with 60 trajectories unsampled: 80 - 60 make
+        room for 3 groups.
+        """
+        limit, num_slots = self._generators.limit, self._generators.num_serving_slots
+        num_slots = num_slots if limit is None else min(num_slots, limit)
+        target = math.ceil(num_slots * (1 + _AHEAD))
+        unsampled = sum(len(each.progress.unsampled) for each in self._running.values())
+        room = math.ceil((target - unsampled) / group_size)
+        most = max(2, _MAX_LEASES_PER_SLOT_GROUP * math.ceil(target / group_size))
+        return max(0, min(room, most - len(self._running)))
 
     async def _exchange(self, wanted: int) -> pb.LeaseResponse:
         """Requests `wanted` groups, renews the running leases and applies what the answer says."""
@@ -269,15 +275,3 @@ class RolloutLoop:
                 task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=_END_S)
-
-
-def groups_wanted(num_slots: int, group_size: int, unsampled: Sequence[int]) -> int:
-    """Groups to lease so that unsampled trajectories fill the slots and a quarter more.
-
-    `unsampled` has the number of unsampled trajectories of every running group. Example: 64 slots,
-    groups of 8, running ones with 60 trajectories unsampled: 80 - 60 make room for 3 groups.
-    """
-    target = math.ceil(num_slots * (1 + _AHEAD))
-    room = math.ceil((target - sum(unsampled)) / group_size)
-    most = max(2, _MAX_LEASES_PER_SLOT_GROUP * math.ceil(target / group_size))
-    return max(0, min(room, most - len(unsampled)))

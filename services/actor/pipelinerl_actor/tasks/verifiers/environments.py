@@ -137,7 +137,12 @@ def load(name: str, arguments: dict[str, Any], split: str, seed: int) -> LoadedE
         _check(name, each)
         for rubric in rubrics_of(each.rubric):
             watch(rubric)
-    _check_rows(name, rows)
+    if not len(rows):
+        raise SettingsError(f"{WHERE}.name={name!r}: its data set is empty")
+    if not isinstance(prompt := rows[0]["prompt"], list):
+        raise SettingsError(
+            f"{WHERE}.name={name!r}: a prompt is {prompt!r}, not a list of messages"
+        )
     return LoadedEnvironment(
         environment, rows, all(type(each) is verifiers.SingleTurnEnv for each in players)
     )
@@ -182,16 +187,6 @@ def _check(name: str, environment: Any) -> None:
                 f"{where}: the reward function {grouped[0].__name__!r} compares the rollouts of a "
                 "group; here each is judged by itself"
             )
-
-
-def _check_rows(name: str, rows: Any) -> None:
-    if not len(rows):
-        raise SettingsError(f"{WHERE}.name={name!r}: its data set is empty")
-    prompt = rows[0]["prompt"]
-    if not isinstance(prompt, list):
-        raise SettingsError(
-            f"{WHERE}.name={name!r}: a prompt is {prompt!r}, not a list of messages"
-        )
 
 
 def _reason(name: str, arguments: Mapping[str, Any], split: str, error: Exception) -> str:

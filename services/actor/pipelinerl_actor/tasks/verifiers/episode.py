@@ -117,12 +117,17 @@ async def run_episode(environment: Any, row: Mapping[str, Any], answer: AnswerFu
     Raises TemporaryError for a fault of the environment's infrastructure, PermanentError for a
     conversation that does not continue the previous one.
     """
+    import verifiers
+
     state = await environment.init_state(dict(row), NO_CLIENT, "policy", {})
     try:
-        state = await _prepared(environment, state)
+        state = await environment.setup_state(state)
         said: list[Message] = []
         while not await environment.is_completed(state):
             said = await _turn(environment, state, said, answer)
+    except verifiers.Error as error:
+        await _clean_up(environment, state)
+        _give_up(error)
     except BaseException:
         await _clean_up(environment, state)
         raise
@@ -138,15 +143,6 @@ async def _clean_up(environment: Any, state: Any) -> None:
         log.warning(
             "the environment did not clean up after a rollout: %s: %s", type(error).__name__, error
         )
-
-
-async def _prepared(environment: Any, state: Any) -> Any:
-    import verifiers
-
-    try:
-        return await environment.setup_state(state)
-    except verifiers.Error as error:
-        _give_up(error)
 
 
 async def _turn(
@@ -176,8 +172,6 @@ async def _turn(
         # The policy's fault: it ends the rollout, which is scored.
         state["error"] = error
         return said
-    except verifiers.Error as error:
-        _give_up(error)
     return [*given, *plain(state["trajectory"][-1]["completion"])]
 
 
