@@ -1,8 +1,8 @@
 """Mutation testing in one process: small errors are put into modules, one at a time, and
 hand-computed tests must notice each.
 
-    modules under test --AST--> mutants --exec--> fresh modules and fresh test modules --> every
-    test function and parameter
+    modules under test --AST--> mutants --exec--> fresh modules and fresh test modules
+                                                  --> every test function and parameter
 
 A mutant that no test notices survives: either a test is missing, or the mutant computes the same,
 which needs a reason. Test functions must take no fixtures, so that nothing but a call is needed to

@@ -1,8 +1,9 @@
 """Measures in-flight RL against conventional RL: the same job, code and cores, several seeds.
 
     python e2e/experiments/baselines.py run --output FOLDER [--seeds 5] [--conventional 1,2,4,8]
-    [--steps 60] [--cores 2] python e2e/experiments/baselines.py report FOLDER [--json FILE]
-    [--markdown FILE] [--plot FOLDER]
+                                            [--steps 60] [--cores 2]
+    python e2e/experiments/baselines.py report FOLDER [--json FILE] [--markdown FILE]
+                                               [--plot FOLDER]
 
 Conventional RL generates the batches of G optimizer steps, trains them, publishes the weights, and
 generates again. `run` first searches for the G to compare with, on a seed of its own: of those

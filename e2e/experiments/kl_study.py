@@ -2,12 +2,13 @@
 paper's section 5.1 on a tiny model.
 
     python e2e/experiments/kl_study.py [--engine transformers] [--starts 0,32,64] [--gmax 16]
-    [--json FILE] [--plot FOLDER]
+                                      [--json FILE] [--plot FOLDER]
 
 A training run leaves a checkpoint after every optimizer step. From some of them on, completions are
 sampled while the next checkpoints arrive in flight, with old KV kept or recomputed, and with the
 first checkpoint alone, as conventional RL does. Each is compared with the checkpoint that would
-train on it, by the KL divergence per token. See kl/study.py, and README.md for results.
+train on it, by the KL divergence per token. See kl/study.py, and the
+page docs/pages/explanation/experiments.md for results.
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """vLLM as the generator's engine, in process: no second HTTP server, no fork.
 
-    AsyncLLM (this process)  ->  engine core (own process: schedules, decodes)  ->  workers
-    (vllm_worker.GeneratorWorker)
+    AsyncLLM (this process)
+        -> engine core (own process: schedules, decodes)
+            -> workers (vllm_worker.GeneratorWorker)
 
 The engine core labels every step's tokens with the weight version that was set while it was paused,
 so version runs are exact.

@@ -1,11 +1,11 @@
 """The metrics of one process. A number is recorded once, here; Prometheus and the run's records
 both read it from here.
 
-metrics = Metrics(ACTOR, job="sums")
-tokens = metrics.counter("tokens_generated_total")       # UndeclaredMetric unless the catalog has
-it for actors tokens.inc(17) metrics.exposition()    b'...
-pipelinerl_tokens_generated_total{job="sums",role="actor"} 17.0 ...' metrics.values()
-{"tokens_generated_total": 17.0, ...}
+    metrics = Metrics(ACTOR, job="sums")
+    tokens = metrics.counter("tokens_generated_total")  # UndeclaredMetric unless in the catalog
+    tokens.inc(17)
+    metrics.exposition()  # b'... pipelinerl_tokens_generated_total{job="sums",role="actor"} 17.0'
+    metrics.values()  # {"tokens_generated_total": 17.0, ...}
 """
 
 import itertools
