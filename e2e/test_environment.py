@@ -32,7 +32,7 @@ def requirements_of(extras: list[str]) -> list[str]:
 
 
 def image_installs() -> list[tuple[str, list[str], bool, bool]]:
-    """For each list of requirements that an image installs: its name, extras, and whether it is
+    """Every list of requirements that an image installs: its name, extras, and whether it is
     constrained and takes vLLM's requirements for a CPU.
     """
     found = []
