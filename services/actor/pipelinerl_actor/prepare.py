@@ -108,6 +108,7 @@ def check_prompts(task: Task, settings: TaskSettings, max_model_len: int, model:
     Single ones that cannot are only logged: the job drops and counts them. A task with a rollout of
     its own, which chooses its requests itself, is not tried.
     """
+    # Its requests are only known when it runs.
     if type(task).rollout is not Task.rollout:
         return
     room = max_model_len - settings.sampling.max_tokens

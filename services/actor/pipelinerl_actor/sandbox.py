@@ -152,6 +152,7 @@ class Sandbox:
             *("--tmpfs", "/tmp", "--chdir", "/tmp"),
             *("--perms", "0444", "--ro-bind-data", str(program_fd), _PROGRAM),
         ]
+        # One user id per actor process, so that its runs share no limit with another actor's.
         uid = str(_FIRST_UID + os.getpid() % _FIRST_UID)
         groups = (
             ("--reuid", uid, "--regid", uid, "--clear-groups", "--bounding-set", "-all")

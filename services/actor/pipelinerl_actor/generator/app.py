@@ -257,6 +257,7 @@ async def _while_connected(request: Request, work: Awaitable[Result]) -> Result:
             raise HTTPException(499, "the client disconnected")
         return working.result()
     finally:
+        # Awaited after the cancel, so that the decode has stopped when the route returns.
         for task in (working, leaving):
             task.cancel()
         await asyncio.wait([working, leaving])

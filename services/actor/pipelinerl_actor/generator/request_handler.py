@@ -135,6 +135,7 @@ class RequestHandler:
         async with self._counted(len(request.sequences)):
             for _ in range(_SCORE_ATTEMPTS):
                 version = self._version()
+                # Weights may change at any await; then nothing is returned of this attempt.
                 logprobs = await _all(
                     [
                         self._engine.score(s.token_ids, s.start, request.temperature)

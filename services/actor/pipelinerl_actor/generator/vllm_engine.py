@@ -204,6 +204,7 @@ class VllmEngine:
                 await asyncio.wait([reader], timeout=_ABORT_AGAIN_S)
             return reader.result() if reader.done() else None
         finally:
+            # The reader is awaited too, since its cancellation aborts the request in vLLM.
             for waiting in (*restarts, *stops, reader):
                 waiting.cancel()
             await asyncio.wait([reader])

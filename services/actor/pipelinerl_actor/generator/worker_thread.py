@@ -64,6 +64,7 @@ class WorkerReports:
         worker raised, or TimeoutError.
         """
         ticket = Ticket(next(self._numbers), self._path)
+        # Registered before the start, since a worker may report before the call returns.
         outcomes = self._outcomes[ticket.number] = {}
         try:
             await start(ticket)

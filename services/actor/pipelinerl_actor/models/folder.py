@@ -89,6 +89,7 @@ def _check_safetensors(path: Path) -> None:
         raise _fault(
             f"{path} is not a safetensors file ({error}); download the model again"
         ) from error
+    # A download that was interrupted leaves a file that is too short.
     expected = 8 + header_bytes + max(ends, default=0)
     if size < expected:
         raise _fault(

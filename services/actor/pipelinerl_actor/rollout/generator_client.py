@@ -162,6 +162,7 @@ def _turn(choice: Choice, is_complete: bool) -> Turn:
     )
     num_ids, num_logprobs = len(choice.token_ids), len(choice.token_logprobs)
     in_runs = sum(run.num_tokens for run in runs)
+    # Checked here, since a wrong token would only show as a wrong gradient.
     if not num_ids == num_logprobs == in_runs:
         raise ValueError(
             f"{num_ids} token ids, {num_logprobs} log-probabilities, version runs over "
