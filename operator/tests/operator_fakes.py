@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from operator_fake_api import Call, Crash, FakeApi
@@ -9,10 +10,12 @@ from operator_fake_api import Call, Crash, FakeApi
 from pipelinerl_common.errors import PipelineRLError
 from pipelinerl_control.balance import Balance
 from pipelinerl_operator.controller.cluster import OWNED, ClusterCache, child_resources
-from pipelinerl_operator.controller.decision import Note, Wanted
-from pipelinerl_operator.controller.job_runtime import NoCompanions
-from pipelinerl_operator.controller.reconciler import Dependencies, Reconciler
-from pipelinerl_operator.controller.status import JobPhase, JobStatus, StreamStatus, TrainingStatus
+from pipelinerl_operator.controller.decision import Note, RuntimeReport, Wanted
+from pipelinerl_operator.controller.events import EventRecorder
+from pipelinerl_operator.controller.executor import Dependencies
+from pipelinerl_operator.controller.job_runtime import JobRuntimes
+from pipelinerl_operator.controller.reconciler import Reconciler
+from pipelinerl_operator.controller.status import JobPhase, JobStatus, TrainingStatus
 from pipelinerl_operator.controller.streams import JobStreams
 from pipelinerl_operator.controller.views import JobView
 from pipelinerl_operator.kube import Object, ObjectKey, Selection
@@ -52,8 +55,8 @@ def job(name: str = "sums", **spec: Any) -> Object:
     }
 
 
-class Notes:
-    """The recorder: keeps events."""
+class FakeRecorder(EventRecorder):
+    """Keeps events instead of writing them."""
 
     def __init__(self) -> None:
         self.notes: list[Note] = []
@@ -69,26 +72,28 @@ class Notes:
         return [note.reason for note in self.notes]
 
 
-class Followed(NoCompanions):
-    """Keeps the token with which each job was followed last; tells the numbers that a test gave."""
+class FakeRuntimes(JobRuntimes):
+    """Runs nothing: keeps the token of each job, and reports the numbers that a test gave."""
 
     def __init__(
-        self, trainings: Mapping[ObjectKey, TrainingStatus], balances: Mapping[ObjectKey, Balance]
+        self,
+        trainings: Mapping[ObjectKey, TrainingStatus] = MappingProxyType({}),
+        balances: Mapping[ObjectKey, Balance] = MappingProxyType({}),
     ) -> None:
         self.tokens: dict[ObjectKey, str | None] = {}
         self._trainings = trainings
         self._balances = balances
 
-    def training(self, key: ObjectKey) -> tuple[TrainingStatus | None, StreamStatus | None]:
-        return self._trainings.get(key), None
-
-    def balance(self, key: ObjectKey) -> Balance | None:
-        return self._balances.get(key)
+    def report(self, key: ObjectKey) -> RuntimeReport:
+        return RuntimeReport(training=self._trainings.get(key), balance=self._balances.get(key))
 
     def follow(
         self, job: JobView, wanted: Wanted | None, status: JobStatus, token: str | None
     ) -> None:
         self.tokens[job.key] = token
+
+    def forget(self, key: ObjectKey) -> None:
+        pass
 
 
 class World:
@@ -98,7 +103,7 @@ class World:
         self.now = 1_000_000.0
         self.api = FakeApi(lambda: self.now)
         self.api.before_create = self._watch_creation
-        self.notes = Notes()
+        self.notes = FakeRecorder()
         self.violations: list[str] = []
         self.made: dict[str, list[int]] = {}
         """Attempts of every pod that was made, by name."""
@@ -116,16 +121,18 @@ class World:
         """A new leader with nothing in mind."""
         self.wanted: set[ObjectKey] = set()
         self.cluster = ClusterCache(child_resources(CAPABILITIES.api_versions), self.wanted.add)
-        self.companions = Followed(self.trainings, self.balances)
-        around = Dependencies(
+        self.runtimes = FakeRuntimes(self.trainings, self.balances)
+        deps = Dependencies(
+            self.api,
+            self.cluster,
             CONTEXT,
-            self.companions,
+            self.runtimes,
             self.notes,
             JobStreams(self.admin),
             clock=lambda: self.now,
             monotonic=lambda: self.now,
         )
-        self.reconciler = Reconciler(self.api, self.cluster, around)
+        self.reconciler = Reconciler(deps)
         self.sync()
 
     def sync(self, resources: Iterable[Any] | None = None) -> None:

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import pytest
-from operator_fakes import CONTEXT, job
+from operator_fakes import CONTEXT, FakeRuntimes, job
 
 from bench.api_server import ApiServer, api_server, missing_binary
 from bench.hollow_pods import HollowPods, ended, say
@@ -20,8 +20,7 @@ from pipelinerl_common.errors import TemporaryError
 from pipelinerl_operator.controller.cluster import ClusterCache, child_resources
 from pipelinerl_operator.controller.controller import Controller
 from pipelinerl_operator.controller.events import EventRecorder
-from pipelinerl_operator.controller.job_runtime import NoCompanions
-from pipelinerl_operator.controller.reconciler import Dependencies
+from pipelinerl_operator.controller.executor import Dependencies
 from pipelinerl_operator.controller.status import JobPhase, JobStatus
 from pipelinerl_operator.controller.streams import JobStreams
 from pipelinerl_operator.controller.telemetry import Telemetry
@@ -138,8 +137,9 @@ async def operating(server: ApiServer) -> AsyncIterator[Running]:
         context = CONTEXT.__class__(
             CONTEXT.images, CONTEXT.coordinator, CONTEXT.nats_url, capabilities
         )
-        around = Dependencies(context, NoCompanions(), EventRecorder(api, "test"), JobStreams(None))
-        controller = Controller(api, cluster, queue, around, telemetry)
+        recorder = EventRecorder(api, "test")
+        deps = Dependencies(api, cluster, context, FakeRuntimes(), recorder, JobStreams(None))
+        controller = Controller(deps, queue, telemetry)
         tasks = [
             asyncio.create_task(controller.run()),
             asyncio.create_task(HollowPods(administrator).run()),

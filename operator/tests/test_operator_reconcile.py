@@ -69,7 +69,7 @@ async def test_a_new_leader_starts_the_coordinator_at_its_first_look_though_noth
     world = await running()
     world.restart_operator()
     await world.look()
-    assert world.companions.tokens[JOB]
+    assert world.runtimes.tokens[JOB]
 
 
 async def test_status_takes_one_write_until_the_job_runs() -> None:
@@ -439,7 +439,7 @@ async def test_fields_of_a_newer_crd_are_left_out_and_named() -> None:
     await world.settle()
     assert world.is_in(JobPhase.RUNNING)
     assert set(world.attempts().values()) == {0}
-    assert world.companions.tokens[JOB] is not None  # coordinated
+    assert world.runtimes.tokens[JOB] is not None  # coordinated
     condition = world.status.condition("Understood")
     assert condition is not None
     assert (condition.status, condition.reason) == ("False", "UnknownFields")

@@ -1,8 +1,5 @@
-"""The operator's picture of the cluster: one informer per kind and namespace, and which job each
-object belongs to.
-
-What the operator keeps in mind of a job between two looks, and can do without: a new leader
-begins with nothing.
+"""What the operator keeps of the cluster: stores of jobs, pods and children, which informers fill;
+and its memory of each job.
 """
 
 import asyncio
@@ -29,8 +26,8 @@ OWNED = f"{MANAGED_BY}={MANAGER}"
 
 
 class ClusterCache:
-    """Stores of jobs, pods and children. `changed` hears the key of every job about which something
-    changed.
+    """Stores of jobs, pods and children. `changed` is called with the key of every job of which an
+    object changed.
     """
 
     def __init__(
@@ -46,30 +43,28 @@ class ClusterCache:
             )
             for resource in child_resources
         }
+        self._stores: Mapping[Resource, AnyStore] = {
+            JOBS: self.jobs,
+            PODS: self.pods,
+            **self.children,
+        }
 
     def take(self, resource: Resource, body: Object) -> None:
-        """What the API server answered to a write, ahead of the watch."""
-        if resource == JOBS:
-            self.jobs.put(body)
-        elif resource == PODS:
-            self.pods.put(body)
-        elif resource in self.children:
-            self.children[resource].put(body)
+        """Stores the API server's answer to a write, ahead of the watch."""
+        if resource in self._stores:
+            self._stores[resource].put(body)
 
     def drop(self, resource: Resource, key: ObjectKey, uid: str) -> None:
-        if resource == JOBS:
-            self.jobs.remove(key, uid)
-        elif resource == PODS:
-            self.pods.remove(key, uid)
-        elif resource in self.children:
-            self.children[resource].remove(key, uid)
+        if resource in self._stores:
+            self._stores[resource].remove(key, uid)
 
 
+AnyStore = Store[JobView] | Store[PodView] | Store[OwnedView]
 AnyInformer = Informer[JobView] | Informer[PodView] | Informer[OwnedView]
 
 
 class Watching:
-    """Keeps a cluster's stores up to date; `namespaces` empty is all of them."""
+    """Informers that keep the cache up to date; `namespaces` empty means all."""
 
     def __init__(self, api: Api, cluster: ClusterCache, namespaces: Sequence[str]) -> None:
         self.informers: list[AnyInformer] = list(
@@ -77,7 +72,7 @@ class Watching:
         )
 
     async def run(self) -> None:
-        """For ever."""
+        """Runs all informers until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for informer in self.informers:
                 tasks.create_task(
@@ -85,13 +80,13 @@ class Watching:
                 )
 
     async def synced(self) -> None:
-        """Until every store holds a first full list."""
+        """Waits until every store holds a first full list."""
         for informer in self.informers:
             await informer.synced.wait()
 
 
 def child_resources(api_versions: frozenset[str]) -> tuple[Resource, ...]:
-    """Kinds of children beside pods and secrets, as far as the server has them."""
+    """Kinds of children besides pods and Secrets, as far as the server has them."""
     budgets = (
         DISRUPTION_BUDGETS
         if DISRUPTION_BUDGETS.api_version in api_versions
@@ -116,28 +111,29 @@ def _informers(
 
 
 REFUSAL_S = 60.0
-"""How long a refusal of the API server is believed before it is asked again."""
+"""Time after which an action that the API server refused is tried again."""
 
 ENSURED_S = 600.0
-"""How long a Secret that was made or read is believed to be there."""
+"""Time after which a Secret that was created or read is checked again."""
 
 
 @dataclass
-class Memory:
-    """Of one job, by its UID. Times are monotonic seconds."""
+class JobMemory:
+    """What the operator remembers of one job between two decisions and can do without, as a new
+    leader does. Times are monotonic seconds.
+    """
 
     job: JobView
-    """As it was looked at last."""
+    """The job as it was reconciled last."""
     token: str | None = None
-    """The job's bearer token, once its Secret has been made or read."""
+    """The job's bearer token, once its Secret has been created or read."""
     ensured_generation: int = -1
-    """Generation of the spec for which the job has its Secret and its place on the stream's server.
-    """
+    """Generation of the spec for which the job has its Secret and its streams on the server."""
     ensured_at: float = 0.0
     has_left: bool = False
-    """Whether its place on the stream's server was given up."""
+    """Whether its streams on the server have been removed."""
     stream_fault: str = ""
-    """Why it has no place on the stream's server yet."""
+    """Why it has no streams on the server yet."""
     checked_generation: int = -1
     """Generation of the spec whose templates the API server has accepted."""
     refusal: str = ""
@@ -145,21 +141,17 @@ class Memory:
     refused_at: float = 0.0
     namespace_going_at: float | None = None
     applied: dict[tuple[Resource, str], tuple[str, str]] = field(default_factory=dict)
-    """UID and content version of each child as the operator applied it last, or found it when it
-    began.
-    """
+    """UID and content version of each child as the operator last applied it, or first found it."""
     pods: Mapping[str, int] = field(default_factory=dict)
-    """Attempts by name of the pods that were there at the last look, without those that were then
-    to be deleted.
-    """
+    """Attempts by name of the pods that should still exist unless others remove them."""
     noticed_at: float | None = None
-    """When it was first noticed that the status in the API server is out of date."""
+    """When the status in the API server was first found to be out of date."""
     training_written_at: float = float("-inf")
     written: tuple[str, int] | None = None
-    """Resource version after the newest write of the status, and a hash of what was written."""
+    """Resource version after the newest write of the status, and a hash of that status."""
 
     def is_ensured(self, generation: int, now: float) -> bool:
-        """False again after a while: nobody watches Secrets, and one may be gone."""
+        """Whether the Secret was checked recently: Secrets are not watched, and may be deleted."""
         return (
             self.token is not None
             and self.ensured_generation == generation
@@ -170,7 +162,7 @@ class Memory:
         self.refusal, self.refused_generation, self.refused_at = message, generation, now
 
     def current_refusal(self, generation: int, now: float) -> str:
-        """Empty once the spec has changed or the time has come to ask again."""
+        """The refusal, or an empty text once the spec has changed or it is time to try again."""
         if self.refused_generation != generation or now - self.refused_at >= REFUSAL_S:
             return ""
         return self.refusal

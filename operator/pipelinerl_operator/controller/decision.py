@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipelinerl_control.balance import Balance
 from pipelinerl_operator.controller.status import (
@@ -42,6 +42,16 @@ class Child:
     is_current: bool
 
 
+class RuntimeReport(NamedTuple):
+    """What a job's runtime in the leader knows about it. None: not known, or no runtime."""
+
+    weight_group: WeightGroupStatus | None = None
+    stream: StreamStatus | None = None
+    training: TrainingStatus | None = None
+    balance: Balance | None = None
+    """Balance of generation and training since the last choice of the number of actors."""
+
+
 @dataclass(frozen=True, slots=True)
 class Observed:
     """Everything that a decision depends on."""
@@ -73,11 +83,9 @@ class Observed:
     """Whether the API server has accepted the templates of this generation in a dry run."""
     namespace_is_going: bool = False
     weight_group: WeightGroupStatus | None = None
-    """None while no coordinator runs for the job."""
     stream: StreamStatus | None = None
     training: TrainingStatus | None = None
     balance: Balance | None = None
-    """Balance of generation and training since the last choice of the number of actors."""
 
     @property
     def own_pods(self) -> tuple[PodView, ...]:
@@ -94,7 +102,7 @@ class EventType(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """An event for people. Example: Note(WARNING, "PodFailed", "sums-actor-0: Error, exit code 1")."""
+    """An event for people. Example: Note(WARNING, "PodFailed", "sums-actor-0: Error")."""
 
     type: EventType
     reason: str
@@ -103,7 +111,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class CheckTemplates:
-    """Creates these pods in a dry run; nothing else is created before the API server accepts them."""
+    """Creates these pods in a dry run; nothing is created before the server accepts them."""
 
     pods: tuple[PodSpec, ...]
 

@@ -1,7 +1,4 @@
-"""Pods by role, counted for `status`.
-
-Conditions and phase of a job that is under way.
-"""
+"""What `status` says about a job: pods counted by role, conditions and phase."""
 
 from collections.abc import Sequence
 
@@ -15,20 +12,20 @@ from pipelinerl_operator.controller.status import (
     RoleStatus,
     write_time,
 )
-from pipelinerl_operator.controller.views import STATUS_FIELDS, PodView, is_of_job, unit_of
+from pipelinerl_operator.controller.views import STATUS_FIELDS, PodView, unit_of
 from pipelinerl_operator.objects import PodSpec
 from pipelinerl_operator.objects.names import selector
 
 OPTIONAL = (Role.REFERENCE, Role.EVALUATOR)
-"""Roles that a job may do without."""
+"""Roles that a job need not have."""
 
 
 def count_pods(draft: Draft) -> None:
-    """Counts what exists; what should exist, and which templates are old, only where the spec is
-    known.
+    """Counts the pods that exist by role; what should exist, and which templates are old, only
+    where the spec is known.
     """
     seen = draft.seen
-    own = [pod for pod in seen.pods if is_of_job(pod, seen.job.uid)]
+    own = seen.own_pods
     specs = seen.wanted.desired.pods if seen.wanted is not None else None
     for role, field in STATUS_FIELDS.items():
         old: RoleStatus | None = getattr(draft.status, field)
@@ -58,103 +55,68 @@ def _counted(
 
 
 def describe(draft: Draft, wanted: Wanted) -> None:
+    """Sets counts, conditions and phase of a job that is not finished."""
     count_pods(draft)
-    own = [pod for pod in draft.seen.pods if is_of_job(pod, draft.seen.job.uid)]
     labels = selector(wanted.job.name, Role.ACTOR)
     draft.set(actor_selector=",".join(f"{key}={value}" for key, value in labels.items()))
-    _describe_provisioning(draft, own)
+    reason, message = _provisioning(draft, draft.seen.own_pods)
+    draft.set_condition(
+        ConditionType.PROVISIONED, reason is ConditionReason.ALL_CREATED, reason, message
+    )
     _describe_weight_group(draft)
     _describe_running(draft, wanted)
     _describe_degradation(draft, wanted)
-    if draft.status.holds(
-        ConditionType.EVALUATING
-    ):  # a trainer that was done is gone, and trains again from its last checkpoint
+    if draft.status.holds(ConditionType.EVALUATING):
+        # A trainer that had finished is gone: training continues from the last checkpoint.
         draft.set_condition(ConditionType.EVALUATING, False, ConditionReason.RESTARTING)
     if draft.seen.stream is not None:
         draft.set(stream=draft.seen.stream)
     if draft.seen.training is not None:
         draft.set(training=draft.seen.training)
-    draft.set(phase=_phase(draft, own))
+    draft.set(phase=_phase(draft))
 
 
-def _describe_provisioning(draft: Draft, own: list[PodView]) -> None:
+def _provisioning(draft: Draft, own: Sequence[PodView]) -> tuple[ConditionReason, str]:
+    """Reason and message of the condition Provisioned: the first of what is missing."""
     missing = [
         f"{field} {role.created} of {role.desired}"
         for field, role in _roles(draft)
         if role.created < role.desired
     ]
-    unscheduled = next((pod for pod in own if pod.scheduling), None)
-    pull = next((each for each in map(image_pull_of, own) if each is not None), None)
-    waiting = next((pod for pod in own if pod.waiting[0]), None)
     if draft.seen.refusal:
-        draft.set_condition(
-            ConditionType.PROVISIONED, False, ConditionReason.POD_REFUSED, draft.seen.refusal
-        )
-    elif missing and draft.seen.stream_fault:
-        draft.set_condition(
-            ConditionType.PROVISIONED,
-            False,
-            ConditionReason.STREAM_UNAVAILABLE,
-            draft.seen.stream_fault,
-        )
-    elif missing:
-        draft.set_condition(
-            ConditionType.PROVISIONED, False, ConditionReason.CREATING, ", ".join(missing)
-        )
-    elif unscheduled is not None:
-        draft.set_condition(
-            ConditionType.PROVISIONED,
-            False,
-            ConditionReason.NOT_SCHEDULED,
-            f"{unscheduled.key.name}: {unscheduled.scheduling}",
-        )
-    elif pull is not None:
-        draft.set_condition(
-            ConditionType.PROVISIONED,
-            False,
-            ConditionReason.IMAGE_PULL,
-            f"{pull.pod}: {pull.message}",
-        )
-    elif waiting is not None:
-        draft.set_condition(
-            ConditionType.PROVISIONED,
-            False,
-            ConditionReason.CONTAINER_WAITING,
-            f"{waiting.key.name}: {': '.join(waiting.waiting)}",
-        )
-    else:
-        draft.set_condition(ConditionType.PROVISIONED, True, ConditionReason.ALL_CREATED)
+        return ConditionReason.POD_REFUSED, draft.seen.refusal
+    if missing and draft.seen.stream_fault:
+        return ConditionReason.STREAM_UNAVAILABLE, draft.seen.stream_fault
+    if missing:
+        return ConditionReason.CREATING, ", ".join(missing)
+    if (pod := next((pod for pod in own if pod.scheduling), None)) is not None:
+        return ConditionReason.NOT_SCHEDULED, f"{pod.key.name}: {pod.scheduling}"
+    pulls = (failure for failure in map(image_pull_of, own) if failure is not None)
+    if (pull := next(pulls, None)) is not None:
+        return ConditionReason.IMAGE_PULL, f"{pull.pod}: {pull.message}"
+    if (pod := next((pod for pod in own if pod.waiting[0]), None)) is not None:
+        return ConditionReason.CONTAINER_WAITING, f"{pod.key.name}: {': '.join(pod.waiting)}"
+    return ConditionReason.ALL_CREATED, ""
 
 
 def _describe_weight_group(draft: Draft) -> None:
-    group = draft.seen.weight_group
-    if (
-        group is None
-    ):  # no coordinator yet, for example of a leader that has just begun: what is known stays
-        if draft.status.condition(ConditionType.WEIGHT_GROUP_READY) is None:
-            draft.set_condition(
-                ConditionType.WEIGHT_GROUP_READY,
-                False,
-                ConditionReason.FORMING,
-                "waiting for the trainer and the generators",
-            )
+    type_, group = ConditionType.WEIGHT_GROUP_READY, draft.seen.weight_group
+    if group is None:
+        # No coordinator yet, for example of a new leader: what is known stays.
+        if draft.status.condition(type_) is None:
+            message = "waiting for the trainer and the generators"
+            draft.set_condition(type_, False, ConditionReason.FORMING, message)
         return
     draft.set(weight_group=group)
     if group.num_members:
-        draft.set_condition(
-            ConditionType.WEIGHT_GROUP_READY,
-            True,
-            ConditionReason.FORMED,
-            f"epoch {group.epoch}, world size {group.world_size}",
-        )
+        message = f"epoch {group.epoch}, world size {group.world_size}"
+        draft.set_condition(type_, True, ConditionReason.FORMED, message)
     else:
-        draft.set_condition(
-            ConditionType.WEIGHT_GROUP_READY, False, ConditionReason.FORMING, group.state
-        )
+        draft.set_condition(type_, False, ConditionReason.FORMING, group.state)
 
 
 def _describe_running(draft: Draft, wanted: Wanted) -> None:
-    status, spec = draft.status, wanted.job.spec
+    spec = wanted.job.spec
     needed = {
         "trainers": spec.trainers.replicas,
         "preprocessor": 1,
@@ -168,51 +130,35 @@ def _describe_running(draft: Draft, wanted: Wanted) -> None:
         if ready.get(field, 0) < count
     ]
     if short:
-        draft.set_condition(
-            ConditionType.RUNNING,
-            False,
-            ConditionReason.STARTING,
-            f"ready: {', '.join(short)}",
-        )
+        message = f"ready: {', '.join(short)}"
+        draft.set_condition(ConditionType.RUNNING, False, ConditionReason.STARTING, message)
         return
-    if status.running_time is None:
+    if draft.status.running_time is None:
         draft.set(running_time=write_time(draft.seen.now))
         draft.note(EventType.NORMAL, "Running", "every role is running")
     draft.set_condition(ConditionType.RUNNING, True, ConditionReason.ALL_READY)
 
 
 def _describe_degradation(draft: Draft, wanted: Wanted) -> None:
-    if (
-        draft.status.running_time is None
-        and draft.status.condition(ConditionType.DEGRADED) is None
-        and not draft.status.attempts
-    ):
+    type_, status = ConditionType.DEGRADED, draft.status
+    if status.running_time is None and status.condition(type_) is None and not status.attempts:
         return
     policy, now = wanted.job.spec.failure_policy, draft.seen.now
-    failures = draft.status.recent_failures
     units = dict.fromkeys(unit_of(pod.role, pod.index) for pod in wanted.desired.pods)
-    waiting = [unit for unit in units if start_again_at(unit, failures, policy) > now]
+    waiting = [unit for unit in units if start_again_at(unit, status.recent_failures, policy) > now]
     short = [
         f"{field} {role.ready} of {role.desired}"
         for field, role in _roles(draft)
         if role.ready < role.desired
     ]
     if waiting:
-        draft.set_condition(
-            ConditionType.DEGRADED,
-            True,
-            ConditionReason.BACKING_OFF,
-            f"started again after a pause: {', '.join(waiting[:8])}",
-        )
+        message = f"started again after a pause: {', '.join(waiting[:8])}"
+        draft.set_condition(type_, True, ConditionReason.BACKING_OFF, message)
     elif short:
-        draft.set_condition(
-            ConditionType.DEGRADED,
-            True,
-            ConditionReason.RESTARTING,
-            f"ready: {', '.join(short)}",
-        )
+        message = f"ready: {', '.join(short)}"
+        draft.set_condition(type_, True, ConditionReason.RESTARTING, message)
     else:
-        draft.set_condition(ConditionType.DEGRADED, False, ConditionReason.AS_IT_SHOULD_BE)
+        draft.set_condition(type_, False, ConditionReason.AS_IT_SHOULD_BE)
 
 
 def _roles(draft: Draft) -> list[tuple[str, RoleStatus]]:
@@ -220,9 +166,9 @@ def _roles(draft: Draft) -> list[tuple[str, RoleStatus]]:
     return [(field, role) for field, role in roles if role is not None]
 
 
-def _phase(draft: Draft, own: list[PodView]) -> JobPhase:
+def _phase(draft: Draft) -> JobPhase:
     if draft.status.holds(ConditionType.RUNNING):
         return JobPhase.RUNNING
-    if draft.seen.refusal and not own:
+    if draft.seen.refusal and not draft.seen.own_pods:
         return JobPhase.INVALID
     return JobPhase.RECOVERING if draft.status.running_time is not None else JobPhase.PENDING

@@ -1,7 +1,7 @@
 """The end of a job and the clean-up after it.
 
-The end is remembered first; after it nothing is ever created again. Before it, the job waits for the
-last step's evaluation, and never fails because of it:
+The end is remembered first; after it nothing is ever created again. Before it, the job waits for
+the last step's evaluation, and never fails because of it:
 
 ```
  trainer rank 0 ended with 0 -> only the evaluator runs -> it ended with 0, or its time is over

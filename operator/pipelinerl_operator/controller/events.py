@@ -1,4 +1,4 @@
-"""Events that people read with `kubectl describe`: each once, and not too many of one job."""
+"""Events that people read with `kubectl describe`, limited per job and without repetitions."""
 
 import hashlib
 import logging
@@ -18,27 +18,29 @@ from pipelinerl_operator.kube.resources import EVENTS, JOBS
 log = logging.getLogger(__name__)
 
 REPEAT_S = 600.0
-"""The same words are not said again within this time."""
+"""Time in which the same event is not written again."""
 BURST = 20
 REFILL_S = 30.0
-"""After a burst, one event of a job in this time."""
+"""After a burst, a job may write one event in this time."""
 MAX_WORDS = 64
 MAX_NOTE_CHARACTERS = 950
 
 
 @dataclass
 class _Budget:
+    """Token bucket of one job, and when it wrote which event."""
+
     tokens: float
     at: float
     said: OrderedDict[str, float] = field(default_factory=OrderedDict)
 
 
 class EventRecorder:
-    """Best effort: an event that cannot be written is logged and forgotten."""
+    """Writes events; one that cannot be written is logged and dropped."""
 
     def __init__(self, api: Api, identity: str, clock: Callable[[], float] = time.time) -> None:
         self.dropped = 0
-        """Events that were too many for their job."""
+        """Number of events beyond the limit of their job."""
         self._api = api
         self._identity = identity
         self._clock = clock

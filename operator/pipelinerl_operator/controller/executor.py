@@ -1,5 +1,5 @@
-"""Carries decisions out. Every action may be repeated: names are fixed, deletions name a UID, and
-what a creation finds already there is recognised by its owner.
+"""Executes decisions. Every action may be repeated: names are fixed, deletions name a UID, and an
+object that a creation finds already there is recognised by its owner.
 """
 
 import asyncio
@@ -7,13 +7,13 @@ import base64
 import itertools
 import logging
 import secrets
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from time import monotonic
 from typing import Any
 
 from pipelinerl_common.errors import PipelineRLError, SettingsError, TemporaryError, Unavailable
-from pipelinerl_operator.controller.cluster import ClusterCache, Memory
+from pipelinerl_operator.controller.cluster import ClusterCache, JobMemory
 from pipelinerl_operator.controller.decision import (
     Action,
     Apply,
@@ -23,66 +23,70 @@ from pipelinerl_operator.controller.decision import (
     MakeSecret,
     Wanted,
 )
+from pipelinerl_operator.controller.events import EventRecorder
+from pipelinerl_operator.controller.job_runtime import JobRuntimes
 from pipelinerl_operator.controller.streams import JobStreams
 from pipelinerl_operator.controller.views import JobView, OwnedView
 from pipelinerl_operator.kube import Api, Object, ObjectKey, Resource
 from pipelinerl_operator.kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, NotFound
 from pipelinerl_operator.kube.resources import JOBS, PODS, SECRETS
-from pipelinerl_operator.objects import job_secret
+from pipelinerl_operator.objects import OperatorContext, job_secret
 from pipelinerl_operator.objects.names import TOKEN_KEY, secret_name
 
 log = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 16
-"""Calls for one job; the client bounds those for all."""
+"""Concurrent calls for one job; the client bounds those for all jobs."""
 TOKEN_BYTES = 32
 
 
 class RefusedByServer(PipelineRLError):
-    """The API server will not have it; remembered, so that the next decision says so. Nothing
-    further is tried now.
+    """The API server refuses an action. It is remembered for the next decision; the remaining
+    actions are dropped.
     """
 
 
-class Executor:
-    def __init__(
-        self,
-        api: Api,
-        cluster: ClusterCache,
-        streams: JobStreams,
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
-        self._around = _Around(api, cluster, streams, clock)
+@dataclass(frozen=True)
+class Dependencies:
+    """What reconciling works with."""
 
-    async def carry_out(
-        self, job: JobView, wanted: Wanted | None, actions: Sequence[Action], memory: Memory
-    ) -> None:
-        """In order, neighbours of one kind at once. Raises what keeps it from going on, to be tried
-        again.
-        """
-        turn = _Turn(self._around, job, wanted, memory)
-        for _, group in itertools.groupby(actions, key=type):
-            await _all(turn.do(action) for action in group)
-
-
-@dataclass(frozen=True, slots=True)
-class _Around:
     api: Api
     cluster: ClusterCache
+    context: OperatorContext
+    runtimes: JobRuntimes
+    recorder: EventRecorder
     streams: JobStreams
-    clock: Callable[[], float]
+    clock: Callable[[], float] = time.time
+    """Seconds since the epoch."""
+    monotonic: Callable[[], float] = time.monotonic
 
 
-class _Turn:
-    """One job's actions."""
+async def execute(
+    deps: Dependencies,
+    job: JobView,
+    wanted: Wanted | None,
+    actions: Sequence[Action],
+    memory: JobMemory,
+) -> None:
+    """Executes the actions in order, neighbours of one kind concurrently.
+
+    Raises the error that stops it; the caller retries.
+    """
+    execution = _Execution(deps, job, wanted, memory)
+    for _, group in itertools.groupby(actions, key=type):
+        await _all(execution.do(action) for action in group)
+
+
+class _Execution:
+    """Executes the actions of one job."""
 
     def __init__(
-        self, around: _Around, job: JobView, wanted: Wanted | None, memory: Memory
+        self, deps: Dependencies, job: JobView, wanted: Wanted | None, memory: JobMemory
     ) -> None:
-        self._api = around.api
-        self._cluster = around.cluster
-        self._streams = around.streams
-        self._clock = around.clock
+        self._api = deps.api
+        self._cluster = deps.cluster
+        self._streams = deps.streams
+        self._clock = deps.monotonic
         self._job = job
         self._wanted = wanted
         self._memory = memory
@@ -116,19 +120,17 @@ class _Turn:
                     PODS, self._namespace, self._without_own_account(pod.manifest(0)), dry_run=True
                 )
             except AlreadyExists:
-                continue  # a predecessor's pod that is still on its way out
+                continue  # a pod of a predecessor that is still terminating
         self._memory.checked_generation = self._job.generation
 
     def _without_own_account(self, body: Object) -> Object:
-        """The job's ServiceAccount is made after the templates are accepted; until then the server
-        would refuse every pod.
+        """The pod without the job's ServiceAccount, which is created only after the templates are
+        accepted: the server refuses pods whose account does not exist.
         """
-        own = body["spec"].get("serviceAccountName") == self._job.key.name
-        return (
-            {**body, "spec": {k: v for k, v in body["spec"].items() if k != "serviceAccountName"}}
-            if own
-            else body
-        )
+        if body["spec"].get("serviceAccountName") != self._job.key.name:
+            return body
+        spec = {name: value for name, value in body["spec"].items() if name != "serviceAccountName"}
+        return {**body, "spec": spec}
 
     async def _make_secret(self) -> None:
         if self._wanted is None:
@@ -141,25 +143,17 @@ class _Turn:
             login = await self._streams.ensure(self._wanted.job)
         except Unavailable as error:
             memory.stream_fault = str(error)
-            if (
-                found is not None
-                # everything else goes on: the server will be back, and pods with a login wait for it
-            ):
-                log.warning(
-                    "job=%s its place on the stream's server is not checked: %s",
-                    self._job.key,
-                    error,
-                )
-                return
-            raise
+            if found is None:
+                raise
+            # The job continues: the server will return, and pods that have a login wait for it.
+            log.warning("job=%s its streams are not checked: %s", self._job.key, error)
+            return
         memory.stream_fault = ""
         if found is None:
-            token = memory.token or secrets.token_urlsafe(
-                TOKEN_BYTES
-            )  # one that was deleted comes back as it was
-            memory.token = _token_of(
-                await self._create(SECRETS, name, job_secret(self._wanted.job, token, login))
-            )
+            # A Secret that was deleted is created with the same token, which running pods hold.
+            token = memory.token or secrets.token_urlsafe(TOKEN_BYTES)
+            body = job_secret(self._wanted.job, token, login)
+            memory.token = _token_of(await self._create(SECRETS, name, body))
         memory.ensured_generation, memory.ensured_at = self._job.generation, self._clock()
 
     async def _find_secret(self, name: str) -> Object | None:
@@ -185,8 +179,8 @@ class _Turn:
         self._cluster.take(PODS, await self._create(PODS, action.pod.name, body))
 
     async def _create(self, resource: Resource, name: str, body: Object) -> Object:
-        """The object of that name, provided it is the job's: one that was made before and is not
-        seen yet will do.
+        """Creates the object, or returns the job's own one of that name, which may have been
+        created before and not be in the cache yet.
         """
         try:
             return await self._api.create(resource, self._namespace, body)
@@ -196,8 +190,8 @@ class _Turn:
             return found
 
     def _check_owner(self, resource: Resource, found: Object) -> None:
-        """Raises TemporaryError for a predecessor's object, which is being collected, and refuses
-        anybody else's.
+        """Raises TemporaryError for the object of a predecessor, which is being garbage collected,
+        and RefusedByServer for any other that is not the job's.
         """
         metadata = found["metadata"]
         owner: Object = next(
@@ -225,11 +219,10 @@ class _Turn:
         except NotFound:
             self._cluster.drop(action.resource, key, action.uid)
         except Conflict:
-            log.info("job=%s %s is another one by now", self._job.key, action.name)
+            log.info("job=%s %s is another object by now", self._job.key, action.name)
         else:
-            if left.get("kind") == action.resource.kind and left["metadata"].get(
-                "deletionTimestamp"
-            ):
+            is_there = left.get("kind") == action.resource.kind
+            if is_there and left["metadata"].get("deletionTimestamp"):
                 self._cluster.take(action.resource, left)
             else:
                 self._cluster.drop(action.resource, key, action.uid)
@@ -244,9 +237,7 @@ def _token_of(found: Object) -> str:
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Runs them, a bounded number at once; when some fail, the rest still end before the first
-    error is raised.
-    """
+    """Awaits all calls, a bounded number at once. The first error is raised after all have ended."""
     turns = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def bounded(call: Coroutine[Any, Any, None]) -> None:

@@ -1,8 +1,8 @@
-"""What runs beside each job in the leader: its weight-transfer coordinator, and the reader of its
-training numbers.
+"""What the leader runs beside each job: its weight-transfer coordinator and the reader of its
+metrics.
 
-One gRPC server serves all coordinators; a call's bearer token says whose it is. Nothing here
-writes: the reconciler asks for the state and puts it into status.
+One gRPC server serves all coordinators; a call's bearer token says which one it is for. Nothing
+here writes to the API server: the reconciler takes the reports and puts them into `status`.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from pipelinerl_common.metrics import COORDINATOR, Metrics
 from pipelinerl_common.service import cancel_all
 from pipelinerl_common.settings import Job
 from pipelinerl_common.tracing import Tracer, open_tracer
-from pipelinerl_control.balance import Balance, Counts, Period
+from pipelinerl_control.balance import Counts, Period
 from pipelinerl_control.coordinator import Coordinator
 from pipelinerl_control.membership import WeightGroup
 from pipelinerl_control.metrics import ActorScale, export_coordinator, export_scale
@@ -27,7 +27,7 @@ from pipelinerl_control.readings import Reading, read_metrics
 from pipelinerl_control.scaling import ScalingChoice
 from pipelinerl_control.service import TokenRoutes, weight_transfer
 from pipelinerl_operator.controller.cluster import ClusterCache
-from pipelinerl_operator.controller.decision import Wanted
+from pipelinerl_operator.controller.decision import RuntimeReport, Wanted
 from pipelinerl_operator.controller.status import (
     MAX_MEMBERS,
     JobPhase,
@@ -47,22 +47,22 @@ log = logging.getLogger(__name__)
 READ_S = 15.0
 READS_AT_ONCE = 16
 ROUNDS_PER_S = 50.0
-"""Rounds of all coordinators together; changes of pods wake theirs at once whatever the pace."""
+"""Rate of the rounds of all coordinators together; a change of a pod wakes its coordinator at once.
+"""
 COMPLETE_S, INCOMPLETE_S = 2.0, 1.0
-"""Between two rounds of one whose generators are all there, and of one that still waits for some.
+"""Seconds between two rounds of a coordinator with all its generators, and of one that waits for
+some.
 """
 
 
 class JobRuntime:
-    """Of one job."""
+    """A job's weight-transfer coordinator and metrics reader, run by the leader."""
 
     def __init__(
         self, job: JobView, wanted: Wanted, status: JobStatus, token: str, cluster: ClusterCache
     ) -> None:
         self.uid = job.uid
         self.token = token
-        self.training: TrainingStatus | None = None
-        self.stream: StreamStatus | None = None
         self._key = job.key
         self._cluster = cluster
         self._num_generators = wanted.job.spec.actors.generators_per_replica
@@ -70,6 +70,8 @@ class JobRuntime:
         self._addresses: Mapping[str, str] = {}
         self._restarts: Mapping[str, int] = {}
         self._num_jobs = 1
+        self._training: TrainingStatus | None = None
+        self._stream: StreamStatus | None = None
         self._before: Reading | None = None
         self._choice: ScalingChoice | None = None
         self._period = Period()
@@ -83,20 +85,18 @@ class JobRuntime:
         )
 
     def update(self, status: JobStatus, num_jobs: int) -> None:
-        """Wakes the coordinator when a pod came, went or moved."""
-        self._restarts = {
-            "actor": status.actors.restarts,
-            "preprocessor": status.preprocessor.restarts,
-            "reference": status.reference.restarts if status.reference else 0,
-            "trainer": status.trainers.restarts,
-            "evaluator": status.evaluator.restarts if status.evaluator else 0,
+        """Takes the job's new status. Wakes the coordinator when a pod came, went or moved."""
+        roles = {
+            "actor": status.actors,
+            "preprocessor": status.preprocessor,
+            "reference": status.reference,
+            "trainer": status.trainers,
+            "evaluator": status.evaluator,
         }
+        self._restarts = {name: role.restarts if role else 0 for name, role in roles.items()}
         self._num_jobs = num_jobs
-        self._scale = ActorScale(
-            status.actors.desired,
-            status.actors.ready,
-            status.autoscale.ratio if status.autoscale else None,
-        )
+        ratio = status.autoscale.ratio if status.autoscale else None
+        self._scale = ActorScale(status.actors.desired, status.actors.ready, ratio)
         if status.autoscale != self._choice:
             self._choice = status.autoscale
             self._period.restart()
@@ -105,15 +105,16 @@ class JobRuntime:
             self._addresses = addresses
             self.coordinator.wake()
 
-    @property
-    def balance(self) -> Balance | None:
-        """Of generation and training since the last look at it."""
-        return self._period.balance
+    def report(self) -> RuntimeReport:
+        """What is known about the job now."""
+        return RuntimeReport(
+            self._weight_group(), self._stream, self._training, self._period.balance
+        )
 
-    def weight_group(self) -> WeightGroupStatus:
-        """The epoch never goes back: between two groups it is that of the last."""
+    def _weight_group(self) -> WeightGroupStatus:
         group = self.coordinator.group
         if group is not None:
+            # Between two groups the epoch is that of the last: it never decreases.
             self._floor = max(self._floor, group.epoch)
         names = list(group.names) if group else []
         return WeightGroupStatus(
@@ -125,7 +126,7 @@ class JobRuntime:
         )
 
     def metrics(self) -> Metrics:
-        """Made anew for each scrape: everything in it is read from elsewhere."""
+        """Metrics of the job, created for each scrape: all values are read from elsewhere."""
         metrics = Metrics(COORDINATOR, self._key.name, self._key.namespace)
         export_coordinator(self.coordinator, metrics)
         export_scale(metrics, lambda: self._scale)
@@ -134,43 +135,44 @@ class JobRuntime:
         return metrics
 
     async def coordinate(self, changed: Callable[[], None]) -> None:
-        """For ever: forms groups. `changed` is called when there is something to put into status."""
+        """Runs the coordinator until cancelled. Consumes observations of the pods, produces groups,
+        waits for the next round, is unblocked by `update`. Calls `changed` when the status changes.
+        """
+        coordinator = self.coordinator
         seen: tuple[WeightGroup | None, str] | None = None
         traced = (
             nullcontext(Tracer())
             if self._traced is None
             else open_tracer(self._traced, COORDINATOR, "operator")
         )
-        async with traced as self.coordinator.tracer:
+        async with traced as coordinator.tracer:
             while True:
-                is_complete = self.coordinator.group is not None and not self.coordinator.absent
-                self.coordinator.period_s = max(
-                    COMPLETE_S if is_complete else INCOMPLETE_S, self._num_jobs / ROUNDS_PER_S
-                )
-                await self.coordinator.round()
-                now = (
-                    self.coordinator.group,
-                    "" if self.coordinator.group else self.coordinator.waiting_for,
-                )
+                is_complete = coordinator.group is not None and not coordinator.absent
+                pace_s = COMPLETE_S if is_complete else INCOMPLETE_S
+                # With many jobs the rounds are spread, so that they do not fill the event loop.
+                coordinator.period_s = max(pace_s, self._num_jobs / ROUNDS_PER_S)
+                await coordinator.round()
+                group = coordinator.group
+                now = (group, "" if group else coordinator.waiting_for)
                 if now != seen:
                     seen = now
                     changed()
 
     async def read(self, session: aiohttp.ClientSession) -> bool:
-        """Reads the metrics of the trainer and the preprocessor; whether they say something new."""
+        """Reads the metrics of trainer and preprocessor. Returns whether the report has changed."""
         trainer = await self._metrics_of(session, Role.TRAINER)
         preprocessor = await self._metrics_of(session, Role.PREPROCESSOR)
-        before = (self.training, self.stream)
+        before = (self._training, self._stream)
         if trainer is not None:
-            self.training, self._before = training_status(trainer, self._before), trainer
+            self._training, self._before = training_status(trainer, self._before), trainer
         if preprocessor is not None:
-            self.stream = stream_status(preprocessor)
+            self._stream = stream_status(preprocessor)
         if trainer is not None and preprocessor is not None:
             self._weigh(trainer, preprocessor)
-        return before != (self.training, self.stream)
+        return before != (self._training, self._stream)
 
     def _weigh(self, trainer: Reading, preprocessor: Reading) -> None:
-        """The balance since the last look; anew whenever a process came or went."""
+        """Adds a reading to the period, which restarts when a process came or went."""
         actors = frozenset(pod.uid for pod in self._live(Role.ACTOR) if pod.is_ready)
         others = tuple(
             pod.uid
@@ -188,7 +190,7 @@ class JobRuntime:
         return None if pod is None else await read_metrics(session, f"{_host(pod)}:{METRICS_PORT}")
 
     def _generators(self) -> dict[str, str]:
-        """Base URL of every generator whose pod runs, in the order of the plan."""
+        """Base URLs of the generators whose pods run by name, in the order of the plan."""
         return {
             f"{Role.GENERATOR.value}-{pod.index}-{number}": generator_url(
                 f"{_host(pod)}:{generator_port(number)}"
@@ -203,18 +205,13 @@ class JobRuntime:
 
     def _live(self, role: Role) -> Iterable[PodView]:
         for pod in self._cluster.pods.of_job(self._key):
-            if (
-                pod.role == role
-                and is_of_job(pod, self.uid)
-                and pod.ip
-                and pod.phase == "Running"
-                and not pod.is_deleted
-            ):
+            is_running = pod.ip and pod.phase == "Running" and not pod.is_deleted
+            if pod.role == role and is_running and is_of_job(pod, self.uid):
                 yield pod
 
 
 class JobRuntimes:
-    """Of all jobs. Use as `async with companions(cluster, listen, changed) as all_of_them`."""
+    """The runtimes of all jobs of this leader, made by `job_runtimes`."""
 
     def __init__(
         self,
@@ -229,24 +226,15 @@ class JobRuntimes:
         self._running: dict[ObjectKey, tuple[JobRuntime, asyncio.Task[None]]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    def weight_group(self, key: ObjectKey) -> WeightGroupStatus | None:
+    def report(self, key: ObjectKey) -> RuntimeReport:
+        """What the job's runtime knows; nothing while there is none."""
         running = self._running.get(key)
-        return running[0].weight_group() if running else None
-
-    def training(self, key: ObjectKey) -> tuple[TrainingStatus | None, StreamStatus | None]:
-        running = self._running.get(key)
-        return (running[0].training, running[0].stream) if running else (None, None)
-
-    def balance(self, key: ObjectKey) -> Balance | None:
-        running = self._running.get(key)
-        return running[0].balance if running else None
+        return running[0].report() if running else RuntimeReport()
 
     def follow(
         self, job: JobView, wanted: Wanted | None, status: JobStatus, token: str | None
     ) -> None:
-        """Starts, keeps or stops what the job needs now. An invalid spec changes nothing of what
-        runs.
-        """
+        """Starts, keeps or stops the job's runtime. An invalid spec changes nothing that runs."""
         running = self._running.get(job.key)
         if status.is_finished or status.phase in (JobPhase.SUSPENDING, JobPhase.SUSPENDED):
             self.forget(job.key)
@@ -269,32 +257,32 @@ class JobRuntimes:
         running = self._running.pop(key, None)
         if running is None:
             return
-        companion, task = running
-        self.routes.remove(companion.token)
+        runtime, task = running
+        self.routes.remove(runtime.token)
         task.cancel()
-        closing = asyncio.create_task(companion.coordinator.close())
+        closing = asyncio.create_task(runtime.coordinator.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
     def metrics(self) -> Iterable[Metrics]:
-        """The coordinators', one for each job, made as they are read: a thousand at once would be 8
-        MB.
-        """
-        return (companion.metrics() for companion, _ in self._running.values())
+        """Metrics of the jobs, created one after another: those of 1000 jobs at once take 8 MB."""
+        return (runtime.metrics() for runtime, _ in self._running.values())
 
     async def read_all(self) -> None:
-        """For ever: reads every job's metrics once in READ_S."""
+        """Reads the metrics of all jobs every READ_S seconds until cancelled. Produces reports and
+        calls `changed` for each job whose report differs.
+        """
         turns = asyncio.Semaphore(READS_AT_ONCE)
 
-        async def read(key: ObjectKey, companion: JobRuntime) -> None:
+        async def read(key: ObjectKey, runtime: JobRuntime) -> None:
             async with turns:
-                if await companion.read(self._session):
+                if await runtime.read(self._session):
                     self._changed(key)
 
         while True:
             await asyncio.sleep(READ_S)
             await asyncio.gather(
-                *(read(key, companion) for key, (companion, _) in list(self._running.items()))
+                *(read(key, runtime) for key, (runtime, _) in list(self._running.items()))
             )
 
     async def close(self) -> None:
@@ -302,22 +290,18 @@ class JobRuntimes:
             self.forget(key)
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    def _start(
-        self, companion: JobRuntime, key: ObjectKey
-    ) -> tuple[JobRuntime, asyncio.Task[None]]:
-        self.routes.add(companion.token, companion.coordinator)
+    def _start(self, runtime: JobRuntime, key: ObjectKey) -> tuple[JobRuntime, asyncio.Task[None]]:
+        self.routes.add(runtime.token, runtime.coordinator)
         task = asyncio.create_task(
-            companion.coordinate(partial(self._changed, key)), name=f"coordinate {key}"
+            runtime.coordinate(partial(self._changed, key)), name=f"coordinate {key}"
         )
         task.add_done_callback(partial(self._ended, key))
-        return companion, task
+        return runtime, task
 
     def _ended(self, key: ObjectKey, task: asyncio.Task[None]) -> None:
-        """A companion never ends by itself; one that has is started again when its job is looked at
-        next.
-        """
+        """Reports a runtime that failed; `follow` starts it again when the job is reconciled next."""
         if not task.cancelled() and task.exception() is not None:
-            log.error("job=%s its companion failed", key, exc_info=task.exception())
+            log.error("job=%s its runtime failed", key, exc_info=task.exception())
             self._changed(key)
 
 
@@ -325,8 +309,8 @@ class JobRuntimes:
 async def job_runtimes(
     cluster: ClusterCache, listen: str, changed: Callable[[ObjectKey], None]
 ) -> AsyncIterator[JobRuntimes]:
-    """Serves the `WeightTransfer` service of all jobs on `listen`. Raises SettingsError when it
-    cannot be bound.
+    """Runtimes of all jobs with their `WeightTransfer` service on `listen`. Raises SettingsError
+    when the address cannot be bound.
     """
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=64, force_close=True)
@@ -339,27 +323,6 @@ async def job_runtimes(
         finally:
             await cancel_all([reading])
             await running.close()
-
-
-class NoCompanions:
-    """Of jobs without weight transfer: benches and tests of the controller alone."""
-
-    def weight_group(self, key: ObjectKey) -> WeightGroupStatus | None:
-        return None
-
-    def training(self, key: ObjectKey) -> tuple[TrainingStatus | None, StreamStatus | None]:
-        return None, None
-
-    def balance(self, key: ObjectKey) -> Balance | None:
-        return None
-
-    def follow(
-        self, job: JobView, wanted: Wanted | None, status: JobStatus, token: str | None
-    ) -> None:
-        pass
-
-    def forget(self, key: ObjectKey) -> None:
-        pass
 
 
 def _host(pod: PodView) -> str:

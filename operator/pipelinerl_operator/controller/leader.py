@@ -1,8 +1,7 @@
-"""The label by which the coordinator's Service finds the leader: set on its own pod, taken off its
-release's others.
+"""One replica of the operator: a candidate for the lease, and what it runs while it leads.
 
-One replica of the operator: a candidate for the lease, and everything that it runs while it
-leads.
+The coordinator's Service finds the leader by a label, which the leader sets on its own pod and
+removes from the other pods of its release.
 """
 
 import argparse
@@ -17,8 +16,8 @@ from pipelinerl_control.plan import Role
 from pipelinerl_operator.controller.cluster import ClusterCache, child_resources
 from pipelinerl_operator.controller.controller import Controller
 from pipelinerl_operator.controller.events import EventRecorder
+from pipelinerl_operator.controller.executor import Dependencies
 from pipelinerl_operator.controller.job_runtime import job_runtimes
-from pipelinerl_operator.controller.reconciler import Dependencies
 from pipelinerl_operator.controller.streams import JobStreams, read_file, stream_admin
 from pipelinerl_operator.controller.telemetry import Telemetry, serve_health
 from pipelinerl_operator.kube import (
@@ -47,9 +46,10 @@ LEADER = f"{PREFIX}leader"
 async def leader_label(
     api: Api, pod: ObjectKey | None, release: Mapping[str, str]
 ) -> AsyncIterator[None]:
-    """While the block runs, `pod` alone has the label among the pods with the labels `release`:
-    other releases may live in its namespace. None, outside of a cluster, does nothing. Raises
-    PipelineRLError.
+    """Gives `pod` the leader's label while the block runs, and takes it from the other pods with
+    the labels `release`: the namespace may hold other releases.
+
+    Does nothing outside of a cluster, where `pod` is None. Raises PipelineRLError.
     """
     if pod is None:
         yield
@@ -65,7 +65,7 @@ async def leader_label(
     finally:
         try:
             await _label(api, pod, None)
-        except PipelineRLError as error:  # the next leader takes it off
+        except PipelineRLError as error:  # the next leader removes it
             log.warning("pod=%s keeps the leader's label: %s", pod, error)
 
 
@@ -81,16 +81,15 @@ FIRST_RETRY_S = 2.0
 
 
 async def serve_operator(arguments: argparse.Namespace, identity: str, stop: asyncio.Event) -> None:
-    """Until `stop`. Raises SettingsError for what is wrong with the arguments or the connection's
-    configuration.
+    """Runs a replica until `stop` is set. Raises SettingsError for wrong arguments or a wrong
+    configuration of the connection.
     """
     where = find_connection(arguments.kubeconfig, arguments.service_account)
     replica = _Replica(arguments, identity, where)
     async with (
         open_api(where, replica.telemetry.called) as api,
-        open_api(
-            where, replica.telemetry.called, max_calls=1
-        ) as for_lease,  # a renewal waits behind no other call
+        # The renewal of the lease must not wait behind other calls.
+        open_api(where, replica.telemetry.called, max_calls=1) as for_lease,
         serve_health(
             arguments.metrics_listen, replica.telemetry.exposition, replica.fault, lambda: ""
         ) as address,
@@ -104,6 +103,8 @@ async def serve_operator(arguments: argparse.Namespace, identity: str, stop: asy
 
 @dataclass
 class _Replica:
+    """This process as a candidate for the lease."""
+
     arguments: argparse.Namespace
     identity: str
     where: ApiConnection
@@ -118,7 +119,7 @@ class _Replica:
         return self.controller.fault() if self.controller is not None else ""
 
     async def lead(self, api: HttpApi) -> None:
-        """For ever; cancelled when the lease is lost."""
+        """Runs the controller until cancelled, which happens when the lease is lost."""
         arguments = self.arguments
         context = operator_context(arguments, await _capabilities(api), self.namespace)
         pod = ObjectKey(self.namespace, arguments.pod_name) if arguments.pod_name else None
@@ -126,22 +127,19 @@ class _Replica:
         cluster = ClusterCache(child_resources(context.capabilities.api_versions), queue.add)
         async with (
             stream_admin(arguments, api, self.namespace) as admin,
-            job_runtimes(cluster, arguments.coordinator_listen, queue.add) as beside,
+            job_runtimes(cluster, arguments.coordinator_listen, queue.add) as runtimes,
             leader_label(api, pod, context.operator.labels),
         ):
-            streams = JobStreams(admin)
-            around = Dependencies(context, beside, EventRecorder(api, self.identity), streams)
+            streams, recorder = JobStreams(admin), EventRecorder(api, self.identity)
             self.controller = Controller(
-                api,
-                cluster,
+                Dependencies(api, cluster, context, runtimes, recorder, streams),
                 queue,
-                around,
                 self.telemetry,
                 namespaces=arguments.namespaces,
                 workers=arguments.workers,
                 resync_s=arguments.resync_seconds,
             )
-            self.telemetry.watch_companions(beside.metrics)
+            self.telemetry.watch_runtimes(runtimes.metrics)
             try:
                 await self.controller.run()
             finally:

@@ -1,7 +1,4 @@
-"""Deleting pods, and making sure that they go.
-
-What is created, replaced and removed so that the cluster holds what the job asks for.
-"""
+"""What is created, replaced and removed so that the cluster holds what the job asks for."""
 
 import hashlib
 import json
@@ -36,77 +33,31 @@ from pipelinerl_operator.kube.resources import (
 from pipelinerl_operator.objects import PodSpec
 
 DEFAULT_TERMINATING_TIMEOUT_S = 300
-
-
-def remove_pods(draft: Draft, pods: Iterable[PodView], grace_s: int | None = None) -> None:
-    """Deletes the job's own among `pods`; what is being deleted already is watched over."""
-    for pod in pods:
-        if not is_of_job(pod, draft.seen.job.uid):
-            continue
-        if pod.is_deleted:
-            force_if_stuck(draft, pod)
-        else:
-            draft.actions.append(
-                Delete(PODS, pod.key.name, pod.uid, 0 if pod.has_ended else grace_s)
-            )
-
-
-def force_if_stuck(draft: Draft, pod: PodView) -> None:
-    """A pod that is still terminating long after its grace period is on a node that will not answer
-    any more.
-    """
-    policy = draft.seen.spec.get("failurePolicy") or {}
-    timeout_s = policy.get("terminatingPodTimeoutSeconds", DEFAULT_TERMINATING_TIMEOUT_S)
-    if pod.deleted_at is None:
-        return
-    left_s = pod.deleted_at + timeout_s - draft.seen.now
-    if left_s > 0:
-        draft.look_again(left_s)
-        return
-    draft.actions.append(Delete(PODS, pod.key.name, pod.uid, 0))
-    message = f"{pod.key.name} was still terminating {timeout_s} s after its grace period"
-    draft.note(EventType.WARNING, "PodRemovedByForce", message)
-
-
-def drop_gang(draft: Draft) -> None:
-    """A PodGroup without pods would keep its place in the scheduler's queue."""
-    for child in draft.seen.children:
-        if (
-            child.resource in (VOLCANO_POD_GROUPS, COSCHEDULING_POD_GROUPS)
-            and child.view.owner_uid == draft.seen.job.uid
-        ):
-            draft.actions.append(Delete(child.resource, child.view.key.name, child.view.uid))
-
-
 PEER_GRACE_S = 10
-"""A rank whose peer crashed hangs in a collective: it gets this long to end."""
+"""Grace period of a rank whose peer crashed: it hangs in a collective."""
 TAKEN_LOOK_S = 2.0
-"""How soon to look again at a name that another object still has."""
+"""Seconds until a name is checked again that another object still has."""
 
 
 def provision(draft: Draft, wanted: Wanted) -> None:
-    """Nothing is created in a namespace that is going, nor while the API server refuses a pod."""
+    """Adds the actions that make the cluster hold `wanted`.
+
+    Nothing is created in a terminating namespace, nor while the API server refuses a pod.
+    """
     seen = draft.seen
-    if not seen.namespace_is_going and not seen.refusal:
+    may_create = not seen.namespace_is_going and not seen.refusal
+    if may_create:
         if not seen.templates_checked and (pods := _with_template(wanted)):
             draft.actions.append(CheckTemplates(pods))
         if not seen.has_secret:
             draft.actions.append(MakeSecret())
         _apply_config(draft, wanted)
-    _arrange_pods(draft, wanted)
+    _arrange_pods(draft, wanted, may_create)
 
 
 def _with_template(wanted: Wanted) -> tuple[PodSpec, ...]:
-    """The first pod of each role that a user's template shapes."""
-    spec = wanted.job.spec
-    templates = {
-        Role.ACTOR: spec.actors.pod_template,
-        Role.TRAINER: spec.trainers.pod_template,
-        Role.PREPROCESSOR: spec.preprocessor.pod_template,
-        Role.REFERENCE: spec.reference.pod_template if spec.reference else None,
-        Role.EVALUATOR: spec.evaluation.pod_template if spec.evaluation else None,
-    }
-    return tuple(pod for pod in wanted.desired.pods if pod.index == 0 and templates[pod.role])
+    """The first pod of each role that has a user's template."""
+    return tuple(pod for pod in wanted.desired.pods if pod.index == 0 and pod.template)
 
 
 def _apply_config(draft: Draft, wanted: Wanted) -> None:
@@ -115,7 +66,7 @@ def _apply_config(draft: Draft, wanted: Wanted) -> None:
         resource, name = resource_of(body), body["metadata"]["name"]
         child = children.pop((resource, name), None)
         if child is not None and child.view.owner_uid != draft.seen.job.uid:
-            draft.look_again(TAKEN_LOOK_S)  # a predecessor's, which is being collected
+            draft.look_again(TAKEN_LOOK_S)  # a predecessor's, which is being garbage collected
             continue
         stamped, applied_hash = stamp(body)
         if child is None or not child.is_current or child.view.applied_hash != applied_hash:
@@ -126,7 +77,7 @@ def _apply_config(draft: Draft, wanted: Wanted) -> None:
 
 
 def stamp(body: Object) -> tuple[Object, str]:
-    """The manifest with its own hash as an annotation, and the hash."""
+    """Returns the manifest with its own hash as an annotation, and the hash."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     applied_hash = hashlib.sha256(text.encode()).hexdigest()[:16]
     metadata = body["metadata"]
@@ -134,10 +85,10 @@ def stamp(body: Object) -> tuple[Object, str]:
     return {**body, "metadata": {**metadata, "annotations": annotations}}, applied_hash
 
 
-def _arrange_pods(draft: Draft, wanted: Wanted) -> None:
+def _arrange_pods(draft: Draft, wanted: Wanted, may_create: bool) -> None:
     seen = draft.seen
     pods = {pod.key.name: pod for pod in seen.pods}
-    may_create = not seen.namespace_is_going and not seen.refusal
+    # New trainers wait until every old one is gone: ranks of two attempts must not meet.
     old_trainers = [pod for pod in seen.pods if pod.role == Role.TRAINER and _is_old(draft, pod)]
     avoided = _avoided_nodes(draft, wanted)
     for spec in wanted.desired.pods:
@@ -147,9 +98,7 @@ def _arrange_pods(draft: Draft, wanted: Wanted) -> None:
             _arrange(draft, pod, spec, due)
         elif due and may_create and not (spec.role is Role.TRAINER and old_trainers):
             draft.actions.append(CreatePod(spec, expected_attempt(draft.status, spec), avoided))
-    for pod in pods.values():
-        if is_of_job(pod, seen.job.uid):
-            _delete(draft, pod)
+    remove_pods(draft, pods.values())
     _note_complete_trainers(draft, wanted)
 
 
@@ -158,20 +107,12 @@ def _arrange(draft: Draft, pod: PodView, spec: PodSpec, due: bool) -> None:
         draft.look_again(TAKEN_LOOK_S)
     elif pod.is_deleted:
         force_if_stuck(draft, pod)
-    elif _is_old(draft, pod) and (
-        due or not pod.has_ended
-    ):  # what has ended stays to be looked at until it is due
+    elif _is_old(draft, pod) and (due or not pod.has_ended):
+        # A pod that has ended stays until its replacement is due, so that people can inspect it.
         crashed = spec.role is Role.TRAINER and any(
             each.phase == "Failed" for each in draft.seen.pods if each.role == pod.role
         )
-        _delete(draft, pod, PEER_GRACE_S if crashed else None)
-
-
-def _delete(draft: Draft, pod: PodView, grace_s: int | None = None) -> None:
-    if pod.is_deleted:
-        force_if_stuck(draft, pod)
-    else:
-        draft.actions.append(Delete(PODS, pod.key.name, pod.uid, 0 if pod.has_ended else grace_s))
+        remove_pods(draft, [pod], PEER_GRACE_S if crashed else None)
 
 
 def _is_old(draft: Draft, pod: PodView) -> bool:
@@ -190,18 +131,50 @@ def _is_due(draft: Draft, wanted: Wanted, spec: PodSpec) -> bool:
 def _avoided_nodes(draft: Draft, wanted: Wanted) -> tuple[str, ...]:
     policy = wanted.job.spec.failure_policy
     healthy = {pod.node for pod in draft.seen.pods if pod.is_ready and pod.node}
-    return excluded_nodes(
-        within_window(draft.status.recent_failures, policy, draft.seen.now), policy, healthy
-    )
+    recent = within_window(draft.status.recent_failures, policy, draft.seen.now)
+    return excluded_nodes(recent, policy, healthy)
 
 
 def _note_complete_trainers(draft: Draft, wanted: Wanted) -> None:
-    pods = {
-        pod.key.name: pod
-        for pod in draft.seen.pods
-        if is_of_job(pod, draft.seen.job.uid) and not pod.is_deleted
-    }
+    attempts = {pod.key.name: pod.attempt for pod in draft.seen.own_pods if not pod.is_deleted}
     names = [spec.name for spec in wanted.desired.pods if spec.role is Role.TRAINER]
     attempt = draft.status.attempts.get(Role.TRAINER, 0)
-    if all(name in pods and pods[name].attempt == attempt for name in names):
+    if all(attempts.get(name) == attempt for name in names):
         draft.set(complete_trainers=attempt)
+
+
+def remove_pods(draft: Draft, pods: Iterable[PodView], grace_s: int | None = None) -> None:
+    """Deletes the job's own among `pods`, and forces those that do not terminate."""
+    for pod in pods:
+        if not is_of_job(pod, draft.seen.job.uid):
+            continue
+        if pod.is_deleted:
+            force_if_stuck(draft, pod)
+        else:
+            grace = 0 if pod.has_ended else grace_s
+            draft.actions.append(Delete(PODS, pod.key.name, pod.uid, grace))
+
+
+def force_if_stuck(draft: Draft, pod: PodView) -> None:
+    """Deletes a pod by force that is still terminating long after its grace period: its node does
+    not answer.
+    """
+    policy = draft.seen.spec.get("failurePolicy") or {}
+    timeout_s = policy.get("terminatingPodTimeoutSeconds", DEFAULT_TERMINATING_TIMEOUT_S)
+    if pod.deleted_at is None:
+        return
+    left_s = pod.deleted_at + timeout_s - draft.seen.now
+    if left_s > 0:
+        draft.look_again(left_s)
+        return
+    draft.actions.append(Delete(PODS, pod.key.name, pod.uid, 0))
+    message = f"{pod.key.name} was still terminating {timeout_s} s after its grace period"
+    draft.note(EventType.WARNING, "PodRemovedByForce", message)
+
+
+def drop_gang(draft: Draft) -> None:
+    """Deletes the PodGroup: without pods it would keep its place in the scheduler's queue."""
+    for child in draft.seen.children:
+        is_gang = child.resource in (VOLCANO_POD_GROUPS, COSCHEDULING_POD_GROUPS)
+        if is_gang and child.view.owner_uid == draft.seen.job.uid:
+            draft.actions.append(Delete(child.resource, child.view.key.name, child.view.uid))

@@ -1,8 +1,7 @@
-"""When a pod has ended, or is being taken away: what happened, whether it counts, and how long to
-wait. Pure.
+"""Failures of pods, what restarts because of them, and when the job has failed.
 
-What has failed, what is started again for it, and when the job has failed. Everything is
-remembered before it is done.
+What happened to a pod, whether it counts and how long to wait is judged without side effects.
+Everything is remembered before it is done.
 """
 
 from collections import Counter
@@ -29,36 +28,36 @@ from pipelinerl_operator.controller.views import (
     PodView,
     Termination,
     expected_attempt,
-    is_of_job,
     unit_of,
 )
 
 EXIT_SETTINGS = 2
-"""Our services end with it when their input is wrong: starting them again would end the same way.
-"""
+"""Exit code of our services for wrong input: a restart would end in the same way."""
 ENDED_GRACE_S = 60.0
-"""A process that ended by itself with status 0 may be ahead of the trainer's end, which is then
-still to be seen.
+"""A process that ended with status 0 may only be ahead of the trainer's end, which is observed
+later.
 """
 
 
 class FailureReason(StrEnum):
+    """What happened to a pod."""
+
     ERROR = "Error"
     OOM_KILLED = "OOMKilled"
     EVICTED = "Evicted"
     PREEMPTED = "Preempted"
     NODE_LOST = "NodeLost"
     DELETED = "Deleted"
-    """Somebody deleted the pod."""
+    """The pod was deleted by others than the operator."""
     ENDED = "Ended"
-    """It ended by itself with status 0 while it was still needed."""
+    """The process ended with status 0 while it was still needed."""
     IMAGE_PULL = "ImagePull"
-    """The kubelet keeps trying; a failure only where a rule says so."""
+    """The kubelet retries; a failure only where a rule says so."""
 
 
 COUNTED = frozenset({FailureReason.ERROR, FailureReason.ENDED})
-"""What counts towards maxRestarts unless a rule says otherwise: the rest is the cluster's doing, or
-memory's.
+"""Reasons that count towards maxRestarts unless a rule says otherwise; the others are caused by the
+cluster or by memory limits.
 """
 
 _OF_PODS = {
@@ -97,8 +96,9 @@ _IMAGE_PULL = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class PodFailure:
-    """Example: Failure("sums-actor-0", "actor", "node-3", Reason.ERROR, 1, "generator-0: CUDA
-    error").
+    """A failure of a pod.
+
+    Example: PodFailure("sums-actor-0", "actor", "node-3", FailureReason.ERROR, 1, "CUDA error").
     """
 
     pod: str
@@ -121,7 +121,7 @@ class PodFailure:
 
 @dataclass(frozen=True, slots=True)
 class FailureVerdict:
-    """`fails` ends the job; otherwise something is started again, counted or not."""
+    """The judgement of a failure: it ends the job, or something restarts, counted or not."""
 
     fails: bool
     counted: bool
@@ -129,69 +129,55 @@ class FailureVerdict:
 
 
 def failure_of(pod: PodView, main: Sequence[str], now: float) -> PodFailure | None:
-    """What went wrong with a pod that should be running, or None. A trainer or evaluator that is
-    done is no failure.
+    """What went wrong with a pod that should be running; None also for a finished trainer or
+    evaluator.
 
-    `main` are the names of the operator's own containers: a pod never restarts one, so it has failed when one has, even though
-    Kubernetes calls it running. Sidecars of users may come and go while it runs.
+    `main` names the operator's own containers. No container of a pod is ever restarted, so the pod
+    has failed when one of them has, even while Kubernetes calls it running. Sidecars of users may
+    end while it runs.
     """
     disruption = _OF_DISRUPTIONS.get(pod.disruption) or _OF_PODS.get(pod.reason)
     if pod.is_deleted:
-        reason = disruption or (
-            FailureReason.NODE_LOST if pod.phase == "Unknown" else FailureReason.DELETED
-        )
+        lost = pod.phase == "Unknown"
+        reason = disruption or (FailureReason.NODE_LOST if lost else FailureReason.DELETED)
         return PodFailure.of(pod, reason, message=pod.message)
-    if pod.phase == "Failed" and disruption is not None:
+    has_failed = pod.phase == "Failed"
+    if has_failed and disruption is not None:
         return PodFailure.of(pod, disruption, message=pod.message)
-    relevant = (
-        pod.terminations
-        if pod.phase == "Failed"
-        else [each for each in pod.terminations if each.container in main]
-    )
-    if (killed := _first(each for each in relevant if each.reason == "OOMKilled")) is not None:
-        return PodFailure.of(
-            pod,
-            FailureReason.OOM_KILLED,
-            killed.exit_code,
-            f"{killed.container} used more memory than its limit",
-        )
-    if (crashed := _first(each for each in relevant if each.exit_code != 0)) is not None:
-        return PodFailure.of(
-            pod,
-            FailureReason.ERROR,
-            crashed.exit_code,
-            f"{crashed.container}: {crashed.message or crashed.reason}",
-        )
-    if pod.phase == "Failed":
+    ends = [each for each in pod.terminations if has_failed or each.container in main]
+    if (end := _first(each for each in ends if each.reason == "OOMKilled")) is not None:
+        message = f"{end.container} used more memory than its limit"
+        return PodFailure.of(pod, FailureReason.OOM_KILLED, end.exit_code, message)
+    if (end := _first(each for each in ends if each.exit_code != 0)) is not None:
+        message = f"{end.container}: {end.message or end.reason}"
+        return PodFailure.of(pod, FailureReason.ERROR, end.exit_code, message)
+    if has_failed:
         return PodFailure.of(pod, FailureReason.ERROR, message=pod.message or pod.reason)
-    ended = _first(each for each in pod.terminations if each.container in main)
-    if ended is None or pod.role in ENDING_ROLES or now - ended.finished_at < ENDED_GRACE_S:
+    end = _first(each for each in pod.terminations if each.container in main)
+    if end is None or pod.role in ENDING_ROLES or now - end.finished_at < ENDED_GRACE_S:
         return None
-    return PodFailure.of(pod, FailureReason.ENDED, 0, f"{ended.container} ended by itself")
+    return PodFailure.of(pod, FailureReason.ENDED, 0, f"{end.container} ended by itself")
 
 
 def is_ending(pod: PodView, main: Sequence[str]) -> bool:
-    """One of its main containers has ended well: either the job is about to, or ENDED_GRACE_S later
-    it is a failure.
+    """Whether a main container ended with status 0: the job ends soon, or it is a failure after
+    ENDED_GRACE_S.
     """
     return any(each.container in main and each.exit_code == 0 for each in pod.terminations)
 
 
 def image_pull_of(pod: PodView) -> PodFailure | None:
-    """A pod whose image cannot be pulled, so far."""
+    """The failure of a pod whose image cannot be pulled so far, or None."""
     reason, message = pod.waiting
-    return (
-        PodFailure.of(pod, FailureReason.IMAGE_PULL, message=message or reason)
-        if reason in _IMAGE_PULL
-        else None
-    )
+    if reason not in _IMAGE_PULL:
+        return None
+    return PodFailure.of(pod, FailureReason.IMAGE_PULL, message=message or reason)
 
 
 def judge(failure: PodFailure, policy: FailurePolicySettings) -> FailureVerdict:
-    """The first rule that matches decides, then the defaults.
+    """Judges a failure by the first rule that matches, else by the defaults.
 
-    Training does not depend on the evaluator: only a rule that names it makes one of its failures
-    count.
+    Training does not depend on the evaluator: its failures count only where a rule names it.
     """
     is_evaluators = failure.role == Role.EVALUATOR
     for rule in policy.rules:
@@ -210,8 +196,8 @@ def judge(failure: PodFailure, policy: FailurePolicySettings) -> FailureVerdict:
 
 
 def pull_verdict(failure: PodFailure, policy: FailurePolicySettings) -> FailureVerdict:
-    """Only a rule that names ImagePull makes it a failure: the kubelet goes on trying, and
-    deadlines bound it.
+    """Judges an image that cannot be pulled: only a rule that names ImagePull makes it a failure,
+    because the kubelet keeps retrying and deadlines bound it.
     """
     naming = [rule for rule in policy.rules if "ImagePull" in rule.reasons]
     return judge(failure, policy.model_copy(update={"rules": naming}))
@@ -226,9 +212,7 @@ def within_window(
 def start_again_at(
     unit: str, failures: Sequence[FailureRecord], policy: FailurePolicySettings
 ) -> float:
-    """Seconds since the epoch before which `unit` is not started again; it waits twice as long
-    after each recent failure.
-    """
+    """Time before which `unit` is not restarted: the delay doubles with each recent failure."""
     own = [each for each in failures if each.unit == unit]
     if not own:
         return 0.0
@@ -241,10 +225,9 @@ def start_again_at(
 def excluded_nodes(
     failures: Iterable[FailureRecord], policy: FailurePolicySettings, healthy: Collection[str]
 ) -> tuple[str, ...]:
-    """Nodes on which pods keep failing while pods of the same job are well on another of the
-    `healthy` nodes.
+    """Nodes on which pods keep failing while pods of the job run well on another, `healthy` node.
 
-    Without that proof it may as well be the program that fails, and the node the only one there is.
+    Without such a node, the program may be the cause, and the node the only one there is.
     """
     if policy.exclude_node_after == 0:
         return ()
@@ -266,27 +249,19 @@ def take_failures(draft: Draft, wanted: Wanted) -> bool:
     """Remembers every failure that is not remembered yet. True when the job has failed."""
     policy = wanted.job.spec.failure_policy
     for unit, failures in _by_unit(_failures(draft, wanted)).items():
-        failure = min(
-            failures, key=lambda each: each.reason in COUNTED
-        )  # the others' errors follow from what the cluster did
-        verdict = (
-            pull_verdict(failure, policy)
-            if failure.reason is FailureReason.IMAGE_PULL
-            else judge(failure, policy)
-        )
+        # What the cluster did comes first: errors of the other pods follow from it.
+        failure = min(failures, key=lambda each: each.reason in COUNTED)
+        is_pull = failure.reason is FailureReason.IMAGE_PULL
+        verdict = pull_verdict(failure, policy) if is_pull else judge(failure, policy)
         if verdict.fails:
-            draft.fail(
-                ConditionReason.FAILURE_RULE if verdict.by_rule else ConditionReason.WRONG_SETTINGS,
-                str(failure),
-            )
+            by_rule = verdict.by_rule
+            reason = ConditionReason.FAILURE_RULE if by_rule else ConditionReason.WRONG_SETTINGS
+            draft.fail(reason, str(failure))
             return True
         recent = within_window(draft.status.recent_failures, policy, draft.seen.now)
         if verdict.counted and sum(each.counted for each in recent) >= policy.max_restarts:
-            window = (
-                f"used up: {counted(policy.max_restarts, 'restart')} within "
-                f"{policy.window_seconds} s"
-            )
-            draft.fail(ConditionReason.RESTART_LIMIT, f"{failure}; {window}")
+            used = f"{counted(policy.max_restarts, 'restart')} within {policy.window_seconds} s"
+            draft.fail(ConditionReason.RESTART_LIMIT, f"{failure}; used up: {used}")
             return True
         record = FailureRecord(
             time=write_time(draft.seen.now),
@@ -295,9 +270,8 @@ def take_failures(draft: Draft, wanted: Wanted) -> bool:
             reason=failure.reason.value,
             counted=verdict.counted,
         )
-        draft.set(
-            recent_failures=[*recent, record][-MAX_FAILURES:], restarts=draft.status.restarts + 1
-        )
+        remembered = [*recent, record][-MAX_FAILURES:]
+        draft.set(recent_failures=remembered, restarts=draft.status.restarts + 1)
         _remember(draft, failure)
         _start_again(draft, [unit])
         draft.note(EventType.WARNING, "PodFailed", f"{failure}; {unit} is started again")
@@ -305,7 +279,7 @@ def take_failures(draft: Draft, wanted: Wanted) -> bool:
 
 
 def take_restart_id(draft: Draft, wanted: Wanted, *, is_beginning: bool) -> None:
-    """A new restart.id starts everything again."""
+    """Restarts every pod for a new restart.id."""
     asked = wanted.job.spec.restart.id
     if (draft.status.restart_id or "") == asked:
         return
@@ -313,26 +287,21 @@ def take_restart_id(draft: Draft, wanted: Wanted, *, is_beginning: bool) -> None
     if is_beginning:  # every pod is new anyway
         return
     _start_again(draft, dict.fromkeys(unit_of(pod.role, pod.index) for pod in wanted.desired.pods))
-    draft.note(
-        EventType.NORMAL, "Restarting", f"every pod is started again for restart.id {asked!r}"
-    )
+    message = f"every pod is started again for restart.id {asked!r}"
+    draft.note(EventType.NORMAL, "Restarting", message)
 
 
 def _failures(draft: Draft, wanted: Wanted) -> Iterable[tuple[str, PodFailure]]:
     seen, policy = draft.seen, wanted.job.spec.failure_policy
-    pods = {pod.key.name: pod for pod in seen.pods if is_of_job(pod, seen.job.uid)}
+    pods = {pod.key.name: pod for pod in seen.own_pods}
     for spec in wanted.desired.pods:
         pod = pods.get(spec.name)
         unit, attempt = unit_of(spec.role, spec.index), expected_attempt(draft.status, spec)
         if pod is None:
             was_complete = spec.role is Role.TRAINER and draft.status.complete_trainers == attempt
             if was_complete or seen.gone.get(spec.name) == attempt:
-                yield (
-                    unit,
-                    PodFailure(
-                        spec.name, spec.role, "", FailureReason.DELETED, message="the pod is gone"
-                    ),
-                )
+                reason, message = FailureReason.DELETED, "the pod is gone"
+                yield unit, PodFailure(spec.name, spec.role, "", reason, message=message)
             continue
         if pod.attempt < attempt:
             continue

@@ -1,11 +1,9 @@
-"""`status` of a PipelineRLJob: what people read, and what the operator must remember across its own
+"""`status` of a PipelineRLJob: what people read, and what the operator must remember across
 restarts.
 
-Everything here is derived from what is observed, except what is marked as remembered: those facts
-are written before anything is done about them, so that a crash between any two writes loses and
-doubles nothing.
-
-How training goes, read from the metrics of the job's own processes.
+Everything is derived from observations, except what is marked as remembered: those facts are
+written before the operator acts on them, so that a crash between any two writes loses and repeats
+nothing.
 """
 
 from collections.abc import Mapping
@@ -29,14 +27,14 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class JobPhase(StrEnum):
-    """One word for people; programs read the conditions."""
+    """The state of a job in one word for people; programs read the conditions."""
 
     PENDING = "Pending"
     RUNNING = "Running"
     RECOVERING = "Recovering"
-    """It has run, and something that it needs is being started again."""
+    """It has run, and something that it needs is restarting."""
     INVALID = "Invalid"
-    """The spec or a pod template is refused; nothing is created until it is changed."""
+    """The spec or a pod template is refused; nothing is created until it changes."""
     EVALUATING = "Evaluating"
     """Training is finished; the last step is being evaluated."""
     SUSPENDING = "Suspending"
@@ -49,6 +47,8 @@ FINISHED = frozenset({JobPhase.SUCCEEDED, JobPhase.FAILED})
 
 
 class Condition(Settings):
+    """A condition of a job, in the shape of Kubernetes conditions."""
+
     type: str
     """One of Suspended, Understood, Provisioned, WeightGroupReady, Running, Degraded, Evaluating,
     Succeeded, Failed.
@@ -56,29 +56,33 @@ class Condition(Settings):
     status: Literal["True", "False", "Unknown"]
     """Whether it holds."""
     reason: Annotated[str, Field(max_length=64)]
-    """One word from a closed list."""
+    """Cause in one word, from a closed list."""
     message: Text = ""
-    """For people."""
+    """Explanation for people."""
     last_transition_time: str
-    """When `status` last changed."""
+    """When the status of the condition last changed."""
     observed_generation: Count = 0
-    """Generation of the spec that it speaks of."""
+    """Generation of the spec that the condition describes."""
 
 
 class LastFailure(Settings):
+    """The newest failure of a role."""
+
     pod: str
     """Name of the pod."""
     reason: str
     """Error, OOMKilled, Evicted, Preempted, NodeLost, Deleted or Ended."""
     exit_code: int | None = None
-    """Of the container that failed."""
+    """Exit code of the container that failed."""
     message: Text = ""
-    """What the container or Kubernetes said."""
+    """Message of the container or of Kubernetes."""
     time: str
-    """When the operator saw it."""
+    """When the operator observed it."""
 
 
 class RoleStatus(Settings):
+    """Pods of one role."""
+
     desired: Count = 0
     """Pods that should exist."""
     created: Count = 0
@@ -88,53 +92,59 @@ class RoleStatus(Settings):
     ready: Count = 0
     """Pods whose containers are ready."""
     restarts: Count = 0
-    """Pods started again after a failure. Remembered."""
+    """Restarts of pods after a failure. Remembered."""
     drifted: Count = 0
-    """Running pods that were made from another template than the current one; a new restart.id
-    takes it over.
-    """
+    """Running pods that were made from an older template; a new restart.id replaces them."""
     last_failure: LastFailure | None = None
     """The newest failure. Remembered."""
 
 
 class FailureRecord(Settings):
+    """A failure within the window of the failure policy."""
+
     time: str
-    """When the operator saw it."""
+    """When the operator observed it."""
     unit: Annotated[str, Field(max_length=80)]
-    """What was restarted: a pod as "actor-3", or "trainer" for all of them."""
+    """What restarted: one pod, as "actor-3", or "trainer" for all trainers."""
     node: Annotated[str, Field(max_length=253)] = ""
-    """Where it ran."""
+    """Node on which it ran."""
     reason: Annotated[str, Field(max_length=64)]
-    """As in lastFailure."""
+    """Reason as in lastFailure."""
     counted: bool
     """Whether it counts towards failurePolicy.maxRestarts."""
 
 
 class WeightGroupStatus(Settings):
+    """The weight-transfer group."""
+
     epoch: Count = 0
-    """Grows whenever the group changes, never back. Remembered."""
+    """Number of the group; it increases with each change and never decreases. Remembered."""
     world_size: Count = 0
-    """The trainer and every worker of the member generators."""
+    """Number of ranks: the trainer and all workers of the member generators."""
     members: Annotated[list[str], Field(max_length=MAX_MEMBERS)] = []
     """Generators in the group (the first 256)."""
     num_members: Count = 0
-    """How many there are."""
+    """Number of generators in the group."""
     state: Text = ""
-    """What keeps the group from being complete, for people."""
+    """What the group lacks to be complete, for people."""
 
 
 class StreamStatus(Settings):
+    """The sample stream."""
+
     pending: Count = 0
-    """Finished groups that wait for training."""
+    """Finished groups that wait to be trained."""
     oldest_seconds: Annotated[float, Field(ge=0)] = 0
-    """Age of the oldest of them."""
+    """Age of the oldest waiting group."""
 
 
 class TrainingStatus(Settings):
+    """Progress of training."""
+
     step: Count = 0
-    """Optimizer steps done."""
+    """Completed optimizer steps."""
     policy_version: int = 0
-    """Of the trainer's weights."""
+    """Version of the trainer's weights."""
     lag: float | None = None
     """Mean steps between the version that sampled a token and the one that trained it, in the
     newest step.
@@ -148,20 +158,22 @@ class TrainingStatus(Settings):
 
 
 class JobStatus(Settings):
+    """Status of a PipelineRLJob."""
+
     phase: JobPhase | None = None
-    """One word for people."""
+    """The state of the job in one word for people."""
     conditions: Annotated[list[Condition], Field(max_length=16)] = []
-    """What holds, and why."""
+    """What holds for the job, and why."""
     observed_generation: Count = 0
-    """Generation of the spec that this status speaks of."""
+    """Generation of the spec that this status describes."""
     start_time: str | None = None
-    """When the operator began with it, or took it up again after a suspension."""
+    """When the operator started the job, or resumed it after a suspension."""
     running_time: str | None = None
-    """When every role first ran since startTime."""
+    """When all roles first ran after startTime."""
     completion_time: str | None = None
-    """When it ended."""
+    """When the job ended."""
     restarts: Count = 0
-    """Failures of all roles after which something was started again. Remembered."""
+    """Failures of all roles that led to a restart. Remembered."""
     actors: RoleStatus = RoleStatus()
     """Pods of the actors."""
     trainers: RoleStatus = RoleStatus()
@@ -173,15 +185,15 @@ class JobStatus(Settings):
     evaluator: RoleStatus | None = None
     """Pod of the evaluator."""
     autoscale: ScalingChoice | None = None
-    """What autoscale has chosen. Remembered."""
+    """The number of actors chosen by autoscale. Remembered."""
     actor_selector: Annotated[str, Field(max_length=512)] | None = None
     """Label selector of the actors, for autoscalers."""
     restart_id: Annotated[str, Field(max_length=64)] | None = None
-    """The spec's restart.id that has been carried out, absent for an empty one. Remembered."""
+    """The restart.id that has been executed; absent for an empty one. Remembered."""
     attempts: Annotated[dict[str, Count], Field(max_length=10000)] = {}
-    """How often each unit was started again, where it was. Remembered."""
+    """Number of restarts of each unit that was restarted. Remembered."""
     complete_trainers: int = -1
-    """The newest attempt of the trainers of which every pod has existed at once. Remembered."""
+    """Newest attempt of the trainers whose pods have all existed at once. Remembered."""
     recent_failures: Annotated[list[FailureRecord], Field(max_length=MAX_FAILURES)] = []
     """Failures within the failure policy's window. Remembered."""
     weight_group: WeightGroupStatus | None = None
@@ -189,16 +201,16 @@ class JobStatus(Settings):
     stream: StreamStatus | None = None
     """The sample stream."""
     training: TrainingStatus | None = None
-    """How training goes: written at most every 15 s while it runs, and as it was at its end."""
+    """Progress of training, written at most every 15 s, and once more at its end."""
 
     @classmethod
     def read(cls, raw: Mapping[str, Any] | None) -> "JobStatus":
-        """What an older or newer operator wrote beside these fields is passed over."""
+        """Parses a status. Fields of an older or newer operator are ignored."""
         return cls.model_validate(own_fields(raw or {}), extra="ignore")
 
     def written(self) -> dict[str, Any]:
-        """As it lies in the API server. What is empty is left out: a server of 1.20 takes an empty
-        string for null.
+        """The document for the API server, without empty strings, which a 1.20 server reads as
+        null.
         """
         document: dict[str, Any] = _without_empty_texts(
             self.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -227,35 +239,16 @@ _ALIASES = frozenset(field.alias or name for name, field in JobStatus.model_fiel
 
 
 def own_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a status as it lies in the API server, what this operator knows."""
+    """The fields of a status document that this operator knows."""
     return {key: value for key, value in raw.items() if key in _ALIASES}
 
 
-REMEMBERED = frozenset(
-    {
-        "phase",
-        "attempts",
-        "recent_failures",
-        "restart_id",
-        "completion_time",
-        "complete_trainers",
-        "autoscale",
-    }
-)
-"""Fields whose change must be written before it is acted on."""
-
-
 def is_urgent(old: JobStatus, new: JobStatus) -> bool:
-    """Whether `new` remembers something that `old` does not, so that it must be written before
-    anything is done about it.
+    """Whether `new` remembers something that `old` does not, which must be written before the
+    operator acts on it.
     """
-    if (
-        old.attempts != new.attempts
-        or old.recent_failures != new.recent_failures
-        or old.completion_time != new.completion_time
-    ):
-        return True
-    if old.autoscale != new.autoscale:
+    fields = ("attempts", "recent_failures", "completion_time", "autoscale")
+    if any(getattr(old, field) != getattr(new, field) for field in fields):
         return True
     latched = {JobPhase.SUSPENDING, JobPhase.SUSPENDED, *FINISHED}
     return old.phase != new.phase and (old.phase in latched or new.phase in latched)
@@ -274,7 +267,7 @@ def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any
 
 
 def write_time(seconds: float) -> str:
-    """Seconds since the epoch as RFC 3339 with whole seconds, as Kubernetes has it."""
+    """Formats seconds since the epoch as RFC 3339 with whole seconds, as Kubernetes does."""
     return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -285,7 +278,7 @@ def read_time(text: str) -> float:
 class ConditionType(StrEnum):
     SUSPENDED = "Suspended"
     UNDERSTOOD = "Understood"
-    """Only of a job whose spec has had fields that the operator does not know."""
+    """Set only for a job whose spec has had fields that the operator does not know."""
     PROVISIONED = "Provisioned"
     WEIGHT_GROUP_READY = "WeightGroupReady"
     RUNNING = "Running"
@@ -330,7 +323,7 @@ class ConditionReason(StrEnum):
 
 
 def training_status(now: Reading, before: Reading | None) -> TrainingStatus | None:
-    """From the trainer's metrics; None before the first step is counted. The rate is over the time
+    """Progress from the trainer's metrics; None before the first step is counted. The rate is that
     between two readings.
     """
     values = now.values
@@ -351,8 +344,8 @@ def training_status(now: Reading, before: Reading | None) -> TrainingStatus | No
 
 
 def last_training_status(message: str, before: TrainingStatus | None) -> TrainingStatus | None:
-    """From what the trainer left as its container's message; the rate, which it lacks, stays that
-    of `before`. None without.
+    """Progress from the message that the trainer's container left, None without it. The rate, which
+    the message lacks, is that of `before`.
     """
     last = training_status(Reading(0.0, parse_metrics(message.encode())), None)
     if last is None or before is None:
@@ -361,7 +354,7 @@ def last_training_status(message: str, before: TrainingStatus | None) -> Trainin
 
 
 def stream_status(now: Reading) -> StreamStatus | None:
-    """From the preprocessor's metrics."""
+    """The sample stream from the preprocessor's metrics; None before it is measured."""
     pending = now.values.get("stream_messages")
     if pending is None:
         return None
@@ -372,5 +365,5 @@ def stream_status(now: Reading) -> StreamStatus | None:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Digits enough for a table, few enough that noise is no reason to write."""
+    """Rounds to 4 digits: enough for a table, and noise does not cause writes."""
     return None if value is None else float(f"{value:.4g}")

@@ -1,9 +1,7 @@
-"""Each job's place on the stream's server: made before its pods are, removed after the job is gone.
+"""The streams of each job on the stream server: created before its pods, removed after the job.
 
-No finalizer holds a job or its namespace back for it: what no leader saw go is found and removed
-later.
-
-How the operator itself gets at the stream's server.
+No finalizer delays the deletion of a job or its namespace: streams of jobs whose end no leader saw
+are found and removed by a periodic sweep.
 """
 
 import argparse
@@ -31,7 +29,9 @@ CLOSE_S = 5.0
 
 
 class JobStreams:
-    """`admin` None: nothing is made beforehand, and pods log in with the job's token or not at all."""
+    """Creates and removes streams in the right order. Without `admin` nothing is created
+    beforehand, and pods log in with the job's token or without a login.
+    """
 
     def __init__(self, admin: StreamAdmin | None) -> None:
         self._admin = admin
@@ -39,27 +39,30 @@ class JobStreams:
         self._leaving: dict[ObjectKey, asyncio.Task[None]] = {}
 
     async def ensure(self, job: JobResource) -> str | None:
-        """Content of `nats.creds` in the job's Secret, None without one. Raises Unavailable."""
+        """Creates the job's streams. Returns the content of `nats.creds` in its Secret, None
+        without one. Raises Unavailable.
+        """
         if self._admin is None:
             return None
         predecessor = self._leaving.get(ObjectKey(job.namespace, job.name))
         if predecessor is not None:
+            # Streams of a job of the same name are still being removed: they must be gone first.
             await asyncio.wait({predecessor})
         return await self._admin.ensure(job)
 
-    async def sweep_for_ever(
+    async def run_sweeps(
         self, uids: Callable[[], Collection[str]], namespaces: Collection[str]
     ) -> None:
-        """Now and then removes the places of jobs that no leader has seen go."""
+        """Removes the streams of jobs whose end no leader saw, every SWEEP_S until cancelled."""
         while self._admin is not None:
             try:
                 await self._admin.sweep(uids, namespaces)
             except Unavailable as error:
-                log.info("places of jobs that are gone are looked for later: %s", error)
+                log.info("streams of deleted jobs are swept later: %s", error)
             await asyncio.sleep(SWEEP_S)
 
     def leave(self, job: JobView) -> None:
-        """Removes it in the background."""
+        """Starts to remove the job's streams in the background."""
         if self._admin is None:
             return
         task = asyncio.create_task(
@@ -81,7 +84,7 @@ class JobStreams:
     async def _remove(self, admin: StreamAdmin, job: JobView) -> None:
         try:
             resource = JobResource.parse(job.body)
-        except SettingsError:  # an invalid job never had a place
+        except SettingsError:  # an invalid job never had streams
             return
         async with self._turns:
             await admin.remove(resource)
@@ -91,10 +94,10 @@ class JobStreams:
 async def stream_admin(
     arguments: argparse.Namespace, api: Api, namespace: str
 ) -> AsyncIterator[StreamAdmin]:
-    """Accounts of the chart's own server with --nats-auth-secret, else a shared login, with
-    --nats-credentials or with none.
+    """The administration of streams: accounts of the chart's own server with --nats-auth-secret,
+    else a shared login, with --nats-credentials or without.
 
-    Raises SettingsError for a Secret or a file that is not what it should be.
+    Raises SettingsError for a wrong Secret or file.
     """
     if arguments.nats_auth_secret:
         key = await _operator_key(api, namespace, arguments.nats_auth_secret)
@@ -107,7 +110,7 @@ async def stream_admin(
 
 
 def read_file(flag: str, path: Path | None) -> str | None:
-    """None without one. Raises SettingsError when it cannot be read."""
+    """Content of the file, None without a path. Raises SettingsError when it cannot be read."""
     try:
         return None if path is None else path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -115,7 +118,7 @@ def read_file(flag: str, path: Path | None) -> str | None:
 
 
 async def _operator_key(api: Api, namespace: str, name: str) -> StreamKey:
-    """The key in the Secret, which is made once: the stream's server starts when it is there."""
+    """The key in the Secret, which is created once; the stream server starts when it exists."""
     try:
         return operator_key(await api.get(SECRETS, namespace, name))
     except NotFound:
@@ -124,7 +127,7 @@ async def _operator_key(api: Api, namespace: str, name: str) -> StreamKey:
         await api.create(
             SECRETS, namespace, auth_secret(name, key, {"app.kubernetes.io/part-of": "pipelinerl"})
         )
-        log.info("secret=%s/%s made for the stream's server", namespace, name)
+        log.info("secret=%s/%s created for the stream server", namespace, name)
         return key
     except AlreadyExists:
         return operator_key(await api.get(SECRETS, namespace, name))

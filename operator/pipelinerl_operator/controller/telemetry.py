@@ -1,10 +1,8 @@
-"""The operator's own metrics, recorded where things happen and read when they are scraped.
-
-The operator's own HTTP port: `/metrics`, `/healthz` for the kubelet's liveness, `/readyz` for
-its readiness.
+"""The operator's own metrics and its HTTP port: `/metrics`, `/healthz` (liveness), `/readyz`
+(readiness).
 """
 
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from itertools import chain
 
@@ -21,20 +19,20 @@ from pipelinerl_operator.kube import WorkQueue
 
 
 class Telemetry:
-    """Of one replica. What only a leader has is missing while another leads."""
+    """Metrics of one replica. What only a leader has is missing while another replica leads."""
 
     def __init__(self, is_leader: Callable[[], bool]) -> None:
         self.metrics = Metrics(OPERATOR, job="")
         self._seconds = self.metrics.histogram("operator_reconcile_seconds")
         self._results = self.metrics.counter("operator_reconciles_total")
         self._requests = self.metrics.counter("operator_api_requests_total")
-        self._companions: Callable[[], Iterable[Metrics]] = lambda: []
+        self._of_jobs: Callable[[], Iterable[Metrics]] = lambda: []
         self._count_restarts: Callable[[], None] = lambda: None
         self.metrics.gauge("operator_leader").read(lambda: float(is_leader()))
         self.metrics.gauge("operator_memory_bytes").read(memory_bytes)
 
     def called(self, verb: str, code: int, seconds: float) -> None:
-        """For the API client; code 0 is no answer."""
+        """Counts a call of the API client; code 0 means no answer."""
         self._requests.inc(verb=verb, code=str(code) if code else "none")
 
     def reconciled(self, outcome: str, seconds: float) -> None:
@@ -42,7 +40,7 @@ class Telemetry:
         self._results.inc(outcome=outcome)
 
     def watch_queue(self, queue: WorkQueue | None) -> None:
-        """None when another leads."""
+        """Exports the queue; None while another replica leads."""
         self.metrics.gauge("operator_queue_depth").read(
             lambda: None if queue is None else float(queue.depth)
         )
@@ -51,7 +49,7 @@ class Telemetry:
         )
 
     def watch_informers(self, informers: Iterable[AnyInformer]) -> None:
-        """An empty list when another leads."""
+        """Exports the informers; empty while another replica leads."""
         followed = list(informers)
         self.metrics.gauge("operator_watch_silence_seconds").read(
             lambda: max((each.silence_s for each in followed), default=None)
@@ -64,7 +62,7 @@ class Telemetry:
         )
 
     def watch_jobs(self, jobs: Callable[[], Iterable[JobView]]) -> None:
-        """Jobs by phase; those without one yet are pending."""
+        """Exports the number of jobs by phase; jobs without a phase are pending."""
         gauge = self.metrics.gauge("operator_jobs")
 
         def count(phase: JobPhase) -> Callable[[], float]:
@@ -75,33 +73,32 @@ class Telemetry:
         for phase in JobPhase:
             gauge.read(count(phase), phase=phase.value)
 
-    def watch_companions(self, metrics: Callable[[], Iterable[Metrics]]) -> None:
-        """The coordinators' metrics, which are of one job each."""
-        self._companions = metrics
+    def watch_runtimes(self, metrics: Callable[[], Iterable[Metrics]]) -> None:
+        """Exports the metrics of the jobs' runtimes."""
+        self._of_jobs = metrics
 
     def watch_nothing(self) -> None:
-        """Another leads."""
+        """Exports no more of what only a leader has."""
         self.watch_queue(None)
         self.watch_informers([])
         self.watch_jobs(lambda: [])
-        self._companions = lambda: []
+        self._of_jobs = lambda: []
 
     def exposition(self) -> Iterator[bytes]:
-        """In Prometheus' text format, metric by metric, each once, however many jobs have it."""
+        """All metrics in Prometheus' text format, each once, however many jobs have it."""
         self._count_restarts()
-        return exposition_of(chain([self.metrics], self._companions()))
+        return exposition_of(chain([self.metrics], self._of_jobs()))
 
 
 Check = Callable[[], str]
-"""Empty when all is well, else what is wrong."""
+"""Returns what is wrong, or an empty text when all is well."""
 
 
 @asynccontextmanager
 async def serve_health(
     listen: str, exposition: Callable[[], Iterable[bytes]], healthy: Check, ready: Check
 ) -> AsyncIterator[str]:
-    """Serves on `listen` ("host:port") until the block is left. The address with the port that was
-    really bound.
+    """Serves on `listen` ("host:port") until the block is left. Yields the address that was bound.
 
     Raises SettingsError when it cannot be bound.
     """
@@ -109,26 +106,24 @@ async def serve_health(
     async def metrics(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE_LATEST})
         await response.prepare(request)
-        for part in exposition():  # of a thousand jobs they are 2 MB, which is not held twice
+        for part in exposition():  # 2 MB for 1000 jobs, which are not held twice
             await response.write(part)
         return response
 
-    def answer(check: Check) -> Callable[[web.Request], web.Response]:
-        def respond(request: web.Request) -> web.Response:
+    def answer(check: Check) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def respond(request: web.Request) -> web.Response:
             fault = check()
             return web.Response(status=503 if fault else 200, text=fault or "ok")
 
         return respond
 
-    async def healthz(request: web.Request) -> web.Response:
-        return answer(healthy)(request)
-
-    async def readyz(request: web.Request) -> web.Response:
-        return answer(ready)(request)
-
     app = web.Application()
     app.add_routes(
-        [web.get("/metrics", metrics), web.get("/healthz", healthz), web.get("/readyz", readyz)]
+        [
+            web.get("/metrics", metrics),
+            web.get("/healthz", answer(healthy)),
+            web.get("/readyz", answer(ready)),
+        ]
     )
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()

@@ -1,10 +1,8 @@
-"""What is kept of the objects that the operator follows: a pod of 10 kB becomes about 1 kB, its
-children a few words.
+"""The parts of objects that the operator keeps: a pod of 10 kB becomes about 1 kB, a child a few
+words.
 
-Words that all objects of a job share are kept once.
-
-Units of restart: what starts again together. All trainers are one, since they share collectives;
-others are alone.
+Texts that all objects of a job share are kept once. All trainers are one unit of restart, since
+they share collectives; every other pod is a unit of its own.
 """
 
 import json
@@ -22,11 +20,13 @@ from pipelinerl_operator.objects import PodSpec
 from pipelinerl_operator.objects.names import ATTEMPT, INDEX, JOB, PREFIX, ROLE, TEMPLATE_HASH
 
 APPLIED_HASH = f"{PREFIX}applied-hash"
-"""Annotation of a child: hash of the manifest that the operator applied."""
+"""Annotation of a child with the hash of the manifest that the operator applied."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobView:
+    """A PipelineRLJob."""
+
     key: ObjectKey
     uid: str
     resource_version: str
@@ -35,8 +35,8 @@ class JobView:
     phase: str
     """Empty before the first status."""
     document: bytes
-    """The object as compressed JSON, about a tenth of what it takes as dicts, without managedFields
-    and kubectl's copy of the whole.
+    """The object as compressed JSON, about a tenth of its size as dicts, without managedFields and
+    kubectl's copy.
     """
 
     @classmethod
@@ -59,14 +59,14 @@ class JobView:
 
     @property
     def body(self) -> Object:
-        """Read anew at each call: a look at a job needs one."""
+        """The object, parsed at each call: a decision needs it once."""
         body: Object = json.loads(zlib.decompress(self.document))
         return body
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedView:
-    """A child that is known by its metadata only."""
+    """A child of which only metadata is known."""
 
     key: ObjectKey
     uid: str
@@ -92,9 +92,7 @@ class OwnedView:
 
     @property
     def content_version(self) -> str:
-        """Changes when somebody changes what was applied, but not, where the kind can tell, with
-        its status.
-        """
+        """Changes with what was applied and, where the kind has a generation, not with the status."""
         return str(self.generation) if self.generation else self.resource_version
 
 
@@ -111,6 +109,8 @@ class Termination:
 
 @dataclass(frozen=True, slots=True)
 class PodView:
+    """A pod of a job."""
+
     key: ObjectKey
     uid: str
     resource_version: str
@@ -121,9 +121,7 @@ class PodView:
     attempt: int
     template_hash: str
     deleted_at: float | None
-    """When its grace period ends or ended, in seconds since the epoch, once somebody has deleted
-    it.
-    """
+    """End of its grace period in seconds since the epoch, once it has been deleted."""
     phase: str
     reason: str
     message: str
@@ -131,14 +129,13 @@ class PodView:
     ip: str
     is_ready: bool
     scheduling: str
-    """Why it has no node yet, for people; empty when it has one."""
+    """Why it has no node yet, as a text for people; empty when it has one."""
     waiting: tuple[str, str]
-    """Reason and message of the first container that waits, for example ("ImagePullBackOff",
-    "Back-off pulling ...").
+    """Reason and message of the first waiting container, as ("ImagePullBackOff", "Back-off ...").
     """
     terminations: tuple[Termination, ...]
     disruption: str
-    """Reason of its condition DisruptionTarget, empty without one."""
+    """Reason of its condition DisruptionTarget; empty without it."""
 
     @classmethod
     def of(cls, body: Object) -> "PodView":
@@ -221,7 +218,7 @@ STATUS_FIELDS = {
 
 
 def unit_of(role: str, index: int) -> str:
-    """Example: "trainer" for every trainer, "actor-3" for the fourth actor."""
+    """The unit of restart of a pod: "trainer" for every trainer, "actor-3" for the fourth actor."""
     return role if RESTART_SCOPES[Role(role)] is RestartScope.ROLE else f"{role}-{index}"
 
 
@@ -230,5 +227,5 @@ def expected_attempt(status: JobStatus, pod: PodSpec | PodView) -> int:
 
 
 def is_of_job(pod: PodView, uid: str) -> bool:
-    """By UID, never by name: a predecessor's pods may still be around."""
+    """Whether the pod belongs to the job with that UID: a predecessor's pods have the same names."""
     return pod.owner_uid == uid and pod.role in STATUS_FIELDS and pod.index >= 0

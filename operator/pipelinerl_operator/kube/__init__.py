@@ -12,14 +12,14 @@ from pipelinerl_operator.kube.workqueue import WorkQueue
 
 __all__ = [
     "Api",
-    "Change",
     "ApiConnection",
+    "Change",
     "Election",
     "HttpApi",
     "Informer",
-    "ObjectKey",
     "LeaseTimes",
     "Object",
+    "ObjectKey",
     "Page",
     "Resource",
     "Selection",

@@ -121,7 +121,8 @@ class _Reread(Generic[Value]):
             self._read_at = time.monotonic()
             with suppress(
                 OSError
-                # being replaced at this moment, or gone: the server decides whether the old one holds
+                # being replaced at this moment, or gone: the server decides whether the old one
+                # holds
             ):
                 self._value = self._read()
         return self._value

@@ -1,4 +1,4 @@
-"""What a job's companion reads of its pods."""
+"""What a job's runtime in the leader reads from its pods."""
 
 import socket
 from collections.abc import AsyncIterator
@@ -23,7 +23,7 @@ HOSTS = {"sums-trainer-0": "127.0.0.2", "sums-preprocessor-0": "127.0.0.3"}
 
 
 class Running:
-    """A job whose trainer and preprocessor tell the metrics that a test sets."""
+    """A job whose trainer and preprocessor export the metrics that a test sets."""
 
     def __init__(self, world: World, session: aiohttp.ClientSession) -> None:
         self.trainer, self.preprocessor = Metrics(TRAINER, "sums"), Metrics(PREPROCESSOR, "sums")
@@ -32,7 +32,7 @@ class Running:
         view = world.cluster.jobs.get(JOB)
         assert view is not None
         resource = JobResource.parse(view.body)
-        self.companion = JobRuntime(
+        self.runtime = JobRuntime(
             view,
             Wanted(resource, desired_objects(resource, CONTEXT)),
             world.status,
@@ -43,10 +43,10 @@ class Running:
     async def step(self, step: int, num_groups: int) -> None:
         self.trainer.gauge("policy_version").set(step)
         self.preprocessor.counter("groups_trained_total").inc(num_groups)
-        await self.companion.read(self._session)
+        await self.runtime.read(self._session)
 
     def steps(self) -> tuple[int, int] | None:
-        balance = self.companion.balance
+        balance = self.runtime.report().balance
         return None if balance is None else (balance.begin_step, balance.step)
 
 
@@ -81,21 +81,22 @@ async def test_the_balance_grows_from_the_first_reading_on(running: Running) -> 
     await running.step(5, 16)
     await running.step(9, 32)
     assert running.steps() == (3, 9)
-    assert running.companion.balance is not None
-    assert running.companion.balance.num_actors == 2
-    assert running.companion.balance.ratio == 1.0
-    assert running.companion.training is not None
-    assert running.companion.training.step == 9
+    report = running.runtime.report()
+    assert report.balance is not None
+    assert report.balance.num_actors == 2
+    assert report.balance.ratio == 1.0
+    assert report.training is not None
+    assert report.training.step == 9
 
 
 async def test_a_look_at_it_begins_it_anew(running: Running) -> None:
     await running.step(3, 8)
     await running.step(13, 80)
     status = JobStatus(autoscale=ScalingChoice(actors=2, start=2, step=13, ratio=1.0))
-    running.companion.update(status, 1)
+    running.runtime.update(status, 1)
     assert running.steps() is None
     await running.step(14, 8)
-    running.companion.update(status, 1)
+    running.runtime.update(status, 1)
     assert running.steps() == (13, 14)
 
 
@@ -112,16 +113,16 @@ async def test_an_actor_that_is_gone_begins_it_anew(running: Running) -> None:
 
 async def test_the_metrics_say_how_many_actors_there_are_and_why(running: Running) -> None:
     actors = RoleStatus(desired=3, ready=2)
-    running.companion.update(JobStatus(actors=actors), 1)
-    text = running.companion.metrics().exposition().decode()
+    running.runtime.update(JobStatus(actors=actors), 1)
+    text = running.runtime.metrics().exposition().decode()
     assert 'pipelinerl_actors_desired{job="sums",namespace="default",role="coordinator"} 3' in text
     assert 'pipelinerl_actors_ready{job="sums",namespace="default",role="coordinator"} 2' in text
     assert "pipelinerl_autoscale_ratio{" not in text
-    running.companion.update(
+    running.runtime.update(
         JobStatus(actors=actors, autoscale=ScalingChoice(actors=3, start=2, step=10, ratio=0.975)),
         1,
     )
-    text = running.companion.metrics().exposition().decode()
+    text = running.runtime.metrics().exposition().decode()
     assert (
         'pipelinerl_autoscale_ratio{job="sums",namespace="default",role="coordinator"} 0.975'
         in text
