@@ -22,7 +22,6 @@ from pipelinerl_actor.generator.engine import (
     EngineCompletion,
     EngineOptions,
     GeneratorEngine,
-    GroupSpec,
     KVCache,
     Sampling,
     Transfer,
@@ -30,6 +29,7 @@ from pipelinerl_actor.generator.engine import (
 from pipelinerl_actor.generator.service import make_engine
 from pipelinerl_actor.generator.transformers_decoder import DecodedSequence as Decoded
 from pipelinerl_actor.generator.transformers_engine import TransformersEngine
+from pipelinerl_common.generator_api import InitGroupRequest
 from pipelinerl_common.settings import GeneratorSettings
 from pipelinerl_weights.group import Rendezvous, TransferGroup
 from pipelinerl_weights.manifest import Manifest, TensorSpec
@@ -108,8 +108,16 @@ class Studied(ABC):
         async with self._engine.running():
             world_size = 1 + self._engine.num_workers
             rendezvous = Rendezvous.open("127.0.0.1", 0, world_size, TRANSFER_S)
-            spec = GroupSpec(1, "127.0.0.1", rendezvous.port, 1, world_size, "gloo", TRANSFER_S)
-            joining = asyncio.create_task(self._engine.join(spec))
+            request = InitGroupRequest(
+                epoch=1,
+                master_address="127.0.0.1",
+                master_port=rendezvous.port,
+                rank_offset=1,
+                world_size=world_size,
+                backend="gloo",
+                timeout_s=TRANSFER_S,
+            )
+            joining = asyncio.create_task(self._engine.join(request))
             self._group = await asyncio.to_thread(
                 TransferGroup.join,
                 "127.0.0.1",

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 
 from pipelinerl_actor.generator.engine import (
     EngineCompletion,
-    GroupSpec,
     KVCache,
     Received,
     Sampling,
     Transfer,
 )
 from pipelinerl_actor.generator.metrics import StepClock
-from pipelinerl_common.generator_api import LoadResponse
+from pipelinerl_common.generator_api import InitGroupRequest, LoadResponse
 from pipelinerl_common.types import VersionRun
 
 
@@ -59,7 +58,7 @@ class FakeEngine:
         self._do("score")
         return [-1.0] * (len(token_ids) - start)
 
-    async def join(self, group: GroupSpec) -> list[int]:
+    async def join(self, group: InitGroupRequest) -> list[int]:
         self._do("join")
         return [group.rank_offset]
 

@@ -5,17 +5,26 @@ from dataclasses import replace
 import pytest
 from actor_generator_fakes import FakeEngine
 
-from pipelinerl_actor.generator.engine import GroupSpec, KVCache, Transfer
+from pipelinerl_actor.generator.engine import KVCache, Transfer
 from pipelinerl_actor.generator.metrics import GeneratorMetrics
 from pipelinerl_actor.generator.updater import WeightUpdate, WeightUpdater
 from pipelinerl_actor.generator.weight_layout import ManifestMismatch, WeightLayout
 from pipelinerl_common.errors import FatalError, Refused
-from pipelinerl_common.generator_api import UnknownManifest
+from pipelinerl_common.generator_api import InitGroupRequest, UnknownManifest
 from pipelinerl_weights.errors import TransferAborted, TransferTimeout
 from pipelinerl_weights.manifest import Manifest, TensorSpec
 
 MANIFEST = Manifest((TensorSpec("w", "float32", (2, 3)),), 1024)
-GROUP = GroupSpec(7, "127.0.0.1", 1234, 1, 2, "gloo", 5.0)
+GROUP = InitGroupRequest(
+    epoch=7,
+    master_address="127.0.0.1",
+    master_port=1234,
+    rank_offset=1,
+    world_size=2,
+    backend="gloo",
+    timeout_s=5.0,
+)
+NEXT_GROUP = GROUP.model_copy(update={"epoch": 8})
 
 
 def update(version: int = 1, mode: str = "staged", **fields: object) -> WeightUpdate:
@@ -148,7 +157,7 @@ async def test_a_manifest_is_known_from_the_groups_first_update_to_the_next_grou
     assert updater.known_manifest(MANIFEST.hash) == MANIFEST
     with pytest.raises(UnknownManifest):
         updater.known_manifest("another")
-    await updater.join(GroupSpec(8, "127.0.0.1", 1234, 1, 2, "gloo", 5.0))
+    await updater.join(NEXT_GROUP)
     with pytest.raises(UnknownManifest, match="unknown in epoch 8"):
         updater.known_manifest(MANIFEST.hash)
 
@@ -182,5 +191,5 @@ async def test_a_group_that_cannot_be_joined_leaves_none(
 ) -> None:
     engine.failing["join"] = TransferTimeout("rank 0 did not join in time")
     with pytest.raises(TransferTimeout):
-        await updater.join(GroupSpec(8, "127.0.0.1", 1234, 1, 2, "gloo", 5.0))
+        await updater.join(NEXT_GROUP)
     assert updater.epoch == 0

@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from pipelinerl_actor.generator.engine import GeneratorEngine, GroupSpec, KVCache, Transfer
+from pipelinerl_actor.generator.engine import GeneratorEngine, KVCache, Transfer
 from pipelinerl_actor.generator.metrics import GeneratorMetrics
 from pipelinerl_actor.generator.request_handler import BadRequest, Overloaded, RequestHandler
 from pipelinerl_actor.generator.updater import WeightUpdate, WeightUpdater
@@ -130,7 +130,7 @@ def _add_weight_routes(app: FastAPI, generator: RunningGenerator, authorized: li
 
     @app.post("/init_process_group", dependencies=authorized)
     async def init_process_group(body: InitGroupRequest) -> InitGroupResponse:
-        ranks = await updater.join(GroupSpec(**body.model_dump()))
+        ranks = await updater.join(body)
         return InitGroupResponse(epoch=body.epoch, ranks=ranks)
 
     @app.post("/request_weight_update", dependencies=authorized)

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from pipelinerl_common.generator_api import LoadResponse
+from pipelinerl_common.generator_api import InitGroupRequest, LoadResponse
 from pipelinerl_common.settings import GeneratorSettings
 from pipelinerl_common.types import VersionRun
 from pipelinerl_weights.manifest import Manifest
@@ -58,19 +58,6 @@ class EngineCompletion:
     """"stop", "length", or "abort" for what was sampled of a sequence that was stopped."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSpec:
-    """The weight-transfer group to join; worker i has rank `rank_offset` + i."""
-
-    epoch: int
-    master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
-    backend: str
-    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +141,7 @@ class GeneratorEngine(Protocol):
         """Log-probabilities of token_ids[start:], each given all before it; `start` is >= 1."""
         ...
 
-    async def join(self, group: GroupSpec) -> list[int]:
+    async def join(self, group: InitGroupRequest) -> list[int]:
         """Makes every worker leave its old group and join this one, while decoding continues.
         Returns the workers' ranks.
 

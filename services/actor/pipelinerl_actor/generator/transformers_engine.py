@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from pipelinerl_actor.generator.engine import (
     EngineCompletion,
     EngineOptions,
-    GroupSpec,
     KVCache,
     Received,
     Sampling,
@@ -33,7 +32,7 @@ from pipelinerl_actor.generator.transformers_decoder import (
 )
 from pipelinerl_actor.generator.weight_layout import WeightLayout
 from pipelinerl_common.errors import FatalError, SettingsError
-from pipelinerl_common.generator_api import LoadResponse
+from pipelinerl_common.generator_api import InitGroupRequest, LoadResponse
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Bucket
 from pipelinerl_weights.transfer import receive, tensors_of
@@ -106,7 +105,7 @@ class TransformersEngine:
 
     # Weights
 
-    async def join(self, group: GroupSpec) -> list[int]:
+    async def join(self, group: InitGroupRequest) -> list[int]:
         await self.leave()
         self._group = await asyncio.to_thread(
             TransferGroup.join,

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 
 from pipelinerl_actor.generator.engine import (
     GeneratorEngine,
-    GroupSpec,
     KVCache,
     Received,
     Transfer,
@@ -30,7 +29,7 @@ from pipelinerl_actor.generator.engine import (
 from pipelinerl_actor.generator.metrics import GeneratorMetrics
 from pipelinerl_actor.generator.weight_layout import ExpectedWeights, ManifestMismatch
 from pipelinerl_common.errors import FatalError, Refused
-from pipelinerl_common.generator_api import UnknownManifest, UpdateResponse
+from pipelinerl_common.generator_api import InitGroupRequest, UnknownManifest, UpdateResponse
 from pipelinerl_common.telemetry import fields
 from pipelinerl_weights.manifest import Manifest
 
@@ -78,7 +77,7 @@ class WeightUpdater:
         self.num_failures = 0
         self._publish()
 
-    async def join(self, group: GroupSpec) -> list[int]:
+    async def join(self, group: InitGroupRequest) -> list[int]:
         """Joins the group of a newer epoch. An update that still runs in the old one fails.
 
         Raises Refused for an epoch that is not newer, or where no updates are taken;

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from vllm import SamplingParams
@@ -25,7 +25,6 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from pipelinerl_actor.generator.engine import (
     EngineCompletion,
     EngineOptions,
-    GroupSpec,
     KVCache,
     Received,
     Sampling,
@@ -35,7 +34,7 @@ from pipelinerl_actor.generator.metrics import StepClock
 from pipelinerl_actor.generator.vllm_options import engine_args
 from pipelinerl_actor.generator.worker_thread import WorkerReports
 from pipelinerl_common.errors import FatalError
-from pipelinerl_common.generator_api import LoadResponse
+from pipelinerl_common.generator_api import InitGroupRequest, LoadResponse
 from pipelinerl_common.types import VersionRun
 from pipelinerl_weights.manifest import Manifest
 
@@ -257,8 +256,8 @@ class VllmEngine:
 
     # Weights
 
-    async def join(self, group: GroupSpec) -> list[int]:
-        results = await self._in_background("weights_join", group.timeout_s, asdict(group))
+    async def join(self, group: InitGroupRequest) -> list[int]:
+        results = await self._in_background("weights_join", group.timeout_s, group.model_dump())
         return [int(result["rank"]) for result in results]
 
     async def leave(self) -> None:

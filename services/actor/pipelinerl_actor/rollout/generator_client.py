@@ -60,9 +60,7 @@ class TurnRequest:
             "request_id": request_id,
         }
         try:
-            return CompletionRequest(
-                **{name: value for name, value in fields.items() if value is not None}
-            )
+            return CompletionRequest(**fields)
         except ValidationError as error:
             raise GivenUp("http_422", f"not a completion request: {error}") from error
 
