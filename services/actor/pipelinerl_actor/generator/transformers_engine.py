@@ -82,6 +82,7 @@ class TransformersEngine:
         return self._loop.clock.load()
 
     async def watch(self) -> None:
+        """Waits for a fault of the decoding thread; the thread ends without one only at `stop`."""
         fault = await asyncio.wrap_future(self._loop.fault)
         raise FatalError(f"decoding ended: {fault}")
 

@@ -263,6 +263,8 @@ class WeightUpdater:
 
 @dataclass(slots=True)
 class _Pause:
+    """What happened while the engine was paused."""
+
     num_running: int
     seconds: float = 0.0
     survivable: Exception | None = None

@@ -153,6 +153,7 @@ class VllmEngine:
         return self._clock.load()
 
     async def watch(self) -> None:
+        """Polls the engine core's state, since its end raises nothing while no request runs."""
         while True:
             if self._engine.errored:
                 raise FatalError("the vLLM engine died; see its log above")

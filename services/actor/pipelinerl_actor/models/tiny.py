@@ -200,18 +200,11 @@ def train(recipe: Recipe) -> Qwen3ForCausalLM:
     # One thread, since sums in another order would give other weights.
     torch.set_num_threads(1)
     try:
-        _fit(
-            model,
+        for phase in (
             _Phase(recipe.learn_steps, recipe.learn_rate, recipe.learn_repeats, 1.0),
-            table,
-            generator,
-        )
-        _fit(
-            model,
             _Phase(recipe.doubt_steps, recipe.doubt_rate, recipe.doubt_repeats, recipe.right_share),
-            table,
-            generator,
-        )
+        ):
+            _fit(model, phase, table, generator)
         log.info(
             "model=tiny://arithmetic right=%.3f of sampled answers before training",
             success_share(model),
@@ -235,6 +228,8 @@ def success_share(model: Qwen3ForCausalLM) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Phase:
+    """One phase of the supervised start."""
+
     num_steps: int
     peak_rate: float
     repeats: int

@@ -70,6 +70,8 @@ class TrajectoryClock:
 
 @dataclass(slots=True, eq=False)
 class _Generator:
+    """One generator, and what this actor knows of its state."""
+
     client: RolloutClient
     running: int = 0
     """Sequences that it decodes for this actor."""
