@@ -209,7 +209,7 @@ class FakeApi:
         *,
         spec: bool = False,
     ) -> None:
-        """Somebody else's write. `spec` grows the generation."""
+        """A write by another client. `spec` increments the generation."""
         body = copy.deepcopy(self.objects[resource, key])
         change(body)
         if spec:

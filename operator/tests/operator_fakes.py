@@ -109,10 +109,10 @@ class World:
         """Attempts of every pod that was made, by name."""
         self.failed: set[tuple[str, int]] = set()
         self.admin: StreamAdmin | None = None
-        """Of the stream's server; taken over at the operator's next start."""
+        """Administration of streams; used from the operator's next start."""
         self.trainings: dict[ObjectKey, TrainingStatus] = {}
         self.balances: dict[ObjectKey, Balance] = {}
-        """Of generation and training, as the metrics of each job tell them."""
+        """Balances of generation and training that the jobs' metrics give."""
         self.restart_operator()
 
     # the operator
@@ -136,7 +136,7 @@ class World:
         self.sync()
 
     def sync(self, resources: Iterable[Any] | None = None) -> None:
-        """The operator's stores catch up with the API server; only those of `resources` when given."""
+        """The stores catch up with the API server; only those of `resources` when given."""
         stores: dict[Any, Any] = {
             JOBS: self.cluster.jobs,
             PODS: self.cluster.pods,
@@ -161,7 +161,7 @@ class World:
             return 0.0
 
     async def settle(self, *, kubelet: bool = True, rounds: int = 60, step_s: float = 1.0) -> None:
-        """Until nothing is written for several rounds in which time passes."""
+        """Reconciles until nothing is written for several rounds in which time passes."""
         quiet = 0
         for _ in range(rounds):
             before = self.api.version

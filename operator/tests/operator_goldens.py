@@ -1,7 +1,7 @@
 """Jobs whose objects are kept as files in golden/: `python operator/tests/operator_goldens.py`
-writes them anew.
+writes the files again.
 
-A difference there is a difference in what users' clusters get: read it before it is committed.
+A difference there is a difference in users' clusters: read it before it is committed.
 """
 
 from pathlib import Path

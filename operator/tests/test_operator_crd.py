@@ -28,7 +28,7 @@ from pipelinerl_operator.objects import JobResource
 
 CHECKOUT = Path(__file__).parents[2]
 JOBS = sorted((CHECKOUT / "e2e" / "jobs").glob("*.yaml"))
-LIMIT_BYTES = 60_000
+LIMIT_BYTES = 120_000
 PRESERVE = "x-kubernetes-preserve-unknown-fields"
 
 
@@ -414,7 +414,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "nodes apart": ({"trainers": {"replicas": 2}}, "several trainer nodes write one checkpoint"),
     "shared rows over nodes": (
         {"trainers": {"processesPerNode": 2, "sequenceParallelSize": 4}},
-        "processesPerNode is no multiple of sequenceParallelSize",
+        "processesPerNode must be a multiple of sequenceParallelSize",
     ),
     "two values": (
         {

@@ -96,7 +96,7 @@ def test_it_has_as_many_gpus_as_its_generator_takes(
     assert num_gpus(resource.job, "evaluator-0") == gpus
 
 
-# While training goes on
+# While training continues
 
 
 async def test_it_is_started_again_alone_and_never_costs_a_restart_of_the_budget() -> None:

@@ -124,7 +124,7 @@ async def test_the_queue_holds_a_key_once_and_never_gives_it_to_two_workers() ->
     assert queue.depth == 1
 
 
-async def test_the_queue_takes_the_earliest_of_several_wishes_and_waits_longer_after_each_failure() -> (
+async def test_the_queue_takes_the_earliest_of_several_wishes_and_waits_longer_after_each_failure() -> (  # noqa: E501
     None
 ):
     queue = WorkQueue()
@@ -183,7 +183,7 @@ async def test_a_leader_that_cannot_renew_stops_its_work_before_another_begins()
     api.fault = lambda call: Fault(ApiUnavailable("away"))
     await until(lambda: not work.is_running)
     lease = await api.get(LEASES, LEASE.namespace, LEASE.name)
-    assert lease["spec"]["holderIdentity"] == "a", "nobody else has it yet"
+    assert lease["spec"]["holderIdentity"] == "a", "no other replica has it yet"
     api.fault = lambda call: None
     await until(lambda: work.runs == 2)
     stop.set()

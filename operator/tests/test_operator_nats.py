@@ -16,6 +16,7 @@ import nats.errors
 import nats.js.errors
 import pytest
 from nats.aio.client import Client, RawCredentials
+from operator_harness import StreamState, observe
 
 from pipelinerl.v1 import metrics_pb2
 from pipelinerl_common.errors import SettingsError, Unavailable
@@ -27,7 +28,6 @@ from pipelinerl_operator.nats import trust as claims
 from pipelinerl_operator.nats.streams import (
     AccountStreams,
     SharedStreams,
-    StreamStatus,
     _job_credentials,
 )
 from pipelinerl_operator.nats.trust import KeyKind, NatsKey, StreamLimits
@@ -101,7 +101,7 @@ async def test_a_jobs_services_do_everything_they_need_with_its_credentials(
     server: NatsServer, streams: AccountStreams
 ) -> None:
     job = make_job()
-    assert await streams.observe(job) is None
+    assert await observe(streams, job) is None
     async with (
         open_stream(server.url, job, await streams.ensure(job)) as stream,
         asyncio.timeout(DEADLINE_S),
@@ -115,13 +115,13 @@ async def test_a_jobs_services_do_everything_they_need_with_its_credentials(
         await stream.publish_metrics(record(1))
         async with stream.metrics() as records:
             assert (await anext(records)).step == 1
-        status = await streams.observe(job)
+        status = await observe(streams, job)
         assert status is not None
         assert status.pending == 1
         assert 0 <= status.oldest_seconds < DEADLINE_S
         async with stream.samples(max_pending=1):
             await until(lambda: stream.counters["set_aside_unparsable"] == 1)
-            while (await streams.observe(job)) != StreamStatus(0, 0.0):  # noqa: ASYNC110 - acknowledged, it leaves the stream
+            while (await observe(streams, job)) != StreamState(0, 0.0):  # noqa: ASYNC110 - acknowledged, it leaves the stream
                 await asyncio.sleep(0.02)
 
 
@@ -144,7 +144,7 @@ async def test_one_job_neither_sees_nor_reaches_another(
             await publish(other_stream, b"theirs")
             await publish(other_stream, b"theirs too")
         assert (await stream.depth()).num_messages == 1
-    first, second = await streams.observe(mine), await streams.observe(other)
+    first, second = await observe(streams, mine), await observe(streams, other)
     assert first is not None
     assert second is not None
     assert (first.pending, second.pending) == (1, 2)
@@ -292,8 +292,8 @@ async def test_a_server_that_lost_its_disk_is_told_again_while_services_wait(
         ):
             await until(lambda: stream.is_connected)
             assert (await stream.depth()).num_messages == 0
-            status = await streams.observe(job)
-            assert status == StreamStatus(0, 0.0)
+            status = await observe(streams, job)
+            assert status == StreamState(0, 0.0)
     gc.collect()  # the client library drops the connection of a refused login unclosed
 
 
@@ -332,11 +332,11 @@ async def test_what_nobody_saw_go_is_swept_and_other_namespaces_are_left_alone(
         async with open_stream(server.url, job, await streams.ensure(job)) as stream:
             await publish(stream, b"x")
     assert await streams.sweep(lambda: ["1"], ["team"]) == 1
-    assert await streams.observe(gone) is None
-    assert await streams.observe(stays) is not None
-    assert await streams.observe(elsewhere) is not None
+    assert await observe(streams, gone) is None
+    assert await observe(streams, stays) is not None
+    assert await observe(streams, elsewhere) is not None
     assert await streams.sweep(lambda: ["1"], []) == 1
-    assert await streams.observe(elsewhere) is None
+    assert await observe(streams, elsewhere) is None
     assert await streams.sweep(lambda: ["1"], []) == 0
     await streams._server.ensure(
         OPERATOR.derive(KeyKind.ACCOUNT, "old").public, "SYS", StreamLimits(1, 1, 1)
@@ -348,7 +348,7 @@ async def test_a_removed_account_may_come_back(server: NatsServer, streams: Acco
     job = make_job()
     credentials = await streams.ensure(job)
     await streams.remove(job)
-    await asyncio.sleep(1.1)  # tokens tell seconds apart
+    await asyncio.sleep(1.1)  # issue times of tokens are whole seconds
     assert await streams.ensure(job) == credentials
     async with open_stream(server.url, job, credentials) as stream:
         assert (await stream.depth()).num_messages == 0
@@ -437,7 +437,6 @@ async def test_without_a_server_every_call_ends_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipelinerl_operator.nats.server._ANSWER_S", 0.3)
-    monkeypatch.setattr("pipelinerl_operator.nats.server._LOOK_S", 0.3)
     job = make_job()
     async with (
         AccountStreams.open("nats://127.0.0.1:1", OPERATOR) as streams,
@@ -446,7 +445,7 @@ async def test_without_a_server_every_call_ends_in_time(
         with pytest.raises(Unavailable, match=r"no connection to nats://127\.0\.0\.1:1"):
             await streams.ensure(job)
         with pytest.raises(Unavailable, match="no connection to"):
-            await streams.observe(job)
+            await observe(streams, job, 0.3)
         assert not await streams.remove(job)
 
 
@@ -471,7 +470,7 @@ async def test_on_a_shared_server_namespaces_keep_jobs_apart(tmp_path: Path) -> 
         NatsServer.start(tmp_path / "nats", token="secret") as server,
         SharedStreams.open(server.url, "secret") as streams,
     ):
-        assert await streams.observe(one) is None
+        assert await observe(streams, one) is None
         login = Login.from_text(str(await streams.ensure(one)))
         for job, number in ((one, 1), (two, 2)):
             async with connect(
@@ -484,14 +483,14 @@ async def test_on_a_shared_server_namespaces_keep_jobs_apart(tmp_path: Path) -> 
             ) as stream:
                 for _ in range(number):
                     await publish(stream, b"x")
-        first, second = await streams.observe(one), await streams.observe(two)
+        first, second = await observe(streams, one), await observe(streams, two)
         assert first is not None
         assert second is not None
         assert (first.pending, second.pending) == (1, 2)
         assert await streams.remove(one)
         assert await streams.remove(one)
-        assert await streams.observe(one) is None
-        assert (await streams.observe(two)) is not None
+        assert await observe(streams, one) is None
+        assert (await observe(streams, two)) is not None
         client = await nats.connect(server.url, token="secret")
         assert {info.config.name for info in await client.jetstream().streams_info()} == set(
             StreamLayout("maths", two.spec.stream, "two").streams
@@ -499,7 +498,7 @@ async def test_on_a_shared_server_namespaces_keep_jobs_apart(tmp_path: Path) -> 
         await client.close()
 
 
-def test_the_secret_can_be_made_again_from_its_seed_and_nothing_else_of_it_is_secret_to_the_server() -> (
+def test_the_secret_can_be_made_again_from_its_seed_and_nothing_else_of_it_is_secret_to_the_server() -> (  # noqa: E501
     None
 ):
     secret = trust.auth_secret("release-nats-auth", OPERATOR, {"app": "x"})

@@ -19,7 +19,7 @@ from operator_jobs import OLD, make_context, make_raw, make_resource
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.service import parse_wiring
 from pipelinerl_common.settings import load_job
-from pipelinerl_control.plan import Role, num_gpus, process_names
+from pipelinerl_control.plan import Role, generator_names, num_gpus, process_names
 from pipelinerl_operator.objects import (
     Capabilities,
     JobResource,
@@ -28,6 +28,7 @@ from pipelinerl_operator.objects import (
     job_secret,
 )
 from pipelinerl_operator.objects.context import Peer
+from pipelinerl_operator.objects.names import port_of
 from pipelinerl_trainer.__main__ import parse_flags
 from pipelinerl_trainer.launch import parse_node
 
@@ -260,7 +261,7 @@ def test_an_actor_finds_its_generators_on_loopback_and_the_rest_by_dns() -> None
 
 
 def test_the_trainer_is_reached_by_its_pods_address() -> None:
-    """Generators are told what it listens on; a DNS name could still be a dead pod's."""
+    """Generators receive the address that it listens on; a DNS name may still be a dead pod's."""
     arguments = argv(pod(make_resource(), "trainer-0"), "trainer")
     assert values(arguments, "--listen") == ["$(PRL_POD_IP):7000"]
     assert values(arguments, "--generator") == ["http://sums-actor-0.sums.lab.svc:8000"]
@@ -279,11 +280,9 @@ def test_ranks_of_other_nodes_meet_at_the_first_nodes_name() -> None:
 
 
 def test_generators_are_listed_for_the_coordinator_by_the_names_of_the_plan() -> None:
-    pods = desired_objects(
-        make_resource(actors={"replicas": 2, "generatorsPerReplica": 2}), make_context()
-    ).pods
-    listed = {name: port for each in pods for name, port in each.generators().items()}
-    assert listed == {
+    job = make_resource(actors={"replicas": 2, "generatorsPerReplica": 2})
+    names = [name for actor in range(2) for name in generator_names(job.job, actor)]
+    assert {name: port_of(name) for name in names} == {
         "generator-0-0": 8000,
         "generator-0-1": 8001,
         "generator-1-0": 8000,
@@ -426,7 +425,7 @@ def test_the_policy_lets_in_the_job_the_operator_and_who_scrapes() -> None:
     assert by_kind(make_resource(), "NetworkPolicy", network_policy=False) == []
 
 
-def test_rdma_devices_go_to_containers_with_gpus_and_locking_memory_is_asked_for_only_when_wanted() -> (
+def test_rdma_devices_go_to_containers_with_gpus_and_locking_memory_is_asked_for_only_when_wanted() -> (  # noqa: E501
     None
 ):
     job = make_resource(

@@ -1,5 +1,5 @@
 """The controller on a real API server, with the rights of its own table and no others. There is no
-kubelet: pods have no containers, and the test says what becomes of them.
+kubelet: pods have no containers, and the test decides how they end.
 """
 
 import asyncio
@@ -219,17 +219,17 @@ async def test_suspend_and_resume_by_the_server(server: ApiServer) -> None:
 
 async def test_a_watch_that_is_given_up_leaves_no_connection(server: ApiServer) -> None:
     address = ("127.0.0.1", int(server.administrator.server.rpartition(":")[2]))
-    heard = asyncio.Event()
+    received = asyncio.Event()
 
     async def follow(api: HttpApi) -> None:
         async for _ in api.watch(Selection(SERVICES), "0"):
-            heard.set()
+            received.set()
 
     _, api_process = server.processes
     try:
         async with open_api(server.administrator) as api:
             following = asyncio.create_task(follow(api))
-            await heard.wait()
+            await received.wait()
             assert len(connections_to(address)) == 1
             api_process.send_signal(signal.SIGSTOP)  # it answers no goodbye
             following.cancel()

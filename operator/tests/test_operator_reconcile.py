@@ -47,7 +47,7 @@ async def test_a_job_gets_its_objects_and_runs() -> None:
     status = world.status
     assert (status.actors.ready, status.trainers.ready, status.preprocessor.ready) == (2, 2, 1)
     assert world.api.objects[JOBS, JOB]["status"]["restarts"] == 0, (
-        "zero is told too: kubectl shows it"
+        "zero is reported too: kubectl shows it"
     )
     assert status.holds("Provisioned")
     assert status.holds("Running")
@@ -129,7 +129,7 @@ async def test_a_trainer_that_leaves_nothing_is_told_by_what_was_read_of_it_last
 
 
 async def test_a_finished_job_is_not_run_again_by_anything() -> None:
-    """Completed job recreated for ever by TTL clean-up; failed job rerun when its child disappears."""
+    """Other operators recreate a completed job again and again, or rerun a failed one."""
     world = await finished()
     world.api.remove(PODS, ObjectKey("default", "sums-trainer-0"), 0)
     world.change(restart={"id": "again"})
@@ -218,7 +218,7 @@ async def test_an_actor_that_vanished_at_once_is_counted_and_started_again_alone
     )
 
 
-async def test_an_actor_that_vanished_is_counted_though_the_status_could_not_be_written_at_once() -> (
+async def test_an_actor_that_vanished_is_counted_though_the_status_could_not_be_written_at_once() -> (  # noqa: E501
     None
 ):
     world = await running()

@@ -1,4 +1,4 @@
-"""A job and its place on the stream's server, which may be away, full, or back without its disk."""
+"""A job and its streams on the server, which may be unreachable, full, or back without its disk."""
 
 import asyncio
 import base64
@@ -11,7 +11,6 @@ from pipelinerl_common.errors import Unavailable
 from pipelinerl_operator.controller.status import JobPhase
 from pipelinerl_operator.kube import ObjectKey
 from pipelinerl_operator.kube.resources import JOBS, SECRETS
-from pipelinerl_operator.nats.streams import StreamStatus
 from pipelinerl_operator.objects import JobResource
 
 TOKEN = (SECRETS, ObjectKey("default", "sums-token"))
@@ -34,9 +33,6 @@ class Admin:
     async def remove(self, job: JobResource) -> bool:
         self.removed.append(job.uid)
         return True
-
-    async def observe(self, job: JobResource) -> StreamStatus | None:
-        return None
 
     async def sweep(self, uids: Callable[[], Collection[str]], namespaces: Collection[str]) -> int:
         return 0

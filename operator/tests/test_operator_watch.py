@@ -1,4 +1,4 @@
-"""Watches over real HTTP: a server that has nothing to tell is well, one that is gone is not."""
+"""Watches over real HTTP: a server without events is healthy, one that is gone is not."""
 
 import asyncio
 import json
@@ -93,13 +93,11 @@ async def test_a_kind_that_does_not_change_is_watched_on_from_where_it_was_and_c
 
 
 @pytest.fixture
-async def telling() -> AsyncIterator[web.AppRunner]:
-    """A server whose watches tell of one pod after another, the second larger than any buffer, in
-    odd pieces.
-    """
+async def reporting() -> AsyncIterator[web.AppRunner]:
+    """A server whose watches report pods in odd pieces, the second larger than any buffer."""
     pods = [
         {"metadata": {"name": name, "resourceVersion": "8", "annotations": {"a": "x" * size}}}
-        for name, size in PODS_TOLD
+        for name, size in PODS_REPORTED
     ]
     lines = b"".join(json.dumps({"type": "ADDED", "object": pod}).encode() + b"\n" for pod in pods)
 
@@ -119,18 +117,20 @@ async def telling() -> AsyncIterator[web.AppRunner]:
     await runner.cleanup()
 
 
-PODS_TOLD = (("a", 10), ("b", 1_500_000), ("c", 0), ("d", 100_000))
+PODS_REPORTED = (("a", 10), ("b", 1_500_000), ("c", 0), ("d", 100_000))
 
 
 async def test_events_of_any_size_arrive_whole(
-    telling: web.AppRunner, monkeypatch: pytest.MonkeyPatch
+    reporting: web.AppRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connection = ApiConnection(
-        f"http://127.0.0.1:{telling.addresses[0][1]}", "team", lambda: None, lambda: False
+        f"http://127.0.0.1:{reporting.addresses[0][1]}", "team", lambda: None, lambda: False
     )
     async with open_api(connection) as api:
-        told = [event.body["metadata"] async for event in api.watch(Selection(PODS), "7")]
-        assert [(each["name"], len(each["annotations"]["a"])) for each in told] == list(PODS_TOLD)
+        reported = [event.body["metadata"] async for event in api.watch(Selection(PODS), "7")]
+        assert [(each["name"], len(each["annotations"]["a"])) for each in reported] == list(
+            PODS_REPORTED
+        )
         monkeypatch.setattr("pipelinerl_operator.kube.client.MAX_EVENT_BYTES", 1 << 20)
         with pytest.raises(ApiUnavailable, match="an event of more than 1048576 bytes"):
             [event async for event in api.watch(Selection(PODS), "7")]

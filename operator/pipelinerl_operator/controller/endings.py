@@ -37,7 +37,7 @@ def end_of_training(draft: Draft, wanted: Wanted) -> str | None:
 
 
 def _end_of_first(draft: Draft, wanted: Wanted, role: Role) -> Termination | None:
-    """How the role's first pod ended, if with status 0. The time is 0 where it is unknown."""
+    """The end of the role's first pod, if with status 0. Its time is 0 where it is unknown."""
     first = next(
         (spec for spec in wanted.desired.pods if (spec.role, spec.index) == (role, 0)), None
     )

@@ -237,7 +237,7 @@ def _token_of(found: Object) -> str:
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Awaits all calls, a bounded number at once. The first error is raised after all have ended."""
+    """Awaits all calls, a bounded number at once. Raises the first error after all have ended."""
     turns = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def bounded(call: Coroutine[Any, Any, None]) -> None:

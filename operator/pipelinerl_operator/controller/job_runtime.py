@@ -299,7 +299,7 @@ class JobRuntimes:
         return runtime, task
 
     def _ended(self, key: ObjectKey, task: asyncio.Task[None]) -> None:
-        """Reports a runtime that failed; `follow` starts it again when the job is reconciled next."""
+        """Reports a failed runtime; `follow` restarts it when the job is reconciled next."""
         if not task.cancelled() and task.exception() is not None:
             log.error("job=%s its runtime failed", key, exc_info=task.exception())
             self._changed(key)

@@ -92,7 +92,7 @@ class OwnedView:
 
     @property
     def content_version(self) -> str:
-        """Changes with what was applied and, where the kind has a generation, not with the status."""
+        """Changes with what was applied, but not with the status if the kind has a generation."""
         return str(self.generation) if self.generation else self.resource_version
 
 
@@ -227,5 +227,5 @@ def expected_attempt(status: JobStatus, pod: PodSpec | PodView) -> int:
 
 
 def is_of_job(pod: PodView, uid: str) -> bool:
-    """Whether the pod belongs to the job with that UID: a predecessor's pods have the same names."""
+    """Whether the pod belongs to the job with that UID and not to a predecessor of its name."""
     return pod.owner_uid == uid and pod.role in STATUS_FIELDS and pod.index >= 0

@@ -1,5 +1,5 @@
-"""`python -m pipelinerl_operator.crd [--check]`: writes the chart's CRD, or fails when the one
-there is another.
+"""`python -m pipelinerl_operator.crd [--check]`: writes the chart's CRD, or fails if it is out of
+date.
 """
 
 import argparse

@@ -1,6 +1,5 @@
-"""The CustomResourceDefinition as one object.
-
-The definition as a template of the chart: installed by value, kept when the release goes.
+"""The CustomResourceDefinition as one object, and as a template of the chart, which is installed by
+a value and kept when the release is removed.
 """
 
 import json
@@ -37,8 +36,8 @@ _COLUMNS = (
 
 
 _NAME = {"type": "string", "maxLength": 40, "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$"}
-"""So that names of pods fit in 63 characters, and because the job's Service, whose name begins with
-a letter, is called so.
+"""Schema of the name: pod names must fit in 63 characters, and the job's Service, whose name starts
+with a letter, has the same name.
 """
 
 
@@ -119,15 +118,15 @@ FOOTER = "{{- end }}\n"
 RULES_KEY = "x-kubernetes-validations"
 RULES_BEGIN = '{{- if semverCompare ">=1.25-0" .Capabilities.KubeVersion.Version }}'
 RULES_END = "{{- end }}"
-"""Older servers know no rules, and clients refuse what the server does not know."""
+"""Condition around rules: older servers lack them, and clients refuse unknown fields."""
 
 
 FLOW_CHARACTERS = 1600
-"""Mappings up to this size stand on one line, which saves a third of the file in indentation."""
+"""Mappings up to this size are written on one line, which saves a third of the file."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Every object in full, since CRDs know no aliases."""
+    """Writes every object in full, since CRDs have no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -163,14 +162,12 @@ def render_template() -> str:
 
 
 def _literal(text: str) -> str:
-    """Opening braces of descriptions do not open an action; closing ones by themselves mean nothing
-    to Helm.
-    """
+    """Escapes opening braces of descriptions, which would start an action of Helm."""
     return text.replace("{{", '{{ "{{" }}')
 
 
 def _with_conditions(lines: list[str]) -> Iterator[str]:
-    """Rules stand as a list below their key, at its own indentation or deeper."""
+    """Encloses rules in a condition: a list below their key, at its indentation or deeper."""
     inside: int | None = None
     for line in lines:
         indentation = len(line) - len(line.lstrip())

@@ -1,11 +1,11 @@
-"""Rules in CEL (x-kubernetes-validations) by the place that they look at.
+"""Validation rules in CEL (x-kubernetes-validations) by the path of the object that they check.
 
-A server before 1.25 does not know them. The settings check the same, but for what compares with the
-object before: there the operator shows the difference in the job's status.
+A server before 1.25 does not have them. The settings check the same, except for comparisons with
+the previous object: there the operator reports the difference in the job's status.
 
-A rule cannot look into a free form (podTemplate, args, engineArgs), but can compare it as a whole.
-The server then compares the number of keys, and the values of those that both have: it does not see
-that a key got another name.
+A rule cannot look into free-form fields (podTemplate, args, engineArgs), but can compare them as a
+whole. The server then compares the number of keys and the values of keys that both have: it does
+not notice a renamed key.
 """
 
 import re
@@ -15,6 +15,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Rule:
+    """A CEL expression and the message when it is false."""
+
     rule: str
     message: str
 
@@ -23,20 +25,18 @@ class Rule:
 
 
 Path = tuple[str, ...]
-"""Below the object; "[]" stands for the items of a list."""
+"""Path below the object; "[]" stands for the items of a list."""
 
 _MUTABLE = "; set suspend, or change restart.id together with it"
 
 
 def _kept(*fields: str) -> str:
-    """True when none of the fields was changed. They have defaults, or are required, so they are
-    always there.
-    """
+    """Expression that none of the fields has changed. They have defaults or are required."""
     return " && ".join(f"self.{field} == oldSelf.{field}" for field in fields)
 
 
 def _kept_optional(*fields: str) -> str:
-    """As `_kept`, for fields that may be absent."""
+    """Like `_kept`, for fields that may be absent."""
     return " && ".join(
         f"has(self.{field}) == has(oldSelf.{field}) && (!has(self.{field}) || self.{field} == "
         f"oldSelf.{field})"
@@ -45,7 +45,7 @@ def _kept_optional(*fields: str) -> str:
 
 
 def _unless_restarted(condition: str) -> str:
-    """Pods are made anew anyway when the job was suspended or is restarted by declaration."""
+    """Allows a change when all pods are replaced: after a suspension or with a new restart.id."""
     return f"oldSelf.suspend || !({_kept_optional('restart.id')}) || ({condition})"
 
 
@@ -179,7 +179,7 @@ RULES: dict[Path, tuple[Rule, ...]] = {
         ),
         Rule(
             "self.processesPerNode % self.sequenceParallelSize == 0",
-            "processesPerNode is no multiple of sequenceParallelSize: change the one or the other",
+            "processesPerNode must be a multiple of sequenceParallelSize: change one of them",
         ),
     ),
     ("spec", "trainers", "checkpoint"): (
@@ -203,11 +203,11 @@ RULES: dict[Path, tuple[Rule, ...]] = {
 
 
 def add_rules(schema: dict[str, Any]) -> None:
-    """Puts every rule where it belongs. Raises KeyError when the place does not exist.
+    """Adds every rule at its path. Raises KeyError when the path does not exist.
 
-    The server tries the rules on a section's default as it is written, without the defaults of
-    fields in it, and refuses the definition when one of them looks for a field that is not there.
-    So what they look at is written out in such a default.
+    The server evaluates rules on the default of a section as it is written, without the defaults of
+    its fields, and refuses the definition when a rule reads a field that is absent. Therefore the
+    fields that rules read are written out in such a default.
     """
     for path, rules in RULES.items():
         section = place(schema, path)
@@ -221,7 +221,7 @@ def add_rules(schema: dict[str, Any]) -> None:
 
 
 def _written_out(default: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """With the defaults of its fields, and theirs."""
+    """A section's default with the defaults of its fields, recursively."""
     fields = {
         name: each
         for name, each in schema.get("properties", {}).items()
@@ -236,6 +236,7 @@ def _written_out(default: dict[str, Any], schema: dict[str, Any]) -> dict[str, A
 
 
 def place(schema: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The part of the schema at a path."""
     for part in path:
         schema = schema["items"] if part == "[]" else schema["properties"][part]
     return schema

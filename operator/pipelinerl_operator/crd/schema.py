@@ -1,11 +1,11 @@
 """A pydantic model as a structural schema: what apiextensions.k8s.io/v1 accepts, with bounds
 everywhere.
 
-Differences to JSON Schema: nothing is referred to, nothing may be null (a field is left out
-instead), unknown fields are pruned rather than forbidden, and what is free-form says so. Bounds are
-needed because a rule's cost is estimated by the largest value. Where a section comes a second time,
-as that of the generators does, its fields say where they are described; in the status, which people
-do not write, they say nothing.
+Differences to JSON Schema: there are no references, no field may be null (it is left out instead),
+unknown fields are pruned and not forbidden, and free-form fields are marked. Bounds are needed
+because the cost of a rule is estimated for the largest value. When a section occurs a second time,
+as that of the generators does, its fields refer to the first; in the status, which people do not
+write, they have no description then.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ Schema = dict[str, Any]
 
 PRESERVE = "x-kubernetes-preserve-unknown-fields"
 MAX_LENGTH, MAX_ITEMS, MAX_PROPERTIES = 4096, 256, 256
-"""Bounds of what the settings leave open."""
+"""Bounds for fields whose settings have none."""
 _KEPT = (
     "minimum",
     "maximum",
@@ -32,22 +32,24 @@ _KEPT = (
 
 
 def structural_schema(model: type[BaseModel], *, with_defaults: bool = True) -> Schema:
-    """Without defaults for what only the operator writes. Raises ValueError that names a field
-    without structural form.
+    """Converts a model, without defaults for what only the operator writes. Raises ValueError that
+    names a field without structural form.
     """
     root = model.model_json_schema(by_alias=True)
     return _Conversion(root.get("$defs", {}), with_defaults).schema(root, model.__name__)
 
 
 class _Conversion:
+    """The conversion of one model."""
+
     def __init__(self, definitions: Mapping[str, Schema], with_defaults: bool) -> None:
         self._definitions = definitions
         self._with_defaults = with_defaults
         self._first: dict[str, str] = {}
-        """Path at which each section came first, by the name of its model."""
+        """Path of the first occurrence of each section, by the name of its model."""
 
     def schema(self, source: Schema, path: str, described_at: str = "") -> Schema:
-        """`described_at`: path of the field that is the same and came first, where there is one."""
+        """Converts a field. `described_at` is the path of an earlier occurrence, if any."""
         source = self._resolved(source, path)
         kind = source.get("type")
         converted: Schema = {}
@@ -72,7 +74,7 @@ class _Conversion:
         return converted | self._parts(source, converted["type"], path)
 
     def _parts(self, source: Schema, kind: str, path: str) -> Schema:
-        """What belongs to the type: fields, items, a string's bound."""
+        """What depends on the type: fields, items, the bound of a string."""
         if kind == "object":
             return self._object(source, path)
         if kind == "array":
@@ -82,9 +84,7 @@ class _Conversion:
         return {}
 
     def _resolved(self, source: Schema, path: str) -> Schema:
-        """Without references and without the alternative null. What is said beside a reference goes
-        first.
-        """
+        """The schema without references and the alternative null. Keys beside a reference win."""
         if "$ref" in source:
             target = self._definitions[source["$ref"].rpartition("/")[2]]
             beside = {key: value for key, value in source.items() if key != "$ref"}
@@ -100,8 +100,8 @@ class _Conversion:
         return source
 
     def _default(self, source: Schema, kind: str) -> Schema:
-        """A section's default is empty: its fields bring their own. An empty string is none: a 1.20
-        server reads it as null.
+        """The default of a field. That of a section is empty, since its fields have their own;
+        there are no empty strings, which a 1.20 server reads as null.
         """
         default = source.get("default")
         if default is None or default == "" or not self._with_defaults:
@@ -146,7 +146,7 @@ class _Conversion:
 
 
 def _type_of(values: list[Any], path: str) -> str:
-    """Of the values of an enumeration."""
+    """Type of the values of an enumeration."""
     for kind, name in ((str, "string"), (bool, "boolean"), (int, "integer"), (float, "number")):
         if values and all(isinstance(value, kind) for value in values):
             return name

@@ -1,5 +1,11 @@
-"""The Kubernetes API as the operator uses it: a port of ten calls, informers, a work queue, leader
-election.
+"""The Kubernetes API as the operator uses it: ten calls, informers, a work queue, leader election.
+
+Written by hand after a look at the libraries (December 2026). kubernetes_asyncio 36 has leader
+election and a dynamic client with server-side apply, but no informer, store or work queue. kr8s
+0.20 and lightkube 1.0 have neither informers nor election. kopf has all of it, but owns the event
+loop and the retries, which here belong to the work queue. None offers watches of metadata only,
+objects as plain dicts (decoding into models takes twenty times as long) and a bounded memory at
+1000 jobs. Of the official client only the reader of kubeconfig files is used.
 """
 
 from pipelinerl_operator.kube.api import Api, Change, Page, Selection, WatchEvent

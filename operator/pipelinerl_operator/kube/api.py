@@ -1,5 +1,5 @@
-"""The port to the API server: what the operator asks of it, and nothing else. Behind it: HTTP, or a
-test.
+"""The interface to the API server: what the operator asks of it. Implemented over HTTP, and in
+tests.
 """
 
 from collections.abc import AsyncIterator
@@ -14,52 +14,56 @@ FIELD_MANAGER = "pipelinerl-operator"
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which objects of a resource. `namespace` None is all of them; `labels` is a label selector."""
+    """Selects objects of a resource. `namespace` None is all; `labels` is a label selector."""
 
     resource: Resource
     namespace: str | None = None
     labels: str = ""
     metadata_only: bool = False
-    """Without spec, data and status: enough for objects whose content is known by a hash."""
+    """Leaves out spec, data and status, for objects whose content is known by a hash."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A part of a list. `resource_version` is that of the whole list, from which a watch goes on."""
+    """A part of a list, with the version of the whole list, from which a watch continues."""
 
     items: list[Object]
     resource_version: str
 
 
 class Change(StrEnum):
+    """Kinds of watch events."""
+
     ADDED = "ADDED"
     MODIFIED = "MODIFIED"
     DELETED = "DELETED"
     BOOKMARK = "BOOKMARK"
-    """Nothing changed; the object carries only the resource version that the watch has reached."""
+    """No change; the object has only the resource version that the watch has reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchEvent:
+    """A change of an object."""
+
     change: Change
     body: Object
 
 
 class Api(Protocol):
-    """Every call has a deadline and raises the errors of `kube.errors`."""
+    """Calls to the API server. Each has a deadline and raises the errors of `kube.errors`."""
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Object:
         """Raises NotFound."""
 
     def pages(self, selection: Selection) -> AsyncIterator[Page]:
-        """The objects as they are, consistently; never from a server's stale cache. Raises Gone
-        when it takes too long.
+        """The objects as one consistent list, never from a stale cache. Raises Gone when it takes
+        too long.
         """
 
     def watch(self, selection: Selection, since: str) -> AsyncIterator[WatchEvent]:
-        """Changes after resource version `since` until the server ends the watch, or is silent for
-        longer than bookmarks are apart. Raises Gone, or ApiUnavailable when the server does not
-        take the watch.
+        """Changes after version `since` until the server ends the watch or is silent for longer
+        than the interval of bookmarks. Raises Gone, or ApiUnavailable for a watch that is not
+        accepted.
         """
 
     async def create(
@@ -68,19 +72,17 @@ class Api(Protocol):
         """Raises AlreadyExists, Invalid, Forbidden."""
 
     async def apply(self, resource: Resource, namespace: str, body: Object) -> Object:
-        """Server-side apply as the one field manager, taking over fields that others hold."""
+        """Server-side apply as the only field manager, which takes over fields of others."""
 
     async def patch(
         self, resource: Resource, namespace: str, name: str, patch: dict[str, Any]
     ) -> Object:
-        """JSON merge patch. A resourceVersion in it makes it fail with Conflict when the object has
-        changed.
-        """
+        """JSON merge patch. Raises Conflict when its resourceVersion, if any, is not current."""
 
     async def patch_status(
         self, resource: Resource, namespace: str, name: str, patch: dict[str, Any]
     ) -> Object:
-        """As `patch`, on the status sub-resource."""
+        """Like `patch`, on the status sub-resource."""
 
     async def replace(self, resource: Resource, namespace: str, body: Object) -> Object:
         """Raises Conflict when the object's resourceVersion is not the current one."""
@@ -95,7 +97,7 @@ class Api(Protocol):
         grace_s: int | None = None,
         foreground: bool = False,
     ) -> Object:
-        """Deletes that very object, which is returned as long as it still exists, else a Status.
+        """Deletes the object with that UID. Returns it while it still exists, else a Status.
 
         Raises NotFound, or Conflict when the name belongs to another UID.
         """

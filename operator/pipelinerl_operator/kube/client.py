@@ -1,5 +1,5 @@
-"""The API over HTTP. Plain dicts in and out: decoding into the official client's types costs twenty
-times as much.
+"""The API over HTTP, with plain dicts: decoding into the official client's types takes twenty times
+as long.
 """
 
 import json
@@ -20,25 +20,22 @@ CONNECT_S = 10.0
 CALL_S = 30.0
 LIST_S = 60.0
 SILENCE_S = 75.0
-"""Bookmarks come about every minute from a current server; one of 1.20 has none of kinds that do
-not change. So a watch that is silent for longer is ended and begun again, which shows whether the
-server is still there.
+"""Silence after which a watch is restarted, which shows whether the server is still there. A
+current server sends a bookmark about every minute, one of 1.20 none for kinds that do not change.
 """
 WATCH_S = (240, 300)
-"""A watch is ended by the server after a random time in between, so that watches do not begin again
+"""Range of the random time after which the server ends a watch, so that they do not restart
 together.
 """
 PAGE_ITEMS = 100
-"""A pod takes 10 kB in the answer, and five times that once it is read."""
+"""Objects per page: a pod takes 10 kB in the response and five times that once it is parsed."""
 MAX_CALLS = 4
-"""At once, beside the watches, which last and must leave room for the others; more wait for their
-turn. Each connection costs memory.
-"""
+"""Concurrent calls besides the watches; more calls wait. Each connection costs memory."""
 MAX_EVENT_BYTES = 2 << 20
-"""etcd takes objects of 1.5 MB."""
+"""Longest event: etcd accepts objects of 1.5 MB."""
 
 Observe = Callable[[str, int, float], None]
-"""Hears of every call: verb, HTTP status (0 without an answer), seconds."""
+"""Called for every call with verb, HTTP status (0 without a response) and seconds."""
 
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
@@ -47,9 +44,7 @@ _METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 
 
 class HttpApi:
-    """`Api` over one pool of connections for calls and one for watches. Use as `async with
-    open_api(connection) as api`.
-    """
+    """`Api` over one pool of connections for calls and one for watches, made by `open_api`."""
 
     def __init__(
         self,
@@ -67,14 +62,14 @@ class HttpApi:
         return await self._call("get", "GET", resource.path(namespace, name))
 
     async def api_versions(self) -> frozenset[str]:
-        """Groups with their versions that the server offers, for example "policy/v1"."""
+        """API groups with versions that the server offers, for example "policy/v1"."""
         groups = (await self._call("get", "GET", "/apis")).get("groups") or ()
         return frozenset(
             version["groupVersion"] for group in groups for version in group["versions"]
         )
 
     async def server_version(self) -> tuple[int, int]:
-        """For example (1, 20)."""
+        """Version of the server, for example (1, 20)."""
         version = await self._call("get", "GET", "/version")
         return int(version["major"]), int("".join(filter(str.isdigit, version["minor"])))
 
@@ -240,7 +235,7 @@ async def open_api(
     *,
     max_calls: int = MAX_CALLS,
 ) -> AsyncIterator[HttpApi]:
-    """The API behind `connection` until the block is left."""
+    """Opens the API behind `connection` until the block is left."""
     for_calls = aiohttp.TCPConnector(limit=max_calls, keepalive_timeout=15)
     for_watches = aiohttp.TCPConnector(limit=0, keepalive_timeout=15)
     async with (
@@ -251,9 +246,10 @@ async def open_api(
 
 
 def _cut(response: aiohttp.ClientResponse) -> None:
-    """Ends the connection of an answer that is given up, as a watch is. Only closed, it would wait
-    up to 30 s for the server's TLS goodbye; by then the event loop may be gone, and the socket
-    stays open.
+    """Aborts the connection of a response that is not read to its end, as that of a watch.
+
+    If it were closed, it would wait up to 30 s for the end of TLS. By then the event loop may have
+    ended, and the socket would stay open.
     """
     if response.connection is not None and response.connection.transport is not None:
         response.connection.transport.abort()
@@ -264,8 +260,7 @@ def _labels(selection: Selection) -> dict[str, str]:
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Read in small pieces: a buffer that holds the largest event would be filled up by every watch
-    that is behind.
+    """Reads lines in small pieces: every watch that lags would fill a buffer for the largest event.
 
     Raises ValueError for a line over MAX_EVENT_BYTES.
     """
@@ -282,9 +277,7 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 def _event(line: bytes) -> WatchEvent:
-    """One line of a watch. Raises Gone, or ApiUnavailable for another error that the server reports
-    inside the stream.
-    """
+    """Parses one line of a watch. Raises Gone or ApiUnavailable for an error that it contains."""
     event = json.loads(line)
     if event["type"] == "ERROR":
         status = event["object"]

@@ -1,6 +1,5 @@
-"""Where the API server is and how this process proves who it is: in a cluster from the pod's
-service account, elsewhere from a kubeconfig (read by the official client, which knows every kind of
-it).
+"""The address of the API server and this process's credentials: in a cluster from the pod's service
+account, elsewhere from a kubeconfig, read by the official client, which knows every kind of it.
 """
 
 import os
@@ -18,24 +17,26 @@ Value = TypeVar("Value")
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 REREAD_S = 60.0
-"""Service account tokens are renewed on disk; the certificate authority may be as well."""
+"""Time after which credentials are read again: tokens are renewed on disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiConnection:
+    """Address and credentials of an API server."""
+
     server: str
-    """For example "https://10.96.0.1:443"."""
+    """URL of the server, for example "https://10.96.0.1:443"."""
     namespace: str
-    """Of this process, or of the kubeconfig's context."""
+    """Namespace of this process, or of the kubeconfig's context."""
     authorization: Callable[[], str | None]
-    """Value of the header of that name at this moment."""
+    """Returns the current value of the Authorization header."""
     tls: Callable[[], ssl.SSLContext | bool]
 
 
 def find_connection(
     kubeconfig: Path | None = None, service_account: Path = SERVICE_ACCOUNT
 ) -> ApiConnection:
-    """In a cluster the pod's own, unless `kubeconfig` is given. Raises SettingsError."""
+    """The pod's own connection in a cluster, unless `kubeconfig` is given. Raises SettingsError."""
     if (
         kubeconfig is None
         and "KUBERNETES_SERVICE_HOST" in os.environ
@@ -50,7 +51,7 @@ def find_connection(
 
 
 def in_cluster(server: str, folder: Path) -> ApiConnection:
-    """The service account whose token, CA certificate and namespace lie in `folder`."""
+    """The connection of the service account whose token, CA and namespace are in `folder`."""
     try:
         namespace = (folder / "namespace").read_text(encoding="utf-8").strip()
         token = _Reread(lambda: (folder / "token").read_text(encoding="utf-8").strip())
@@ -64,7 +65,7 @@ def in_cluster(server: str, folder: Path) -> ApiConnection:
 
 
 def from_kubeconfig(path: Path | None) -> ApiConnection:
-    """`path`, else $KUBECONFIG, else ~/.kube/config. Raises SettingsError."""
+    """The connection of `path`, else $KUBECONFIG, else ~/.kube/config. Raises SettingsError."""
     from kubernetes import config  # 9 MB that a pod does not need
 
     file = str(path) if path else None
@@ -79,16 +80,10 @@ def from_kubeconfig(path: Path | None) -> ApiConnection:
     configuration = client.configuration
 
     def authorization() -> str | None:
-        settings = configuration.auth_settings()
-        found = next(
-            (
-                entry["value"]
-                for entry in settings.values()
-                if entry.get("key", "").lower() == "authorization"
-            ),
-            None,
-        )
-        return str(found) if found else None
+        for entry in configuration.auth_settings().values():
+            if entry.get("key", "").lower() == "authorization" and entry["value"]:
+                return str(entry["value"])
+        return None
 
     def tls() -> ssl.SSLContext | bool:
         if not configuration.host.startswith("https"):
@@ -107,9 +102,7 @@ def from_kubeconfig(path: Path | None) -> ApiConnection:
 
 
 class _Reread(Generic[Value]):
-    """A value that is read again when it is older than REREAD_S; the old one stays while reading
-    fails.
-    """
+    """A value that is read again when it is older than REREAD_S, and kept while reading fails."""
 
     def __init__(self, read: Callable[[], Value]) -> None:
         self._read = read
@@ -119,10 +112,7 @@ class _Reread(Generic[Value]):
     def __call__(self) -> Value:
         if time.monotonic() - self._read_at > REREAD_S:
             self._read_at = time.monotonic()
-            with suppress(
-                OSError
-                # being replaced at this moment, or gone: the server decides whether the old one
-                # holds
-            ):
+            # The file may be being replaced: the server decides whether the old value is valid.
+            with suppress(OSError):
                 self._value = self._read()
         return self._value

@@ -1,9 +1,9 @@
-"""One leader among the replicas, by a Lease with optimistic locking.
+"""Leader election among the replicas, by a Lease with optimistic locking.
 
 A candidate takes the lease when it is free, or when its record has not changed for its duration on
 the candidate's own monotonic clock: clocks of different nodes are never compared. The leader renews
-it; when it cannot for `renew_s`, which is shorter than the duration, it stops its work before
-anybody else may begin.
+it. When that fails for `renew_s`, which is shorter than the duration, the leader stops its work
+before another replica can start.
 """
 
 import asyncio
@@ -24,19 +24,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LeaseTimes:
+    """Times of the election in seconds."""
+
     duration_s: float = 15.0
     renew_s: float = 10.0
-    """The leader stops when it could not renew for this long."""
+    """The leader stops when it could not renew the lease for this long."""
     retry_s: float = 2.0
     stop_s: float = 4.0
-    """Longest time that the leader's work may take to stop, within what `renew_s` leaves of
-    `duration_s`.
-    """
+    """Longest time in which the leader's work may stop: less than `duration_s` - `renew_s`."""
 
 
 class Election:
-    """This replica's part in the election of lease `key`. `identity` must be unique among all
-    replicas there ever were.
+    """This replica's part in the election of lease `key`. No other replica, not even an earlier
+    one, may have the same `identity`.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class Election:
         self._times = times or LeaseTimes()
         self._seen: Object | None = None
         self._seen_at = 0.0
-        """Monotonic seconds when `_seen` was first seen as it is."""
+        """Monotonic time at which `_seen` was first seen."""
 
     async def run(self, lead: Callable[[], Awaitable[None]], stop: asyncio.Event) -> None:
-        """Leads whenever elected, until `stop` is set; the lease is given back then.
+        """Calls `lead` whenever elected, until `stop` is set; then the lease is released.
 
-        Raises what `lead` raises, and FatalError when the work of a leader that was voted out does
-        not stop in time.
+        Raises what `lead` raises, and FatalError when the work of a leader that lost the lease does
+        not stop in time: the process must then end.
         """
         stopping = asyncio.create_task(stop.wait(), name="stop")
         try:
@@ -86,6 +86,7 @@ class Election:
             self.is_leader = False
             working.cancel()
             _, still = await asyncio.wait({working}, timeout=self._times.stop_s)
+            # Renewed until the work has stopped, so that no other replica starts beside it.
             renewing.cancel()
             if still:
                 raise FatalError(
@@ -97,11 +98,13 @@ class Election:
             await self._release()
 
     async def _renew_while_possible(self) -> None:
-        """Returns when another holds the lease, or when it could not be renewed in time."""
+        """Renews the lease. Returns when another replica holds it or when it was not renewed in
+        time.
+        """
         renewed_at = time.monotonic()
         while (left_s := self._times.renew_s - (time.monotonic() - renewed_at)) > 0:
             await asyncio.sleep(min(self._times.retry_s, left_s))
-            begun = time.monotonic()
+            begun = time.monotonic()  # not after the call: the lease counts from when it was sent
             try:
                 async with asyncio.timeout(max(0.1, left_s - self._times.retry_s)):
                     if not await self._try_acquire():
@@ -114,15 +117,10 @@ class Election:
         """Whether this replica holds the lease now."""
         try:
             return await self._try_acquire()
-        except (
-            PipelineRLError
-        ) as error:  # another was faster, or the API server is away: the next turn will show
-            log.log(
-                logging.DEBUG if isinstance(error, Conflict) else logging.WARNING,
-                "lease=%s: %s",
-                self._key,
-                error,
-            )
+        except PipelineRLError as error:
+            # Another replica was faster, or the API server is unreachable: the next attempt shows.
+            level = logging.DEBUG if isinstance(error, Conflict) else logging.WARNING
+            log.log(level, "lease=%s: %s", self._key, error)
             return False
 
     async def _try_acquire(self) -> bool:
@@ -166,7 +164,7 @@ class Election:
         }
 
     async def _release(self) -> None:
-        """Best effort: without it the next leader waits for the duration."""
+        """Releases the lease. If that fails, the next leader waits for the duration."""
         try:
             async with asyncio.timeout(self._times.retry_s):
                 lease = await self._api.get(LEASES, self._key.namespace, self._key.name)
@@ -179,7 +177,7 @@ class Election:
                     }
                     await self._api.replace(LEASES, self._key.namespace, {**lease, "spec": spec})
         except (PipelineRLError, TimeoutError) as error:
-            log.warning("lease=%s was not given back: %s", self._key, error)
+            log.warning("lease=%s was not released: %s", self._key, error)
 
 
 def _micro_time() -> str:

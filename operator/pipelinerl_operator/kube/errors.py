@@ -1,10 +1,10 @@
-"""What the API server says no with, as our errors.
+"""Errors of the API server, translated into ours.
 
 TemporaryError
 ├── ApiUnavailable      no answer, an answer cut short, or 5xx
-├── TooManyRequests     429, or a server that asks to come back later; carries the seconds
-├── Conflict            409: the object changed since it was read; read again, decide again
-└── Gone                410: the resource version is too old to go on from; list again
+├── TooManyRequests     429, or a server that asks to retry later; carries the seconds
+├── Conflict            409: the object changed since it was read; read and decide again
+└── Gone                410: the resource version is too old to continue from; list again
 PermanentError
 ├── NotFound            404
 ├── AlreadyExists       409 of a create
@@ -19,7 +19,7 @@ from typing import Any
 from pipelinerl_common.errors import PermanentError, PipelineRLError, TemporaryError, Unavailable
 
 MAX_MESSAGE_CHARACTERS = 900
-"""Messages of the API server can hold a whole object."""
+"""Longest message that is kept: one of the API server can contain a whole object."""
 
 
 class ApiUnavailable(Unavailable):
@@ -27,7 +27,7 @@ class ApiUnavailable(Unavailable):
 
 
 class TooManyRequests(TemporaryError):
-    """The server asks to come back after `retry_after_s` seconds."""
+    """The server asks to retry after `retry_after_s` seconds."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class Conflict(TemporaryError):
 
 
 class Gone(TemporaryError):
-    """The resource version is too old to go on from."""
+    """The resource version is too old to continue from."""
 
 
 class NotFound(PermanentError):
@@ -47,7 +47,7 @@ class NotFound(PermanentError):
 
 
 class AlreadyExists(PermanentError):
-    """An object of that name is there already."""
+    """An object of that name exists already."""
 
 
 class Invalid(PermanentError):
@@ -65,9 +65,7 @@ class Forbidden(PermanentError):
 def error_of(
     request: str, code: int, body: bytes, retry_after: str | None = None
 ) -> PipelineRLError:
-    """The error for an answer with status `code`. `request` is for people, for example "create pods
-    default/a".
-    """
+    """The error for a response with status `code` to `request`, as "create pods default/a"."""
     status = _status_of(body)
     message = f"{request}: {status.get('message') or f'HTTP {code}'}"[:MAX_MESSAGE_CHARACTERS]
     if code == 429 or (retry_after is not None and code >= 500):
@@ -83,7 +81,7 @@ def error_of(
 
 
 def _status_of(body: bytes) -> Mapping[str, Any]:
-    """The `Status` object of an error answer; proxies in between answer with anything."""
+    """The `Status` object of an error response; that of a proxy may be anything."""
     try:
         status = json.loads(body)
     except ValueError:

@@ -1,15 +1,13 @@
-"""What is known of the cluster: the newest seen version of each object, reduced to what is needed,
-found by job.
-
-Keeps a store what the cluster is.
+"""Informers, which keep stores equal to the cluster, and the stores.
 
 ```
  list (pages, consistent) -> store -> watch from the list's version -> store
-   ^                                   | ended by the server, or silent: watch on from the last version
-   |                                   | cut off, refused: the same after a jittered pause
+   ^                                 | ended by the server, or silent: resume from the last version
+   |                                 | cut off, refused: the same after a delay with jitter
    +------------- 410 Gone ------------+
 ```
-A list is compared with the store: what was missed meanwhile becomes changes like any other.
+A list is compared with the store, so that events that were missed become changes like any other. A
+store holds the newest version of each object, reduced to what is needed, by job.
 """
 
 import asyncio
@@ -20,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
+from pipelinerl_common.backoff import Backoff
 from pipelinerl_common.errors import PipelineRLError
 from pipelinerl_operator.kube.api import Api, Change, Selection
 from pipelinerl_operator.kube.errors import Gone, TooManyRequests
@@ -27,7 +26,7 @@ from pipelinerl_operator.kube.resources import Object, ObjectKey, key_of
 
 
 class View(Protocol):
-    """What of an object is kept."""
+    """The part of an object that is kept."""
 
     @property
     def key(self) -> ObjectKey: ...
@@ -43,8 +42,9 @@ V = TypeVar("V", bound=View)
 
 
 class Store(Generic[V]):
-    """Objects of one kind. `view` reduces an object, `job_of` names the job that it belongs to,
-    `changed` hears its key.
+    """Objects of one kind. `view` reduces an object, `job_of` returns the key of its job, with
+    which
+    `changed` is called.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Store(Generic[V]):
         self._by_key: dict[ObjectKey, V] = {}
         self._by_job: dict[ObjectKey, tuple[V, ...]] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()
-        """UIDs of the newest removed objects: the answer to a creation may come later than the news
-        of the end.
+        """UIDs of the newest removed objects: the response to a creation may arrive after the event
+        of the deletion.
         """
 
     def __len__(self) -> int:
@@ -76,7 +76,7 @@ class Store(Generic[V]):
         return self._by_job.get(job, ())
 
     def put(self, body: Object) -> None:
-        """Takes an object from a list, a watch, or the answer to a write; whichever is newest
+        """Takes an object from a list, a watch or the response to a write. The newest version
         stays.
         """
         view = self._view(body)
@@ -96,8 +96,8 @@ class Store(Generic[V]):
         self._changed(job)
 
     def remove(self, key: ObjectKey, uid: str = "") -> None:
-        """`uid` empty removes whatever has the name; otherwise a successor of the same name stays,
-        and that very object never comes back.
+        """Removes an object. Without `uid` it is the one that has the name; with `uid` a successor
+        of the same name stays, and the object is never stored again.
         """
         if uid:
             self._gone[uid] = None
@@ -109,10 +109,9 @@ class Store(Generic[V]):
             self._changed(self._job_of(old))
 
     def keep_only(self, keys: Iterable[ObjectKey], within: str | None, version: str = "") -> None:
-        """After a new list of namespace `within` (None: all): what it did not hold is gone.
+        """Removes what a new list of namespace `within` (None: all) of `version` does not contain.
 
-        Not so what was made after `version`, that of the list: the answer to its creation is here
-        already.
+        Objects created after `version` stay: the responses to their creation arrived earlier.
         """
         listed = frozenset(keys)
         for view in [each for each in self if within in (None, each.key.namespace)]:
@@ -132,14 +131,12 @@ class Store(Generic[V]):
 
 
 def _is_newer(version: str, than: str) -> bool:
-    """Where nothing tells which came later, what is heard later."""
+    """Whether `version` replaces `than`. When the order is unknown, the later arrival counts."""
     return _came_later(version, than) or (version != than and not _came_later(than, version))
 
 
 def _came_later(version: str, than: str) -> bool:
-    """Resource versions are numbers of one sequence (official since 1.35, true of every etcd
-    before).
-    """
+    """Compares resource versions, which are numbers of one sequence (official since 1.35)."""
     return version.isdigit() and than.isdigit() and int(version) > int(than)
 
 
@@ -148,51 +145,48 @@ log = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 MIN_PAUSE_S = 0.1
-"""Between watches that the server ended as it should."""
+"""Least pause between two watches that the server ended regularly."""
 
 
 class Informer(Generic[V]):
-    """Follows one selection. `synced` is set once the store holds the first full list."""
+    """Keeps `store` equal to a selection. `synced` is set once it holds the first full list."""
 
     def __init__(self, api: Api, selection: Selection, store: Store[V]) -> None:
         self.selection = selection
         self.store = store
         self.synced = asyncio.Event()
         self.restarts = 0
-        """Lists and watches begun again after a failure."""
+        """Number of lists and watches that were restarted after a failure."""
         self._api = api
         self._since = ""
         self._heard_at = time.monotonic()
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the server was last heard of here: an event, a bookmark, or a watch that it
-        took.
-        """
+        """Seconds since the last event, bookmark or accepted watch."""
         return time.monotonic() - self._heard_at
 
     async def run(self) -> None:
-        """For ever: consumes lists and watches, produces changes of the store."""
-        backoff_s = FIRST_BACKOFF_S
+        """Runs until cancelled. Consumes lists and watches, produces changes of the store, waits
+        for events and, after failures, for a growing delay.
+        """
+        backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         while True:
             try:
                 if not self._since:
                     await self._list()
                 await self._watch()
-                self._heard_at = (
-                    time.monotonic()
-                )  # it took the watch, though there may have been nothing to tell
-                backoff_s, pause_s = FIRST_BACKOFF_S, MIN_PAUSE_S
+                self._heard_at = time.monotonic()  # accepted, though there may have been no event
+                backoff.reset()
+                pause_s = MIN_PAUSE_S * random.uniform(0.5, 1.0)
             except PipelineRLError as error:
-                log.warning("resource=%s follows again: %s", self.selection.resource.plural, error)
+                log.warning("resource=%s restarts: %s", self.selection.resource.plural, error)
                 if isinstance(error, Gone):
                     self._since = ""
-                pause_s = max(
-                    backoff_s, error.retry_after_s if isinstance(error, TooManyRequests) else 0.0
-                )
-                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                asked_s = error.retry_after_s if isinstance(error, TooManyRequests) else 0.0
+                pause_s = max(backoff.next_delay(), asked_s * random.uniform(0.5, 1.0))
                 self.restarts += 1
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            await asyncio.sleep(pause_s)
 
     async def _list(self) -> None:
         keys: list[ObjectKey] = []
@@ -203,7 +197,7 @@ class Informer(Generic[V]):
             for body in page.items:
                 keys.append(key_of(body))
                 self.store.put(body)
-            await asyncio.sleep(0)  # a page of 500 objects is work: let the others have their turn
+            await asyncio.sleep(0)  # a page takes time to process: let other tasks run
         self.store.keep_only(keys, self.selection.namespace, version)
         self._since = version
         self.synced.set()

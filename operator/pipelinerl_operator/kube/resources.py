@@ -1,6 +1,6 @@
-"""The kinds of objects that the operator speaks of.
+"""The kinds of objects that the operator uses, and the rights on them that its code needs.
 
-Every right that the operator's code uses. The chart's roles are tested against this table.
+The chart's roles are tested against these rights.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ Object = dict[str, Any]
 
 
 class ObjectKey(NamedTuple):
-    """Example: Key("default", "arithmetic-actor-0"). The namespace of what has none is empty."""
+    """Namespace (empty where a kind has none) and name: ObjectKey("default", "sums-actor-0")."""
 
     namespace: str
     name: str
@@ -24,8 +24,9 @@ class ObjectKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """Example: Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"); the core
-    group is empty.
+    """A kind of objects; the core group is empty.
+
+    Example: Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy").
     """
 
     group: str
@@ -82,7 +83,7 @@ _BY_TYPE = {(resource.api_version, resource.kind): resource for resource in ALL}
 
 
 def resource_of(body: Mapping[str, Any]) -> Resource:
-    """The resource of an object. Raises KeyError for a kind that the operator does not speak of."""
+    """The resource of an object. Raises KeyError for a kind that the operator does not use."""
     return _BY_TYPE[body["apiVersion"], body["kind"]]
 
 
@@ -115,9 +116,8 @@ _CHILD_VERBS = ("get", "list", "watch", "create", "patch", "delete")
 JOB_NAMESPACES: tuple[Permission, ...] = (
     _permission(JOBS, "list", "watch", "patch", "delete"),
     _permission(JOBS, "patch", subresource="status"),
-    _permission(
-        JOBS, "update", subresource="finalizers"
-    ),  # asked for by OwnerReferencesPermissionEnforcement (OpenShift)
+    # required by OwnerReferencesPermissionEnforcement (OpenShift)
+    _permission(JOBS, "update", subresource="finalizers"),
     _permission(PODS, "get", "list", "watch", "create", "delete"),
     _permission(SECRETS, "get", "create"),
     _permission(CONFIG_MAPS, *_CHILD_VERBS),
@@ -127,17 +127,17 @@ JOB_NAMESPACES: tuple[Permission, ...] = (
     _permission(DISRUPTION_BUDGETS, *_CHILD_VERBS),
     _permission(EVENTS, "create"),
 )
-"""In every namespace whose jobs it serves; a ClusterRole without `watchNamespaces`."""
+"""Rights in every namespace with jobs; a ClusterRole without `watchNamespaces`."""
 
 GANG_NAMESPACES: tuple[Permission, ...] = (
     _permission(VOLCANO_POD_GROUPS, *_CHILD_VERBS),
     _permission(COSCHEDULING_POD_GROUPS, *_CHILD_VERBS),
 )
-"""As above, where the cluster has such PodGroups."""
+"""Rights in the same namespaces where the cluster has such PodGroups."""
 
 OWN_NAMESPACE: tuple[Permission, ...] = (
     _permission(LEASES, "get", "create", "update"),
-    _permission(PODS, "list", "patch"),  # the label of the leader
-    _permission(SECRETS, "get", "create"),  # the keys of the stream's server
+    _permission(PODS, "list", "patch"),  # the leader's label
+    _permission(SECRETS, "get", "create"),  # the keys of the stream server
 )
-"""In the operator's own namespace."""
+"""Rights in the operator's own namespace."""

@@ -1,12 +1,12 @@
-"""Keys that need work: each is held once, worked on by one worker at a time, tried again with
-growing pauses after failures.
+"""Keys that need work: each is queued once, processed by one worker at a time, and retried with
+growing delays after failures.
 """
 
 import asyncio
 import heapq
-import random
 from collections import OrderedDict
 
+from pipelinerl_common.backoff import Backoff
 from pipelinerl_operator.kube.resources import ObjectKey
 
 FIRST_RETRY_S = 0.05
@@ -14,18 +14,18 @@ MAX_RETRY_S = 60.0
 
 
 class WorkQueue:
-    """Bounded by the number of keys that exist. Times are those of the running loop."""
+    """Queue of keys, bounded by the number of keys that exist. Times are the event loop's."""
 
     def __init__(self) -> None:
         self._ready: OrderedDict[ObjectKey, float] = OrderedDict()
-        """With the time since when each waits."""
+        """Keys to process, with the time since which each waits."""
         self._working: set[ObjectKey] = set()
         self._again: set[ObjectKey] = set()
-        """Added while being worked on."""
+        """Keys that were added while they were processed."""
         self._later: dict[ObjectKey, float] = {}
-        """When each is due; the earliest wish counts."""
+        """When each delayed key is due; the earliest request counts."""
         self._heap: list[tuple[float, ObjectKey]] = []
-        self._failures: dict[ObjectKey, int] = {}
+        self._backoffs: dict[ObjectKey, Backoff] = {}
         self._wake = asyncio.Event()
 
     @property
@@ -34,7 +34,7 @@ class WorkQueue:
 
     @property
     def oldest_s(self) -> float:
-        """How long the longest waiting key has waited."""
+        """Waiting time of the key that waits longest."""
         return (
             asyncio.get_running_loop().time() - next(iter(self._ready.values()))
             if self._ready
@@ -50,7 +50,7 @@ class WorkQueue:
             self._wake.set()
 
     def add_after(self, key: ObjectKey, delay_s: float) -> None:
-        """Adds it in `delay_s` seconds, unless it is due earlier anyway."""
+        """Adds the key after `delay_s` seconds, unless it is due earlier."""
         due = asyncio.get_running_loop().time() + delay_s
         if due >= self._later.get(key, float("inf")):
             return
@@ -59,29 +59,23 @@ class WorkQueue:
         self._wake.set()
 
     def retry(self, key: ObjectKey, at_least_s: float = 0.0) -> float:
-        """Adds it after a pause that doubles with each failure in a row; returns the pause in
-        seconds.
-        """
-        failures = self._failures.get(key, 0)
-        self._failures[key] = failures + 1
-        pause_s = max(
-            at_least_s,
-            min(MAX_RETRY_S, FIRST_RETRY_S * 2.0 ** min(failures, 20)) * random.uniform(0.75, 1.0),
-        )
+        """Adds the key after a delay that doubles with each failure, and returns the delay."""
+        backoff = self._backoffs.setdefault(key, Backoff(FIRST_RETRY_S, MAX_RETRY_S, jitter=0.25))
+        pause_s = max(at_least_s, backoff.next_delay())
         self.add_after(key, pause_s)
         return pause_s
 
     def succeeded(self, key: ObjectKey) -> None:
-        """Ends the row of failures."""
-        self._failures.pop(key, None)
+        """Resets the delay after failures."""
+        self._backoffs.pop(key, None)
 
     def forget(self, key: ObjectKey) -> None:
-        """The key's object is gone: nothing is to be remembered of it."""
-        self._failures.pop(key, None)
+        """Drops what is known about a key whose object no longer exists."""
+        self._backoffs.pop(key, None)
         self._later.pop(key, None)
 
     async def get(self) -> ObjectKey:
-        """The key that has waited longest; `done` must follow."""
+        """Waits for a key and returns the one that has waited longest; `done` must follow."""
         while True:
             due_in_s = self._promote()
             if self._ready:
@@ -96,18 +90,19 @@ class WorkQueue:
                 pass
 
     def done(self, key: ObjectKey) -> None:
+        """Ends the processing of a key; one that was added meanwhile is queued again."""
         self._working.discard(key)
         if key in self._again:
             self._again.discard(key)
             self.add(key)
 
     def _promote(self) -> float | None:
-        """Moves what is due to the ready ones; seconds until the next is due, None when nothing is."""
+        """Queues the keys that are due; returns the seconds until the next one is due, or None."""
         now = asyncio.get_running_loop().time()
         while self._heap:
             due, key = self._heap[0]
             if self._later.get(key) != due:
-                heapq.heappop(self._heap)  # withdrawn, or wanted earlier
+                heapq.heappop(self._heap)  # withdrawn, or due earlier
             elif due <= now:
                 heapq.heappop(self._heap)
                 self.add(key)

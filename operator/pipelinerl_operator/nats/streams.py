@@ -1,14 +1,13 @@
-"""A job's place on the stream's server: made, looked at, and removed with the job.
+"""A job's streams on the stream server: created before the job's pods, removed with the job.
 
-`AccountStreams` is for the server of the chart, where every job has an account of its own. `SharedStreams` is for a server of
-somebody else's with one login for everybody: there only the namespace in the streams' names keeps
-jobs apart.
+`AccountStreams` is for the server of the chart, where every job has an account of its own.
+`SharedStreams` is for a foreign server with one login for all jobs: there only the namespace in the
+streams' names separates jobs.
 """
 
 import logging
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -33,51 +32,37 @@ log = logging.getLogger(__name__)
 _CLIENT: Final = "pipelinerl-operator"
 _ROOM_S: Final = 5.0
 _MAX_CONSUMERS: Final = 64
-"""The preprocessor's own, one for everybody who watches metrics, and for a minute those of readers
-that have died.
+"""Consumers of an account: the preprocessor's, one per reader of metrics, and for a minute those of
+readers that have died.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class StreamStatus:
-    """`status.stream` of a job.
-
-    Example: StreamStatus(pending=12, oldest_seconds=3.4).
-    """
-
-    pending: int
-    """Messages on the sample stream that no optimizer step has used yet."""
-    oldest_seconds: float
-    """Age of the oldest of them, by the server's clock; 0 without one."""
-
-
 class StreamAdmin(Protocol):
-    """Every method ends within a few seconds, whatever the server does."""
+    """Creates and removes the streams of jobs. Every method ends within a few seconds."""
 
     async def ensure(self, job: JobResource) -> str | None:
-        """Makes the job's place, or brings it up to date, and returns what goes into `nats.creds`
-        of the job's Secret: always the same text for one job. None where the server asks for
-        nothing. Due before the job's pods are made and whenever its spec changes; free of charge
-        when there is nothing to do. Raises Unavailable.
+        """Creates or updates what the job has on the server, and returns the content of
+        `nats.creds` in its Secret: always the same text for one job, None where the server needs no
+        login.
+
+        Called before the pods are created and when the spec changes. Raises Unavailable.
         """
 
     async def remove(self, job: JobResource) -> bool:
-        """Removes the job's place and all that is on it. False, with a warning in the log, when the
-        server has not said so in time: then what is there stays.
+        """Removes all that the job has on the server. False, with a warning in the log, when the
+        server does not confirm it in time.
         """
 
-    async def observe(self, job: JobResource) -> StreamStatus | None:
-        """None while the job has no stream. Raises Unavailable."""
-
     async def sweep(self, uids: Callable[[], Collection[str]], namespaces: Collection[str]) -> int:
-        """Removes the places of jobs that are no more, which nobody saw go; returns how many.
-        `uids` are those of all jobs in
-        `namespaces` (empty: in every one), asked for after what is there was looked at. Raises Unavailable."""
+        """Removes what deleted jobs have left, and returns of how many jobs. `uids` returns those
+        of all jobs in `namespaces` (empty: in all), called after the server was asked. Raises
+        Unavailable.
+        """
 
 
 class AccountStreams:
-    """An account per job, derived from the job's UID: a job made anew under an old name has nothing
-    of the old one's.
+    """One account per job, derived from the job's UID: a new job of the same name shares nothing
+    with the old one.
     """
 
     def __init__(
@@ -93,8 +78,8 @@ class AccountStreams:
     async def open(
         cls, url: str, operator: NatsKey, ca_file: Path | None = None
     ) -> AsyncIterator["AccountStreams"]:
-        """Connects beside the block: a server that starts later will do, and one that comes back
-        without its disk is told of all accounts again.
+        """Connects in the background: the server may start later, and after a return without its
+        disk it receives all accounts again.
         """
         login = Login(credentials_text=administration_credentials(operator), ca_file=ca_file)
         async with StreamConnection.open_in_background(url, login, name=_CLIENT) as requests:
@@ -110,8 +95,8 @@ class AccountStreams:
         return text
 
     async def _check_room(self, account: str, credentials_text: str, limits: StreamLimits) -> None:
-        """The server takes every account, but gives it JetStream, at its first login, only where
-        its limits still fit into the store. Raises Unavailable.
+        """Checks that the server gives the account JetStream, which it does at the first login and
+        only if the limits fit in the store. Raises Unavailable.
         """
         login = Login(credentials_text=credentials_text, ca_file=self._ca_file)
         async with StreamConnection.open_in_background(self._url, login, name=_CLIENT) as requests:
@@ -119,9 +104,8 @@ class AccountStreams:
                 await requests.ask("$JS.API.INFO", b"", _ROOM_S)
             except Unavailable as error:
                 self._server.forget(account)
-                if "no responders" not in str(
-                    error
-                ):  # a cluster without a leader yet, or a server that is gone again
+                # Otherwise a cluster has no leader yet, or the server is unreachable again.
+                if "no responders" not in str(error):
                     raise
                 raise Unavailable(
                     "the stream's server has no room for the streams of this job, which reserve "
@@ -136,19 +120,13 @@ class AccountStreams:
             await self._server.remove(self._account(job).public)
         except Unavailable as error:
             log.warning(
-                "job=%s/%s its NATS account and streams stay behind: %s",
+                "job=%s/%s its NATS account and streams were not removed: %s",
                 job.namespace,
                 job.name,
                 error,
             )
             return False
         return True
-
-    async def observe(self, job: JobResource) -> StreamStatus | None:
-        found = await self._server.stream_state(
-            self._account(job).public, _layout(job).stream("samples")
-        )
-        return None if found is None else StreamStatus(*found)
 
     async def sweep(self, uids: Callable[[], Collection[str]], namespaces: Collection[str]) -> int:
         found = await self._server.accounts()
@@ -165,7 +143,7 @@ class AccountStreams:
             if not is_job or (namespaces and namespace not in namespaces):
                 continue
             await self._server.remove(account)
-            log.info("job=%s is gone: its NATS account and streams are removed", name)
+            log.info("job=%s was deleted: its NATS account and streams are removed", name)
             num_removed += 1
         return num_removed
 
@@ -177,7 +155,7 @@ class AccountStreams:
 
 
 class SharedStreams:
-    """Everybody's streams beside one another, under one login."""
+    """Streams of all jobs in one account, under one login."""
 
     def __init__(self, requests: StreamConnection, login_text: str | None) -> None:
         self._server = StreamClient(requests)
@@ -188,8 +166,9 @@ class SharedStreams:
     async def open(
         cls, url: str, login_text: str | None = None, ca_file: Path | None = None
     ) -> AsyncIterator["SharedStreams"]:
-        """`login_text` is the content of a credentials file, `user:password` or a token: for this
-        operator and all jobs. Raises SettingsError when it is none of them.
+        """Connects in the background. `login_text`, for the operator and all jobs, is the content
+        of a credentials file, `user:password` or a token. Raises SettingsError when it is none of
+        them.
         """
         login = (
             Login(ca_file=ca_file) if login_text is None else Login.from_text(login_text, ca_file)
@@ -205,16 +184,14 @@ class SharedStreams:
             for stream in _layout(job).streams:
                 await self._server.delete(stream)
         except Unavailable as error:
-            log.warning("job=%s/%s its streams stay behind: %s", job.namespace, job.name, error)
+            log.warning(
+                "job=%s/%s its streams were not removed: %s", job.namespace, job.name, error
+            )
             return False
         return True
 
-    async def observe(self, job: JobResource) -> StreamStatus | None:
-        found = await self._server.state(_layout(job).stream("samples"))
-        return None if found is None else StreamStatus(*found)
-
     async def sweep(self, uids: Callable[[], Collection[str]], namespaces: Collection[str]) -> int:
-        return 0  # on a server of somebody else's there is no telling whose a stream is
+        return 0  # on a foreign server the owner of a stream is unknown
 
 
 def _layout(job: JobResource) -> StreamLayout:

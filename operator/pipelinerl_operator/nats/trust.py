@@ -1,11 +1,10 @@
-"""NKEYs: ed25519 key pairs in NATS's own encoding, all derived from the operator's seed.
+"""Keys, tokens and what nats-server trusts: everything derives from one Secret,
+`<release>-nats-auth`.
 
-JSON web tokens as NATS wants them: algorithm `ed25519-nkey`, claims of version 2 under `nats`.
-
-Formats: https://docs.nats.io/running-a-nats-service/configuration/securing_nats/auth_intro/jwt
-
-What nats-server trusts: the Secret `<release>-nats-auth`, made once, from which everything else
-is derived.
+Keys are NKEYs: ed25519 key pairs in NATS's own encoding. Tokens are JSON web tokens with the
+algorithm
+`ed25519-nkey` and claims of version 2 under `nats`, see
+https://docs.nats.io/running-a-nats-service/configuration/securing_nats/auth_intro/jwt
 """
 
 import base64
@@ -24,7 +23,7 @@ from pipelinerl_common.errors import SettingsError
 
 
 class KeyKind(IntEnum):
-    """The prefix byte, by which a key says what it is: "O...", "A...", "U..."."""
+    """Kinds of keys, by the prefix byte of their encoding: "O...", "A...", "U..."."""
 
     OPERATOR = nkeys.PREFIX_BYTE_OPERATOR
     ACCOUNT = nkeys.PREFIX_BYTE_ACCOUNT
@@ -46,12 +45,12 @@ class NatsKey:
 
     @classmethod
     def from_bytes(cls, kind: KeyKind, raw: bytes) -> "NatsKey":
-        """From the 32 bytes of an ed25519 seed."""
+        """The key of the 32 bytes of an ed25519 seed."""
         return cls(nkeys.encode_seed(raw, kind).decode())
 
     @classmethod
     def parse(cls, seed: str, kind: KeyKind) -> "NatsKey":
-        """Raises SettingsError when `seed` is not the seed of such a key."""
+        """Parses a seed. Raises SettingsError when it is not the seed of a key of that kind."""
         try:
             prefix, _ = nkeys.decode_seed(seed.encode())
         except (nkeys.NkeysError, UnicodeEncodeError) as error:
@@ -72,9 +71,7 @@ class NatsKey:
         return bytes(nkeys.from_seed(self.seed.encode()).sign(data))
 
     def derive(self, kind: KeyKind, *path: str) -> "NatsKey":
-        """The key of `path` below this one: HMAC-SHA256 keyed with the seed, which cannot be found
-        from what it derives.
-        """
+        """Derives the key of `path`: HMAC-SHA256 keyed with the seed, which cannot be inverted."""
         name = "\0".join((kind.name, *path)).encode()
         return NatsKey.from_bytes(kind, hmac.digest(self.seed.encode(), name, sha256))
 
@@ -86,24 +83,24 @@ _CORE_LIMITS = {"subs": UNLIMITED, "data": UNLIMITED, "payload": UNLIMITED}
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """What one account may have on JetStream."""
+    """JetStream limits of one account."""
 
     num_streams: int
     num_consumers: int
     disk_bytes: int
-    """Of all copies together."""
+    """Bytes of all replicas together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """Subjects that a user may publish to and subscribe to; `*` and `>` as NATS has them."""
+    """Subjects that a user may publish to and subscribe to, with NATS's wildcards."""
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
 
 
 def operator_token(operator: NatsKey, system_account: str, issued_at: int) -> str:
-    """The operator's own token, by which the server trusts what it signs."""
+    """The operator's own token, which makes the server trust what the operator signs."""
     claims = {"system_account": system_account, "type": "operator", "version": 2}
     return sign(operator, operator.public, "pipelinerl", claims, issued_at)
 
@@ -111,9 +108,7 @@ def operator_token(operator: NatsKey, system_account: str, issued_at: int) -> st
 def account_token(
     operator: NatsKey, account: str, name: str, limits: StreamLimits | None, issued_at: int
 ) -> str:
-    """An account with no imports, no exports and no leaf nodes; without `limits` also without
-    JetStream.
-    """
+    """Token of an account without imports, exports and leaf nodes; JetStream only with `limits`."""
     stream = (
         {}
         if limits is None
@@ -141,7 +136,7 @@ def account_token(
 
 
 def user_token(account: NatsKey, user: str, name: str, rights: Rights, issued_at: int) -> str:
-    """A user of `account`. Without an end: it ends with its account."""
+    """Token of a user of `account`. It does not expire: it is valid as long as the account."""
     claims = {
         "pub": {"allow": list(rights.publish)},
         "sub": {"allow": list(rights.subscribe)},
@@ -153,13 +148,13 @@ def user_token(account: NatsKey, user: str, name: str, rights: Rights, issued_at
 
 
 def deletion_token(operator: NatsKey, accounts: Iterable[str], issued_at: int) -> str:
-    """The order to forget accounts."""
+    """Token that orders the server to delete accounts."""
     claims = {"accounts": list(accounts), "type": "generic", "version": 2}
     return sign(operator, operator.public, "pipelinerl", claims, issued_at)
 
 
 def credentials(token: str, user: NatsKey) -> str:
-    """The text of a credentials file, as `nsc` writes it."""
+    """Text of a credentials file, as `nsc` writes it."""
     return (
         f"-----BEGIN NATS USER JWT-----\n{token}\n------END NATS USER JWT------\n\n"
         f"-----BEGIN USER NKEY SEED-----\n{user.seed}\n------END USER NKEY SEED------\n"
@@ -174,7 +169,7 @@ def sign(
     issued_at: int,
     expires_at: int | None = None,
 ) -> str:
-    """A signed token. The same input gives the same text. Times are in seconds since 1970."""
+    """Signs a token; equal arguments give equal tokens. Times are in seconds since 1970."""
     claims: dict[str, Any] = {
         "iat": issued_at,
         "iss": issuer.public,
@@ -190,7 +185,7 @@ def sign(
 
 
 def read_claims(token: str) -> dict[str, Any]:
-    """The claims inside a token, its signature unchecked. Raises ValueError for what is no token."""
+    """The claims of a token, without a check of its signature. Raises ValueError."""
     parts = token.split(".")
     if len(parts) != 3:
         raise ValueError("a token has three parts")
@@ -209,14 +204,14 @@ def _base64(data: bytes) -> str:
 
 
 SEED_KEY: Final = "operator.seed"
-"""For the operator alone."""
+"""Key of the Secret that only the operator reads."""
 CONFIG_KEY: Final = "auth.conf"
-"""For nats-server's configuration to include."""
+"""Key of the Secret that nats-server's configuration includes."""
 ROUTE_PASSWORD_KEY: Final = "route.password"
-"""For the servers of one cluster among themselves."""
+"""Key of the Secret with the password between the servers of one cluster."""
 
 TIMELESS: Final = 0
-"""Issue time of what must be the same text whenever it is signed."""
+"""Issue time of tokens that must be equal whenever they are signed."""
 
 ADMINISTRATION: Final = Rights(
     publish=(
@@ -229,7 +224,7 @@ ADMINISTRATION: Final = Rights(
     ),
     subscribe=("_INBOX.>",),
 )
-"""What the operator does with the system account."""
+"""Rights of the operator's own user in the system account."""
 
 
 def server_trust(operator: NatsKey) -> dict[str, Any]:
@@ -252,7 +247,7 @@ def administration_credentials(operator: NatsKey) -> str:
 
 
 def auth_secret(name: str, operator: NatsKey, labels: Mapping[str, str]) -> dict[str, Any]:
-    """The Secret. The same key gives the same content."""
+    """The Secret with the operator's key; equal keys give equal Secrets."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -266,7 +261,7 @@ def auth_secret(name: str, operator: NatsKey, labels: Mapping[str, str]) -> dict
 
 
 def operator_key(secret: Mapping[str, Any]) -> NatsKey:
-    """The key in such a Secret. Raises SettingsError when it has none."""
+    """The operator's key in a Secret made by `auth_secret`. Raises SettingsError without one."""
     name = secret["metadata"]["name"]
     encoded = (secret.get("data") or {}).get(SEED_KEY)
     if encoded is None:
@@ -292,5 +287,5 @@ def _content(operator: NatsKey) -> dict[str, str]:
 
 
 def system_account(operator: NatsKey) -> NatsKey:
-    """Through which the server is administered."""
+    """Key of the account through which the server is administered."""
     return operator.derive(KeyKind.ACCOUNT, "system")

@@ -1,8 +1,10 @@
-"""What a job needs in Kubernetes, as plain objects: pure constructors, no API calls.
+"""What a job needs in Kubernetes, as plain objects: pure constructors without API calls.
 
-job = JobResource.parse(raw)                 # SettingsError: the spec is invalid
-wanted = desired(job, context)               # wanted.config: applied as they are; wanted.pods:
-created one by one wanted.pods[0].manifest(attempt=0, excluded_nodes=())
+```
+job = JobResource.parse(raw)             # SettingsError: the spec is invalid
+wanted = desired_objects(job, context)   # objects to apply, and pods to create:
+wanted.pods[0].manifest(attempt=0, excluded_nodes=())
+```
 """
 
 from pipelinerl_operator.objects.children import Desired, desired_objects, job_secret

@@ -1,12 +1,5 @@
-"""ConfigMap with the job as services read it, and the ServiceAccount of its pods.
-
-The job's Secret, apart from the other objects: what is in it is made once and never again.
-
-How pods find one another, and who may reach them.
-
-PodDisruptionBudgets. Integers, because pods without a workload controller allow no percentages.
-
-Everything that a job should have in the cluster.
+"""Everything that a job needs besides its pods: ServiceAccount, ConfigMap, Secret, Service,
+NetworkPolicy and disruption budgets; and all desired objects together.
 """
 
 from dataclasses import dataclass
@@ -56,7 +49,7 @@ def config_map(job: JobResource, nats_ca: str | None = None) -> dict[str, Any]:
 
 
 def service_account(job: JobResource) -> dict[str, Any]:
-    """Pods do not speak to the API server: no token is mounted."""
+    """The account of the pods. They do not call the API server: no token is mounted."""
     return {
         "apiVersion": "v1",
         "kind": "ServiceAccount",
@@ -66,8 +59,8 @@ def service_account(job: JobResource) -> dict[str, Any]:
 
 
 def job_secret(job: JobResource, token: str, nats_credentials: str | None = None) -> dict[str, Any]:
-    """`<job>-token`: bearer token of the weight endpoints and gRPC services, and the stream's
-    credentials where it has some.
+    """The Secret `<job>-token`: bearer token of weight endpoints and gRPC services, and the login
+    to the streams if there is one. Created once and never updated.
     """
     data = {
         TOKEN_KEY: token,
@@ -83,8 +76,8 @@ def job_secret(job: JobResource, token: str, nats_credentials: str | None = None
 
 
 def headless_service(job: JobResource) -> dict[str, Any]:
-    """`<pod>.<job>.<namespace>.svc` for every pod, ready or not: they must meet before they can be
-    ready.
+    """The Service that gives every pod the name `<pod>.<job>.<namespace>.svc`, ready or not: pods
+    must connect to each other before they are ready.
     """
     ports = {"grpc": GRPC_PORT, "http": GENERATOR_PORT, "metrics": METRICS_PORT}
     return {
@@ -103,8 +96,8 @@ def headless_service(job: JobResource) -> dict[str, Any]:
 
 
 def network_policy(job: JobResource, context: OperatorContext) -> dict[str, Any]:
-    """Lets in the job's own pods on every port (collectives choose theirs), the operator, and who
-    scrapes metrics.
+    """Admits the job's own pods on every port (collectives choose theirs), the operator, and
+    scrapers of metrics.
     """
     generators = range(job.spec.actors.generators_per_replica)
     scraped = [METRICS_PORT, *(generator_port(index) for index in generators)]
@@ -129,8 +122,8 @@ def network_policy(job: JobResource, context: OperatorContext) -> dict[str, Any]
 
 
 def disruption_budgets(job: JobResource, capabilities: Capabilities) -> tuple[dict[str, Any], ...]:
-    """Trainers share collectives: one that leaves stops all. Of the actors the fewest that training
-    needs must stay.
+    """Budgets: all trainers must stay, since they share collectives, and the fewest actors that
+    training needs.
     """
     needed = {Role.TRAINER: job.spec.trainers.replicas, Role.ACTOR: job.spec.actors.min_replicas}
     return tuple(
@@ -146,19 +139,17 @@ def disruption_budgets(job: JobResource, capabilities: Capabilities) -> tuple[di
 
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """Of a job that runs. The Secret is not among it: see `secret`."""
+    """Objects of a running job. The Secret is created apart, see `job_secret`."""
 
     config: tuple[dict[str, Any], ...]
-    """Ready for server-side apply, in this order: ServiceAccount, ConfigMap, Service,
-    NetworkPolicy, budgets, PodGroup.
-    """
+    """Objects for server-side apply, in this order."""
     pods: tuple[PodSpec, ...]
-    """In start order."""
+    """Pods in start order."""
 
 
 def desired_objects(job: JobResource, context: OperatorContext) -> Desired:
-    """Pure and cheap. Raises SettingsError for a podTemplate that does not fit, before anything of
-    the job exists.
+    """All objects that the job should have. Raises SettingsError for a podTemplate that does not
+    fit, before any object of the job exists.
     """
     optional = [network_policy(job, context) if context.network_policy else None, pod_group(job)]
     config = (

@@ -1,12 +1,9 @@
-"""Security contexts: what the pod security level `restricted` asks for, and one opt-in that it
+"""The containers of each role, made from the processes of the plan: commands, environment, probes
+and security contexts.
+
+Liveness concerns only the process: a weight transfer or a long step never fails it. Security
+contexts satisfy the pod security level `restricted`, except for one opt-in (IPC_LOCK) that it
 refuses.
-
-How the kubelet asks a container. Liveness is about the process alone: a weight transfer or a
-long step never fails it.
-
-Environment variables of the containers.
-
-The containers of each role, made from the processes of the plan.
 """
 
 import math
@@ -29,17 +26,17 @@ from pipelinerl_operator.objects.names import (
 from pipelinerl_operator.objects.volumes import CACHE, mounts, output_folder
 
 GROUP = 1000
-"""Group of the images' user; volumes of claims are made writable for it."""
+"""Group of the images' user, for which volumes of claims are made writable."""
 
 
 def pod_security(*, owns_claims: bool) -> dict[str, Any]:
-    """No user id: images bring a non-root one, and some clusters insist on their own."""
+    """Without a user id: images have one that is not root, and some clusters assign their own."""
     group = {"fsGroup": GROUP, "fsGroupChangePolicy": "OnRootMismatch"} if owns_claims else {}
     return {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}, **group}
 
 
 def container_security(network: NetworkSettings | None = None) -> dict[str, Any]:
-    """`network` is given for containers with RDMA devices."""
+    """Security context of a container; `network` is given for one with RDMA devices."""
     lock = network is not None and network.rdma is not None and network.rdma.ipc_lock
     return {
         "allowPrivilegeEscalation": False,
@@ -51,13 +48,13 @@ def container_security(network: NetworkSettings | None = None) -> dict[str, Any]
 
 PERIOD_S = 10
 _STARTUP_FAILURES = 60
-"""Ten minutes: imports from a slow disk, and a long journal."""
+"""Ten minutes, for imports from a slow disk and a long journal."""
 _LIVENESS_FAILURES = 18
-"""Three minutes without an answer, as in `pipelinerl up`."""
+"""Three minutes without a response, as in `pipelinerl up`."""
 
 
 def generator_probes(port: int, startup_s: float) -> dict[str, Any]:
-    """/health answers once the engine runs, /ready once it has the weights of the current group."""
+    """Probes: /health succeeds once the engine runs, /ready once it has the group's weights."""
 
     def get(path: str, **numbers: int) -> dict[str, Any]:
         return {
@@ -75,14 +72,12 @@ def generator_probes(port: int, startup_s: float) -> dict[str, Any]:
 
 
 def grpc_readiness(capabilities: Capabilities) -> dict[str, Any]:
-    """Whether a gRPC service serves."""
+    """Readiness probe of a gRPC service."""
     return {"readinessProbe": _grpc(capabilities, 3)}
 
 
 def grpc_probes(capabilities: Capabilities) -> dict[str, Any]:
-    """Of a service that does nothing else than serve, so that one which does not answer is to be
-    started again.
-    """
+    """Probes of a process that only serves: one that does not respond must be restarted."""
     return {
         "startupProbe": _grpc(capabilities, _STARTUP_FAILURES),
         "livenessProbe": _grpc(capabilities, _LIVENESS_FAILURES),
@@ -112,7 +107,7 @@ _FOLDERS = {
 
 
 def environment(job: JobResource, role: Role, index: int) -> list[dict[str, Any]]:
-    """The operator's variables first, so that the user's may refer to them."""
+    """Environment of a container. The user's variables come last and may refer to the others."""
     contract = {
         "PRL_JOB": job.name,
         "PRL_NAMESPACE": job.namespace,
@@ -125,8 +120,7 @@ def environment(job: JobResource, role: Role, index: int) -> list[dict[str, Any]
         "PRL_POD_UID": "metadata.uid",
     }
     folders = {name: str(path) for name, path in _FOLDERS.items()}
-    # A user name, because libraries ask for one and a cluster may run the image under an id that
-    # has none.
+    # Libraries ask for a user name, which the user id that a cluster assigns may not have.
     fixed = {"USER": "pipelinerl", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     return [
         *({"name": name, "value": value} for name, value in contract.items()),
@@ -151,12 +145,12 @@ GPU = "nvidia.com/gpu"
 LAUNCH_MODULE = "pipelinerl_trainer.launch"
 PREPARE_MODULE = "pipelinerl_actor.prepare"
 TERMINATION_LOG = "/dev/termination-log"
-"""What a container writes here becomes the message of its end in the pod's status."""
+"""File whose content becomes the container's message in the pod's status when it ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Containers:
-    """What a pod consists of. `num_gpus` is of all containers together."""
+    """Containers of a pod. `num_gpus` is the sum over all of them."""
 
     init: tuple[dict[str, Any], ...]
     main: tuple[dict[str, Any], ...]
@@ -166,9 +160,7 @@ class Containers:
 def workloads_of_pod(
     spec: JobSpec, role: Role, index: int, generators: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Names in the plan of the processes that run in a pod. `generators` are those of actor
-    `index`.
-    """
+    """Names of the processes that run in a pod. `generators` are those of actor `index`."""
     if role is Role.ACTOR:
         return (f"actor-{index}", *generators)
     if role is Role.TRAINER:
@@ -178,7 +170,7 @@ def workloads_of_pod(
 
 
 class ContainerMaker:
-    """Makes the containers of one pod."""
+    """Builds the containers of one pod."""
 
     def __init__(self, job: JobResource, context: OperatorContext, role: Role, index: int) -> None:
         self._job, self._context, self._role, self._index = job, context, role, index
@@ -228,7 +220,7 @@ class ContainerMaker:
         return (container | grpc_probes(self._context.capabilities),)
 
     def _trainer(self) -> tuple[dict[str, Any], ...]:
-        """One container with all of the node's ranks; only the first node's, with rank 0, serves."""
+        """One container with all ranks of the node; only that of rank 0 serves."""
         gpus = sum(num_gpus(self._job.job, name) for name in self.names)
         last = ("--last-metrics", TERMINATION_LOG) if self._index == 0 else ()
         container = self._container(
@@ -242,7 +234,7 @@ class ContainerMaker:
         )
 
     def _evaluator(self) -> tuple[dict[str, Any], ...]:
-        """With a generator as its child, while it evaluates."""
+        """The container of the evaluator, which starts a generator as its child."""
         workload = self._workloads[0]
         argv = (*workload.argv, "--last-result", TERMINATION_LOG)
         gpus = num_gpus(self._job.job, workload.name)
@@ -294,8 +286,8 @@ class ContainerMaker:
 
 
 def launch_argv(ranks: tuple[PlannedProcess, ...]) -> tuple[str, ...]:
-    """The command of a trainer pod: the rank itself, or a launcher that starts the node's ranks
-    after the first one's flags.
+    """Command of a trainer pod: the rank itself, or a launcher that starts the node's ranks with
+    the flags of the first.
     """
     first = ranks[0].argv
     if len(ranks) == 1:
@@ -304,12 +296,12 @@ def launch_argv(ranks: tuple[PlannedProcess, ...]) -> tuple[str, ...]:
 
 
 def image(spec: JobSpec, context: OperatorContext, role: Role) -> str:
-    """The role's, the job's, or the operator's."""
+    """Image of a role: that of the role, of the job, or of the operator."""
     return own_image(spec, role) or context.images[role]
 
 
 def own_image(spec: JobSpec, role: Role) -> str | None:
-    """What the job itself says."""
+    """Image of a role as far as the job sets it."""
     own = {
         Role.ACTOR: spec.actors.image,
         Role.TRAINER: spec.trainers.image,

@@ -1,5 +1,5 @@
-"""What the constructors know beside the job: the operator's own settings and what the cluster can
-do.
+"""What the constructors know besides the job: the operator's settings and the cluster's
+capabilities.
 """
 
 from collections.abc import Mapping
@@ -14,15 +14,13 @@ class Capabilities:
     """What the API server offers. The defaults are those of a current one."""
 
     minor_version: int = 36
-    """Of Kubernetes 1.x."""
+    """Minor version of Kubernetes 1.x."""
     api_versions: frozenset[str] = frozenset({"policy/v1"})
-    """Groups with their version, as discovery lists them: "policy/v1",
-    "scheduling.volcano.sh/v1beta1".
-    """
+    """API groups with versions, as discovery lists them: "policy/v1"."""
 
     @property
     def grpc_probes(self) -> bool:
-        """On by default since 1.24; before that a gRPC service is probed by opening its port."""
+        """Whether gRPC probes exist, as since 1.24; before, a service is probed by its port."""
         return self.minor_version >= 24
 
     @property
@@ -31,23 +29,19 @@ class Capabilities:
 
     @property
     def namespace_name_label(self) -> bool:
-        """Whether every namespace carries its name in the label kubernetes.io/metadata.name, as
-        since 1.21.
-        """
+        """Whether namespaces have the label kubernetes.io/metadata.name, as since 1.21."""
         return self.minor_version >= 21
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Pods that a NetworkPolicy lets in. Without a namespace: of every one."""
+    """Pods that a NetworkPolicy admits, of all namespaces unless one is given."""
 
     labels: Mapping[str, str]
     namespace: str | None = None
 
     def selector(self, capabilities: Capabilities) -> dict[str, Any]:
-        """A NetworkPolicyPeer. A server that does not label namespaces by name cannot narrow it to
-        one.
-        """
+        """The NetworkPolicyPeer. Without labels of names it cannot select one namespace."""
         by_name = self.namespace is not None and capabilities.namespace_name_label
         namespaces = (
             {"matchLabels": {"kubernetes.io/metadata.name": self.namespace}} if by_name else {}
@@ -58,28 +52,25 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class OperatorContext:
-    """Given to the operator by its chart, and found out about the cluster at its start."""
+    """The operator's settings from its chart, and what it found out about the cluster."""
 
     images: Mapping[Role, str]
-    """Image of each pod role without one in the job: ACTOR, TRAINER, PREPROCESSOR, REFERENCE,
-    EVALUATOR.
-    """
+    """Default image of each role that has pods."""
     coordinator: str
     """`host:port` of the weight-transfer coordinator as pods reach it."""
     nats_url: str
     capabilities: Capabilities = Capabilities()
     image_pull_policy: str | None = None
-    """Unset leaves it to the server: Always for a tag `latest`, else IfNotPresent."""
+    """None leaves it to the server: Always for the tag `latest`, else IfNotPresent."""
     image_pull_secrets: tuple[str, ...] = ()
-    """Beside the job's own."""
+    """Secrets besides those of the job."""
     has_nats_credentials: bool = False
     """Whether the job's Secret has the key nats.creds."""
     nats_ca: str | None = None
-    """Certificates (PEM) that services trust the stream's server by; None: what their image trusts.
-    """
+    """CA certificates (PEM) of the stream server; None: those of the image."""
     operator: Peer = field(default_factory=lambda: Peer({"app.kubernetes.io/name": "pipelinerl"}))
-    """The operator's pods, which speak to generators and trainers."""
+    """The operator's pods, which call generators and trainers."""
     monitoring: tuple[Peer, ...] = (Peer({}),)
-    """Who may scrape metrics: by default any pod."""
+    """Pods that may scrape metrics; by default all."""
     network_policy: bool = True
     log_level: str = "info"

@@ -1,7 +1,7 @@
-"""What a job must fulfil in a cluster beside what its settings check themselves. The CRD's rules
-say the same.
+"""A PipelineRLJob as the API server has it, and the rules for clusters that its settings do not
+check.
 
-A PipelineRLJob as it lies in the API server.
+The CRD's rules say the same.
 """
 
 import re
@@ -25,7 +25,7 @@ _SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
 def admit(job: Job) -> None:
-    """Raises SettingsError that lists every fault."""
+    """Raises SettingsError that lists every fault for a cluster."""
     if faults := cluster_faults(job):
         lines = "\n".join(f"  {fault}" for fault in faults)
         raise SettingsError(
@@ -34,7 +34,7 @@ def admit(job: Job) -> None:
 
 
 def cluster_faults(job: Job) -> list[str]:
-    """Each names the field, its value and the remedy."""
+    """Faults of the job in a cluster, each with the field, its value and the remedy."""
     spec, faults = job.spec, []
     if not _SERVICE_NAME.fullmatch(job.name):
         faults.append(
@@ -74,12 +74,10 @@ class JobResource:
     uid: str
     generation: int
     deletion_timestamp: str | None
-    """RFC 3339, once somebody has deleted it."""
+    """Time (RFC 3339) once the job has been deleted."""
     raw: Mapping[str, Any]
     unknown_fields: tuple[str, ...] = ()
-    """Paths of what the API server's CRD knows and this operator does not: it is older than the
-    CRD. They are left out.
-    """
+    """Paths of fields that the CRD has and this older operator does not know. They are left out."""
 
     @property
     def name(self) -> str:
@@ -95,9 +93,8 @@ class JobResource:
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> "JobResource":
-        """Raises SettingsError that lists every fault of the spec.
-
-        The same rules as the CRD's, which a server without CEL does not check.
+        """Parses the object. Raises SettingsError that lists every fault of the spec, by the rules
+        of the CRD, which a server without CEL does not check.
         """
         metadata = raw["metadata"]
         document = {
@@ -119,11 +116,11 @@ class JobResource:
         )
 
     def with_actors(self, count: int) -> "JobResource":
-        """The same with another number of actors, within the spec's bounds."""
+        """The same job with another number of actors, within the spec's bounds."""
         return replace(self, job=with_actors(self.job, count))
 
     def owner_reference(self) -> dict[str, Any]:
-        """For `metadata.ownerReferences` of everything that goes with the job."""
+        """The entry of `metadata.ownerReferences` of everything that is deleted with the job."""
         return {
             "apiVersion": API_VERSION,
             "kind": KIND,
@@ -135,15 +132,14 @@ class JobResource:
 
 
 SCALING = ("replicas", "minReplicas", "maxReplicas")
-"""Fields of `actors`."""
+"""Fields of `actors` that services do not read."""
 
 
 def service_spec(spec: JobSpec) -> dict[str, Any]:
-    """What the job says, as far as services read it.
+    """The part of the spec that services read.
 
-    Without what only Kubernetes reads; without what is said about the number of actors, which
-    changes while services run; and without defaults: a job's image may be of another release than
-    the operator, which knows fields that the other does not.
+    It lacks the number of actors, which changes while services run, and defaults: the job's image
+    may be of another release, which lacks fields of this operator.
     """
     view = service_view(spec)
     view.pop("autoscale")

@@ -1,7 +1,4 @@
-"""Names and labels of everything that belongs to a job.
-
-Ports in pods, and the addresses of a job's processes.
-"""
+"""Names, labels, ports and addresses of everything that belongs to a job."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ MANAGER = "pipelinerl-operator"
 PREFIX = "pipelinerl.dev/"
 JOB, ROLE, INDEX, ATTEMPT = (f"{PREFIX}{word}" for word in ("job", "role", "index", "attempt"))
 TEMPLATE_HASH = f"{PREFIX}template-hash"
-"""Annotation of a pod: what it was made from."""
+"""Annotation of a pod with the hash of what it was made from."""
 
 POD_ROLES = (Role.PREPROCESSOR, Role.REFERENCE, Role.TRAINER, Role.ACTOR, Role.EVALUATOR)
 
@@ -40,17 +37,17 @@ def config_name(job: str) -> str:
 
 
 def job_labels(job: str) -> dict[str, str]:
-    """On everything; with them the operator finds a job's objects."""
+    """Labels of all objects of a job, by which the operator finds them."""
     return {MANAGED_BY: MANAGER, JOB: job}
 
 
 def selector(job: str, role: Role | None = None) -> dict[str, str]:
-    """Of a job's pods."""
+    """Labels that select the pods of a job, or of one role."""
     return {JOB: job, **({ROLE: role.value} if role else {})}
 
 
 def metadata(job: JobResource, name: str, **labels: str) -> dict[str, Any]:
-    """Of an object that the job owns."""
+    """Metadata of an object that the job owns."""
     return {
         "name": name,
         "namespace": job.namespace,
@@ -63,7 +60,7 @@ GRPC_PORT = 7000
 GENERATOR_PORT = 8000
 METRICS_PORT = 9090
 RENDEZVOUS_PORT = 29500
-"""Of the trainer ranks' own group."""
+"""Port of the trainer ranks' own group."""
 LOOPBACK = "127.0.0.1"
 EVERY_INTERFACE = "0.0.0.0"
 TOKEN_KEY = "token"
@@ -75,24 +72,24 @@ SECRET_FOLDER = Path("/etc/pipelinerl/secret")
 
 
 _LISTEN_HOSTS = {Role.TRAINER: "$(PRL_POD_IP)", Role.EVALUATOR: LOOPBACK}
-"""Generators are told the trainer's address when a group forms: the pod's own, which no stale DNS
-answer can miss. The evaluator's generator serves nobody else.
+"""Generators receive the trainer's address when a group is formed: the pod's own, for which no
+stale DNS record exists. The evaluator's generator serves only the evaluator.
 """
 
 
 def generator_port(index: int) -> int:
-    """Generators of one actor share its pod's address."""
+    """Port of a generator; those of one actor share its pod's address."""
     return GENERATOR_PORT + index
 
 
 def pod_host(job: JobResource, role: Role, index: int) -> str:
-    """A pod's name in the cluster's DNS; it outlives the pod."""
+    """DNS name of a pod, which remains the same for its replacement."""
     return f"{pod_name(job.name, role, index)}.{job.name}.{job.namespace}.svc"
 
 
 def pod_of(job: JobResource, workload: str) -> tuple[Role, int]:
-    """The pod that carries a process of the plan: generators live with their actor, ranks with
-    those of their node.
+    """Role and index of the pod of a process: generators run in the pod of their actor, and ranks
+    in that of their node.
     """
     role, index = role_of(workload), int(workload.rpartition("-")[2])
     if role is Role.GENERATOR:
@@ -112,8 +109,8 @@ def port_of(workload: str) -> int:
 def endpoints(
     job: JobResource, context: OperatorContext, names: tuple[str, ...], output: Path
 ) -> Endpoints:
-    """For the processes `names` of one pod: they find one another on its loopback, the others by
-    DNS.
+    """Endpoints for the processes `names` of one pod, which reach each other on its loopback and
+    other processes by DNS.
     """
     peers = ("preprocessor-0", *reference_names(job.job), *generator_names(job.job, 0))
     addresses = {name: f"{pod_host(job, *pod_of(job, name))}:{port_of(name)}" for name in peers}

@@ -1,6 +1,4 @@
-"""Pods of every role: their own part here, containers, volumes and the user's template from their
-modules.
-"""
+"""Pods of all roles: metadata and pod spec, around containers, volumes and the user's template."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,17 +17,16 @@ from pipelinerl_operator.objects.names import (
     TEMPLATE_HASH,
     metadata,
     pod_name,
-    port_of,
 )
 from pipelinerl_operator.objects.scheduling import affinity, decoration, in_gang, scheduler_name
 from pipelinerl_operator.objects.template import overlay, pod_template, template_hash
 from pipelinerl_operator.objects.volumes import has_claim, mounts
 
 STOP_MARGIN_S = 30
-"""Between the end of a drain and the kill: to say good-bye, flush, and exit."""
+"""Time between the end of a drain and the kill, to deregister, flush and exit."""
 NO_MESH = {"sidecar.istio.io/inject": "false"}
-"""Collectives choose their ports, and a proxy beside a job's container never ends. A template's
-label goes first.
+"""Label against a mesh: collectives choose their ports, and a proxy in a job's pod never ends. The
+label of a template overrides it.
 """
 UNDISTURBED = {
     "karpenter.sh/do-not-disrupt": "true",
@@ -39,16 +36,14 @@ UNDISTURBED = {
 
 @dataclass(frozen=True)
 class PodSpec:
-    """One pod that should exist. Its manifest is made when it is asked for."""
+    """One pod that should exist. Its manifest is built on request."""
 
     job: JobResource
     context: OperatorContext
     role: Role
     index: int
     template_hash: str
-    """Also an annotation of the pod; equal as long as the job asks for the same pod, whatever the
-    operator's version.
-    """
+    """Hash of what the job asks for, independent of the operator's version; also an annotation."""
 
     @property
     def name(self) -> str:
@@ -60,38 +55,21 @@ class PodSpec:
 
     @property
     def main_containers(self) -> tuple[str, ...]:
-        """The pod has failed when one of these has, and is done when the first one is. Others are
-        the user's.
+        """The operator's containers: the pod has failed when one of them has, and has finished when
+        the first has. Others are the user's.
         """
         if self.role is Role.ACTOR:
-            return (
-                "rollout",
-                *(
-                    f"generator-{index}"
-                    for index in range(self.job.spec.actors.generators_per_replica)
-                ),
-            )
+            count = self.job.spec.actors.generators_per_replica
+            return ("rollout", *(f"generator-{index}" for index in range(count)))
         return ("generator",) if self.role is Role.REFERENCE else (self.role.value,)
-
-    def generators(self) -> Mapping[str, int]:
-        """Port of each generator of the weight-transfer group in this pod, by its name in the plan:
-        {"generator-0-1": 8001}.
-        """
-        if self.role is not Role.ACTOR:
-            return {}
-        names = (
-            f"generator-{self.index}-{index}"
-            for index in range(self.job.spec.actors.generators_per_replica)
-        )
-        return {name: port_of(name) for name in names}
 
     @property
     def template(self) -> Mapping[str, Any] | None:
-        """The user's, laid over the operator's pod."""
+        """The user's template, merged into the operator's pod."""
         return pod_template(self.job.spec, self.role)
 
     def manifest(self, attempt: int, excluded_nodes: Sequence[str] = ()) -> dict[str, Any]:
-        """Ready to be created. Raises SettingsError when the job's podTemplate does not fit."""
+        """The pod to create. Raises SettingsError when the job's podTemplate does not fit."""
         mine, template = self._own(attempt), self.template
         merged = (
             overlay(mine, template, f"spec.{_SECTIONS[self.role]}.podTemplate")
@@ -168,7 +146,7 @@ def _drain_s(spec: JobSpec, role: Role) -> float:
 
 
 def pods(job: JobResource, context: OperatorContext) -> tuple[PodSpec, ...]:
-    """Every pod of the job, in start order."""
+    """All pods of the job in start order."""
     spec = job.spec
     counts = {
         Role.PREPROCESSOR: 1,

@@ -1,9 +1,7 @@
-"""Which nodes a pod prefers and which it must not use, beside what the user's template says.
+"""Scheduling of a job's pods: node affinity and gang scheduling.
 
-Gang scheduling: trainers, preprocessor and the first actors.minReplicas actors are placed
-together or not at all.
-
-Nothing else belongs to the gang, or it deadlocks: trainers wait for samples, actors for weights.
+Trainers, preprocessor and the first actors.minReplicas actors are scheduled together or not at all.
+No other pod belongs to the gang, or it deadlocks: trainers wait for samples, actors for weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +17,8 @@ from pipelinerl_operator.objects.names import metadata, selector
 def affinity(
     given: Mapping[str, Any] | None, job: JobResource, excluded_nodes: Sequence[str]
 ) -> dict[str, Any]:
-    """`given` is the template's. The pods of the job prefer one network domain; excluded nodes are
-    out of the question.
+    """Extends the affinity `given` by the template: the pods of a job prefer one network domain,
+    and excluded nodes are not used.
     """
     combined = deepcopy(dict(given or {}))
     if job.spec.scheduling.topology_key is not None:
@@ -39,7 +37,7 @@ def _prefer_domain(combined: dict[str, Any], job: JobResource, key: str) -> None
 
 
 def _exclude(combined: dict[str, Any], names: Sequence[str]) -> None:
-    """Terms are alternatives, so each must exclude the nodes. A field matches one name at a time."""
+    """Excludes nodes in every term, since terms are alternatives. A field matches one name."""
     avoid = [
         {"key": "metadata.name", "operator": "NotIn", "values": [name]}
         for name in sorted(set(names))
@@ -56,7 +54,7 @@ def _exclude(combined: dict[str, Any], names: Sequence[str]) -> None:
 COSCHEDULING_LABEL = "scheduling.x-k8s.io/pod-group"
 VOLCANO_ANNOTATION = "scheduling.k8s.io/group-name"
 SCHEDULERS = {"volcano": "volcano", "coscheduling": "scheduler-plugins-scheduler"}
-"""Names under which the schedulers are installed by default."""
+"""Default names of the installed schedulers."""
 
 
 def in_gang(job: JobResource, role: Role, index: int) -> bool:
@@ -72,13 +70,13 @@ def gang_size(job: JobResource) -> int:
 
 
 def scheduler_name(job: JobResource) -> str | None:
-    """Of every pod: an actor that joins later is placed by the same scheduler, without the gang."""
+    """Scheduler of all pods, including actors that do not belong to the gang."""
     scheduling = job.spec.scheduling
     return scheduling.scheduler_name or SCHEDULERS.get(scheduling.gang.backend)
 
 
 def decoration(job: JobResource, role: Role, index: int) -> dict[str, dict[str, str]]:
-    """Labels and annotations that make a pod a member of its gang."""
+    """Labels and annotations that make a pod a member of the gang."""
     if not in_gang(job, role, index):
         return {}
     if job.spec.scheduling.gang.backend == "volcano":
@@ -87,33 +85,33 @@ def decoration(job: JobResource, role: Role, index: int) -> dict[str, dict[str, 
 
 
 def pod_group(job: JobResource) -> dict[str, Any] | None:
-    """None without gang scheduling."""
+    """The PodGroup, None without gang scheduling."""
     gang = job.spec.scheduling.gang
     if gang.backend == "none":
         return None
     gpus = _num_gpus(job)
     resources = {"minResources": {GPU: str(gpus)}} if gpus else {}
-    size = {"minMember": gang_size(job), **resources}
+    size: dict[str, Any] = {"minMember": gang_size(job), **resources}
     if gang.backend == "volcano":
-        priority = job.spec.scheduling.priority_class_name
-        queue = {"queue": gang.queue} if gang.queue else {}
-        spec = {**size, **queue, **({"priorityClassName": priority} if priority else {})}
-        return {
-            "apiVersion": "scheduling.volcano.sh/v1beta1",
-            "kind": "PodGroup",
-            "metadata": metadata(job, job.name),
-            "spec": spec,
+        api_version = "scheduling.volcano.sh/v1beta1"
+        optional = {
+            "queue": gang.queue,
+            "priorityClassName": job.spec.scheduling.priority_class_name,
         }
+        spec = {**size, **{name: value for name, value in optional.items() if value}}
+    else:
+        api_version = "scheduling.x-k8s.io/v1alpha1"
+        spec = {**size, "scheduleTimeoutSeconds": gang.timeout_seconds}
     return {
-        "apiVersion": "scheduling.x-k8s.io/v1alpha1",
+        "apiVersion": api_version,
         "kind": "PodGroup",
         "metadata": metadata(job, job.name),
-        "spec": {**size, "scheduleTimeoutSeconds": gang.timeout_seconds},
+        "spec": spec,
     }
 
 
 def _num_gpus(job: JobResource) -> int:
-    """Of all members together."""
+    """GPUs of all members together."""
     spec = job.spec
     of_actor = sum(num_gpus(job.job, name) for name in generator_names(job.job, 0))
     of_trainer = spec.trainers.processes_per_node * num_gpus(job.job, "trainer-0")

@@ -1,13 +1,11 @@
-"""The user's podTemplate laid over the operator's pod, by the rules of a strategic merge.
+"""The user's podTemplate: merged into the operator's pod, and the hash that detects its changes.
 
-Mappings merge, null removes; the lists below merge by their key, others are replaced, tolerations
-and the like are added to. Containers by a name of ours are changed, others are sidecars. What the
-operator depends on cannot be changed.
+The merge follows the rules of a strategic merge: mappings merge, null removes, some lists merge by
+their key, tolerations and similar lists are appended, other lists are replaced. Containers with a
+name of ours are changed, others are sidecars. What the operator depends on cannot be changed.
 
-The hash that tells whether a running pod is what its job asks for.
-
-It is of what the job says, not of the manifest: an operator of another version, with other images
-or another way to write the same pod, finds no difference.
+The hash is of what the job says and not of the manifest: an operator of another version, with other
+images or another way to write the same pod, computes the same hash.
 """
 
 import hashlib
@@ -55,7 +53,7 @@ _FIXED_IN_CONTAINER = ("command", "args")
 
 
 def overlay(pod: Mapping[str, Any], template: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """`path` names the template in errors. Raises SettingsError."""
+    """Merges `template` into `pod`. `path` names the template in errors. Raises SettingsError."""
     _check(pod, template, path)
     merged = deepcopy(dict(pod))
     meta = template.get("metadata") or {}
@@ -93,9 +91,7 @@ def _merged_list(base: list[Any], over: Any, key: str, path: str) -> list[Any]:
 
 
 def _item(base: dict[str, Any] | None, item: dict[str, Any], path: str, key: str) -> dict[str, Any]:
-    """Variables, mounts and volumes are replaced as a whole, since their sources exclude one
-    another.
-    """
+    """Merges containers; replaces variables, mounts and volumes, whose sources are exclusive."""
     if base is None or not path.endswith(("containers", "initContainers")):
         return deepcopy(item)
     return _merged(base, item, f"{path}[{item[key]}]")
@@ -176,7 +172,7 @@ def _check_ports(container: Mapping[str, Any], pod: Mapping[str, Any], path: str
 
 
 def _items(parent: Mapping[str, Any], name: str, path: str) -> list[Mapping[str, Any]]:
-    """The mappings in a list; others are for the API server to refuse."""
+    """The mappings in a list; the API server refuses other items."""
     return [
         each for each in _list(parent.get(name) or [], f"{path}.{name}") if isinstance(each, dict)
     ]
@@ -192,12 +188,10 @@ def _mapping(parent: Mapping[str, Any], name: str, path: str) -> Mapping[str, An
 def template_hash(
     job: JobResource, role: Role, services: Mapping[str, Any], *, in_gang: bool
 ) -> str:
-    """16 hexadecimal digits, equal for pods of a role that differ in nothing but their index and
-    the gang.
+    """Hash of a role's pods in 16 hexadecimal digits, the same for all indices.
 
-    `services` is what services read of the spec, see `service_spec`.
-
-    Settings at their defaults do not count, so that a release which adds one changes no hash.
+    `services` is the part of the spec that services read, see `service_spec`. Settings at their
+    defaults do not count, so that a release which adds a setting changes no hash.
     """
     spec = job.spec
     said: dict[str, Any] = {
@@ -231,6 +225,7 @@ def _has_gpus(job: JobResource, role: Role) -> bool:
 
 
 def pod_template(spec: JobSpec, role: Role) -> dict[str, Any] | None:
+    """The user's template of a role, or None."""
     sections = {
         Role.ACTOR: spec.actors,
         Role.TRAINER: spec.trainers,
@@ -243,5 +238,5 @@ def pod_template(spec: JobSpec, role: Role) -> dict[str, Any] | None:
 
 
 def _set(settings: BaseModel, *names: str) -> dict[str, Any]:
-    """Those of the fields that differ from their defaults."""
+    """The fields that differ from their defaults."""
     return settings.model_dump(mode="json", include=set(names), exclude_defaults=True)

@@ -1,6 +1,4 @@
-"""What is mounted in a pod, and where. The root file system is read-only: every folder that is
-written to is a volume.
-"""
+"""Volumes of a pod. The root file system is read-only: what is written to is a volume."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +10,7 @@ from pipelinerl_operator.objects.job_resource import JobResource
 from pipelinerl_operator.objects.names import JOB_FILE, SECRET_FOLDER, config_name, secret_name
 
 CACHE = Path("/cache")
-"""HOME, downloaded and made models, compiled kernels."""
+"""HOME, downloaded and generated models, compiled kernels."""
 OUTPUT = Path("/output")
 CHECKPOINTS = Path("/checkpoints")
 FIXED_FOLDER = "/etc/pipelinerl"
@@ -23,7 +21,7 @@ DISABLED_SIZES = ("0", "0Gi", "0Mi")
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A volume of the pod, mounted at the same place in each of its containers."""
+    """A volume of the pod, mounted at the same path in all of its containers."""
 
     name: str
     path: Path
@@ -42,8 +40,8 @@ class Mount:
 
 
 def output_folder(job: JobResource, role: Role) -> Path:
-    """Where a role's services write. Trainers and who reads their checkpoints: the claim, which
-    outlives the pod.
+    """Folder that a role's services write to. For trainers, and for readers of their checkpoints,
+    it is on the claim, which outlives the pod.
     """
     checkpoint = job.spec.trainers.checkpoint
     if role not in CHECKPOINT_ROLES:
@@ -92,7 +90,7 @@ def cache_source(spec: JobSpec, role: Role) -> dict[str, Any]:
 
 
 def shared_memory(spec: JobSpec, role: Role) -> dict[str, Any] | None:
-    """The preprocessor has no use for it."""
+    """The volume of /dev/shm, or None; the preprocessor does not need it."""
     if role is Role.PREPROCESSOR or spec.shared_memory_size in DISABLED_SIZES:
         return None
     return {"emptyDir": {"medium": "Memory", "sizeLimit": spec.shared_memory_size}}
