@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.collector import Collector, ReceivedSpan, collecting
 from pipelinerl_common.metrics import PREFIX, metrics_of
-from pipelinerl_common.tracing.collector import Collector, Kept, collecting
 from up_run import Run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -200,7 +200,7 @@ def test_log_lines_of_steps_carry_the_trace(
     assert all(line.rpartition(" trace=")[2] in traces for line in steps[:STEPS])
 
 
-def _ancestry(span: Kept, by_id: dict[str, Kept]) -> Iterator[Kept]:
+def _ancestry(span: ReceivedSpan, by_id: dict[str, ReceivedSpan]) -> Iterator[ReceivedSpan]:
     yield span
     if span.parent:
         yield from _ancestry(by_id[span.parent], by_id)

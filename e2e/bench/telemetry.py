@@ -23,12 +23,12 @@ from typing import Any
 import aiohttp
 import yaml
 
+from bench.collector import collecting
 from bench.processes import LAST_LINES, cpu_seconds, process_tree, running, tail
 from bench.report import Report, Row, at_most, progress
 from pipelinerl_cli.up.process import LocalProcess, last_lines
 from pipelinerl_common.errors import PipelineRLError, Unavailable
 from pipelinerl_common.runs.records import read_records
-from pipelinerl_common.tracing.collector import collecting
 
 TARGET = 0.02
 WARM_UP_STEPS = 3

@@ -187,7 +187,7 @@ PLANNED_LAG = Judgement(
     32,
     WARNING,
     "no study covers a longer lag",
-    ("algorithm.groupsPerStep: higher", "staleness.eta: lower", "actors.replicas: fewer"),
+    FRESHER,
 )
 """Judges the largest lag that a job may have; 32 is the largest of the paper's section 5.1."""
 QUEUE_DEPTH = Judgement(
@@ -242,7 +242,7 @@ PREEMPTIONS = Judgement(
     "preemptions_total", 0.1, WARNING, "each time all of the sequence is computed again"
 )
 """Judges preemptions per trajectory; rare ones cost little."""
-ROLLOUT_ERRORS = Judgement("rollout_errors_total", 0.01, WARNING, "trajectories are tried again")
+ROLLOUT_ERRORS = Judgement("rollout_errors_total", 0.01, WARNING, "trajectories are retried")
 """Judges errors per trajectory."""
 GROUPS_FAIL = Judgement("groups_failed_total", 0.2, WARNING, "their tokens are lost")
 """Judges the share of groups."""
@@ -338,8 +338,3 @@ WATCH_RESTARTS = Judgement(
 OPERATOR_MEMORY = Judgement(
     "operator_memory_bytes", 450e6, WARNING, "the operator is near its memory limit in the chart"
 )
-
-
-def all_judgements() -> dict[str, Judgement]:
-    """Every judgement by its name."""
-    return {name: each for name, each in globals().items() if isinstance(each, Judgement)}

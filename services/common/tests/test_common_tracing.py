@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from bench.collector import Collector, collecting
 from pipelinerl.v1 import policy_pb2, policy_pb2_grpc
 from pipelinerl_common import rpc
 from pipelinerl_common.settings import Job, parse_job
 from pipelinerl_common.telemetry import _LineFormatter
 from pipelinerl_common.tracing import Tracer, caller, current, headers, open_tracer, span
-from pipelinerl_common.tracing.collector import Collector, collecting
 
 DEADLINE_S = 30.0
 

@@ -1,5 +1,5 @@
-"""A small OTLP collector: takes spans over gRPC and keeps them. For tests and `pipelinerl bench
-telemetry`.
+"""A small OTLP collector: receives spans over gRPC and keeps them, for the bench of telemetry and
+for tests of traces.
 """
 
 import threading
@@ -21,8 +21,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 
 
 @dataclass(frozen=True)
-class Kept:
-    """One span that was sent. Ids are hexadecimal; `parent` is "" for a trace's first span."""
+class ReceivedSpan:
+    """One span that arrived. Ids are hexadecimal; `parent` is "" for a trace's first span."""
 
     service: str
     name: str
@@ -30,7 +30,7 @@ class Kept:
     id: str
     parent: str
     links: tuple[str, ...]
-    """Ids of the spans that it is linked to."""
+    """Ids of linked spans."""
     attributes: dict[str, Any]
     start: int
     end: int
@@ -38,7 +38,9 @@ class Kept:
 
 @dataclass
 class Collector(TraceServiceServicer):
-    spans: list[Kept] = field(default_factory=list)
+    """The spans that have arrived; gRPC's threads add them."""
+
+    spans: list[ReceivedSpan] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def Export(
@@ -49,21 +51,21 @@ class Collector(TraceServiceServicer):
                 of_resource = _attributes(resource.resource.attributes)
                 for scope in resource.scope_spans:
                     self.spans.extend(
-                        _kept(str(of_resource["service.name"]), span) for span in scope.spans
+                        _received(str(of_resource["service.name"]), span) for span in scope.spans
                     )
         return ExportTraceServiceResponse()
 
-    def named(self, name: str) -> list[Kept]:
+    def named(self, name: str) -> list[ReceivedSpan]:
         with self._lock:
             return [span for span in self.spans if span.name == name]
 
-    def children(self, parent: Kept) -> list[Kept]:
+    def children(self, parent: ReceivedSpan) -> list[ReceivedSpan]:
         with self._lock:
             return [span for span in self.spans if span.parent == parent.id]
 
 
-def _kept(service: str, span: Any) -> Kept:
-    return Kept(
+def _received(service: str, span: Any) -> ReceivedSpan:
+    return ReceivedSpan(
         service=service,
         name=span.name,
         trace=span.trace_id.hex(),
@@ -82,7 +84,7 @@ def _attributes(pairs: Any) -> dict[str, Any]:
 
 @contextmanager
 def collecting() -> Iterator[tuple[str, Collector]]:
-    """A collector on a free loopback port, and its endpoint."""
+    """Runs a collector on a free loopback port; yields its endpoint and the collector."""
     collector = Collector()
     server = grpc.server(futures.ThreadPoolExecutor(2))
     add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
