@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from pipelinerl_operator.kube import (
+    Api,
     Change,
     Object,
     ObjectKey,
@@ -45,7 +46,7 @@ class Fault:
     answer_lost: bool = False
 
 
-class FakeApi:
+class FakeApi(Api):
     """`fault` is asked before every write."""
 
     def __init__(self, clock: Callable[[], float] = lambda: 1_000_000.0) -> None:
@@ -170,7 +171,6 @@ class FakeApi:
         *,
         uid: str,
         grace_s: int | None = None,
-        foreground: bool = False,
     ) -> Object:
         lost = self._begin(Call("delete", resource, name, uid))
         key = ObjectKey(namespace, name)

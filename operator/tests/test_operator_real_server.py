@@ -26,7 +26,7 @@ from pipelinerl_operator.controller.streams import JobStreams
 from pipelinerl_operator.controller.telemetry import Telemetry
 from pipelinerl_operator.crd import crd_definition
 from pipelinerl_operator.kube import (
-    HttpApi,
+    Api,
     Object,
     ObjectKey,
     Resource,
@@ -93,7 +93,7 @@ async def prepare(server: ApiServer) -> None:
 
 @dataclass
 class Running:
-    api: HttpApi
+    api: Api
     """The administrator's."""
     telemetry: Telemetry
     tasks: Sequence[asyncio.Task[None]]
@@ -221,7 +221,7 @@ async def test_a_watch_that_is_given_up_leaves_no_connection(server: ApiServer) 
     address = ("127.0.0.1", int(server.administrator.server.rpartition(":")[2]))
     received = asyncio.Event()
 
-    async def follow(api: HttpApi) -> None:
+    async def follow(api: Api) -> None:
         async for _ in api.watch(Selection(SERVICES), "0"):
             received.set()
 

@@ -12,7 +12,7 @@ from pipelinerl_operator.controller.decision import Note
 from pipelinerl_operator.controller.status import write_time
 from pipelinerl_operator.controller.views import JobView
 from pipelinerl_operator.kube import Api, ObjectKey
-from pipelinerl_operator.kube.api import FIELD_MANAGER
+from pipelinerl_operator.kube.client import FIELD_MANAGER
 from pipelinerl_operator.kube.resources import EVENTS, JOBS
 
 log = logging.getLogger(__name__)

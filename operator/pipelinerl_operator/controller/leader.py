@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
+from pipelinerl_common.backoff import Backoff
 from pipelinerl_common.errors import PipelineRLError, SettingsError
 from pipelinerl_control.plan import Role
 from pipelinerl_operator.controller.cluster import ClusterCache, child_resources
@@ -24,7 +25,6 @@ from pipelinerl_operator.kube import (
     Api,
     ApiConnection,
     Election,
-    HttpApi,
     ObjectKey,
     Selection,
     WorkQueue,
@@ -118,7 +118,7 @@ class _Replica:
     def fault(self) -> str:
         return self.controller.fault() if self.controller is not None else ""
 
-    async def lead(self, api: HttpApi) -> None:
+    async def lead(self, api: Api) -> None:
         """Runs the controller until cancelled, which happens when the lease is lost."""
         arguments = self.arguments
         context = operator_context(arguments, await _capabilities(api), self.namespace)
@@ -148,17 +148,16 @@ class _Replica:
                 await streams.close()
 
 
-async def _capabilities(api: HttpApi) -> Capabilities:
-    """What the server can do; asked until it answers."""
-    pause_s = FIRST_RETRY_S
+async def _capabilities(api: Api) -> Capabilities:
+    """Asks the server what it offers, until it responds."""
+    backoff = Backoff(FIRST_RETRY_S, 30.0)
     while True:
         try:
             _, minor = await api.server_version()
             return Capabilities(minor, await api.api_versions())
         except PipelineRLError as error:
             log.warning("the API server's version: %s", error)
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, 30.0)
+        await backoff.sleep()
 
 
 def operator_context(

@@ -8,8 +8,14 @@ objects as plain dicts (decoding into models takes twenty times as long) and a b
 1000 jobs. Of the official client only the reader of kubeconfig files is used.
 """
 
-from pipelinerl_operator.kube.api import Api, Change, Page, Selection, WatchEvent
-from pipelinerl_operator.kube.client import HttpApi, open_api
+from pipelinerl_operator.kube.client import (
+    Api,
+    Change,
+    Page,
+    Selection,
+    WatchEvent,
+    open_api,
+)
 from pipelinerl_operator.kube.connection import ApiConnection, find_connection
 from pipelinerl_operator.kube.election import Election, LeaseTimes
 from pipelinerl_operator.kube.informer import Informer, Store, View
@@ -21,7 +27,6 @@ __all__ = [
     "ApiConnection",
     "Change",
     "Election",
-    "HttpApi",
     "Informer",
     "LeaseTimes",
     "Object",

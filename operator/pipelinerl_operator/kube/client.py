@@ -7,15 +7,17 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import aiohttp
 
-from pipelinerl_operator.kube.api import FIELD_MANAGER, Change, Page, Selection, WatchEvent
 from pipelinerl_operator.kube.connection import ApiConnection
 from pipelinerl_operator.kube.errors import ApiUnavailable, Gone, error_of
 from pipelinerl_operator.kube.resources import Object, Resource
 
+FIELD_MANAGER = "pipelinerl-operator"
 CONNECT_S = 10.0
 CALL_S = 30.0
 LIST_S = 60.0
@@ -34,6 +36,44 @@ MAX_CALLS = 4
 MAX_EVENT_BYTES = 2 << 20
 """Longest event: etcd accepts objects of 1.5 MB."""
 
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Selects objects of a resource. `namespace` None is all; `labels` is a label selector."""
+
+    resource: Resource
+    namespace: str | None = None
+    labels: str = ""
+    metadata_only: bool = False
+    """Leaves out spec, data and status, for objects whose content is known by a hash."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A part of a list, with the version of the whole list, from which a watch continues."""
+
+    items: list[Object]
+    resource_version: str
+
+
+class Change(StrEnum):
+    """Kinds of watch events."""
+
+    ADDED = "ADDED"
+    MODIFIED = "MODIFIED"
+    DELETED = "DELETED"
+    BOOKMARK = "BOOKMARK"
+    """No change; the object has only the resource version that the watch has reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """A change of an object."""
+
+    change: Change
+    body: Object
+
+
 Observe = Callable[[str, int, float], None]
 """Called for every call with verb, HTTP status (0 without a response) and seconds."""
 
@@ -43,8 +83,11 @@ _METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=
 _METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 
 
-class HttpApi:
-    """`Api` over one pool of connections for calls and one for watches, made by `open_api`."""
+class Api:
+    """Calls to the API server, over one pool of connections for calls and one for watches.
+
+    Made by `open_api`. Each call has a deadline and raises the errors of `kube.errors`.
+    """
 
     def __init__(
         self,
@@ -59,6 +102,7 @@ class HttpApi:
         self._observe = observe
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Object:
+        """Raises NotFound."""
         return await self._call("get", "GET", resource.path(namespace, name))
 
     async def api_versions(self) -> frozenset[str]:
@@ -74,6 +118,9 @@ class HttpApi:
         return int(version["major"]), int("".join(filter(str.isdigit, version["minor"])))
 
     async def pages(self, selection: Selection) -> AsyncIterator[Page]:
+        """The objects as one consistent list, never from a stale cache. Raises Gone when it takes
+        too long.
+        """
         query = {"limit": str(PAGE_ITEMS), **_labels(selection)}
         path = selection.resource.path(selection.namespace)
         headers = {"Accept": _METADATA_LIST} if selection.metadata_only else {}
@@ -88,6 +135,10 @@ class HttpApi:
             query["continue"] = metadata["continue"]
 
     async def watch(self, selection: Selection, since: str) -> AsyncIterator[WatchEvent]:
+        """Changes after version `since` until the server ends the watch or is silent for longer
+        than the interval of bookmarks. Raises Gone, or ApiUnavailable for a watch that is not
+        accepted.
+        """
         query = {
             "watch": "1",
             "allowWatchBookmarks": "true",
@@ -114,10 +165,12 @@ class HttpApi:
     async def create(
         self, resource: Resource, namespace: str, body: Object, *, dry_run: bool = False
     ) -> Object:
+        """Raises AlreadyExists, Invalid, Forbidden."""
         query = {"fieldManager": FIELD_MANAGER, **({"dryRun": "All"} if dry_run else {})}
         return await self._call("create", "POST", resource.path(namespace), query=query, body=body)
 
     async def apply(self, resource: Resource, namespace: str, body: Object) -> Object:
+        """Server-side apply as the only field manager, which takes over fields of others."""
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         path = resource.path(namespace, body["metadata"]["name"])
         return await self._call(
@@ -127,14 +180,17 @@ class HttpApi:
     async def patch(
         self, resource: Resource, namespace: str, name: str, patch: dict[str, Any]
     ) -> Object:
+        """JSON merge patch. Raises Conflict when its resourceVersion, if any, is not current."""
         return await self._patch(resource.path(namespace, name), patch)
 
     async def patch_status(
         self, resource: Resource, namespace: str, name: str, patch: dict[str, Any]
     ) -> Object:
+        """Like `patch`, on the status sub-resource."""
         return await self._patch(resource.path(namespace, name, "status"), patch)
 
     async def replace(self, resource: Resource, namespace: str, body: Object) -> Object:
+        """Raises Conflict when the object's resourceVersion is not the current one."""
         path = resource.path(namespace, body["metadata"]["name"])
         return await self._call(
             "update", "PUT", path, query={"fieldManager": FIELD_MANAGER}, body=body
@@ -148,13 +204,16 @@ class HttpApi:
         *,
         uid: str,
         grace_s: int | None = None,
-        foreground: bool = False,
     ) -> Object:
+        """Deletes the object with that UID. Returns it while it still exists, else a Status.
+
+        Raises NotFound, or Conflict when the name belongs to another UID.
+        """
         options: Object = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
             "preconditions": {"uid": uid},
-            "propagationPolicy": "Foreground" if foreground else "Background",
+            "propagationPolicy": "Background",
         }
         if grace_s is not None:
             options["gracePeriodSeconds"] = grace_s
@@ -216,9 +275,7 @@ class HttpApi:
             ) as response:
                 status = response.status
                 try:
-                    if status >= 400:
-                        request, retry_after = f"{verb} {path}", response.headers.get("Retry-After")
-                        raise error_of(request, status, await response.read(), retry_after)
+                    await _check(response, f"{verb} {path}")
                     yield response
                 finally:
                     _cut(response)
@@ -234,7 +291,7 @@ async def open_api(
     observe: Observe = lambda verb, code, seconds: None,
     *,
     max_calls: int = MAX_CALLS,
-) -> AsyncIterator[HttpApi]:
+) -> AsyncIterator[Api]:
     """Opens the API behind `connection` until the block is left."""
     for_calls = aiohttp.TCPConnector(limit=max_calls, keepalive_timeout=15)
     for_watches = aiohttp.TCPConnector(limit=0, keepalive_timeout=15)
@@ -242,7 +299,13 @@ async def open_api(
         aiohttp.ClientSession(connector=for_calls) as calls,
         aiohttp.ClientSession(connector=for_watches) as watches,
     ):
-        yield HttpApi(calls, watches, connection, observe)
+        yield Api(calls, watches, connection, observe)
+
+
+async def _check(response: aiohttp.ClientResponse, request: str) -> None:
+    if response.status >= 400:
+        retry_after = response.headers.get("Retry-After")
+        raise error_of(request, response.status, await response.read(), retry_after)
 
 
 def _cut(response: aiohttp.ClientResponse) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from pipelinerl_common.errors import FatalError, PipelineRLError
-from pipelinerl_operator.kube.api import Api
+from pipelinerl_operator.kube.client import Api
 from pipelinerl_operator.kube.errors import AlreadyExists, Conflict, NotFound
 from pipelinerl_operator.kube.resources import LEASES, Object, ObjectKey
 
@@ -106,9 +106,9 @@ class Election:
             await asyncio.sleep(min(self._times.retry_s, left_s))
             begun = time.monotonic()  # not after the call: the lease counts from when it was sent
             try:
-                async with asyncio.timeout(max(0.1, left_s - self._times.retry_s)):
-                    if not await self._try_acquire():
-                        return
+                limit_s = max(0.1, left_s - self._times.retry_s)
+                if not await asyncio.wait_for(self._try_acquire(), limit_s):
+                    return
                 renewed_at = begun
             except (PipelineRLError, TimeoutError) as error:
                 log.warning("lease=%s was not renewed: %s", self._key, error)

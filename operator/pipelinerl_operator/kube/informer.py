@@ -20,7 +20,7 @@ from typing import Generic, Protocol, TypeVar
 
 from pipelinerl_common.backoff import Backoff
 from pipelinerl_common.errors import PipelineRLError
-from pipelinerl_operator.kube.api import Api, Change, Selection
+from pipelinerl_operator.kube.client import Api, Change, Selection
 from pipelinerl_operator.kube.errors import Gone, TooManyRequests
 from pipelinerl_operator.kube.resources import Object, ObjectKey, key_of
 

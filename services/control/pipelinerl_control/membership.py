@@ -7,6 +7,8 @@ missed event cannot leave the group wrong.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pipelinerl_common.backoff import Backoff
+
 FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 60.0
 
@@ -92,23 +94,25 @@ class Form:
 class MemberBackoff:
     """Excludes generators after a failure: 1 s, then twice as long each time, at most 60 s."""
 
-    _failures: dict[str, int] = field(default_factory=dict)
+    _backoffs: dict[str, Backoff] = field(default_factory=dict)
     _until: dict[str, float] = field(default_factory=dict)
 
     def failed(self, name: str, now: float) -> float:
         """Excludes the generator for the returned number of seconds."""
-        self._failures[name] = self._failures.get(name, 0) + 1
-        delay = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(self._failures[name] - 1, 16))
+        backoff = self._backoffs.setdefault(
+            name, Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S, jitter=0.0)
+        )
+        delay = backoff.next_delay()
         self._until[name] = now + delay
         return delay
 
     def succeeded(self, name: str) -> None:
-        self._failures.pop(name, None)
+        self._backoffs.pop(name, None)
         self._until.pop(name, None)
 
     def keep_only(self, names: Sequence[str]) -> None:
         """Forgets generators that no longer exist: the next one of that name is another process."""
-        for gone in [name for name in self._failures if name not in names]:
+        for gone in [name for name in self._backoffs if name not in names]:
             self.succeeded(gone)
 
     def is_out(self, name: str, now: float) -> bool:
