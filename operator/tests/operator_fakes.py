@@ -1,7 +1,10 @@
-"""A cluster in memory with one operator in it, and time that passes only when a test says so."""
+"""Jobs, and a cluster in memory with one operator in it, where time passes only when a test says
+so.
+"""
 
 import copy
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from types import MappingProxyType
 from typing import Any
 
@@ -21,8 +24,45 @@ from pipelinerl_operator.controller.views import JobView
 from pipelinerl_operator.kube import Object, ObjectKey, Selection
 from pipelinerl_operator.kube.resources import JOBS, PODS, key_of
 from pipelinerl_operator.nats.streams import StreamAdmin
-from pipelinerl_operator.objects import Capabilities, OperatorContext
+from pipelinerl_operator.objects import Capabilities, JobResource, OperatorContext
 from pipelinerl_operator.objects.names import POD_ROLES
+
+ON_CPU = {"weightTransfer": {"backend": "gloo"}}
+OLD = Capabilities(20, frozenset({"policy/v1beta1"}))
+"""A 1.20 server."""
+
+
+def make_raw(name: str = "sums", **spec: Any) -> dict[str, Any]:
+    """The resource as the API server gives it; sections in `spec` replace the small job's own."""
+    return {
+        "apiVersion": "pipelinerl.dev/v1alpha1",
+        "kind": "PipelineRLJob",
+        "metadata": {"name": name, "namespace": "lab", "uid": "0b5b0d7c-a09c", "generation": 1},
+        "spec": deepcopy(
+            {
+                "model": {"uri": "tiny://arithmetic"},
+                "task": {"path": "tasks:Sums"},
+                **ON_CPU,
+                **spec,
+            }
+        ),
+    }
+
+
+def make_resource(name: str = "sums", **spec: Any) -> JobResource:
+    return JobResource.parse(make_raw(name, **spec))
+
+
+def make_context(**changes: Any) -> OperatorContext:
+    return OperatorContext(
+        **{
+            "images": {role: f"registry/{role.value}:1" for role in POD_ROLES},
+            "coordinator": "operator.system.svc:7100",
+            "nats_url": "nats://nats.system.svc:4222",
+            **changes,
+        }
+    )
+
 
 JOB = ObjectKey("default", "sums")
 CAPABILITIES = Capabilities(36, frozenset({"policy/v1", "scheduling.volcano.sh/v1beta1"}))
@@ -96,7 +136,7 @@ class FakeRuntimes(JobRuntimes):
         pass
 
 
-class World:
+class FakeCluster:
     """`violations` are broken promises, found the moment that they are broken."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from operator_jobs import OLD, make_context, make_resource
+from operator_fakes import OLD, make_context, make_resource
 
 from pipelinerl_operator.objects import JobResource, OperatorContext, desired_objects, job_secret
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from operator_fake_api import Crash
-from operator_fakes import JOB, World, balance, job
+from operator_fakes import JOB, FakeCluster, balance, job
 
 from pipelinerl_operator.controller.status import JobPhase, TrainingStatus
 from pipelinerl_operator.kube.resources import JOBS
@@ -13,22 +13,22 @@ ACTORS = {"replicas": 2, "minReplicas": 1, "maxReplicas": 4}
 ON = {"enabled": True, "periodSteps": 10}
 
 
-async def running(**spec: Any) -> World:
-    world = World()
+async def running(**spec: Any) -> FakeCluster:
+    world = FakeCluster()
     await world.submit(job(**{"actors": ACTORS, "autoscale": ON, **spec}))
     await world.settle()
     assert world.is_in(JobPhase.RUNNING)
     return world
 
 
-async def train(world: World, begin: int, per_actor: float, r_train: float) -> int:
+async def train(world: FakeCluster, begin: int, per_actor: float, r_train: float) -> int:
     """Ten steps with as many actors as are ready; how many there are after it."""
     world.balances[JOB] = balance(world.status.actors.ready, per_actor, r_train, begin)
     await world.settle()
     return num_actors(world)
 
 
-def num_actors(world: World) -> int:
+def num_actors(world: FakeCluster) -> int:
     return sum("-actor-" in name for name in world.pods())
 
 
@@ -138,7 +138,7 @@ async def test_nothing_is_chosen_after_the_end() -> None:
     assert world.violations == []
 
 
-def trained(world: World, step: int) -> None:
+def trained(world: FakeCluster, step: int) -> None:
     world.trainings[JOB] = TrainingStatus(step=step, policy_version=step)
 
 

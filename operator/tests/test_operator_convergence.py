@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from operator_fake_api import Call, Crash, Fault
-from operator_fakes import JOB, World, job
+from operator_fakes import JOB, FakeCluster, job
 
 from pipelinerl_operator.controller.status import JobPhase
 from pipelinerl_operator.kube import ObjectKey
@@ -59,7 +59,7 @@ def nth_write(fault: Fault, n: int) -> Callable[[Call], Fault | None]:
     return due
 
 
-async def take(world: World, step: tuple[object, ...]) -> None:
+async def take(world: FakeCluster, step: tuple[object, ...]) -> None:
     match step:
         case ("look", fault, int(n)):
             world.api.fault = (
@@ -88,7 +88,7 @@ async def take(world: World, step: tuple[object, ...]) -> None:
             world.end("sums-trainer-0", "trainer", 0)
 
 
-def is_running(world: World, name: str) -> bool:
+def is_running(world: FakeCluster, name: str) -> bool:
     pod = world.pods().get(name)
     return (
         pod is not None
@@ -97,7 +97,7 @@ def is_running(world: World, name: str) -> bool:
     )
 
 
-def fail(world: World, name: str, kind: str) -> None:
+def fail(world: FakeCluster, name: str, kind: str) -> None:
     if not is_running(world, name):
         return
     container = CONTAINERS[name.split("-")[1]]
@@ -114,7 +114,7 @@ def fail(world: World, name: str, kind: str) -> None:
             world.api.remove(PODS, ObjectKey("default", name), 0)
 
 
-def edit(world: World, kind: str) -> None:
+def edit(world: FakeCluster, kind: str) -> None:
     if kind in ("suspend", "resume"):
         world.change(suspend=kind == "suspend")
     elif kind == "restart":
@@ -130,7 +130,7 @@ def edit(world: World, kind: str) -> None:
         )
 
 
-def check(world: World) -> None:
+def check(world: FakeCluster) -> None:
     """What must hold once everything is quiet."""
     spec = world.api.objects[JOBS, JOB]["spec"]
     pods = world.pods()
@@ -151,7 +151,7 @@ def check(world: World) -> None:
 
 
 async def live(steps: list[tuple[object, ...]]) -> None:
-    world = World()
+    world = FakeCluster()
     policy = {
         "maxRestarts": 1000,
         "backoff": {"initialSeconds": 1, "maxSeconds": 4},
@@ -192,13 +192,13 @@ def test_one_fault_at_any_write_of_a_jobs_life_changes_nothing_in_the_end(
 ) -> None:
     """Writes 0 to 12 are of its beginning, 13 to 18 of the trainers' return."""
 
-    async def settle(world: World) -> None:
+    async def settle(world: FakeCluster) -> None:
         await world.settle(rounds=200)
         world.now += 120  # past the time for which a refusal is believed
         await world.settle(rounds=200)
 
     async def one() -> None:
-        world = World()
+        world = FakeCluster()
         await world.submit(job())
         world.api.fault = nth_write(FAULTS[fault], n)
         await settle(world)

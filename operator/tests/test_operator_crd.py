@@ -16,7 +16,7 @@ import pytest
 import yaml
 from celpy import celtypes
 from celpy.adapter import json_to_cel
-from operator_jobs import make_raw
+from operator_fakes import make_raw
 from pydantic import BaseModel, JsonValue
 
 from pipelinerl_common.errors import SettingsError

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from operator_fakes import World, job
-from operator_jobs import make_context, make_resource
+from operator_fakes import FakeCluster, job, make_context, make_resource
 from test_operator_convergence import FAULTS, STEPS, is_running, nth_write, take
 
 from pipelinerl_control.plan import num_gpus
@@ -25,15 +24,15 @@ LIMIT_S = 2 * 20 + 60
 TRAINERS = {"sums-trainer-0", "sums-trainer-1"}
 
 
-async def running(**spec: Any) -> World:
-    world = World()
+async def running(**spec: Any) -> FakeCluster:
+    world = FakeCluster()
     await world.submit(job(evaluation=EVALUATION, **spec))
     await world.settle()
     assert world.is_in(JobPhase.RUNNING)
     return world
 
 
-async def trained(**spec: Any) -> World:
+async def trained(**spec: Any) -> FakeCluster:
     world = await running(**spec)
     for name in TRAINERS:
         world.end(name, "trainer", 0)
@@ -129,7 +128,7 @@ def test_only_rules_that_name_it_are_for_it() -> None:
 
 async def test_the_job_runs_without_it() -> None:
     """Its pod may wait for a node for as long as it takes."""
-    world = World()
+    world = FakeCluster()
     await world.submit(job(evaluation=EVALUATION))
     for _ in range(6):
         world.sync()
@@ -242,7 +241,7 @@ EVALUATOR_STEPS = st.one_of(
 
 
 async def live(steps: list[tuple[object, ...]]) -> None:
-    world = World()
+    world = FakeCluster()
     policy = {
         "maxRestarts": 1000,
         "backoff": {"initialSeconds": 1, "maxSeconds": 4},
@@ -274,7 +273,7 @@ async def live(steps: list[tuple[object, ...]]) -> None:
     assert world.num_writes() == before, "a quiet resync of a new leader writes nothing"
 
 
-def end_evaluator(world: World, kind: str) -> None:
+def end_evaluator(world: FakeCluster, kind: str) -> None:
     if not is_running(world, "sums-evaluator-0"):
         return
     if kind == "vanished":

@@ -7,7 +7,7 @@ from functools import partial
 
 import aiohttp
 import pytest
-from operator_fakes import CONTEXT, JOB, World, job
+from operator_fakes import CONTEXT, JOB, FakeCluster, job
 
 from pipelinerl_common.metrics import PREPROCESSOR, TRAINER, Metrics, serve_metrics
 from pipelinerl_control.scaling import ScalingChoice
@@ -25,7 +25,7 @@ HOSTS = {"sums-trainer-0": "127.0.0.2", "sums-preprocessor-0": "127.0.0.3"}
 class Running:
     """A job whose trainer and preprocessor export the metrics that a test sets."""
 
-    def __init__(self, world: World, session: aiohttp.ClientSession) -> None:
+    def __init__(self, world: FakeCluster, session: aiohttp.ClientSession) -> None:
         self.trainer, self.preprocessor = Metrics(TRAINER, "sums"), Metrics(PREPROCESSOR, "sums")
         self.world = world
         self._session = session
@@ -59,7 +59,7 @@ async def running(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
     with socket.create_server((HOSTS["sums-trainer-0"], 0)) as free:
         port = free.getsockname()[1]
     monkeypatch.setattr(job_runtime, "METRICS_PORT", port)
-    world = World()
+    world = FakeCluster()
     await world.submit(job())
     await world.settle()
     for name, host in HOSTS.items():

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from operator_fakes import OLD, make_context, make_raw, make_resource
 from operator_goldens import FOLDER, GOLDENS, KL, ON_GPUS, manifests, text
-from operator_jobs import OLD, make_context, make_raw, make_resource
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.service import parse_wiring

@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
+from operator_fakes import make_context, make_resource
 from operator_goldens import ON_GPUS
-from operator_jobs import make_context, make_resource
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_control.plan import Role

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from operator_fake_api import Fault
-from operator_fakes import JOB, World, job
+from operator_fakes import JOB, FakeCluster, job
 
 from pipelinerl_operator.controller.status import JobPhase, TrainingStatus
 from pipelinerl_operator.kube import ObjectKey
@@ -22,15 +22,15 @@ ALL_PODS = {
 }
 
 
-async def running(**spec: Any) -> World:
-    world = World()
+async def running(**spec: Any) -> FakeCluster:
+    world = FakeCluster()
     await world.submit(job(**spec))
     await world.settle()
     assert world.is_in(JobPhase.RUNNING)
     return world
 
 
-async def finished(**spec: Any) -> World:
+async def finished(**spec: Any) -> FakeCluster:
     world = await running(**spec)
     world.end("sums-trainer-0", "trainer", 0)
     await world.settle()
@@ -361,7 +361,7 @@ async def test_suspend_is_atomic_and_resume_goes_on() -> None:
 
 
 async def test_a_job_that_is_made_suspended_gets_no_pod_and_says_so() -> None:
-    world = World()
+    world = FakeCluster()
     await world.submit(job(suspend=True))
     await world.settle()
     assert world.pods() == {}
@@ -408,7 +408,7 @@ async def test_scaling_moves_actors_only() -> None:
 
 
 async def test_an_invalid_spec_creates_nothing_and_is_explained() -> None:
-    world = World()
+    world = FakeCluster()
     await world.submit(job(actors={"replicas": 1, "minReplicas": 2}))
     await world.settle()
     assert {resource for resource, _ in world.api.objects} == {JOBS}
@@ -468,7 +468,7 @@ async def test_a_condition_of_a_newer_operator_is_passed_on() -> None:
 
 async def test_a_template_that_the_server_refuses_creates_nothing_and_is_explained() -> None:
     """Status empty when the first child fails to create."""
-    world = World()
+    world = FakeCluster()
     creation = world.api.before_create
 
     def refuse(call: object) -> None:
@@ -494,7 +494,7 @@ async def test_a_template_that_the_server_refuses_creates_nothing_and_is_explain
 
 async def test_nothing_is_created_in_a_namespace_that_is_going_and_nothing_holds_it() -> None:
     """A finalizer that blocks namespace deletion."""
-    world = World()
+    world = FakeCluster()
     world.api.terminating.add("default")
     world.api.terminating.discard("default")
     await world.submit()
@@ -530,7 +530,7 @@ async def test_pods_of_a_predecessor_of_the_same_name_are_not_taken_for_its_own(
 
 
 async def test_a_foreign_object_of_the_same_name_is_left_alone_and_named() -> None:
-    world = World()
+    world = FakeCluster()
     foreign = {
         "apiVersion": "v1",
         "kind": "Service",
@@ -566,7 +566,7 @@ async def test_a_pod_that_never_stops_terminating_is_removed_by_force() -> None:
 
 @pytest.mark.parametrize("field", ["activeDeadlineSeconds", "preRunningDeadlineSeconds"])
 async def test_deadlines_end_the_job(field: str) -> None:
-    world = World()
+    world = FakeCluster()
     spec: dict[str, Any] = {field: 100}
     await world.submit(job(**spec))
     await world.settle(kubelet=False)
@@ -586,7 +586,7 @@ async def test_the_pre_running_deadline_ends_once_the_job_has_run() -> None:
 
 
 async def test_a_job_managed_by_another_is_left_alone() -> None:
-    world = World()
+    world = FakeCluster()
     await world.submit(job(managedBy="kueue.x-k8s.io/multikueue"))
     await world.settle()
     assert {resource for resource, _ in world.api.objects} == {JOBS}

@@ -5,7 +5,7 @@ import base64
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from operator_fakes import JOB, World
+from operator_fakes import JOB, FakeCluster
 
 from pipelinerl_common.errors import Unavailable
 from pipelinerl_operator.controller.status import JobPhase
@@ -38,14 +38,14 @@ class Admin:
         return 0
 
 
-def world_with(admin: Admin) -> World:
-    world = World()
+def world_with(admin: Admin) -> FakeCluster:
+    world = FakeCluster()
     world.admin = admin
     world.restart_operator()
     return world
 
 
-async def running(admin: Admin) -> World:
+async def running(admin: Admin) -> FakeCluster:
     world = world_with(admin)
     await world.submit()
     await world.settle()
@@ -53,7 +53,7 @@ async def running(admin: Admin) -> World:
     return world
 
 
-def secret_of(world: World) -> dict[str, str]:
+def secret_of(world: FakeCluster) -> dict[str, str]:
     return {
         name: base64.b64decode(value).decode()
         for name, value in world.api.objects[TOKEN]["data"].items()

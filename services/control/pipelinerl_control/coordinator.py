@@ -14,7 +14,7 @@ update is refused while a group is being formed.
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pydantic import ValidationError
 
@@ -53,22 +53,6 @@ class CoordinatorCounters:
     expulsions: int = 0
 
 
-@dataclass
-class _State:
-    """What the coordinator knows about the current group."""
-
-    group: WeightGroup | None = None
-    forming: bool = False
-    transfer_deadline: float | None = None
-    not_before: float = 0.0
-    clients: dict[str, GeneratorClient] = field(default_factory=dict)
-    """Clients of the group's members by name."""
-    served: dict[str, int] = field(default_factory=dict)
-    manifest: tuple[weights_pb2.WeightManifest, str] | None = None
-    """The manifest of the group's updates and its hash, from the first update on."""
-    waiting_for: str = "starting"
-
-
 class Coordinator:
     """The weight-transfer group of one job.
 
@@ -88,15 +72,21 @@ class Coordinator:
         epoch_floor: int = 0,
     ) -> None:
         self.counters = CoordinatorCounters()
+        self.waiting_for = "starting"
+        """What the group lacks to be complete, as a text for people."""
         self.period_s = 1.0
         """Seconds between two rounds when nothing wakes the coordinator."""
         self.tracer = tracing.Tracer()
         self._settings = settings
         self._trainer = TrainerClient(trainer_address, token)
         self._observer = Observer(generators, self._trainer, token)
-        self._settle_s = settle_s
-        self._epoch_floor = epoch_floor
-        self._state = _State()
+        self._standing = Standing(settle_s=settle_s, epoch_floor=epoch_floor)
+        self._forming = False
+        self._clients: dict[str, GeneratorClient] = {}
+        """Clients of the group's members by name."""
+        self._served: dict[str, int] = {}
+        self._manifest: tuple[weights_pb2.WeightManifest, str] | None = None
+        """The manifest of the group's updates and its hash, from the first update on."""
         self._backoff = MemberBackoff()
         self._is_due = False
         self._sleep: asyncio.Future[None] | None = None
@@ -107,12 +97,7 @@ class Coordinator:
 
     @property
     def group(self) -> WeightGroup | None:
-        return self._state.group
-
-    @property
-    def waiting_for(self) -> str:
-        """What the group lacks to be complete, as a text for people."""
-        return self._state.waiting_for
+        return self._standing.group
 
     @property
     def absent(self) -> dict[str, str]:
@@ -134,8 +119,8 @@ class Coordinator:
     @property
     def served_version(self) -> int:
         """Lowest version over the members; -1 before the first update or without members."""
-        names = self._state.group.names if self._state.group else ()
-        return min((self._state.served.get(name, -1) for name in names), default=-1)
+        names = self._standing.group.names if self._standing.group else ()
+        return min((self._served.get(name, -1) for name in names), default=-1)
 
     def wake(self) -> None:
         """Starts the next round now, because something changed."""
@@ -170,19 +155,11 @@ class Coordinator:
         self._backoff.keep_only(
             [name for name in self._observer.names if name not in self._observer.moved]
         )
-        state = self._state
-        standing = Standing(
-            state.group,
-            state.transfer_deadline,
-            state.not_before,
-            self._settle_s,
-            self._epoch_floor,
-        )
-        decision = decide(seen, standing, self._backoff)
+        decision = decide(seen, self._standing, self._backoff)
         if isinstance(decision, Form):
             await self._form(decision, seen)
         else:
-            self._state.waiting_for = decision.reason
+            self.waiting_for = decision.reason
 
     async def publish(
         self,
@@ -203,10 +180,10 @@ class Coordinator:
             self._settings.sync_timeout_seconds, timeout_s or self._settings.sync_timeout_seconds
         )
         if manifest.tensors:
-            self._state.manifest = (manifest, Manifest.from_proto(manifest).hash)
-        if self._state.manifest is None:
+            self._manifest = (manifest, Manifest.from_proto(manifest).hash)
+        if self._manifest is None:
             raise Refused(f"epoch {epoch}: its first update must carry the manifest")
-        manifest, manifest_hash = self._state.manifest
+        manifest, manifest_hash = self._manifest
         try:
             request = UpdateRequest(
                 epoch=epoch,
@@ -219,7 +196,7 @@ class Coordinator:
             )
         except ValidationError as error:
             raise Refused(f"not an update that generators can take: {error}") from error
-        self._state.transfer_deadline = (
+        self._standing.transfer_deadline = (
             asyncio.get_running_loop().time() + timeout_s + 2 * ANSWER_GRACE_S
         )
         task = asyncio.create_task(
@@ -237,14 +214,14 @@ class Coordinator:
         await asyncio.gather(*self._transfers, return_exceptions=True)
 
     def _current_group(self, epoch: int) -> WeightGroup:
-        group = self._state.group
-        if self._state.forming or group is None:
+        group = self._standing.group
+        if self._forming or group is None:
             raise Refused(f"epoch {epoch}: a group is being formed; wait for JoinGroup")
         if epoch != group.epoch:
             raise Refused(
                 f"epoch {epoch} is not the current one, {group.epoch}; wait for JoinGroup"
             )
-        if self._state.transfer_deadline is not None:
+        if self._standing.transfer_deadline is not None:
             raise Refused(f"epoch {epoch}: an update is running")
         if not group.members:
             raise Unavailable("no generator is a member")
@@ -257,7 +234,7 @@ class Coordinator:
         manifest: weights_pb2.WeightManifest,
         traceparent: str,
     ) -> TransferOutcome:
-        members = dict(self._state.clients)
+        members = dict(self._clients)
 
         async def abort() -> None:
             await self._abandon(group)
@@ -270,14 +247,14 @@ class Coordinator:
             await self._conclude(group, outcome, request.version)
             return outcome
         finally:
-            if self._state.group is group or self._state.group is None:
-                self._state.transfer_deadline = None
+            if self._standing.group is group or self._standing.group is None:
+                self._standing.transfer_deadline = None
             self.wake()
 
     async def _conclude(self, group: WeightGroup, outcome: TransferOutcome, version: int) -> None:
         for name, reply in outcome.replies.items():
             if isinstance(reply, UpdateResponse) and name not in outcome.expelled:
-                self._state.served[name] = version
+                self._served[name] = version
                 self._backoff.succeeded(name)
         if outcome.published:
             self.counters.updates += 1
@@ -285,8 +262,8 @@ class Coordinator:
             self.counters.update_failures += 1
         if outcome.published and not outcome.expelled:
             return
-        if self._state.group is group:
-            self._state.group = None
+        if self._standing.group is group:
+            self._standing.group = None
         trainer = await self._trainer.probe()
         # When the trainer restarted, all members failed because of it: expel none of them.
         if trainer is None or (trainer.epoch != group.epoch and not outcome.aborted):
@@ -296,11 +273,11 @@ class Coordinator:
 
     async def _abandon(self, group: WeightGroup) -> None:
         """Ends the group at the trainer, and with it every collective that a member waits in."""
-        self._state.group = None
-        self._epoch_floor = max(self._epoch_floor, group.epoch + 1)
+        self._standing.group = None
+        self._standing.epoch_floor = max(self._standing.epoch_floor, group.epoch + 1)
         try:
             await self._trainer.join_group(
-                epoch=self._epoch_floor,
+                epoch=self._standing.epoch_floor,
                 world_size=1,
                 backend=self._settings.backend,
                 port=0,
@@ -311,8 +288,8 @@ class Coordinator:
 
     async def _form(self, decision: Form, seen: Observation) -> None:
         if (
-            self._state.transfer_deadline is not None
-            and asyncio.get_running_loop().time() < self._state.transfer_deadline
+            self._standing.transfer_deadline is not None
+            and asyncio.get_running_loop().time() < self._standing.transfer_deadline
         ):
             return  # an update began while this round was observing
         group = decision.group
@@ -322,28 +299,28 @@ class Coordinator:
             ",".join(group.names) or "none",
             decision.reason,
         )
-        self._state.waiting_for = f"generators to join epoch {group.epoch}"
-        self._epoch_floor = group.epoch
-        self._state.forming, self._state.group, self._state.transfer_deadline = True, None, None
+        self.waiting_for = f"generators to join epoch {group.epoch}"
+        self._standing.epoch_floor = group.epoch
+        self._forming, self._standing.group, self._standing.transfer_deadline = True, None, None
         # A restarted trainer may train another model.
-        self._state.manifest = None
+        self._manifest = None
         try:
             clients = {name: self._observer.client(name) for name in group.names}
             failure = await form_group(group, self._trainer, clients, self._settings)
         finally:
-            self._state.forming = False
+            self._forming = False
         if failure is not None:
             self.counters.form_failures += 1
             log.warning("epoch=%d did not form: %s", group.epoch, failure.reason)
             self._leave_out(failure.culprits)
             if not failure.culprits:
-                self._state.not_before = asyncio.get_running_loop().time() + RETRY_S
+                self._standing.not_before = asyncio.get_running_loop().time() + RETRY_S
             self.wake()
             return
         self.counters.groups_formed += 1
-        self._state.group, self._state.clients = group, clients
-        self._state.waiting_for = "every ready generator is a member"
-        self._state.served = {
+        self._standing.group, self._clients = group, clients
+        self.waiting_for = "every ready generator is a member"
+        self._served = {
             each.name: each.served_version for each in seen.generators if each.name in group.names
         }
         log.info("epoch=%d world_size=%d formed", group.epoch, group.world_size)

@@ -119,11 +119,11 @@ class MemberBackoff:
         return now < self._until.get(name, now)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Standing:
     """What the coordinator itself contributes to a decision."""
 
-    group: WeightGroup | None
+    group: WeightGroup | None = None
     """The last group that was formed and has not failed since."""
     transfer_deadline: float | None = None
     """Deadline of the update that is running, or None."""
