@@ -39,7 +39,12 @@ class PackedBatch:
 
 
 def assemble(
-    step: int, groups: Sequence[PreparedGroup], layout: RowLayout, *, publish_after: bool
+    step: int,
+    groups: Sequence[PreparedGroup],
+    layout: RowLayout,
+    *,
+    publish_after: bool,
+    traceparents: tuple[str, ...] = (),
 ) -> PackedBatch:
     """Packs the groups' sequences. The same groups and layout give the same rows and the same batch
     id.
@@ -63,6 +68,7 @@ def assemble(
             "packing_fill": assignment.fill,
             "packing_imbalance": assignment.imbalance,
         },
+        traceparents=traceparents,
     )
     return PackedBatch(plan, rows)
 

@@ -176,14 +176,39 @@ class Batches:
                 return f"the weights of version {step} are held back by the policy"
             if ledger.policy.streams:
                 return await self._stream(request, layout)
-            if self._batch is None or self._batch[0] != layout:
-                if not ledger.batch:
-                    take = ledger.take()
-                    await self._live.given_up(take.dropped, DropReason.STALE)
-                    if not take.groups:
-                        return take.wait_reason
-                self._batch = (layout, await self._assemble(step, layout))
+            return await self._whole(step, layout)
+
+    async def _whole(self, step: int, layout: RowLayout) -> PackedBatch | str:
+        """The batch of the ledger's groups, which are taken first unless a pull has taken them."""
+        live, ledger = self._live, self._live.ledger
+        if self._batch is not None and self._batch[0] == layout:
             return self._batch[1]
+        if not ledger.batch:
+            take = ledger.take()
+            await live.given_up(take.dropped, DropReason.STALE)
+            if not take.groups:
+                return take.wait_reason
+        groups = [live.prepared[group_id] for group_id in ledger.batch]
+        for group in groups:
+            live.waiting.discard(group.group_id)
+        with ExitStack() as packing:
+            traced = [
+                packing.enter_context(self._packing(step, group))
+                for group in groups
+                if group.traceparent
+            ]
+            # In a thread, because packing takes a while and leases must be answered meanwhile.
+            batch = await asyncio.to_thread(
+                assemble,
+                step,
+                groups,
+                layout,
+                publish_after=ledger.policy.publishes_after(step),
+                traceparents=tuple(span.traceparent for span in traced),
+            )
+        _log_packed(batch.plan)
+        self._batch = (layout, batch)
+        return batch
 
     async def _stream(self, request: pb.PullStepRequest, layout: RowLayout) -> PackedBatch | str:
         """Takes groups until there is a row that the caller does not have."""
@@ -221,29 +246,6 @@ class Batches:
         return self._live.tracer.continued(
             "pack", group.traceparent, group=group.group_id, step=step
         )
-
-    async def _assemble(self, step: int, layout: RowLayout) -> PackedBatch:
-        """Packs the groups of the ledger's batch."""
-        live = self._live
-        groups = [live.prepared[group_id] for group_id in live.ledger.batch]
-        for group in groups:
-            live.waiting.discard(group.group_id)
-        publish_after = live.ledger.policy.publishes_after(step)
-        with ExitStack() as packing:
-            traced = [
-                packing.enter_context(self._packing(step, group))
-                for group in groups
-                if group.traceparent
-            ]
-            # In a thread, because packing takes a while and leases must be answered meanwhile.
-            batch = await asyncio.to_thread(
-                assemble, step, groups, layout, publish_after=publish_after
-            )
-        batch = replace(
-            batch, plan=replace(batch.plan, traceparents=tuple(span.traceparent for span in traced))
-        )
-        _log_packed(batch.plan)
-        return batch
 
     def _log_trained(self, step: int, trained: list[Group]) -> None:
         # Before the journal has the commit: the next start removes a line that a crash leaves

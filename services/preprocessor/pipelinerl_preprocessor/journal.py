@@ -12,7 +12,8 @@ import heapq
 import itertools
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Protocol, TypeAlias
 
@@ -38,12 +39,8 @@ def encode_ledger(state: LedgerState) -> bytes:
 
 
 def decode_ledger(key: str, payload: bytes) -> LedgerState:
-    """Raises FatalError that names the key when the record cannot be read."""
-    try:
-        fields = _decode(payload)
+    with _decoding(key, payload) as fields:
         return LedgerState(**{**fields, "last_commit": tuple(fields["last_commit"])})
-    except (ValueError, TypeError, KeyError) as error:
-        raise _unreadable(key, error) from error
 
 
 def encode_group(group: Group) -> bytes:
@@ -63,30 +60,28 @@ def encode_group(group: Group) -> bytes:
 
 
 def decode_group(key: str, payload: bytes) -> Group:
-    """Raises FatalError that names the key when the record cannot be read."""
-    try:
-        fields = _decode(payload)
+    with _decoding(key, payload) as fields:
         return Group(**{**fields, "group_id": GroupId(fields["group_id"])})
-    except (ValueError, TypeError, KeyError) as error:
-        raise _unreadable(key, error) from error
 
 
 def _encode(fields: dict[str, Any]) -> bytes:
     return json.dumps({"schema_version": SCHEMA_VERSION, **fields}, separators=(",", ":")).encode()
 
 
-def _decode(payload: bytes) -> dict[str, Any]:
-    fields = json.loads(payload)
-    if not isinstance(fields, dict) or fields.pop("schema_version", None) != SCHEMA_VERSION:
-        raise ValueError(f"schema_version is not {SCHEMA_VERSION}")
-    return fields
-
-
-def _unreadable(key: str, error: Exception) -> FatalError:
-    return FatalError(
-        f"journal record {key!r} cannot be read ({error}): it was written by another release or "
-        "damaged; delete the job's journal bucket and let the trainer restore from its checkpoint"
-    )
+@contextmanager
+def _decoding(key: str, payload: bytes) -> Iterator[dict[str, Any]]:
+    """Raises FatalError that names the key when the record cannot be read."""
+    try:
+        fields = json.loads(payload)
+        if not isinstance(fields, dict) or fields.pop("schema_version", None) != SCHEMA_VERSION:
+            raise ValueError(f"schema_version is not {SCHEMA_VERSION}")
+        yield fields
+    except (ValueError, TypeError, KeyError) as error:
+        raise FatalError(
+            f"journal record {key!r} cannot be read ({error}): it was written by another release "
+            "or damaged; delete the job's journal bucket and let the trainer restore from its "
+            "checkpoint"
+        ) from error
 
 
 class JournalStore(Protocol):

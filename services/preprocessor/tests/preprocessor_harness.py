@@ -199,7 +199,7 @@ class PreprocessorHarness:
         batch_id: str = "",
         num_had: int = 0,
     ) -> Pulled | str | None:
-        """The batch or new rows of `batch_id`, the reason to wait, or None at the end of the run."""
+        """The batch or new rows of `batch_id`, the reason to wait, or None at the end."""
         request = bpb.PullStepRequest(
             step=step,
             rank=rank,
