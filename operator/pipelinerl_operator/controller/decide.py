@@ -48,6 +48,7 @@ def decide(seen: Observed) -> Decision:
         clean_up(draft)
         return draft.done()
     draft.set(observed_generation=seen.job.generation)
+    # Before deadlines and failures: a suspended job fails neither without pods nor with time.
     if _is_suspended(draft):
         return draft.done()
     is_beginning = draft.status.start_time is None

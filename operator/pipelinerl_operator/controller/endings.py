@@ -124,6 +124,7 @@ def waits_for_evaluation(draft: Draft, wanted: Wanted) -> bool:
         if is_evaluating or end.message:
             draft.note(EventType.NORMAL, "Evaluated", end.message or "the last step is evaluated")
         return False
+    # The wait is bounded: an evaluator that hangs must not keep a trained job from succeeding.
     limit_s = longest_evaluation_s(evaluation)
     deadline = _end_of_training_at(draft, wanted) + limit_s
     if draft.seen.now >= deadline:

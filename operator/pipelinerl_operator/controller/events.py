@@ -51,6 +51,7 @@ class EventRecorder:
         log.info("job=%s event=%s %s", job.key, note.reason, note.message)
         if not self._may(job.key, f"{note.reason} {note.message}", now):
             return
+        # The time makes the name unique: an event that was deleted may be written again.
         digest = hashlib.sha256(
             f"{job.uid} {note.reason} {note.message} {now}".encode()
         ).hexdigest()[:16]

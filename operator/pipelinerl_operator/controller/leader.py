@@ -143,6 +143,7 @@ class _Replica:
             try:
                 await self.controller.run()
             finally:
+                # Another replica leads from here on: this one must not report its numbers.
                 self.controller = None
                 self.telemetry.watch_nothing()
                 await streams.close()

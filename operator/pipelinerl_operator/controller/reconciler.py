@@ -109,6 +109,7 @@ class Reconciler:
         status = body.get("status") or {}
         wanted, fault = self._wanted(job, body)
         now = self._deps.monotonic()
+        # A pod that is missing now and was expected was removed by others: that is a failure.
         pods = self._deps.cluster.pods.of_job(job.key)
         names = {pod.key.name for pod in pods}
         return Observed(

@@ -144,6 +144,7 @@ def failure_of(pod: PodView, main: Sequence[str], now: float) -> PodFailure | No
     has_failed = pod.phase == "Failed"
     if has_failed and disruption is not None:
         return PodFailure.of(pod, disruption, message=pod.message)
+    # In a failed pod a sidecar may be the cause, in a running one it may simply have ended.
     ends = [each for each in pod.terminations if has_failed or each.container in main]
     if (end := _first(each for each in ends if each.reason == "OOMKilled")) is not None:
         message = f"{end.container} used more memory than its limit"

@@ -80,18 +80,15 @@ def crd_definition() -> dict[str, Any]:
 
 def job_schema() -> dict[str, Any]:
     spec, status = structural_schema(JobSpec), structural_schema(JobStatus, with_defaults=False)
-    spec["description"] = (
-        "What is trained, how, and with which pods. `pipelinerl up` reads the same."
-    )
-    status["description"] = "What the operator sees and remembers; only it writes here."
+    spec["description"] = "What is trained, how, and with which pods, as `pipelinerl up` reads it."
+    status["description"] = "What the operator observes and remembers. Only the operator writes it."
     status["properties"]["conditions"] |= {
         "x-kubernetes-list-type": "map",
         "x-kubernetes-list-map-keys": ["type"],
     }
     schema = {
         "description": "A reinforcement-learning run of a language model in which generation never "
-        "stops: actors sample, "
-        "trainers learn, and new weights reach the generators between two tokens.",
+        "stops: actors sample, trainers learn, new weights reach the generators between tokens.",
         "type": "object",
         "required": ["spec"],
         "properties": {
@@ -121,7 +118,7 @@ RULES_END = "{{- end }}"
 """Condition around rules: older servers lack them, and clients refuse unknown fields."""
 
 
-FLOW_CHARACTERS = 1600
+FLOW_CHARACTERS = 3200
 """Mappings up to this size are written on one line, which saves a third of the file."""
 
 

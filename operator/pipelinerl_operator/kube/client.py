@@ -158,7 +158,7 @@ class Api:
                 async for line in _lines(response.content):
                     yield _event(line)
             except aiohttp.SocketTimeoutError:
-                return
+                return  # silent for too long: the informer starts another watch
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 raise ApiUnavailable(f"watch {path}: {type(error).__name__}: {error}") from error
 
@@ -263,6 +263,7 @@ class Api:
         if (authorization := self._connection.authorization()) is not None:
             all_headers["Authorization"] = authorization
         started, status = time.monotonic(), 0
+        # Watches have a pool of their own: they last, and would take every connection of the calls.
         try:
             async with (self._watches if verb == "watch" else self._calls).request(
                 method,

@@ -72,10 +72,6 @@ class JobResource:
     """Name and spec, as `pipelinerl up` would read them from a file."""
     namespace: str
     uid: str
-    generation: int
-    deletion_timestamp: str | None
-    """Time (RFC 3339) once the job has been deleted."""
-    raw: Mapping[str, Any]
     unknown_fields: tuple[str, ...] = ()
     """Paths of fields that the CRD has and this older operator does not know. They are left out."""
 
@@ -86,10 +82,6 @@ class JobResource:
     @property
     def spec(self) -> JobSpec:
         return self.job.spec
-
-    @property
-    def is_deleted(self) -> bool:
-        return self.deletion_timestamp is not None
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> "JobResource":
@@ -105,15 +97,7 @@ class JobResource:
         }
         job, unknown = parse_newer_job(document, source=f"PipelineRLJob {metadata['name']}")
         admit(job)
-        return cls(
-            job=job,
-            namespace=metadata["namespace"],
-            uid=metadata["uid"],
-            generation=metadata.get("generation", 0),
-            deletion_timestamp=metadata.get("deletionTimestamp"),
-            raw=raw,
-            unknown_fields=unknown,
-        )
+        return cls(job, metadata["namespace"], metadata["uid"], unknown)
 
     def with_actors(self, count: int) -> "JobResource":
         """The same job with another number of actors, within the spec's bounds."""

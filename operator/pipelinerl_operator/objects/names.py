@@ -115,6 +115,7 @@ def endpoints(
     peers = ("preprocessor-0", *reference_names(job.job), *generator_names(job.job, 0))
     addresses = {name: f"{pod_host(job, *pod_of(job, name))}:{port_of(name)}" for name in peers}
     addresses |= {name: f"{LOOPBACK}:{port_of(name)}" for name in names}
+    # The other processes of the pod are reached on its loopback, where no DNS record can be stale.
     master = LOOPBACK if "trainer-0" in names else pod_host(job, Role.TRAINER, 0)
     return Endpoints(
         job_file=JOB_FILE,

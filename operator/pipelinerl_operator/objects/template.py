@@ -194,6 +194,7 @@ def template_hash(
     defaults do not count, so that a release which adds a setting changes no hash.
     """
     spec = job.spec
+    # Only what the job says: the operator's own defaults may change with its version.
     said: dict[str, Any] = {
         "role": role.value,
         "services": services,
