@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pipelinerl_common.settings import AlgorithmSettings, OptimizerSettings
+from pipelinerl_common.settings import AlgorithmSettings
 from pipelinerl_trainer.objective import Objective
 from pipelinerl_trainer.optimizer import LAG, make_optimizer
 from pipelinerl_trainer.packed import TokenColumns
@@ -36,14 +36,14 @@ Options = dict[str, object]
 VARIANTS: dict[str, Options] = {
     "no correction": {"importance": "none"},
     "truncated importance weights (c = 5)": {},
-    "mixed 1 : 0.3": {"gradientMixing": 0.3},
-    "mixed 1 : 3": {"gradientMixing": 3.0},
+    "mixed 1 : 0.3": {"experimental": {"gradientMixing": 0.3}},
+    "mixed 1 : 3": {"experimental": {"gradientMixing": 3.0}},
     "delay-compensated Adam 0.5, no weights": {
         "importance": "none",
-        "optimizer": {"delayCompensation": 0.5},
+        "experimental": {"delayCompensation": 0.5},
     },
-    "delay-compensated Adam 0.5, weights": {"optimizer": {"delayCompensation": 0.5}},
-    "delay-compensated Adam 5, weights": {"optimizer": {"delayCompensation": 5.0}},
+    "delay-compensated Adam 0.5, weights": {"experimental": {"delayCompensation": 0.5}},
+    "delay-compensated Adam 5, weights": {"experimental": {"delayCompensation": 5.0}},
 }
 ON_POLICY: dict[str, Options] = {"any: every weight is 1": {}}
 
@@ -107,11 +107,10 @@ def train(variant: Options, lag: int, rate: float, seed: int, steps: int = STEPS
     torch.manual_seed(seed)
     network = Network()
     follows = torch.randperm(VOCABULARY, generator=random)
-    optimizer_options = {"learningRate": rate, **dict(variant.get("optimizer", {}))}  # type: ignore[call-overload]
-    settings = AlgorithmSettings.model_validate({**variant, "optimizer": optimizer_options})
+    settings = AlgorithmSettings.model_validate({**variant, "optimizer": {"learningRate": rate}})
     objective = Objective(settings, max_tokens=LENGTH)
     optimizer = make_optimizer(
-        network.parameters(), OptimizerSettings.model_validate(optimizer_options)
+        network.parameters(), settings.optimizer, settings.experimental.delay_compensation
     )
     versions = deque([table(network)], maxlen=lag + 1)
     rewards: list[float] = []

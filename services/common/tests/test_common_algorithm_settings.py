@@ -7,7 +7,12 @@ from pydantic import ValidationError
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import AlgorithmSettings, parse_job
-from pipelinerl_common.settings.algorithm import PRESETS, Loss
+from pipelinerl_common.settings.algorithm import (
+    PRESETS,
+    ExperimentalSettings,
+    Loss,
+    _warn_moved,
+)
 
 
 def algorithm(**options: Any) -> AlgorithmSettings:
@@ -114,8 +119,14 @@ def test_what_is_set_by_hand_wins_over_the_preset_and_what_follows_from_it_is_se
         ),
         ({"loss": "rloo", "discount": 0.9}, ["discount=0.9", "set baseline=value"]),
         ({"loss": "ppo", "valueCoefficient": 0}, ["valueCoefficient=0", "baseline=value"]),
-        ({"loss": "ppo", "gradientMixing": 0.3}, ["gradientMixing=0.3", "surrogate=clip"]),
-        ({"importance": "none", "gradientMixing": 0.3}, ["gradientMixing=0.3", "importance=none"]),
+        (
+            {"loss": "ppo", "experimental": {"gradientMixing": 0.3}},
+            ["gradientMixing=0.3", "surrogate=clip"],
+        ),
+        (
+            {"importance": "none", "experimental": {"gradientMixing": 0.3}},
+            ["gradientMixing=0.3", "importance=none"],
+        ),
         (
             {"kl": {"coefficient": 0.1, "estimator": "k1"}},
             ["kl.estimator=k1", "kl.placement=reward", "k2"],
@@ -146,3 +157,62 @@ def test_a_baseline_of_the_group_needs_a_group(name: str) -> None:
     }
     with pytest.raises(SettingsError, match=r"groupSize of at least 2, not 1"):
         parse_job(document, "x")
+
+
+@pytest.mark.parametrize(
+    ("old", "experimental", "named"),
+    [
+        ({"gradientMixing": 0.3}, {"gradient_mixing": 0.3}, "algorithm.gradientMixing"),
+        (
+            {"optimizer": {"delay_compensation": 0.5, "eps": 1e-6}},
+            {"delay_compensation": 0.5},
+            "algorithm.optimizer.delayCompensation",
+        ),
+        (
+            {"gradientMixing": 0.0, "experimental": {"gradientMixing": 2.0}},
+            {"gradient_mixing": 2.0},
+            None,  # the default that an older schema has filled in
+        ),
+    ],
+)
+def test_experimental_switches_are_read_from_their_old_places_with_a_warning(
+    old: dict[str, Any],
+    experimental: dict[str, float],
+    named: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _warn_moved.cache_clear()
+    settings = AlgorithmSettings.model_validate(old)
+    assert settings.experimental == ExperimentalSettings(**experimental)
+    assert AlgorithmSettings.model_validate(old) == settings
+    found = [record.getMessage() for record in caplog.records]
+    assert len(found) == (named is not None)
+    assert named is None or f"spec.{named} has moved: write spec.algorithm.exp" in found[0]
+    assert "delay" not in str(settings.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("both", "named"),
+    [
+        ({"gradientMixing": 0.3, "experimental": {"gradient_mixing": 0.3}}, "gradientMixing=0.3"),
+        (
+            {
+                "optimizer": {"delayCompensation": 1},
+                "experimental": {"delayCompensation": 2},
+            },
+            "optimizer.delayCompensation=1",
+        ),
+    ],
+)
+def test_an_experimental_switch_in_both_places_is_refused(both: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValidationError, match=f"{named} and experimental.* remove the first"):
+        AlgorithmSettings.model_validate(both)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"gradientMixing": False}, {"optimizer": {"delayCompensation": -1}}, {"experimental": 3}],
+)
+def test_wrong_values_in_old_places_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="experimental"):
+        AlgorithmSettings.model_validate(wrong)

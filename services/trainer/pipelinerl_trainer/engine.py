@@ -12,11 +12,12 @@ What DeepSpeed does to a loss, and how it is undone here:
 """
 
 import logging
+import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,9 @@ from pipelinerl_trainer.ranks import Ranks, cuda_index
 from pipelinerl_trainer.scoring import TokenScores
 
 log = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+NamedParameter = tuple[str, nn.Parameter]
 
 _GATHER_BYTES = 256 << 20
 """ZeRO-3 gathers parameters this many bytes at a time, so that small ones share a collective."""
@@ -80,7 +84,12 @@ class DeepSpeedEngine:
     """
 
     def __init__(
-        self, policy: PolicyModel, ranks: Ranks, zero_stage: int, settings: OptimizerSettings
+        self,
+        policy: PolicyModel,
+        ranks: Ranks,
+        zero_stage: int,
+        settings: OptimizerSettings,
+        delay_compensation: float = 0.0,
     ) -> None:
         self._ranks = ranks
         self.zero_stage = zero_stage
@@ -94,7 +103,9 @@ class DeepSpeedEngine:
         )
         adapted = () if policy.adapter is None else policy.adapter.parameters()
         self._adapter_shapes = {name: tuple(parameter.shape) for name, parameter in adapted}
-        self._engine, self._optimizer = _initialize(self.policy, zero_stage, self.dtype, settings)
+        self._engine, self._optimizer = _initialize(
+            self.policy, zero_stage, self.dtype, settings, delay_compensation
+        )
         if zero_stage == 3:
             self._register_head()
 
@@ -165,7 +176,7 @@ class DeepSpeedEngine:
         until the next one. Every rank must exhaust the iterator.
         """
         adapter = self.policy.adapter
-        for members in _by_size(self.policy.model_parameters(), self._shapes, self.dtype.itemsize):
+        for members in self._chunks(self.policy.model_parameters(), self._shapes):
             parts = (
                 []
                 if adapter is None
@@ -193,7 +204,7 @@ class DeepSpeedEngine:
         if adapter is None:
             yield from self.model_weights()
             return
-        for members in _by_size(adapter.parameters(), self._adapter_shapes, self.dtype.itemsize):
+        for members in self._chunks(adapter.parameters(), self._adapter_shapes):
             with self._gathered([parameter for _, parameter in members]):
                 for name, parameter in members:
                     yield name, parameter.detach()
@@ -205,6 +216,17 @@ class DeepSpeedEngine:
             with self._gathered(list(head.parameters())):
                 for name, parameter in head.named_parameters():
                     yield name, parameter.detach()
+
+    def _chunks(
+        self, parameters: Iterable[NamedParameter], shapes: dict[str, tuple[int, ...]]
+    ) -> Iterator[list[NamedParameter]]:
+        """Yields parameters in groups that are gathered together."""
+
+        # By the full shapes: under ZeRO-3 a parameter that is not gathered is empty.
+        def num_bytes(named: NamedParameter) -> int:
+            return self.dtype.itemsize * math.prod(shapes[named[0]])
+
+        return chunks(parameters, num_bytes, _GATHER_BYTES)
 
     def _gathered(self, parameters: list[nn.Parameter]) -> Any:
         from deepspeed.runtime.zero import GatheredParameters
@@ -279,23 +301,30 @@ def _unknown(optimizer: object) -> TypeError:
 
 
 def _initialize(
-    policy: PolicyModel, zero_stage: int, dtype: torch.dtype, settings: OptimizerSettings
+    policy: PolicyModel,
+    zero_stage: int,
+    dtype: torch.dtype,
+    settings: OptimizerSettings,
+    delay_compensation: float,
 ) -> tuple[Any, Any]:
     import deepspeed
 
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    optimizer = make_optimizer(trained, settings)
+    optimizer = make_optimizer(trained, settings, delay_compensation)
     engine, zero_optimizer, _, _ = deepspeed.initialize(
         model=policy,
         optimizer=optimizer,
-        config=deepspeed_config(zero_stage, dtype, settings),
+        config=deepspeed_config(zero_stage, dtype, settings, delay_compensation),
         dist_init_required=False,
     )
     return engine, zero_optimizer
 
 
 def deepspeed_config(
-    zero_stage: int, dtype: torch.dtype, settings: OptimizerSettings
+    zero_stage: int,
+    dtype: torch.dtype,
+    settings: OptimizerSettings,
+    delay_compensation: float = 0.0,
 ) -> dict[str, Any]:
     """Returns DeepSpeed's configuration. Gradients are accumulated in float32 whatever the weights'
     type is.
@@ -307,7 +336,7 @@ def deepspeed_config(
         "steps_per_print": 1 << 62,
         "zero_optimization": {"stage": zero_stage},
     }
-    if settings.delay_compensation > 0:
+    if delay_compensation > 0:
         # DeepSpeed recognises the optimizers that it supports by their class.
         config["zero_allow_untested_optimizer"] = True
     if dtype is torch.bfloat16:
@@ -317,20 +346,18 @@ def deepspeed_config(
     return config
 
 
-def _by_size(
-    parameters: Iterable[tuple[str, nn.Parameter]],
-    shapes: dict[str, tuple[int, ...]],
-    item_bytes: int,
-) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Yields groups of at least one parameter and up to `_GATHER_BYTES` each."""
-    members: list[tuple[str, nn.Parameter]] = []
+def chunks(
+    items: Iterable[Item], size_of: Callable[[Item], int], most: int
+) -> Iterator[list[Item]]:
+    """Yields consecutive items in lists of at most `most` in size, but at least one item each."""
+    members: list[Item] = []
     size = 0
-    for name, parameter in parameters:
-        num_bytes = item_bytes * torch.Size(shapes[name]).numel()
-        if members and size + num_bytes > _GATHER_BYTES:
+    for item in items:
+        item_size = size_of(item)
+        if members and size + item_size > most:
             yield members
             members, size = [], 0
-        members.append((name, parameter))
-        size += num_bytes
+        members.append(item)
+        size += item_size
     if members:
         yield members

@@ -52,8 +52,8 @@ def score(
         if settings.outside == "mask"
         else weights_T.clamp(low, high)
     )
-    if settings.gradient_mixing > 0:
-        bounded_T = mixed(bounded_T, settings.gradient_mixing)
+    if settings.experimental.gradient_mixing > 0:
+        bounded_T = mixed(bounded_T, settings.experimental.gradient_mixing)
     return PolicyLoss(-bounded_T * advantages_T * logprobs_T, bounded_T, clipped_T)
 
 

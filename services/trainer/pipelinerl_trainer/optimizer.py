@@ -101,7 +101,11 @@ class DelayCompensatedAdamW(AdamW):
         gradient.add_(scale * gradient * gradient * drift)
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> AdamW:
+def make_optimizer(
+    parameters: Iterable[nn.Parameter],
+    settings: OptimizerSettings,
+    delay_compensation: float = 0.0,
+) -> AdamW:
     """Returns the optimizer that the job asks for."""
     arguments: dict[str, Any] = {
         "lr": settings.learning_rate,
@@ -109,8 +113,6 @@ def make_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettin
         "eps": settings.eps,
         "weight_decay": settings.weight_decay,
     }
-    if settings.delay_compensation > 0:
-        return DelayCompensatedAdamW(
-            parameters, compensation=settings.delay_compensation, **arguments
-        )
+    if delay_compensation > 0:
+        return DelayCompensatedAdamW(parameters, compensation=delay_compensation, **arguments)
     return AdamW(parameters, **arguments)

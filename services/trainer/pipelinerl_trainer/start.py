@@ -6,8 +6,7 @@ thread       train: join the ranks, load the model, TrainingLoop.run            
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -96,11 +95,8 @@ async def run_rank(args: TrainerArgs, stop: asyncio.Event) -> None:
     try:
         async with rpc.connect(args.wiring.preprocessor, token=args.wiring.token) as channel:
             client = BatchClient(channel, args.placement.data_rank, args.placement.num_data_ranks)
-            if args.placement.rank == 0:
-                await _run_leader(args, events, client)
-            else:
-                async with _serve_memory(args):
-                    await in_thread(partial(train, args, events, client, None))
+            run = _run_leader if args.placement.rank == 0 else _run_follower
+            await run(args, events, client)
     finally:
         forwarding.cancel()
 
@@ -110,16 +106,15 @@ async def _forward(stop: asyncio.Event, events: EventLoopProxy) -> None:
     events.stop()
 
 
-@asynccontextmanager
-async def _serve_memory(args: TrainerArgs) -> AsyncIterator[None]:
-    """Serves this process's memory. Rank 0 has the metrics of all ranks, so the first rank of
-    another node reports nothing else.
+async def _run_follower(args: TrainerArgs, events: EventLoopProxy, client: BatchClient) -> None:
+    """Runs any other rank. Rank 0 has the metrics of all ranks, so the first rank of another node
+    serves nothing but its own memory.
     """
     metrics = Metrics(TRAINER, args.job.name)
     metrics.gauge("memory_bytes").read(memory_bytes)
     listen = args.wiring.metrics_listen if args.placement.local_rank == 0 else ""
     async with serve_metrics(listen, metrics.exposition):
-        yield
+        await in_thread(partial(train, args, events, client, None))
 
 
 async def _run_leader(args: TrainerArgs, events: EventLoopProxy, client: BatchClient) -> None:
@@ -129,7 +124,7 @@ async def _run_leader(args: TrainerArgs, events: EventLoopProxy, client: BatchCl
     reporter = Reporter(metrics, wiring.name, args.job.metadata.namespace)
     sinks = SinkProcess(spec.telemetry.sinks, wiring, metrics)
     async with (
-        _membership(args) as membership,
+        aclosing(Membership(args.advertised_address)) as membership,
         rpc.connect(wiring.coordinator, token=wiring.token) as coordinator,
         serve_metrics(wiring.metrics_listen, metrics.exposition),
         open_tracer(args.job, TRAINER, wiring.name) as tracer,
@@ -163,15 +158,6 @@ async def _run_leader(args: TrainerArgs, events: EventLoopProxy, client: BatchCl
                 sinks.run(),
                 reporter.run(wiring.nats_url, spec.stream, Login.of(wiring)),
             )
-
-
-@asynccontextmanager
-async def _membership(args: TrainerArgs) -> AsyncIterator[Membership]:
-    membership = Membership(args.advertised_address)
-    try:
-        yield membership
-    finally:
-        await membership.close()
 
 
 def train(
@@ -245,7 +231,14 @@ def make_engine(
     if checkpoint is not None:
         load_value_head(policy, checkpoint)
         load_adapter(policy, checkpoint)
-    engine = DeepSpeedEngine(policy, ranks, spec.trainers.zero_stage, spec.algorithm.optimizer)
+    algorithm = spec.algorithm
+    engine = DeepSpeedEngine(
+        policy,
+        ranks,
+        spec.trainers.zero_stage,
+        algorithm.optimizer,
+        algorithm.experimental.delay_compensation,
+    )
     if checkpoint is not None:
         load_optimizer(engine, ranks, checkpoint)
     return engine

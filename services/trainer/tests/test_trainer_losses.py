@@ -145,7 +145,11 @@ def test_mixing_averages_the_weight_with_one() -> None:
     # (1 + 0.25 w) / 1.25
     assert mixed(column(1, 0, 6), 0.25).tolist() == pytest.approx([1, 0.8, 2])
     loss = score(
-        column(1, 0.5, 9), log_of(0.5, 0.5, 0.5), column(1, 1, 1), truncation=6, gradientMixing=0.25
+        column(1, 0.5, 9),
+        log_of(0.5, 0.5, 0.5),
+        column(1, 1, 1),
+        truncation=6,
+        experimental={"gradientMixing": 0.25},
     )
     assert loss.effective_weights_T.tolist() == pytest.approx([1, 0.9, 2])
     assert loss.loss_T.tolist() == pytest.approx([math.log(2), 0.9 * math.log(2), 2 * math.log(2)])

@@ -32,7 +32,7 @@ def steps(
 
 def test_the_gradient_is_moved_along_the_course_of_the_weights() -> None:
     weight = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
-    optimizer = make_optimizer([weight], settings(delayCompensation=0.5))
+    optimizer = make_optimizer([weight], settings(), 0.5)
     assert isinstance(optimizer, DelayCompensatedAdamW)
     # Step 1: Adam's first update is -lr: 0.9. The moving average of updates is 0.5 * -0.1 = -0.05,
     # v = 0.5 * 4 = 2.
@@ -53,7 +53,7 @@ def test_without_lag_it_is_adamw() -> None:
     plain, compensated = (nn.Parameter(torch.tensor([1.0], dtype=torch.float64)) for _ in range(2))
     expected = steps(make_optimizer([plain], settings()), plain, gradients, lag=0.0)
     found = steps(
-        make_optimizer([compensated], settings(delayCompensation=0.5)),
+        make_optimizer([compensated], settings(), 0.5),
         compensated,
         gradients,
         lag=0.0,
@@ -64,7 +64,7 @@ def test_without_lag_it_is_adamw() -> None:
 
 def test_a_weight_without_a_gradient_is_left_alone() -> None:
     weight, idle = (nn.Parameter(torch.tensor([1.0], dtype=torch.float64)) for _ in range(2))
-    optimizer = make_optimizer([weight, idle], settings(delayCompensation=0.5))
+    optimizer = make_optimizer([weight, idle], settings(), 0.5)
     steps(optimizer, weight, [2.0, 2.0], lag=1.0)
     assert float(idle.detach()) == 1.0
     assert idle not in optimizer.state
@@ -77,10 +77,12 @@ def test_under_deepspeed_the_lag_of_the_batch_counts_and_the_state_is_saved(stag
     weights = {}
     for compensation in (0.0, 20.0):
         job = fakes.full_algorithm(
-            optimizer={"learningRate": 1e-2, "delayCompensation": compensation}
+            optimizer={"learningRate": 1e-2}, experimental={"delayCompensation": compensation}
         )
         with join_ranks(RankPlacement()) as ranks:
-            engine = DeepSpeedEngine(fakes.tiny_policy(job), ranks, stage, job.optimizer)
+            engine = DeepSpeedEngine(
+                fakes.tiny_policy(job), ranks, stage, job.optimizer, compensation
+            )
             learner = fakes.learner(engine, ranks, job)
             for step in (1, 2, 3):
                 everything = fakes.trajectories(4, seed=step)

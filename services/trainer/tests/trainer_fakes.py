@@ -310,7 +310,7 @@ ALGORITHMS: Mapping[str, dict[str, Any]] = {
         "truncation": 0,
         "kl": {"coefficient": 0.1, "estimator": "k1", "placement": "reward"},
     },
-    "mixed": {"gradientMixing": 0.3},
+    "mixed": {"experimental": {"gradientMixing": 0.3}},
 }
 """Every family of algorithms, as settings."""
 

@@ -84,8 +84,8 @@ def _plain_policy_loss(
         low, high = settings.truncation_low, settings.truncation or float("inf")
         if not low <= weight <= high:
             weight = 0.0 if settings.outside == "mask" else min(max(weight, low), high)
-        if settings.gradient_mixing:
-            weight = (1 + settings.gradient_mixing * weight) / (1 + settings.gradient_mixing)
+        if mixing := settings.experimental.gradient_mixing:
+            weight = (1 + mixing * weight) / (1 + mixing)
         loss = loss - weight * advantages[t] * logprobs[t]
     return loss
 

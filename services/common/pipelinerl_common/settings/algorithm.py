@@ -1,21 +1,23 @@
-"""The named algorithms: what `spec.algorithm.loss` fills in. A new one is one line here.
+"""`spec.algorithm`: the objective, the optimizer, the batch, and the named algorithms.
 
 An algorithm is a composition: importance weights, a surrogate that bounds them, an advantage, a
-normaliser, regularisers. Each field of a preset is a setting of the same name and can be set by
-hand. Formulas are in docs/pages/explanation/algorithms.md.
-
-`spec.algorithm`: the objective, the optimizer, the batch.
+normaliser, regularisers. `loss` names one of PRESETS, whose fields are defaults of the settings of
+the same names. A new algorithm is one line there. docs/pages/explanation/algorithms.md has the
+formulas.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
 from pipelinerl_common.settings.base import Settings
+
+log = logging.getLogger(__name__)
 
 Loss = Literal["reinforce", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"]
 Surrogate = Literal["score", "clip"]
@@ -25,12 +27,12 @@ Baseline = Literal["leave_one_out", "mean", "none", "value"]
 NormalizeBy = Literal["sequences", "tokens", "sequence_means", "max_tokens"]
 
 CLIP = 0.2
-"""Both clip bounds where a preset without them is given `surrogate: clip`."""
+"""Both clip bounds of a preset of `score` where the job sets `surrogate: clip`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossPreset:
-    """One row of the table; the defaults are those of `reinforce`."""
+    """Defaults of a named algorithm; those of this class are of `reinforce`."""
 
     surrogate: Surrogate = "score"
     importance: Importance = "token"
@@ -68,65 +70,81 @@ PRESETS: Mapping[Loss, LossPreset] = {
 }
 
 
-def preset_field(name: str, data: Mapping[str, Any]) -> Any:
-    """The preset's value of a field, for pydantic's default factories; `data` are the fields before
-    it.
+def _preset(name: str) -> Any:
+    """A field whose default is that of the preset."""
+    return Field(default_factory=partial(_preset_value, name))
+
+
+def _preset_value(name: str, data: Mapping[str, Any]) -> Any:
+    """The preset's value of a field; `data` are the fields before it.
+
+    0 (no bound) for a truncation without weights to truncate and for clip bounds without a
+    clipping surrogate; 1 for the lambda of advantages without a value head.
     """
+    if name == "truncation" and (data["surrogate"] != "score" or data["importance"] == "none"):
+        return 0.0
+    if name in _CLIP_BOUNDS and data["surrogate"] != "clip":
+        return 0.0
+    if name == "gae_lambda" and data["baseline"] != "value":
+        return 1.0
     return getattr(PRESETS[data["loss"]], name)
 
 
-def truncation(data: Mapping[str, Any]) -> float:
-    """Of the preset, where there are weights to be truncated; else 0, no bound."""
-    is_weighted = data["surrogate"] == "score" and data["importance"] != "none"
-    return PRESETS[data["loss"]].truncation if is_weighted else 0.0
+_CLIP_BOUNDS = ("clip_low", "clip_high")
 
 
-def clip_bound(name: str, data: Mapping[str, Any]) -> float:
-    """Of the preset, where the surrogate clips; else 0."""
-    return float(getattr(PRESETS[data["loss"]], name)) if data["surrogate"] == "clip" else 0.0
+def _moved_field(name: str) -> Callable[[dict[str, Any]], None]:
+    """Keeps the old place of a field in the schema, since a Kubernetes server removes fields that
+    its schema lacks before anybody could read them.
+    """
+    description = f"Deprecated: moved to `algorithm.experimental.{name}`."
 
+    def add(schema: dict[str, Any]) -> None:
+        schema["properties"][name] = {"type": "number", "minimum": 0, "description": description}
 
-def gae_lambda(data: Mapping[str, Any]) -> float:
-    """Of the preset, where there is a value head; 1 is what an advantage without one has."""
-    return PRESETS[data["loss"]].gae_lambda if data["baseline"] == "value" else 1.0
+    return add
 
 
 class OptimizerSettings(Settings):
+    """AdamW and the schedule of its learning rate."""
+
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
-    """AdamW's peak learning rate."""
+    """Peak learning rate of AdamW."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
         0.9,
         0.95,
     )
-    """AdamW's decay rates of the first and second moment."""
+    """Decay rates of AdamW's first and second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """AdamW's epsilon."""
+    """Epsilon of AdamW."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay; 0 is none."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 0.3
-    """Gradients are scaled down to this global norm."""
+    """Largest global norm of the gradient, which is scaled down to it."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after warm-up, over `steps`."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps of linear warm-up from 0."""
+    """Optimizer steps of linear warm-up from 0."""
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Where linear and cosine schedules end, as a share of the peak."""
-    delay_compensation: Annotated[float, Field(ge=0)] = 0.0
-    """Experimental: weight of the second-order term that moves a delayed gradient to the current
-    weights; 0 is plain AdamW.
-    """
+    """Learning rate at the end of a linear or cosine schedule, as a share of the peak."""
+
+    model_config = ConfigDict(json_schema_extra=_moved_field("delayCompensation"))
 
 
 class KLSettings(Settings):
+    """Penalty on the divergence from a reference model."""
+
     coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL penalty to the reference model. Above 0 it needs `spec.reference`."""
+    """Weight of the KL penalty to the reference model; 0 is no penalty. Above 0 it needs
+    `spec.reference`.
+    """
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the divergence from one token: `k1` log-ratio, `k2` half its square, `k3` never
-    negative and unbiased.
+    """Estimator of the divergence from one token: `k1` is the log-ratio, `k2` half its square, `k3`
+    is unbiased and never negative.
     """
     placement: Literal["loss", "reward"] = "loss"
-    """`loss`: a term beside the policy loss, at the current weights. `reward`: subtracted from the
-    reward, at the weights that sampled the token, so that the advantages see it.
+    """Place of the penalty. `loss`: a term beside the policy loss, at the current weights.
+    `reward`: subtracted from the reward, at the weights that sampled the token.
     """
 
     @model_validator(mode="after")
@@ -141,88 +159,138 @@ class KLSettings(Settings):
 
 
 class OverlongSettings(Settings):
+    """Treatment of completions that are too long."""
+
     completions: Literal["keep", "mask"] = "keep"
-    """What a truncated completion (finish reason `length`) contributes: its loss, or nothing
-    (masked).
+    """Contribution of a truncated completion (finish reason `length`): `keep` trains it, `mask`
+    excludes its loss.
     """
     penalty_buffer_tokens: Annotated[int, Field(ge=0)] = 0
     """Soft penalty: the reward falls linearly from 0 to -1 over this many last tokens before
-    `maxTokens`; 0 is off.
+    `maxTokens`; 0 is none.
     """
+
+
+class ExperimentalSettings(Settings):
+    """Switches that were measured and are not recommended; see the verdict in algorithms.md."""
+
+    gradient_mixing: Annotated[float, Field(ge=0)] = 0.0
+    """Mixes the delayed gradient (every weight 1) and the importance-weighted one as 1 to this, for
+    `surrogate: score`; 0 is off.
+    """
+    delay_compensation: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of AdamW's second-order term that moves a delayed gradient to the current weights; 0 is
+    off.
+    """
+
+
+def _from_old_places(document: Any) -> Any:
+    """`document` with gradientMixing and optimizer.delayCompensation, where job files had them
+    before, moved to `experimental`.
+
+    A server whose defaults still have the old places fills in 0 there, which says nothing. Raises
+    ValueError for a field that is set in both places.
+    """
+    if not isinstance(document, dict):
+        return document
+    moved = dict(document)
+    if isinstance(moved.get("optimizer"), dict):
+        moved["optimizer"] = dict(moved["optimizer"])
+    for section, prefix, name in (
+        (moved, "", "gradient_mixing"),
+        (moved.get("optimizer"), "optimizer.", "delay_compensation"),
+    ):
+        camel = to_camel(name)
+        spelled = camel if isinstance(section, dict) and camel in section else name
+        value = section.pop(spelled, 0) if isinstance(section, dict) else 0
+        given = moved.get("experimental") or {}
+        if (value is not False and value == 0) or not isinstance(given, dict):
+            continue
+        experimental = {to_camel(str(key)): each for key, each in given.items()}
+        if other := experimental.get(camel):
+            raise ValueError(
+                f"{prefix}{camel}={value} and experimental.{camel}={other} are one setting: "
+                "remove the first"
+            )
+        moved["experimental"] = {**experimental, camel: value}
+        _warn_moved(prefix + camel, camel)
+    return moved
+
+
+@cache  # once per process: an operator reads a job again and again
+def _warn_moved(path: str, name: str) -> None:
+    log.warning(
+        "spec.algorithm.%s has moved: write spec.algorithm.experimental.%s instead", path, name
+    )
 
 
 class AlgorithmSettings(Settings):
+    """The objective, the optimizer and the batch."""
+
     steps: Annotated[int, Field(ge=1, le=1000000000)] = 1000
-    """Optimizer steps of the run."""
+    """Number of optimizer steps of the run."""
     groups_per_step: Annotated[int, Field(ge=1, le=1000000)] = 128
-    """Groups per optimizer step (B); a step trains B times `task.groupSize` trajectories."""
+    """Number of groups per optimizer step (B); a step trains B times `task.groupSize` trajectories.
+    """
     loss: Loss = "reinforce"
-    """The named algorithm. It fills in the fields from here to `dropZeroAdvantage`; each can be set
-    by hand.
+    """The named algorithm. It sets the fields from `surrogate` to `dropZeroAdvantage`, except those
+    that are given here.
     """
-    surrogate: Surrogate = Field(default_factory=partial(preset_field, "surrogate"))
-    """`score`: advantage times log-probability, weighted by the importance weight, which is bounded
-    and has no gradient.
-    `clip`: the ratio itself carries the gradient and is clipped, as in PPO."""
-    importance: Importance = Field(default_factory=partial(preset_field, "importance"))
-    """What the importance weight is a ratio of: each `token`, the whole `sequence` (product), its
-    `geometric` mean, or `none` (every weight is 1).
+    surrogate: Surrogate = _preset("surrogate")
+    """Form of the policy loss. `score`: advantage times log-probability, times the bounded
+    importance weight without gradient. `clip`: the ratio carries the gradient and is clipped, as in
+    PPO.
     """
-    truncation: Annotated[float, Field(ge=0)] = Field(default_factory=truncation)
-    """`score`: importance weights above this (c) are truncated, or masked by `outside`; 0 is no
-    bound.
+    importance: Importance = _preset("importance")
+    """Unit of the importance weights: each `token`, the whole `sequence` (product), its `geometric`
+    mean, or `none` (every weight is 1).
     """
+    truncation: Annotated[float, Field(ge=0)] = _preset("truncation")
+    """Upper bound c of the importance weights, for `surrogate: score`; 0 is none."""
     truncation_low: Annotated[float, Field(ge=0)] = 0.0
-    """`score`: importance weights below this are raised to it, or masked by `outside`; 0 is no
-    bound.
-    """
+    """Lower bound of the importance weights, for `surrogate: score`; 0 is none."""
     outside: Outside = "truncate"
-    """`score`: what happens to a weight beyond its bounds: it is truncated to them, or the token
-    contributes nothing.
+    """Treatment of a weight beyond its bounds, for `surrogate: score`: `truncate` sets it to the
+    bound, `mask` excludes the token.
     """
-    clip_low: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default_factory=partial(clip_bound, "clip_low")
-    )
-    """`clip`: the ratio is clipped below 1 minus this; 0 with `score`."""
-    clip_high: Annotated[float, Field(ge=0)] = Field(
-        default_factory=partial(clip_bound, "clip_high")
-    )
-    """`clip`: the ratio is clipped above 1 plus this; 0 with `score`."""
-    baseline: Baseline = Field(default_factory=partial(preset_field, "baseline"))
-    """What is subtracted from the reward: the mean of the group's other trajectories, of the whole
-    group, nothing, or a learned value head.
+    clip_low: Annotated[float, Field(ge=0, lt=1)] = _preset("clip_low")
+    """Distance below 1 at which the ratio is clipped, for `surrogate: clip`; 0 with `score`."""
+    clip_high: Annotated[float, Field(ge=0)] = _preset("clip_high")
+    """Distance above 1 at which the ratio is clipped, for `surrogate: clip`; 0 with `score`."""
+    baseline: Baseline = _preset("baseline")
+    """Baseline of the reward: the mean of the group's other trajectories (`leave_one_out`) or of
+    the whole group (`mean`), none, or a learned value head (`value`).
     """
-    divide_by_std: bool = Field(default_factory=partial(preset_field, "divide_by_std"))
-    """Whether advantages are divided by the standard deviation of the group's rewards."""
-    gae_lambda: Annotated[float, Field(ge=0, le=1)] = Field(default_factory=gae_lambda)
-    """`baseline: value`: generalised advantage estimation; 1 is return minus value, 0 the one-step
-    error.
+    divide_by_std: bool = _preset("divide_by_std")
+    """Divides advantages by the standard deviation of the group's rewards."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = _preset("gae_lambda")
+    """Lambda of generalised advantage estimation, for `baseline: value`; 1 is return minus value, 0
+    the one-step error.
     """
     discount: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """`baseline: value`: discount of the reward per sampled token."""
-    normalize_by: NormalizeBy = Field(default_factory=partial(preset_field, "normalize_by"))
-    """What the sum over tokens is divided by: the step's number of `sequences` (the paper) or of
-    trained `tokens`;
-    `sequence_means` averages over each sequence's tokens and then over sequences; `max_tokens` divides by the number of
-    sequences times `task.sampling.maxTokens`."""
-    drop_zero_advantage: bool = Field(default_factory=partial(preset_field, "drop_zero_advantage"))
-    """Groups whose trajectories all have the same reward are dropped before batching, and their
-    slots given back.
+    """Discount of the reward per sampled token, for `baseline: value`."""
+    normalize_by: NormalizeBy = _preset("normalize_by")
+    """Divisor of the sum over tokens: the step's number of `sequences` (the paper) or trained
+    `tokens`; `sequence_means` averages over each sequence's tokens, then over sequences;
+    `max_tokens` is sequences times `task.sampling.maxTokens`.
     """
+    drop_zero_advantage: bool = _preset("drop_zero_advantage")
+    """Replaces groups whose trajectories all have the same reward before batching."""
     value_coefficient: Annotated[float, Field(ge=0)] = 0.1
-    """`baseline: value`: weight of the value head's squared error in the loss."""
+    """Weight of the value head's squared error in the loss, for `baseline: value`."""
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the entropy bonus."""
-    gradient_mixing: Annotated[float, Field(ge=0)] = 0.0
-    """Experimental, `score`: the delayed gradient (every weight 1) and the importance-weighted one
-    are mixed as 1 to this; 0 is the importance-weighted one alone.
-    """
+    """Weight of the entropy bonus; 0 is none."""
     kl: KLSettings = KLSettings()
-    """Closeness to a reference model."""
+    """Penalty on the divergence from a reference model."""
     overlong: OverlongSettings = OverlongSettings()
-    """What becomes of completions that are too long."""
+    """Treatment of completions that are too long."""
     optimizer: OptimizerSettings = OptimizerSettings()
     """AdamW and the schedule of its learning rate."""
+    experimental: ExperimentalSettings = ExperimentalSettings()
+    """Switches that were measured and are not recommended."""
+
+    model_config = ConfigDict(json_schema_extra=_moved_field("gradientMixing"))
+    _old_places = model_validator(mode="before")(_from_old_places)
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> "AlgorithmSettings":
@@ -235,37 +303,33 @@ class AlgorithmSettings(Settings):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> "AlgorithmSettings":
-        faults = senseless(self)
-        if faults:
+        if faults := [_message(self, rule) for rule in _RULES if rule.is_fault(self)]:
             raise ValueError("; ".join(faults))
         return self
 
 
 class _Rule(NamedTuple):
+    """A composition that is no algorithm, and the message about it."""
+
     is_fault: Callable[[AlgorithmSettings], bool]
     fields: tuple[str, ...]
-    """What the message calls {given}: of these, the ones that were set by hand, with their values.
-    """
+    """Fields behind {given} in the message, which shows those that the job sets, with values."""
     message: str
-    """{it} and {has} go with {given}; {surrogate} is the field of that name with its value, and
-    whose preset it is.
+    """{it} and {has} agree with {given}; {surrogate} is the field of that name with its value, and
+    the preset that has set it.
     """
-
-
-def senseless(settings: AlgorithmSettings) -> list[str]:
-    """Every fault of the composition, each with what to set instead."""
-    return [_message(settings, rule) for rule in _RULES if rule.is_fault(settings)]
 
 
 def _message(settings: AlgorithmSettings, rule: _Rule) -> str:
     given = [name for name in rule.fields if name in settings.model_fields_set] or list(rule.fields)
-    words = {name: _told(settings, name) for name in AlgorithmSettings.model_fields}
+    words = {name: _with_preset(settings, name) for name in AlgorithmSettings.model_fields}
     words["given"] = " and ".join(_named(settings, name) for name in given)
+    words["mixing"] = str(settings.experimental.gradient_mixing)
     words["it"], words["has"] = ("it", "has") if len(given) == 1 else ("them", "have")
     return rule.message.format(**words)
 
 
-def _told(settings: AlgorithmSettings, name: str) -> str:
+def _with_preset(settings: AlgorithmSettings, name: str) -> str:
     """Example: "surrogate=score (loss=reinforce)" where that loss has set it."""
     preset = "" if name in settings.model_fields_set else f" (loss={settings.loss})"
     return f"{_named(settings, name)}{preset}"
@@ -276,7 +340,6 @@ def _named(settings: AlgorithmSettings, name: str) -> str:
     return f"{to_camel(name)}={str(value).lower() if isinstance(value, bool) else value}"
 
 
-_CLIP_BOUNDS = ("clip_low", "clip_high")
 _RULES: tuple[_Rule, ...] = (
     _Rule(
         lambda a: a.surrogate == "clip" and a.importance == "none",
@@ -351,10 +414,12 @@ _RULES: tuple[_Rule, ...] = (
         "baseline=mean",
     ),
     _Rule(
-        lambda a: a.gradient_mixing > 0 and (a.surrogate != "score" or a.importance == "none"),
+        lambda a: (
+            a.experimental.gradient_mixing > 0
+            and (a.surrogate != "score" or a.importance == "none")
+        ),
         (),
-        "{gradient_mixing} mixes importance weights with 1, but {surrogate} and {importance}: set "
-        "surrogate=score with a "
-        "weight, or remove it",
+        "experimental.gradientMixing={mixing} mixes importance weights with 1, but {surrogate} and "
+        "{importance}: set surrogate=score with a weight, or remove it",
     ),
 )

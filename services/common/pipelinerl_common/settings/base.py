@@ -1,7 +1,7 @@
 """The base of all settings: frozen, strict, camelCase in YAML and snake_case in Python.
 
-Which fields only Kubernetes reads: they are in the one schema, `pipelinerl up` passes over them,
-services never see them.
+Fields that only Kubernetes reads are marked with CLUSTER_ONLY: they belong to the same schema,
+`pipelinerl up` ignores them, and services never receive them.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,9 @@ class Settings(BaseModel):
     @field_validator("*")
     @classmethod
     def _whole_numbers_fit(cls, value: Any) -> Any:
-        """Below, every field has a bound of its own. Kubernetes and the wire know 64 bits."""
+        """Bounds whole numbers above; below, every field has its own bound. Kubernetes and the wire
+        know 64 bits.
+        """
         if isinstance(value, int) and value > LARGEST:
             raise ValueError(
                 f"must be at most {LARGEST}, the largest whole number that Kubernetes keeps"
@@ -42,7 +44,7 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_boolean_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """As Kubernetes has it; pydantic alone takes them for 0 and 1."""
+        """Refuses booleans where Kubernetes does; pydantic alone takes them for 0 and 1."""
         if isinstance(value, bool) and info.field_name is not None:
             kinds = set(_kinds(cls.model_fields[info.field_name].annotation))
             if kinds & {int, float} and bool not in kinds:
@@ -53,8 +55,8 @@ class Settings(BaseModel):
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """The types that a field may have. Example: of Annotated[int, Field(ge=1)] | None int and
-    NoneType.
+    """Yields the types that a field may have: int and NoneType for Annotated[int, Field(ge=1)] |
+    None.
     """
     origin = get_origin(annotation)
     if origin in (Union, UnionType):
@@ -72,15 +74,15 @@ CLUSTER_ONLY: Final = ClusterOnly()
 
 
 def cluster_only_paths(settings: BaseModel) -> list[str]:
-    """Fields below `settings` that are marked and differ from their default, in camelCase:
-    ["suspend", "model.cache"].
+    """Marked fields below `settings` that differ from their default, in camelCase: ["suspend",
+    "model.cache"].
     """
     return list(_paths(settings, ""))
 
 
 def service_view(settings: BaseModel) -> dict[str, Any]:
-    """`settings` as services read it: JSON with the file's field names, without the marked fields
-    and without nulls.
+    """The part of `settings` that services read: JSON with the file's field names, without the
+    marked fields and without nulls.
     """
     return {
         alias: service_view(value) if isinstance(value, BaseModel) else dumped
@@ -100,8 +102,8 @@ def _paths(settings: BaseModel, prefix: str) -> Iterator[str]:
 
 
 def _fields(settings: BaseModel) -> Iterator[tuple[str, Any, Any, bool]]:
-    """(name in the file, value, value as JSON, marked) of every field, those that a section allows
-    beside its own included.
+    """Yields (name in the file, value, value as JSON, marked) of every field, and of the fields
+    that a section allows beside its own.
     """
     dumped = settings.model_dump(mode="json", by_alias=True)
     for name, field in type(settings).model_fields.items():

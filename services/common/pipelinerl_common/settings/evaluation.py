@@ -1,5 +1,5 @@
-"""`spec.evaluation`: named sets of prompts, on which checkpoints are measured while training goes
-on.
+"""`spec.evaluation`: named sets of prompts on which checkpoints are measured while training
+continues.
 """
 
 from typing import Annotated, Self
@@ -14,21 +14,21 @@ from pipelinerl_common.settings.roles import GeneratorSettings
 
 class EvaluationSetSettings(Settings):
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=40)]
-    """What its numbers are called."""
+    """Name of the set in reports."""
     path: TaskPath
-    """Class of a task, as task.path."""
+    """Class of the set's task as `package.module:Name`."""
     args: TaskArgs = {}
-    """Its keyword arguments."""
+    """Keyword arguments of the task's class."""
     num_prompts: Annotated[int, Field(ge=1, le=100000)] = 200
-    """Prompts 0 to N-1 of the task."""
+    """Number N of prompts: the task's prompts 0 to N-1."""
     samples_per_prompt: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Answers to each."""
+    """Number of answers sampled for each prompt."""
     pass_at: Annotated[
         list[Annotated[int, Field(ge=1, le=4096)]], Field(min_length=1, max_length=8)
     ] = [1]
-    """Which pass@k are told."""
+    """Values of k for which pass@k is reported."""
     sampling: SamplingSettings | None = None
-    """Unset takes task.sampling."""
+    """Sampling parameters. Unset: `task.sampling`."""
 
     @model_validator(mode="after")
     def _enough_samples(self) -> Self:
@@ -49,25 +49,29 @@ class EvaluationSetSettings(Settings):
 
 class EvaluationSettings(Settings):
     every_steps: Annotated[int, Field(ge=1)]
-    """Steps between evaluations, a multiple of trainers.checkpoint.everySteps. The last step is
-    always evaluated.
+    """Optimizer steps between evaluations, a multiple of `trainers.checkpoint.everySteps`. The last
+    step is always evaluated.
     """
     at_start: bool = True
-    """Whether the initial weights are evaluated too, as step 0."""
+    """Evaluates the initial weights too, as step 0."""
     sets: Annotated[list[EvaluationSetSettings], Field(min_length=1, max_length=8)]
-    """What is measured. Another seed than training's makes their prompts."""
+    """Sets of prompts, made with another seed than those of training."""
     generator: GeneratorSettings | None = None
-    """The engine, which runs only while something is evaluated; unset takes actors.generator."""
+    """Engine of the evaluator's generator, which runs only during an evaluation. Unset:
+    `actors.generator`.
+    """
     gpus_per_replica: Annotated[int, Field(ge=0, le=64)] | None = None
-    """GPUs; unset gives it tensorParallelSize where actors have GPUs, and none where they have
-    none.
+    """Number of GPUs of the evaluator. Unset: `tensorParallelSize` where actors have GPUs,
+    otherwise none.
     """
     timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 1800.0
-    """Longest time for one evaluation, its generator's start included."""
+    """Longest time for one evaluation in seconds, the generator's start included."""
     image: Annotated[Image | None, CLUSTER_ONLY] = None
-    """Image of this role; unset takes spec.image, and without that the operator's."""
+    """Image of this role. Unset: `spec.image`, else the operator's own."""
     pod_template: Annotated[PodTemplate | None, CLUSTER_ONLY] = None
-    """metadata and spec of a pod, laid over the operator's own by name. Container: evaluator."""
+    """Pod metadata and spec, merged by name over the operator's: resources, tolerations, volumes,
+    sidecars. Containers: evaluator.
+    """
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:

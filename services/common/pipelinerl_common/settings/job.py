@@ -1,7 +1,4 @@
-"""`spec.staleness`: the staleness policy by name, with that policy's own parameters beside it.
-
-The job file: `PipelineRLJob`, the same for `pipelinerl up` and for `kubectl apply`.
-"""
+"""The job file: `PipelineRLJob`, the same for `pipelinerl up` and for `kubectl apply`."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -40,8 +37,8 @@ from pipelinerl_staleness.registry import POLICIES, make_policy, parse_policy_se
 
 
 class StalenessSettings(Settings):
-    """`{policy: areal, eta: 2}`. Which parameters exist depends on the policy; unknown ones are
-    refused.
+    """The staleness policy by name, with the policy's own parameters beside it: `{policy: areal,
+    eta: 2}`. Unknown parameters are refused.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -96,82 +93,86 @@ KIND = "PipelineRLJob"
 
 
 class Metadata(Settings):
+    """Name and labels of the job, as of any Kubernetes object."""
+
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=40)]
-    """Name of the job: lower-case letters, digits and '-', at most 40."""
+    """Name of the job: at most 40 lower-case letters, digits and '-'."""
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
     namespace: str | None = None
 
 
 class JobSpec(Settings):
+    """Everything that is configured about a job."""
+
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of everything that is random."""
+    """Seed of all randomness in the run."""
     model: ModelSettings
     """The model that is trained."""
     task: TaskSettings
-    """What it is trained on: prompts, and how good an answer is."""
+    """The task: prompts, and the verification of answers."""
     algorithm: AlgorithmSettings = AlgorithmSettings()
     """The objective, the optimizer and the batch."""
     staleness: StalenessSettings = StalenessSettings()
-    """How far generation may run ahead of training."""
+    """The staleness policy, which bounds how far generation runs ahead of training."""
     actors: ActorSettings = ActorSettings()
-    """Who generates: rollout loops with generators of their own."""
+    """The actors: rollout loops with their own generators."""
     reference: ReferenceSettings | None = None
-    """Generators with the frozen reference model, for the KL penalty."""
+    """Generators with the frozen reference model, for the KL penalty. Unset: none."""
     preprocessor: PreprocessorSettings = PreprocessorSettings()
-    """Who keeps the ledger of groups and packs batches."""
+    """The preprocessor: ledger of groups, advantages, batch packing."""
     trainers: TrainerSettings = TrainerSettings()
-    """Who trains, with DeepSpeed."""
+    """The trainers, which run DeepSpeed."""
     evaluation: EvaluationSettings | None = None
-    """Who measures checkpoints on sets of prompts of their own, while training goes on."""
+    """Evaluation of checkpoints on their own sets of prompts while training continues. Unset: none.
+    """
     stream: StreamSettings = StreamSettings()
-    """The sample stream between actors and the preprocessor (NATS JetStream)."""
+    """The sample stream between actors and preprocessor (NATS JetStream)."""
     weight_transfer: WeightTransferSettings = WeightTransferSettings()
-    """How new weights reach the generators while they decode."""
+    """The transfer of new weights to the generators while they decode."""
     telemetry: TelemetrySettings = TelemetrySettings()
-    """Where numbers go beside Prometheus."""
+    """Destinations of metrics and traces beside Prometheus."""
     suspend: Annotated[bool, CLUSTER_ONLY] = False
-    """Deletes the job's pods and keeps the rest; turned off again, training goes on from the newest
-    checkpoint.
+    """Deletes the job's pods and keeps everything else; when turned off again, training resumes
+    from the newest checkpoint.
     """
     managed_by: Annotated[Annotated[str, Field(max_length=253)], CLUSTER_ONLY] = ""
-    """Name of another controller that manages this job; the operator then leaves it alone. It
-    cannot be changed.
-    """
+    """Another controller that manages this job, which the operator then ignores. Immutable."""
     image: Annotated[Image | None, CLUSTER_ONLY] = None
-    """Image of every role that has none of its own; unset takes the operator's."""
+    """Container image of every role that has none of its own. Unset: the operator's own image."""
     image_pull_secrets: Annotated[list[SecretReference], Field(max_length=16), CLUSTER_ONLY] = []
-    """Secrets with the credentials of image registries, for every pod."""
+    """Secrets with credentials of image registries, for every pod."""
     env: Annotated[list[EnvironmentVariable], Field(max_length=128), CLUSTER_ONLY] = []
     """Environment variables of every container."""
     scheduling: Annotated[SchedulingSettings, CLUSTER_ONLY] = SchedulingSettings()
-    """Where and in which company pods are placed."""
+    """Placement of the pods."""
     network: Annotated[NetworkSettings, CLUSTER_ONLY] = NetworkSettings()
     """Network devices of the pods."""
     shared_memory_size: Annotated[Quantity, CLUSTER_ONLY] = "16Gi"
-    """Size of /dev/shm in pods that compute, counted as memory when used; "0" leaves it as the
-    container runtime has it.
+    """Size of /dev/shm in pods that compute; used shared memory counts as memory of the pod. "0"
+    keeps the container runtime's default.
     """
     failure_policy: Annotated[FailurePolicySettings, CLUSTER_ONLY] = FailurePolicySettings()
-    """How often, and after which failures, pods are started again."""
+    """Restarts of pods after failures, and their limits."""
     active_deadline_seconds: Annotated[Seconds | None, CLUSTER_ONLY] = None
-    """Longest time that the job may be active; it fails beyond it. Time in which it is suspended
-    does not count.
-    """
+    """Longest time in seconds that the job may be active (not suspended); it fails beyond it."""
     pre_running_deadline_seconds: Annotated[Seconds | None, CLUSTER_ONLY] = None
-    """Longest time until every role runs; the job fails beyond it."""
+    """Longest time in seconds until every role runs; the job fails beyond it."""
     ttl_seconds_after_finished: Annotated[Seconds | None, CLUSTER_ONLY] = None
-    """The job is deleted this long after its end; unset keeps it."""
+    """Time in seconds after its end at which the job is deleted. Unset: it is kept."""
     clean_pod_policy: Annotated[Literal["Running", "All", "None"], CLUSTER_ONLY] = "Running"
-    """Which pods are deleted when the job ends: those that still run, all, or none."""
+    """Pods that are deleted when the job ends: those that still run (`Running`), `All` or `None`.
+    """
     restart: Annotated[RestartSettings, CLUSTER_ONLY] = RestartSettings()
-    """Restarts by declaration."""
+    """Restarts of the pods on request."""
     autoscale: AutoscaleSettings = AutoscaleSettings()
-    """Adjusts how many actors generate while the job runs."""
+    """Adjustment of the number of generating actors while the job runs."""
 
     @property
     def most_actors(self) -> int:
-        """That there may ever be: more than actors.replicas where the job scales by itself."""
+        """Largest number of actors that the job may ever have: more than `actors.replicas` where it
+        scales by itself.
+        """
         most = self.actors.max_replicas if self.autoscale.enabled else None
         return self.actors.replicas if most is None else most
 
@@ -267,6 +268,8 @@ class JobSpec(Settings):
 
 
 class Job(Settings):
+    """A job file as a whole."""
+
     api_version: Literal["pipelinerl.dev/v1alpha1"]
     kind: Literal["PipelineRLJob"]
     metadata: Metadata

@@ -1,5 +1,5 @@
-"""What only Kubernetes reads: images, scheduling, network, restarts, deadlines. `pipelinerl up`
-passes over these fields.
+"""Settings that only Kubernetes reads: images, scheduling, network, restarts, deadlines.
+`pipelinerl up` ignores these fields.
 """
 
 from typing import Annotated, Literal, Self
@@ -29,42 +29,46 @@ Quantity = Annotated[
     ),
 ]
 PodTemplate = dict[str, JsonValue]
-"""metadata (labels, annotations) and spec of a pod, laid over the operator's own by container and
-volume name.
+"""`metadata` (labels, annotations) and `spec` of a pod, merged over the operator's own by the names
+of containers and volumes.
 """
 Seconds = Annotated[int, Field(ge=0, le=315360000)]
 
 
 class SecretReference(Settings):
+    """A Secret."""
+
     name: ObjectName
     """Name of a Secret in the job's namespace."""
 
 
 class KeyReference(Settings):
+    """A key of a Secret or a ConfigMap."""
+
     name: ObjectName
     """Name of the Secret or ConfigMap, in the job's namespace."""
     key: Annotated[str, Field(min_length=1, max_length=253)]
-    """Key in it."""
+    """Key in the Secret or ConfigMap."""
     optional: bool = False
-    """Whether the variable is left out where the key does not exist; otherwise the pod waits for
-    it.
-    """
+    """Leaves the variable out when the key does not exist; otherwise the pod waits for the key."""
 
 
 class FieldReference(Settings):
+    """A field of the pod."""
+
     field_path: Annotated[str, Field(min_length=1, max_length=317)]
-    """Field of the pod, for example status.hostIP."""
+    """Path of a field of the pod, for example status.hostIP."""
 
 
 class VariableSource(Settings):
-    """As in a pod."""
+    """The source of an environment variable's value, as in a pod."""
 
     secret_key_ref: KeyReference | None = None
-    """A key of a Secret."""
+    """Key of a Secret."""
     config_map_key_ref: KeyReference | None = None
-    """A key of a ConfigMap."""
+    """Key of a ConfigMap."""
     field_ref: FieldReference | None = None
-    """A field of the pod."""
+    """Field of the pod."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -76,12 +80,14 @@ class VariableSource(Settings):
 
 
 class EnvironmentVariable(Settings):
+    """An environment variable."""
+
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$", max_length=256)]
-    """Name of the variable. Names that begin with PRL_ are the operator's."""
+    """Name of the variable. Names that begin with PRL_ are reserved for the operator."""
     value: Annotated[str, Field(max_length=32768)] | None = None
-    """Its value; $(NAME) stands for a variable before it."""
+    """Value of the variable; $(NAME) is replaced by an earlier variable."""
     value_from: VariableSource | None = None
-    """Where the value comes from instead."""
+    """Source of the value, instead of `value`."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -98,14 +104,18 @@ class EnvironmentVariable(Settings):
 
 
 class EmptyDirSettings(Settings):
+    """A folder that lives as long as its pod."""
+
     size_limit: Quantity | None = None
-    """Most that the folder may hold; the pod is evicted beyond it."""
+    """Largest size of the folder; the pod is evicted beyond it. Unset: no limit."""
 
 
 class ModelCacheSettings(Settings):
+    """Where pods store models."""
+
     pvc: ObjectName | None = None
-    """PersistentVolumeClaim that keeps downloaded and made models; one that many nodes can mount
-    when pods run on several.
+    """PersistentVolumeClaim for downloaded and created models; pods on several nodes need one that
+    many nodes can mount.
     """
     empty_dir: EmptyDirSettings | None = None
     """A folder of each pod's own, filled at each start. This is the default."""
@@ -120,46 +130,55 @@ class ModelCacheSettings(Settings):
 
 
 class GangSettings(Settings):
+    """All-or-nothing scheduling of the pods that must run together: trainers, preprocessor and the
+    first `actors.minReplicas` actors.
+    """
+
     backend: Literal["none", "volcano", "coscheduling"] = "none"
-    """Who places the pods that must run together (trainers, preprocessor and the first
-    actors.minReplicas actors) all at once or not at all: nobody, Volcano, or the coscheduling
-    plugin.
+    """Scheduler that places trainers, preprocessor and the first `actors.minReplicas` actors all
+    together or not at all.
     """
     queue: Annotated[str, Field(max_length=253)] | None = None
-    """Volcano's queue."""
+    """Queue of Volcano."""
     timeout_seconds: Annotated[int, Field(ge=1, le=86400)] = 300
-    """`coscheduling`: how long placed pods wait for the rest."""
+    """Time in seconds that placed pods wait for the others, with `coscheduling`."""
 
 
 class SchedulingSettings(Settings):
+    """Placement of the job's pods."""
+
     scheduler_name: Annotated[str, Field(min_length=1, max_length=253)] | None = None
-    """Scheduler of every pod; unset takes the gang's, or the cluster's own."""
+    """Scheduler of every pod. Unset: that of `gang.backend`, else the cluster's default."""
     gang: GangSettings = GangSettings()
     """Scheduling of the pods that must run together."""
     priority_class_name: ObjectName | None = None
-    """PriorityClass of every pod; a podTemplate's own goes first."""
+    """PriorityClass of every pod; that of a podTemplate takes precedence."""
     topology_key: LabelKey | None = None
-    """Node label of a fast network domain, for example a rack: the pods of the job prefer to share
-    its value.
+    """Node label of a fast network domain, for example a rack; the job's pods prefer nodes that
+    share its value.
     """
 
 
 class RdmaSettings(Settings):
+    """RDMA devices of pods with GPUs."""
+
     resource_name: LabelKey
-    """Extended resource of the RDMA device, for example rdma/hca, as the cluster's device plugin
-    names it.
+    """Extended resource of the RDMA device as the cluster's device plugin names it, for example
+    rdma/hca.
     """
     count: Annotated[int, Field(ge=1, le=64)] = 1
-    """Devices per pod with GPUs."""
+    """Number of devices of a pod with GPUs."""
     ipc_lock: bool = False
-    """Adds the capability IPC_LOCK. Namespaces with the pod security level `restricted` or
-    `baseline` refuse it; leave it off where the container runtime does not limit locked memory.
+    """Adds the capability IPC_LOCK, needed where the container runtime limits locked memory. Pod
+    security levels `restricted` and `baseline` refuse it.
     """
 
 
 class NetworkSettings(Settings):
+    """Network devices of the job's pods."""
+
     rdma: RdmaSettings | None = None
-    """RDMA devices for the weight transfer and the trainers' collectives."""
+    """RDMA devices for the weight transfer and the trainers' collectives. Unset: none."""
     interface: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     """Network interface of collectives, for example eth0 (sets NCCL_SOCKET_IFNAME and
     GLOO_SOCKET_IFNAME).
@@ -167,49 +186,55 @@ class NetworkSettings(Settings):
 
 
 class BackoffSettings(Settings):
+    """Delays between restarts of the same pod."""
+
     initial_seconds: Annotated[int, Field(ge=0, le=3600)] = 5
-    """Wait before the first restart; it doubles with each one."""
+    """Delay before the first restart in seconds; it doubles with each restart."""
     max_seconds: Annotated[int, Field(ge=1, le=86400)] = 300
-    """Longest wait."""
+    """Longest delay in seconds."""
 
 
 class FailureRule(Settings):
+    """A rule for failures."""
+
     action: Literal["FailJob", "Restart", "RestartUncounted"]
-    """`FailJob` ends the job, `Restart` restarts and counts, `RestartUncounted` restarts without
-    counting.
+    """`FailJob` ends the job, `Restart` restarts the pod and counts it, `RestartUncounted` restarts
+    it without counting.
     """
     role: Literal["actor", "preprocessor", "trainer", "reference", "evaluator"] | None = None
-    """Only failures of this role; unset means every role."""
+    """Role whose failures match. Unset: every role."""
     exit_codes: Annotated[list[Annotated[int, Field(ge=1, le=255)]], Field(max_length=32)] = []
-    """Only these exit codes; none means any."""
+    """Exit codes that match; an empty list matches any."""
     reasons: Annotated[
         list[Literal["Error", "OOMKilled", "Evicted", "Preempted", "NodeLost", "ImagePull"]],
         Field(max_length=8),
     ] = []
-    """Only these reasons; none means any."""
+    """Reasons of the failure that match; an empty list matches any."""
 
 
 class FailurePolicySettings(Settings):
+    """Restarts after failures, and their limits."""
+
     max_restarts: Annotated[int, Field(ge=0, le=100000)] = 10
-    """Restarts that count, within the window, before the job fails. Out-of-memory kills, evictions,
-    preemptions, lost nodes and image pulls do not count, unless a rule says so.
+    """Counted restarts within the window after which the job fails. Out-of-memory kills, evictions,
+    preemptions, lost nodes and failed image pulls count only by a rule.
     """
     window_seconds: Annotated[int, Field(ge=1, le=31536000)] = 3600
-    """Restarts older than this are forgotten."""
+    """Length of the window in seconds; older restarts are not counted."""
     backoff: BackoffSettings = BackoffSettings()
-    """Waits between restarts of the same pod."""
+    """Delays between restarts of the same pod."""
     terminating_pod_timeout_seconds: Annotated[int, Field(ge=1, le=86400)] = 300
-    """A pod that is still terminating this long after its grace period, as on a dead node, is
-    removed by force.
-    """
+    """Time in seconds after its grace period at which a terminating pod is deleted by force."""
     exclude_node_after: Annotated[int, Field(ge=0, le=100)] = 3
-    """Failures on a node within the window before the job's pods avoid it; 0 never avoids one."""
+    """Failures on a node within the window after which the job's pods avoid it; 0 avoids none."""
     rules: Annotated[list[FailureRule], Field(max_length=32)] = []
-    """The first rule that matches a failure decides; without one the defaults do."""
+    """Rules for failures. The first that matches decides; without a match the defaults apply."""
 
 
 class RestartSettings(Settings):
+    """Restarts on request."""
+
     id: Annotated[str, Field(max_length=64)] = ""
-    """Any change restarts the job's pods, the trainers from the newest checkpoint. Also takes over
-    changed templates.
+    """Any text. A change restarts the job's pods, the trainers from the newest checkpoint, and
+    applies changed templates.
     """

@@ -25,7 +25,10 @@ from pipelinerl_common.settings.model import DOTTED_PATH
 from pipelinerl_common.text import counted, did_you_mean
 
 _INT: Final = r"[-+]?(?:0b[0-1_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)"
-_FLOAT: Final = r"[-+]?(?:\.[0-9][0-9_]*|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+_FLOAT: Final = (
+    r"[-+]?(?:\.[0-9][0-9_]*|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+)
 _TAG: Final = "tag:yaml.org,2002:"
 _REPLACED: Final = {_TAG + "int", _TAG + "float", _TAG + "timestamp"}
 
@@ -263,7 +266,7 @@ def _field_names(location: Sequence[int | str], root: type[BaseModel]) -> list[s
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """Of a field's type, those of sections: itself, or what it is made of."""
+    """The sections in a field's type: itself, or what it is composed of."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [found for part in get_args(annotation) for found in _models(part)]

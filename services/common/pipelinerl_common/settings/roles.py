@@ -1,7 +1,5 @@
-"""`spec.actors`, `reference`, `preprocessor`, `trainers`, `stream`, `weightTransfer`: the processes
-and how they are sized.
-
-`spec.autoscale`: how many actors there are while the job runs.
+"""`spec.actors`, `reference`, `preprocessor`, `trainers`, `stream`, `weightTransfer`, `autoscale`:
+the processes of a job and their sizes.
 """
 
 from typing import Annotated, Literal, Self
@@ -16,43 +14,45 @@ MEBIBYTE = 1 << 20
 
 class GeneratorSettings(Settings):
     engine: Literal["vllm", "transformers"] = "vllm"
-    """What decodes: vLLM, or Hugging Face transformers (slow; for numerics)."""
+    """Inference engine: `vllm`, or Hugging Face `transformers` (slow; for checking numerics)."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
-    """Workers of one generator that share the weights."""
+    """Number of workers of one generator that share the weights."""
     max_running_requests: Annotated[int, Field(ge=1, le=1000000)] = 64
-    """Most sequences decoded at once by one generator (H)."""
+    """Most sequences that one generator decodes at a time (H)."""
     kv_cache_bytes: Annotated[int, Field(ge=MEBIBYTE)] | None = None
-    """Bytes of KV cache per worker; unset lets the engine size it from the device's memory."""
+    """Size of the KV cache per worker in bytes. Unset: the engine derives it from the device's
+    memory.
+    """
     prefix_caching: bool = False
-    """Reuse KV of shared prompt prefixes, within one policy version only."""
+    """Reuses the KV cache of shared prompt prefixes, within one policy version only."""
     engine_args: dict[str, JsonValue] = {}
-    """Further arguments of the engine, by its own names."""
+    """Further arguments of the engine, under the engine's own names."""
 
 
 class ActorSettings(Settings):
     replicas: Annotated[int, Field(ge=1, le=8192)] = 1
-    """Actors: each is a rollout loop with generators of its own."""
+    """Number of actors; each is a rollout loop with its own generators."""
     min_replicas: Annotated[int, Field(ge=1, le=8192)] = 1
-    """Fewest actors, which Kubernetes schedules together with the trainers; those beyond come and
-    go while training runs.
+    """Smallest number of actors, scheduled together with the trainers. Actors beyond it join and
+    leave while training runs.
     """
     max_replicas: Annotated[int, Field(ge=1, le=8192)] | None = None
-    """Most actors that scaling may ask for."""
+    """Largest number of actors that scaling may ask for; `autoscale` needs it."""
     generators_per_replica: Annotated[int, Field(ge=1, le=64)] = 1
-    """Generators of one actor; requests go to the least loaded."""
+    """Number of generators of one actor; requests go to the least loaded one."""
     gpus_per_replica: Annotated[int, Field(ge=0, le=64)] = 0
-    """GPUs of one actor; 0 runs on the CPU."""
+    """Number of GPUs of one actor; 0 runs on the CPU."""
     generator: GeneratorSettings = GeneratorSettings()
-    """The engine of each generator."""
+    """Engine of each generator."""
     startup_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 3600.0
-    """Longest time to load the model."""
+    """Longest time in seconds until a generator has loaded the model."""
     drain_seconds: Annotated[float, Field(ge=0, le=86400)] = 30.0
-    """Time to finish or hand back what runs when an actor is asked to stop."""
+    """Time in seconds to finish or hand back running groups when an actor is asked to stop."""
     image: Annotated[Image | None, CLUSTER_ONLY] = None
-    """Image of this role; unset takes spec.image, and without that the operator's."""
+    """Image of this role. Unset: `spec.image`, else the operator's own."""
     pod_template: Annotated[PodTemplate | None, CLUSTER_ONLY] = None
-    """metadata and spec of a pod, laid over the operator's own by name: resources, tolerations,
-    volumes, sidecars. Containers: rollout, generator-0, generator-1, ...
+    """Pod metadata and spec, merged by name over the operator's: resources, tolerations, volumes,
+    sidecars. Containers: rollout, generator-0, generator-1, ....
     """
 
     @model_validator(mode="after")
@@ -74,56 +74,56 @@ class ActorSettings(Settings):
 
 class ReferenceSettings(Settings):
     replicas: Annotated[int, Field(ge=1, le=8192)] = 1
-    """Generators that serve the frozen reference model."""
+    """Number of generators that serve the frozen reference model."""
     gpus_per_replica: Annotated[int, Field(ge=0, le=64)] | None = None
-    """GPUs of one; unset gives it tensorParallelSize where actors have GPUs, and none where they
-    have none.
+    """Number of GPUs of one generator. Unset: `tensorParallelSize` where actors have GPUs,
+    otherwise none.
     """
     generator: GeneratorSettings = GeneratorSettings()
-    """The engine of each generator."""
+    """Engine of each generator."""
     startup_timeout_seconds: Annotated[float, Field(gt=0, le=86400), CLUSTER_ONLY] = 3600.0
-    """Longest time to load the model."""
+    """Longest time in seconds until a generator has loaded the model."""
     image: Annotated[Image | None, CLUSTER_ONLY] = None
-    """Image of this role; unset takes spec.image, and without that the operator's."""
+    """Image of this role. Unset: `spec.image`, else the operator's own."""
     pod_template: Annotated[PodTemplate | None, CLUSTER_ONLY] = None
-    """metadata and spec of a pod, laid over the operator's own by name: resources, tolerations,
-    volumes, sidecars. Container: generator.
+    """Pod metadata and spec, merged by name over the operator's: resources, tolerations, volumes,
+    sidecars. Containers: generator.
     """
 
 
 class PreprocessorSettings(Settings):
     ring_buffer_groups: Annotated[int, Field(ge=1)] | None = None
-    """Most finished groups that wait for training; the oldest are dropped and counted beyond it.
-    Unset: no more than the staleness policy can have outstanding, so that nothing is dropped.
+    """Largest number of finished groups that wait for training; beyond it the oldest are dropped.
+    Unset: as many as the staleness policy can have outstanding.
     """
     lease_seconds: Annotated[float, Field(gt=1)] = 60.0
-    """A group whose actor was not heard of for this long is granted again."""
+    """Time in seconds without a report of its actor after which a group is leased again."""
     max_group_attempts: Annotated[int, Field(ge=1)] = 3
-    """How often a group is granted before it is given up."""
+    """Number of leases of a group after which it is given up."""
     image: Annotated[Image | None, CLUSTER_ONLY] = None
-    """Image of this role; unset takes spec.image, and without that the operator's."""
+    """Image of this role. Unset: `spec.image`, else the operator's own."""
     pod_template: Annotated[PodTemplate | None, CLUSTER_ONLY] = None
-    """metadata and spec of a pod, laid over the operator's own by name: resources, tolerations,
-    volumes, sidecars. Container: preprocessor.
+    """Pod metadata and spec, merged by name over the operator's: resources, tolerations, volumes,
+    sidecars. Containers: preprocessor.
     """
 
 
 class CheckpointSettings(Settings):
     every_steps: Annotated[int, Field(ge=0)] = 100
-    """Optimizer steps between checkpoints; 0 saves only at the end and on a stop."""
+    """Optimizer steps between checkpoints; 0 saves one only at the end and on a stop."""
     keep: Annotated[int, Field(ge=1)] = 2
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints that are kept."""
     pvc: Annotated[ObjectName | None, CLUSTER_ONLY] = None
-    """PersistentVolumeClaim for checkpoints and the final model, in a folder of the job's name; a
-    job of the same name goes on from there. Several trainer nodes need one that many nodes can
-    mount. Without it, or uri, restarted trainers begin anew.
+    """PersistentVolumeClaim for checkpoints and the final model; a job of the same name resumes
+    from there. Several trainer nodes need one that many nodes can mount. Without `pvc` or `uri`,
+    restarted trainers start from the initial weights.
     """
     uri: Annotated[
         Annotated[str, Field(min_length=9, max_length=1024, pattern=r"^file:///[^\s]+$")] | None,
         CLUSTER_ONLY,
     ] = None
-    """file:///FOLDER instead of a claim: a folder that trainers.podTemplate mounts, for example a
-    bucket by its CSI driver.
+    """Folder `file:///FOLDER` instead of a claim, mounted by `trainers.podTemplate`, for example a
+    bucket through its CSI driver.
     """
 
     @model_validator(mode="after")
@@ -135,8 +135,8 @@ class CheckpointSettings(Settings):
 
 class ParitySettings(Settings):
     num_prompts: Annotated[int, Field(ge=0)] = 4
-    """Completions compared between generator and trainer before the first step; 0 turns the check
-    off.
+    """Number of completions on which generator and trainer are compared before the first step; 0
+    disables the check.
     """
     max_logprob_difference: Annotated[float, Field(gt=0)] = 0.1
     """Largest mean absolute difference of log-probabilities per token; training is refused beyond
@@ -146,32 +146,34 @@ class ParitySettings(Settings):
 
 class TrainerSettings(Settings):
     replicas: Annotated[int, Field(ge=1, le=8192)] = 1
-    """Trainer nodes."""
+    """Number of trainer nodes."""
     processes_per_node: Annotated[int, Field(ge=1, le=64)] = 1
-    """Ranks per node, one per GPU."""
+    """Number of ranks per node, one per GPU."""
     zero_stage: Literal[1, 2, 3] = 1
-    """DeepSpeed ZeRO stage."""
+    """Stage of DeepSpeed ZeRO."""
     sequence_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
-    """Ranks of a node that share each micro-batch (Ulysses); it must divide processesPerNode and
-    the attention heads.
+    """Number of ranks of a node that share each micro-batch (Ulysses); a divisor of
+    `processesPerNode` and of the attention heads.
     """
     micro_batch_tokens: Annotated[int, Field(ge=8)] = 4096
-    """Token slots of a packed micro-batch."""
+    """Number of token slots of a packed micro-batch."""
     activation_checkpointing: bool = False
-    """Compute each layer again in the backward pass instead of keeping its activations: a third
+    """Computes each layer again in the backward pass instead of storing its activations: a third
     more time, far less memory.
     """
     checkpoint: CheckpointSettings = CheckpointSettings()
-    """What outlives a trainer."""
+    """Checkpoints."""
     parity: ParitySettings = ParitySettings()
-    """The check before the first step that generators and trainer compute the same."""
+    """Check before the first step that generators and trainer compute the same log-probabilities.
+    """
     drain_seconds: Annotated[float, Field(ge=0, le=86400)] = 120.0
-    """Time to finish the step and save a checkpoint when the trainers are asked to stop."""
+    """Time in seconds to finish the step and save a checkpoint when the trainers are asked to stop.
+    """
     image: Annotated[Image | None, CLUSTER_ONLY] = None
-    """Image of this role; unset takes spec.image, and without that the operator's."""
+    """Image of this role. Unset: `spec.image`, else the operator's own."""
     pod_template: Annotated[PodTemplate | None, CLUSTER_ONLY] = None
-    """metadata and spec of a pod, laid over the operator's own by name: resources, tolerations,
-    volumes, sidecars. Container: trainer.
+    """Pod metadata and spec, merged by name over the operator's: resources, tolerations, volumes,
+    sidecars. Containers: trainer.
     """
 
     @model_validator(mode="after")
@@ -179,69 +181,69 @@ class TrainerSettings(Settings):
         processes, size = self.processes_per_node, self.sequence_parallel_size
         if processes % size:
             raise ValueError(
-                f"trainers.processesPerNode={processes} is no multiple of "
-                f"trainers.sequenceParallelSize={size}: ranks that "
-                "share a micro-batch are on one node; change the one or the other"
+                f"trainers.processesPerNode={processes} must be a multiple of "
+                f"trainers.sequenceParallelSize={size}: ranks that share a micro-batch are on one "
+                "node; change the one or the other"
             )
         return self
 
 
 class StreamSettings(Settings):
     replicas: Literal[1, 3, 5] = 1
-    """Copies that JetStream keeps of the sample stream."""
+    """Number of copies that JetStream keeps of the sample stream."""
     max_bytes: Annotated[int, Field(ge=MEBIBYTE)] = 1024 * MEBIBYTE
-    """Most bytes that wait on the sample stream; publishing waits beyond it."""
+    """Largest size of the sample stream in bytes; publishing waits beyond it."""
     max_age_seconds: Annotated[float, Field(gt=0)] = 86400.0
-    """Samples older than this are removed."""
+    """Age in seconds at which samples are removed."""
 
 
 class WeightTransferSettings(Settings):
     backend: Literal["nccl", "gloo"] = "nccl"
-    """Collective library of the weight broadcast: nccl between GPUs, gloo on CPUs."""
+    """Collective library of the weight broadcast: `nccl` between GPUs, `gloo` on CPUs."""
     mode: Literal["staged", "inplace"] = "staged"
-    """`staged` receives beside the running decode and pauses only to copy; `inplace` pauses for the
-    whole transfer and needs no second copy on the device.
+    """`staged` receives while decoding continues and pauses only to copy the weights; `inplace`
+    pauses for the whole transfer and needs no second copy on the device.
     """
     kv_cache: Literal["keep", "recompute"] = "keep"
-    """What happens to the KV cache of running sequences at an update."""
+    """KV cache of running sequences at an update: kept, or computed again with the new weights."""
     bucket_bytes: Annotated[int, Field(ge=1024)] = 64 * MEBIBYTE
-    """Tensors are packed into buckets of this size for the broadcast."""
+    """Size in bytes of the buckets into which tensors are packed for the broadcast."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the group's rendezvous on trainer rank 0; 0 takes a free one."""
+    """Port of the transfer group's rendezvous on trainer rank 0; 0 takes a free one."""
     form_timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
-    """Longest time to form a group."""
+    """Longest time to form a transfer group, in seconds."""
     sync_timeout_seconds: Annotated[float, Field(gt=0)] = 120.0
-    """Longest time for one update; a generator that takes longer is expelled."""
+    """Longest time for one update in seconds; a slower generator is expelled from the group."""
 
 
 class AutoscaleSettings(Settings):
     enabled: bool = False
-    """Chooses the number of actors between minReplicas and maxReplicas by the ratio of the system's
-    throughput to what generation alone would reach. The trainers' number is fixed.
+    """Adjusts the number of actors between `minReplicas` and `maxReplicas` by the ratio of the
+    system's throughput to that of generation alone.
     """
     schedule: Literal["rule", "hybrid"] = "rule"
-    """`rule` begins with actors.replicas; `hybrid` with maxReplicas, and goes down to splitShare
-    after exploreSteps. From there on both follow the ratio.
+    """`rule` starts with `actors.replicas`; `hybrid` starts with `maxReplicas` and falls to
+    `splitShare` after `exploreSteps`. From there both follow the ratio.
     """
     explore_steps: Annotated[int, Field(ge=1, le=1000000)] = 50
-    """Optimizer steps of a hybrid schedule during which maxReplicas actors generate."""
+    """Optimizer steps of a hybrid schedule during which `maxReplicas` actors generate."""
     split_share: Annotated[float, Field(gt=0, lt=1)] = 0.3
-    """Share of the GPUs (actors and trainer ranks on a CPU), those of maxReplicas actors and the
-    trainers' together, that a hybrid schedule lets generate after exploreSteps; rounded to whole
-    actors.
+    """Share of the GPUs (on a CPU: of actors and trainer ranks), those of `maxReplicas` actors and
+    the trainers, that generates after `exploreSteps` of a hybrid schedule.
     """
     period_steps: Annotated[int, Field(ge=1, le=100000)] = 10
-    """Optimizer steps between two looks. They count from when every actor is ready."""
+    """Optimizer steps between two decisions, counted from when every actor is ready."""
     low_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    """Below it the trainers hold the generators up, and actors are taken away."""
+    """Ratio below which the trainers are the bottleneck, and actors are removed."""
     high_ratio: Annotated[float, Field(gt=0, le=1)] = 0.95
-    """Above it the generators hold the trainers up, and actors are added."""
+    """Ratio above which the generators are the bottleneck, and actors are added."""
     take_away_gpus: Annotated[int, Field(ge=1, le=1024)] = 5
-    """Most GPUs (actors on a CPU), rounded up to whole actors, that stop generating at a low ratio.
+    """Largest number of GPUs (actors on a CPU) that stop generating at one decision, rounded up to
+    whole actors.
     """
     add_gpus: Annotated[int, Field(ge=1, le=1024)] = 2
-    """Most GPUs (actors on a CPU), rounded up to whole actors, that begin to generate at a high
-    ratio.
+    """Largest number of GPUs (actors on a CPU) that start generating at one decision, rounded up to
+    whole actors.
     """
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Where a job's numbers go beside Prometheus: `spec.telemetry`."""
+"""`spec.telemetry`: destinations of a job's metrics and traces beside Prometheus."""
 
 from typing import Annotated, Literal
 
@@ -10,61 +10,60 @@ _Name = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class WandbSettings(Settings):
-    """Weights & Biases. Its key comes from the environment of the trainer (WANDB_API_KEY) or from
-    ~/.netrc, never from here.
+    """Weights & Biases. Its key comes from the trainer's environment (WANDB_API_KEY) or from
+    ~/.netrc, never from the job file.
     """
 
     project: _Name = "pipelinerl"
-    """Where the run appears."""
+    """Project in which the run appears."""
     entity: _Name | None = None
-    """User or team; None for the key's own."""
+    """User or team that owns the run. Unset: the key's default."""
     group: _Name | None = None
     """Runs that belong together, for example seeds of one experiment."""
     tags: Annotated[tuple[_Name, ...], Field(max_length=32)] = ()
-    """Words to find the run by."""
+    """Tags of the run."""
     mode: Literal["online", "offline"] = "online"
     """`offline` writes below the run's folder only; `wandb sync` sends it later."""
 
 
 class TensorBoardSettings(Settings):
-    """Event files in `tensorboard/` below the run's folder: `tensorboard --logdir runs`."""
+    """TensorBoard event files in `tensorboard/` below the run's folder: `tensorboard --logdir
+    runs`.
+    """
 
     flush_seconds: Annotated[float, Field(gt=0, le=600)] = 10.0
-    """Longest time that a value waits in memory before it is in the file."""
+    """Longest time in seconds that a value waits in memory before it is written."""
 
 
 class SinkSettings(Settings):
-    """Each gets a row per optimizer step. A sink that is slow or fails loses rows, which are
-    counted; training goes on.
+    """Sinks, each of which receives one row of metrics per optimizer step. A slow or failing sink
+    loses rows, which are counted; training continues.
     """
 
     wandb: WandbSettings | None = None
-    """`wandb: {}` turns it on; needs `pip install 'pipelinerl[wandb]'` where rank 0 of the trainer
-    runs.
+    """Weights & Biases; `{}` enables it. It needs `pip install 'pipelinerl[wandb]'` where rank 0 of
+    the trainer runs.
     """
     tensorboard: TensorBoardSettings | None = None
-    """`tensorboard: {}` turns it on; needs `pip install 'pipelinerl[tensorboard]'` there."""
+    """TensorBoard; `{}` enables it. It needs `pip install 'pipelinerl[tensorboard]'` there."""
 
 
 class TracingSettings(Settings):
-    """Traces by OpenTelemetry: of groups from their grant to their step, of steps, and of weight
-    updates.
+    """OpenTelemetry traces: of groups from their lease to their optimizer step, of steps, and of
+    weight updates.
     """
 
     endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+$")]
-    """Where an OTLP collector listens for gRPC, for example http://otel-collector:4317."""
+    """URL at which an OTLP collector accepts gRPC, for example http://otel-collector:4317."""
     sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Share of the groups that are traced. Steps and weight updates, of which there are few, always
-    are.
-    """
+    """Share of the groups that are traced. Steps and weight updates are few and always traced."""
 
 
 class TelemetrySettings(Settings):
     sinks: SinkSettings = SinkSettings()
-    """For people who are used to Weights & Biases or TensorBoard."""
+    """Weights & Biases and TensorBoard."""
     tracing: TracingSettings | None = None
-    """Off without it, and then nothing of it runs."""
+    """OpenTelemetry traces. Unset disables tracing without any cost."""
     engine_metrics: bool = True
-    """vLLM's own metrics (`vllm:*`) at the generators' /metrics too; they cost the generators some
-    time at each decode step.
+    """Adds vLLM's own metrics (`vllm:*`) to the generators' /metrics, at some cost per decode step.
     """
