@@ -118,4 +118,4 @@ class HollowPods:
 
 async def say(api: Api, pod: ObjectKey, status: dict[str, Any]) -> None:
     """Writes a pod's status, as its kubelet would."""
-    await api.patch_status(PODS, pod.namespace, pod.name, {"status": status})
+    await api.patch(PODS, *pod, {"status": status}, "status")

@@ -145,14 +145,15 @@ class FakeApi(Api):
         return self._answer(new, lost)
 
     async def patch(
-        self, resource: Resource, namespace: str, name: str, patch: dict[str, Any]
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        patch: dict[str, Any],
+        subresource: str = "",
     ) -> Object:
-        return self._patched(Call("patch", resource, name, patch), namespace, is_status=False)
-
-    async def patch_status(
-        self, resource: Resource, namespace: str, name: str, patch: dict[str, Any]
-    ) -> Object:
-        return self._patched(Call("status", resource, name, patch), namespace, is_status=True)
+        call = Call(subresource or "patch", resource, name, patch)
+        return self._patched(call, namespace, is_status=subresource == "status")
 
     async def replace(self, resource: Resource, namespace: str, body: Object) -> Object:
         lost = self._begin(Call("update", resource, body["metadata"]["name"], body))

@@ -29,6 +29,7 @@ from pipelinerl_operator.objects import (
 )
 from pipelinerl_operator.objects.context import Peer
 from pipelinerl_operator.objects.names import port_of
+from pipelinerl_operator.objects.scheduling import in_gang
 from pipelinerl_trainer.__main__ import parse_flags
 from pipelinerl_trainer.launch import parse_node
 
@@ -457,7 +458,11 @@ def test_the_gang_is_trainers_preprocessor_and_the_fewest_actors(backend: str) -
         }
     )
     (group,) = by_kind(job, "PodGroup")
-    members = [each.name for each in desired_objects(job, make_context()).pods if each.in_gang]
+    members = [
+        each.name
+        for each in desired_objects(job, make_context()).pods
+        if in_gang(job, each.role, each.index)
+    ]
     assert members == [
         "sums-preprocessor-0",
         "sums-trainer-0",

@@ -16,7 +16,7 @@
 from dataclasses import replace
 
 from pipelinerl_control.scaling import look, num_actors
-from pipelinerl_operator.controller.decision import Decision, Draft, EventType, Observed, Wanted
+from pipelinerl_operator.controller.decision import Decision, EventType, Observed, Wanted
 from pipelinerl_operator.controller.describe import count_pods, describe
 from pipelinerl_operator.controller.endings import (
     clean_up,
@@ -39,18 +39,19 @@ from pipelinerl_operator.objects.pods import pods
 
 def decide(seen: Observed) -> Decision:
     """Returns the decision for `seen`. Total: every observation has one."""
-    draft = Draft(seen, seen.before)
+    draft = Decision(seen, seen.before)
     if seen.spec.get("managedBy") or seen.job.is_deleted:
-        return Decision(draft.status, ignored=True)
+        draft.ignored = True
+        return draft
     if seen.wanted is not None:
         _take_num_actors(draft, seen.wanted)
     if draft.status.is_finished:
         clean_up(draft)
-        return draft.done()
+        return draft
     draft.set(observed_generation=seen.job.generation)
     # Before deadlines and failures: a suspended job fails neither without pods nor with time.
     if _is_suspended(draft):
-        return draft.done()
+        return draft
     is_beginning = draft.status.start_time is None
     if is_beginning:
         draft.set(start_time=write_time(seen.now))
@@ -62,10 +63,10 @@ def decide(seen: Observed) -> Decision:
         wanted = _autoscale(draft, seen.wanted)
         provision(draft, wanted)
         describe(draft, wanted)
-    return draft.done()
+    return draft
 
 
-def _ends(draft: Draft, wanted: Wanted) -> bool:
+def _ends(draft: Decision, wanted: Wanted) -> bool:
     if (message := end_of_training(draft, wanted)) is not None:
         if not waits_for_evaluation(draft, wanted):
             succeed(draft, message)
@@ -73,7 +74,7 @@ def _ends(draft: Draft, wanted: Wanted) -> bool:
     return fail_by_deadline(draft) or take_failures(draft, wanted)
 
 
-def _report_unknown_fields(draft: Draft, wanted: Wanted) -> None:
+def _report_unknown_fields(draft: Decision, wanted: Wanted) -> None:
     """Reports fields that the CRD accepts and this operator does not know: it is the older one."""
     unknown, before = wanted.job.unknown_fields, draft.status.condition(ConditionType.UNDERSTOOD)
     if unknown:
@@ -87,7 +88,7 @@ def _report_unknown_fields(draft: Draft, wanted: Wanted) -> None:
         draft.set_condition(ConditionType.UNDERSTOOD, True, ConditionReason.ALL_KNOWN)
 
 
-def _refuse(draft: Draft) -> None:
+def _refuse(draft: Decision) -> None:
     """Reports an invalid spec. It changes nothing that runs, since its meaning is unknown."""
     reason, fault = ConditionReason.INVALID_SPEC, draft.seen.fault
     count_pods(draft)
@@ -105,7 +106,7 @@ def _refuse(draft: Draft) -> None:
 # was last changed; it is written before the pods follow it
 
 
-def _take_num_actors(draft: Draft, asked: Wanted) -> Wanted:
+def _take_num_actors(draft: Decision, asked: Wanted) -> Wanted:
     """Replaces the spec's number of actors by the chosen one, and returns the result."""
     count = num_actors(asked.job.spec, draft.status.autoscale)
     wanted = asked
@@ -117,7 +118,7 @@ def _take_num_actors(draft: Draft, asked: Wanted) -> Wanted:
     return wanted
 
 
-def _autoscale(draft: Draft, asked: Wanted) -> Wanted:
+def _autoscale(draft: Decision, asked: Wanted) -> Wanted:
     """Evaluates the balance once per period and chooses the number of actors.
 
     Returns what the spec asks for, with the chosen number of actors.
@@ -139,7 +140,7 @@ def _autoscale(draft: Draft, asked: Wanted) -> Wanted:
 # suspension: atomic; once it began, all pods are deleted whatever happens to the flag meanwhile
 
 
-def _is_suspended(draft: Draft) -> bool:
+def _is_suspended(draft: Decision) -> bool:
     """Takes the next step into, within or out of a suspension. False when the job is to run."""
     asked = draft.seen.spec.get("suspend") is True
     phase = draft.status.phase
@@ -165,7 +166,7 @@ def _is_suspended(draft: Draft) -> bool:
     return True
 
 
-def _end_suspending(draft: Draft) -> None:
+def _end_suspending(draft: Decision) -> None:
     reason = ConditionReason.SUSPENDED
     if draft.status.phase is not JobPhase.SUSPENDED:
         draft.note(EventType.NORMAL, "Suspended", "no pod of the job is left")

@@ -157,30 +157,20 @@ class CreatePod:
 Action = CheckTemplates | MakeSecret | Apply | Delete | CreatePod
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The result. `status` is written first where it must be; then `actions` are executed in order,
-    neighbours of one kind concurrently.
-    """
-
-    status: JobStatus
-    actions: tuple[Action, ...] = ()
-    notes: tuple[Note, ...] = ()
-    look_again_s: float | None = None
-    """Seconds after which the decision may change without an event."""
-    ignored: bool = False
-    """The job is managed by another controller, or being deleted."""
-
-
 @dataclass
-class Draft:
-    """A decision under construction. `status` is replaced step by step."""
+class Decision:
+    """The decision, built step by step. `status` is written first where it must be; then `actions`
+    are executed in order, neighbours of one kind concurrently.
+    """
 
     seen: Observed
     status: JobStatus
     actions: list[Action] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     look_again_s: float | None = None
+    """Seconds after which the decision may change without an event."""
+    ignored: bool = False
+    """The job is managed by another controller, or being deleted."""
 
     def note(self, type_: EventType, reason: str, message: str) -> None:
         self.notes.append(Note(type_, reason, message))
@@ -226,6 +216,3 @@ class Draft:
 
     def look_again(self, in_s: float) -> None:
         self.look_again_s = in_s if self.look_again_s is None else min(self.look_again_s, in_s)
-
-    def done(self) -> Decision:
-        return Decision(self.status, tuple(self.actions), tuple(self.notes), self.look_again_s)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pipelinerl_control.plan import Role
-from pipelinerl_operator.controller.decision import Draft, EventType, Wanted
+from pipelinerl_operator.controller.decision import Decision, EventType, Wanted
 from pipelinerl_operator.controller.restarts import image_pull_of, start_again_at
 from pipelinerl_operator.controller.status import (
     ConditionReason,
@@ -20,7 +20,7 @@ OPTIONAL = (Role.REFERENCE, Role.EVALUATOR)
 """Roles that a job need not have."""
 
 
-def count_pods(draft: Draft) -> None:
+def count_pods(draft: Decision) -> None:
     """Counts the pods that exist by role; what should exist, and which templates are old, only
     where the spec is known.
     """
@@ -54,7 +54,7 @@ def _counted(
     return old.model_copy(update=counts)
 
 
-def describe(draft: Draft, wanted: Wanted) -> None:
+def describe(draft: Decision, wanted: Wanted) -> None:
     """Sets counts, conditions and phase of a job that is not finished."""
     count_pods(draft)
     labels = selector(wanted.job.name, Role.ACTOR)
@@ -76,7 +76,7 @@ def describe(draft: Draft, wanted: Wanted) -> None:
     draft.set(phase=_phase(draft))
 
 
-def _provisioning(draft: Draft, own: Sequence[PodView]) -> tuple[ConditionReason, str]:
+def _provisioning(draft: Decision, own: Sequence[PodView]) -> tuple[ConditionReason, str]:
     """Reason and message of the condition Provisioned: the first of what is missing."""
     missing = [
         f"{field} {role.created} of {role.desired}"
@@ -99,7 +99,7 @@ def _provisioning(draft: Draft, own: Sequence[PodView]) -> tuple[ConditionReason
     return ConditionReason.ALL_CREATED, ""
 
 
-def _describe_weight_group(draft: Draft) -> None:
+def _describe_weight_group(draft: Decision) -> None:
     type_, group = ConditionType.WEIGHT_GROUP_READY, draft.seen.weight_group
     if group is None:
         # No coordinator yet, for example of a new leader: what is known stays.
@@ -115,7 +115,7 @@ def _describe_weight_group(draft: Draft) -> None:
         draft.set_condition(type_, False, ConditionReason.FORMING, group.state)
 
 
-def _describe_running(draft: Draft, wanted: Wanted) -> None:
+def _describe_running(draft: Decision, wanted: Wanted) -> None:
     spec = wanted.job.spec
     needed = {
         "trainers": spec.trainers.replicas,
@@ -139,7 +139,7 @@ def _describe_running(draft: Draft, wanted: Wanted) -> None:
     draft.set_condition(ConditionType.RUNNING, True, ConditionReason.ALL_READY)
 
 
-def _describe_degradation(draft: Draft, wanted: Wanted) -> None:
+def _describe_degradation(draft: Decision, wanted: Wanted) -> None:
     type_, status = ConditionType.DEGRADED, draft.status
     if status.running_time is None and status.condition(type_) is None and not status.attempts:
         return
@@ -161,12 +161,12 @@ def _describe_degradation(draft: Draft, wanted: Wanted) -> None:
         draft.set_condition(type_, False, ConditionReason.AS_IT_SHOULD_BE)
 
 
-def _roles(draft: Draft) -> list[tuple[str, RoleStatus]]:
+def _roles(draft: Decision) -> list[tuple[str, RoleStatus]]:
     roles = [(field, getattr(draft.status, field)) for field in STATUS_FIELDS.values()]
     return [(field, role) for field, role in roles if role is not None]
 
 
-def _phase(draft: Draft) -> JobPhase:
+def _phase(draft: Decision) -> JobPhase:
     if draft.status.holds(ConditionType.RUNNING):
         return JobPhase.RUNNING
     if draft.seen.refusal and not draft.seen.own_pods:

@@ -12,7 +12,7 @@ the last step's evaluation, and never fails because of it:
 from dataclasses import replace
 
 from pipelinerl_control.plan import Role, longest_evaluation_s
-from pipelinerl_operator.controller.decision import Delete, Draft, EventType, Wanted
+from pipelinerl_operator.controller.decision import Decision, Delete, EventType, Wanted
 from pipelinerl_operator.controller.describe import count_pods
 from pipelinerl_operator.controller.provision import drop_gang, provision, remove_pods
 from pipelinerl_operator.controller.restarts import take_failures
@@ -28,7 +28,7 @@ from pipelinerl_operator.controller.views import Termination, expected_attempt
 from pipelinerl_operator.kube.resources import JOBS
 
 
-def end_of_training(draft: Draft, wanted: Wanted) -> str | None:
+def end_of_training(draft: Decision, wanted: Wanted) -> str | None:
     """The message that trainer rank 0, in the first trainer pod, left when it ended with status 0;
     else None.
     """
@@ -36,7 +36,7 @@ def end_of_training(draft: Draft, wanted: Wanted) -> str | None:
     return None if end is None else end.message
 
 
-def _end_of_first(draft: Draft, wanted: Wanted, role: Role) -> Termination | None:
+def _end_of_first(draft: Decision, wanted: Wanted, role: Role) -> Termination | None:
     """The end of the role's first pod, if with status 0. Its time is 0 where it is unknown."""
     first = next(
         (spec for spec in wanted.desired.pods if (spec.role, spec.index) == (role, 0)), None
@@ -52,7 +52,7 @@ def _end_of_first(draft: Draft, wanted: Wanted, role: Role) -> Termination | Non
     return None
 
 
-def succeed(draft: Draft, message: str) -> None:
+def succeed(draft: Decision, message: str) -> None:
     """Ends the job. `message` is the trainer's: the numbers that were read last may be old."""
     read = draft.seen.training or draft.status.training
     draft.set(training=last_training_status(message, read) or read)
@@ -65,7 +65,7 @@ def succeed(draft: Draft, message: str) -> None:
     draft.note(EventType.NORMAL, "Succeeded", "training is finished")
 
 
-def fail_by_deadline(draft: Draft) -> bool:
+def fail_by_deadline(draft: Decision) -> bool:
     """Fails the job when a deadline has passed, and returns whether one has.
 
     Deadlines count from startTime, which is set again after a suspension.
@@ -91,7 +91,7 @@ def fail_by_deadline(draft: Draft) -> bool:
     return False
 
 
-def clean_up(draft: Draft) -> None:
+def clean_up(draft: Decision) -> None:
     """Cleans up after a finished job: its pods as cleanPodPolicy says, its place in the scheduler's
     queue, and in the end the job itself.
     """
@@ -114,7 +114,7 @@ def clean_up(draft: Draft) -> None:
 # the last step's evaluation
 
 
-def waits_for_evaluation(draft: Draft, wanted: Wanted) -> bool:
+def waits_for_evaluation(draft: Decision, wanted: Wanted) -> bool:
     """Takes the next step towards the last evaluation. False when there is none to wait for."""
     evaluation = wanted.job.spec.evaluation
     if evaluation is None:
@@ -148,7 +148,7 @@ def waits_for_evaluation(draft: Draft, wanted: Wanted) -> bool:
     return True
 
 
-def _end_of_training_at(draft: Draft, wanted: Wanted) -> float:
+def _end_of_training_at(draft: Decision, wanted: Wanted) -> float:
     """When training ended: as the condition remembers it, or later when it ended again."""
     condition, seen_at = draft.status.condition(ConditionType.EVALUATING), draft.seen.now
     if condition is not None and condition.status == "True":
@@ -157,7 +157,7 @@ def _end_of_training_at(draft: Draft, wanted: Wanted) -> float:
     return max(float(int(seen_at)), end.finished_at if end is not None else 0.0)
 
 
-def _only(draft: Draft, wanted: Wanted, *roles: Role) -> Wanted:
+def _only(draft: Decision, wanted: Wanted, *roles: Role) -> Wanted:
     """`wanted` with the pods of `roles` only; trainers only as far as they still exist."""
     there = {pod.key.name for pod in draft.seen.pods}
     pods = tuple(

@@ -77,20 +77,14 @@ async def execute(
         await _all(execution.do(action) for action in group)
 
 
+@dataclass
 class _Execution:
     """Executes the actions of one job."""
 
-    def __init__(
-        self, deps: Dependencies, job: JobView, wanted: Wanted | None, memory: JobMemory
-    ) -> None:
-        self._api = deps.api
-        self._cluster = deps.cluster
-        self._streams = deps.streams
-        self._clock = deps.monotonic
-        self._job = job
-        self._wanted = wanted
-        self._memory = memory
-        self._namespace = job.key.namespace
+    deps: Dependencies
+    job: JobView
+    wanted: Wanted | None
+    memory: JobMemory
 
     async def do(self, action: Action) -> None:
         try:
@@ -109,56 +103,59 @@ class _Execution:
             raise self._refused(str(error)) from error
         except Forbidden as error:
             if error.namespace_terminating:
-                self._memory.namespace_going_at = self._clock()
+                self.memory.namespace_going_at = self.deps.monotonic()
                 raise RefusedByServer(str(error)) from error
             raise self._refused(str(error)) from error
 
     async def _check_templates(self, action: CheckTemplates) -> None:
         for pod in action.pods:
             try:
-                await self._api.create(
-                    PODS, self._namespace, self._without_own_account(pod.manifest(0)), dry_run=True
+                await self.deps.api.create(
+                    PODS,
+                    self.job.key.namespace,
+                    self._without_own_account(pod.manifest(0)),
+                    dry_run=True,
                 )
             except AlreadyExists:
                 continue  # a pod of a predecessor that is still terminating
-        self._memory.checked_generation = self._job.generation
+        self.memory.checked_generation = self.job.generation
 
     def _without_own_account(self, body: Object) -> Object:
         """The pod without the job's ServiceAccount, which is created only after the templates are
         accepted: the server refuses pods whose account does not exist.
         """
-        if body["spec"].get("serviceAccountName") != self._job.key.name:
+        if body["spec"].get("serviceAccountName") != self.job.key.name:
             return body
         spec = {name: value for name, value in body["spec"].items() if name != "serviceAccountName"}
         return {**body, "spec": spec}
 
     async def _make_secret(self) -> None:
-        if self._wanted is None:
+        if self.wanted is None:
             return
-        name, memory = secret_name(self._job.key.name), self._memory
+        name, memory = secret_name(self.job.key.name), self.memory
         found = await self._find_secret(name)
         if found is not None:
             memory.token = _token_of(found)
         try:
-            login = await self._streams.ensure(self._wanted.job)
+            login = await self.deps.streams.ensure(self.wanted.job)
         except Unavailable as error:
             memory.stream_fault = str(error)
             if found is None:
                 raise
             # The job continues: the server will return, and pods that have a login wait for it.
-            log.warning("job=%s its streams are not checked: %s", self._job.key, error)
+            log.warning("job=%s its streams are not checked: %s", self.job.key, error)
             return
         memory.stream_fault = ""
         if found is None:
             # A Secret that was deleted is created with the same token, which running pods hold.
             token = memory.token or secrets.token_urlsafe(TOKEN_BYTES)
-            body = job_secret(self._wanted.job, token, login)
+            body = job_secret(self.wanted.job, token, login)
             memory.token = _token_of(await self._create(SECRETS, name, body))
-        memory.ensured_generation, memory.ensured_at = self._job.generation, self._clock()
+        memory.ensured_generation, memory.ensured_at = self.job.generation, self.deps.monotonic()
 
     async def _find_secret(self, name: str) -> Object | None:
         try:
-            found = await self._api.get(SECRETS, self._namespace, name)
+            found = await self.deps.api.get(SECRETS, self.job.key.namespace, name)
         except NotFound:
             return None
         self._check_owner(SECRETS, found)
@@ -169,23 +166,23 @@ class _Execution:
         if action.creates:
             made = await self._create(action.resource, name, action.body)
         else:
-            made = await self._api.apply(action.resource, self._namespace, action.body)
+            made = await self.deps.api.apply(action.resource, self.job.key.namespace, action.body)
         view = OwnedView.of(made)
-        self._memory.applied[action.resource, name] = (view.uid, view.content_version)
-        self._cluster.take(action.resource, made)
+        self.memory.applied[action.resource, name] = (view.uid, view.content_version)
+        self.deps.cluster.take(action.resource, made)
 
     async def _create_pod(self, action: CreatePod) -> None:
         body = action.pod.manifest(action.attempt, action.excluded_nodes)
-        self._cluster.take(PODS, await self._create(PODS, action.pod.name, body))
+        self.deps.cluster.take(PODS, await self._create(PODS, action.pod.name, body))
 
     async def _create(self, resource: Resource, name: str, body: Object) -> Object:
         """Creates the object, or returns the job's own one of that name, which may have been
         created before and not be in the cache yet.
         """
         try:
-            return await self._api.create(resource, self._namespace, body)
+            return await self.deps.api.create(resource, self.job.key.namespace, body)
         except AlreadyExists:
-            found = await self._api.get(resource, self._namespace, name)
+            found = await self.deps.api.get(resource, self.job.key.namespace, name)
             self._check_owner(resource, found)
             return found
 
@@ -197,38 +194,38 @@ class _Execution:
         owner: Object = next(
             (each for each in metadata.get("ownerReferences") or () if each.get("controller")), {}
         )
-        if owner.get("uid") == self._job.uid:
+        if owner.get("uid") == self.job.uid:
             return
         what = f"{resource.kind} {metadata['name']}"
-        if owner.get("kind") == JOBS.kind and owner.get("name") == self._job.key.name:
+        if owner.get("kind") == JOBS.kind and owner.get("name") == self.job.key.name:
             raise TemporaryError(f"{what} is a predecessor's that is still being removed")
         raise self._refused(
             f"{what} exists already and is not this job's: remove it, or give the job another name"
         )
 
     async def _delete(self, action: Delete) -> None:
-        key = ObjectKey(self._namespace, action.name)
+        key = ObjectKey(self.job.key.namespace, action.name)
         try:
-            left = await self._api.delete(
+            left = await self.deps.api.delete(
                 action.resource,
-                self._namespace,
+                self.job.key.namespace,
                 action.name,
                 uid=action.uid,
                 grace_s=action.grace_s,
             )
         except NotFound:
-            self._cluster.drop(action.resource, key, action.uid)
+            self.deps.cluster.drop(action.resource, key, action.uid)
         except Conflict:
-            log.info("job=%s %s is another object by now", self._job.key, action.name)
+            log.info("job=%s %s is another object by now", self.job.key, action.name)
         else:
             is_there = left.get("kind") == action.resource.kind
             if is_there and left["metadata"].get("deletionTimestamp"):
-                self._cluster.take(action.resource, left)
+                self.deps.cluster.take(action.resource, left)
             else:
-                self._cluster.drop(action.resource, key, action.uid)
+                self.deps.cluster.drop(action.resource, key, action.uid)
 
     def _refused(self, message: str) -> RefusedByServer:
-        self._memory.refuse(message, self._job.generation, self._clock())
+        self.memory.refuse(message, self.job.generation, self.deps.monotonic())
         return RefusedByServer(message)
 
 

@@ -91,7 +91,7 @@ async def serve_operator(arguments: argparse.Namespace, identity: str, stop: asy
         # The renewal of the lease must not wait behind other calls.
         open_api(where, replica.telemetry.called, max_calls=1) as for_lease,
         serve_health(
-            arguments.metrics_listen, replica.telemetry.exposition, replica.fault, lambda: ""
+            arguments.metrics_listen, replica.telemetry.exposition, replica.fault
         ) as address,
     ):
         log.info("server=%s metrics=http://%s/metrics", where.server, address)

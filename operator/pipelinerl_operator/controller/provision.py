@@ -9,8 +9,8 @@ from pipelinerl_operator.controller.decision import (
     Apply,
     CheckTemplates,
     CreatePod,
+    Decision,
     Delete,
-    Draft,
     EventType,
     MakeSecret,
     Wanted,
@@ -39,7 +39,7 @@ TAKEN_LOOK_S = 2.0
 """Seconds until a name is checked again that another object still has."""
 
 
-def provision(draft: Draft, wanted: Wanted) -> None:
+def provision(draft: Decision, wanted: Wanted) -> None:
     """Adds the actions that make the cluster hold `wanted`.
 
     Nothing is created in a terminating namespace, nor while the API server refuses a pod.
@@ -60,7 +60,7 @@ def _with_template(wanted: Wanted) -> tuple[PodSpec, ...]:
     return tuple(pod for pod in wanted.desired.pods if pod.index == 0 and pod.template)
 
 
-def _apply_config(draft: Draft, wanted: Wanted) -> None:
+def _apply_config(draft: Decision, wanted: Wanted) -> None:
     children = {(child.resource, child.view.key.name): child for child in draft.seen.children}
     for body in wanted.desired.config:
         resource, name = resource_of(body), body["metadata"]["name"]
@@ -85,7 +85,7 @@ def stamp(body: Object) -> tuple[Object, str]:
     return {**body, "metadata": {**metadata, "annotations": annotations}}, applied_hash
 
 
-def _arrange_pods(draft: Draft, wanted: Wanted, may_create: bool) -> None:
+def _arrange_pods(draft: Decision, wanted: Wanted, may_create: bool) -> None:
     seen = draft.seen
     pods = {pod.key.name: pod for pod in seen.pods}
     # New trainers wait until every old one is gone: ranks of two attempts must not meet.
@@ -102,7 +102,7 @@ def _arrange_pods(draft: Draft, wanted: Wanted, may_create: bool) -> None:
     _note_complete_trainers(draft, wanted)
 
 
-def _arrange(draft: Draft, pod: PodView, spec: PodSpec, due: bool) -> None:
+def _arrange(draft: Decision, pod: PodView, spec: PodSpec, due: bool) -> None:
     if not is_of_job(pod, draft.seen.job.uid):
         draft.look_again(TAKEN_LOOK_S)
     elif pod.is_deleted:
@@ -115,11 +115,11 @@ def _arrange(draft: Draft, pod: PodView, spec: PodSpec, due: bool) -> None:
         remove_pods(draft, [pod], PEER_GRACE_S if crashed else None)
 
 
-def _is_old(draft: Draft, pod: PodView) -> bool:
+def _is_old(draft: Decision, pod: PodView) -> bool:
     return is_of_job(pod, draft.seen.job.uid) and pod.attempt < expected_attempt(draft.status, pod)
 
 
-def _is_due(draft: Draft, wanted: Wanted, spec: PodSpec) -> bool:
+def _is_due(draft: Decision, wanted: Wanted, spec: PodSpec) -> bool:
     policy = wanted.job.spec.failure_policy
     at = start_again_at(unit_of(spec.role, spec.index), draft.status.recent_failures, policy)
     if at <= draft.seen.now:
@@ -128,14 +128,14 @@ def _is_due(draft: Draft, wanted: Wanted, spec: PodSpec) -> bool:
     return False
 
 
-def _avoided_nodes(draft: Draft, wanted: Wanted) -> tuple[str, ...]:
+def _avoided_nodes(draft: Decision, wanted: Wanted) -> tuple[str, ...]:
     policy = wanted.job.spec.failure_policy
     healthy = {pod.node for pod in draft.seen.pods if pod.is_ready and pod.node}
     recent = within_window(draft.status.recent_failures, policy, draft.seen.now)
     return excluded_nodes(recent, policy, healthy)
 
 
-def _note_complete_trainers(draft: Draft, wanted: Wanted) -> None:
+def _note_complete_trainers(draft: Decision, wanted: Wanted) -> None:
     attempts = {pod.key.name: pod.attempt for pod in draft.seen.own_pods if not pod.is_deleted}
     names = [spec.name for spec in wanted.desired.pods if spec.role is Role.TRAINER]
     attempt = draft.status.attempts.get(Role.TRAINER, 0)
@@ -143,7 +143,7 @@ def _note_complete_trainers(draft: Draft, wanted: Wanted) -> None:
         draft.set(complete_trainers=attempt)
 
 
-def remove_pods(draft: Draft, pods: Iterable[PodView], grace_s: int | None = None) -> None:
+def remove_pods(draft: Decision, pods: Iterable[PodView], grace_s: int | None = None) -> None:
     """Deletes the job's own among `pods`, and forces those that do not terminate."""
     for pod in pods:
         if not is_of_job(pod, draft.seen.job.uid):
@@ -155,7 +155,7 @@ def remove_pods(draft: Draft, pods: Iterable[PodView], grace_s: int | None = Non
             draft.actions.append(Delete(PODS, pod.key.name, pod.uid, grace))
 
 
-def force_if_stuck(draft: Draft, pod: PodView) -> None:
+def force_if_stuck(draft: Decision, pod: PodView) -> None:
     """Deletes a pod by force that is still terminating long after its grace period: its node does
     not answer.
     """
@@ -172,7 +172,7 @@ def force_if_stuck(draft: Draft, pod: PodView) -> None:
     draft.note(EventType.WARNING, "PodRemovedByForce", message)
 
 
-def drop_gang(draft: Draft) -> None:
+def drop_gang(draft: Decision) -> None:
     """Deletes the PodGroup: without pods it would keep its place in the scheduler's queue."""
     for child in draft.seen.children:
         is_gang = child.resource in (VOLCANO_POD_GROUPS, COSCHEDULING_POD_GROUPS)

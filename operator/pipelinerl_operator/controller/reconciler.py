@@ -175,7 +175,7 @@ class Reconciler:
                 return wait_s
         body = {"metadata": {"resourceVersion": job.resource_version}, "status": patch}
         try:
-            written = await self._deps.api.patch_status(JOBS, job.key.namespace, job.key.name, body)
+            written = await self._deps.api.patch(JOBS, *job.key, body, "status")
         except NotFound:
             self._deps.cluster.jobs.remove(job.key, job.uid)
             raise

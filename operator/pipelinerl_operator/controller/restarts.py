@@ -12,7 +12,7 @@ from enum import StrEnum
 from pipelinerl_common.settings import FailurePolicySettings
 from pipelinerl_common.text import counted
 from pipelinerl_control.plan import ENDING_ROLES, Role
-from pipelinerl_operator.controller.decision import Draft, EventType, Wanted
+from pipelinerl_operator.controller.decision import Decision, EventType, Wanted
 from pipelinerl_operator.controller.status import (
     MAX_FAILURES,
     MAX_MESSAGE_CHARACTERS,
@@ -246,7 +246,7 @@ def _first(terminations: Iterable[Termination]) -> Termination | None:
     return min(terminations, key=lambda each: each.finished_at, default=None)
 
 
-def take_failures(draft: Draft, wanted: Wanted) -> bool:
+def take_failures(draft: Decision, wanted: Wanted) -> bool:
     """Remembers every failure that is not remembered yet. True when the job has failed."""
     policy = wanted.job.spec.failure_policy
     for unit, failures in _by_unit(_failures(draft, wanted)).items():
@@ -279,7 +279,7 @@ def take_failures(draft: Draft, wanted: Wanted) -> bool:
     return False
 
 
-def take_restart_id(draft: Draft, wanted: Wanted, *, is_beginning: bool) -> None:
+def take_restart_id(draft: Decision, wanted: Wanted, *, is_beginning: bool) -> None:
     """Restarts every pod for a new restart.id."""
     asked = wanted.job.spec.restart.id
     if (draft.status.restart_id or "") == asked:
@@ -292,7 +292,7 @@ def take_restart_id(draft: Draft, wanted: Wanted, *, is_beginning: bool) -> None
     draft.note(EventType.NORMAL, "Restarting", message)
 
 
-def _failures(draft: Draft, wanted: Wanted) -> Iterable[tuple[str, PodFailure]]:
+def _failures(draft: Decision, wanted: Wanted) -> Iterable[tuple[str, PodFailure]]:
     seen, policy = draft.seen, wanted.job.spec.failure_policy
     pods = {pod.key.name: pod for pod in seen.own_pods}
     for spec in wanted.desired.pods:
@@ -321,7 +321,7 @@ def _by_unit(failures: Iterable[tuple[str, PodFailure]]) -> dict[str, list[PodFa
     return units
 
 
-def _remember(draft: Draft, failure: PodFailure) -> None:
+def _remember(draft: Decision, failure: PodFailure) -> None:
     field = STATUS_FIELDS[Role(failure.role)]
     role: RoleStatus = getattr(draft.status, field) or RoleStatus()
     last = LastFailure(
@@ -336,7 +336,7 @@ def _remember(draft: Draft, failure: PodFailure) -> None:
     )
 
 
-def _start_again(draft: Draft, units: Iterable[str]) -> None:
+def _start_again(draft: Decision, units: Iterable[str]) -> None:
     attempts = dict(draft.status.attempts)
     for unit in units:
         attempts[unit] = attempts.get(unit, 0) + 1

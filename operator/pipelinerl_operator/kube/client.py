@@ -178,16 +178,19 @@ class Api:
         )
 
     async def patch(
-        self, resource: Resource, namespace: str, name: str, patch: dict[str, Any]
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        patch: dict[str, Any],
+        subresource: str = "",
     ) -> Object:
-        """JSON merge patch. Raises Conflict when its resourceVersion, if any, is not current."""
-        return await self._patch(resource.path(namespace, name), patch)
-
-    async def patch_status(
-        self, resource: Resource, namespace: str, name: str, patch: dict[str, Any]
-    ) -> Object:
-        """Like `patch`, on the status sub-resource."""
-        return await self._patch(resource.path(namespace, name, "status"), patch)
+        """JSON merge patch of the object or its "status". Raises Conflict when the patch has a
+        resourceVersion that is not current.
+        """
+        path, query = resource.path(namespace, name, subresource), {"fieldManager": FIELD_MANAGER}
+        headers = {"Content-Type": MERGE_PATCH}
+        return await self._call("patch", "PATCH", path, query=query, body=patch, headers=headers)
 
     async def replace(self, resource: Resource, namespace: str, body: Object) -> Object:
         """Raises Conflict when the object's resourceVersion is not the current one."""
@@ -218,12 +221,6 @@ class Api:
         if grace_s is not None:
             options["gracePeriodSeconds"] = grace_s
         return await self._call("delete", "DELETE", resource.path(namespace, name), body=options)
-
-    async def _patch(self, path: str, patch: Object) -> Object:
-        query = {"fieldManager": FIELD_MANAGER}
-        return await self._call(
-            "patch", "PATCH", path, query=query, body=patch, headers={"Content-Type": MERGE_PATCH}
-        )
 
     async def _call(
         self,

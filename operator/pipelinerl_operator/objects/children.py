@@ -20,7 +20,7 @@ from pipelinerl_operator.objects.names import (
     TOKEN_KEY,
     config_name,
     generator_port,
-    metadata,
+    owned,
     secret_name,
     selector,
 )
@@ -38,9 +38,7 @@ def config_map(job: JobResource, nats_ca: str | None = None) -> dict[str, Any]:
         "spec": service_spec(job.spec),
     }
     return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": metadata(job, config_name(job.name)),
+        **owned(job, "v1", "ConfigMap", config_name(job.name)),
         "data": {
             JOB_KEY: write_yaml(document),
             **({NATS_CA_KEY: nats_ca} if nats_ca else {}),
@@ -51,9 +49,7 @@ def config_map(job: JobResource, nats_ca: str | None = None) -> dict[str, Any]:
 def service_account(job: JobResource) -> dict[str, Any]:
     """The account of the pods. They do not call the API server: no token is mounted."""
     return {
-        "apiVersion": "v1",
-        "kind": "ServiceAccount",
-        "metadata": metadata(job, job.name),
+        **owned(job, "v1", "ServiceAccount", job.name),
         "automountServiceAccountToken": False,
     }
 
@@ -67,9 +63,7 @@ def job_secret(job: JobResource, token: str, nats_credentials: str | None = None
         **({NATS_KEY: nats_credentials} if nats_credentials is not None else {}),
     }
     return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": metadata(job, secret_name(job.name)),
+        **owned(job, "v1", "Secret", secret_name(job.name)),
         "type": "Opaque",
         "stringData": data,
     }
@@ -81,9 +75,7 @@ def headless_service(job: JobResource) -> dict[str, Any]:
     """
     ports = {"grpc": GRPC_PORT, "http": GENERATOR_PORT, "metrics": METRICS_PORT}
     return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata(job, job.name),
+        **owned(job, "v1", "Service", job.name),
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -103,9 +95,7 @@ def network_policy(job: JobResource, context: OperatorContext) -> dict[str, Any]
     scraped = [METRICS_PORT, *(generator_port(index) for index in generators)]
     capabilities = context.capabilities
     return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": metadata(job, job.name),
+        **owned(job, "networking.k8s.io/v1", "NetworkPolicy", job.name),
         "spec": {
             "podSelector": {"matchLabels": selector(job.name)},
             "policyTypes": ["Ingress"],
@@ -125,12 +115,11 @@ def disruption_budgets(job: JobResource, capabilities: Capabilities) -> tuple[di
     """Budgets: all trainers must stay, since they share collectives, and the fewest actors that
     training needs.
     """
+    api, kind = capabilities.policy_api, "PodDisruptionBudget"
     needed = {Role.TRAINER: job.spec.trainers.replicas, Role.ACTOR: job.spec.actors.min_replicas}
     return tuple(
         {
-            "apiVersion": capabilities.policy_api,
-            "kind": "PodDisruptionBudget",
-            "metadata": metadata(job, f"{job.name}-{role.value}", **{ROLE: role.value}),
+            **owned(job, api, kind, f"{job.name}-{role.value}", **{ROLE: role.value}),
             "spec": {"minAvailable": count, "selector": {"matchLabels": selector(job.name, role)}},
         }
         for role, count in needed.items()

@@ -13,7 +13,7 @@ from typing import Any
 from pipelinerl_common.settings import JobSpec, NetworkSettings
 from pipelinerl_control.plan import PlannedProcess, Role, generator_names, num_gpus, plan_process
 from pipelinerl_operator.objects.context import Capabilities, OperatorContext
-from pipelinerl_operator.objects.job_resource import JobResource
+from pipelinerl_operator.objects.job_resource import JobResource, own_image
 from pipelinerl_operator.objects.names import (
     ATTEMPT,
     GENERATOR_PORT,
@@ -298,15 +298,3 @@ def launch_argv(ranks: tuple[PlannedProcess, ...]) -> tuple[str, ...]:
 def image(spec: JobSpec, context: OperatorContext, role: Role) -> str:
     """Image of a role: that of the role, of the job, or of the operator."""
     return own_image(spec, role) or context.images[role]
-
-
-def own_image(spec: JobSpec, role: Role) -> str | None:
-    """Image of a role as far as the job sets it."""
-    own = {
-        Role.ACTOR: spec.actors.image,
-        Role.TRAINER: spec.trainers.image,
-        Role.PREPROCESSOR: spec.preprocessor.image,
-        Role.REFERENCE: spec.reference.image if spec.reference else None,
-        Role.EVALUATOR: spec.evaluation.image if spec.evaluation else None,
-    }[role]
-    return own or spec.image

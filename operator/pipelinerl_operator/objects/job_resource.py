@@ -19,7 +19,7 @@ from pipelinerl_common.settings import (
     service_view,
 )
 from pipelinerl_common.text import counted
-from pipelinerl_control.plan import with_actors
+from pipelinerl_control.plan import Role, with_actors
 
 _SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
@@ -62,6 +62,29 @@ def cluster_faults(job: Job) -> list[str]:
             "mount, or checkpoint.uri to a folder that they share"
         )
     return faults
+
+
+SECTIONS: Mapping[Role, str] = {
+    Role.ACTOR: "actors",
+    Role.TRAINER: "trainers",
+    Role.PREPROCESSOR: "preprocessor",
+    Role.REFERENCE: "reference",
+    Role.EVALUATOR: "evaluation",
+}
+"""Section of the spec for each role that has pods."""
+
+
+def own_image(spec: JobSpec, role: Role) -> str | None:
+    """Image of a role as far as the job sets it."""
+    section = getattr(spec, SECTIONS[role])
+    return (section.image if section is not None else None) or spec.image
+
+
+def pod_template(spec: JobSpec, role: Role) -> dict[str, Any] | None:
+    """The user's template of a role, or None."""
+    section = getattr(spec, SECTIONS[role])
+    template: dict[str, Any] | None = section.pod_template if section is not None else None
+    return template
 
 
 @dataclass(frozen=True, slots=True)

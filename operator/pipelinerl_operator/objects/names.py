@@ -46,14 +46,17 @@ def selector(job: str, role: Role | None = None) -> dict[str, str]:
     return {JOB: job, **({ROLE: role.value} if role else {})}
 
 
-def metadata(job: JobResource, name: str, **labels: str) -> dict[str, Any]:
-    """Metadata of an object that the job owns."""
-    return {
+def owned(
+    job: JobResource, api_version: str, kind: str, name: str, **labels: str
+) -> dict[str, Any]:
+    """An object that the job owns, so far without content."""
+    metadata = {
         "name": name,
         "namespace": job.namespace,
         "labels": {**job_labels(job.name), **labels},
         "ownerReferences": [job.owner_reference()],
     }
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata}
 
 
 GRPC_PORT = 7000

@@ -9,17 +9,22 @@ from pipelinerl_common.settings import JobSpec
 from pipelinerl_control.plan import Role
 from pipelinerl_operator.objects.containers import GPU, ContainerMaker, pod_security
 from pipelinerl_operator.objects.context import OperatorContext
-from pipelinerl_operator.objects.job_resource import JobResource, service_spec
+from pipelinerl_operator.objects.job_resource import (
+    SECTIONS,
+    JobResource,
+    pod_template,
+    service_spec,
+)
 from pipelinerl_operator.objects.names import (
     ATTEMPT,
     INDEX,
     ROLE,
     TEMPLATE_HASH,
-    metadata,
+    owned,
     pod_name,
 )
 from pipelinerl_operator.objects.scheduling import affinity, decoration, in_gang, scheduler_name
-from pipelinerl_operator.objects.template import overlay, pod_template, template_hash
+from pipelinerl_operator.objects.template import overlay, template_hash
 from pipelinerl_operator.objects.volumes import has_claim, mounts
 
 STOP_MARGIN_S = 30
@@ -50,10 +55,6 @@ class PodSpec:
         return pod_name(self.job.name, self.role, self.index)
 
     @property
-    def in_gang(self) -> bool:
-        return in_gang(self.job, self.role, self.index)
-
-    @property
     def main_containers(self) -> tuple[str, ...]:
         """The operator's containers: the pod has failed when one of them has, and has finished when
         the first has. Others are the user's.
@@ -72,9 +73,7 @@ class PodSpec:
         """The pod to create. Raises SettingsError when the job's podTemplate does not fit."""
         mine, template = self._own(attempt), self.template
         merged = (
-            overlay(mine, template, f"spec.{_SECTIONS[self.role]}.podTemplate")
-            if template
-            else mine
+            overlay(mine, template, f"spec.{SECTIONS[self.role]}.podTemplate") if template else mine
         )
         placed = affinity(merged["spec"].get("affinity"), self.job, excluded_nodes)
         if placed:
@@ -92,12 +91,9 @@ class PodSpec:
             **undisturbed,
             **gang.get("annotations", {}),
         }
-        return {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {**metadata(job, self.name, **labels), "annotations": annotations},
-            "spec": self._pod_spec(),
-        }
+        pod = owned(job, "v1", "Pod", self.name, **labels)
+        pod["metadata"]["annotations"] = annotations
+        return {**pod, "spec": self._pod_spec()}
 
     def _pod_spec(self) -> dict[str, Any]:
         job, role = self.job, self.role
@@ -128,15 +124,6 @@ class PodSpec:
             "containers": list(containers.main),
             "volumes": [each.volume() for each in mounts(job, role)],
         }
-
-
-_SECTIONS = {
-    Role.ACTOR: "actors",
-    Role.TRAINER: "trainers",
-    Role.PREPROCESSOR: "preprocessor",
-    Role.REFERENCE: "reference",
-    Role.EVALUATOR: "evaluation",
-}
 
 
 def _drain_s(spec: JobSpec, role: Role) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 from pipelinerl_control.plan import Role, generator_names, num_gpus
 from pipelinerl_operator.objects.containers import GPU
 from pipelinerl_operator.objects.job_resource import JobResource
-from pipelinerl_operator.objects.names import metadata, selector
+from pipelinerl_operator.objects.names import owned, selector
 
 
 def affinity(
@@ -102,12 +102,7 @@ def pod_group(job: JobResource) -> dict[str, Any] | None:
     else:
         api_version = "scheduling.x-k8s.io/v1alpha1"
         spec = {**size, "scheduleTimeoutSeconds": gang.timeout_seconds}
-    return {
-        "apiVersion": api_version,
-        "kind": "PodGroup",
-        "metadata": metadata(job, job.name),
-        "spec": spec,
-    }
+    return {**owned(job, api_version, "PodGroup", job.name), "spec": spec}
 
 
 def _num_gpus(job: JobResource) -> int:

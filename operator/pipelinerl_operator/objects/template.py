@@ -17,10 +17,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from pipelinerl_common.errors import SettingsError
-from pipelinerl_common.settings import JobSpec
 from pipelinerl_control.plan import Role, generator_names, num_gpus
-from pipelinerl_operator.objects.containers import RESERVED_PREFIX, own_image, workloads_of_pod
-from pipelinerl_operator.objects.job_resource import JobResource
+from pipelinerl_operator.objects.containers import RESERVED_PREFIX, workloads_of_pod
+from pipelinerl_operator.objects.job_resource import JobResource, own_image, pod_template
 from pipelinerl_operator.objects.names import MANAGED_BY, PREFIX
 from pipelinerl_operator.objects.scheduling import scheduler_name
 from pipelinerl_operator.objects.volumes import (
@@ -223,19 +222,6 @@ def template_hash(
 def _has_gpus(job: JobResource, role: Role) -> bool:
     names = workloads_of_pod(job.spec, role, 0, generator_names(job.job, 0))
     return any(num_gpus(job.job, name) for name in names)
-
-
-def pod_template(spec: JobSpec, role: Role) -> dict[str, Any] | None:
-    """The user's template of a role, or None."""
-    sections = {
-        Role.ACTOR: spec.actors,
-        Role.TRAINER: spec.trainers,
-        Role.PREPROCESSOR: spec.preprocessor,
-        Role.REFERENCE: spec.reference,
-        Role.EVALUATOR: spec.evaluation,
-    }
-    section = sections[role]
-    return section.pod_template if section is not None else None
 
 
 def _set(settings: BaseModel, *names: str) -> dict[str, Any]:
