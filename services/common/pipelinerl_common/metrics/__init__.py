@@ -1,6 +1,7 @@
 """Metrics: the catalog of all of them, a process's own, and `/metrics`."""
 
 from pipelinerl_common.metrics.catalog import CATALOG, TABLES, metrics_of
+from pipelinerl_common.metrics.exposition import CONTENT_TYPE, serve_metrics
 from pipelinerl_common.metrics.metric import (
     ACTOR,
     COORDINATOR,
@@ -16,7 +17,6 @@ from pipelinerl_common.metrics.metric import (
     Kind,
     Metric,
 )
-from pipelinerl_common.metrics.record import is_counter, record_of
 from pipelinerl_common.metrics.registry import (
     Counter,
     Gauge,
@@ -24,8 +24,9 @@ from pipelinerl_common.metrics.registry import (
     Metrics,
     UndeclaredMetric,
     exposition_of,
+    is_counter,
+    record_of,
 )
-from pipelinerl_common.metrics.server import CONTENT_TYPE, serve_metrics
 
 __all__ = [
     "ACTOR",

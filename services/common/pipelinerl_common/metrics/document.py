@@ -1,4 +1,4 @@
-"""The catalog for people: `python -m pipelinerl_common.metrics.document > docs/pages/reference/metrics.md`."""
+"""The catalogue as a page: `python -m pipelinerl_common.metrics.document` prints it as Markdown."""
 
 import sys
 
@@ -8,13 +8,14 @@ from pipelinerl_common.text import markdown_table
 
 _HEAD = """# Metrics
 
-Generated from `services/common/pipelinerl_common/metrics/catalog` by `python -m pipelinerl_common.metrics.document`; a test
-holds the two together. What the numbers mean: [lag, staleness, ESS and queue depth](../explanation/staleness.md).
+Generated from the catalogue by `python -m pipelinerl_common.metrics.document`; a test holds the two
+together. What the numbers mean: [lag, staleness, ESS and queue depth](../explanation/staleness.md).
 
-Every service answers `GET /metrics` where `--metrics-listen` says; generators and references do on their own HTTP port, and add
-vLLM's own metrics (`vllm:*`) unless `telemetry.engineMetrics` is false. Every series has the labels `job` and `role` beside
-those below; `instance` or `pod` comes from the scrape. Scrape with `honor_labels: true`.
-`pipelinerl up` writes `metrics-targets.json` into the run's folder:
+Every service answers `GET /metrics` at `--metrics-listen`; generators and references do on their
+own HTTP port, and add vLLM's own metrics (`vllm:*`) unless `telemetry.engineMetrics` is false.
+Every series has the labels `job` and `role` beside those below; `instance` or `pod` comes from the
+scrape. Scrape with `honor_labels: true`. `pipelinerl up` writes `metrics-targets.json` into the
+run's folder:
 
 ```yaml
 scrape_configs:
@@ -24,8 +25,9 @@ scrape_configs:
     file_sd_configs: [{files: [runs/*/metrics-targets.json]}]
 ```
 
-The records in a run's `metrics.jsonl` have the same names without `pipelinerl_`, labels in braces: `queue_groups{stage=ready}`.
-Multi-rank trainers speak through rank 0, for all ranks. A gauge without a value is missing. Traces: [tracing](../how-to/tracing.md).
+The records in a run's `metrics.jsonl` have the same names without `pipelinerl_`, labels in braces:
+`queue_groups{stage=ready}`. Rank 0 reports the metrics of all ranks of a trainer. A gauge without a
+value is missing. Traces: [tracing](../how-to/tracing.md).
 """
 
 
@@ -35,10 +37,8 @@ def document() -> str:
 
 
 def _section(title: str, table: tuple[Metric, ...]) -> str:
-    return (
-        "## "
-        f"{title}\n\n{markdown_table(('series', 'type', 'unit', 'role', 'labels', 'what'), map(_row, table))}\n"
-    )
+    head = ("series", "type", "unit", "role", "labels", "what")
+    return f"## {title}\n\n{markdown_table(head, map(_row, table))}\n"
 
 
 def _row(metric: Metric) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
-"""What a metric is: one row of the catalog."""
+"""The type of a row in the catalog of metrics, and the functions that make rows."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
@@ -14,7 +14,7 @@ PREPROCESSOR: Final = "preprocessor"
 TRAINER: Final = "trainer"
 EVALUATOR: Final = "evaluator"
 COORDINATOR: Final = "coordinator"
-"""The weight-transfer coordinator, and what keeps the job's processes running: `pipelinerl up`, or
+"""The weight-transfer coordinator with the supervisor of the job's processes: `pipelinerl up` or
 the operator.
 """
 OPERATOR: Final = "operator"
@@ -35,10 +35,12 @@ JOB_ROLES: Final = ROLES[:-1]
 
 
 class Kind(StrEnum):
+    """The type of a metric in Prometheus."""
+
     COUNTER = "counter"
-    """Only grows; its name ends in `_total`. A restart of its process begins at 0 again."""
+    """Only grows; its name ends in `_total`. It starts at 0 again when its process restarts."""
     GAUGE = "gauge"
-    """Goes up and down; missing while there is no value."""
+    """Goes up and down; it is missing while there is no value."""
     HISTOGRAM = "histogram"
     """Counts values by size, with their number and their sum."""
 
@@ -60,8 +62,8 @@ class Metric:
     """Processes that export it."""
     help: str
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Labels beside `job` and `role`, each with the values that are known beforehand; of one label
-    alone these begin at 0.
+    """Labels beside `job` and `role`, each with its values known beforehand. The series of a
+    counter with a single label exist from the start, at 0.
     """
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram, without infinity."""
@@ -70,29 +72,37 @@ class Metric:
 
     @property
     def series(self) -> str:
-        """Name of the Prometheus series; a histogram's has `_bucket`, `_sum` or `_count` behind it."""
+        """Name of the Prometheus series, without a histogram's `_bucket`, `_sum` or `_count`."""
         return PREFIX + self.name
 
 
 def counter(
-    name: str,
-    unit: str,
-    roles: tuple[str, ...],
-    help: str,
-    labels: Mapping[str, tuple[str, ...]] | None = None,
+    name: str, unit: str, help: str, labels: Mapping[str, tuple[str, ...]] | None = None
 ) -> Metric:
-    return Metric(name, Kind.COUNTER, unit, roles, help, labels or {})
+    return Metric(name, Kind.COUNTER, unit, (), help, labels or {})
 
 
 def gauge(
+    name: str, unit: str, help: str, labels: Mapping[str, tuple[str, ...]] | None = None
+) -> Metric:
+    return Metric(name, Kind.GAUGE, unit, (), help, labels or {})
+
+
+def histogram(
     name: str,
     unit: str,
-    roles: tuple[str, ...],
     help: str,
+    buckets: tuple[float, ...],
     labels: Mapping[str, tuple[str, ...]] | None = None,
+    records_buckets: bool = False,
 ) -> Metric:
-    return Metric(name, Kind.GAUGE, unit, roles, help, labels or {})
+    return Metric(name, Kind.HISTOGRAM, unit, (), help, labels or {}, buckets, records_buckets)
+
+
+def exported_by(roles: tuple[str, ...], *metrics: Metric) -> tuple[Metric, ...]:
+    """`metrics` as those that processes of `roles` export."""
+    return tuple(replace(metric, roles=roles) for metric in metrics)
 
 
 SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-"""Buckets for times of which nothing is known but that they are below minutes."""
+"""Buckets for durations up to some minutes."""

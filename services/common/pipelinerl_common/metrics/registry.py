@@ -2,28 +2,36 @@
 both read it from here.
 
     metrics = Metrics(ACTOR, job="sums")
-    tokens = metrics.counter("tokens_generated_total")  # UndeclaredMetric unless in the catalog
-    tokens.inc(17)
+    tokens = metrics.counter("tokens_generated_total")  # raises UndeclaredMetric unless the catalog
+    tokens.inc(17)                                      # has it for actors
     metrics.exposition()  # b'... pipelinerl_tokens_generated_total{job="sums",role="actor"} 17.0'
-    metrics.values()  # {"tokens_generated_total": 17.0, ...}
+    metrics.values()      # {"tokens_generated_total": 17.0, ...}
+
+prometheus_client's own Counter, Gauge and Histogram were considered. They lack weighted
+observations, totals counted elsewhere, gauges without a value, callbacks per label and the bound on
+labels, and take several times the memory, which counts for an operator of a thousand jobs.
 """
 
 import itertools
 import threading
+import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final, TypeVar
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from pipelinerl.v1.metrics_pb2 import MetricsRecord
 from pipelinerl_common.metrics.catalog import CATALOG
+from pipelinerl_common.metrics.exposition import exposition_of
 from pipelinerl_common.metrics.metric import Kind, Metric
 
 MAX_LABEL_VALUES: Final = 64
-"""Of one metric: further ones are counted as `other`, since some come from other processes."""
+"""Label values of one metric beyond which further ones count as `other`, since some come from other
+processes.
+"""
 OTHER: Final = "other"
 
 LabelValues = tuple[str, ...]
@@ -31,7 +39,7 @@ Reading = Callable[[], float | None]
 
 
 class UndeclaredMetric(Exception):
-    """A name, a kind, a label or a role that the catalog does not have."""
+    """Raised for a name, kind, label or role that the catalog does not have."""
 
 
 class _Series:
@@ -54,7 +62,7 @@ class _Series:
 
 
 class _Read(_Series):
-    """One value for each set of labels, kept here or asked for."""
+    """One value for each set of labels, stored here or read through a callback."""
 
     def __init__(self, metric: Metric) -> None:
         super().__init__(metric)
@@ -62,7 +70,7 @@ class _Read(_Series):
         self._readings: dict[LabelValues, Reading] = {}
 
     def read(self, reading: Reading, **labels: str) -> None:
-        """Asks `reading` whenever the value is wanted, in the thread that wants it."""
+        """Calls `reading` whenever the value is needed, in the thread that needs it."""
         self._readings[self._key(labels, self._readings)] = reading
 
     @property
@@ -72,7 +80,7 @@ class _Read(_Series):
 
 
 class Counter(_Read):
-    """Only grows."""
+    """A number that only grows."""
 
     def __init__(self, metric: Metric) -> None:
         super().__init__(metric)
@@ -85,14 +93,14 @@ class Counter(_Read):
             self._values[key] = self._values.get(key, 0.0) + amount
 
     def reach(self, total: float, **labels: str) -> None:
-        """For what is counted elsewhere: the total is at least this."""
+        """Raises the total to at least this, for events that are counted elsewhere."""
         with self._lock:
             key = self._key(labels, self._values)
             self._values[key] = max(self._values.get(key, 0.0), total)
 
 
 class Gauge(_Read):
-    """Has a value or none."""
+    """A number that goes up and down, or has no value."""
 
     def set(self, value: float | None, **labels: str) -> None:
         with self._lock:
@@ -104,17 +112,17 @@ class Gauge(_Read):
 
 
 class Histogram(_Series):
-    """Counts values by size."""
+    """Counts of values by size."""
 
     def __init__(self, metric: Metric) -> None:
         super().__init__(metric)
         self.by_labels: dict[LabelValues, tuple[list[float], float]] = {}
-        """Counts per bucket, the last for what is above all bounds, and the sum."""
+        """Counts per bucket, the last for values above all bounds, and the sum."""
         if not metric.labels:
             self.by_labels[()] = (self._empty(), 0.0)
 
     def observe(self, value: float, count: float = 1.0, **labels: str) -> None:
-        """`count` times the value `value`."""
+        """Counts the value `count` times."""
         with self._lock:
             key = self._key(labels, self.by_labels)
             counts, total = self.by_labels.get(key) or (self._empty(), 0.0)
@@ -126,7 +134,7 @@ class Histogram(_Series):
         return [0.0] * (len(self.metric.buckets) + 1)
 
     def buckets(self, key: LabelValues) -> list[tuple[str, float]]:
-        """(upper bound, how many are not above it), as Prometheus has them."""
+        """(upper bound, number of values that are not above it), as Prometheus has them."""
         bounds = [*(f"{bound:g}" for bound in self.metric.buckets), "+Inf"]
         return list(zip(bounds, itertools.accumulate(self.by_labels[key][0]), strict=True))
 
@@ -137,7 +145,8 @@ _S = TypeVar("_S", Counter, Gauge, Histogram)
 class Metrics(Collector):
     """Every metric that the catalog has for `role`, with the labels `job` and `role` on each.
 
-    `namespace` is given, and is a label, where one process speaks for jobs of several namespaces; Prometheus knows it of a pod.
+    `namespace` is a label where one process reports jobs of several namespaces; Prometheus knows
+    that of a pod by itself.
     """
 
     def __init__(self, role: str, job: str, namespace: str = "") -> None:
@@ -147,8 +156,8 @@ class Metrics(Collector):
         self._series: dict[str, Counter | Gauge | Histogram] = {}
 
     def counter(self, name: str) -> Counter:
-        """Raises UndeclaredMetric for what the catalog does not have as a counter of this role; the
-        others likewise.
+        """Raises UndeclaredMetric unless the catalog has the name as a counter of this role;
+        `gauge` and `histogram` likewise.
         """
         return self._declared(name, Kind.COUNTER, Counter)
 
@@ -166,7 +175,7 @@ class Metrics(Collector):
         if metric is None:
             raise UndeclaredMetric(
                 f"{name}: not in the catalog; add it to a table in "
-                "pipelinerl_common/metrics/catalog"
+                "pipelinerl_common/metrics/catalog.py"
             )
         if metric.kind is not kind or self.role not in metric.roles:
             raise UndeclaredMetric(
@@ -178,21 +187,20 @@ class Metrics(Collector):
 
     @property
     def declared(self) -> frozenset[str]:
-        """Names that this process records."""
+        """Names of the metrics that this process records."""
         return frozenset(self._series)
 
     def values(self) -> dict[str, float]:
-        """For the run's records, by name and labels: {"groups_dropped_total{reason=stale}": 3.0,
-        ...}.
-
-        Of a counter with labels only what has counted something, so that records stay short.
+        """Values for the run's records, by name and labels:
+        {"groups_dropped_total{reason=stale}": 3.0, ...}. Counters with labels appear only above 0,
+        so that records stay short.
         """
         return {
             key: value for series in list(self._series.values()) for key, value in _recorded(series)
         }
 
     def exposition(self) -> bytes:
-        """In Prometheus' text format."""
+        """The metrics in Prometheus' text format."""
         return b"".join(exposition_of([self]))
 
     def collect(self) -> Iterator[Family]:
@@ -217,51 +225,6 @@ class Metrics(Collector):
         return family
 
 
-def exposition_of(processes: Iterable[Metrics]) -> Iterator[bytes]:
-    """The metrics of several jobs that live in one process, family by family, each once.
-
-    Takes one after the other and keeps none, and of samples only some at a time: an operator makes
-    a thousand of them for each scrape.
-    """
-    families: dict[bytes, bytearray] = {}
-    each, num_taken = iter(processes), _AT_ONCE
-    while num_taken == _AT_ONCE:
-        several = _Several(itertools.islice(each, _AT_ONCE))
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(several)
-        text, num_taken = generate_latest(registry), several.num_taken
-        for family in text.split(_HELP)[1:]:
-            name = family.partition(b" ")[0]
-            if name in families:
-                families[name] += family.split(b"\n", 2)[2]  # without its HELP and TYPE
-            else:
-                families[name] = bytearray(_HELP + family)
-    while families:
-        yield bytes(families.pop(next(iter(families))))
-
-
-_AT_ONCE = 32
-_HELP = b"# HELP "
-
-
-class _Several(Collector):
-    """For one collection: `processes` may be read once only."""
-
-    def __init__(self, processes: Iterable[Metrics]) -> None:
-        self._processes = processes
-        self.num_taken = 0
-
-    def collect(self) -> Iterator[Family]:
-        families: dict[str, Family] = {}
-        for metrics in self._processes:
-            self.num_taken += 1
-            for family in metrics.collect():
-                families.setdefault(family.name, family)
-                if families[family.name] is not family:
-                    families[family.name].samples.extend(family.samples)
-        yield from families.values()
-
-
 def _recorded(series: Counter | Gauge | Histogram) -> Iterator[tuple[str, float]]:
     name = series.metric.name
     if not isinstance(series, Histogram):
@@ -281,4 +244,30 @@ def _recorded(series: Counter | Gauge | Histogram) -> Iterator[tuple[str, float]
 def _record_key(name: str, metric: Metric, values: LabelValues) -> str:
     if not values:
         return name
-    return f"{name}{{{','.join(f'{label}={value}' for label, value in zip(metric.labels, values, strict=True))}}}"
+    labels = (f"{name}={value}" for name, value in zip(metric.labels, values, strict=True))
+    return f"{name}{{{','.join(labels)}}}"
+
+
+SCHEMA_VERSION = 1
+
+
+def is_counter(key: str) -> bool:
+    """Whether the key of a record's value names a counter, as "groups_dropped_total{reason=stale}"
+    does.
+    """
+    return key.partition("{")[0].endswith("_total")
+
+
+def record_of(metrics: Metrics, instance: str, step: int = -1) -> MetricsRecord:
+    """A record of all metrics now. `instance` is the workload's name, `step` the number of finished
+    optimizer steps, -1 when the record belongs to none.
+    """
+    return MetricsRecord(
+        schema_version=SCHEMA_VERSION,
+        job=metrics.job,
+        role=metrics.role,
+        instance=instance,
+        time=time.time(),
+        step=step,
+        values=metrics.values(),
+    )

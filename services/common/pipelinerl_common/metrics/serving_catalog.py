@@ -1,11 +1,4 @@
-"""The actors' and the generators': what is sampled, how fast, and how full the generators are.
-
-In-flight weight updates: the trainer's, the coordinator's and the generators' side.
-
-The processes themselves.
-
-The operator's own, over all jobs. What only the leader knows is missing on the other replicas.
-"""
+"""Metrics of the processes that serve training: generation, weight updates, processes, operator."""
 
 from typing import Final
 
@@ -19,10 +12,11 @@ from pipelinerl_common.metrics.metric import (
     REFERENCE,
     SECONDS,
     TRAINER,
-    Kind,
     Metric,
     counter,
+    exported_by,
     gauge,
+    histogram,
 )
 
 _ENGINES: Final = (GENERATOR, REFERENCE)
@@ -30,155 +24,130 @@ _FINISH_REASONS: Final = ("stop", "length", "abort")
 _REFUSALS: Final = ("draining", "no_weights", "overloaded")
 
 GENERATION: Final[tuple[Metric, ...]] = (
-    counter(
-        "tokens_generated_total",
-        "tokens",
+    *exported_by(
         (ACTOR,),
-        "Sampled tokens that came back from generators.",
+        counter(
+            "tokens_generated_total", "tokens", "Sampled tokens that came back from generators."
+        ),
+        counter("samples_generated_total", "samples", "Trajectories published."),
+        counter("groups_published_total", "groups", "Groups put on the stream."),
+        counter(
+            "groups_failed_total",
+            "groups",
+            "Groups given up because too few of their trajectories succeeded.",
+        ),
+        counter(
+            "rollout_errors_total",
+            "errors",
+            "Requests tried again and trajectories given up, by what went wrong.",
+            {
+                "reason": (
+                    "generator_away",
+                    "generator_error",
+                    "task_error",
+                    "task_retry",
+                    "timeout",
+                    "verifier_timeout",
+                )
+            },
+        ),
+        gauge(
+            "requests_running", "sequences", "Sequences that the actor's generators decode for it."
+        ),
+        gauge(
+            "requests_limit",
+            "sequences",
+            "Sequences that they may decode at once: H of each generator, together.",
+        ),
+        gauge(
+            "generation_tokens_per_second",
+            "tokens per second",
+            "Sampled tokens per second since the last record.",
+        ),
+        histogram(
+            "completion_tokens",
+            "tokens",
+            "Sampled turns by their length.",
+            tuple(float(2**power) for power in range(0, 18)),
+        ),
+        histogram(
+            "group_seconds",
+            "seconds",
+            "Groups by the time from their lease to their publication.",
+            (*SECONDS, 1000.0, 3000.0),
+        ),
+        histogram(
+            "verification_seconds", "seconds", "Verifications of an answer by their time.", SECONDS
+        ),
     ),
-    counter("samples_generated_total", "samples", (ACTOR,), "Trajectories published."),
-    counter("groups_published_total", "groups", (ACTOR,), "Groups put on the stream."),
-    counter(
-        "groups_failed_total",
-        "groups",
-        (ACTOR,),
-        "Groups given up because too few of their trajectories succeeded.",
-    ),
-    counter(
-        "rollout_errors_total",
-        "errors",
-        (ACTOR,),
-        "Requests tried again and trajectories given up, by what went wrong.",
-        {
-            "reason": (
-                "generator_away",
-                "generator_error",
-                "task_error",
-                "task_retry",
-                "timeout",
-                "verifier_timeout",
-            )
-        },
-    ),
-    gauge(
-        "requests_running",
-        "sequences",
-        (ACTOR,),
-        "Sequences that the actor's generators decode for it.",
-    ),
-    gauge(
-        "requests_limit",
-        "sequences",
-        (ACTOR,),
-        "Sequences that they may decode at once: H of each generator, together.",
-    ),
-    gauge(
-        "generation_tokens_per_second",
-        "tokens per second",
-        (ACTOR,),
-        "Sampled tokens per second since the last record.",
-    ),
-    Metric(
-        "completion_tokens",
-        Kind.HISTOGRAM,
-        "tokens",
-        (ACTOR,),
-        "Sampled turns by their length.",
-        buckets=tuple(float(2**power) for power in range(0, 18)),
-    ),
-    Metric(
-        "group_seconds",
-        Kind.HISTOGRAM,
-        "seconds",
-        (ACTOR,),
-        "Groups by the time from their lease to their publication.",
-        buckets=(*SECONDS, 1000.0, 3000.0),
-    ),
-    Metric(
-        "verification_seconds",
-        Kind.HISTOGRAM,
-        "seconds",
-        (ACTOR,),
-        "Verifications of an answer by their time.",
-        buckets=SECONDS,
-    ),
-    counter("sampled_tokens_total", "tokens", _ENGINES, "Tokens that this generator sampled."),
-    counter("prompt_tokens_total", "tokens", _ENGINES, "Tokens of the prompts that it was given."),
-    counter(
-        "scored_tokens_total", "tokens", _ENGINES, "Tokens whose log-probability was asked for."
-    ),
-    counter(
-        "sequences_finished_total",
-        "sequences",
+    *exported_by(
         _ENGINES,
-        "Sequences that were sampled to their end.",
-        {"finish_reason": _FINISH_REASONS},
+        counter("sampled_tokens_total", "tokens", "Tokens that this generator sampled."),
+        counter("prompt_tokens_total", "tokens", "Tokens of the prompts that it was given."),
+        counter("scored_tokens_total", "tokens", "Tokens whose log-probability was asked for."),
+        counter(
+            "sequences_finished_total",
+            "sequences",
+            "Sequences that were sampled to their end.",
+            {"finish_reason": _FINISH_REASONS},
+        ),
+        counter("sequences_cancelled_total", "sequences", "Sequences whose client went away."),
+        counter(
+            "requests_refused_total",
+            "requests",
+            "Requests that were turned away.",
+            {"reason": _REFUSALS},
+        ),
+        gauge(
+            "sequences_running",
+            "sequences",
+            "Sequences that the generator has, those that wait in its engine included.",
+        ),
+        gauge(
+            "sequences_waiting",
+            "sequences",
+            "Sequences that wait in the engine for a place or for KV blocks.",
+        ),
+        gauge(
+            "sequences_limit",
+            "sequences",
+            "Sequences that the engine decodes at once, at most (H).",
+        ),
+        gauge(
+            "kv_cache_usage_ratio",
+            "ratio",
+            "Share of the KV cache's blocks in use; missing where the engine has none.",
+        ),
+        counter(
+            "preemptions_total",
+            "sequences",
+            "Sequences that lost their KV blocks to others and were computed again.",
+        ),
+        counter(
+            "decode_steps_total",
+            "steps",
+            "Decode steps that were timed: those that followed another one at once.",
+        ),
+        counter("decode_step_seconds_total", "seconds", "What these decode steps took."),
     ),
-    counter(
-        "sequences_cancelled_total", "sequences", _ENGINES, "Sequences whose client went away."
-    ),
-    counter(
-        "requests_refused_total",
-        "requests",
-        _ENGINES,
-        "Requests that were turned away.",
-        {"reason": _REFUSALS},
-    ),
-    gauge(
-        "sequences_running",
-        "sequences",
-        _ENGINES,
-        "Sequences that the generator has, those that wait in its engine included.",
-    ),
-    gauge(
-        "sequences_waiting",
-        "sequences",
-        _ENGINES,
-        "Sequences that wait in the engine for a place or for KV blocks.",
-    ),
-    gauge(
-        "sequences_limit",
-        "sequences",
-        _ENGINES,
-        "Sequences that the engine decodes at once, at most (H).",
-    ),
-    gauge(
-        "kv_cache_usage_ratio",
-        "ratio",
-        _ENGINES,
-        "Share of the KV cache's blocks in use; missing where the engine has none.",
-    ),
-    counter(
-        "preemptions_total",
-        "sequences",
-        _ENGINES,
-        "Sequences that lost their KV blocks to others and were computed again.",
-    ),
-    counter(
-        "decode_steps_total",
-        "steps",
-        _ENGINES,
-        "Decode steps that were timed: those that followed another one at once.",
-    ),
-    counter("decode_step_seconds_total", "seconds", _ENGINES, "What these decode steps took."),
-    gauge(
-        "engine_kv_usage_ratio",
-        "ratio",
+    *exported_by(
         (PREPROCESSOR,),
-        "Share of the KV blocks in use on the fullest generator, as the actors tell; what adaptive "
-        "policies go by.",
-    ),
-    gauge(
-        "engine_sequences_waiting",
-        "sequences",
-        (PREPROCESSOR,),
-        "Sequences that wait in all engines, as the actors tell.",
-    ),
-    counter(
-        "engine_preemptions_total",
-        "sequences",
-        (PREPROCESSOR,),
-        "Preemptions of all engines, as the actors tell.",
+        gauge(
+            "engine_kv_usage_ratio",
+            "ratio",
+            "Share of the KV blocks in use on the fullest generator, as reported by the actors; "
+            "the input of adaptive policies.",
+        ),
+        gauge(
+            "engine_sequences_waiting",
+            "sequences",
+            "Sequences that wait in all engines, as reported by the actors.",
+        ),
+        counter(
+            "engine_preemptions_total",
+            "sequences",
+            "Preemptions of all engines, as reported by the actors.",
+        ),
     ),
 )
 
@@ -186,229 +155,201 @@ GENERATION: Final[tuple[Metric, ...]] = (
 _MODES: Final = {"mode": ("staged", "inplace")}
 
 WEIGHTS: Final[tuple[Metric, ...]] = (
-    gauge(
-        "served_version",
-        "steps",
+    *exported_by(
         (TRAINER, PREPROCESSOR, COORDINATOR),
-        "Policy version that the generators serve, as far as this process knows; -1 before the "
-        "first.",
+        gauge(
+            "served_version",
+            "steps",
+            "Policy version that the generators serve, as far as this process knows; -1 before the "
+            "first.",
+        ),
     ),
-    counter("weight_updates_total", "updates", (TRAINER,), "Versions that were published."),
-    counter(
-        "weight_update_failures_total",
-        "updates",
+    *exported_by(
         (TRAINER,),
-        "Attempts to publish a version that failed.",
+        counter("weight_updates_total", "updates", "Versions that were published."),
+        counter(
+            "weight_update_failures_total", "updates", "Attempts to publish a version that failed."
+        ),
+        gauge(
+            "publish_seconds",
+            "seconds",
+            "Newest update, from the request to the last generator's answer.",
+        ),
+        gauge(
+            "pause_seconds",
+            "seconds",
+            "Newest update: time without decoding, of the slowest generator.",
+        ),
+        gauge(
+            "transfer_seconds",
+            "seconds",
+            "Newest update: time of the broadcast, of the slowest generator.",
+        ),
+        gauge(
+            "apply_seconds",
+            "seconds",
+            "Newest update: time to load and put in place, of the slowest generator.",
+        ),
+        gauge(
+            "update_bytes",
+            "bytes",
+            "Newest update: bytes that each generator was sent; with an adapter, its alone.",
+        ),
     ),
-    gauge(
-        "publish_seconds",
-        "seconds",
-        (TRAINER,),
-        "Newest update, from the request to the last generator's answer.",
-    ),
-    gauge(
-        "pause_seconds",
-        "seconds",
-        (TRAINER,),
-        "Newest update: time without decoding, of the slowest generator.",
-    ),
-    gauge(
-        "transfer_seconds",
-        "seconds",
-        (TRAINER,),
-        "Newest update: time of the broadcast, of the slowest generator.",
-    ),
-    gauge(
-        "apply_seconds",
-        "seconds",
-        (TRAINER,),
-        "Newest update: time to load and put in place, of the slowest generator.",
-    ),
-    gauge(
-        "update_bytes",
-        "bytes",
-        (TRAINER,),
-        "Newest update: bytes that each generator was sent; with an adapter, its alone.",
-    ),
-    gauge(
-        "weight_version",
-        "steps",
+    *exported_by(
         _ENGINES,
-        "Policy version of this generator's weights; -1 before the first update.",
+        gauge(
+            "weight_version",
+            "steps",
+            "Policy version of this generator's weights; -1 before the first update.",
+        ),
+        gauge(
+            "weight_epoch",
+            "epochs",
+            "Epoch of the weight-transfer group that this generator is in; 0 for none.",
+        ),
+        counter(
+            "weight_updates_applied_total", "updates", "Updates that this generator took.", _MODES
+        ),
+        counter(
+            "weight_update_errors_total",
+            "updates",
+            "Updates that this generator did not take, by the error.",
+            {"reason": ()},
+        ),
+        histogram(
+            "weight_pause_seconds",
+            "seconds",
+            "Updates by the time without decoding.",
+            SECONDS,
+            labels=_MODES,
+        ),
+        histogram(
+            "weight_transfer_seconds",
+            "seconds",
+            "Updates by the time from being ready for the first bytes to having the last.",
+            SECONDS,
+            labels=_MODES,
+        ),
     ),
-    gauge(
-        "weight_epoch",
-        "epochs",
-        _ENGINES,
-        "Epoch of the weight-transfer group that this generator is in; 0 for none.",
-    ),
-    counter(
-        "weight_updates_applied_total",
-        "updates",
-        _ENGINES,
-        "Updates that this generator took.",
-        _MODES,
-    ),
-    counter(
-        "weight_update_errors_total",
-        "updates",
-        _ENGINES,
-        "Updates that this generator did not take, by the error.",
-        {"reason": ()},
-    ),
-    Metric(
-        "weight_pause_seconds",
-        Kind.HISTOGRAM,
-        "seconds",
-        _ENGINES,
-        "Updates by the time without decoding.",
-        _MODES,
-        SECONDS,
-    ),
-    Metric(
-        "weight_transfer_seconds",
-        Kind.HISTOGRAM,
-        "seconds",
-        _ENGINES,
-        "Updates by the time from being ready for the first bytes to having the last.",
-        _MODES,
-        SECONDS,
-    ),
-    gauge(
-        "transfer_group_epoch",
-        "epochs",
+    *exported_by(
         (COORDINATOR,),
-        "Epoch of the weight-transfer group; 0 while there is none.",
-    ),
-    gauge(
-        "transfer_group_members",
-        "generators",
-        (COORDINATOR,),
-        "Generators in the weight-transfer group.",
-    ),
-    gauge(
-        "generators_expected", "generators", (COORDINATOR,), "Generators that the job should have."
-    ),
-    gauge("generators_absent", "generators", (COORDINATOR,), "Generators that do not answer."),
-    counter(
-        "transfer_groups_formed_total",
-        "groups",
-        (COORDINATOR,),
-        "Weight-transfer groups that were formed.",
-    ),
-    counter(
-        "transfer_group_failures_total",
-        "groups",
-        (COORDINATOR,),
-        "Weight-transfer groups that did not form.",
-    ),
-    counter(
-        "updates_coordinated_total",
-        "updates",
-        (COORDINATOR,),
-        "Updates that were fanned out to the members.",
-        {"outcome": ("published", "failed")},
-    ),
-    counter(
-        "member_expulsions_total",
-        "generators",
-        (COORDINATOR,),
-        "Generators that were left out of the group after a fault.",
+        gauge(
+            "transfer_group_epoch",
+            "epochs",
+            "Epoch of the weight-transfer group; 0 while there is none.",
+        ),
+        gauge("transfer_group_members", "generators", "Generators in the weight-transfer group."),
+        gauge("generators_expected", "generators", "Generators that the job should have."),
+        gauge("generators_absent", "generators", "Generators that do not answer."),
+        counter(
+            "transfer_groups_formed_total", "groups", "Weight-transfer groups that were formed."
+        ),
+        counter(
+            "transfer_group_failures_total", "groups", "Weight-transfer groups that did not form."
+        ),
+        counter(
+            "updates_coordinated_total",
+            "updates",
+            "Updates that were fanned out to the members.",
+            {"outcome": ("published", "failed")},
+        ),
+        counter(
+            "member_expulsions_total",
+            "generators",
+            "Generators that were left out of the group after a fault.",
+        ),
     ),
 )
 
 
 PROCESSES: Final[tuple[Metric, ...]] = (
-    gauge("memory_bytes", "bytes", JOB_ROLES, "Resident memory of the process."),
-    counter(
-        "restarts_total",
-        "processes",
-        (COORDINATOR,),
-        "Processes of the job that were started again, by their role.",
-        {
-            "restarted": (
-                "preprocessor",
-                "actor",
-                "generator",
-                "reference",
-                "trainer",
-                "evaluator",
-                "nats-server",
-            )
-        },
+    *exported_by(
+        JOB_ROLES,
+        gauge("memory_bytes", "bytes", "Resident memory of the process."),
     ),
-    gauge(
-        "actors_desired",
-        "actors",
+    *exported_by(
         (COORDINATOR,),
-        "Actors that there should be: those of the spec, or what autoscale chose.",
+        counter(
+            "restarts_total",
+            "processes",
+            "Processes of the job that were started again, by their role.",
+            {
+                "restarted": (
+                    "preprocessor",
+                    "actor",
+                    "generator",
+                    "reference",
+                    "trainer",
+                    "evaluator",
+                    "nats-server",
+                )
+            },
+        ),
+        gauge(
+            "actors_desired",
+            "actors",
+            "Actors that there should be: those of the spec, or what autoscale chose.",
+        ),
+        gauge(
+            "actors_ready",
+            "actors",
+            "Running actors, in `pipelinerl up` with every generator in the weight-transfer group.",
+        ),
+        gauge(
+            "autoscale_ratio",
+            "ratio",
+            "The system's throughput over what generation alone would reach, when autoscale last "
+            "looked.",
+        ),
     ),
-    gauge(
-        "actors_ready",
-        "actors",
-        (COORDINATOR,),
-        "Actors that run, in `pipelinerl up` with every generator in the weight-transfer group.",
-    ),
-    gauge(
-        "autoscale_ratio",
-        "ratio",
-        (COORDINATOR,),
-        "The system's throughput over what generation alone would reach, when autoscale last "
-        "looked.",
-    ),
-    counter(
-        "sink_rows_total",
-        "rows",
+    *exported_by(
         (TRAINER,),
-        "Rows, one per step, by what a sink did with them: written; full when it was too slow; "
-        "failed when it raised an error.",
-        {"sink": ("wandb", "tensorboard"), "outcome": ("written", "full", "failed")},
+        counter(
+            "sink_rows_total",
+            "rows",
+            "Rows, one per step, by what a sink did with them: written; full when it was too slow; "
+            "failed when it raised an error.",
+            {"sink": ("wandb", "tensorboard"), "outcome": ("written", "full", "failed")},
+        ),
     ),
 )
 
 
-_O: Final = (OPERATOR,)
-
 OPERATOR_METRICS: Final[tuple[Metric, ...]] = (
-    gauge("operator_leader", "replicas", _O, "1 on the replica that leads, 0 on the others."),
-    Metric(
-        "operator_reconcile_seconds",
-        Kind.HISTOGRAM,
-        "seconds",
-        _O,
-        "Looks at a job by their duration.",
-        buckets=SECONDS,
+    *exported_by(
+        (OPERATOR,),
+        gauge("operator_leader", "replicas", "1 on the replica that leads, 0 on the others."),
+        histogram(
+            "operator_reconcile_seconds", "seconds", "Looks at a job by their duration.", SECONDS
+        ),
+        counter(
+            "operator_reconciles_total",
+            "jobs",
+            "Looks at a job by outcome: done, retried after an error of the API server, failed by "
+            "a fault of the operator.",
+            {"outcome": ("done", "retried", "failed")},
+        ),
+        gauge("operator_queue_depth", "jobs", "Jobs that wait to be looked at."),
+        gauge("operator_queue_oldest_seconds", "seconds", "How long the first of them has waited."),
+        gauge(
+            "operator_watch_silence_seconds",
+            "seconds",
+            "Longest time since an event arrived on a watch.",
+        ),
+        gauge("operator_watches", "watches", "Watches that are kept."),
+        counter(
+            "operator_watch_restarts_total",
+            "watches",
+            "Lists and watches that were restarted after a failure.",
+        ),
+        counter(
+            "operator_api_requests_total",
+            "requests",
+            "Requests to the API server by verb and HTTP status; `none` for no answer.",
+            {"verb": (), "code": ()},
+        ),
+        gauge("operator_jobs", "jobs", "Jobs by phase.", {"phase": ()}),
+        gauge("operator_memory_bytes", "bytes", "Resident memory of the operator."),
     ),
-    counter(
-        "operator_reconciles_total",
-        "jobs",
-        _O,
-        "Looks at a job by outcome: done, retried after an error of the API server, failed by a "
-        "fault of the operator.",
-        {"outcome": ("done", "retried", "failed")},
-    ),
-    gauge("operator_queue_depth", "jobs", _O, "Jobs that wait to be looked at."),
-    gauge("operator_queue_oldest_seconds", "seconds", _O, "How long the first of them has waited."),
-    gauge(
-        "operator_watch_silence_seconds",
-        "seconds",
-        _O,
-        "Longest time since something was heard on a watch.",
-    ),
-    gauge("operator_watches", "watches", _O, "Watches that are kept."),
-    counter(
-        "operator_watch_restarts_total",
-        "watches",
-        _O,
-        "Lists and watches that were begun again after a failure.",
-    ),
-    counter(
-        "operator_api_requests_total",
-        "requests",
-        _O,
-        "Requests to the API server by verb and HTTP status; `none` for no answer.",
-        {"verb": (), "code": ()},
-    ),
-    gauge("operator_jobs", "jobs", _O, "Jobs by phase.", {"phase": ()}),
-    gauge("operator_memory_bytes", "bytes", _O, "Resident memory of the operator."),
 )

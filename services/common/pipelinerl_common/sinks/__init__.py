@@ -1,8 +1,7 @@
-"""Sinks for people who are used to Weights & Biases or TensorBoard: a row of numbers per optimizer
-step.
+"""Sinks that write to Weights & Biases or TensorBoard: one row of metrics per optimizer step.
 
-They live in a process of their own beside rank 0 of the trainer, so that whatever their libraries
-do (hang, crash, wait at exit for a network that is away) happens there.
+They run in a separate process beside rank 0 of the trainer, so that whatever their libraries do
+(hang, crash, wait at exit for an unreachable network) happens there.
 
 ```
 metrics stream -> rows -> queue of one sink -> its thread -> Weights & Biases | TensorBoard

@@ -1,6 +1,6 @@
-"""`python -m pipelinerl_common.sinks`: writes a job's numbers to its sinks until standard input
-ends, as it does when the trainer that started this process is gone. Prints a line of JSON for every
-change of {sink: {"written": n, reason: n, ...}}.
+"""`python -m pipelinerl_common.sinks`: writes a job's metrics to its sinks until standard input
+ends, which happens also when the trainer that started this process has died. Prints a line of JSON
+for every change of {sink: {"written": n, reason: n, ...}}.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ from pipelinerl_common.sinks.sink import RowBuilder, Sink, SinkThread, TensorBoa
 from pipelinerl_common.stream import Login, connect
 
 LAST_RECORDS_S = 1.0
-"""After the end of the input: the last step's record may still be on its way."""
+"""Wait after the end of the input for the last step's record, which may still be in flight."""
 CLOSE_S = 15.0
 COUNTS_EVERY_S = 2.0
 
 
 def make_sinks(job: Job, wiring: Wiring) -> list[Sink]:
-    """Those that the job names."""
+    """The sinks that the job names."""
     sinks = job.spec.telemetry.sinks
     made: list[Sink] = []
     if sinks.tensorboard is not None:
@@ -34,7 +34,9 @@ def make_sinks(job: Job, wiring: Wiring) -> list[Sink]:
 
 
 async def follow(job: Job, wiring: Wiring, threads: Sequence[SinkThread], since: float) -> None:
-    """Hands every step's row to all sinks; never ends. Raises Unavailable without a stream server."""
+    """Consumes the metrics stream and puts each step's row into the queues of all sinks, until
+    cancelled. Raises Unavailable without a stream server.
+    """
     rows = RowBuilder(since)
     login = Login.of(wiring)
     async with (
@@ -49,32 +51,34 @@ async def follow(job: Job, wiring: Wiring, threads: Sequence[SinkThread], since:
         stream.metrics() as records,
     ):
         async for record in records:
-            if (row := rows.take(record)) is not None:
-                for thread in threads:
-                    thread.put(row)
+            row = rows.take(record)
+            if row is None:
+                continue
+            for thread in threads:
+                thread.put(row)
 
 
-async def tell_counts(threads: Sequence[SinkThread]) -> None:
-    """Prints the counts whenever they have changed; never ends."""
-    told = ""
+async def report_counts(threads: Sequence[SinkThread]) -> None:
+    """Prints the counts whenever they have changed, until cancelled."""
+    printed = ""
     while True:
         await asyncio.sleep(COUNTS_EVERY_S)
-        told = print_counts(threads, told)
+        printed = print_counts(threads, printed)
 
 
-def print_counts(threads: Sequence[SinkThread], told: str = "") -> str:
-    """Prints the counts unless `told` are the same; returns them."""
+def print_counts(threads: Sequence[SinkThread], printed: str = "") -> str:
+    """Prints the counts unless they equal `printed`; returns them."""
     counts = json.dumps(
         {thread.name: {"written": thread.written, **thread.dropped} for thread in threads}
     )
-    if counts != told:
+    if counts != printed:
         sys.stdout.write(counts + "\n")
         sys.stdout.flush()
     return counts
 
 
 async def input_ends() -> None:
-    """Returns when the process at the other end of standard input has closed it, or is gone."""
+    """Returns when the process at the other end of standard input has closed it or has ended."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
@@ -84,14 +88,16 @@ async def input_ends() -> None:
 
 
 async def run(wiring: Wiring, since: float, stop: asyncio.Event) -> None:
+    """Feeds the sinks until the input ends or `stop` is set, then closes them."""
     job = load_job(wiring.job_file)
     threads = [SinkThread(sink) for sink in make_sinks(job, wiring)]
     work = [
         asyncio.ensure_future(follow(job, wiring, threads, since)),
-        asyncio.ensure_future(tell_counts(threads)),
+        asyncio.ensure_future(report_counts(threads)),
     ]
     ends = [asyncio.ensure_future(input_ends()), asyncio.ensure_future(stop.wait())]
     done, _ = await asyncio.wait([*work, *ends], return_when=asyncio.FIRST_COMPLETED)
+    # A failure of the work ends the process without a wait; the trainer starts it again.
     if not done & set(work):
         await asyncio.wait(work, timeout=LAST_RECORDS_S)
     for task in (*work, *ends):
@@ -115,4 +121,4 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # a sink that hangs, or its library's clean-up, must not keep the process
+    os._exit(status)  # a hanging sink, or its library's clean-up, must not keep the process alive

@@ -1,4 +1,4 @@
-"""The sinks' process, from the side of the trainer that keeps it."""
+"""The supervisor of the sinks' process, in rank 0 of the trainer."""
 
 import asyncio
 import json
@@ -14,12 +14,12 @@ log = logging.getLogger(__name__)
 
 MOST_STARTS = 3
 END_S = 20.0
-"""For the last rows on their way out, at the end of the run."""
+"""Time for the last rows at the end of the run."""
 
 
 class SinkProcess:
-    """Keeps the process running where the job names a sink. Whatever becomes of it, the trainer
-    only hears of it in its log.
+    """Supervises the sinks' process where the job names a sink. Its failures only appear in the
+    trainer's log.
     """
 
     def __init__(self, settings: SinkSettings, wiring: Wiring, metrics: Metrics) -> None:
@@ -30,12 +30,14 @@ class SinkProcess:
         self._finishing = False
 
     async def run(self) -> None:
-        """Never ends. Starts the process again when it ends by itself, a few times."""
+        """Starts the process, restarts it a few times when it ends by itself, and then waits until
+        cancelled, since training needs no sinks.
+        """
         for start in range(MOST_STARTS if self._wanted else 0):
             try:
-                status = await self._keep()
+                status = await self._run_once()
             except (OSError, ValueError) as error:  # no process, or a line without an end
-                log.warning("sinks could not be started or heard: %s", error)
+                log.warning("sinks could not be started, or their output not be read: %s", error)
                 break
             if self._finishing:
                 break
@@ -45,7 +47,7 @@ class SinkProcess:
         await asyncio.Event().wait()
 
     async def finish(self) -> None:
-        """Lets the process write its last rows, at most `END_S`; then it is killed."""
+        """Closes the process's input, so that it writes its last rows; kills it after `END_S`."""
         self._finishing = True
         process = self._process
         if process is None or process.stdin is None:
@@ -59,20 +61,22 @@ class SinkProcess:
             with suppress(ProcessLookupError):
                 process.kill()
 
-    async def _keep(self) -> int:
-        """One life of the process; its exit status."""
+    async def _run_once(self) -> int:
+        """Runs the process once and adds up its counts; returns its exit status."""
         pipe = asyncio.subprocess.PIPE
         self._process = process = await asyncio.create_subprocess_exec(
             *self._command(), stdin=pipe, stdout=pipe
         )
-        told: dict[tuple[str, str], int] = {}
+        counted: dict[tuple[str, str], int] = {}  # by this process, which starts at 0
         try:
             assert process.stdout is not None
             async for line in process.stdout:
                 counts = _counts(line)
                 for (sink, outcome), count in counts.items():
-                    self._rows.inc(count - told.get((sink, outcome), 0), sink=sink, outcome=outcome)
-                told.update(counts)
+                    self._rows.inc(
+                        count - counted.get((sink, outcome), 0), sink=sink, outcome=outcome
+                    )
+                counted.update(counts)
             return await process.wait()
         finally:
             if process.returncode is None:
@@ -82,13 +86,9 @@ class SinkProcess:
     def _command(self) -> list[str]:
         wiring = self._wiring
         command = [
-            sys.executable,
-            "-m",
-            "pipelinerl_common.sinks",
+            *(sys.executable, "-m", "pipelinerl_common.sinks"),
             f"--job={wiring.job_file}",
             f"--output={wiring.output}",
-        ]
-        command += [
             f"--name={wiring.name}-sinks",
             f"--nats-url={wiring.nats_url}",
             f"--log-level={wiring.log_level}",
@@ -102,7 +102,7 @@ class SinkProcess:
 
 
 def _counts(line: bytes) -> dict[tuple[str, str], int]:
-    """Rows by sink and outcome; none for what a sink's library prints between them."""
+    """Parses rows by sink and outcome; a line that a sink's library has printed has none."""
     try:
         return {
             (sink, what): int(count)

@@ -1,10 +1,5 @@
-"""From the records of all of a job's processes to one row per optimizer step.
-
-What a sink is, and the thread that keeps it from holding anything up.
-
-Weights & Biases.
-
-TensorBoard event files.
+"""Sinks and what feeds them: rows of metrics, one per optimizer step; a thread for each sink;
+Weights & Biases and TensorBoard.
 """
 
 import logging
@@ -20,18 +15,28 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipelinerl.v1.metrics_pb2 import MetricsRecord
+from pipelinerl_common.backoff import Backoff
 from pipelinerl_common.errors import SettingsError
+from pipelinerl_common.metrics import TRAINER
 from pipelinerl_common.settings import TensorBoardSettings, WandbSettings
 
-TRAINER = "trainer"
+log = logging.getLogger(__name__)
+
+QUEUE_ROWS = 256
+MOST_FAILURES = 6
+"""Consecutive failures after which the sink is given up for this session."""
+PAUSE_S = 2.0
+"""Pause after a failure; it doubles with each consecutive one, so that an outage of the network of
+a minute is bridged.
+"""
 _LABELS = re.compile(r"\{(.*)\}$")
 _MARK = "reward_mean"
-"""What a record has that ends a step."""
+"""A metric that only records at the end of a step have."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """What is known at the end of a step. Example: Row(12, 1764446400.5, {"trainer/ess": 0.97,
+    """All metrics at the end of a step. Example: StepRow(12, 1764446400.5, {"trainer/ess": 0.97,
     "actor/memory_bytes": 2e8}).
     """
 
@@ -42,19 +47,19 @@ class StepRow:
 
 
 class RowBuilder:
-    """Remembers the newest values of every process. Those of a role are added up, means are
-    averaged.
+    """Joins the records of a job's processes: holds the newest values of each process, adds up
+    those of a role, and averages its means and ratios.
     """
 
     def __init__(self, since: float) -> None:
-        """Records older than `since` (seconds since 1970) are passed over: an earlier process has
-        shown them.
+        """Records older than `since` (seconds since 1970) are skipped: an earlier process has
+        written them.
         """
         self._since = since
         self._newest: dict[tuple[str, str], dict[str, float]] = {}
 
     def take(self, record: MetricsRecord) -> StepRow | None:
-        """The row, when the record ends a step."""
+        """Takes a record in; returns the row when it ends a step."""
         if record.time < self._since:
             return None
         values = {
@@ -82,7 +87,7 @@ class RowBuilder:
 
 
 def _key(name: str) -> str:
-    """Names with labels as paths: "queue_groups{stage=ready}" is "queue_groups/ready"."""
+    """A name with labels as a path: "queue_groups{stage=ready}" becomes "queue_groups/ready"."""
     labels = _LABELS.search(name)
     if labels is None:
         return name
@@ -91,36 +96,25 @@ def _key(name: str) -> str:
     )
 
 
-log = logging.getLogger(__name__)
-
-QUEUE_ROWS = 256
-MOST_FAILURES = 6
-"""In a row: then the sink is given up for this session."""
-PAUSE_S = 2.0
-"""After a failure; doubled with each further one in a row, so that a network that is away for a
-minute is waited for.
-"""
-
-
 class Sink(Protocol):
-    """Where rows go. Methods are called one after another from one thread and may take their time
-    or raise anything.
+    """A destination of rows. Its methods are called one after another from one thread; they may
+    block or raise anything.
     """
 
     name: str
 
     def open(self) -> None:
-        """Before the first row."""
+        """Called before the first row."""
 
     def write(self, row: StepRow) -> None:
-        """Steps grow, but for those that are trained again after a rollback."""
+        """Writes one row. Steps increase, except when they are trained again after a rollback."""
 
     def close(self) -> None:
-        """After the last row; makes sure that everything is where it should be."""
+        """Called after the last row; makes sure that everything is written."""
 
 
 class SinkThread:
-    """Feeds one sink from a bounded queue. What it does not take is counted by reason:
+    """Feeds one sink from a bounded queue. Rows that are lost are counted by reason:
 
     full     the sink was slower than the rows came
     failed   `write` raised, or the sink had been given up
@@ -138,15 +132,15 @@ class SinkThread:
         self._thread.start()
 
     def put(self, row: StepRow) -> None:
-        """Never waits."""
+        """Queues a row without waiting; a full queue drops it."""
         try:
             self._queue.put_nowait(row)
         except queue.Full:
             self.dropped["full"] += 1
 
     def close(self, timeout_s: float) -> bool:
-        """Lets the sink finish what is queued; whether it did so in time. What is left then counts
-        as dropped.
+        """Waits until the sink has written what is queued; returns whether it did so in time. The
+        remaining rows count as dropped.
         """
         self._closing.set()
         try:
@@ -162,10 +156,10 @@ class SinkThread:
         return finished
 
     def _run(self) -> None:
-        failures = 0
+        backoff = Backoff(self._pause_s, math.inf, jitter=0)
         is_open = False
         while (row := self._queue.get()) is not None:
-            if failures >= MOST_FAILURES:
+            if backoff.num_failures >= MOST_FAILURES:
                 self.dropped["failed"] += 1
                 continue
             try:
@@ -173,23 +167,22 @@ class SinkThread:
                     self._sink.open()
                     is_open = True
                 self._sink.write(row)
-            except Exception as error:  # noqa: BLE001 - other people's code and services: the row is lost, and counted
-                failures += 1
+            except Exception as error:  # noqa: BLE001 - foreign libraries and services: the row is lost, and counted
+                pause_s = backoff.next_delay()
+                is_given_up = backoff.num_failures == MOST_FAILURES
                 self.dropped["failed"] += 1
-                given_up = "; given up for this session" if failures == MOST_FAILURES else ""
                 log.warning(
                     "sink=%s step=%d lost: %s: %s%s",
                     self.name,
                     row.step,
                     type(error).__name__,
                     error,
-                    given_up,
+                    "; given up for this session" if is_given_up else "",
                 )
-                self._closing.wait(
-                    self._pause_s * 2 ** (failures - 1) if failures < MOST_FAILURES else 0
-                )
+                # An event instead of a sleep, so that `close` does not wait for the pause.
+                self._closing.wait(0 if is_given_up else pause_s)
             else:
-                failures = 0
+                backoff.reset()
                 self.written += 1
         if is_open:
             self._end()
@@ -197,7 +190,7 @@ class SinkThread:
     def _end(self) -> None:
         try:
             self._sink.close()
-        except Exception as error:  # noqa: BLE001 - as above; what was written before may be lost, which nobody can count
+        except Exception as error:  # noqa: BLE001 - as above; rows that were written may be lost uncounted
             log.warning("sink=%s did not close: %s: %s", self.name, type(error).__name__, error)
 
 
@@ -205,8 +198,8 @@ STEP = "step"
 
 
 class WandbSink:
-    """One W&B run per run of the job: sessions after a restart go on with it, by the id that lies
-    in `folder`/id.
+    """Weights & Biases: one W&B run per run of the job. Sessions after a restart continue it by the
+    id that is stored in `folder`/id.
     """
 
     name = "wandb"
@@ -248,12 +241,11 @@ class WandbSink:
                     silent=True, console="off", disable_git=True, disable_code=True, init_timeout=60
                 ),
             )
-        except Exception:  # wandb keeps what it began, and would say that the run is in use
+        except Exception:  # wandb keeps the failed run and would report it as in use
             wandb.teardown()
             raise
-        self._run.define_metric(
-            "*", step_metric=STEP
-        )  # a step that is trained again may be logged again
+        # With a step of our own, a step that is trained again may be logged again.
+        self._run.define_metric("*", step_metric=STEP)
 
     def write(self, row: StepRow) -> None:
         self._run.log({**row.values, STEP: row.step, "time": row.time})
@@ -269,7 +261,9 @@ class WandbSink:
 
 
 class TensorBoardSink:
-    """One event file per session in `folder`; each value is a scalar at its step and its time."""
+    """TensorBoard event files, one per session in `folder`; each value is a scalar at its step and
+    time.
+    """
 
     name = "tensorboard"
 

@@ -212,8 +212,7 @@ class StreamConnection:
 
         deadline = asyncio.get_running_loop().time() + timeout_s
         try:
-            async with asyncio.timeout_at(deadline):
-                await self._ready.wait()
+            await self._ready_by(deadline)
         except TimeoutError as error:
             raise Unavailable(f"no connection to {self._url}{self._errors.because()}") from error
         client = self.client
@@ -229,6 +228,11 @@ class StreamConnection:
                 await subscription.unsubscribe()
         return answers
 
+    async def _ready_by(self, deadline: float) -> None:
+        if not self._ready.is_set():  # most calls find it ready and need no timer
+            async with asyncio.timeout_at(deadline):
+                await self._ready.wait()
+
     async def _retrying(
         self, attempt: Callable[[float], Awaitable[Result]], what: str, timeout_s: float
     ) -> Result:
@@ -242,9 +246,7 @@ class StreamConnection:
         cancellations = num_cancellations()
         while True:
             try:
-                if not self._ready.is_set():
-                    async with asyncio.timeout_at(deadline):
-                        await self._ready.wait()
+                await self._ready_by(deadline)
                 result = await attempt(min(ATTEMPT_S, max(deadline - time(), 0.0)))
                 # The library's wait_for can lose a cancellation that arrives with the answer.
                 check_cancelled(since=cancellations)
