@@ -193,7 +193,7 @@ async def harness(folder: Path, pods: Pods, *, sync_timeout_s: float) -> AsyncIt
     async with AsyncExitStack() as stack:
         channel = await stack.enter_async_context(rpc.connect(coordinator_address, token=TOKEN))
         membership = Membership("127.0.0.1")
-        stack.push_async_callback(membership.close)
+        stack.push_async_callback(membership.aclose)
         servicer = PolicyServicer(membership)
         publisher = Publisher(
             channel, mark, may_publish, timeout_s=sync_timeout_s, may_roll_back=False

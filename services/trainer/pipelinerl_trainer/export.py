@@ -6,20 +6,21 @@ Adapters are merged into its weights; alone they are a folder of their own in PE
 
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipelinerl_common.errors import FatalError
-from pipelinerl_trainer.engine import DeepSpeedEngine
+from pipelinerl_trainer.engine import DeepSpeedEngine, chunks
 from pipelinerl_trainer.ranks import Ranks, Vote
 
 log = logging.getLogger(__name__)
@@ -63,12 +64,25 @@ def export_policy(
 
     Every rank must call it; rank 0 writes and raises WriteFailed, after all ranks' collectives.
     """
-    writer = _ShardWriter(target, _shards(engine, shard_bytes)) if ranks.is_leader else None
-    for name, weight in engine.model_weights():
-        if writer is not None:
-            writer.add(name, weight)
-    if writer is not None:
-        writer.finish()
+    shards = _shards(engine, shard_bytes)
+    weights, failure = engine.model_weights(), None
+    for file, names in shards.items():
+        shard: dict[str, Tensor] = {}
+        for name, weight in islice(weights, len(names)):
+            if ranks.is_leader and failure is None:
+                shard[name] = weight.to("cpu", copy=True).contiguous()
+        if shard:
+            try:
+                save_tensors(target / file, shard)
+            except WriteFailed as error:
+                failure = error  # raised at the end: the other ranks still gather with this one
+    for _ in weights:  # exhausted, so that the last gathered weights are released
+        pass
+    if failure is not None:
+        raise failure
+    if ranks.is_leader:
+        if len(shards) > 1:
+            _save_index(target, shards, engine)
         _copy_other_files(source, target, str(engine.dtype).removeprefix("torch."))
 
 
@@ -151,15 +165,8 @@ def together(ranks: Ranks, action: Callable[[], None], what: str) -> bool:
 
 def _shards(engine: DeepSpeedEngine, shard_bytes: int) -> dict[str, list[str]]:
     """Returns tensor names by file name, in the engine's order."""
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name, shape in engine.model_shapes.items():
-        num_bytes = engine.dtype.itemsize * torch.Size(shape).numel()
-        if groups[-1] and size + num_bytes > shard_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += num_bytes
+    sizes = _sizes(engine)
+    groups = list(chunks(sizes, sizes.__getitem__, shard_bytes))
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     return {
@@ -168,47 +175,18 @@ def _shards(engine: DeepSpeedEngine, shard_bytes: int) -> dict[str, list[str]]:
     }
 
 
-class _ShardWriter:
-    """Takes tensors in order and writes a file when its last tensor has arrived. Keeps a failure
-    until `finish`, because the other ranks gather the remaining tensors with this one.
-    """
+def _sizes(engine: DeepSpeedEngine) -> dict[str, int]:
+    """Returns the bytes of each tensor of the model."""
+    item_bytes = engine.dtype.itemsize
+    return {name: item_bytes * math.prod(shape) for name, shape in engine.model_shapes.items()}
 
-    def __init__(self, folder: Path, shards: Mapping[str, list[str]]) -> None:
-        self._folder = folder
-        self._shards = shards
-        self._remaining = iter(shards.items())
-        self._file, self._names = next(self._remaining)
-        self._tensors: dict[str, Tensor] = {}
-        self._num_bytes = 0
-        self._failure: WriteFailed | None = None
 
-    def add(self, name: str, weight: Tensor) -> None:
-        if self._failure is not None:
-            return
-        self._tensors[name] = weight.to("cpu", copy=True).contiguous()
-        self._num_bytes += weight.nbytes
-        if len(self._tensors) == len(self._names):
-            self._write()
-
-    def _write(self) -> None:
-        try:
-            save_tensors(self._folder / self._file, self._tensors)
-        except WriteFailed as error:
-            self._failure = error
-        self._tensors = {}
-        self._file, self._names = next(self._remaining, ("", []))
-
-    def finish(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if len(self._shards) > 1:
-            index = {
-                "metadata": {"total_size": self._num_bytes},
-                "weight_map": {
-                    name: file for file, names in self._shards.items() for name in names
-                },
-            }
-            save_json(self._folder / "model.safetensors.index.json", index)
+def _save_index(folder: Path, shards: Mapping[str, list[str]], engine: DeepSpeedEngine) -> None:
+    index = {
+        "metadata": {"total_size": sum(_sizes(engine).values())},
+        "weight_map": {name: file for file, names in shards.items() for name in names},
+    }
+    save_json(folder / "model.safetensors.index.json", index)
 
 
 def _copy_other_files(source: Path, target: Path, dtype: str) -> None:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
+import torch
 
 from pipelinerl_common.errors import FatalError
 from pipelinerl_common.settings import AlgorithmSettings
@@ -13,7 +13,7 @@ from pipelinerl_trainer.engine import DeepSpeedEngine
 from pipelinerl_trainer.metrics import StepMetrics
 from pipelinerl_trainer.objective import Objective
 from pipelinerl_trainer.optimizer import learning_rate
-from pipelinerl_trainer.packed import pack_row
+from pipelinerl_trainer.packed import PackedRow, pack_row
 from pipelinerl_trainer.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,8 @@ class Learner:
         """Clears what was accumulated. The one way that every ZeRO stage has is a gradient that is
         not finite: DeepSpeed clears it without applying it.
         """
-        row, _ = pack_row(_two_tokens(), self._ranks.device)
+        tokens = torch.tensor([0, 1], device=self._ranks.device)
+        row = PackedRow(tokens, tokens, (2,), tokens[1:], temperature=1.0)
         not_finite = self._engine.score(row).logprobs_T.sum() * float("nan")
         self._engine.accumulate(not_finite, is_last=True)
         if self._engine.apply(learning_rate=0.0).applied:
@@ -180,23 +181,3 @@ class Learner:
                 "not finite, so nothing is learned; model.dtype bfloat16 or float32 has a larger "
                 "range than float16"
             )
-
-
-def _two_tokens() -> MicroBatch:
-    """Returns the smallest row with a trained token."""
-    zeros_L = np.zeros(2, np.float32)
-    return MicroBatch(
-        index=0,
-        sequence_lengths=(2,),
-        input_ids_L=np.zeros(2, np.uint32),
-        loss_mask_L=np.array([0, 1], np.uint8),
-        old_logprobs_L=zeros_L,
-        advantages_L=zeros_L,
-        ref_logprobs_L=None,
-        returns_L=None,
-        rewards=(0.0,),
-        sequence_weights=(1.0,),
-        version_runs=(),
-        temperature=1.0,
-        group_numbers=(0,),
-    )

@@ -79,7 +79,7 @@ class Membership:
         )
         return rendezvous.address, rendezvous.port
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Leaves the group; members that wait in it, or for it to form, fail immediately."""
         await self._leave("the trainer ends")
 
@@ -164,17 +164,17 @@ class PolicyServicer(policy_pb2_grpc.PolicyServicer):
 
 
 def _check(request: policy_pb2.JoinGroupRequest) -> None:
-    faults = {
-        "epoch": (request.epoch, request.epoch >= 1, "at least 1"),
-        "world_size": (request.world_size, request.world_size >= 1, "at least 1"),
-        "backend": (request.backend, request.backend in BACKENDS, f"one of {', '.join(BACKENDS)}"),
-        "port": (request.port, request.port <= 65535, "at most 65535"),
-        "timeout_s": (request.timeout_s, request.timeout_s > 0, "above 0"),
+    rules = {
+        "epoch": (request.epoch >= 1, "at least 1"),
+        "world_size": (request.world_size >= 1, "at least 1"),
+        "backend": (request.backend in BACKENDS, f"one of {', '.join(BACKENDS)}"),
+        "port": (request.port <= 65535, "at most 65535"),
+        "timeout_s": (request.timeout_s > 0, "above 0"),
     }
     wrong = [
-        f"{field}={value!r} must be {rule}"
-        for field, (value, right, rule) in faults.items()
-        if not right
+        f"{field}={getattr(request, field)!r} must be {rule}"
+        for field, (is_right, rule) in rules.items()
+        if not is_right
     ]
     if wrong:
         raise PermanentError("JoinGroup: " + "; ".join(wrong))

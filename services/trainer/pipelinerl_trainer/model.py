@@ -62,8 +62,8 @@ def stored_shapes(folder: Path) -> dict[str, Shape]:
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
+                names = tensors.keys()
+                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
         except SafetensorError as error:
             raise SettingsError(
                 f"model folder {folder}: {file.name} is not a safetensors file: {error}"

@@ -170,24 +170,19 @@ def _prompts(seed: int, count: int, vocabulary: int) -> list[tuple[int, ...]]:
 
 def _row(completions: Sequence[SampledPrompt], temperature: float, version: int) -> MicroBatch:
     """Packs all completions into one row; without any it is a filler row."""
-    num_slots = sum(len(each.prompt_ids) + len(each.token_ids) for each in completions)
-    zeros_L = np.zeros(num_slots, np.float32)
-    ids = [token for each in completions for token in (*each.prompt_ids, *each.token_ids)]
-    mask = [
-        bit
-        for each in completions
-        for bit in (*[0] * len(each.prompt_ids), *[1] * len(each.token_ids))
-    ]
-    logprobs = [
-        value for each in completions for value in (*[0.0] * len(each.prompt_ids), *each.logprobs)
-    ]
+    ids, mask, logprobs = list[int](), list[int](), list[float]()
+    for each in completions:
+        num_prompt = len(each.prompt_ids)
+        ids += [*each.prompt_ids, *each.token_ids]
+        mask += [0] * num_prompt + [1] * len(each.token_ids)
+        logprobs += [*[0.0] * num_prompt, *each.logprobs]
     return MicroBatch(
         index=0,
         sequence_lengths=tuple(len(each.prompt_ids) + len(each.token_ids) for each in completions),
         input_ids_L=np.array(ids, np.uint32),
         loss_mask_L=np.array(mask, np.uint8),
         old_logprobs_L=np.array(logprobs, np.float32),
-        advantages_L=zeros_L,
+        advantages_L=np.zeros(len(ids), np.float32),
         ref_logprobs_L=None,
         returns_L=None,
         rewards=(0.0,) * len(completions),

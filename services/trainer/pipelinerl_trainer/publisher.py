@@ -152,13 +152,7 @@ class Publisher:
             try:
                 await self._check_allowed(offer, epoch)
                 async with self._sending:
-                    await self._check_epoch(epoch)
-                    # Only the newest weights are worth a transfer: a newer offer may have come
-                    # while the coordinator was asked.
-                    if offer is not self._offer:
-                        continue
-                    with self.tracer.root("weight update", version=offer.version, epoch=epoch):
-                        await self._publish(offer, group, epoch)
+                    await self._publish_newest(offer, group, epoch)
             except NotYet as error:
                 log.debug("version=%d epoch=%d waits: %s", offer.version, epoch, error)
                 await self._wait_before_retry()
@@ -177,6 +171,14 @@ class Publisher:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._backoff.next_delay()):
                 await self._wake.wait()
+
+    async def _publish_newest(self, offer: Offer, group: TransferGroup, epoch: int) -> None:
+        await self._check_epoch(epoch)
+        # Only the newest weights are worth a transfer: a newer offer may have come while the
+        # coordinator was asked.
+        if offer is self._offer:
+            with self.tracer.root("weight update", version=offer.version, epoch=epoch):
+                await self._publish(offer, group, epoch)
 
     async def _publish(self, offer: Offer, group: TransferGroup, epoch: int) -> None:
         started = time.monotonic()

@@ -124,10 +124,6 @@ class Ranks:
             return Vote.WAIT
         return outcome
 
-    def barrier(self) -> None:
-        """Returns when every rank has called it."""
-        self.gather([])
-
 
 def cuda_index(local_rank: int) -> int:
     """Returns the index of this rank's device among those that the process sees: the only one, or

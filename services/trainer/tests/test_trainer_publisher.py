@@ -60,7 +60,7 @@ async def publishing(*, may_roll_back: bool = False) -> AsyncIterator[Harness]:
             rpc.connect(peers.coordinator_address, token=None)
         )
         membership = Membership("127.0.0.1")
-        stack.push_async_callback(membership.close)
+        stack.push_async_callback(membership.aclose)
         servicer = PolicyServicer(membership)
 
         async def mark(version: int) -> None:

@@ -1,6 +1,6 @@
-"""The trainer's neighbours for tests, behind our gRPC contracts: a preprocessor with given batches,
-a coordinator with a real receiver in a real weight-transfer group, a generator that completes with
-the tiny model.
+"""Fakes of the services that the trainer uses, behind our contracts: a preprocessor with given
+batches, a coordinator with a real receiver in a real weight-transfer group, a generator that
+completes with the tiny model.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ class Preprocessor(batches_pb2_grpc.BatchesServicer):
     streams: bool = False
     """Batches come row by row."""
     replaced_steps: set[int] = field(default_factory=set)
-    """Steps whose batch is begun anew when its second row is asked for, once."""
+    """Steps whose batch is replaced when its second row is requested, once."""
     may_publish: Callable[[int], bool] = lambda version: True
     num_publishes_held: int = 0
     pulls: list[tuple[int, str, int]] = field(default_factory=list)
@@ -234,7 +234,7 @@ class Coordinator(weights_pb2_grpc.WeightTransferServicer):
     epoch: int = 0
     is_away: bool = False
     on_probe: Callable[[], None] = lambda: None
-    """Called when somebody asks for the group."""
+    """Called when a client requests the group."""
     refuse_next: bool = False
     die_before_receiving: bool = False
     """The receiver of the next update leaves the group instead of receiving."""
@@ -244,7 +244,7 @@ class Coordinator(weights_pb2_grpc.WeightTransferServicer):
     weights: dict[str, Tensor] = field(default_factory=dict)
     manifest: Manifest | None = None
     manifests: list[tuple[int, bool]] = field(default_factory=list)
-    """For every update that was tried, its epoch and whether it carried the manifest."""
+    """Epoch of every attempted update, and whether it carried the manifest."""
 
     async def form(self) -> None:
         """Begins the next epoch with the receiver."""

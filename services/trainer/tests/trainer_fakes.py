@@ -1,4 +1,4 @@
-"""Tiny models and batches, made the same way in every process of a test."""
+"""Tiny models, jobs and batches, made the same way in every process of a test."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ SHAPE: Mapping[str, Any] = {
     "attn_implementation": attention.PACKED,
     "initializer_range": 0.2,
 }
-"""Of every tiny model, in transformers' words."""
+"""Configuration of every tiny model, by transformers' names."""
 
 SLIDING_WINDOWS: Mapping[str, Any] = {
     "use_sliding_window": True,

@@ -59,7 +59,7 @@ class RankHarness:
         return Checkpointer(self.store, self.engine, self.ranks, self.prepared)
 
     def train(self, steps: range) -> list[float]:
-        """On one rank. The losses."""
+        """Trains steps on one rank and returns their losses."""
         batches = [fakes.trajectories(4, seed=50 + step) for step in steps]
         return [
             fakes.train_step(
@@ -72,7 +72,7 @@ class RankHarness:
         return self.checkpointer.save(step, ledger(step) if self.ranks.is_leader else None)
 
     def served(self) -> dict[str, Tensor]:
-        """Copies of what generators are sent."""
+        """Returns copies of what generators receive."""
         return {name: weight.clone() for name, weight in self.engine.served_weights()}
 
 
@@ -115,7 +115,7 @@ a later group needs.
 
 
 def free_ports(count: int) -> list[str]:
-    """`count` different ports of this machine on which nobody listens."""
+    """Returns `count` different free ports of this machine."""
     found: list[str] = []
     for port in random.sample(range(FIRST, LAST), LAST - FIRST):
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):

@@ -179,18 +179,25 @@ def make_process_group(
     backend: str, store: Store, *, rank: int, world_size: int, interface: str, timeout_s: float
 ) -> Collectives:
     """Makes a process group; gloo binds to the local address `interface`. Raises TransferFailed."""
+    timeout = timedelta(seconds=timeout_s)
+    c10d: Any = dist  # torch's type stubs leave out these classes' options and collectives
     try:
-        return _PROCESS_GROUPS[backend](
-            store, rank, world_size, interface, timedelta(seconds=timeout_s)
-        )
-    except KeyError:
-        raise TransferFailed(
-            f"unknown backend {backend!r}; known are {', '.join(_PROCESS_GROUPS)}"
-        ) from None
+        if backend == "gloo":
+            options = c10d.ProcessGroupGloo._Options()
+            options._timeout = timeout
+            options._devices = [c10d.ProcessGroupGloo.create_device(hostname=interface)]
+            group = c10d.ProcessGroupGloo(store, rank, world_size, options)
+        elif backend == "nccl":
+            options = c10d.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            group = c10d.ProcessGroupNCCL(store, rank, world_size, options)
+        else:
+            raise TransferFailed(f"unknown backend {backend!r}; known are gloo, nccl")
     except RuntimeError as error:
         raise TransferFailed(
             f"the {backend} process group cannot be made: {first_line(error)}"
         ) from error
+    return cast(Collectives, group)
 
 
 def local_address(address: str, port: int) -> str:
@@ -206,25 +213,3 @@ def local_address(address: str, port: int) -> str:
 def first_line(error: BaseException) -> str:
     """Returns what happened: c10d's messages carry a stack trace after the first line."""
     return str(error).partition("\n")[0].strip() or type(error).__name__
-
-
-def _gloo(
-    store: Store, rank: int, world_size: int, interface: str, timeout: timedelta
-) -> Collectives:
-    gloo: Any = dist.ProcessGroupGloo  # torch's type stubs leave out its options and collectives
-    options = gloo._Options()
-    options._timeout = timeout
-    options._devices = [gloo.create_device(hostname=interface)]
-    return cast(Collectives, gloo(store, rank, world_size, options))
-
-
-def _nccl(
-    store: Store, rank: int, world_size: int, interface: str, timeout: timedelta
-) -> Collectives:
-    nccl: Any = dist.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = timeout
-    return cast(Collectives, nccl(store, rank, world_size, options))
-
-
-_PROCESS_GROUPS = {"gloo": _gloo, "nccl": _nccl}
