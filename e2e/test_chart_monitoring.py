@@ -29,7 +29,8 @@ def test_rules_have_the_values_limits_and_are_valid(tmp_path: Path) -> None:
     assert "(limit 0.25)" in low["annotations"]["description"]
     assert "{{ $labels.job }}" in low["annotations"]["description"]
     assert (
-        low["annotations"]["runbook_url"] == "https://docs.example/0.1/how-to/runbooks.md#pipelinerlesslow"
+        low["annotations"]["runbook_url"]
+        == "https://docs.example/0.1/how-to/runbooks.md#pipelinerlesslow"
     )
     assert "@" not in yaml.safe_dump(rule["spec"])
     promtool = shutil.which("promtool")
@@ -63,7 +64,8 @@ def test_dashboards_are_config_maps_for_the_sidecar() -> None:
         ((name, text),) = each["data"].items()
         assert name.endswith(".json")
         assert (
-            json.loads(text)["links"][0]["url"] == "https://docs.example/0.1/explanation/staleness.md"
+            json.loads(text)["links"][0]["url"]
+            == "https://docs.example/0.1/explanation/staleness.md"
         )
         assert not re.search(r"@\w+@", text)
 
