@@ -56,6 +56,7 @@ class Counts:
         step, values = trainer.values.get("policy_version"), preprocessor.values
         if step is None:
             return None
+        # Groups that were rejected for what they are count as taken: the trainers got to them.
         dropped = {
             key.removeprefix(_DROPPED): count
             for key, count in values.items()

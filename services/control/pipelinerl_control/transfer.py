@@ -95,6 +95,7 @@ async def form_group(
         }
     except ValidationError as error:
         return FormFailure({}, f"not a group that generators can join: {error}")
+    # All at once: every generator waits in the rendezvous until the last one has joined.
     tasks = {
         name: asyncio.create_task(
             _reply(generators[name].init_process_group(request)), name=f"join {name}"
