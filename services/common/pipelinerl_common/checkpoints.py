@@ -1,8 +1,8 @@
-"""A run's checkpoints from the side of those who only read: which are complete, and what is in
-them.
+"""A run's checkpoints for readers: which are complete, and what is in them.
 
-checkpoints/step-40/            complete when its manifest.json is there and every file that it
-lists has its size checkpoints/.step-60.partial/   being written; never read
+checkpoints/step-40/            complete when it has manifest.json and every file that the manifest
+                                lists has its size
+checkpoints/.step-60.partial/   being written; never read
 """
 
 import json
@@ -11,21 +11,19 @@ from pathlib import Path
 
 MANIFEST = "manifest.json"
 MODEL = "model"
-"""Folder with the policy in Hugging Face format: in a checkpoint, and in the run itself the one
-that it began with.
+"""Folder with the policy in Hugging Face format: of a checkpoint, and in the run itself of the
+initial weights.
 """
 
 
 def checkpoint_folder(root: Path, step: int) -> Path:
-    """Of the run in `root`, after `step` optimizer steps."""
+    """Folder of the checkpoint after `step` optimizer steps, of the run in `root`."""
     return root / "checkpoints" / f"step-{step}"
 
 
 def complete_checkpoints(root: Path, above: int = 0) -> Iterator[int]:
-    """Optimizer steps of the complete checkpoints of the run in `root` that are more than `above`,
-    the newest first.
-
-    None is read before it is asked for.
+    """Yields the optimizer steps above `above` of the complete checkpoints of the run in `root`,
+    the newest first. Each checkpoint is read when its turn comes.
     """
     names = [
         manifest.parent.name.removeprefix("step-")

@@ -1,12 +1,12 @@
 """Errors that cross a module's boundary.
 
 PipelineRLError
-├── SettingsError          the user's input is wrong: names the field, the value and the remedy;
-exit status 2 ├── TemporaryError         trying again later may work
-│   └── Unavailable        a peer is away or not ready yet
+├── SettingsError          the user's input is wrong: names field, value and remedy; exit status 2
+├── TemporaryError         trying again later may work
+│   └── Unavailable        a peer is unreachable or not ready yet
 ├── PermanentError         trying again cannot work
-│   ├── MalformedMessage   bytes from the wire break their contract: set aside, counted, never retried
-│   └── Refused            a peer understood the request and says no
+│   ├── MalformedMessage   bytes from the wire break their contract: set aside, counted, not retried
+│   └── Refused            a peer understood the request and refuses it
 └── FatalError             this process must end and be restarted: its state is not to be trusted
 """
 
@@ -24,7 +24,7 @@ class TemporaryError(PipelineRLError):
 
 
 class Unavailable(TemporaryError):
-    """A peer is away or not ready yet."""
+    """A peer is unreachable or not ready yet."""
 
 
 class PermanentError(PipelineRLError):
@@ -42,7 +42,7 @@ class MalformedMessage(PermanentError):
 
 
 class Refused(PermanentError):
-    """A peer understood the request and says no."""
+    """A peer understood the request and refuses it."""
 
 
 class FatalError(PipelineRLError):

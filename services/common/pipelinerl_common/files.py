@@ -1,15 +1,14 @@
-"""Files that others read while they are replaced.
-
-Files of one record a line that are appended to, and may have been cut short by a crash.
-"""
+"""Files that survive a crash: replaced as a whole, or appended to line by line."""
 
 import os
 from pathlib import Path
 
+_CHUNK_BYTES = 65536
+
 
 def write_whole(path: Path, text: str) -> None:
-    """Whole or not at all, so that a reader never sees half a file, not even after a crash. Raises
-    OSError.
+    """Writes a file so that readers see the old or the new text, never a part of it, not even after
+    a crash. Raises OSError.
     """
     partial = path.with_name(f".{path.name}.tmp")
     with partial.open("w", encoding="utf-8") as file:
@@ -19,11 +18,8 @@ def write_whole(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-_CHUNK_BYTES = 65536
-
-
 def cut_torn_line(path: Path) -> None:
-    """Removes an unfinished last line, so that the next record starts on a line of its own. Reads
+    """Removes the unfinished last line that a crash has left in a file of one record a line. Reads
     only the file's end.
     """
     if not path.exists():

@@ -1,5 +1,5 @@
 """The skeleton of every service: its wiring from flags, signals, exit status, and one way to run
-loops side by side.
+concurrent loops.
 """
 
 import argparse
@@ -26,28 +26,28 @@ _SHUTDOWN_S = 30.0
 
 @dataclass(frozen=True)
 class Wiring:
-    """Where a service finds its job, its peers and its place to write. Addresses are "host:port"
+    """Where a service finds its job, its peers and its output folder. Addresses are "host:port"
     unless they are URLs.
     """
 
     job_file: Path
     name: str
-    """Workload name, unique in the job, for example "actor-0"."""
+    """Name of the workload, unique in the job, for example "actor-0"."""
     output: Path
     listen: str
     nats_url: str
     preprocessor: str
     coordinator: str
     generators: tuple[str, ...]
-    """Base URLs, for example "http://127.0.0.1:8000"."""
+    """Base URLs of generators, for example "http://127.0.0.1:8000"."""
     references: tuple[str, ...]
     """Base URLs of the reference model's generators."""
     token_file: Path | None
     log_level: str
     metrics_listen: str = ""
-    """Where Prometheus finds `/metrics`; empty serves none."""
+    """Address that serves `/metrics` for Prometheus; empty serves none."""
     nats_credentials: Path | None = None
-    """Login at the sample stream's server; None uses the job's token."""
+    """File with the login at the sample stream's server; None uses the job's token."""
     nats_ca_file: Path | None = None
     """Certificates for a `tls://` stream server; None trusts the machine's."""
 
@@ -73,7 +73,7 @@ class Wiring:
 
 def parse_wiring(role: str, argv: Sequence[str] | None = None, **defaults: Any) -> Wiring:
     """Wiring from the command line. `defaults` replace the flags' defaults by their field names,
-    e.g. listen="0.0.0.0:8000".
+    for example listen="0.0.0.0:8000".
 
     Exits with status 2 and a usage line on wrong flags, with 0 on --help.
     """
@@ -82,9 +82,7 @@ def parse_wiring(role: str, argv: Sequence[str] | None = None, **defaults: Any) 
     )
     parser.add_argument("--job", dest="job_file", type=Path, required=True, help="the job file")
     parser.add_argument("--name", default=f"{role}-0", help="workload name, unique in the job")
-    parser.add_argument(
-        "--output", type=Path, default=Path("."), help="folder for what the run leaves behind"
-    )
+    parser.add_argument("--output", type=Path, default=Path("."), help="folder for the run's files")
     parser.add_argument(
         "--listen", default="127.0.0.1:0", help="host:port to serve on; port 0 takes a free one"
     )
@@ -122,7 +120,7 @@ def parse_wiring(role: str, argv: Sequence[str] | None = None, **defaults: Any) 
     parser.add_argument(
         "--metrics-listen",
         default="",
-        help="host:port to serve /metrics on; without it there is none",
+        help="host:port to serve /metrics on; default: none",
     )
     parser.set_defaults(**defaults)
     flags = vars(parser.parse_args(argv))
@@ -136,9 +134,9 @@ def run_service(
 ) -> int:
     """Runs `main(stop)` to its end and returns the process's exit status.
 
-    SIGTERM and SIGINT set `stop`, which `main` must heed. A second one cancels `main`, and so does
-    the first while `main` is starting: nobody has waited for `stop` yet or looked at it. 0: done,
-    or stopped as asked; 1: crashed; 2: wrong settings; 130: cancelled by a second signal.
+    SIGTERM and SIGINT set `stop`, which `main` must heed. A second signal cancels `main`, and so
+    does the first while `main` is starting: before it has waited for `stop` or looked at it. 0:
+    done, or stopped as asked; 1: crashed; 2: wrong settings; 130: cancelled by a second signal.
     """
     configure_logging(name, log_level)
     try:
@@ -155,7 +153,7 @@ def run_service(
 
 
 class _Stop(asyncio.Event):
-    """`is_heeded` once anybody waits for it or looks at it."""
+    """An event that knows whether any code has waited for it or looked at it (`is_heeded`)."""
 
     is_heeded = False
 
@@ -177,6 +175,7 @@ async def _run_with_signals(main: Callable[[asyncio.Event], Awaitable[None]]) ->
         nonlocal num_signals
         num_signals += 1
         log.info("signal=%s stopping", received.name)
+        # Code that starts up does not look at `stop` yet; only a cancellation reaches it.
         if num_signals > 1 or not stop.is_heeded:
             task.cancel()
         stop.set()
@@ -207,12 +206,12 @@ def _leaves(error: BaseException) -> list[BaseException]:
 async def run_until_first(
     clock: Coroutine[Any, Any, Result], *others: Coroutine[Any, Any, Any]
 ) -> Result:
-    """Runs all together until `clock`, the one that is meant to end, has ended, and returns its
-    result.
+    """Runs all coroutines together until `clock`, the one that is meant to end, has ended, and
+    returns its result.
 
-    Another one that returns or raises before is a crash: its error, or a FatalError that names it,
-    is raised here. However it ends, the rest is cancelled and waited for (at most 30 s), so nothing
-    outlives the call.
+    Any other one that returns or raises before is a crash: its error, or a FatalError that names
+    it, is raised here. In every case the rest is cancelled and waited for (at most 30 s), so that
+    nothing outlives the call.
     """
     clock_task = asyncio.ensure_future(clock)
     tasks: list[asyncio.Task[Any]] = [
@@ -231,8 +230,8 @@ async def run_until_first(
 
 
 async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancels what still runs and waits for its clean-up, at most 30 s. Failures of the clean-up
-    are logged, not raised.
+    """Cancels the tasks that still run and waits for their clean-up, at most 30 s. Failures of the
+    clean-up are logged, not raised.
     """
     cancelled = [task for task in tasks if task.cancel()]
     if not cancelled:
@@ -261,8 +260,8 @@ def check_cancelled(since: int = 0) -> None:
 
 
 def num_cancellations() -> int:
-    """How often the running task was cancelled so far; more than 0 in the clean-up of a cancelled
-    task.
+    """Number of cancellations of the running task so far; more than 0 in the clean-up of a
+    cancelled task.
     """
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()

@@ -2,7 +2,7 @@
 
 2026-11-29T20:00:00.123Z INFO trainer-0 step=3 reward=0.41
 
-In a trace its id is at the end: trace=4bf92f3577b34da6a3ce929d0e0e4736.
+Within a trace the line ends with its id: trace=4bf92f3577b34da6a3ce929d0e0e4736.
 """
 
 import logging
@@ -14,14 +14,14 @@ from pathlib import Path
 from pipelinerl_common.tracing.span import current
 
 _NOISY = ("nats", "grpc", "asyncio", "aiohttp", "urllib3", "filelock", "httpx", "opentelemetry")
-"""Libraries that are heard from WARNING on, unless everything is at DEBUG."""
+"""Libraries that log from WARNING on only, unless everything is at DEBUG."""
 
 LEVELS = ("debug", "info", "warning", "error")
 
 
 class _LineFormatter(logging.Formatter):
-    """Tracebacks only with `tracebacks`; otherwise an error is its type and message, on the event's
-    own line.
+    """Writes an error as its type and message on the event's own line, and its traceback only with
+    `tracebacks`.
     """
 
     def __init__(self, name: str, tracebacks: bool) -> None:
@@ -44,8 +44,8 @@ class _LineFormatter(logging.Formatter):
 
 
 def configure_logging(name: str, level: str) -> None:
-    """Sends everything of `level` ("debug", "info", "warning", "error") and above to stderr, marked
-    with `name`.
+    """Sends log records of `level` ("debug", "info", "warning", "error") and above to stderr,
+    marked with `name`.
     """
     threshold = getattr(logging, level.upper())
     handler = logging.StreamHandler(sys.stderr)
@@ -59,8 +59,8 @@ def configure_logging(name: str, level: str) -> None:
 
 
 def fields(**values: object) -> str:
-    """`key=value` pairs for a log line, floats to 4 significant digits: fields(step=3, reward=0.41)
-    is "step=3 reward=0.41".
+    """`key=value` pairs for a log line, floats with 4 significant digits: fields(step=3,
+    reward=0.41) is "step=3 reward=0.41".
     """
     return " ".join(
         f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
@@ -69,7 +69,7 @@ def fields(**values: object) -> str:
 
 
 def memory_bytes() -> float:
-    """Resident memory of this process; 0 where the system does not tell."""
+    """Resident memory of this process; 0 where the system does not report it."""
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     except OSError:

@@ -1,31 +1,31 @@
-"""Words for people: numbers with their nouns, what a misspelt name may have meant, tables in
-Markdown.
-"""
+"""Texts for people: numbers with their nouns, hints for misspelt names, tables in Markdown."""
 
 import difflib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 NEAR = 0.6
-"""Likeness (difflib's ratio) from which on a name is near another one."""
+"""Similarity (difflib's ratio) from which a name counts as near."""
 NEAR_START = 0.75
-"""Likeness of a short word to the beginning of a name."""
+"""Similarity of a short word to the beginning of a name from which it counts as near."""
 SHORTEST_START = 3
 
 
 def counted(number: float, noun: str, plural: str = "") -> str:
-    """Example: counted(1, "restart") is "1 restart", counted(2, "reply", "replies") is "2 replies"."""
+    """A number with its noun: counted(1, "restart") is "1 restart", counted(2, "reply", "replies")
+    is "2 replies".
+    """
     return f"{number:.0f} {nouns(number, noun, plural)}"
 
 
 def nouns(number: float, noun: str, plural: str = "") -> str:
-    """The noun alone. Example: nouns(2, "rank") is "ranks"."""
+    """The noun alone: nouns(2, "rank") is "ranks"."""
     return noun if round(number) == 1 else plural or noun + "s"
 
 
 def close_matches(word: str, candidates: Iterable[str], most: int = 1) -> list[str]:
-    """Of `candidates`, those that `word` may have meant, the nearest first: nearly the same, or
-    beginning nearly like it.
+    """Candidates that `word` may have meant, the nearest first: nearly equal, or nearly equal in
+    the beginning.
 
     Case, "-" and "_" do not count. Examples: "my_first" is near "my-first", and "lern" near
     "learningRate".
@@ -36,14 +36,14 @@ def close_matches(word: str, candidates: Iterable[str], most: int = 1) -> list[s
 
 
 def did_you_mean(word: str, candidates: Iterable[str], most: int = 1) -> str:
-    """A hint to be put behind a message about an unknown `word`; empty when nothing is near it."""
+    """A hint to append to a message about an unknown `word`; empty when no candidate is near it."""
     close = close_matches(word, candidates, most)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def did_you_mean_folder(path: Path) -> str:
-    """A hint to be put behind a message about a folder that is not there: one beside it, or below
-    runs/, of nearly its name.
+    """A hint to append to a message about a missing folder: one beside it, or below runs/, with
+    nearly its name.
     """
     if path.is_dir():
         return ""
@@ -57,7 +57,7 @@ def did_you_mean_folder(path: Path) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Lines without an end. Example: "| a | b |", "|---|---|", "| 1 | 2 |"."""
+    """A table of the lines "| a | b |", "|---|---|", "| 1 | 2 |"; no newline at the end."""
     return "\n".join([_cells(head), f"|{'---|' * len(head)}", *map(_cells, rows)])
 
 

@@ -1,4 +1,4 @@
-"""The nouns that cross processes, as numpy columns.
+"""The types that cross processes, as numpy columns.
 
 Shape suffixes: S tokens of a trajectory, T sampled tokens of it, L token slots of a packed row.
 """
@@ -16,7 +16,7 @@ GroupId = NewType("GroupId", str)
 rewound.
 """
 PolicyVersion = NewType("PolicyVersion", int)
-"""Optimizer steps that the weights have seen; 0 for the initial weights."""
+"""Number of optimizer steps behind the weights; 0 for the initial weights."""
 
 
 class FinishReason(IntEnum):
@@ -28,7 +28,7 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class VersionRun:
-    """`num_tokens` consecutive sampled tokens that `policy_version` sampled."""
+    """A run of `num_tokens` consecutive tokens that `policy_version` sampled."""
 
     policy_version: int
     num_tokens: int
@@ -72,7 +72,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """One prompt's trajectories, whole (parts already joined)."""
+    """All trajectories of one prompt (parts already joined)."""
 
     job: str
     group_id: GroupId
@@ -88,9 +88,7 @@ class SampleGroup:
 
     @property
     def birth(self) -> int:
-        """The lowest version of any first token, as in staleness.md; groups are never empty of
-        tokens.
-        """
+        """The lowest version of any first token; groups always have tokens."""
         return min(
             sample.version_runs[0].policy_version for sample in self.samples if sample.version_runs
         )
@@ -129,7 +127,9 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What every rank must know before the first forward of a step; see batches.proto."""
+    """Facts about a step that every rank must know before its first forward pass; see
+    batches.proto.
+    """
 
     step: int
     batch_id: str
@@ -140,6 +140,6 @@ class StepPlan:
     publish_after: bool
     metrics: dict[str, float]
     provisional: bool = False
-    """Whether more micro-batches follow; counts are those so far then."""
+    """Whether more micro-batches follow; the counts then cover those so far."""
     traceparents: tuple[str, ...] = ()
-    """Trace contexts of those groups that are traced."""
+    """Trace contexts of the groups that are traced."""

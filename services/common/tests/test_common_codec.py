@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from common_groups import facts, make_group, make_sample
+from common_fakes import facts, make_group, make_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -283,7 +283,11 @@ def run(version: int, num_tokens: int) -> sample_pb2.VersionRun:
         (no_samples, "empty", "no samples"),
         (no_sampled_token, "empty", "no sampled token"),
         (break_sample(index=0), "sample_index", "same index"),
-        (break_sample(token_ids=bytes(27)), "column", "token_ids has 27 bytes, no multiple of 4"),
+        (
+            break_sample(token_ids=bytes(27)),
+            "column",
+            "token_ids has 27 bytes, not a multiple of 4",
+        ),
         (break_sample(logprobs=bytes(11)), "column", "logprobs has 11 bytes"),
         (break_sample(token_ids=bytes(24)), "segments", "6 token ids"),
         (break_sample(logprobs=bytes(16)), "segments", "4 logprobs"),
@@ -560,16 +564,20 @@ def test_version_1_of_micro_batches_stays_readable_and_is_what_is_written() -> N
 def admission_message() -> admission_pb2.ReportRequest:
     """A report with a generator's load and a group that is handed back half sampled."""
     load = admission_pb2.GeneratorLoad(
-        generator="http://127.0.0.1:8000", kv_usage=0.25, kv_tokens=65536, num_running=12, num_waiting=3, preemptions_total=2,
-        steps_total=1000, step_seconds_total=8.5, step_tokens_total=9000, prefill_tokens_total=450, running_seconds_total=77.5,
-        kv_usage_seconds_total=2.25, kv_block_tokens=16, requested_seconds_total=80.5, answered_total=64,
+        generator="http://127.0.0.1:8000", kv_usage=0.25, kv_tokens=65536, num_running=12,
+        num_waiting=3, preemptions_total=2, steps_total=1000, step_seconds_total=8.5,
+        step_tokens_total=9000, prefill_tokens_total=450, running_seconds_total=77.5,
+        kv_usage_seconds_total=2.25, kv_block_tokens=16, requested_seconds_total=80.5,
+        answered_total=64,
     )  # fmt: skip
     runs = [
         sample_pb2.VersionRun(policy_version=3, num_tokens=2),
         sample_pb2.VersionRun(policy_version=4, num_tokens=1),
     ]
     answers = [
-        admission_pb2.PartialAnswer(sample_index=0, token_ids=[5, 9, 300], logprobs=[-0.5, -1.25, 0.0], version_runs=runs),
+        admission_pb2.PartialAnswer(
+            sample_index=0, token_ids=[5, 9, 300], logprobs=[-0.5, -1.25, 0.0], version_runs=runs,
+        ),
         admission_pb2.PartialAnswer(
             sample_index=2, token_ids=[7], logprobs=[-2.0], version_runs=runs[:1],
             finish_reason=sample_pb2.FINISH_REASON_STOP, text="7",

@@ -61,7 +61,7 @@ async def test_a_folder_in_use_is_refused_until_its_server_is_gone(tmp_path: Pat
 
 async def test_an_occupied_port_is_named(tmp_path: Path) -> None:
     async with NatsServer.start(tmp_path / "one") as server:
-        with pytest.raises(SettingsError, match=rf"ended at once.*127\.0\.0\.1:{server.port}"):
+        with pytest.raises(SettingsError, match=rf"ended early.*127\.0\.0\.1:{server.port}"):
             async with NatsServer.start(tmp_path / "two", port=server.port):
                 pass
 

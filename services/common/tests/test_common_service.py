@@ -104,7 +104,7 @@ def test_a_signal_stops_the_service_cleanly(number: signal.Signals) -> None:
 
 
 def test_a_signal_ends_a_service_that_is_starting() -> None:
-    """Nobody heeds `stop` yet: a connection is waited for, an engine warms up."""
+    """No code heeds `stop` yet: a connection is waited for, an engine warms up."""
     process = _service("""
     try:
         print('up', flush=True)

@@ -1,4 +1,4 @@
-"""The job file: what is read, and how every kind of mistake is told."""
+"""The job file: what is read, and how every kind of mistake is reported."""
 
 import subprocess
 import sys
@@ -105,8 +105,9 @@ def test_a_file_that_is_no_job_is_told_so(tmp_path: Path, content: str, says: st
     assert str(path) in str(caught.value)
 
 
-ARGUMENTS = """{lr: 1e-6, big: 1E3, half: .5, whole: 10, octal: 010, hex: 0x10, many: 1_000, time: 12:30, day: 2026-11-30,
-  no_number: 1e, version: 1.2.3, quoted: '1e-6', inherited: {<<: &base {a: 1}, b: 2}, again: {<<: *base, a: 3}, off: off}"""
+ARGUMENTS = """{lr: 1e-6, big: 1E3, half: .5, whole: 10, octal: 010, hex: 0x10, many: 1_000,
+  time: 12:30, day: 2026-11-30, no_number: 1e, version: 1.2.3, quoted: '1e-6',
+  inherited: {<<: &base {a: 1}, b: 2}, again: {<<: *base, a: 3}, off: off}"""
 READ = {
     "lr": 1e-6,
     "big": 1000.0,
@@ -247,7 +248,8 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
         ({"model": {}}, "spec.model.uri: missing"),
         (
             {"staleness": {"policy": "areal", "etta": 1}},
-            "policy 'areal' has no parameter 'etta': it has eta, maxConcurrent; did you mean 'eta'?",
+            "policy 'areal' has no parameter 'etta': it has eta, maxConcurrent; did you mean "
+            "'eta'?",
         ),
         (
             {"staleness": {"policy": "areal", "maxConcurrent": 0}},

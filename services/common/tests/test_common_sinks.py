@@ -173,7 +173,7 @@ def test_an_offline_wandb_run_holds_what_was_logged_and_keeps_its_id(tmp_path: P
 
 
 class Recorder:
-    """A sink of our own: takes rows until told to block or to fail."""
+    """A fake sink: takes rows until it is set to block or to fail."""
 
     name = "recorder"
 
@@ -311,7 +311,7 @@ async def test_sinks_that_cannot_start_are_tried_a_few_times_and_left(
             while sum("ended with status 2" in message for message in caplog.messages) < 3:
                 assert not keeping.done()
                 await asyncio.sleep(0.1)
-    assert not keeping.done()  # the trainer goes on
+    assert not keeping.done()  # the trainer continues
     await keeper.finish()
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)

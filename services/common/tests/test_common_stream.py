@@ -12,7 +12,7 @@ from typing import Any
 
 import nats
 import pytest
-from common_groups import facts, make_group
+from common_fakes import facts, make_group
 
 from pipelinerl.v1 import metrics_pb2, sample_pb2
 from pipelinerl_common.codec import encode_group

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from common_groups import make_group
+from common_fakes import make_group
 
 from pipelinerl.v1 import metrics_pb2
 from pipelinerl_common.errors import Unavailable
@@ -53,7 +53,7 @@ async def freeze(server: NatsServer) -> None:
 async def test_nothing_is_lost_when_the_server_is_killed_again_and_again_while_groups_flow(
     tmp_path: Path,
 ) -> None:
-    """What the publisher was told is stored arrives; neither side ends; what was acknowledged does
+    """Groups whose storage was confirmed arrive; neither side ends; what was acknowledged does
     not come back.
     """
     store, num_groups, num_kills = tmp_path / "nats", 400, 3
@@ -304,11 +304,11 @@ async def test_a_client_that_gave_up_is_replaced(tmp_path: Path) -> None:
 async def test_leaving_while_the_server_is_away_takes_no_longer_than_its_deadline(
     tmp_path: Path,
 ) -> None:
-    async with (
+    async with (  # noqa: SIM117
         NatsServer.start(tmp_path / "nats") as server,
         asyncio.timeout(DEADLINE_S),
         open_stream(server) as stream,
-    ):  # noqa: SIM117
+    ):
         async with stream.samples(max_pending=8) as groups:
             await stream.publish_group(make_group(0))
             (received,) = await take(groups, 1)

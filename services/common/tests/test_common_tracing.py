@@ -162,11 +162,13 @@ sys.path.insert(0, "services/common/tests")
 from pipelinerl_common.tracing import open_tracer, span, headers
 from pipelinerl_common.settings import parse_job
 spec = {"model": {"uri": "tiny://arithmetic"}, "task": {"path": "tasks:Sums"}}
-document = {"apiVersion": "pipelinerl.dev/v1alpha1", "kind": "PipelineRLJob", "metadata": {"name": "sums"}, "spec": spec}
+kinds = {"apiVersion": "pipelinerl.dev/v1alpha1", "kind": "PipelineRLJob"}
+document = {**kinds, "metadata": {"name": "sums"}, "spec": spec}
 async def main():
     async with open_tracer(parse_job(document, "test"), "actor", "actor-0") as tracer:
-        with tracer.root("grant"), tracer.sampled_root("x"), tracer.continued("rollout", "00-1"), span("inner"):
-            assert headers() == {}
+        with tracer.root("grant"), tracer.sampled_root("x"):
+            with tracer.continued("rollout", "00-1"), span("inner"):
+                assert headers() == {}
 asyncio.run(main())
 assert not [name for name in sys.modules if name.startswith("opentelemetry")]
 """

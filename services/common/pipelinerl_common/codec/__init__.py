@@ -1,8 +1,8 @@
 """Protobuf and numpy columns: bytes on the wire become arrays without a loop over tokens, and every
 length is checked.
 
-Whoever decodes gets either an object that keeps all invariants of its type's docstring or a
-MalformedMessage. Whether numbers are finite is the reader's to judge, since one odd reward is no
+Decoding returns an object that keeps all invariants of its type's docstring, or raises
+MalformedMessage. Whether numbers are finite is for the reader to judge, since one odd reward is no
 reason to lose a group.
 """
 

@@ -1,4 +1,4 @@
-"""Packed micro-batches and step plans on gRPC: see batches.proto."""
+"""Conversion of packed micro-batches and step plans on gRPC: see batches.proto."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def micro_batch_to_proto(batch: MicroBatch) -> batches_pb2.MicroBatch:
 
 
 def micro_batch_from_proto(message: batches_pb2.MicroBatch) -> MicroBatch:
-    """Columns are read-only views of the message's bytes. Raises MalformedMessage."""
+    """Returns columns that are read-only views of the message's bytes. Raises MalformedMessage."""
     name, num_slots = f"micro-batch {message.index}", message.num_slots
     sequence_lengths = tuple(message.sequence_lengths)
     _check(all(sequence_lengths), "sequence_lengths", f"{name}: a sequence without tokens")

@@ -1,4 +1,4 @@
-"""Byte columns and version runs."""
+"""Conversion of byte columns and version runs."""
 
 from collections.abc import Iterable
 from typing import Any, Final
@@ -23,18 +23,18 @@ def to_bytes(column: NDArray[Any], dtype: np.dtype[Any]) -> bytes:
 
 
 def from_bytes(data: bytes, dtype: np.dtype[Any], name: str) -> NDArray[Any]:
-    """A read-only view of `data`. Raises MalformedMessage when the length is no multiple of the
+    """A read-only view of `data`. Raises MalformedMessage unless the length is a multiple of the
     item size.
     """
     if len(data) % dtype.itemsize:
         raise MalformedMessage(
-            f"{name} has {len(data)} bytes, no multiple of {dtype.itemsize}", "column"
+            f"{name} has {len(data)} bytes, not a multiple of {dtype.itemsize}", "column"
         )
     return np.frombuffer(data, dtype)
 
 
 def sized(data: bytes, dtype: np.dtype[Any], name: str, length: int) -> NDArray[Any]:
-    """`from_bytes` that also checks the number of items."""
+    """A view as of `from_bytes`, with a check of the number of items."""
     column = from_bytes(data, dtype, name)
     if len(column) != length:
         raise MalformedMessage(f"{name} has {len(column)} items instead of {length}", "column")
@@ -51,7 +51,7 @@ def runs_to_proto(runs: Iterable[VersionRun]) -> list[sample_pb2.VersionRun]:
 def runs_from_proto(
     runs: Iterable[sample_pb2.VersionRun], num_tokens: int
 ) -> tuple[VersionRun, ...]:
-    """Raises MalformedMessage unless the runs are non-empty, of versions from 0 on, and add up to
+    """Raises MalformedMessage unless the runs are non-empty, have versions from 0 on, and add up to
     `num_tokens`.
     """
     decoded = []

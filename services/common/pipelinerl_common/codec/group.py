@@ -1,6 +1,5 @@
-"""Sample groups on the stream: see sample.proto.
-
-Joins the parts of groups that were too large for one message.
+"""Sample groups on the stream (see sample.proto): encoding, decoding, and joining the parts of
+groups that were too large for one message.
 """
 
 import math
@@ -18,13 +17,13 @@ from pipelinerl_common.types import FinishReason, GroupId, Sample, SampleGroup
 SCHEMA_VERSION: Final = 1
 
 _SAMPLE_OVERHEAD_BYTES: Final = 6
-"""Tag and length prefix of one sample inside a group, at most."""
+"""Largest tag and length prefix of one sample inside a group."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedPart:
-    """One message of a group. `message_id` is "<group_id>:<attempt>:<part>", by which the server
-    drops repeated publishes.
+    """One encoded message of a group. `message_id` is "<group_id>:<attempt>:<part>", by which the
+    server drops repeated publishes.
     """
 
     message_id: str
@@ -36,7 +35,7 @@ class GroupPart:
     """One decoded message: `header` is the group with only this part's samples.
 
     Example: a group of 8 samples in two messages is part 0 of 2 with 5 samples and part 1 of 2 with
-    3, both num_samples=8.
+    3, both with num_samples=8.
     """
 
     header: SampleGroup
@@ -46,7 +45,7 @@ class GroupPart:
 
 
 def encode_group(group: SampleGroup, max_payload_bytes: int) -> list[EncodedPart]:
-    """The group in as few messages of at most `max_payload_bytes` as samples in order allow.
+    """The group in as few messages of at most `max_payload_bytes` as its samples in order allow.
 
     Raises PermanentError when one sample alone is larger, and ValueError when a column breaks the
     type's invariants.
@@ -83,9 +82,8 @@ def _encode_parts(
     group: SampleGroup, message: sample_pb2.SampleGroup, max_payload_bytes: int
 ) -> list[EncodedPart]:
     header = _header_to_proto(group)
-    header.part = header.num_parts = len(
-        group.samples
-    )  # the largest values, while sizes are computed
+    # The largest possible values, so that no header is larger than the one whose size is computed.
+    header.part = header.num_parts = len(group.samples)
     chunks = _split(
         message.samples, max_payload_bytes - header.ByteSize(), group.group_id, max_payload_bytes
     )
@@ -106,7 +104,7 @@ def _encode_parts(
 def _split(
     samples: Sequence[sample_pb2.Sample], budget_bytes: int, group_id: str, max_payload_bytes: int
 ) -> list[list[sample_pb2.Sample]]:
-    """Consecutive samples in chunks that fit into `budget_bytes` each."""
+    """Splits consecutive samples into chunks that fit into `budget_bytes` each."""
     chunks: list[list[sample_pb2.Sample]] = [[]]
     used_bytes = 0
     for sample in samples:
@@ -153,14 +151,14 @@ def _fill_sample(message: sample_pb2.Sample, sample: Sample) -> None:
 
 
 def decode_part(payload: bytes) -> GroupPart:
-    """One message from the stream. Raises MalformedMessage, whose `reason` says in a word what is
-    wrong.
+    """Decodes one message from the stream. Raises MalformedMessage, whose `reason` names the fault
+    in a word.
     """
     try:
         message = sample_pb2.SampleGroup.FromString(payload)
     except DecodeError as error:
         raise MalformedMessage(
-            f"{len(payload)} bytes are no SampleGroup: {error}", "unparsable"
+            f"{len(payload)} bytes are not a SampleGroup: {error}", "unparsable"
         ) from error
     if message.schema_version != SCHEMA_VERSION:
         raise MalformedMessage(
@@ -246,8 +244,8 @@ def _sample_from_proto(message: sample_pb2.Sample) -> Sample:
 
 
 def whole(header: SampleGroup, samples: Sequence[Sample]) -> SampleGroup:
-    """The group of `header` with all its samples, by index. Raises MalformedMessage unless they
-    make a group.
+    """The group of `header` with all its samples in the order of their indices. Raises
+    MalformedMessage unless they make a group.
     """
     if not any([len(sample.logprobs_T) for sample in samples]):
         raise MalformedMessage(f"group {header.group_id}: no sampled token in any sample", "empty")
@@ -262,18 +260,18 @@ def whole(header: SampleGroup, samples: Sequence[Sample]) -> SampleGroup:
 
 
 class PartKey(NamedTuple):
-    """What the parts of one group have in common."""
+    """The key that the parts of one group share."""
 
     group_id: str
     attempt: int
 
 
 class GroupJoiner:
-    """Collects parts until their group is whole. Groups of one part pass straight through.
+    """Collects parts until their group is whole. Groups of one part pass without being stored.
 
-    Bounded: beyond `max_groups` incomplete groups or `max_tokens` in them the oldest is evicted, as
-    is an attempt when a part of a newer one arrives (its actor is gone). `num_evicted` counts them,
-    `on_evict` gets what is lost.
+    Bounded: beyond `max_groups` incomplete groups or `max_tokens` in them the oldest is evicted,
+    and so is an attempt when a part of a newer one arrives (its actor has died). `num_evicted`
+    counts evictions, `on_evict` receives the lost parts.
     """
 
     def __init__(
@@ -290,16 +288,16 @@ class GroupJoiner:
         self.num_evicted = 0
 
     def __len__(self) -> int:
-        """Incomplete groups."""
+        """Number of incomplete groups."""
         return len(self._waiting)
 
     def add(self, part: GroupPart) -> SampleGroup | None:
-        """The whole group when this was its last missing part. A part that is already there
-        replaces itself.
+        """Returns the whole group when this was its last missing part. A part that is already
+        stored replaces itself.
 
         Raises MalformedMessage when the part contradicts those before it; the incomplete group
-        stays as it was. So it does when all parts are there and make no group, but then those
-        before it are evicted.
+        stays as it was. It is also raised when all parts are there and make no group; then those
+        before are evicted.
         """
         if part.num_parts == 1:
             return whole(part.header, part.header.samples)
@@ -342,7 +340,7 @@ class GroupJoiner:
         return group
 
     def discard(self, key: PartKey) -> list[GroupPart]:
-        """Forgets an incomplete group, if it is there, and returns its parts."""
+        """Removes an incomplete group, if it is there, and returns its parts."""
         parts = list(self._waiting.pop(key, {}).values())
         self._num_tokens -= sum(_num_tokens(part) for part in parts)
         return parts

@@ -1,7 +1,7 @@
 """Metrics: the catalog of all of them, a process's own, and `/metrics`."""
 
 from pipelinerl_common.metrics.catalog import CATALOG, TABLES, metrics_of
-from pipelinerl_common.metrics.exposition import CONTENT_TYPE, serve_metrics
+from pipelinerl_common.metrics.exposition import CONTENT_TYPE, exposition_of, serve_metrics
 from pipelinerl_common.metrics.metric import (
     ACTOR,
     COORDINATOR,
@@ -23,7 +23,6 @@ from pipelinerl_common.metrics.registry import (
     Histogram,
     Metrics,
     UndeclaredMetric,
-    exposition_of,
     is_counter,
     record_of,
 )

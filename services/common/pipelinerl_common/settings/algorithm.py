@@ -179,8 +179,8 @@ class ExperimentalSettings(Settings):
     `surrogate: score`; 0 is off.
     """
     delay_compensation: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of AdamW's second-order term that moves a delayed gradient to the current weights; 0 is
-    off.
+    """Weight of AdamW's second-order term that moves a delayed gradient to the current weights; 0
+    is off.
     """
 
 

@@ -1,9 +1,7 @@
-"""A job file's text: YAML that means here what it means to `kubectl apply`.
+"""Reads a job file, applies `--set path=value`, and turns every mistake into one readable message.
 
-Unlike PyYAML by itself, 1e-6 is a number, 12:30 and 2026-11-30 are text, and a key may not be there
-twice.
-
-Reads a job file, applies `--set path=value`, and turns every mistake into one readable message.
+YAML means here what it means to `kubectl apply`. Unlike with PyYAML by itself, 1e-6 is a number,
+12:30 and 2026-11-30 are text, and a key may not appear twice.
 """
 
 import copy
@@ -58,14 +56,14 @@ _Loader.add_implicit_resolver(_TAG + "float", re.compile(rf"^(?:{_FLOAT})$"), li
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that PyYAML by itself or `_Loader` would take for something else."""
+    """Quotes text that PyYAML by itself or `_Loader` would read as another type."""
 
 
 _Dumper.add_implicit_resolver(_TAG + "float", re.compile(rf"^(?:{_FLOAT})$"), list("-+0123456789."))
 
 
 def read_yaml(text: str) -> Any:
-    """Raises ValueError that says where and what is wrong."""
+    """Parses YAML. Raises ValueError that says where and what is wrong."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -75,18 +73,18 @@ def read_yaml(text: str) -> Any:
 
 
 def write_yaml(document: Any) -> str:
-    """Text that `read_yaml` gives back as it was."""
+    """YAML text that `read_yaml` reads back unchanged."""
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 _FREE_FORM = {"args", "engineArgs", "engine_args", "podTemplate", "pod_template"}
-"""Mappings whose keys are another program's names, taken letter by letter."""
+"""Mappings whose keys are another program's names, taken literally."""
 _FOLLOWS_FROM_ANOTHER = "default_factory_not_called"
-"""A default that depends on a field which is wrong itself."""
+"""Type of pydantic's error for a default that depends on a field which is wrong itself."""
 _MOST_BYTES = 1 << 20
-"""Kubernetes takes no larger object."""
+"""Size above which Kubernetes refuses an object."""
 _MOST_PLACES = 2
-"""A name that more sections than these have says nothing about which one was meant."""
+"""Number of sections beyond which a field's name is no hint to which one was meant."""
 
 
 def load_job(path: Path, overrides: Iterable[str] = ()) -> Job:
@@ -150,10 +148,8 @@ def _no_file(path: Path) -> str:
 
 
 def parse_newer_job(document: Mapping[str, Any], source: str) -> tuple[Job, tuple[str, ...]]:
-    """As `parse_job`, for a document that a newer version may have accepted: fields that are
-    unknown here are left out.
-
-    With the paths of those, for example "spec.trainers.colour".
+    """Validates like `parse_job` a document that a newer version may have accepted: unknown fields
+    are removed. Returns the job with the paths of those, for example "spec.trainers.colour".
     """
     try:
         return Job.model_validate(document), ()
@@ -168,7 +164,7 @@ def parse_newer_job(document: Mapping[str, Any], source: str) -> tuple[Job, tupl
 
 
 def _leave_out(document: dict[str, Any], location: Sequence[int | str]) -> None:
-    """What is not there stays for `parse_job` to complain about."""
+    """Removes one field; a path that does not exist is left for `parse_job` to report."""
     node: Any = document
     for part in location[:-1]:
         known = (
@@ -206,13 +202,13 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
 
 
 def _spelling(node: Mapping[str, Any], key: str) -> str:
-    """`key` as the document has it already, in camelCase or snake_case."""
+    """`key` as the document spells it already, in camelCase or snake_case."""
     return next((present for present in node if to_camel(str(present)) == to_camel(key)), key)
 
 
 def describe_fault(detail: ErrorDetails, root: type[BaseModel]) -> str:
-    """One line on what is wrong in a document of the model `root`: its path, its value, and what
-    may have been meant.
+    """One line about a fault in a document of the model `root`: its path, its value, and what may
+    have been meant.
     """
     location = ".".join(str(part) for part in detail["loc"]) or "the file"
     value = detail["input"]
@@ -235,7 +231,7 @@ def _meant(location: Sequence[int | str], root: type[BaseModel]) -> str:
 
 
 def _paths(model: type[BaseModel], above: str = "") -> Iterator[str]:
-    """All fields of a job file. Example: "spec.algorithm.optimizer.learningRate"."""
+    """Yields all fields of a job file, for example "spec.algorithm.optimizer.learningRate"."""
     for name, field in model.model_fields.items():
         path = f"{above}{field.alias or name}"
         yield path

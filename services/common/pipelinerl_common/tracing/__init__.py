@@ -1,5 +1,5 @@
-"""Traces: from a prompt's grant to the optimizer step, and of each weight update. Off unless the
-job asks for them.
+"""Traces: of groups from their lease to the optimizer step, and of each weight update. Off unless
+the job asks for them.
 """
 
 from pipelinerl_common.tracing.span import (

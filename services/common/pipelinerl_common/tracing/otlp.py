@@ -23,7 +23,7 @@ from pipelinerl_common.tracing.span import NOTHING, TRACEPARENT, Attribute, Span
 log = logging.getLogger(__name__)
 
 _EXPORT_S = 5.0
-"""Longest time for one export; the spans are lost beyond it."""
+"""Longest time for one export; its spans are lost beyond it."""
 _CLOSE_S = 8.0
 _MAX_WAITING_SPANS = 4096
 _SEND_EVERY_MS = 1000
@@ -32,7 +32,7 @@ _CONTEXT = TraceContextTextMapPropagator()
 
 
 class _OtlpSpan(Span):
-    """A span that is recorded."""
+    """A recorded span."""
 
     def __init__(self, tracer: trace.Tracer, span: trace.Span) -> None:
         context = span.get_span_context()
@@ -51,7 +51,9 @@ class _OtlpSpan(Span):
 
 @contextmanager
 def _running(tracer: trace.Tracer, started: trace.Span) -> Iterator[Span]:
-    """The current span for the length of the block; an error that leaves it is noted."""
+    """Makes a span the current one for the length of the block; records an error that leaves the
+    block.
+    """
     made = _OtlpSpan(tracer, started)
     token = _current.set(made)
     try:
@@ -70,7 +72,7 @@ def _running(tracer: trace.Tracer, started: trace.Span) -> Iterator[Span]:
 
 
 class OtlpTracer(Tracer):
-    """Sends spans in the background, in batches; what does not fit into its queue is dropped."""
+    """Sends spans in the background, in batches; a full queue drops spans."""
 
     def __init__(self, settings: TracingSettings, resource: Mapping[str, str]) -> None:
         exporter = OTLPSpanExporter(

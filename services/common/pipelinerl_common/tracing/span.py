@@ -1,15 +1,14 @@
-"""A piece of work in a trace, and the one that runs now. Without tracing every span is NOTHING, and
+"""Spans of a trace, and the tracer that starts them. Without tracing every span is NOTHING, which
 costs next to nothing.
 
-    with tracer.continued("rollout", lease.traceparent, group_size=8):      # or tracer.root(...)
-        with span("verify") as verifying:                                   # a child of whatever runs now
-            ...
-            verifying.set(reward=1.0)
+    async with open_tracer(job, "actor", "actor-0") as tracer:
+        with tracer.continued("rollout", lease.traceparent, group_size=8):  # or tracer.root(...)
+            with span("verify") as verifying:  # a child of the span that runs now
+                ...
+                verifying.set(reward=1.0)
 
 A span's place in its trace travels as W3C `traceparent` text ("" when nothing is traced): in gRPC
 metadata, NATS and HTTP headers, leases and step plans.
-
-Where spans begin. One tracer per process; off unless `spec.telemetry.tracing` is set.
 """
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -28,17 +27,17 @@ if TYPE_CHECKING:
 
 
 TRACEPARENT = "traceparent"
-"""The header's name, wherever there are headers."""
+"""Name of the header or metadata key."""
 
 Attribute = str | int | float | bool
 
 
 class Span:
-    """Nothing: what runs is not traced."""
+    """A piece of work in a trace. This class itself is the span of untraced work."""
 
     traceparent = ""
     trace_id = ""
-    """For log lines; 32 hexadecimal digits, or empty."""
+    """Id of the trace for log lines: 32 hexadecimal digits, or empty."""
 
     def child(
         self, name: str, attributes: Mapping[str, Attribute]
@@ -46,7 +45,7 @@ class Span:
         return _NO_BLOCK
 
     def set(self, **attributes: Attribute) -> None:
-        """Adds what is known only now."""
+        """Adds attributes that become known during the work."""
 
 
 NOTHING = Span()
@@ -67,19 +66,19 @@ def span(name: str, **attributes: Attribute) -> AbstractContextManager[Span]:
 
 
 def headers() -> dict[str, str]:
-    """What a message or request must carry to be part of the trace; empty when nothing is traced."""
+    """Headers that make a message or request part of the trace; empty when nothing is traced."""
     traceparent = _current.get().traceparent
     return {TRACEPARENT: traceparent} if traceparent else {}
 
 
 @contextmanager
 def called_by(traceparent: str) -> Iterator[None]:
-    """What `caller` says in the block, and in tasks that begin in it."""
+    """Sets what `caller` returns in the block and in tasks that start in it."""
     token = _caller.set(traceparent)
     try:
         yield
     finally:
-        with suppress(ValueError):  # a generator that is closed elsewhere ends in another context
+        with suppress(ValueError):  # a generator that is closed by another task ends in its context
             _caller.reset(token)
 
 
@@ -89,7 +88,7 @@ def caller() -> str:
 
 
 class Tracer:
-    """Traces nothing."""
+    """Starts spans. This class itself traces nothing."""
 
     def root(
         self, name: str, links: Sequence[str] = (), **attributes: Attribute
@@ -100,23 +99,25 @@ class Tracer:
         return nullcontext(NOTHING)
 
     def sampled_root(self, name: str, **attributes: Attribute) -> AbstractContextManager[Span]:
-        """The same for a share of the calls only, `sampleRatio`; NOTHING for the others."""
+        """The first span of a trace for a share of the calls, `sampleRatio`; NOTHING for the
+        others.
+        """
         return nullcontext(NOTHING)
 
     def continued(
         self, name: str, traceparent: str, **attributes: Attribute
     ) -> AbstractContextManager[Span]:
-        """A span below one of another process, or below an earlier one of this; NOTHING for an
-        empty `traceparent`.
+        """A span below one of another process, or below an earlier one of this process; NOTHING for
+        an empty `traceparent`.
         """
         return nullcontext(NOTHING)
 
 
 @asynccontextmanager
 async def open_tracer(job: "Job", role: str, instance: str) -> AsyncIterator[Tracer]:
-    """The tracer of one process. Spans that are not sent when the block is left get a few seconds.
+    """The tracer of one process. Spans that are unsent when the block ends get a few seconds.
 
-    OpenTelemetry is imported only when the job traces. A collector that is away costs spans, never
+    OpenTelemetry is imported only when the job traces. An unreachable collector loses spans, never
     time.
     """
     settings = job.spec.telemetry.tracing
