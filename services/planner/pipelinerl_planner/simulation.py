@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from pipelinerl_planner.cluster import SimulatedCluster
-from pipelinerl_planner.engine import NEVER, SimulatedSequence
-from pipelinerl_planner.generators import SimulatedGenerators
+from pipelinerl_planner.generators import NEVER, SimulatedGenerators, SimulatedSequence
 from pipelinerl_planner.lengths import Lengths
 from pipelinerl_planner.outcome import SimulationOutcome, count, count_length
 from pipelinerl_staleness.policy import EngineLoad, Policy

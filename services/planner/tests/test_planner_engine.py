@@ -6,7 +6,7 @@ from math import ceil
 import pytest
 
 from pipelinerl_planner.cluster import SimulatedCluster
-from pipelinerl_planner.engine import NEVER, SimulatedEngine, SimulatedSequence
+from pipelinerl_planner.generators import NEVER, SimulatedEngine, SimulatedSequence
 
 BLOCK_TOKENS = 16
 CLUSTER = SimulatedCluster(

@@ -20,8 +20,15 @@ from torch import Tensor
 from pipelinerl_common.errors import FatalError
 from pipelinerl_common.settings import AlgorithmSettings
 from pipelinerl_common.types import StepPlan
-from pipelinerl_trainer.importance import IMPORTANCE, lengths_per_sequence, token
-from pipelinerl_trainer.losses import SURROGATES, PolicyLoss, kl_to_reference, value_loss
+from pipelinerl_trainer.losses import (
+    IMPORTANCE,
+    SURROGATES,
+    PolicyLoss,
+    kl_to_reference,
+    lengths_per_sequence,
+    token,
+    value_loss,
+)
 from pipelinerl_trainer.packed import TokenColumns
 from pipelinerl_trainer.scoring import TokenScores
 

@@ -10,18 +10,16 @@ import trainer_fakes as fakes
 from torch import Tensor
 
 from pipelinerl_common.settings import AlgorithmSettings
-from pipelinerl_trainer.importance import (
-    IMPORTANCE,
-    MAX_LOG_RATIO,
-    lengths_per_sequence,
-    sums_per_sequence,
-)
 from pipelinerl_trainer.losses import (
+    IMPORTANCE,
     KL_ESTIMATORS,
+    MAX_LOG_RATIO,
     SURROGATES,
     PolicyLoss,
     kl_to_reference,
+    lengths_per_sequence,
     mixed,
+    sums_per_sequence,
     value_loss,
 )
 from pipelinerl_trainer.objective import generalized_advantages
