@@ -5,7 +5,7 @@ decisions with the recorded ones.
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pipelinerl_common.text import counted, did_you_mean_folder
@@ -60,11 +60,14 @@ class _Events:
     def records(self) -> Iterator[Record]:
         for path in self._paths:
             with path.open("rb") as file:
-                for number, line in enumerate(file, start=1):
-                    self.place = f"{path}:{number}"
-                    # A running or crashed preprocessor may have written part of its last line.
-                    if line.endswith(b"\n"):
-                        yield _record_of(line)
+                yield from self._records_in(path, file)
+
+    def _records_in(self, path: Path, lines: Iterable[bytes]) -> Iterator[Record]:
+        for number, line in enumerate(lines, start=1):
+            self.place = f"{path}:{number}"
+            # A running or crashed preprocessor may have written part of its last line.
+            if line.endswith(b"\n"):
+                yield _record_of(line)
 
 
 def _record_of(line: bytes) -> Record:

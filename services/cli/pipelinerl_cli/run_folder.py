@@ -142,7 +142,7 @@ class Resume:
     """The run that the folder has already."""
 
     steps_done: int
-    """Of the newest complete checkpoint."""
+    """The step of the newest complete checkpoint."""
     changed: tuple[str, ...]
     """Settings that differ from the earlier session, as "algorithm.loss: ppo -> grpo"."""
 

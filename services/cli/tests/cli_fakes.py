@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipelinerl_cli.doctor.facts import RunFacts
+from pipelinerl_common.runs.facts import RunFacts
 from pipelinerl_common.runs.records import Record
 from pipelinerl_common.settings import Job, parse_job
 

@@ -86,7 +86,7 @@ class Generator:
 
 @contextmanager
 def serving(generator: Generator) -> Iterator[str]:
-    """The generator's URL; it runs in a thread of its own, as the command has its own event loop."""
+    """The generator's URL; it runs in its own thread, as the command has its own event loop."""
     loop = asyncio.new_event_loop()
 
     async def start() -> web.AppRunner:

@@ -10,9 +10,8 @@ import pytest
 from test_cli_report import JOB, make_run
 
 from pipelinerl_cli.__main__ import main
-from pipelinerl_cli.compare.page import differences
 from pipelinerl_cli.compare.runs import Compared, Variant, curve_of, load, variants
-from pipelinerl_cli.compare.table import cell, note, table
+from pipelinerl_cli.compare.table import cell, differences, note, table
 from pipelinerl_common.runs.records import Record
 
 
@@ -108,13 +107,13 @@ def test_places_of_a_run_that_scales_by_itself_are_those_of_the_actors_that_ther
     )
     root = make_run(tmp_path / "run", [0.5] * 9, job=scaling)
     first = 1010.5  # the first token's time
-    told = [
+    reported = [
         (first, "actor-0", 64.0, 64.0),
         (first + 4, "actor-0", 32.0, 64.0),
         (first + 4, "actor-1", 32.0, 64.0),
     ]
     with (root / "metrics.jsonl").open("a") as file:
-        for time, actor, running, limit in told:
+        for time, actor, running, limit in reported:
             file.write(
                 Record(
                     "actor", actor, time, -1, {"requests_running": running, "requests_limit": limit}

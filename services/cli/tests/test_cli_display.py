@@ -32,7 +32,7 @@ from pipelinerl_cli.up.status_lines import Silence, StallExplainer
 from pipelinerl_cli.up.supervisor import Done, GiveUp, Restart, RestartBudget, judge
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.runs.history import RunHistory
-from pipelinerl_common.runs.records import SILENCE_RECORD, Record, silent_name
+from pipelinerl_common.runs.records import SILENCE_RECORD, Record, silences
 from pipelinerl_common.runs.summary import summarize
 from pipelinerl_common.settings import Job, parse_job
 from pipelinerl_control.plan import Role
@@ -107,7 +107,7 @@ def test_actors_that_come_and_go_are_shown() -> None:
 
 
 def two_sessions() -> list[Record]:
-    """Three steps, then a session that goes on after the second, with a restart, other pauses and
+    """Three steps, then a session that resumes after the second, with a restart, other pauses and
     an idle hour between.
     """
 
@@ -176,7 +176,7 @@ def test_a_reader_of_the_progress_that_is_gone_does_not_stop_the_run() -> None:
     os.close(reading)
     with os.fdopen(writing, "w") as out:
         display = PlainDisplay(out)
-        display.note("nobody reads this")
+        display.note("no process reads this")
         display.stepped(view_after_steps())
         out.write("nor this, and its end is no error")
 
@@ -242,8 +242,8 @@ def test_a_wait_names_who_has_fallen_silent() -> None:
     assert stall.look(view, 0) is None
     view.take(Record("preprocessor", "preprocessor-0", 70, -1, {"queue_groups{stage=ready}": 1.0}))
     assert stall.look(view, 60) == (
-        "no step for 60 s: step 1 needs 1 group, 1 is ready, 0 run; actor-0 has reported nothing for "
-        "60 s"
+        "no step for 60 s: step 1 needs 1 group, 1 is ready, 0 run; actor-0 has reported "
+        "nothing for 60 s"
     )
 
 
@@ -276,8 +276,8 @@ def test_a_generators_silence_is_said_at_once_then_ever_more_seldom_and_ends_wit
 
 @pytest.mark.parametrize("name", ["generator-0-0", "actor-1"])
 def test_a_record_of_a_silence_is_read_as_it_was_written(name: str) -> None:
-    assert silent_name(SILENCE_RECORD.format(name=name)) == name
-    assert silent_name("step_seconds") is None
+    values = {SILENCE_RECORD.format(name=name): 20.0, "step_seconds": 1.0}
+    assert silences(Record("up", "up", 0.0, -1, values)) == {name: 20.0}
 
 
 def test_waits_of_slow_steps_are_not_explained_early() -> None:

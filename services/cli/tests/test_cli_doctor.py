@@ -10,10 +10,10 @@ import yaml
 from cli_fakes import JOB, Change, job, run_facts, run_records
 
 from pipelinerl_cli.__main__ import main
-from pipelinerl_cli.doctor.facts import JobFacts, RunFacts, given_up_messages
-from pipelinerl_cli.doctor.finding import SEVERITIES
-from pipelinerl_cli.doctor.rules import JOB_RULES, RUN_RULES, Named, diagnose_job, diagnose_run
+from pipelinerl_cli.doctor.finding import SEVERITIES, Named
+from pipelinerl_cli.doctor.rules import JOB_RULES, RUN_RULES, diagnose_job, diagnose_run
 from pipelinerl_common.judgements import Severity
+from pipelinerl_common.runs.facts import JobFacts, RunFacts, given_up_messages
 from pipelinerl_common.runs.records import Record
 from pipelinerl_common.settings import Job
 
@@ -318,7 +318,7 @@ def test_job_rule_fires_alone(rule: str) -> None:
         Change(actor={"requests_running": 193.0}, swing=0),
         Change(actor={"rollout_errors_total{reason=timeout}": 50.0}),
         Change(actor_0={"tokens_generated_total": 51_000.0 * 40}, num_steps=1),
-        Change(late={"memory_bytes": 16e9}),  # too short a run to tell
+        Change(late={"memory_bytes": 16e9}),  # too short a run
         Change(step={"reward_mean": 0.95}),
     ],
 )
@@ -353,7 +353,7 @@ def test_remedies_speak_of_gpus_only_where_there_are_some() -> None:
 
 
 def starting(now: float, served_at: float | None = None) -> RunFacts:
-    """A run without a step that began at 0 and goes on; its generators have served since
+    """A run without a step that began at 0 and still runs; its generators have served since
     `served_at`.
     """
     records = [Record("up", "up", 0.0, -1, {"session_started": 1.0})]
@@ -499,7 +499,7 @@ def test_of_a_long_log_the_newest_lines_are_told_and_of_several_logs_the_newest(
     assert given_up_messages(tmp_path) == {"http_400": "number 59"}
     assert given_up_messages(tmp_path, most_bytes=100) == {"http_400": "number 59"}
     (tmp_path / "actor-1.log").write_text(
-        line(59, "before") + "2026-11-30T09:01:00.000Z INFO actor-1 goes on\n" * 10
+        line(59, "before") + "2026-11-30T09:01:00.000Z INFO actor-1 continues\n" * 10
     )
     assert given_up_messages(tmp_path, most_bytes=100) == {"http_400": "number 59"}
 

@@ -28,7 +28,7 @@ spec: {model: {uri: "tiny://arithmetic"}, task: {path: "tasks:Sums"}, seed: 11}
 def result(
     step: int, mean: float, *, name: str = "held-out", time: float = 0.0, failed: int = 0
 ) -> Record:
-    """Of one set with k = 4 and k = 1, told in this order."""
+    """The result of one set with k = 4 and k = 1, reported in this order."""
     values = {
         **{
             f"evaluation_pass_ratio{edge}{{set={name},k=4}}": 0.9 + change

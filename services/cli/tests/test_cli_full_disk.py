@@ -1,5 +1,5 @@
-"""A disk that is full while a run goes on: what could not be written is said once and counted, and
-nothing ends with it.
+"""A disk that is full while a run continues: what could not be written is said once and counted,
+and nothing ends with it.
 """
 
 import asyncio
@@ -68,10 +68,10 @@ def test_thinned_record_that_a_full_disk_refused_is_not_thinned_out_when_it_come
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     writer = MetricsWriter.open(path, now=0)
-    told = Record("actor", "actor-0", 7200.0, -1, {"tokens_generated_total": 1.0})
+    reported = Record("actor", "actor-0", 7200.0, -1, {"tokens_generated_total": 1.0})
     with files_of_at_most(0), pytest.raises(OSError, match="File too large"):
-        writer.write(told)
-    assert writer.write(told)
+        writer.write(reported)
+    assert writer.write(reported)
     writer.close()
     assert [record.time for record in read_records(path)] == [7200.0]
 

@@ -157,7 +157,7 @@ def test_a_remedy_for_a_full_disk_is_one_that_works(
 ) -> None:
     """The streams beside the samples take 768 MiB, at 75 % of the free disk 1.07 GB."""
 
-    def told(max_bytes: int, free: int) -> str:
+    def refusal(max_bytes: int, free: int) -> str:
         monkeypatch.setattr(
             "pipelinerl_cli.up.checks.shutil.disk_usage", lambda path: SimpleNamespace(free=free)
         )
@@ -166,11 +166,11 @@ def test_a_remedy_for_a_full_disk_is_one_that_works(
             checks.check(job, tmp_path / "run")
         return str(refused.value)
 
-    small = told(1 << 20, 700_000_000)
+    small = refusal(1 << 20, 700_000_000)
     assert "takes 1.1 GB of free disk, 1.1 GB of them whatever maxBytes is" in small
     assert "has 0.7 GB; free 0.4 GB more or choose an --output on another disk" in small
     assert "set it to" not in small
-    large = told(1 << 30, 2_000_000_000)
+    large = refusal(1 << 30, 2_000_000_000)
     assert "takes 2.5 GB" in large
     highest = int(large.partition("set it to ")[2].partition(" at most")[0])
     assert highest == 662 << 20  # 0.75 * 2 GB are 1430 MiB

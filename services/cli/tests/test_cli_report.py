@@ -181,7 +181,7 @@ def test_actors_that_came_or_went_are_drawn_over_the_steps(tmp_path: Path) -> No
 
 
 def test_a_step_by_its_lags_has_one_cell_per_lag_that_occurs(tmp_path: Path) -> None:
-    columns = {1: [1.0] + [0.0] * 16, 2: [0.25, 0.0, 0.75] + [0.0] * 14}
+    columns: dict[float, list[float]] = {1: [1.0] + [0.0] * 16, 2: [0.25, 0.0, 0.75] + [0.0] * 14}
     mean = Line("mean", [1, 2], [0.0, 1.5])
     drawn = heat("lag", Axis("step"), Axis("lag"), columns, "16+", mean)
     assert drawn.count('class="cell"') == 3

@@ -29,7 +29,8 @@ QUIET = (
 )
 PROBE = """<script>
 const say = (fault) => { document.body.prepend(Object.assign(document.createElement("p"), {
-  style: "position:fixed;top:0;left:0;margin:0;width:9px;height:9px;background:#f00", title: fault })); };
+  style: "position:fixed;top:0;left:0;margin:0;width:9px;height:9px;background:#f00",
+  title: fault })); };
 addEventListener("error", (event) => say(event.message));
 const svg = document.querySelector("svg"), tip = svg.closest("figure").querySelector(".tip");
 svg.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowLeft" }));
@@ -40,8 +41,8 @@ if (document.documentElement.scrollWidth > innerWidth) say("wider than the windo
 
 
 def first_pixel(png: bytes) -> tuple[int, int, int]:
-    """Of an 8-bit RGB or RGBA picture; whatever the filter of the first line, its first pixel is
-    stored as it is.
+    """The first pixel of an 8-bit RGB or RGBA picture, which every filter of a line stores as it
+    is.
     """
     position, data = 8, b""
     while position < len(png):

@@ -128,7 +128,7 @@ def test_summary_of_a_run_without_a_step_is_valid_json_without_numbers() -> None
 def test_first_and_last_rewards_never_share_a_step(
     num_steps: int, first: float, last: float | None
 ) -> None:
-    """Of 9 steps the means of 0.1 .. 0.4 and of 0.6 .. 0.9; of 12 those of five each."""
+    """9 steps give the means of 0.1 .. 0.4 and of 0.6 .. 0.9; 12 those of five each."""
     history = RunHistory(
         [session(0), *(step(number, number) for number in range(1, num_steps + 1))]
     )

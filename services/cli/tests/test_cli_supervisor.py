@@ -1,4 +1,4 @@
-"""The supervisor with real processes: small Python programs that do as they are told."""
+"""The supervisor with real processes: small Python programs that follow a script."""
 
 import asyncio
 import os
@@ -113,7 +113,7 @@ def is_alive(pid: int) -> bool:
 
 
 async def soon(holds: Callable[[], bool]) -> None:
-    """For what other processes do, of which no event tells."""
+    """Waits for what other processes do, which no event reports."""
     async with asyncio.timeout(DEADLINE_S):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.01)

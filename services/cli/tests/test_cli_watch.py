@@ -60,7 +60,7 @@ def step(number: int, reward: float, age_s: float = 0.0) -> Record:
     )
 
 
-def told(instance: str, age_s: float) -> Record:
+def reported(instance: str, age_s: float) -> Record:
     return Record(
         instance.partition("-")[0], instance, time.time() - age_s, -1, {"memory_bytes": 1.0}
     )
@@ -93,7 +93,7 @@ def test_steps_of_a_live_run_are_seen_once_each_as_they_are_written(
     (run / "lock").write_text(f"{holder}\n")
     (run / "summary.json").write_text('{"status": "interrupted"}')  # of an earlier session
     source = RunFolderSource.open(run)
-    append(run, told("actor-0", 0), told("preprocessor-0", 0))
+    append(run, reported("actor-0", 0), reported("preprocessor-0", 0))
     assert len(source.look()) == 1
     append(run, step(2, 0.5), step(3, 0.75))
     with (run / "metrics.jsonl").open("a") as file:
@@ -112,7 +112,7 @@ def test_steps_of_a_live_run_are_seen_once_each_as_they_are_written(
 
 def test_without_a_terminal_a_live_run_is_a_line_per_step_until_it_ends(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [0.25, 0.5])
-    append(run, step(3, 0.75))  # fresh: the run may still be somebody's
+    append(run, step(3, 0.75))  # fresh: another machine may run it
     watching = subprocess.Popen(
         [sys.executable, "-m", "pipelinerl_cli", "watch", str(run), "--interval", "0.1"],
         stdout=subprocess.PIPE,
@@ -176,8 +176,8 @@ def test_without_a_terminal_who_falls_silent_is_a_line_and_who_is_heard_of_again
     append(run, Record("up", "up", time.time() - 60, -1, {"session_started": 1.0}))
     append(
         run,
-        *(told("actor-1", age) for age in (40, 30)),
-        *(told("actor-0", age) for age in (40, 30, 20)),
+        *(reported("actor-1", age) for age in (40, 30)),
+        *(reported("actor-0", age) for age in (40, 30, 20)),
     )
     append(
         run,
@@ -190,15 +190,15 @@ def test_without_a_terminal_who_falls_silent_is_a_line_and_who_is_heard_of_again
         assert watching.stdout.readline().startswith(f"sums  {run}  running  step 1/1000, started ")
         assert watching.stdout.readline().startswith("step 1/1000")
         assert watching.stdout.readline().startswith("generator-0-0 has not answered for ")
-        append(run, told("actor-0", 1))
+        append(run, reported("actor-0", 1))
         assert watching.stdout.readline().startswith("actor-1 has reported nothing for ")
         append(
             run,
-            told("actor-1", 0),
+            reported("actor-1", 0),
             Record("up", "up", time.time(), -1, {"silent_generator-0-0_seconds": 0.0}),
         )
-        heard = {watching.stdout.readline() for _ in range(2)}
-        assert heard == {
+        news = {watching.stdout.readline() for _ in range(2)}
+        assert news == {
             f"{name} reports again, or has ended\n" for name in ("actor-1", "generator-0-0")
         }
         watching.kill()

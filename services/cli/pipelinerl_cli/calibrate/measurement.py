@@ -60,9 +60,7 @@ class CurveScale:
     num_gpus: int = 1
     """GPUs of the generator; h and tokens per second in the file are those of one."""
     peak_tokens_per_second: float | None = None
-    """Of one GPU: its peak FLOP/s over the FLOPs of one token. None takes the fastest level, the
-    plateau.
-    """
+    """A GPU's peak FLOP/s over the FLOPs of one token. None takes the fastest level."""
 
 
 class GeneratorEndpoint:

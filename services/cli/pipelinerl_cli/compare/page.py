@@ -17,7 +17,7 @@ class Picture(NamedTuple):
     """One plot with a line per variant."""
 
     name: str
-    """For a file."""
+    """The name of the picture's file."""
     title: str
     x: Axis
     y: Axis | None

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from pipelinerl_cli.doctor.facts import JobFacts
 from pipelinerl_cli.report.svg import Line, smooth
 from pipelinerl_cli.run_folder import load_run
+from pipelinerl_common.runs.facts import JobFacts
 from pipelinerl_common.runs.history import RunHistory, Step
 from pipelinerl_common.runs.summary import summarize
 from pipelinerl_common.settings import Job

@@ -119,7 +119,7 @@ def _evaluation(name: str, k: int) -> TableRow:
 
 
 def note(variants: Sequence[Variant]) -> str:
-    """How the table is to be read."""
+    """Explains how the table is to be read."""
     parts = [NOTE]
     if any(len(variant.runs) > 1 for variant in variants):
         parts.append(SEVERAL)

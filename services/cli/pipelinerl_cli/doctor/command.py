@@ -22,9 +22,9 @@ def run(args: argparse.Namespace) -> int:
     """Prints findings, the most severe first. Raises SettingsError when there is nothing to
     examine.
     """
-    from pipelinerl_cli.doctor.facts import JobFacts, load_facts
-    from pipelinerl_cli.doctor.rules import diagnose_job, diagnose_run
+    from pipelinerl_cli.doctor.rules import diagnose_job, diagnose_run, load_facts
     from pipelinerl_common.errors import SettingsError
+    from pipelinerl_common.runs.facts import JobFacts
     from pipelinerl_common.settings import load_job
     from pipelinerl_common.text import counted, did_you_mean_folder
 

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from itertools import groupby
 
-from pipelinerl_cli.doctor.facts import RunFacts, mean
-from pipelinerl_cli.doctor.finding import Finding
+from pipelinerl_cli.doctor.finding import Finding, judge
 from pipelinerl_common.judgements import (
     CHECKPOINTS_FAIL,
     DROPS,
@@ -17,6 +16,7 @@ from pipelinerl_common.judgements import (
 )
 from pipelinerl_common.metrics import EVALUATOR
 from pipelinerl_common.runs.evaluations import is_evaluation
+from pipelinerl_common.runs.facts import RunFacts, mean
 from pipelinerl_common.runs.records import SILENCE_LIMIT_S
 from pipelinerl_common.text import counted, nouns
 
@@ -149,10 +149,9 @@ def _late(facts: RunFacts) -> Finding:
 def steps_not_finite(facts: RunFacts) -> Finding | None:
     skipped = facts.total("trainer", "skipped_steps_total")
     batches = sum(step.values.get("non_finite_micro_batches", 0.0) for step in facts.history.steps)
-    if not STEPS_SKIPPED.is_beyond(skipped + batches):
-        return None
-    return Finding.judged(
+    return judge(
         STEPS_SKIPPED,
+        skipped + batches,
         f"{counted(skipped, 'step')} skipped and "
         f"{counted(batches, 'micro-batch', 'micro-batches')} left out because "
         f"{STEPS_SKIPPED.meaning}",
@@ -162,10 +161,9 @@ def steps_not_finite(facts: RunFacts) -> Finding | None:
 
 def processes_restarted(facts: RunFacts) -> Finding | None:
     restarts, by_process = facts.summary["restarts"], facts.summary["restarts_by_process"]
-    if not RESTARTS.is_beyond(restarts):
-        return None
-    return Finding.judged(
+    return judge(
         RESTARTS,
+        restarts,
         f"processes were restarted {counted(restarts, 'time')}: "
         f"{_by_count(by_process) or 'unknown which'}",
         {
@@ -193,11 +191,11 @@ def groups_dropped(facts: RunFacts) -> Finding | None:
     counts = facts.summary["dropped_groups"].items()
     dropped = {reason: count for reason, count in counts if reason not in _OTHER_RULES_DROPS}
     total, trained = sum(dropped.values()), facts.total("preprocessor", "groups_trained_total")
-    if not total or not DROPS.is_beyond(share := total / (total + trained)):
-        return None
+    share = total / max(total + trained, 1)
     advice = [_DROP_ADVICE[reason] for reason in _most_first(dropped) if reason in _DROP_ADVICE]
-    return Finding.judged(
+    return judge(
         DROPS,
+        share,
         f"{100 * share:.0f} % of the groups were generated for nothing: {_by_count(dropped)}",
         {"share": share, **{f"dropped_{reason}": count for reason, count in dropped.items()}},
         advice or ["logs/ of the preprocessor"],
@@ -207,10 +205,9 @@ def groups_dropped(facts: RunFacts) -> Finding | None:
 def rollouts_fail(facts: RunFacts) -> Finding | None:
     errors = facts.summary["rollout_errors"]
     total, samples = sum(errors.values()), facts.total("actor", "samples_generated_total")
-    if not ROLLOUT_ERRORS.is_beyond(total / max(samples, 1)):
-        return None
-    return Finding.judged(
+    return judge(
         ROLLOUT_ERRORS,
+        total / max(samples, 1),
         f"{counted(total, 'rollout error')} for {counted(samples, 'trajectory', 'trajectories')}: "
         f"{_errors(facts)}",
         {"errors": total, "samples": samples},
@@ -236,10 +233,9 @@ def sequences_overlong(facts: RunFacts) -> Finding | None:
 
 def checkpoints_failed(facts: RunFacts) -> Finding | None:
     failures = facts.total("trainer", "checkpoint_failures_total")
-    if not CHECKPOINTS_FAIL.is_beyond(failures):
-        return None
-    return Finding.judged(
+    return judge(
         CHECKPOINTS_FAIL,
+        failures,
         f"{counted(failures, 'checkpoint')} could not be written: {CHECKPOINTS_FAIL.meaning}",
         {"checkpoint_failures": failures},
     )
@@ -292,10 +288,9 @@ def memory_grows(facts: RunFacts) -> Finding | None:
         late = mean(value for place, value in points if place >= 0.75)
         if early > 0 and late / early > growth:
             worst, growth, now = instance, late / early, late
-    if not MEMORY_GROWS.is_beyond(growth):
-        return None
-    return Finding.judged(
+    return judge(
         MEMORY_GROWS,
+        growth,
         f"the memory of {worst} grew {growth:.1f} times since the run's second quarter, to "
         f"{now / 2**30:.2f} GiB",
         {"growth": growth, "memory_bytes": now},
@@ -316,7 +311,7 @@ def _by_count(counts: Mapping[str, int]) -> str:
 
 
 def _error_advice(errors: Mapping[str, int]) -> tuple[str, ...]:
-    """For rollout errors, the most frequent first."""
+    """Remedies of rollout errors, the most frequent first."""
     found = (
         _ERROR_ADVICE.get(reason) or _ERROR_ADVICE.get(reason.partition("_")[0])
         for reason in _most_first(errors)

@@ -22,17 +22,21 @@ class Finding:
     numbers: Mapping[str, float]
     """The numbers behind the finding."""
 
-    @classmethod
-    def judged(
-        cls,
-        judgement: Judgement,
-        message: str,
-        numbers: Mapping[str, float],
-        turn: Sequence[str] | None = None,
-    ) -> "Finding":
-        """With the judgement's severity, and its remedies where `turn` has none of this run."""
-        remedies = judgement.remedies if turn is None else tuple(turn)
-        return cls(judgement.severity, message, remedies, numbers)
+
+def judge(
+    judgement: Judgement,
+    value: float,
+    message: str,
+    numbers: Mapping[str, float],
+    turn: Sequence[str] | None = None,
+) -> Finding | None:
+    """A finding when `value` is beyond the judgement's limit, with its severity, and with its
+    remedies where `turn` has none of this run.
+    """
+    if not judgement.is_beyond(value):
+        return None
+    remedies = judgement.remedies if turn is None else tuple(turn)
+    return Finding(judgement.severity_of(value), message, remedies, numbers)
 
 
 class Named(NamedTuple):

@@ -1,8 +1,8 @@
 """Rules on a job file. Rules of thumb are those of users of in-flight RL, not results."""
 
-from pipelinerl_cli.doctor.facts import JobFacts
-from pipelinerl_cli.doctor.finding import Finding
+from pipelinerl_cli.doctor.finding import Finding, judge
 from pipelinerl_common.judgements import PLANNED_LAG, SMALL_BATCH, STABLE_SHARE, Severity
+from pipelinerl_common.runs.facts import JobFacts
 from pipelinerl_common.text import counted
 
 
@@ -27,10 +27,9 @@ def small_generator_batch(facts: JobFacts) -> Finding | None:
     if facts.num_generating == 0:
         return None
     per_gpu = facts.num_places / facts.num_generating
-    if not SMALL_BATCH.is_beyond(per_gpu):
-        return None
-    return Finding.judged(
+    return judge(
         SMALL_BATCH,
+        per_gpu,
         f"a generating GPU decodes at most {counted(per_gpu, 'sequence')} at once; throughput "
         f"grows almost in proportion up to about {SMALL_BATCH.limit:g}",
         {"batch_per_gpu": per_gpu, "least": SMALL_BATCH.limit},
@@ -62,10 +61,9 @@ def unusual_share(facts: JobFacts) -> Finding | None:
 
 def large_planned_lag(facts: JobFacts) -> Finding | None:
     lag = facts.planned_lag
-    if not PLANNED_LAG.is_beyond(lag):
-        return None
-    return Finding.judged(
+    return judge(
         PLANNED_LAG,
+        lag,
         f"a sequence may be up to about {lag} steps old when it is trained: {PLANNED_LAG.meaning} "
         f"than {PLANNED_LAG.limit:g}",
         {"planned_lag": lag, "studied_lag": PLANNED_LAG.limit},

@@ -1,7 +1,6 @@
 """Rules on what a run learns from."""
 
-from pipelinerl_cli.doctor.facts import RunFacts
-from pipelinerl_cli.doctor.finding import Finding
+from pipelinerl_cli.doctor.finding import Finding, judge
 from pipelinerl_common.judgements import (
     CLIPPED,
     COMPLETIONS_LONG,
@@ -13,6 +12,7 @@ from pipelinerl_common.judgements import (
     REWARD_FLAT,
     SOLVED_REWARD,
 )
+from pipelinerl_common.runs.facts import RunFacts
 
 _FEWEST_STEPS = 20
 """Shorter runs are not judged by a trend."""
@@ -21,11 +21,11 @@ _FEWEST_STEPS = 20
 def reward_flat(facts: RunFacts) -> Finding | None:
     first, last = facts.first("reward_mean"), facts.last("reward_mean")
     num_steps = len(facts.history.steps)
-    is_flat = REWARD_FLAT.is_beyond(last - first) and last < SOLVED_REWARD
-    if not is_flat or num_steps < _FEWEST_STEPS:
+    if not last < SOLVED_REWARD or num_steps < _FEWEST_STEPS:
         return None
-    return Finding.judged(
+    return judge(
         REWARD_FLAT,
+        last - first,
         f"the reward went from {first:.3f} to {last:.3f} in {num_steps} steps: "
         f"{REWARD_FLAT.meaning}",
         {"reward_first": first, "reward_last": last, "steps": num_steps},
@@ -34,22 +34,18 @@ def reward_flat(facts: RunFacts) -> Finding | None:
 
 def ess_low(facts: RunFacts) -> Finding | None:
     ess = facts.mean("ess")
-    if not ESS.is_beyond(ess):
-        return None
-    return Finding(
-        ESS.severity_of(ess),
+    return judge(
+        ESS,
+        ess,
         f"the effective sample size is {ess:.2f}: {ESS.meaning}",
-        ESS.remedies,
-        {"ess": ess, **facts.means("ess_truncated", "lag_mean")},
+        facts.means("ess", "ess_truncated", "lag_mean"),
     )
 
 
 def lag_high(facts: RunFacts) -> Finding | None:
     lag = facts.mean("lag_mean")
-    if not LAG.is_beyond(lag):
-        return None
     message = f"trained tokens are {lag:.1f} steps old on average"
-    return Finding.judged(LAG, message, facts.means("lag_mean", "lag_max", "ess"))
+    return judge(LAG, lag, message, facts.means("lag_mean", "lag_max", "ess"))
 
 
 def groups_without_gradient(facts: RunFacts) -> Finding | None:
@@ -81,10 +77,9 @@ def groups_without_gradient(facts: RunFacts) -> Finding | None:
 def completions_cut_off(facts: RunFacts) -> Finding | None:
     limit = facts.job.spec.task.sampling.max_tokens
     length = facts.mean("completion_length_mean")
-    if not COMPLETIONS_LONG.is_beyond(length / limit):
-        return None
-    return Finding.judged(
+    return judge(
         COMPLETIONS_LONG,
+        length / limit,
         f"completions have {length:.0f} tokens on average of at most {limit}: "
         f"{COMPLETIONS_LONG.meaning}",
         {"completion_length_mean": length, "max_tokens": limit},
@@ -94,11 +89,12 @@ def completions_cut_off(facts: RunFacts) -> Finding | None:
 def entropy_collapsed(facts: RunFacts) -> Finding | None:
     first, last = facts.first("entropy"), facts.last("entropy")
     reward = facts.last("reward_mean")
-    collapsed = first > 0 and ENTROPY_COLLAPSED.is_beyond(last / first)
-    if not collapsed or reward > SOLVED_REWARD or len(facts.history.steps) < _FEWEST_STEPS:
+    num_steps = len(facts.history.steps)
+    if not first > 0 or reward > SOLVED_REWARD or num_steps < _FEWEST_STEPS:
         return None
-    return Finding.judged(
+    return judge(
         ENTROPY_COLLAPSED,
+        last / first,
         f"the entropy fell from {first:.3f} to {last:.3f} before the task was learnt: "
         f"{ENTROPY_COLLAPSED.meaning}",
         {"entropy_first": first, "entropy_last": last, "reward_last": reward},
@@ -107,11 +103,10 @@ def entropy_collapsed(facts: RunFacts) -> Finding | None:
 
 def ratios_clipped(facts: RunFacts) -> Finding | None:
     share, surrogate = facts.mean("clip_fraction"), facts.job.spec.algorithm.surrogate
-    if not CLIPPED.is_beyond(share):
-        return None
     bound = "algorithm.truncation" if surrogate == "score" else "algorithm.clipHigh"
-    return Finding.judged(
+    return judge(
         CLIPPED,
+        share,
         f"{100 * share:.0f} % of the tokens have a clipped ratio",
         facts.means("clip_fraction", "ess"),
         ("staleness.eta: lower", "algorithm.optimizer.learningRate: lower", f"{bound}: higher"),
@@ -120,10 +115,9 @@ def ratios_clipped(facts: RunFacts) -> Finding | None:
 
 def gradients_scaled_down(facts: RunFacts) -> Finding | None:
     norm, limit = facts.mean("grad_norm"), facts.job.spec.algorithm.optimizer.max_grad_norm
-    if not GRADIENT_NORM.is_beyond(norm / limit):
-        return None
-    return Finding.judged(
+    return judge(
         GRADIENT_NORM,
+        norm / limit,
         f"the gradient norm is {norm:.2f}, {norm / limit:.0f} times maxGradNorm: "
         f"{GRADIENT_NORM.meaning}",
         {"grad_norm": norm, "max_grad_norm": limit},

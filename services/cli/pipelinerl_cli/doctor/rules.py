@@ -1,13 +1,16 @@
 """All rules by name: every public function of the rule modules is one, in order of importance."""
 
 import inspect
+import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from pipelinerl_cli.doctor import fault_rules, job_rules, learning_rules, throughput_rules
-from pipelinerl_cli.doctor.facts import JobFacts, RunFacts
 from pipelinerl_cli.doctor.finding import SEVERITIES, Finding, Named
+from pipelinerl_cli.run_folder import load_run
+from pipelinerl_common.runs.facts import JobFacts, RunFacts
 
 
 def _rules(*modules: ModuleType) -> dict[str, Any]:
@@ -72,3 +75,10 @@ def diagnose_run(facts: RunFacts) -> list[Named]:
 
 def _ordered(findings: list[Named]) -> list[Named]:
     return sorted(findings, key=lambda named: SEVERITIES.index(named.finding.severity))
+
+
+def load_facts(root: Path) -> RunFacts:
+    """Raises SettingsError when `root` is not a run's folder."""
+    run = load_run(root)
+    now = time.time() if run.is_live else None
+    return RunFacts.of(root, run.job, run.status, failure=run.failure, now=now)

@@ -3,8 +3,7 @@
 from math import isnan
 from statistics import fmean, pstdev
 
-from pipelinerl_cli.doctor.facts import FEWEST_POINTS, RunFacts, mean
-from pipelinerl_cli.doctor.finding import Finding
+from pipelinerl_cli.doctor.finding import Finding, judge
 from pipelinerl_common.judgements import (
     ACTORS_UNEVEN,
     GENERATORS_IDLE,
@@ -21,14 +20,16 @@ from pipelinerl_common.judgements import (
     TRAINER_STARVED,
     UPDATE_STEPS,
 )
+from pipelinerl_common.runs.facts import FEWEST_POINTS, RunFacts, mean
 from pipelinerl_common.text import counted
 
 
 def admission_starves_generators(facts: RunFacts) -> Finding | None:
-    if not (_starved(facts) and _idle(facts) and _admission_is_tight(facts)):
+    if not (_idle(facts) and _admission_is_tight(facts)):
         return None
-    return Finding.judged(
+    return judge(
         TRAINER_STARVED,
+        facts.wait_share,
         f"{_waits_for_places(facts)}: the staleness policy lets only "
         f"{counted(facts.job.max_admitted, 'sequence')} be outstanding",
         {**_shares(facts), "max_admitted": facts.job.max_admitted},
@@ -37,10 +38,11 @@ def admission_starves_generators(facts: RunFacts) -> Finding | None:
 
 
 def environment_starves_generators(facts: RunFacts) -> Finding | None:
-    if not (_starved(facts) and _idle(facts)) or _admission_is_tight(facts):
+    if not _idle(facts) or _admission_is_tight(facts):
         return None
-    return Finding.judged(
+    return judge(
         TRAINER_STARVED,
+        facts.wait_share,
         f"{_waits_for_places(facts)}, though the staleness policy allows more: trajectories spend "
         "their time outside the generator",
         _shares(facts),
@@ -53,7 +55,7 @@ def environment_starves_generators(facts: RunFacts) -> Finding | None:
 
 
 def generation_is_slow(facts: RunFacts) -> Finding | None:
-    if not (_starved(facts) and facts.fill >= GENERATORS_IDLE.limit):
+    if not facts.fill >= GENERATORS_IDLE.limit:
         return None
     kv_usage = facts.kv_usage
     turn, numbers = [_more("actors", "two", "trainers", facts)], _shares(facts)
@@ -64,8 +66,9 @@ def generation_is_slow(facts: RunFacts) -> Finding | None:
     if not isnan(kv_usage):
         kv_cache = f", with {_percent(kv_usage)} of the KV cache in use"
         numbers["kv_usage"] = kv_usage
-    return Finding.judged(
+    return judge(
         TRAINER_STARVED,
+        facts.wait_share,
         f"the trainer waits {_percent(facts.wait_share)} of its time, the generators are "
         f"{_percent(facts.fill)} full: generation is the bottleneck{kv_cache}",
         numbers,
@@ -74,10 +77,11 @@ def generation_is_slow(facts: RunFacts) -> Finding | None:
 
 
 def training_is_slow(facts: RunFacts) -> Finding | None:
-    if not (TRAINER_BUSY.is_beyond(facts.wait_share) and _idle(facts)):
+    if not _idle(facts):
         return None
-    return Finding.judged(
+    return judge(
         TRAINER_BUSY,
+        facts.wait_share,
         f"the trainer never waits ({_percent(facts.wait_share)} of its time) and "
         f"{_percent(1 - facts.fill)} of the generators' places are empty: training is the "
         "bottleneck",
@@ -95,26 +99,25 @@ def kv_cache_full(facts: RunFacts) -> Finding | None:
     if not (PREEMPTIONS.is_beyond(preemptions) or KV_CACHE_FULL.is_beyond(facts.kv_usage)):
         return None
     most = facts.job.spec.actors.generator.max_running_requests
-    return Finding.judged(
-        KV_CACHE_FULL,
+    return Finding(
+        KV_CACHE_FULL.severity,
         f"the fullest generator uses {_percent(facts.kv_usage)} of its KV cache, and a trajectory "
         f"is preempted {preemptions:.1f} times on average: {PREEMPTIONS.meaning}",
-        {"kv_usage": facts.kv_usage, "preemptions_per_trajectory": preemptions},
         (
             f"actors.generator.maxRunningRequests: lower than {most}",
             "actors.generator.kvCacheBytes: higher where memory allows",
             "staleness.policy: slack or prime_rl, which admit by the KV use",
         ),
+        {"kv_usage": facts.kv_usage, "preemptions_per_trajectory": preemptions},
     )
 
 
 def queue_too_deep(facts: RunFacts) -> Finding | None:
     ready = facts.gauge_mean("preprocessor", "queue_groups{stage=ready}")
     batches = ready / facts.job.spec.algorithm.groups_per_step
-    if not QUEUE_DEPTH.is_beyond(batches):
-        return None
-    return Finding.judged(
+    return judge(
         QUEUE_DEPTH,
+        batches,
         f"{ready:.0f} finished groups wait on average, {batches:.1f} batches: "
         f"{QUEUE_DEPTH.meaning}",
         {"groups_ready": ready, "batches": batches, **facts.means("lag_mean")},
@@ -122,11 +125,10 @@ def queue_too_deep(facts: RunFacts) -> Finding | None:
 
 
 def updates_slower_than_steps(facts: RunFacts) -> Finding | None:
-    if not UPDATE_STEPS.is_beyond(facts.step_share("publish_seconds")):
-        return None
     nccl = ["weightTransfer.backend: nccl between GPUs"] if facts.job.num_generating > 0 else []
-    return Finding.judged(
+    return judge(
         UPDATE_STEPS,
+        facts.step_share("publish_seconds"),
         f"a weight update takes {facts.mean('publish_seconds'):.2f} s, a step "
         f"{facts.mean('step_seconds'):.2f} s: {UPDATE_STEPS.meaning}",
         facts.means("publish_seconds", "step_seconds", "transfer_seconds"),
@@ -137,7 +139,7 @@ def updates_slower_than_steps(facts: RunFacts) -> Finding | None:
 def updates_pause_decoding(facts: RunFacts) -> Finding | None:
     pause = facts.summary["pause_seconds_mean"]
     whole = mean(step.get("step_seconds") for step in facts.history.steps)
-    if pause is None or not (whole > 0 and PAUSE_SHARE.is_beyond(pause / whole)):
+    if pause is None or not whole > 0:
         return None
     transfer, has_gpus = facts.job.spec.weight_transfer, facts.job.num_generating > 0
     remedies = {
@@ -146,8 +148,9 @@ def updates_pause_decoding(facts: RunFacts) -> Finding | None:
         "weightTransfer.backend: nccl between GPUs": transfer.backend == "gloo" and has_gpus,
         "algorithm.groupsPerStep: higher, for fewer updates": True,
     }
-    return Finding.judged(
+    return judge(
         PAUSE_SHARE,
+        pause / whole,
         f"decoding pauses for {pause:.3f} s mean in each step, {_percent(pause / whole)} of its "
         "time",
         {"pause_seconds_mean": pause, "share": pause / whole},
@@ -161,11 +164,10 @@ def actors_uneven(facts: RunFacts) -> Finding | None:
         return None
     slowest = min(tokens, key=lambda instance: tokens[instance])
     behind = 1 - tokens[slowest] / fmean(tokens.values())
-    if not ACTORS_UNEVEN.is_beyond(behind):
-        return None
     hardware = "GPU" if facts.job.num_generating > 0 else "CPU"
-    return Finding.judged(
+    return judge(
         ACTORS_UNEVEN,
+        behind,
         f"{slowest} generates {_percent(behind)} less than the mean of {len(tokens)} actors",
         {"behind": behind, "tokens": tokens[slowest]},
         (
@@ -177,10 +179,9 @@ def actors_uneven(facts: RunFacts) -> Finding | None:
 
 def packing_uneven(facts: RunFacts) -> Finding | None:
     imbalance = facts.mean("packing_imbalance")
-    if not PACKING_IMBALANCE.is_beyond(imbalance):
-        return None
-    return Finding.judged(
+    return judge(
         PACKING_IMBALANCE,
+        imbalance,
         f"the emptiest rank has {_percent(imbalance)} fewer tokens than the fullest: "
         f"{PACKING_IMBALANCE.meaning}",
         {"packing_imbalance": imbalance},
@@ -189,10 +190,8 @@ def packing_uneven(facts: RunFacts) -> Finding | None:
 
 def packing_loose(facts: RunFacts) -> Finding | None:
     fill = facts.mean("packing_fill")
-    if not PACKING_FILL.is_beyond(fill):
-        return None
     message = f"only {_percent(fill)} of the micro-batches' slots hold tokens"
-    return Finding.judged(PACKING_FILL, message, {"packing_fill": fill})
+    return judge(PACKING_FILL, fill, message, {"packing_fill": fill})
 
 
 def load_swings(facts: RunFacts) -> Finding | None:
@@ -200,10 +199,9 @@ def load_swings(facts: RunFacts) -> Finding | None:
     if len(running) < 2 * FEWEST_POINTS or not (average := fmean(running)):
         return None
     deviation = pstdev(running) / average
-    if not LOAD_SWINGS.is_beyond(deviation):
-        return None
-    return Finding.judged(
+    return judge(
         LOAD_SWINGS,
+        deviation,
         f"the number of running requests swings between {min(running):.0f} and {max(running):.0f} "
         f"around {average:.0f}: {LOAD_SWINGS.meaning}",
         {"deviation": deviation, "mean": average},
@@ -211,13 +209,13 @@ def load_swings(facts: RunFacts) -> Finding | None:
 
 
 def generators_run_small_batches(facts: RunFacts) -> Finding | None:
-    if facts.job.num_generating == 0:
+    running = facts.gauge_mean("actor", "requests_running")
+    if facts.job.num_generating == 0 or isnan(running):
         return None
-    running = facts.gauge_mean("actor", "requests_running") / facts.job.num_generating
-    if not SMALL_BATCH.is_beyond(running):
-        return None
-    return Finding.judged(
+    running /= facts.job.num_generating
+    return judge(
         SMALL_BATCH,
+        running,
         f"a generating GPU decodes {counted(running, 'sequence')} at once on average; below "
         f"{SMALL_BATCH.limit:g} {SMALL_BATCH.meaning}",
         {"batch_per_gpu": running, "least": SMALL_BATCH.limit},
@@ -226,10 +224,6 @@ def generators_run_small_batches(facts: RunFacts) -> Finding | None:
             "staleness.eta: higher",
         ),
     )
-
-
-def _starved(facts: RunFacts) -> bool:
-    return TRAINER_STARVED.is_beyond(facts.wait_share)
 
 
 def _idle(facts: RunFacts) -> bool:

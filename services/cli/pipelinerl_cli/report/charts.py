@@ -30,7 +30,7 @@ from pipelinerl_cli.report.svg import (
 from pipelinerl_common.errors import SettingsError
 
 MAX_COLUMNS = 150
-"""Columns of a heat map."""
+"""More columns of a heat map are merged."""
 FAINTEST = 0.01
 """Smaller shares are not drawn in a heat map."""
 HEAD = 52

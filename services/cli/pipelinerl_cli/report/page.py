@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from pipelinerl_cli.doctor.facts import facts_of
-from pipelinerl_cli.doctor.rules import Named, diagnose_run
+from pipelinerl_cli.doctor.finding import Named
+from pipelinerl_cli.doctor.rules import diagnose_run
 from pipelinerl_cli.pages import render
 from pipelinerl_cli.report.figures import (
     SMOOTHING,
@@ -20,11 +20,12 @@ from pipelinerl_cli.report.figures import (
 )
 from pipelinerl_cli.report.svg import FRAME, clock, compact, duration
 from pipelinerl_common.files import write_whole
+from pipelinerl_common.runs.facts import RunFacts
 from pipelinerl_common.runs.history import RunHistory
 from pipelinerl_common.settings import Job, JobSpec
 
 MAX_ROWS = 100
-"""Of the table of steps."""
+"""The table of steps has no more."""
 COLUMNS = {
     "reward": "reward_mean",
     "loss": "loss",
@@ -50,7 +51,7 @@ def write_results(root: Path, job: Job, status: str, failure: str = "") -> dict[
     `failure` says in one line why the run failed, and is added to the file. Raises SettingsError
     when metrics.jsonl cannot be read, OSError when something cannot be written.
     """
-    facts = facts_of(root, job, status, failure=failure)
+    facts = RunFacts.of(root, job, status, failure=failure)
     document = {**facts.summary, **({"failure": failure} if failure else {})}
     write_whole(root / "summary.json", json.dumps(document, indent=2, allow_nan=False) + "\n")
     page = report_page(facts.history, facts.summary, job, diagnose_run(facts))

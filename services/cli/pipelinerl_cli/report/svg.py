@@ -8,7 +8,7 @@ from typing import Literal
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 36
 FRAME = (WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM)
-"""For the pointer script."""
+"""The pointer script needs them too."""
 MAX_POINTS = 600
 NUM_COLOURS = 6
 CLOCK_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200)
@@ -67,7 +67,7 @@ class Axis:
 
     label: str
     kind: Literal["number", "clock", "duration"] = "number"
-    """How a value is written at a tick and beside the pointer."""
+    """The form of a value at a tick and beside the pointer."""
     low: float | None = None
     """The axis begins here; None for the data's own range."""
     high: float | None = None

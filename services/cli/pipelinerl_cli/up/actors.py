@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 ACTOR_GRACE_S = 15.0
 """Beyond `actors.drainSeconds`."""
 LEAVING_GRACE_S = 30.0
-"""For a generator that has left the group while the run continues: nothing waits for its end."""
+"""A generator that has left the group while the run continues: nothing waits for its end."""
 LOOK_S = 0.1
 READ_S = 2.0
 TRAINER, PREPROCESSOR = "trainer-0", "preprocessor-0"
@@ -180,7 +180,7 @@ class Autoscaler:
 
     @property
     def num_actors(self) -> int:
-        """How many actors there should be."""
+        """The number of actors that there should be."""
         return num_actors(self._spec, self._choice)
 
     def scale(self, num_ready: int) -> ActorScale:

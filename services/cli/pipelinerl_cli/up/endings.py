@@ -1,4 +1,4 @@
-"""How a session of a run ends, and background tasks that end with it."""
+"""The endings of a run, and background tasks that end with it."""
 
 import asyncio
 import logging

@@ -24,7 +24,7 @@ from pipelinerl_common.runs.records import (
     ends_step,
     has_left,
     increase,
-    silent_name,
+    silences,
 )
 from pipelinerl_common.runs.totals import Generation, Rollback, StepMean
 from pipelinerl_common.settings import Job
@@ -101,6 +101,10 @@ class RunView:
             self._reported.pop(record.instance, None)
         for name, value in record.values.items():
             self._take_value(record, name, value)
+        for name, seconds in silences(record).items():
+            self.silent.pop(name, None)
+            if seconds > 0:
+                self.silent[name] = record.time - seconds
         if is_evaluation(record) and (found := evaluated(record)):
             self.evaluations.append(found)
         if not ends_step(record):
@@ -120,10 +124,6 @@ class RunView:
             total = self.counters.get((record.role, name), 0.0) + increase(previous, value)
             self._counted[record.role, record.instance, name] = value
             self.counters[record.role, name] = total
-        if (silent := silent_name(name)) is not None:
-            self.silent.pop(silent, None)
-            if value > 0:
-                self.silent[silent] = record.time - value
 
     def gauge(self, role: str, name: str) -> float | None:
         """Newest value of this session, summed over the role's instances."""

@@ -21,8 +21,8 @@ def tethered(argv: Sequence[str]) -> tuple[str, ...]:
 
 
 class Guard:
-    """Starts the watchdog and tells it which process groups exist: it ends those that are left when
-    this process is gone.
+    """Starts the watchdog and reports the process groups that exist to it: it ends those that are
+    left when this process is gone.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""How the run's processes share this machine: compute threads, GPUs, free ports."""
+"""The share of this machine that each process of a run gets: compute threads, GPUs, ports."""
 
 import socket
 from collections import Counter

@@ -59,7 +59,7 @@ class LocalProcess:
         with log_file.open("ab") as log:
             log.write(f"--- {datetime.now(UTC):%Y-%m-%dT%H:%M:%S}Z {name} starts\n".encode())
             log.flush()
-            start = log.tell()
+            start = log.seek(0, os.SEEK_END)
             process = await asyncio.create_subprocess_exec(
                 *tethered(command),
                 stdin=asyncio.subprocess.DEVNULL,

@@ -59,7 +59,7 @@ class Session:
 
 @dataclass
 class Services:
-    """The processes of the plan and their companions in this process."""
+    """The processes of the plan, and what runs for them in this process."""
 
     session: Session
     endpoints: Endpoints
@@ -168,7 +168,8 @@ class Services:
         }
         stopping = asyncio.gather(*(each.stop(grace_s) for each in supervisors))
         hurrying = asyncio.create_task(at_once.wait())
-        await asyncio.wait({stopping, hurrying}, return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [stopping, hurrying]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         hurrying.cancel()
         if not stopping.done():
             for each in supervisors:

@@ -1,4 +1,4 @@
-"""The lines that tell the user what a run is waiting for: its phase, generators that do not answer,
+"""The lines that say what a run is waiting for: its phase, generators that do not answer,
 steps that do not come, an evaluation's progress.
 """
 

@@ -114,12 +114,12 @@ def has_left(record: Record) -> bool:
     return record.values.get("requests_limit") == 0.0
 
 
-def silent_name(value_name: str) -> str | None:
-    """The generator whose silence a value is, None for another value. Example:
+def silences(record: Record) -> dict[str, float]:
+    """Seconds of silence by generator, 0 once it has ended. Example: the value
     "silent_generator-0-0_seconds" belongs to generator-0-0.
     """
-    found = _SILENCE.fullmatch(value_name)
-    return found[1] if found else None
+    found = ((_SILENCE.fullmatch(name), value) for name, value in record.values.items())
+    return {match[1]: value for match, value in found if match}
 
 
 def quiet_in_file_s(run_seconds: float) -> float:

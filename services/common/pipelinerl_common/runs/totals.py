@@ -98,7 +98,9 @@ class TrainingTime:
 
 
 class Generation:
-    """How many tokens the actors have generated, and how fast. Takes all records in their order."""
+    """The number of tokens that the actors have generated, and their speed. Takes all records in
+    their order.
+    """
 
     def __init__(self) -> None:
         self.tokens = 0.0

@@ -5,7 +5,6 @@ where it has settled, in the later half of its steps.
 import math
 import os
 import re
-import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pipelinerl_cli.run_folder import load_run
 from pipelinerl_common.metrics import EVALUATOR
 from pipelinerl_common.runs.history import RunHistory, Step, mean_over_time
 from pipelinerl_common.runs.records import (
@@ -25,7 +23,7 @@ from pipelinerl_common.runs.records import (
     has_left,
     quiet_in_file_s,
     read_records,
-    silent_name,
+    silences,
 )
 from pipelinerl_common.runs.summary import summarize
 from pipelinerl_common.settings import Job, JobSpec
@@ -35,7 +33,7 @@ GIVEN_UP = re.compile(
     r"(?P<time>\S*) .*trajectory given up: reason=(?P<reason>\S+) (?P<message>.*)"
 )
 MAX_LOG_BYTES = 32 << 20
-"""How much of a log's end is read."""
+"""Only so much of a log's end is read."""
 FEWEST_POINTS = 5
 """A gauge with fewer points has no meaningful mean."""
 
@@ -116,6 +114,16 @@ class RunFacts:
     now: float | None = None
     """Seconds since the epoch, for a run that a process of this machine runs at the moment."""
 
+    @classmethod
+    def of(
+        cls, root: Path, job: Job, status: str, *, failure: str, now: float | None = None
+    ) -> "RunFacts":
+        """The facts of the run in `root`. Raises SettingsError when metrics.jsonl cannot be
+        read.
+        """
+        records = tuple(read_records(root / "metrics.jsonl"))
+        return cls(job, status, records, failure=failure, logs=root / "logs", now=now)
+
     @cached_property
     def job(self) -> JobFacts:
         """With the actors that there were, in a run with `autoscale`."""
@@ -151,9 +159,7 @@ class RunFacts:
 
     @property
     def serving_seconds(self) -> float | None:
-        """For how long the generators have served the job's weights, in the newest session; None
-        until they do.
-        """
+        """Since the generators serve the weights, in the newest session; None until they do."""
         served = (
             each.time
             for each in self.records
@@ -179,15 +185,12 @@ class RunFacts:
                 reported[record.instance] = record.time
             if has_left(record):
                 reported.pop(record.instance, None)
-            silences = {silent_name(name): value for name, value in record.values.items()}
-            for name, seconds in silences.items():
-                if name is not None:
-                    unanswered.pop(name, None)
-                    if seconds > 0:
-                        unanswered[name] = seconds + self._end - record.time
+            for name, seconds in silences(record).items():
+                unanswered[name] = seconds + self._end - record.time if seconds > 0 else 0.0
         usual = quiet_in_file_s(self.history.seconds)
         gaps = {name: self._end - last for name, last in reported.items()}
-        return unanswered | {name: gap for name, gap in gaps.items() if gap > usual}
+        lasting = {name: seconds for name, seconds in unanswered.items() if seconds}
+        return lasting | {name: gap for name, gap in gaps.items() if gap > usual}
 
     @property
     def evaluating(self) -> tuple[int, float] | None:
@@ -306,30 +309,14 @@ def mean(values: Iterable[float]) -> float:
     return fmean(finite) if finite else math.nan
 
 
-def load_facts(root: Path) -> RunFacts:
-    """Raises SettingsError when `root` is not a run's folder."""
-    run = load_run(root)
-    now = time.time() if run.is_live else None
-    return facts_of(root, run.job, run.status, failure=run.failure, now=now)
-
-
-def facts_of(
-    root: Path, job: Job, status: str, *, failure: str, now: float | None = None
-) -> RunFacts:
-    """The facts of the run in `root`. Raises SettingsError when metrics.jsonl cannot be read."""
-    records = tuple(read_records(root / "metrics.jsonl"))
-    return RunFacts(job, status, records, failure=failure, logs=root / "logs", now=now)
-
-
 def given_up_messages(logs: Path, most_bytes: int = MAX_LOG_BYTES) -> dict[str, str]:
     """The newest message by reason, from the last `most_bytes` of each actor's log."""
-    newest: dict[str, tuple[str, str]] = {}
+    newest: dict[str, re.Match[str]] = {}
     for log in sorted(logs.glob("actor-*.log")):
         with suppress(OSError), log.open("rb") as lines:
             lines.seek(max(0, lines.seek(0, os.SEEK_END) - most_bytes))
-            found = (GIVEN_UP.match(line.decode(errors="replace")) for line in lines)
-            for each in filter(None, found):
-                known = newest.get(each["reason"])
-                if known is None or each["time"] > known[0]:
-                    newest[each["reason"]] = each["time"], each["message"]
-    return {reason: message for reason, (_, message) in newest.items()}
+            matches = (GIVEN_UP.match(line.decode(errors="replace")) for line in lines)
+            for each in filter(None, matches):
+                known = newest.get(each["reason"], each)
+                newest[each["reason"]] = max(known, each, key=lambda match: match["time"])
+    return {reason: each["message"] for reason, each in newest.items()}
