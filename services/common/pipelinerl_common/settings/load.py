@@ -59,6 +59,13 @@ class _Dumper(yaml.SafeDumper):
     """Quotes text that PyYAML by itself or `_Loader` would read as another type."""
 
 
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # Only double quotes keep these line breaks; other styles fold them into spaces.
+    style = '"' if set(text) & {"\x85", "\u2028", "\u2029"} else None
+    return dumper.represent_scalar(_TAG + "str", text, style)
+
+
+_Dumper.add_representer(str, _represent_text)
 _Dumper.add_implicit_resolver(_TAG + "float", re.compile(rf"^(?:{_FLOAT})$"), list("-+0123456789."))
 
 
