@@ -1,4 +1,4 @@
-"""The source stays readable: few files, each of one noun; short functions; one name for one thing."""
+"""The source stays readable: few files of one noun each, short functions, one name per thing."""
 
 import pytest
 
