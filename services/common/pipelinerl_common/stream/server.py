@@ -174,9 +174,7 @@ async def _wait_ready(
     while loop.time() < deadline:
         if process.returncode is not None:
             log = _tail(log_file, start_of_log)
-            raise SettingsError(
-                f"nats-server ended early with status {process.returncode}: {log}"
-            )
+            raise SettingsError(f"nats-server ended early with status {process.returncode}: {log}")
         if (port := _read_port(ports_file)) is not None:
             return port
         await asyncio.sleep(_POLL_S)
