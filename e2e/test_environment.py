@@ -53,7 +53,7 @@ def resolve(
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))
     }
-    command = [UV, "pip", "compile", "--quiet", "--no-config", "--system-certs"]
+    command = [str(UV), "pip", "compile", "--quiet", "--no-config", "--system-certs"]
     command += ["--python-version", "3.11", "--no-build-isolation-package", "deepspeed"]
     command += ["--python", sys.executable, *options, str(wanted)]
     result = subprocess.run(
