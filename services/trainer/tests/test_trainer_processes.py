@@ -165,7 +165,7 @@ async def test_two_ranks_are_killed_and_the_same_run_goes_on(tmp_path: Path) -> 
                 assert "parity mean=" in leader.log, leader.log[-3000:]
                 follower.process.kill()
                 assert await leader.status() == 1, leader.log[-3000:]
-                assert "FatalError: rank 0 of 2: another rank is gone" in leader.log
+                assert "FatalError: rank 0 of 2: another rank is lost" in leader.log
         assert not preprocessor.lost_ranks
         launch.generators = []
         preprocessor.hold_at = None
