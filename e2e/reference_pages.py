@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipelinerl_common.metrics import document as metrics_document
+from metrics_page import metrics_page
 from pipelinerl_common.settings import JobSpec
 
 FOLDER = Path(__file__).parents[1] / "docs/pages/reference"
@@ -143,7 +143,7 @@ def _help(*command: str) -> str:
 PAGES = {
     "job-settings.md": job_settings,
     "command-line.md": command_line,
-    "metrics.md": metrics_document.document,
+    "metrics.md": metrics_page,
 }
 
 

@@ -31,9 +31,9 @@ import psutil
 from bench.api_server import ApiServer, api_server, missing_binary
 from bench.hollow_pods import HollowPods
 from bench.report import Report, Row, Value, at_most, progress
+from crd import crd_definition
 from pipelinerl_cli.up.placement import Ports
 from pipelinerl_common.errors import FatalError
-from pipelinerl_operator.crd import crd_definition
 from pipelinerl_operator.kube import Object, Resource, open_api
 from pipelinerl_operator.kube.errors import NotFound
 from pipelinerl_operator.kube.resources import JOBS

@@ -19,11 +19,11 @@ from celpy.adapter import json_to_cel
 from operator_fakes import make_raw
 from pydantic import BaseModel, JsonValue
 
+from crd.definition import crd_definition, job_schema, render_template
+from crd.rules import RULES, place
+from crd.rules import Path as RulePath
+from crd.schema import structural_schema
 from pipelinerl_common.errors import SettingsError
-from pipelinerl_operator.crd.definition import crd_definition, job_schema, render_template
-from pipelinerl_operator.crd.rules import RULES, place
-from pipelinerl_operator.crd.rules import Path as RulePath
-from pipelinerl_operator.crd.schema import structural_schema
 from pipelinerl_operator.objects import JobResource
 
 CHECKOUT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def schemas(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[
 
 def test_the_charts_crd_is_the_one_of_the_settings() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pipelinerl_operator.crd", "--check"],
+        [sys.executable, "-m", "crd", "--check"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -57,7 +57,7 @@ def test_check_says_when_the_charts_crd_is_another(tmp_path: Path) -> None:
         [
             sys.executable,
             "-m",
-            "pipelinerl_operator.crd",
+            "crd",
             "--check",
             "--output",
             tmp_path / "crd.yaml",
@@ -68,7 +68,7 @@ def test_check_says_when_the_charts_crd_is_another(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert "is out of date: run python -m pipelinerl_operator.crd" in done.stderr
+    assert "is out of date: run charts/crd/generate" in done.stderr
 
 
 def test_the_crd_is_small() -> None:
@@ -206,7 +206,7 @@ def test_free_form_items_are_preserved() -> None:
 
 def test_braces_in_descriptions_survive_helm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "pipelinerl_operator.crd.definition.crd_definition",
+        "crd.definition.crd_definition",
         lambda: {"metadata": {}, "description": "{{ .Values.x }} and {a: 1}"},
     )
     assert "description: '{{ \"{{\" }} .Values.x }} and {a: 1}'" in render_template()

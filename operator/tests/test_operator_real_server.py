@@ -16,6 +16,7 @@ from operator_fakes import CONTEXT, FakeRuntimes, job
 
 from bench.api_server import ApiServer, api_server, missing_binary
 from bench.hollow_pods import HollowPods, ended, say
+from crd import crd_definition
 from pipelinerl_common.errors import TemporaryError
 from pipelinerl_operator.controller.cluster import ClusterCache, child_resources
 from pipelinerl_operator.controller.controller import Controller
@@ -24,7 +25,6 @@ from pipelinerl_operator.controller.executor import Dependencies
 from pipelinerl_operator.controller.status import JobPhase, JobStatus
 from pipelinerl_operator.controller.streams import JobStreams
 from pipelinerl_operator.controller.telemetry import Telemetry
-from pipelinerl_operator.crd import crd_definition
 from pipelinerl_operator.kube import (
     Api,
     Object,

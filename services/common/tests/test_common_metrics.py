@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from metrics_page import metrics_page
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.metrics import (
     CATALOG,
@@ -24,7 +25,6 @@ from pipelinerl_common.metrics import (
     metrics_of,
     serve_metrics,
 )
-from pipelinerl_common.metrics.document import document
 from pipelinerl_common.metrics.registry import MAX_LABEL_VALUES
 
 
@@ -275,6 +275,4 @@ async def test_without_an_address_nothing_is_served() -> None:
 
 def test_the_documentation_is_the_catalog() -> None:
     page = Path(__file__).parents[3] / "docs/pages/reference/metrics.md"
-    assert page.read_text() == document(), (
-        "run python -m pipelinerl_common.metrics.document > docs/pages/reference/metrics.md"
-    )
+    assert page.read_text() == metrics_page(), "run python e2e/reference_pages.py"

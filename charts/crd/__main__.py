@@ -1,4 +1,4 @@
-"""`python -m pipelinerl_operator.crd [--check]`: writes the chart's CRD, or fails if it is out of
+"""`charts/crd/generate [--check]`: writes the chart's CRD, or fails if it is out of
 date.
 """
 
@@ -7,15 +7,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipelinerl_operator.crd.definition import render_template
+from crd.definition import render_template
 
-CHECKOUT = Path(__file__).parents[3]
+CHECKOUT = Path(__file__).parents[2]
 TEMPLATE = Path("charts/pipelinerl/templates/crd.yaml")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m pipelinerl_operator.crd", description="Writes the chart's CRD."
+        prog="charts/crd/generate", description="Writes the chart's CRD."
     )
     parser.add_argument(
         "--check", action="store_true", help="write nothing; fail when the file differs"
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     there = flags.output.read_text(encoding="utf-8") if flags.output.exists() else ""
     if there != text:
-        sys.stderr.write(f"{flags.output} is out of date: run python -m pipelinerl_operator.crd\n")
+        sys.stderr.write(f"{flags.output} is out of date: run charts/crd/generate\n")
         return 1
     return 0
 

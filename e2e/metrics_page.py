@@ -1,6 +1,4 @@
-"""The catalogue as a page: `python -m pipelinerl_common.metrics.document` prints it as Markdown."""
-
-import sys
+"""The catalogue of metrics as a page of the documentation."""
 
 from pipelinerl_common.metrics.catalog import TABLES
 from pipelinerl_common.metrics.metric import Kind, Metric
@@ -8,7 +6,7 @@ from pipelinerl_common.text import markdown_table
 
 _HEAD = """# Metrics
 
-Generated from the catalogue by `python -m pipelinerl_common.metrics.document`; a test holds the two
+Generated from the catalogue by `python e2e/reference_pages.py`; a test holds the two
 together. What the numbers mean: [lag, staleness, ESS and queue depth](../explanation/staleness.md).
 
 Every service answers `GET /metrics` at `--metrics-listen`; generators and references do on their
@@ -31,7 +29,7 @@ value is missing. Traces: [tracing](../how-to/tracing.md).
 """
 
 
-def document() -> str:
+def metrics_page() -> str:
     """The whole page, as Markdown."""
     return "\n".join([_HEAD, *(_section(title, table) for title, table in TABLES.items())])
 
@@ -63,7 +61,3 @@ def _what(metric: Metric) -> str:
     if metric.kind is not Kind.HISTOGRAM:
         return metric.help
     return f"{metric.help} Buckets {', '.join(f'{bound:g}' for bound in metric.buckets)}."
-
-
-if __name__ == "__main__":
-    sys.stdout.write(document())
