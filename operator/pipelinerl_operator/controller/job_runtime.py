@@ -259,6 +259,8 @@ class JobRuntimes:
             return
         runtime, task = running
         self.routes.remove(runtime.token)
+        # Closed in the background, since deciding about other jobs must not wait for it; kept in a
+        # set, since the event loop refers to its tasks only weakly.
         task.cancel()
         closing = asyncio.create_task(runtime.coordinator.close())
         self._closing.add(closing)

@@ -77,6 +77,7 @@ class JobStreams:
 
     async def close(self) -> None:
         if self._leaving:
+            # What does not end in time is removed by the next leader's sweep.
             await asyncio.wait(set(self._leaving.values()), timeout=CLOSE_S)
         for task in self._leaving.values():
             task.cancel()

@@ -62,6 +62,7 @@ class Election:
             while not stop.is_set():
                 if await self._acquire():
                     await self._lead(lead, stopping)
+                # Jitter: replicas that started together must not conflict at every attempt.
                 await _sleep_or(stopping, self._times.retry_s * random.uniform(0.8, 1.2))
         finally:
             stopping.cancel()

@@ -82,6 +82,7 @@ class WorkQueue:
                 key, _ = self._ready.popitem(last=False)
                 self._working.add(key)
                 return key
+            # No await since `_promote`, so this cannot clear the wake-up of a key just added.
             self._wake.clear()
             try:
                 async with asyncio.timeout(due_in_s):

@@ -137,6 +137,7 @@ class JournalWriter:
             await self._marked.wait()
             self._marked.clear()
             changed, self._changed = self._changed, set()
+            # Counted before the write: what is marked during it belongs to the next one.
             marked = self._num_marked
             await self._write(changed)
             async with self._written:

@@ -38,6 +38,7 @@ class EventLoopProxy:
         try:
             return future.result(timeout_s)
         except TimeoutError as error:
+            # The caller will try again: the late call must not take effect beside its repetition.
             future.cancel()
             raise Unavailable(
                 f"{getattr(coroutine, '__qualname__', 'a call')} did not end within {timeout_s:g} s"

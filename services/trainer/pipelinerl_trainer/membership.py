@@ -123,6 +123,8 @@ class Membership:
             group.abort(reason)
             group.close()
         if forming is not None and joining is not None:
+            # The join runs in a thread, which no cancellation reaches: only the abort ends it. One
+            # that hangs even then must not keep the next group from forming.
             await asyncio.to_thread(forming.call_off, epoch, reason)
             await asyncio.wait({joining}, timeout=CALL_OFF_S)
 

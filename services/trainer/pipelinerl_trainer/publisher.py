@@ -144,6 +144,7 @@ class Publisher:
 
     async def _publish_all(self, membership: Membership) -> None:
         while True:
+            # Cleared before the state is read: a change during the attempt ends the next wait.
             self._wake.clear()
             offer, group, epoch = self._offer, membership.group, membership.epoch
             if offer is None or group is None or self._published == (epoch, offer.version):
@@ -151,6 +152,7 @@ class Publisher:
                 continue
             try:
                 await self._check_allowed(offer, epoch)
+                # `finish` waits for this lock, so that a stop does not cut a transfer off.
                 async with self._sending:
                     await self._publish_newest(offer, group, epoch)
             except NotYet as error:

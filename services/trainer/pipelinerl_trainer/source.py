@@ -79,6 +79,7 @@ class BatchSource:
             if outcome is Vote.DONE:
                 return None
             self._raise_on(outcome)
+            # Its own batch is answered at once each time: without a pause this rank would spin.
             if vote is Vote.READY:
                 self._wait_before_retry("other ranks do not have this batch yet")
 

@@ -211,6 +211,7 @@ class TransferGroup:
 
     def finish(self, pending: Pending) -> None:
         """Waits for a collective; see `Pending.wait`."""
+        # Polled: a blocking wait of the collective library would not notice an abort.
         while not pending.work.is_completed():
             if self._flag.reason is not None:
                 self._abandoned.append(pending)

@@ -67,6 +67,7 @@ class WeightUpdater:
         self._layout = layout
         self._metrics = metrics
         self._running = running
+        # A change of the group and an update exclude each other: an update belongs to one group.
         self._lock = asyncio.Lock()
         self.version = initial_version
         self.checksum: str | None = None

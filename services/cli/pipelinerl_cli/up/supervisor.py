@@ -195,6 +195,7 @@ class Supervisor:
         if (process := self.running.get(name)) is not None:
             status = await process.stop(grace_s)
             log.info("%s was retired and ended with status %d", name, status)
+        # Until its keeper has ended, that could still be about to start the process again.
         await asyncio.wait({kept})
 
     async def stop(self, grace_s: dict[Role, float]) -> None:
