@@ -101,6 +101,8 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class ClusterJob:
+    """One PipelineRLJob in a cluster, used through kubectl."""
+
     cluster: Cluster
     namespace: str
     manifest: dict[str, Any] = field(repr=False)

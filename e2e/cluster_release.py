@@ -38,6 +38,8 @@ def older_chart(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Release:
+    """The release of the chart that the cluster tests share."""
+
     cluster: Cluster
 
     def values(self) -> list[str]:

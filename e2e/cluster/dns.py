@@ -20,6 +20,8 @@ CACHE_S = 1.0
 
 
 class ClusterResolver:
+    """Resolves the names of services and pods from the API server's objects."""
+
     def __init__(self, kubeconfig: str) -> None:
         kubernetes.config.load_kube_config(kubeconfig)
         self.api = kubernetes.client.CoreV1Api()

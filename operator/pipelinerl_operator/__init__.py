@@ -1,1 +1,1 @@
-"""The operator: which processes a job needs, and the weight-transfer coordinator."""
+"""The operator: turns every PipelineRLJob of a cluster into pods, and coordinates its weights."""

@@ -8,7 +8,7 @@ from bench.report import Report, Row, at_least, at_most, show
 
 
 def parse(*argv: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="pipelinerl bench")
+    parser = argparse.ArgumentParser(prog="e2e/bench/run")
     command.add_arguments(parser)
     return parser.parse_args(argv)
 

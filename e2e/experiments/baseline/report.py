@@ -56,6 +56,8 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Report:
+    """The finished runs of an experiment by setting, and what they are compared by."""
+
     plan: Plan
     searched: tuple[Arm, ...]
     best: Arm

@@ -58,6 +58,8 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """The arguments of an experiment, from which all its runs follow."""
+
     job: str
     """The job file. Conventional runs differ from it in their staleness policy alone."""
     seeds: int

@@ -15,6 +15,8 @@ or as many as the best one has if those are more.
 
 @dataclass(frozen=True, slots=True)
 class Target:
+    """One target of the experiment, as a row of its report."""
+
     name: str
     wanted: str
     measured: str

@@ -276,6 +276,8 @@ def read_time(text: str) -> float:
 
 
 class ConditionType(StrEnum):
+    """Types of conditions: what may be true or false of a job."""
+
     SUSPENDED = "Suspended"
     UNDERSTOOD = "Understood"
     """Set only for a job whose spec has had fields that the operator does not know."""

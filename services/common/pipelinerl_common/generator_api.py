@@ -42,6 +42,8 @@ class _Answer(BaseModel):
 
 
 class ChatMessage(_Request):
+    """One message of a conversation, as in OpenAI's API."""
+
     role: Literal["system", "user", "assistant", "tool"]
     content: str
 
@@ -155,15 +157,21 @@ class CompletionResponse(_Answer):
 
 
 class CancelRequest(_Request):
+    """A request to stop the completion request that was sent under `request_id`."""
+
     request_id: str
 
 
 class CancelResponse(_Answer):
+    """The answer to a cancel request."""
+
     found: bool
     """Whether the request was being decoded: its answer then follows at once, to its own caller."""
 
 
 class ScoredSequence(_Request):
+    """Token ids of one sequence, and the position from which they are scored."""
+
     token_ids: Annotated[list[TokenId], Field(min_length=2)]
     start: Annotated[int, Field(ge=1)]
     """First position that is scored; the first token has no probability of its own."""
@@ -176,7 +184,10 @@ class ScoredSequence(_Request):
 
 
 class ScoreRequest(_Request):
-    """Example: {"sequences": [{"token_ids": [5, 9, 2], "start": 1}], "temperature": 0.7}."""
+    """A request for the log-probabilities of given tokens.
+
+    Example: {"sequences": [{"token_ids": [5, 9, 2], "start": 1}], "temperature": 0.7}.
+    """
 
     sequences: Annotated[list[ScoredSequence], Field(min_length=1, max_length=4096)]
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
@@ -209,7 +220,10 @@ class InitGroupRequest(_Request):
 
 
 class InitGroupResponse(_Answer):
-    """Example: {"epoch": 4, "ranks": [3, 4]}."""
+    """The group that the generator has joined, and the ranks of its workers there.
+
+    Example: {"epoch": 4, "ranks": [3, 4]}.
+    """
 
     epoch: int
     ranks: list[int]
@@ -261,6 +275,8 @@ class UpdateResponse(_Answer):
 
 
 class DrainResponse(_Answer):
+    """The answer to a drain: the generator accepts no further requests."""
+
     drained: bool
     """Whether all requests ended within the generator's drain time."""
 
@@ -315,14 +331,20 @@ class LoadResponse(_Answer):
 
 
 class HealthResponse(_Answer):
+    """The generator's process answers, whether or not it has weights to serve."""
+
     status: str = "ok"
 
 
 class ReadyResponse(_Answer):
+    """The generator serves the weights of `version`."""
+
     version: int
 
 
 class ErrorDetail(_Answer):
+    """What went wrong; `type` is the name of the error's class."""
+
     message: str
     type: str = ""
     serving_version: int = -1
@@ -330,7 +352,9 @@ class ErrorDetail(_Answer):
 
 
 class ErrorResponse(_Answer):
-    """Example: {"error": {"message": "an update is running", "type": "Refused",
+    """The body of every status from 400 on.
+
+    Example: {"error": {"message": "an update is running", "type": "Refused",
     "serving_version": 6}} with status 409.
     """
 

@@ -90,8 +90,8 @@ class Endpoints:
 class PlannedProcess:
     """One process of a job.
 
-    Example: Workload("actor-0", Role.ACTOR, 0, ("python", "-m", "pipelinerl_actor.rollout",
-    "--job", ...), "127.0.0.1:4711").
+    Example: PlannedProcess("actor-0", Role.ACTOR, 0, ("python", "-m",
+    "pipelinerl_actor.rollout", "--job", ...), "127.0.0.1:4711").
     """
 
     name: str

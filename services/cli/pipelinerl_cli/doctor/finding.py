@@ -1,4 +1,4 @@
-"""What a rule finds."""
+"""Findings: what the doctor's rules return."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,9 @@ SEVERITIES = tuple(Severity)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Example: Finding(WARNING, "the trainer waits 43 % of its time", ("actors.replicas: more",),
+    """One thing that slows a run down or makes it fail, and the settings that change it.
+
+    Example: Finding(WARNING, "the trainer waits 43 % of its time", ("actors.replicas: more",),
     {"wait_share": 0.43}).
     """
 

@@ -1,7 +1,5 @@
-"""`pipelinerl up` around the run itself: which run it is, whether it can start, and what is printed
-at the end.
-
-TODO: say what this file is.
+"""`pipelinerl up` around the run itself: it finds out whether the run is new, resumed or finished,
+locks its folder, checks that it can start, chooses the display, and prints the result.
 """
 
 import asyncio
