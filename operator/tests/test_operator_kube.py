@@ -14,7 +14,9 @@ from pipelinerl_operator.kube import (
     Election,
     Informer,
     LeaseTimes,
+    Object,
     ObjectKey,
+    Resource,
     Selection,
     Store,
     WatchEvent,
@@ -205,6 +207,22 @@ async def test_a_leader_whose_lease_another_took_stops() -> None:
     await task
     lease = await api.get(LEASES, LEASE.namespace, LEASE.name)
     assert lease["spec"]["holderIdentity"] == "b"
+
+
+async def test_a_renewal_that_succeeds_while_it_is_cancelled_is_the_last() -> None:
+    class CancellingApi(FakeApi):
+        async def replace(self, resource: Resource, namespace: str, body: Object) -> Object:
+            written = await super().replace(resource, namespace, body)
+            asyncio.get_running_loop().call_soon(renewing.cancel)
+            return written
+
+    election = Election(CancellingApi(), LEASE, "a", QUICK)
+    assert await election._acquire()
+    renewing = asyncio.create_task(election._renew_while_possible())
+    await asyncio.wait({renewing}, timeout=4 * QUICK.renew_s)
+    cancelled = renewing.cancelled()
+    renewing.cancel()
+    assert cancelled
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,10 @@ class Election:
             await asyncio.sleep(min(self._times.retry_s, left_s))
             begun = time.monotonic()  # not after the call: the lease counts from when it was sent
             try:
-                limit_s = max(0.1, left_s - self._times.retry_s)
-                if not await asyncio.wait_for(self._try_acquire(), limit_s):
+                # Not `wait_for`: before Python 3.12 it can lose the cancellation of this task.
+                async with asyncio.timeout(max(0.1, left_s - self._times.retry_s)):
+                    holds = await self._try_acquire()
+                if not holds:
                     return
                 renewed_at = begun
             except (PipelineRLError, TimeoutError) as error:
