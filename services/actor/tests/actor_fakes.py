@@ -91,6 +91,7 @@ class FakeGenerator:
         """Requests of its readiness so far."""
         self.stopped: dict[str, asyncio.Event] = {}
         """By request id: set once /v1/cancel has named it."""
+        self.kv_tokens = 64
         self.script: deque[Answer] = deque()
         """Answers to the next requests, before `answer` takes over."""
         self.answer: Answer = self.say
@@ -167,7 +168,7 @@ class FakeGenerator:
         load = dict.fromkeys(LoadResponse.model_fields, 0)
         return web.json_response(
             load
-            | {"num_running": self.num_sequences, "kv_usage": 0.25, "kv_tokens": 64}
+            | {"num_running": self.num_sequences, "kv_usage": 0.25, "kv_tokens": self.kv_tokens}
             | {"steps_total": 3}
         )
 

@@ -13,7 +13,7 @@ from pipelinerl_actor.rollout.failures import GivenUp
 from pipelinerl_actor.rollout.generator_client import RolloutClient, TurnRequest
 from pipelinerl_actor.task import Turn
 from pipelinerl_common.errors import SettingsError, TemporaryError
-from pipelinerl_common.generator_client import ConnectionLost, GeneratorAway
+from pipelinerl_common.generator_client import BadAnswer, ConnectionLost, GeneratorAway
 from pipelinerl_common.settings import SamplingSettings
 from pipelinerl_common.types import FinishReason, VersionRun
 
@@ -165,3 +165,12 @@ async def test_a_connection_that_breaks_is_told_from_one_that_is_refused(
     async with aiohttp.ClientSession() as session:
         with pytest.raises(GeneratorAway):
             await RolloutClient("http://127.0.0.1:1", session, None).complete(REQUEST)
+
+
+async def test_a_load_of_impossible_numbers_is_no_load(
+    generator: FakeGenerator, client: RolloutClient
+) -> None:
+    assert (await client.load(5.0)).kv_tokens == 64
+    generator.kv_tokens = -1
+    with pytest.raises(BadAnswer, match="/load: not a load"):
+        await client.load(5.0)

@@ -215,7 +215,9 @@ def _parse(url: str, body: bytearray, max_bytes: int, answer: type[Response]) ->
     try:
         return answer.model_validate_json(body)
     except ValidationError as error:
-        raise BadAnswer(f"{url}: not the expected answer: {error}", 200) from error
+        text = str(error)[:_MAX_ERROR_CHARACTERS]
+        # Without the cause, which would log a fault for every token of a long answer.
+        raise BadAnswer(f"{url}: not the expected answer: {text}", 200) from None
 
 
 def _error_of(url: str, response: aiohttp.ClientResponse, body: bytearray) -> GeneratorError:

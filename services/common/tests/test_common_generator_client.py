@@ -244,6 +244,16 @@ async def test_a_session_keeps_its_connection_and_calls_without_one_close_theirs
 # Failures
 
 
+async def test_an_answer_with_a_fault_in_every_token_is_a_short_error(
+    server: Server, client: GeneratorClient
+) -> None:
+    server.says({"logprobs": [[None] * 5000], "weight_version": 0})
+    sequences = [ScoredSequence(token_ids=[5, 9, 2], start=1)]
+    with pytest.raises(BadAnswer, match="not the expected answer") as raised:
+        await client.score(ScoreRequest(sequences=sequences), PATIENCE_S)
+    assert len(str(raised.value)) < 700
+
+
 @pytest.mark.parametrize(
     ("status", "error", "ours"),
     [

@@ -128,7 +128,10 @@ class RolloutClient:
     async def load(self, timeout_s: float) -> GeneratorLoad:
         """The generator's load. Raises GeneratorError."""
         load = await self._client.load(timeout_s)
-        return GeneratorLoad(generator=self.url, **load.model_dump())
+        try:
+            return GeneratorLoad(generator=self.url, **load.model_dump())
+        except ValueError as error:  # a number out of its field's range
+            raise BadAnswer(f"{self.url}/load: not a load: {error}", 200) from error
 
 
 def _completions(
