@@ -315,10 +315,10 @@ async def test_the_tokens_of_several_turns_are_the_sampled_ones(tmp_path: Path) 
     prompt = task.prompt(index_of(task, 4))
     model = make_tiny_model(tmp_path, hidden_size=32, num_layers=1)
     async with (
-        ScriptedGenerator(["4", "9", "8"]).serving() as player,
+        ScriptedGenerator(["4", "9", "8"]).serving() as generator,
         aiohttp.ClientSession() as session,
     ):
-        rollout = trajectory(player, session, model, prompt, task)
+        rollout = trajectory(generator, session, model, prompt, task)
         verdict = await task.rollout(rollout)
     assert ours(verdict) == await theirs("guess", prompt.facts["row"], ["4", "9", "8"])
     sample = rollout.record.to_sample(0, verdict)

@@ -44,8 +44,8 @@ async def test_turns_continue_the_sampled_tokens_exactly(
 ) -> None:
     task = GuessNumber(seed=0, max_turns=3)
     prompt = Prompt.of("Guess.", number=5)
-    async with ScriptedGenerator(["4", "6x", "5"], finish_reason).serving() as player:
-        rollout = trajectory(player, session, model_folder, prompt)
+    async with ScriptedGenerator(["4", "6x", "5"], finish_reason).serving() as generator:
+        rollout = trajectory(generator, session, model_folder, prompt)
         verdict = await task.rollout(rollout)
     assert verdict.reward == pytest.approx(1 / 3)
     assert verdict.metrics == {"success": 1.0, "turns": 3}
@@ -69,11 +69,11 @@ async def test_turns_continue_the_sampled_tokens_exactly(
 async def test_only_the_first_turn_is_tokenised_by_the_generator(
     session: aiohttp.ClientSession, model_folder: Path
 ) -> None:
-    async with ScriptedGenerator(["4", "5"]).serving() as player:
+    async with ScriptedGenerator(["4", "5"]).serving() as generator:
         await GuessNumber(seed=0).rollout(
-            trajectory(player, session, model_folder, Prompt.of("Guess.", number=5))
+            trajectory(generator, session, model_folder, Prompt.of("Guess.", number=5))
         )
-        first, second = player.requests
+        first, second = generator.requests
     assert "messages" in first
     assert "messages" not in second
     assert TOKENIZER.decode(second["prompt_token_ids"][-2:]) == "<|end|><|assistant|>"
@@ -82,11 +82,11 @@ async def test_only_the_first_turn_is_tokenised_by_the_generator(
 async def test_complete_adds_token_ids_as_they_are(
     session: aiohttp.ClientSession, model_folder: Path
 ) -> None:
-    async with ScriptedGenerator(["1", "2"]).serving() as player:
-        rollout = trajectory(player, session, model_folder, Prompt(()))
+    async with ScriptedGenerator(["1", "2"]).serving() as generator:
+        rollout = trajectory(generator, session, model_folder, Prompt(()))
         first = await rollout.complete([4, 50, 51])
         await rollout.complete([60])
-    assert [request["prompt_token_ids"] for request in player.requests] == [
+    assert [request["prompt_token_ids"] for request in generator.requests] == [
         [4, 50, 51],
         [4, 50, 51, *first.token_ids, 60],
     ]

@@ -112,7 +112,7 @@ def broadcasts(monkeypatch: pytest.MonkeyPatch) -> Broadcasts:
 
 
 @dataclass
-class House:
+class Harness:
     """One job's trainer side, and the coordinator that is there at the moment."""
 
     folder: Path
@@ -179,7 +179,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 
 @asynccontextmanager
-async def harness(folder: Path, pods: Pods, *, sync_timeout_s: float) -> AsyncIterator[House]:
+async def harness(folder: Path, pods: Pods, *, sync_timeout_s: float) -> AsyncIterator[Harness]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         coordinator_address = f"127.0.0.1:{probe.getsockname()[1]}"
     marked: list[int] = []
@@ -209,7 +209,7 @@ async def harness(folder: Path, pods: Pods, *, sync_timeout_s: float) -> AsyncIt
             backend="gloo", form_timeout_seconds=60, sync_timeout_seconds=sync_timeout_s
         )
         try:
-            yield House(
+            yield Harness(
                 folder,
                 pods,
                 settings,

@@ -272,8 +272,8 @@ async def test_the_sinks_process_writes_every_step_of_the_stream_to_both_sinks(
             record("trainer", "trainer-0", 1, {"reward_mean": 0.1}, time=time.time() - 100)
         )
         metrics = Metrics(TRAINER, job.name)
-        keeper = SinkProcess(job.spec.telemetry.sinks, wiring, metrics)
-        keeping = asyncio.ensure_future(keeper.run())
+        process = SinkProcess(job.spec.telemetry.sinks, wiring, metrics)
+        running = asyncio.ensure_future(process.run())
         step = 1
         async with asyncio.timeout(120):
             while not all(
@@ -286,9 +286,9 @@ async def test_the_sinks_process_writes_every_step_of_the_stream_to_both_sinks(
                     record("trainer", "trainer-0", step, values, time=time.time())
                 )
                 await asyncio.sleep(0.2)
-        await keeper.finish()
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
+        await process.finish()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
     seen = scalars(tmp_path / "tensorboard")["trainer/reward_mean"]
     logged = [
         (row["step"], row["trainer/reward_mean"]) for row in wandb_history(tmp_path / "wandb")
@@ -302,26 +302,26 @@ async def test_sinks_that_cannot_start_are_tried_a_few_times_and_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wiring = parse_wiring("trainer", [f"--job={tmp_path / 'missing.yaml'}", f"--output={tmp_path}"])
-    keeper = SinkProcess(
+    process = SinkProcess(
         SinkSettings(tensorboard=TensorBoardSettings()), wiring, Metrics(TRAINER, "sums")
     )
     with caplog.at_level(logging.WARNING):
-        keeping = asyncio.ensure_future(keeper.run())
+        running = asyncio.ensure_future(process.run())
         async with asyncio.timeout(120):
             while sum("ended with status 2" in message for message in caplog.messages) < 3:
-                assert not keeping.done()
+                assert not running.done()
                 await asyncio.sleep(0.1)
-    assert not keeping.done()  # the trainer continues
-    await keeper.finish()
-    keeping.cancel()
-    await asyncio.gather(keeping, return_exceptions=True)
+    assert not running.done()  # the trainer continues
+    await process.finish()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
-    keeper = SinkProcess(
+    process = SinkProcess(
         SinkSettings(tensorboard=TensorBoardSettings()), wiring, Metrics(TRAINER, "sums")
     )
     with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError):
         async with asyncio.timeout(1):
-            await keeper.run()
+            await process.run()
     assert "sinks could not be started" in caplog.messages[-1]
 
 
@@ -341,25 +341,25 @@ cat > /dev/null
     monkeypatch.setattr(sys, "executable", str(script))
     wiring = parse_wiring("trainer", [f"--job={tmp_path / 'job.yaml'}", f"--output={tmp_path}"])
     metrics = Metrics(TRAINER, "sums")
-    keeper = SinkProcess(SinkSettings(tensorboard=TensorBoardSettings()), wiring, metrics)
-    keeping = asyncio.ensure_future(keeper.run())
+    process = SinkProcess(SinkSettings(tensorboard=TensorBoardSettings()), wiring, metrics)
+    running = asyncio.ensure_future(process.run())
     async with asyncio.timeout(120):
         while metrics.values().get("sink_rows_total{sink=wandb,outcome=failed}") != 1:
-            assert not keeping.done()
+            assert not running.done()
             await asyncio.sleep(0.01)
     assert metrics.values()["sink_rows_total{sink=wandb,outcome=written}"] == 5
-    await keeper.finish()
-    assert not keeping.done()
-    keeping.cancel()
-    await asyncio.gather(keeping, return_exceptions=True)
+    await process.finish()
+    assert not running.done()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_without_a_sink_no_process_is_started(tmp_path: Path) -> None:
     wiring = parse_wiring("trainer", [f"--job={tmp_path / 'missing.yaml'}", f"--output={tmp_path}"])
     metrics = Metrics(TRAINER, "sums")
-    keeper = SinkProcess(SinkSettings(), wiring, metrics)
+    process = SinkProcess(SinkSettings(), wiring, metrics)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
-            await keeper.run()
-    await keeper.finish()
+            await process.run()
+    await process.finish()
     assert metrics.values() == {}

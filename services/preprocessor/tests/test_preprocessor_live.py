@@ -372,12 +372,12 @@ def test_a_ring_buffer_in_which_no_batch_can_form_is_refused(
     assert groups(None) == 16
 
 
-async def test_a_bell_wakes_all_who_wait_now() -> None:
-    bell = Broadcast()
-    bell.notify()
-    assert not await bell.wait(0.0)
-    assert not await bell.wait(0.01)
-    waiters = [asyncio.create_task(bell.wait(10.0)) for _ in range(3)]
+async def test_a_broadcast_wakes_all_who_wait_now() -> None:
+    broadcast = Broadcast()
+    broadcast.notify()
+    assert not await broadcast.wait(0.0)
+    assert not await broadcast.wait(0.01)
+    waiters = [asyncio.create_task(broadcast.wait(10.0)) for _ in range(3)]
     await asyncio.sleep(0)
-    bell.notify()
+    broadcast.notify()
     assert await asyncio.gather(*waiters) == [True, True, True]

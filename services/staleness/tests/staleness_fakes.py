@@ -243,7 +243,7 @@ class FakeRun:
             self.publish(again=True)
         self.check_books()
 
-    def run_steps(self, number: int, patience: int = 60) -> None:
+    def run_steps(self, number: int, max_rounds_per_step: int = 60) -> None:
         """Finishes every running group and polls for the trainer until `number` more steps have
         been trained.
         """
@@ -251,7 +251,9 @@ class FakeRun:
         rounds = 0
         while self.step < goal:
             rounds += 1
-            assert rounds < patience * number, f"stuck at step {self.step}: {self.log[-1]}"
+            assert rounds < max_rounds_per_step * number, (
+                f"stuck at step {self.step}: {self.log[-1]}"
+            )
             self.observe(0)
             self.admit(1000)
             for index in range(len(self.running)):
