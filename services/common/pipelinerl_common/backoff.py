@@ -1,4 +1,8 @@
-"""Delays between attempts at something that may soon succeed."""
+"""Delays between attempts at something that may soon succeed.
+
+Not tenacity or stamina, which retry a function as a whole: the loops here decide by the error
+whether to try again, some count over many calls, and some wait for an event or in a thread.
+"""
 
 import asyncio
 import random

@@ -2,8 +2,9 @@
 B trained.
 
 A is drawn as PEFT draws it (Kaiming uniform with a = sqrt 5) and B is 0, so that training begins at
-the model itself. Our own layer and not the `peft` package's: a layer keeps its name and its
-weight's, and with them what is loaded, gathered and exported by those names.
+the model itself. Our own layer and not the `peft` package's, which was looked at: it wraps a
+layer and renames its weight (`base_layer.weight`), whereas loading, gathering and export here go by
+the checkpoint's names.
 """
 
 import math

@@ -1,5 +1,6 @@
 """Progress for people: a live panel on a terminal, one line per step otherwise. `pipelinerl watch`
-draws the same panel of any run's folder.
+draws the same panel of any run's folder. rich draws it; textual, a framework for whole applications
+with keys and scrolling, was looked at and is too much for ten numbers.
 """
 
 import math
