@@ -7,8 +7,7 @@ from typing import Final
 from pipelinerl_common.judgements import Judgement, Severity
 
 RUNBOOKS: Final = "@runbooksUrl@"
-"""Place holder for the address of charts/docs/runbooks.md: a value of the chart, like thresholds.
-"""
+"""Placeholder for the address of docs/pages/how-to/runbooks.md; the chart makes it from `docsUrl`."""
 
 BY_JOB: Final = "by (namespace, job)"
 """Groups by a job's name and, in a cluster, its namespace; outside one that label is missing."""

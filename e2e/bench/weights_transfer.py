@@ -188,7 +188,8 @@ def _broadcast(group: TransferGroup, snapshot: WeightSnapshot, pace: float | Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="weights_transfer", description="The receiver of `bench weights`' raw broadcasts."
+        prog="weights_transfer",
+        description="Receives the raw broadcasts of `e2e/bench/run weights`.",
     )
     parser.add_argument("port", type=int)
     parser.add_argument("sizes", help="bytes of each bucket, as a JSON list")

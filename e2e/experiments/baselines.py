@@ -56,21 +56,21 @@ def parse() -> argparse.Namespace:
         "minutes. Nothing else should run on the machine; the report says how much did.",
     )
     run.add_argument(
-        "--output", type=Path, required=True, metavar="FOLDER", help="of the experiment"
+        "--output", type=Path, required=True, metavar="FOLDER", help="the experiment's folder"
     )
     run.add_argument(
         "--seeds",
         type=at_least_one,
         default=5,
         metavar="N",
-        help="reported seeds, 1 to N; default 5",
+        help="number of reported seeds, 1 to N; default 5",
     )
     run.add_argument(
         "--conventional",
         type=steps_per_round,
         default=(1, 2, 4, 8),
         metavar="G,...",
-        help="searched for the best; default 1,2,4,8",
+        help="values of G among which the best is searched; default 1,2,4,8",
     )
     run.add_argument(
         "--steps",
@@ -84,14 +84,14 @@ def parse() -> argparse.Namespace:
         type=float,
         default=0.8,
         metavar="R",
-        help="reward whose reaching is timed; default 0.8",
+        help="reward to reach; the time until then is compared; default 0.8",
     )
     run.add_argument(
         "--cores",
         type=at_least_one,
         default=2,
         metavar="N",
-        help="of the machine, for each run; default 2",
+        help="cores of the machine that each run uses; default 2",
     )
     run.add_argument(
         "--set",
@@ -108,7 +108,7 @@ def parse() -> argparse.Namespace:
         metavar="FILE",
         help="the in-flight job; default e2e/jobs/arithmetic.yaml",
     )
-    report = commands.add_parser("report", help="say what came of them")
+    report = commands.add_parser("report", help="report the results")
     report.add_argument("folder", type=Path, metavar="FOLDER", help="the --output of a run")
     report.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
     report.add_argument("--markdown", type=Path, metavar="FILE", help="write the report there")

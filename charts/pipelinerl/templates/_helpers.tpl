@@ -101,7 +101,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 {{- end -}}
 
-{{/* Rights in the operator's own namespace: OWN_NAMESPACE of pipelinerl_operator/kube/permissions.py. */}}
+{{/* Rights in the operator's own namespace: OWN_NAMESPACE of pipelinerl_operator/kube/resources.py. */}}
 {{- define "pipelinerl.ownRules" -}}
 - apiGroups: [coordination.k8s.io]
   resources: [leases]

@@ -1,4 +1,4 @@
-"""ALGORITHMS.md says what is so: its table is that of the presets and its examples are jobs."""
+"""The page algorithms.md is true: its table is that of the presets, and its examples are jobs."""
 
 import re
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_every_example_is_a_job(example: dict[str, Any]) -> None:
         "kind": "PipelineRLJob",
         "metadata": {"name": "example"},
     }
-    job = parse_job({**document, "spec": {**base, **example}}, "ALGORITHMS.md")
+    job = parse_job({**document, "spec": {**base, **example}}, "algorithms.md")
     for key, value in example["algorithm"].items():
         if not isinstance(value, dict):
             assert job.spec.algorithm.model_dump(by_alias=True)[key] == value
