@@ -17,8 +17,8 @@ from common_fakes import make_group
 from pipelinerl.v1 import metrics_pb2
 from pipelinerl_common.errors import Unavailable
 from pipelinerl_common.settings import StreamSettings
-from pipelinerl_common.stream import NatsServer, ReceivedGroup, Stream, connect
-from pipelinerl_common.stream.session import MAX_WAITING_BYTES
+from pipelinerl_common.stream import ANONYMOUS, NatsServer, ReceivedGroup, Stream, connect
+from pipelinerl_common.stream.session import MAX_WAITING_BYTES, NatsSession, ServerErrors
 from pipelinerl_common.types import GroupId
 
 DEADLINE_S = 60.0
@@ -315,3 +315,26 @@ async def test_leaving_while_the_server_is_away_takes_no_longer_than_its_deadlin
             await kill(server)
             await until(lambda: not stream.is_connected)
             await received.ack()
+
+
+async def test_a_session_that_is_stopped_while_it_subscribes_leaves_no_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stopped(*_: Any, **__: Any) -> None:
+        raise asyncio.CancelledError
+
+    async with NatsServer.start(tmp_path / "nats") as server:
+        session = NatsSession(
+            server.url,
+            "test",
+            ANONYMOUS,
+            ServerErrors(),
+            on_lost=lambda: None,
+            on_back=lambda: None,
+        )
+        monkeypatch.setattr(session.client, "subscribe", stopped)
+        with pytest.raises(asyncio.CancelledError):
+            await session.connect(unless_refused=True)
+        is_closed = session.client.is_closed
+        await session.close()
+    assert is_closed

@@ -137,16 +137,16 @@ class NatsSession:
             if not connecting.done():
                 raise SettingsError(refusal_message(self._url, self._login))
             connecting.result()
+            self._errors.clear()
+            self._inbox = self.client.new_inbox()
+            await self.client.subscribe(
+                self._inbox + ".*", cb=self._on_ack, pending_msgs_limit=0, pending_bytes_limit=0
+            )
         except BaseException:
             # The library retries a refused login indefinitely; nothing may outlive this call.
             await _end(connecting)
             await self.close()
             raise
-        self._errors.clear()
-        self._inbox = self.client.new_inbox()
-        await self.client.subscribe(
-            self._inbox + ".*", cb=self._on_ack, pending_msgs_limit=0, pending_bytes_limit=0
-        )
 
     @property
     def is_usable(self) -> bool:
