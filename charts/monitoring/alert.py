@@ -7,7 +7,7 @@ from typing import Final
 from pipelinerl_common.judgements import Judgement, Severity
 
 RUNBOOKS: Final = "@runbooksUrl@"
-"""Placeholder for the address of docs/pages/how-to/runbooks.md; the chart makes it from `docsUrl`."""
+"""Placeholder for the runbooks' address, which the chart makes from `docsUrl`."""
 
 BY_JOB: Final = "by (namespace, job)"
 """Groups by a job's name and, in a cluster, its namespace; outside one that label is missing."""
