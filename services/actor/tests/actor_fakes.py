@@ -35,7 +35,7 @@ Answer = Callable[[dict[str, Any]], Awaitable[web.StreamResponse]]
 END = 2
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Returns once `condition()` is true; fails the test after `timeout_s`."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - conditions are of many kinds

@@ -196,7 +196,7 @@ async def acting(
         yield actor, stop
         harness.admission.done = True
         stop.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await actor
     finally:
         actor.cancel()

@@ -29,7 +29,7 @@ from pipelinerl_common.types import (
     StepPlan,
 )
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 @dataclass
