@@ -7,7 +7,7 @@ import signal
 import sys
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,10 @@ class PreprocessorHarness:
         assert self.process is not None
         assert self._reading is not None
         if self.process.returncode is None:
-            self.process.send_signal(how)
+            # Not send_signal, which polls: it would take the status of a process that has just
+            # ended from the event loop, which then reports 255.
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, how)
         async with asyncio.timeout(DEADLINE_S):
             status = await self.process.wait()
             await asyncio.wait([self._reading])
