@@ -47,7 +47,9 @@ def test_kubectl_explains_the_job(cluster: Cluster, release: Release, tmp_path: 
         "--cache-dir",
         str(tmp_path),
     )  # `explain` uses a cache from before the installation
-    assert "Optimizer steps" in cluster.kubectl("explain", "prl.spec.algorithm.steps", *fresh)
+    assert "optimizer steps of the run" in cluster.kubectl(
+        "explain", "prl.spec.algorithm.steps", *fresh
+    )
     assert "One word for people" in cluster.kubectl("explain", "prl.status.phase", *fresh)
 
 

@@ -7,8 +7,10 @@ from code_shape import Shape, shipped_sources
 MAX_FILES_PER_1000_CODE_LINES = 9
 MAX_BREACHES_PER_1000_LINES = 0.7
 MAX_SHARE_OF_COMMAND_LINE = 0.16
-MAX_CODE_LINES = 30_700
-"""At the reference width. The source had 35,200, in 49,300 lines of which 43,000 were to remain."""
+MAX_CODE_LINES = 34_000
+"""A budget, at the reference width. The source had 35,200 lines before its rooms were merged, and
+30,600 after; data-plane features have the rest.
+"""
 
 
 @pytest.fixture(scope="module")
