@@ -11,7 +11,7 @@ from asyncio.sslproto import SSLProtocol
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipelinerl_common.service import run_service
+from pipelinerl_common.service import program, run_service
 from pipelinerl_common.telemetry import LEVELS
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ MB.
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line. A pod's name and namespace default to its environment."""
     parser = argparse.ArgumentParser(
-        prog="pipelinerl_operator", description="Runs the PipelineRLJobs of a Kubernetes cluster."
+        prog=program(), description="Runs the PipelineRLJobs of a Kubernetes cluster."
     )
     _add_services(parser)
     _add_images(parser)

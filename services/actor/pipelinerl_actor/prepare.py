@@ -17,7 +17,7 @@ from pipelinerl_actor.models.chat import chat_token_ids
 from pipelinerl_actor.task import Task, TaskName
 from pipelinerl_common.checkpoints import MODEL
 from pipelinerl_common.errors import PipelineRLError, SettingsError
-from pipelinerl_common.service import EXIT_CRASHED, EXIT_DONE, EXIT_SETTINGS
+from pipelinerl_common.service import EXIT_CRASHED, EXIT_DONE, EXIT_SETTINGS, program
 from pipelinerl_common.settings import TaskSettings, load_job
 from pipelinerl_common.telemetry import LEVELS, configure_logging, fields
 from pipelinerl_common.text import counted
@@ -30,7 +30,7 @@ NUM_PROMPTS = 32
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="pipelinerl prepare", description="Fetches or makes the model of one PipelineRL job."
+        prog=program(), description="Fetches or makes the model of one PipelineRL job."
     )
     parser.add_argument("--job", type=Path, required=True, help="the job file")
     parser.add_argument(

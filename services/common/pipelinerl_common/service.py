@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,16 @@ class Wiring:
         return token
 
 
+def program() -> str:
+    """How this process was started, for usage texts, for example
+    "python -m pipelinerl_actor.rollout".
+    """
+    spec = sys.modules["__main__"].__spec__
+    if spec is None:
+        return Path(sys.argv[0]).name
+    return f"python -m {spec.name.removesuffix('.__main__')}"
+
+
 def parse_wiring(role: str, argv: Sequence[str] | None = None, **defaults: Any) -> Wiring:
     """Wiring from the command line. `defaults` replace the flags' defaults by their field names,
     for example listen="0.0.0.0:8000".
@@ -78,7 +89,7 @@ def parse_wiring(role: str, argv: Sequence[str] | None = None, **defaults: Any) 
     Exits with status 2 and a usage line on wrong flags, with 0 on --help.
     """
     parser = argparse.ArgumentParser(
-        prog=f"pipelinerl {role}", description=f"The {role} of one PipelineRL job."
+        prog=program(), description=f"The {role} of one PipelineRL job."
     )
     parser.add_argument("--job", dest="job_file", type=Path, required=True, help="the job file")
     parser.add_argument("--name", default=f"{role}-0", help="workload name, unique in the job")

@@ -77,6 +77,15 @@ def test_wrong_flags_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--job" in capsys.readouterr().err
 
 
+def test_usage_names_the_command_that_started_the_service() -> None:
+    """There are no subcommands of `pipelinerl` for services."""
+    module = "pipelinerl_common.sinks"
+    command = [sys.executable, "-m", module, "--jobb"]
+    wrong = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith(f"usage: python -m {module} ")
+
+
 def _service(body: str) -> subprocess.Popen[str]:
     program = f"""
 import asyncio, sys

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipelinerl_common.errors import SettingsError
-from pipelinerl_common.service import Wiring, parse_wiring, run_service
+from pipelinerl_common.service import Wiring, parse_wiring, program, run_service
 from pipelinerl_common.settings import load_job
 
 
@@ -17,7 +17,9 @@ def parse_flags(argv: Sequence[str] | None = None) -> tuple[Wiring, argparse.Nam
     """Returns the wiring that every service has and the trainer's own flags. Exits with status 2 on
     wrong flags and with 0 on --help.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        prog=program(), add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS
+    )
     own = parser.add_argument_group("ranks of the trainer, beside the options below")
     own.add_argument("--rank", type=int, default=0, help="number of this process, from 0")
     own.add_argument("--num-ranks", type=int, default=1, help="processes that train together")
@@ -42,13 +44,13 @@ def parse_flags(argv: Sequence[str] | None = None) -> tuple[Wiring, argparse.Nam
     if not 0 <= flags.rank < flags.num_ranks:
         parser.exit(
             2,
-            f"pipelinerl trainer: --rank {flags.rank} must be from 0 to --num-ranks "
+            f"{parser.prog}: --rank {flags.rank} must be from 0 to --num-ranks "
             f"{flags.num_ranks} minus 1\n",
         )
     if flags.num_ranks > 1 and not 0 < flags.master_port < 65536:
         parser.exit(
             2,
-            f"pipelinerl trainer: --master-port {flags.master_port} must be a port when there are "
+            f"{parser.prog}: --master-port {flags.master_port} must be a port when there are "
             "several ranks\n",
         )
     return wiring, flags

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipelinerl_common.service import EXIT_DONE, run_service
+from pipelinerl_common.child_process import send_signal
+from pipelinerl_common.service import EXIT_DONE, program, run_service
 from pipelinerl_common.telemetry import LEVELS
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class Node:
 def parse_node(argv: Sequence[str] | None = None) -> Node:
     """Parses the node's flags and keeps the ranks'. Exits with status 2 on wrong ones."""
     parser = argparse.ArgumentParser(
-        prog="pipelinerl trainer-node",
+        prog=program(),
         description="Several ranks of the trainer on one node.",
         allow_abbrev=False,
     )
@@ -68,7 +69,7 @@ def parse_node(argv: Sequence[str] | None = None) -> Node:
     parser.add_argument("--log-level", choices=LEVELS, default="info")
     own, rest = parser.parse_known_args(argv)
     if own.processes < 1:
-        parser.exit(2, f"pipelinerl trainer-node: --processes {own.processes} must be at least 1\n")
+        parser.exit(2, f"{parser.prog}: --processes {own.processes} must be at least 1\n")
     return Node(own.rank, own.processes, tuple(rest), own.metrics_listen, own.log_level)
 
 
@@ -101,11 +102,13 @@ async def run_node(node: Node, stop: asyncio.Event) -> int:
             deadline_s = LAST_S
         # Ranks between collectives end by themselves; those inside one are killed below.
         if waiting:
-            _signal(ranks, signal.SIGTERM)
+            for each in ranks:
+                send_signal(each, signal.SIGTERM)
             await asyncio.wait(waiting, timeout=FAILED_GRACE_S)
     finally:
         forwarding.cancel()
-        _signal(ranks, signal.SIGKILL)
+        for each in ranks:
+            send_signal(each, signal.SIGKILL)
         await asyncio.gather(*(rank.wait() for rank in ranks))
     return status
 
@@ -116,15 +119,10 @@ async def _forward(stop: asyncio.Event, ranks: Sequence[asyncio.subprocess.Proce
     signalled: set[int] = set()
     while True:
         fresh = [rank for rank in ranks if rank.pid not in signalled]
-        _signal(fresh, signal.SIGTERM)
+        for rank in fresh:
+            send_signal(rank, signal.SIGTERM)
         signalled.update(rank.pid for rank in fresh)
         await asyncio.sleep(FORWARD_PERIOD_S)
-
-
-def _signal(ranks: Sequence[asyncio.subprocess.Process], number: signal.Signals) -> None:
-    for rank in ranks:
-        if rank.returncode is None:
-            rank.send_signal(number)
 
 
 def _status(returncode: int) -> int:

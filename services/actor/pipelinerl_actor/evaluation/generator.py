@@ -14,6 +14,7 @@ from pipelinerl_actor.evaluation.evaluate import Evaluator
 from pipelinerl_actor.rollout.metrics import RolloutMeter
 from pipelinerl_actor.rollout.start import GeneratorPool, open_roller
 from pipelinerl_actor.task import Task
+from pipelinerl_common.child_process import stop
 from pipelinerl_common.errors import Unavailable
 from pipelinerl_common.generator_client import GeneratorClient
 from pipelinerl_common.metrics import ACTOR, Metrics
@@ -105,20 +106,5 @@ async def generator(wiring: Wiring, model: Path, step: int) -> AsyncIterator[Own
     try:
         yield OwnGenerator(f"http://{wiring.listen}", process)
     finally:
-        await _stop(process)
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is not None:
-        return
-    process.terminate()
-    try:
-        async with asyncio.timeout(_STOP_S):
-            await process.wait()
-    except TimeoutError:
-        log.warning("the generator has not ended %g s after its SIGTERM, and is killed", _STOP_S)
-    finally:
-        # Also when this coroutine is cancelled: no generator outlives the evaluator.
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        if not await stop(process, _STOP_S):
+            log.warning("the generator had not ended %g s after its SIGTERM: killed", _STOP_S)

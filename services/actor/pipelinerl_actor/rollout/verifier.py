@@ -18,14 +18,16 @@ import inspect
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import IO, Any
 
 from pipelinerl_actor.rollout.failures import GivenUp, Retries
 from pipelinerl_actor.task import Prompt, Task, TaskName, Turn, Verdict
 from pipelinerl_actor.task_loader import load_task
+from pipelinerl_common.child_process import send_signal
 from pipelinerl_common.errors import FatalError, PipelineRLError, SettingsError, TemporaryError
 from pipelinerl_common.types import FinishReason, VersionRun
 
@@ -183,8 +185,7 @@ class _Process:
         return answer
 
     async def end(self) -> None:
-        with suppress(ProcessLookupError):
-            self._process.kill()
+        send_signal(self._process, signal.SIGKILL)
         await self._process.wait()
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from pipelinerl_cli.run_folder import RunFolder
 from pipelinerl_cli.up.orphans import Guard, tethered
 from pipelinerl_cli.up.placement import environment
+from pipelinerl_common.child_process import send_signal
 from pipelinerl_common.settings import Job
 from pipelinerl_control.plan import PlannedProcess
 
@@ -93,7 +94,7 @@ class LocalProcess:
         if self.exit_status is None and not self._is_asked:
             # Once only: a second signal would cut short the clean end that the first asked for.
             self._is_asked = True
-            self._process.terminate()
+            send_signal(self._process, signal.SIGTERM)
 
     def kill(self) -> None:
         """Ends the process and everything in its group."""

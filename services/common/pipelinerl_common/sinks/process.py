@@ -3,9 +3,10 @@
 import asyncio
 import json
 import logging
+import signal
 import sys
-from contextlib import suppress
 
+from pipelinerl_common.child_process import send_signal
 from pipelinerl_common.metrics import Metrics
 from pipelinerl_common.service import Wiring
 from pipelinerl_common.settings import SinkSettings
@@ -58,8 +59,7 @@ class SinkProcess:
                 await process.wait()
         except TimeoutError:
             log.warning("sinks have not finished within %g s and are killed", END_S)
-            with suppress(ProcessLookupError):
-                process.kill()
+            send_signal(process, signal.SIGKILL)
 
     async def _run_once(self) -> int:
         """Runs the process once and adds up its counts; returns its exit status."""
@@ -79,9 +79,7 @@ class SinkProcess:
                 counted.update(counts)
             return await process.wait()
         finally:
-            if process.returncode is None:
-                with suppress(ProcessLookupError):
-                    process.kill()
+            send_signal(process, signal.SIGKILL)
 
     def _command(self) -> list[str]:
         wiring = self._wiring

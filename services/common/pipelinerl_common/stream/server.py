@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
+from pipelinerl_common.child_process import stop
 from pipelinerl_common.errors import SettingsError, Unavailable
 
 DEFAULT_MAX_PAYLOAD_BYTES: Final = 8 << 20
@@ -85,7 +86,7 @@ class NatsServer:
             bound = await _wait_ready(process, store_dir, log_file, start_of_log, timeout_s)
             yield cls(f"nats://127.0.0.1:{bound}", bound, log_file, process)
         finally:
-            await _stop(process)
+            await stop(process, _STOP_S)
 
 
 def find_binary() -> str:
@@ -195,13 +196,3 @@ def _tail(log_file: Path, start: int) -> str:
     lines = log_file.read_bytes()[start:].decode(errors="replace").splitlines()
     errors = [line for line in lines if "[FTL]" in line or "[ERR]" in line] or lines
     return " | ".join(errors[-3:])
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), _STOP_S)
-        except TimeoutError:
-            process.kill()
-    await process.wait()
