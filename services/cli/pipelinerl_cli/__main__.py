@@ -11,41 +11,29 @@ import os
 import select
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipelinerl_common.errors import PipelineRLError, SettingsError
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NO_READER = 1, 2, 130, 141
 
 
-class Command(NamedTuple):
-    """One subcommand. `module` offers `add_arguments(parser)` and `run(args)`, which returns the
-    exit status.
-    """
-
-    summary: str
-    module: str
-
-
-COMMANDS: dict[str, Command] = {
-    "up": Command("run a job on this machine, or resume it", "up.command"),
-    "watch": Command("live numbers of a run's folder, or of a job in the cluster", "watch.command"),
-    "report": Command("write report.html and summary.json of a run again", "report.command"),
-    "compare": Command(
-        "compare runs: learning curves over time, samples and tokens", "compare.command"
-    ),
-    "doctor": Command(
-        "find what slows a run or a job down, and which settings to change", "doctor.command"
-    ),
-    "simulate": Command("try staleness policies on a simulated cluster", "simulate"),
-    "replay": Command("check a recorded run against its staleness policy", "replay"),
-    "plan": Command("choose how many GPUs generate, and with which batch", "plan"),
-    "calibrate": Command(
-        "measure a generator's speed by batch size, for plan", "calibrate.command"
-    ),
-    "eval": Command("pass@k of saved weights on a task, with confidence intervals", "eval.command"),
-    "new-task": Command("write a task and a job as a start for your own", "new_task"),
+COMMANDS = {
+    "up": "run a job on this machine, or resume it",
+    "watch": "live numbers of a run's folder, or of a job in the cluster",
+    "report": "write report.html and summary.json of a run again",
+    "compare": "compare runs: learning curves over time, samples and tokens",
+    "doctor": "find what slows a run or a job down, and which settings to change",
+    "simulate": "try staleness policies on a simulated cluster",
+    "replay": "check a recorded run against its staleness policy",
+    "plan": "choose how many GPUs generate, and with which batch",
+    "calibrate": "measure a generator's speed by batch size, for plan",
+    "eval": "pass@k of saved weights on a task, with confidence intervals",
+    "new-task": "write a task and a job as a start for your own",
 }
+"""What each subcommand does. The module or package of the same name offers
+`add_arguments(parser)` and `run(args)`, which returns the exit status.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
-    for name, command in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=command.summary, description=command.summary)
+    for name, summary in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == chosen:
             _module(name).add_arguments(subparser)
     args = parser.parse_args(arguments)
@@ -80,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _module(command: str) -> Any:
-    return importlib.import_module(f"pipelinerl_cli.{COMMANDS[command].module}")
+    return importlib.import_module(f"pipelinerl_cli.{command.replace('-', '_')}")
 
 
 def _has_reader() -> bool:

@@ -258,12 +258,12 @@ async def serve(flags: argparse.Namespace) -> None:
 def up() -> int:
     """The command, with this program as every service and as the model's preparation."""
     from pipelinerl_cli.__main__ import main
-    from pipelinerl_cli.up import run
+    from pipelinerl_cli.up import local_run
     from pipelinerl_control import plan
 
     modules = cast(dict[plan.Role, str], plan.MODULES)
     modules.update(dict.fromkeys(plan.Role, "cli_harness"))
-    run.PREPARE_MODULE = "cli_harness"
+    local_run.PREPARE_MODULE = "cli_harness"
     plan.EVALUATION_MARGIN_S = 3.0
     return main()
 

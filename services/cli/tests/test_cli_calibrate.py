@@ -17,7 +17,7 @@ import yaml
 from aiohttp import web
 
 from pipelinerl_cli.__main__ import main
-from pipelinerl_cli.calibrate.command import add_arguments, run
+from pipelinerl_cli.calibrate import add_arguments, run
 from pipelinerl_cli.calibrate.measurement import (
     CurveScale,
     Level,

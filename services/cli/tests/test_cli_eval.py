@@ -10,7 +10,7 @@ import pytest
 
 from pipelinerl_actor.models.source import ModelSource
 from pipelinerl_cli.__main__ import main
-from pipelinerl_cli.eval.run import find_model
+from pipelinerl_cli.eval.evaluation import find_model
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.settings import load_job
 
@@ -96,7 +96,7 @@ def test_a_task_that_cannot_work_is_refused_before_a_generator_is_started(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pipelinerl_cli.eval.run.LocalProcess.start", None)
+    monkeypatch.setattr("pipelinerl_cli.eval.evaluation.LocalProcess.start", None)
     whole = ModelSource(Path.home() / ".cache" / "pipelinerl", offline=True).resolve(
         load_job(Path(ARITHMETIC)).spec.model
     )

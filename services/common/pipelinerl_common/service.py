@@ -73,7 +73,7 @@ class Wiring:
 
 
 def program() -> str:
-    """How this process was started, for usage texts, for example
+    """The command that has started this process, for usage texts. Example:
     "python -m pipelinerl_actor.rollout".
     """
     spec = sys.modules["__main__"].__spec__

@@ -15,7 +15,7 @@ from pipelinerl_cli.run_folder import Resume, RunFolder, inspect
 from pipelinerl_cli.up.checks import check
 from pipelinerl_cli.up.display import Display, LiveDisplay, PlainDisplay
 from pipelinerl_cli.up.endings import RunEnding
-from pipelinerl_cli.up.run import Interrupt, LocalRun
+from pipelinerl_cli.up.local_run import Interrupt, LocalRun
 from pipelinerl_cli.up.status_lines import is_evaluated
 from pipelinerl_common.settings import Job, cluster_only_paths, load_job
 from pipelinerl_common.text import counted
