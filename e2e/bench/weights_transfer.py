@@ -82,7 +82,7 @@ class Trainer:
         cls, generator: GeneratorClient, snapshot: WeightSnapshot
     ) -> AsyncIterator["Trainer"]:
         """Forms the group of this process and the generator's one worker."""
-        rendezvous = Rendezvous.open("127.0.0.1", 0, 2, TIMEOUT_S)
+        rendezvous = Rendezvous.open("127.0.0.1", 0, 2)
         request = InitGroupRequest(
             epoch=EPOCH,
             master_address="127.0.0.1",
@@ -147,7 +147,7 @@ class Mirror:
     @asynccontextmanager
     async def joined(cls, snapshot: WeightSnapshot) -> AsyncIterator["Mirror"]:
         """Starts the process and forms the group."""
-        rendezvous = Rendezvous.open("127.0.0.1", 0, 2, TIMEOUT_S)
+        rendezvous = Rendezvous.open("127.0.0.1", 0, 2)
         sizes = json.dumps([len(bucket) for bucket in snapshot.buckets])
         async with Worker.start(
             "mirror", "bench.weights_transfer", str(rendezvous.port), sizes

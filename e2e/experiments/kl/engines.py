@@ -107,7 +107,7 @@ class Studied(ABC):
         """Runs the engine, in a group with this process as the sender."""
         async with self._engine.running():
             world_size = 1 + self._engine.num_workers
-            rendezvous = Rendezvous.open("127.0.0.1", 0, world_size, TRANSFER_S)
+            rendezvous = Rendezvous.open("127.0.0.1", 0, world_size)
             request = InitGroupRequest(
                 epoch=1,
                 master_address="127.0.0.1",

@@ -191,7 +191,7 @@ class Trainer:
         self.leave()
         self.epoch = max(self.epoch, int((await self.client.weights())["epoch"])) + 1
         world_size = 1 + self.num_workers
-        rendezvous = Rendezvous.open("127.0.0.1", 0, world_size, timeout_s)
+        rendezvous = Rendezvous.open("127.0.0.1", 0, world_size)
         body = {
             "epoch": self.epoch,
             "master_address": "127.0.0.1",

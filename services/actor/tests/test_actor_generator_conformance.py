@@ -556,7 +556,7 @@ def _fail(
 async def test_a_group_that_does_not_form_ends_at_the_deadline(
     client: Client, trainer: Trainer
 ) -> None:
-    rendezvous = Rendezvous.open("127.0.0.1", 0, 3, CALL_S)
+    rendezvous = Rendezvous.open("127.0.0.1", 0, 3)
     body = {
         "epoch": (await client.weights())["epoch"] + 1,
         "master_address": "127.0.0.1",

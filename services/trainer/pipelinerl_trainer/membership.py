@@ -70,7 +70,7 @@ class Membership:
             log.info("epoch=%d no generators", epoch)
             return self._address, 0
         try:
-            rendezvous = Rendezvous.open(self._address, port, world_size, timeout_s)
+            rendezvous = Rendezvous.open(self._address, port, world_size)
         except TransferFailed as error:
             raise Unavailable(str(error)) from error
         self._forming = rendezvous

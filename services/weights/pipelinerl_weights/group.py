@@ -1,68 +1,73 @@
 """The weight-transfer group: trainer rank 0 as the sender (rank 0) and every generator worker as a
 receiver.
 
-It is a process group of torch's c10d beside any other group of the process; gloo and nccl differ
-only in how it is made. Beside the collectives the sender holds a small key-value store with these
-keys (below the epoch's prefix):
+It has a communicator of its own, beside any process group of torch's, and a small key-value store
+of the sender's with these keys (below the epoch's prefix):
 
     joined/<rank>            the rank is ready to form the group
     receiving/<n>/<rank>     the rank is about to receive the n-th transfer, of the version in it
+    checksum/<n>/<rank>      the checksum of what the rank received in the n-th transfer
     aborted                  a member aborted the group; the value says which and why
 
-c10d cannot wake a thread from a pending gloo collective. So no thread ever blocks in one: waiting
-is a loop that polls the work, the deadline and the abort flag, and an abandoned collective stays
-pending until its connections close.
+No thread ever blocks in an operation: waiting is a loop that polls the operation, the deadline and
+the abort flag. Whoever sees the flag first on a rank aborts that rank's communicator, so nothing
+stays pending, on the device or in the library, when a member is lost.
 """
 
-import threading
+import contextlib
+import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, PrefixStore, Store, Work
 
 from pipelinerl_common.text import nouns
-from pipelinerl_weights.checksum import from_int64, to_int64
+from pipelinerl_weights.communicator import (
+    Communicator,
+    Connector,
+    GlooCommunicator,
+    Operation,
+    Place,
+    connect,
+    first_line,
+)
 from pipelinerl_weights.errors import TransferAborted, TransferFailed, TransferTimeout
+from pipelinerl_weights.nccl import NcclCommunicator
 from pipelinerl_weights.rendezvous import (
     ABORTED,
     AbortFlag,
-    Collectives,
     Rendezvous,
-    connect_store,
-    first_line,
     local_address,
-    make_process_group,
     scope,
 )
+from pipelinerl_weights.store import GroupStore
 
-__all__ = ["Pending", "Rendezvous", "TransferGroup"]
+__all__ = ["CONNECTORS", "Pending", "Rendezvous", "TransferGroup"]
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+CONNECTORS: Mapping[str, Connector] = {"gloo": GlooCommunicator, "nccl": NcclCommunicator}
+"""Communicators by the name of `weightTransfer.backend`."""
 _POLL_S = 0.0005
 _STORE_POLL_S = 0.02
-_SLACK_S = 5.0
-"""c10d's own time limit is this much longer than ours, so that a timeout is never mistaken for a
-fault.
-"""
 
 
 @dataclass(slots=True)
 class Pending:
-    """A collective under way; `wait` must be called, so that none stays pending unnoticed."""
+    """An operation under way; `wait` must be called, so that none stays pending unnoticed."""
 
     group: "TransferGroup"
-    work: Work
+    operation: Operation
     deadline: float
     what: str
 
     def wait(self) -> None:
-        """Waits for the collective. Raises TransferAborted, TransferTimeout or TransferFailed, and
+        """Waits for the operation. Raises TransferAborted, TransferTimeout or TransferFailed, and
         then the group is aborted for every member.
         """
         self.group.finish(self)
@@ -74,17 +79,17 @@ class TransferGroup:
     """
 
     def __init__(
-        self, store: Store, flag: AbortFlag, *, rank: int, world_size: int, timeout_s: float
+        self, store: GroupStore, flag: AbortFlag, *, rank: int, world_size: int, timeout_s: float
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
         self._store = store
         self._flag = flag
-        self._process_group: Collectives | None = None
+        self._communicator: Communicator | None = None
         self._rendezvous: Rendezvous | None = None
         self._num_transfers = 0
-        self._abandoned: list[Pending] = []
+        flag.on_set = self._abort_communicator
 
     @classmethod
     def join(  # noqa: PLR0913 - the fields of /init_process_group
@@ -98,44 +103,57 @@ class TransferGroup:
         epoch: int,
         timeout_s: float,
         store: Rendezvous | None = None,
+        device: torch.device | str = "cpu",
     ) -> "TransferGroup":
-        """Blocks until every rank has joined. Rank 0 passes its Rendezvous as `store`, which the
-        group then owns.
+        """Blocks until every rank has joined and a first sum over all of them was made. Rank 0
+        passes its Rendezvous as `store`, which the group then owns.
 
         `timeout_s`: for forming, and afterwards for every operation without a deadline of its own.
-        Raises TransferTimeout (names the missing ranks), TransferAborted or TransferFailed.
+        `device`: where nccl's buffers are; gloo's are in host memory. Raises TransferTimeout (names
+        the missing ranks), TransferAborted or TransferFailed.
         """
         deadline = time.monotonic() + timeout_s
-        host, port = ("127.0.0.1", store.port) if store else (address, port)
-        base = store.store if store and store.store else connect_store(host, port, timeout_s)
-        flag = AbortFlag(
-            PrefixStore(scope(epoch), connect_store(host, port, timeout_s)), world_size
+        host, port = (store.server.host, store.port) if store else (address, port)
+        # The flag has a connection of its own: a suspended sender must not block it.
+        scoped, watched = (
+            GroupStore.connect(host, port, timeout_s, scope(epoch)) for _ in range(2)
         )
-        scoped = PrefixStore(scope(epoch), base)
+        flag = AbortFlag(watched, world_size)
         group = cls(scoped, flag, rank=rank, world_size=world_size, timeout_s=timeout_s)
         group._rendezvous = store
+        on = torch.device("cpu" if backend == "gloo" else device)
+        place = Place(rank, world_size, local_address(address, port), on)
         try:
-            group._form(backend, local_address(address, port), deadline)
+            group._form(backend, place, deadline)
         except (TransferFailed, OSError) as error:
             group.abort(f"rank {rank} could not join: {error}")
             group.close()
             raise
         return group
 
-    def _form(self, backend: str, interface: str, deadline: float) -> None:
+    def _form(self, backend: str, place: Place, deadline: float) -> None:
+        connector = CONNECTORS.get(backend)
+        if connector is None:
+            raise TransferFailed(
+                f"unknown backend {backend!r}; known are {', '.join(sorted(CONNECTORS))}"
+            )
         self._flag.arm()
         self._set(f"joined/{self.rank}", "1")
         self._wait_for("joined", range(self.world_size), deadline)
-        remaining_s = max(1.0, deadline - time.monotonic())
-        store = PrefixStore("c10d", self._store)
-        self._process_group = make_process_group(
-            backend,
-            store,
-            rank=self.rank,
-            world_size=self.world_size,
-            interface=interface,
-            timeout_s=remaining_s,
+        # The seconds that are left count for connecting only: later operations have deadlines of
+        # their own.
+        self._communicator, seconds = connect(
+            connector, self._store, place, deadline, self._flag.raise_if_set
         )
+        log.info(
+            "%d ranks connected over %s in %.2f s",
+            self.world_size,
+            self._communicator.transport,
+            seconds,
+        )
+        # The flag may have been set between the last look and the assignment.
+        if self._flag.reason is not None:
+            self._abort_communicator()
         self._flag.disarm()
 
     # One transfer: mark_receiving or wait_all_receiving, then broadcasts, then gather_checksums
@@ -175,17 +193,9 @@ class TransferGroup:
         buffer is in use until `wait` returns.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = (
-            0,
-            0,
-            timedelta(seconds=limit_s + _SLACK_S),
+        return self._start(
+            lambda communicator: communicator.broadcast(buffer), "the broadcast", limit_s
         )
-        try:
-            work = self._collectives().broadcast([buffer], options)
-        except RuntimeError as error:
-            self._fail(TransferFailed(f"the broadcast cannot start: {first_line(error)}"), error)
-        return Pending(self, work, time.monotonic() + limit_s, "the broadcast")
 
     def broadcast(self, buffer: Tensor, timeout_s: float | None = None) -> None:
         """`start_broadcast` and `wait` in one."""
@@ -195,36 +205,32 @@ class TransferGroup:
         """Ends a transfer and returns every rank's checksum on rank 0, nothing on the others. A
         dead peer is noticed here at the latest.
         """
-        mine = torch.tensor([to_int64(checksum)], dtype=torch.int64, device=device)
-        gathered = (
-            [torch.empty_like(mine) for _ in range(self.world_size)] if self.rank == 0 else []
-        )
-        options = GatherOptions()
-        options.rootRank, options.timeout = 0, timedelta(seconds=timeout_s + _SLACK_S)
-        try:
-            work = self._collectives().gather([gathered] if gathered else [], [mine], options)
-        except RuntimeError as error:
-            self._fail(TransferFailed(f"the gather cannot start: {first_line(error)}"), error)
-        Pending(self, work, time.monotonic() + timeout_s, "the exchange of checksums").wait()
+        key = f"checksum/{self._num_transfers}"
+        self._set(f"{key}/{self.rank}", checksum)
+        # A sum rather than a wait for the keys: the library notices a peer that has died.
+        ones = torch.ones(1, dtype=torch.int64, device=device)
+        self._start(
+            lambda communicator: communicator.all_reduce(ones), "the end of the transfer", timeout_s
+        ).wait()
         self._flag.disarm()
-        return [from_int64(int(value.item())) for value in gathered]
+        ranks = range(self.world_size) if self.rank == 0 else range(0)
+        return [self._get(f"{key}/{rank}") for rank in ranks]
 
     def finish(self, pending: Pending) -> None:
-        """Waits for a collective; see `Pending.wait`."""
-        # Polled: a blocking wait of the collective library would not notice an abort.
-        while not pending.work.is_completed():
-            if self._flag.reason is not None:
-                self._abandoned.append(pending)
-                raise TransferAborted(self._flag.reason)
-            if time.monotonic() > pending.deadline:
-                self._abandoned.append(pending)
-                self._fail(TransferTimeout(f"{pending.what} did not end in time"))
-            time.sleep(_POLL_S)
+        """Waits for an operation; see `Pending.wait`."""
         try:
-            pending.work.wait()
-        except RuntimeError as error:
-            self._flag.raise_if_set()
-            self._fail(TransferFailed(f"{pending.what} failed: {first_line(error)}"), error)
+            # Polled: a blocking wait of the library would not notice an abort.
+            while not pending.operation.is_done():
+                self._flag.raise_if_set()
+                if time.monotonic() > pending.deadline:
+                    raise TransferTimeout(f"{pending.what} did not end in time")
+                time.sleep(_POLL_S)
+        except TransferAborted:
+            raise
+        except TransferTimeout as error:
+            self._fail(error)
+        except TransferFailed as error:
+            self._fail(TransferFailed(f"{pending.what} failed: {error}"), error)
 
     # Aborting and closing
 
@@ -244,28 +250,17 @@ class TransferGroup:
         """Aborts the group for every member: waiting and later calls raise TransferAborted, here
         and in the other processes.
         """
-        if not self._flag.set(reason, self._store):
-            return
-        process_group = self._process_group
-        if process_group is not None and process_group.name() == "nccl":
-            # Frees the kernels that wait on the device; gloo has none.
-            process_group.abort()
+        self._flag.set(reason, self._store)
 
     def close(self) -> None:
         """Leaves the group and frees it: peers that wait for this rank fail immediately.
         Idempotent.
         """
         self._flag.close()
-        process_group, self._process_group = self._process_group, None
-        pending = [item.work for item in self._abandoned if not item.work.is_completed()]
-        self._abandoned = []
-        if process_group is not None and pending:
-            # Destroying a gloo group blocks while a collective is pending, which ends when the
-            # peers close or at its timeout: a thread of its own waits for that.
-            threading.Thread(
-                target=_bury, args=([process_group], pending), name="weights-bury", daemon=True
-            ).start()
-        del process_group
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.destroy()
+        self._store.close()
         if self._rendezvous is not None:
             self._rendezvous.close()
 
@@ -277,17 +272,34 @@ class TransferGroup:
 
     def _fail(self, error: TransferFailed, cause: BaseException | None = None) -> NoReturn:
         self._flag.raise_if_set()
+        # A peer that aborts tells the store first, and then its operations with this rank fail:
+        # its reason is the cause, although the flag's thread may not have read it yet.
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([ABORTED]):
+                self.abort(self._store.get(ABORTED).decode())
+        self._flag.raise_if_set()
         self.abort(f"rank {self.rank}: {error}")
         raise error from cause
 
     # The store
 
-    def _collectives(self) -> Collectives:
+    def _abort_communicator(self) -> None:
+        communicator = self._communicator
+        if communicator is not None:
+            communicator.abort()
+
+    def _start(
+        self, start: Callable[[Communicator], Operation], what: str, limit_s: float
+    ) -> Pending:
         self._flag.raise_if_set()
-        process_group = self._process_group
-        if process_group is None:
+        communicator = self._communicator
+        if communicator is None:
             raise TransferAborted("the group is closed")
-        return process_group
+        try:
+            operation = start(communicator)
+        except TransferFailed as error:
+            self._fail(TransferFailed(f"{what} cannot start: {error}"), error)
+        return Pending(self, operation, time.monotonic() + limit_s, what)
 
     def _set(self, key: str, value: str) -> None:
         self._ask_store(lambda: self._store.set(key, value))
@@ -322,9 +334,3 @@ class TransferGroup:
                 self._fail(TransferTimeout(f"{late} did not {what} in time"))
             time.sleep(poll_s)
             poll_s = min(_STORE_POLL_S, 1.5 * poll_s)
-
-
-def _bury(process_group: list[Collectives], pending: list[Work]) -> None:
-    while any(not work.is_completed() for work in pending):
-        time.sleep(_STORE_POLL_S)
-    process_group.clear()

@@ -1,26 +1,15 @@
-"""Where a group's members meet, how its process group is made for gloo and for nccl, and the flag
-that aborts it for every member within a fraction of a second.
+"""Where a group's members meet, and the flag that aborts it for every member within a fraction of a
+second.
 """
 
 import contextlib
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Protocol, cast
 
-import torch.distributed as dist
-from torch import Tensor
-from torch._C._distributed_c10d import (
-    BroadcastOptions,
-    GatherOptions,
-    PrefixStore,
-    Store,
-    TCPStore,
-    Work,
-)
-
-from pipelinerl_weights.errors import TransferAborted, TransferFailed, TransferTimeout
+from pipelinerl_weights.errors import TransferAborted, TransferTimeout
+from pipelinerl_weights.store import GroupStore, StoreServer, listen
 
 ABORTED = "aborted"
 """Key of the abort flag in the store; its value is the reason."""
@@ -38,7 +27,11 @@ class AbortFlag:
     The thread has a connection of its own: a suspended sender blocks this thread and no other.
     """
 
-    def __init__(self, store: Store, world_size: int) -> None:
+    def __init__(self, store: GroupStore, world_size: int) -> None:
+        self.on_set: Callable[[], None] = lambda: None
+        """Called once, in the thread that learns of the abort first: this rank's communicator has
+        to be aborted by this rank.
+        """
         self._store = store
         self._poll_s = _POLL_S * max(1.0, world_size / _MEMBERS_PER_POLL)
         self._reason: str | None = None
@@ -66,26 +59,35 @@ class AbortFlag:
         if not self._closed.is_set():
             self._armed.clear()
 
-    def set(self, reason: str, store: Store) -> bool:
+    def set(self, reason: str, store: GroupStore) -> bool:
         """Aborts the group for every member, over `store`, the caller's connection. Returns False
         if it was aborted before.
         """
-        if not self._set_here(reason):
+        if not self._is_first(reason):
             return False
-        # A store that does not answer is lost with the sender, which every member notices too.
+        # The others first: a library may take its time to abort. A store that does not answer is
+        # lost with the sender, which every member notices too.
         with contextlib.suppress(RuntimeError):
             store.set(ABORTED, reason)
+        self.on_set()
         return True
 
     def close(self) -> None:
-        """Ends the thread. Waiting calls of this process raise TransferAborted."""
+        """Ends the thread and its connection. Waiting calls of this process raise
+        TransferAborted.
+        """
         self._closed.set()
         self._set_here("the group is closed")
         self._armed.set()
+        self._store.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=1.0)
 
-    def _set_here(self, reason: str) -> bool:
+    def _set_here(self, reason: str) -> None:
+        if self._is_first(reason):
+            self.on_set()
+
+    def _is_first(self, reason: str) -> bool:
         # The first reason counts: it is the cause, later ones are its consequences.
         with self._lock:
             if self._reason is not None:
@@ -106,17 +108,6 @@ class AbortFlag:
             self._closed.wait(self._poll_s)
 
 
-class Collectives(Protocol):
-    """The methods of c10d's gloo and nccl process groups that a transfer needs."""
-
-    def broadcast(self, tensors: list[Tensor], options: BroadcastOptions) -> Work: ...
-    def gather(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], options: GatherOptions
-    ) -> Work: ...
-    def abort(self) -> None: ...
-    def name(self) -> str: ...
-
-
 @dataclass(slots=True)
 class Rendezvous:
     """The sender's store server, to which the other members connect; it listens until `close`."""
@@ -124,80 +115,33 @@ class Rendezvous:
     address: str
     port: int
     world_size: int
-    store: Store | None
+    server: StoreServer
 
     @classmethod
-    def open(cls, address: str, port: int, world_size: int, timeout_s: float) -> "Rendezvous":
-        """Listens on `port` of every interface (0: any free one) and returns at once. `address` is
-        what the others connect to.
-
-        Raises TransferFailed when the port is taken.
+    def open(cls, address: str, port: int, world_size: int) -> "Rendezvous":
+        """Listens on `port` (0: any free one) of `address`, which the others connect to, and
+        returns at once. Raises TransferFailed when the port is taken.
         """
-        try:
-            store = TCPStore(
-                "127.0.0.1",
-                port,
-                None,
-                is_master=True,
-                timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-            )
-        except RuntimeError as error:
-            raise TransferFailed(
-                f"cannot listen on port {port} for the weight-transfer group: {first_line(error)}"
-            ) from error
-        return cls(address, store.port, world_size, store)
+        server = listen(address, port)
+        return cls(address, server.port, world_size, server)
 
     def call_off(self, epoch: int, reason: str) -> None:
         """Aborts the forming of the group of `epoch`, for the sender too."""
         # The store may have been closed meanwhile.
         with contextlib.suppress(TransferTimeout, RuntimeError):
-            PrefixStore(scope(epoch), connect_store("127.0.0.1", self.port, _LOCAL_S)).set(
-                ABORTED, reason
-            )
+            store = GroupStore.connect(self.server.host, self.port, _LOCAL_S, scope(epoch))
+            try:
+                store.set(ABORTED, reason)
+            finally:
+                store.close()
 
     def close(self) -> None:
-        self.store = None
+        self.server.close()
 
 
 def scope(epoch: int) -> str:
     """Returns the prefix of the epoch's keys in the store."""
     return f"epoch-{epoch}"
-
-
-def connect_store(address: str, port: int, timeout_s: float) -> Store:
-    """Connects to the sender's store. Raises TransferTimeout when it does not listen in time."""
-    try:
-        return TCPStore(address, port, None, is_master=False, timeout=timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise TransferTimeout(
-            f"the sender does not answer on {address}:{port}: {first_line(error)}"
-        ) from error
-
-
-def make_process_group(
-    backend: str, store: Store, *, rank: int, world_size: int, interface: str, timeout_s: float
-) -> Collectives:
-    """Makes a process group; gloo binds to the local address `interface`. Raises TransferFailed."""
-    timeout = timedelta(seconds=timeout_s)
-    c10d: Any = dist  # torch's type stubs leave out these classes' options and collectives
-    try:
-        if backend == "gloo":
-            options = c10d.ProcessGroupGloo._Options()
-            options._timeout = timeout
-            options._devices = [c10d.ProcessGroupGloo.create_device(hostname=interface)]
-            group = c10d.ProcessGroupGloo(store, rank, world_size, options)
-        elif backend == "nccl":
-            options = c10d.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            group = c10d.ProcessGroupNCCL(store, rank, world_size, options)
-        else:
-            raise TransferFailed(f"unknown backend {backend!r}; known are gloo, nccl")
-    except RuntimeError as error:
-        raise TransferFailed(
-            f"the {backend} process group cannot be made: {first_line(error)}"
-        ) from error
-    return cast(Collectives, group)
 
 
 def local_address(address: str, port: int) -> str:
@@ -208,8 +152,3 @@ def local_address(address: str, port: int) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
-
-
-def first_line(error: BaseException) -> str:
-    """Returns what happened: c10d's messages carry a stack trace after the first line."""
-    return str(error).partition("\n")[0].strip() or type(error).__name__

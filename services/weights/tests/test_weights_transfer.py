@@ -233,7 +233,7 @@ def test_a_receiver_that_cannot_take_a_bucket_fails_everyone(peers: list[Peer]) 
 
 
 def test_a_rank_that_never_joins_is_named_and_the_others_go_on(peers: list[Peer]) -> None:
-    rendezvous = Rendezvous.open("127.0.0.1", 0, 3, TIMEOUT_S)
+    rendezvous = Rendezvous.open("127.0.0.1", 0, 3)
     peers[0].start("join", rendezvous.port, 1, 3, 1, TIMEOUT_S)
     with pytest.raises(TransferTimeout, match=r"rank 2 did not join"):
         TransferGroup.join(
@@ -251,7 +251,7 @@ def test_a_rank_that_never_joins_is_named_and_the_others_go_on(peers: list[Peer]
 
 
 def test_joining_where_nobody_listens_ends_at_the_deadline() -> None:
-    free = Rendezvous.open("127.0.0.1", 0, 2, 1.0)
+    free = Rendezvous.open("127.0.0.1", 0, 2)
     port = free.port
     free.close()
     with prompt(), pytest.raises(TransferTimeout, match=f"127.0.0.1:{port}"):
@@ -266,11 +266,11 @@ def test_an_unknown_backend_and_a_taken_port_are_named() -> None:
     ):
         TransferGroup.join(
             "127.0.0.1", 0, rank=0, world_size=1, backend="carrier-pigeon", epoch=1, timeout_s=5.0,
-            store=Rendezvous.open("127.0.0.1", 0, 1, 5.0),
+            store=Rendezvous.open("127.0.0.1", 0, 1),
         )  # fmt: skip
-    taken = Rendezvous.open("127.0.0.1", 0, 1, 5.0)
+    taken = Rendezvous.open("127.0.0.1", 0, 1)
     with pytest.raises(TransferFailed, match=f"cannot listen on port {taken.port}"):
-        Rendezvous.open("127.0.0.1", taken.port, 1, 5.0)
+        Rendezvous.open("127.0.0.1", taken.port, 1)
 
 
 def test_a_snapshot_casts_and_refuses_what_does_not_fit() -> None:

@@ -107,7 +107,7 @@ def _raw(tensor: torch.Tensor) -> bytes:
 def form(peers: list[Peer], epoch: int, timeout_s: float = TIMEOUT_S) -> Iterator[TransferGroup]:
     """The sender's group, with every peer joined."""
     world_size = 1 + len(peers)
-    rendezvous = Rendezvous.open("127.0.0.1", 0, world_size, timeout_s)
+    rendezvous = Rendezvous.open("127.0.0.1", 0, world_size)
     for rank, peer in enumerate(peers, start=1):
         peer.start("join", rendezvous.port, rank, world_size, epoch, timeout_s)
     with TransferGroup.join(
