@@ -53,8 +53,8 @@ class EventLoopProxy:
         self._stopping.wait(seconds)
 
 
-async def in_thread(function: Callable[[], Result]) -> Result:
-    """Runs `function` in a daemon thread and returns its result.
+async def in_thread(function: Callable[[], Result], name: str) -> Result:
+    """Runs `function` in a daemon thread called `name` and returns its result.
 
     Not `asyncio.to_thread`, whose threads Python joins at exit: a rank that hangs in a collective
     must not keep its process from ending.
@@ -76,5 +76,5 @@ async def in_thread(function: Callable[[], Result]) -> Result:
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, outcome)
 
-    threading.Thread(target=work, name="training", daemon=True).start()
+    threading.Thread(target=work, name=name, daemon=True).start()
     return await future

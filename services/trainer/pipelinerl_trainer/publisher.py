@@ -13,13 +13,22 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from pipelinerl.v1 import weights_pb2, weights_pb2_grpc
 from pipelinerl_common import rpc
 from pipelinerl_common.backoff import Backoff
-from pipelinerl_common.errors import PermanentError, Refused, TemporaryError, Unavailable
+from pipelinerl_common.errors import (
+    FatalError,
+    PermanentError,
+    Refused,
+    TemporaryError,
+    Unavailable,
+)
 from pipelinerl_common.telemetry import fields
 from pipelinerl_common.tracing import Tracer, span
+from pipelinerl_trainer.event_loop import in_thread
 from pipelinerl_trainer.membership import Membership
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.transfer import SendReport, WeightSnapshot, send_snapshot
@@ -30,6 +39,8 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 15.0
 ANSWER_GRACE_S = 15.0
 """Time after an update's own deadline within which the coordinator still answers."""
 PROBE_S = 5.0
+WAKE_S = 30.0
+"""Time that the sender's thread has to come back once its group is aborted."""
 LOST_COORDINATOR_S = 10.0
 """Time that a broadcast has left when the coordinator is lost."""
 
@@ -108,6 +119,7 @@ class Publisher:
         self.status = PublisherStatus()
         self.tracer = Tracer()
         self.on_status: Callable[[PublisherStatus], None] = lambda _: None
+        self.wake_s = WAKE_S
 
     def offer(self, offer: Offer) -> None:
         """Sets the weights to publish from now on, in place of any older offer. Called in the event
@@ -199,12 +211,28 @@ class Publisher:
             response = await _both(asking, sending, group)
         finally:
             asking.cancel()
-            # The sender blocks in a thread, which cannot be cancelled: only an abort ends it.
+            # The sender waits in a thread, which cannot be cancelled: only an abort ends it.
             if not sending.done():
                 group.abort("the trainer abandoned the update")
-            await asyncio.gather(asking, sending, return_exceptions=True)
+            await self._wait_for_end(asking, sending, offer.version)
         self._published = (epoch, offer.version)
         self._record(offer, response, time.monotonic() - started)
+
+    async def _wait_for_end(
+        self, asking: asyncio.Task[Any], sending: asyncio.Task[Any], version: int
+    ) -> None:
+        """Raises FatalError when the sender's thread does not come back."""
+        _, stuck = await asyncio.wait({asking, sending}, timeout=self.wake_s)
+        for task in (asking, sending):
+            if task.done() and not task.cancelled():
+                task.exception()  # retrieved: it was raised already, or is a consequence
+        if sending in stuck:
+            # It polls and never blocks, so it waits inside a driver or a library. No later version
+            # could be sent; a new process can.
+            raise FatalError(
+                f"sending version {version} did not end {self.wake_s:g} s after its group was "
+                "aborted: the device or its driver hangs"
+            )
 
     async def _check_allowed(self, offer: Offer, epoch: int) -> None:
         """Raises NotYet while the staleness policy holds the version back. A new group gets it
@@ -253,9 +281,8 @@ class Publisher:
 
     async def _send(self, group: TransferGroup, offer: Offer) -> SendReport:
         with span("broadcast", bytes=offer.snapshot.manifest.num_bytes):
-            return await asyncio.to_thread(
-                send_snapshot, group, offer.snapshot, offer.version, self._timeout_s
-            )
+            send = partial(send_snapshot, group, offer.snapshot, offer.version, self._timeout_s)
+            return await in_thread(send, "weights sender")
 
     def _record(
         self, offer: Offer, response: weights_pb2.PublishVersionResponse, seconds: float

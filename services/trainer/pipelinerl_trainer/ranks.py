@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from pipelinerl_common.errors import FatalError
 from pipelinerl_trainer.sequence_parallel import ALONE, SequenceGroup
-from pipelinerl_weights.rendezvous import first_line
+from pipelinerl_weights.communicator import first_line
 
 log = logging.getLogger(__name__)
 

@@ -114,7 +114,7 @@ async def _run_follower(args: TrainerArgs, events: EventLoopProxy, client: Batch
     metrics.gauge("memory_bytes").read(memory_bytes)
     listen = args.wiring.metrics_listen if args.placement.local_rank == 0 else ""
     async with serve_metrics(listen, metrics.exposition):
-        await in_thread(partial(train, args, events, client, None))
+        await in_thread(partial(train, args, events, client, None), "training")
 
 
 async def _run_leader(args: TrainerArgs, events: EventLoopProxy, client: BatchClient) -> None:
@@ -142,7 +142,7 @@ async def _run_leader(args: TrainerArgs, events: EventLoopProxy, client: BatchCl
         leader = LeaderServices(publisher, reporter, servicer, tracer)
 
         async def train_and_flush() -> None:
-            await in_thread(partial(train, args, events, client, leader))
+            await in_thread(partial(train, args, events, client, leader), "training")
             await publisher.finish(TRANSFER_END_S)
             await reporter.finish(METRICS_END_S)
             if args.last_metrics is not None:

@@ -1,26 +1,28 @@
 """Publication beside training: real gRPC, groups and receivers, with weights of a few numbers."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import PrefixStore
 from trainer_fake_services import DEADLINE_S, Coordinator, Preprocessor, serving, until
 from trainer_harness import free_ports
 
 from pipelinerl.v1 import policy_pb2, policy_pb2_grpc
 from pipelinerl_common import rpc
-from pipelinerl_common.errors import PermanentError, Refused, Unavailable
+from pipelinerl_common.errors import FatalError, PermanentError, Refused, Unavailable
+from pipelinerl_trainer import publisher
 from pipelinerl_trainer.membership import FULL_NAME, Membership, PolicyServicer
 from pipelinerl_trainer.publisher import Offer, Publisher
 from pipelinerl_weights.errors import TransferFailed, TransferTimeout
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Manifest, TensorSpec
-from pipelinerl_weights.rendezvous import connect_store, scope
+from pipelinerl_weights.rendezvous import scope
+from pipelinerl_weights.store import GroupStore
 from pipelinerl_weights.transfer import WeightSnapshot
 
 MANIFEST = Manifest(
@@ -225,6 +227,25 @@ async def test_a_receiver_that_leaves_fails_the_update_at_once_and_training_is_n
         await until(lambda: harness.marked == [5], "version 5")
 
 
+async def test_a_sender_that_no_abort_wakes_ends_the_process_instead_of_blocking_later_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(publisher, "send_snapshot", lambda *_: released.wait(DEADLINE_S))
+    async with publishing() as harness:
+        harness.publisher.wake_s = 0.2
+        harness.coordinator.refuse_next = True
+        await harness.coordinator.form()
+        await until(lambda: harness.membership.group is not None, "the group")
+        group = harness.membership.group
+        assert group is not None
+        try:
+            with pytest.raises(FatalError, match="sending version 4 did not end"):
+                await harness.publisher._publish(offer(4), group, harness.membership.epoch)
+        finally:
+            released.set()
+
+
 async def test_marking_is_tried_until_the_preprocessor_is_there_and_skips_what_was_overtaken() -> (
     None
 ):
@@ -327,12 +348,11 @@ async def test_a_group_that_is_replaced_while_it_forms_ends_for_all_who_wait_and
             timeout_s=DEADLINE_S,
         )
         receiver = asyncio.create_task(joining)
-        store = PrefixStore(
-            scope(1), await asyncio.to_thread(connect_store, "127.0.0.1", port, DEADLINE_S)
-        )
-        await until(
-            lambda: store.check(["joined/1"]), "the receiver that waits for the third member"
-        )
+        store = await asyncio.to_thread(GroupStore.connect, "127.0.0.1", port, DEADLINE_S, scope(1))
+        with closing(store):
+            await until(
+                lambda: store.check(["joined/1"]), "the receiver that waits for the third member"
+            )
         assert (await ask(harness, epoch=2, port=port)).master_port == port
         with pytest.raises(
             TransferFailed

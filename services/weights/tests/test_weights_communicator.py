@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def groups(
             store=rendezvous if rank == 0 else None,
         )
 
-    joining = [Outcome(lambda rank=rank: join(rank)) for rank in range(world_size)]
+    joining = [Outcome(partial(join, rank)) for rank in range(world_size)]
     members = [outcome.wait().result for outcome in joining]
     assert all(isinstance(member, TransferGroup) for member in members), joining[0].error
     try:

@@ -23,6 +23,7 @@ from pipelinerl_actor.generator.vllm_options import ADAPTER_SCALE, STAGING
 from pipelinerl_actor.generator.worker_thread import BackgroundWork, Ticket
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Bucket, Manifest
+from pipelinerl_weights.nccl import transfer_stream
 from pipelinerl_weights.transfer import receive, tensors_of
 
 if current_platform.is_cpu():
@@ -113,7 +114,7 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
     def _join(self, rank: int, group: dict[str, Any]) -> dict[str, Any]:
         self.weights_leave()
         address, port = group.pop("master_address"), group.pop("master_port")
-        self._group = TransferGroup.join(address, port, rank=rank, **group)
+        self._group = TransferGroup.join(address, port, rank=rank, device=self.device, **group)
         return {"rank": rank}
 
     def _back_up(self) -> dict[str, Any]:
@@ -203,15 +204,18 @@ def install_score_temperature(runner: Any) -> None:
 
 @contextlib.contextmanager
 def _off_the_decode_stream(device: torch.device) -> Iterator[None]:
-    """Runs the block on a CUDA stream of its own, so that a transfer does not queue behind the
-    decode; ends when the stream's work is done. Does nothing on a CPU.
+    """Runs the block on the process's stream for transfers, so that a transfer does not queue
+    behind the decode; ends when the stream's work is done. Does nothing on a CPU.
+
+    It is the communicator's stream too: a buffer that is used again is written only after its last
+    use, without an event between the two.
     """
     if device.type != "cuda":
         yield
         return
     cuda: Any = torch.cuda
     cuda.set_device(device)  # a new thread starts on device 0
-    stream = cuda.Stream(device)
+    stream = transfer_stream(device).stream
     with cuda.stream(stream):
         yield
         stream.synchronize()
