@@ -8,7 +8,7 @@ What both implementations promise, and what the strict fake of the tests checks 
 - **Abort is local.** `abort` gives up this rank's pending operations at once, whatever the others
   do. Everyone who learns that the group is aborted calls it, because a peer's abort does not end a
   kernel that spins on this rank's device.
-- **Nobody waits for an aborted operation**, and no watchdog ends the process because of one.
+- **No thread waits for an aborted operation**, and no watchdog ends the process because of one.
 
 c10d's ProcessGroupNCCL promises none of these: it connects inside the first operation, keeps the
 time limit of the group's forming for its whole life, and its watchdog ends the process a minute
@@ -89,7 +89,7 @@ class Communicator(Protocol):
         ...
 
     def destroy(self) -> None:
-        """Aborts what is pending and frees the connections, without waiting for anybody."""
+        """Aborts what is pending and frees the connections, without waiting for a peer."""
         ...
 
 
@@ -271,7 +271,7 @@ class GlooCommunicator:
             self._error = f"gloo cannot connect: {first_line(error)}"
             return
         with self._lock:
-            if self._aborted:  # nobody waits for it any more
+            if self._aborted:  # no caller waits for it any more
                 return
             self._group = group
         del group

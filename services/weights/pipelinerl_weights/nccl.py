@@ -170,7 +170,9 @@ class NcclCommunicator:
         """Posts what the library is ready for, and returns whether `operation` has ended."""
         with self._lock:
             self._raise_if_aborted()
-            self._post_ready()
+            # Before the library's state: what has ended has ended, also when a peer died since.
+            if operation.marker is None or not operation.marker.query():
+                self._post_ready()
             return operation.marker is not None and operation.marker.query()
 
     def _start(self, post: Callable[[int], int]) -> Operation:

@@ -2,7 +2,7 @@
 
 It takes the place of torch's TCPStore, which asks the resolver for the name of every address that
 connects: where a query is lost, forming a group stalls for five seconds or fails. It also listens
-on every interface, and its client cannot be told to give up.
+on every interface, and a call of its client cannot be cancelled.
 
 One frame a request, one a response; the server answers each at once, and clients that wait for a
 key ask again. c10d reaches it as a Store of Python's, so gloo meets over it too.
@@ -154,7 +154,7 @@ class GroupStore(Store):
 
     @classmethod
     def connect(cls, address: str, port: int, timeout_s: float, prefix: str) -> "GroupStore":
-        """Connects. Raises TransferTimeout when nobody listens within `timeout_s`, which is also
+        """Connects. Raises TransferTimeout when no server listens within `timeout_s`, which is also
         the limit of every later call.
         """
         return cls(StoreConnection(address, port, timeout_s), prefix)
@@ -190,7 +190,7 @@ class GroupStore(Store):
             pause_s = min(2 * pause_s, _LAST_POLL_S)
 
     def close(self) -> None:
-        """Ends the connection, for everybody who shares it: calls under way fail. Idempotent."""
+        """Ends the connection, for every user of it: calls under way fail. Idempotent."""
         self._connection.close()
 
     def _ask(self, verb: int, key: str, value: bytes = b"") -> tuple[int, bytes]:
@@ -233,7 +233,7 @@ class StoreConnection:
                 found, size = _RESPONSE.unpack(self._read(_RESPONSE.size))
                 return found, self._read(size)
             except OSError as error:
-                # The stream may be cut off in the middle: no later response could be told apart.
+                # The stream may be cut off in the middle: no later response could be matched with its request.
                 self._socket.close()
                 raise RuntimeError(f"the group's store does not answer: {error}") from error
 

@@ -124,7 +124,7 @@ def test_every_survivor_aborts_its_own_communicator(
         assert isinstance(survivor.wait().error, TransferFailed)
         for rank in (0, 1):  # an engine that pauses synchronises its device
             library = next(each for each in network.libraries if each.rank == rank)
-            assert library.stream.synchronize(5.0), f"rank {rank}: a kernel spins for ever"
+            assert library.stream.synchronize(5.0), f"rank {rank}: a kernel still spins"
         assert not [thread for thread in threading.enumerate() if "bury" in thread.name]
 
 
@@ -189,10 +189,13 @@ def test_a_member_killed_at_any_instant_costs_one_transfer(
             if sending.error is not None:
                 assert isinstance(sending.error, TransferFailed)
                 assert isinstance(outcomes[survivor].wait().error, TransferFailed)
-            else:  # it died after the end
-                assert outcomes[survivor].wait().result == SNAPSHOT.checksum
+            else:  # it died at the end, which the survivor may have seen before its own
+                outcome = outcomes[survivor].wait()
+                assert outcome.result == SNAPSHOT.checksum or isinstance(
+                    outcome.error, TransferFailed
+                )
         for library in network.libraries:
-            assert library.stream.synchronize(5.0), "a kernel spins for ever"
+            assert library.stream.synchronize(5.0), "a kernel still spins"
     with groups(FakeNetwork(), monkeypatch, world_size=2) as members:
         outcome = receiving(members[1])
         send_snapshot(members[0], SNAPSHOT, 1, LIMIT_S)

@@ -98,7 +98,7 @@ class FakeNetwork:
         return NcclCommunicator(store, place, limit_s, library, library.stream)
 
     def kill(self, rank: int) -> None:
-        """The process of `rank` is gone: it posts nothing more, and its kernels meet nobody."""
+        """The process of `rank` is gone: it posts nothing more, and its kernels meet no other."""
         with self.lock:
             self.dead.add(rank)
 
