@@ -10,8 +10,8 @@ of the sender's with these keys (below the epoch's prefix):
     aborted                  a member aborted the group; the value says which and why
 
 No thread ever blocks in an operation: waiting is a loop that polls the operation, the deadline and
-the abort flag. The thread that sees the flag first on a rank aborts that rank's communicator, so nothing
-stays pending, on the device or in the library, when a member is lost.
+the abort flag. The thread that sees the flag first on a rank aborts that rank's communicator, so
+nothing stays pending, on the device or in the library, when a member is lost.
 """
 
 import contextlib
@@ -272,8 +272,8 @@ class TransferGroup:
 
     def _fail(self, error: TransferFailed, cause: BaseException | None = None) -> NoReturn:
         self._flag.raise_if_set()
-        # A peer that aborts sets the flag in the store first, and then its operations with this rank fail:
-        # its reason is the cause, although the flag's thread may not have read it yet.
+        # A peer that aborts sets the flag in the store first, and then its operations with this
+        # rank fail: its reason is the cause, although the flag's thread may not have read it yet.
         with contextlib.suppress(RuntimeError):
             if self._store.check([ABORTED]):
                 self.abort(self._store.get(ABORTED).decode())

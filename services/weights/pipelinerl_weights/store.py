@@ -233,7 +233,8 @@ class StoreConnection:
                 found, size = _RESPONSE.unpack(self._read(_RESPONSE.size))
                 return found, self._read(size)
             except OSError as error:
-                # The stream may be cut off in the middle: no later response could be matched with its request.
+                # The stream may be cut off in the middle: no later response could be matched with
+                # its request.
                 self._socket.close()
                 raise RuntimeError(f"the group's store does not answer: {error}") from error
 
