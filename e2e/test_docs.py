@@ -2,12 +2,14 @@
 
 import ast
 import re
+import shlex
 import subprocess
 import sysconfig
 from pathlib import Path
 
 import pytest
 
+from pipelinerl_cli.__main__ import parse
 from reference_pages import outdated_pages
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +51,24 @@ def test_links_of_pages_outside_the_site_lead_to_files(page: str) -> None:
     assert targets
     missing = [each for each in targets if not (ROOT / page).parent.joinpath(each).exists()]
     assert missing == []
+
+
+def shown_commands() -> list[str]:
+    """Lines that call `pipelinerl`, on the pages and in the README."""
+    text = "\n".join(page.read_text() for page in [ROOT / "README.md", *PAGES.rglob("*.md")])
+    return sorted(set(re.findall(r"^ *(pipelinerl .+)$", text, re.MULTILINE)))
+
+
+def test_pages_show_commands() -> None:
+    assert len(shown_commands()) >= 10
+
+
+@pytest.mark.parametrize("command", shown_commands())
+def test_every_command_that_the_pages_show_is_one(command: str) -> None:
+    args = parse(shlex.split(command, comments=True)[1:])
+    # A name of a job in a cluster, which only `watch` takes, is neither.
+    subject = getattr(args, "subject", None)
+    assert subject is None or subject.suffix == ".yaml" or re.search("/|DIR", str(subject))
 
 
 def references() -> list[tuple[str, str]]:

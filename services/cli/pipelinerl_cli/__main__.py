@@ -36,8 +36,8 @@ COMMANDS = {
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parses the command line. Exits with status 2 on wrong arguments and with 0 on --help."""
     parser = argparse.ArgumentParser(
         prog="pipelinerl",
         description="Reinforcement learning of language models where generation never stops.",
@@ -48,7 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == chosen:
             _module(name).add_arguments(subparser)
-    args = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(list(sys.argv[1:] if argv is None else argv))
     try:
         status: int = _module(args.command).run(args)
         sys.stdout.flush()

@@ -4,10 +4,10 @@ decisions with the recorded ones.
 
 import argparse
 import json
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.text import counted, did_you_mean_folder
 from pipelinerl_staleness.recording import Record, replay
 
@@ -15,7 +15,7 @@ FILES = ("events.1.jsonl", "events.jsonl")
 """In the order in which they were written; the first one exists only when the log has outgrown one
 file.
 """
-EXIT_DIFFERENT, EXIT_BAD_INPUT = 1, 2
+EXIT_DIFFERENT = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,19 +25,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: every decision is the same; 1: one is not, its line is printed; 2: nothing can be read."""
+    """0: every decision is the same; 1: one is not, its line is printed. Raises SettingsError where
+    no event, or not every event, can be read.
+    """
     paths = [args.folder / name for name in FILES if (args.folder / name).is_file()]
     if not paths:
         hint = did_you_mean_folder(args.folder)
-        needed = f"{args.folder} has no {FILES[-1]}: give the output folder of a run{hint}"
-        print(f"replay: {needed}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        raise SettingsError(
+            f"{args.folder} has no {FILES[-1]}: give the --output folder of a run{hint}"
+        )
     events = _Events(paths)
     try:
         outcome = replay(events.records())
     except (ValueError, OSError, RecursionError) as error:
-        print(f"replay: {events.place}: not an event: {error}", file=sys.stderr)
-        return EXIT_DIFFERENT
+        raise SettingsError(f"{events.place}: not an event: {error}") from error
     agreed = (
         f"{counted(outcome.num_events, 'event')} fed to a fresh policy, "
         f"{counted(outcome.num_decisions, 'decision')} compared"

@@ -34,7 +34,6 @@ LEGEND = (
     "waste: share of generated tokens not trained, cancelled while running (L2) or dropped when "
     "finished (L3); idle: trainer",
 )
-EXIT_BAD_INPUT = 2
 DARKEST_AGE = 7
 """In the plot; older tokens look the same."""
 
@@ -120,13 +119,13 @@ def run(args: argparse.Namespace) -> int:
         finished = _run_all(_planned(args))
         if args.plot is not None:
             _write_plot(args.plot, finished)
-    except (ValueError, OSError, RuntimeError, SettingsError) as error:
-        print(f"simulate: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    except (ValueError, OSError, RuntimeError) as error:
+        raise SettingsError(str(error)) from error
     if args.json:
         documents = [_document(one, args.details) for one in finished]
         sys.stdout.write(json.dumps(documents, indent=1) + "\n")
     else:
+        print(_set_up(args))
         _print_table(finished)
     return 0
 
@@ -170,6 +169,14 @@ def _preset(args: argparse.Namespace) -> SimulationPreset:
         raise ValueError(f"--cluster {unknown[0]}: choose one of {', '.join(COSTS)}")
     values: dict[str, Any] = {name: _value(value) for name, value in costs.items()}
     return replace(preset, cluster=replace(preset.cluster, **values))
+
+
+def _set_up(args: argparse.Namespace) -> str:
+    """What was simulated, in one line."""
+    preset = _preset(args)
+    load = f"{preset.num_steps} steps of {preset.groups_per_step} groups of {preset.group_size}"
+    lengths = "" if args.trace is None else f", lengths from {args.trace}"
+    return f"simulated: --preset {args.preset}, {load}{lengths} (--help: other presets and costs)"
 
 
 def _lengths(args: argparse.Namespace, preset: SimulationPreset, seed: int) -> Lengths:

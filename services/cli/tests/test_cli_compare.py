@@ -163,6 +163,16 @@ def test_runs_of_one_task_are_not_warned_of_and_equal_ones_have_no_row(
     assert "WARNING" not in capsys.readouterr().out + (tmp_path / "c.html").read_text()
 
 
+def test_folder_that_is_given_twice_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = make_run(tmp_path / "one", [0.9] * 5)
+    two = make_run(tmp_path / "two", [0.9] * 5)
+    (tmp_path / "link").symlink_to(one)
+    assert main(["compare", str(one), str(two), str(tmp_path / "link")]) == 2
+    assert f"{one}: this folder is given twice" in capsys.readouterr().err
+
+
 def test_one_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", str(make_run(tmp_path / "run", [0.1]))]) == 2
     assert "nothing to be compared with" in capsys.readouterr().err

@@ -617,7 +617,8 @@ def test_job_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(tmp_path / "missing")]) == 2
-    assert "missing: does not exist; give a run's folder or a job file" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "missing: does not exist; give a run's folder or a job file, not the name of " in error
     assert main(["doctor", str(tmp_path)]) == 2
     assert "not a run's folder: it has no job.yaml" in capsys.readouterr().err
     (tmp_path / "bad.yaml").write_text("- 1")

@@ -1,6 +1,5 @@
 """`pipelinerl simulate` from the command line's side."""
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from pipelinerl_cli.__main__ import main
 from pipelinerl_cli.report.charts import Bar, Part, bar_file
 from pipelinerl_cli.report.svg import Axis
-from pipelinerl_cli.simulate import add_arguments, run
 from pipelinerl_planner.lengths import ConstructedLengths, LognormalLengths, read_trace
 from pipelinerl_staleness.registry import POLICIES
 
@@ -33,9 +32,7 @@ SMALL = ["--steps", "2", "--groups-per-step", "2", "--group-size", "2"]
 
 
 def command(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return run(parser.parse_args(arguments))
+    return main(["simulate", *arguments])
 
 
 def records(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
@@ -48,6 +45,13 @@ def test_all_policies_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     found = records(capsys, *SMALL)
     assert [one["policy"] for one in found] == sorted(POLICIES)
     assert all(list(one) == KEYS for one in found)
+
+
+def test_table_says_what_was_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(*SMALL, "--policy", "areal") == 0
+    first, head, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("simulated: --preset article, 2 steps of 2 groups of 2 ")
+    assert head.split()[:2] == ["policy", "main"]
 
 
 def test_main_sweeps_each_policys_first_parameter_and_skips_what_it_refuses(
@@ -149,7 +153,9 @@ def test_what_makes_no_sense_is_named(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(*arguments) == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("pipelinerl simulate: ")
+    assert message in error
 
 
 def test_plot_has_one_panel_per_policy_and_hatched_waste(tmp_path: Path) -> None:

@@ -7,16 +7,14 @@ out, except the first of each step.
 
 import gzip
 import json
+import re
 import shutil
-from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipelinerl_cli import replay
-from pipelinerl_cli.simulate import add_arguments, run
 from pipelinerl_planner.recorded_run import read_recorded_run
 from pipelinerl_planner.validation import fit_cluster, validate
 
@@ -29,12 +27,6 @@ def folder(tmp_path: Path) -> Path:
         (tmp_path / name).write_bytes(gzip.decompress((RECORDED / f"{name}.gz").read_bytes()))
     shutil.copy(RECORDED / "job.yaml", tmp_path)
     return tmp_path
-
-
-def command(*words: str) -> int:
-    parser = ArgumentParser()
-    add_arguments(parser)
-    return run(parser.parse_args(words))
 
 
 def rewrite(path: Path, change: Callable[[list[Any]], list[Any] | None]) -> None:
@@ -112,28 +104,11 @@ def test_nothing_of_the_whole_goes_into_the_model(folder: Path) -> None:
         assert getattr(after, name) == pytest.approx(getattr(before, name)), name
 
 
-def test_the_command_prints_a_table_or_json(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command("--from-run", str(folder)) == 0
-    table = capsys.readouterr().out
-    assert "measured" in table
-    assert "KV use, mean" in table
-    assert command("--from-run", str(folder), "--json") == 0
-    document = json.loads(capsys.readouterr().out)
-    assert (document["policy"], document["num_steps"]) == ("areal", 24)
-    duration = document["comparisons"][0]
-    assert duration["difference"] == pytest.approx(duration["simulated"] / duration["measured"] - 1)
-    assert document["cost_model"]["max_sequences"] == 32
-
-
 @pytest.mark.parametrize("missing", ["events.jsonl", "metrics.jsonl", "job.yaml"])
-def test_a_folder_that_lacks_a_file_is_told_by_its_name(
-    folder: Path, missing: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_lacks_a_file_is_told_by_its_name(folder: Path, missing: str) -> None:
     (folder / missing).unlink()
-    assert command("--from-run", str(folder)) == 2
-    assert f"has no {missing}: give the --output folder" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=re.escape(f"has no {missing}: give the --output folder")):
+        validate(folder)
 
 
 def without(method: str) -> Callable[[list[Any]], list[Any] | None]:
@@ -163,20 +138,17 @@ def test_a_recording_that_lacks_what_is_needed_says_what(
     folder: Path,
     change: Callable[[list[Any]], list[Any] | None],
     message: str,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     rewrite(folder / "events.jsonl", change)
-    assert command("--from-run", str(folder)) == 2
-    assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match=re.escape(message)):
+        validate(folder)
 
 
-def test_a_run_that_was_interrupted_is_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_was_interrupted_is_refused(folder: Path) -> None:
     lines = (folder / "events.jsonl").read_text().splitlines(keepends=True)
     (folder / "events.jsonl").write_text("".join([*lines, lines[0]]))
-    assert command("--from-run", str(folder)) == 2
-    assert "the preprocessor was restarted in this run" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=re.escape("the preprocessor was restarted in this run")):
+        validate(folder)
 
 
 @pytest.mark.parametrize("file", ["events.jsonl", "metrics.jsonl"])
@@ -184,24 +156,8 @@ def test_a_run_that_was_interrupted_is_refused(
     "line",
     [b"[]", b"{}", b"null", b'[1, "take", [0], [["0-999"], [], ""]]', b"\xff", b"[" * 100_000],
 )
-def test_a_broken_line_is_named_by_its_place(
-    file: str, line: bytes, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_line_is_named_by_its_place(file: str, line: bytes, folder: Path) -> None:
     lines = (folder / file).read_bytes().splitlines(keepends=True)
     (folder / file).write_bytes(b"".join([*lines[:20], line + b"\n", *lines[20:]]))
-    assert command("--from-run", str(folder)) == 2
-    assert f"{file}:21: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "line",
-    [b"\xff", b"[" * 100_000, b'[1, "observe", [], []]', b'[1, "policy", [], null]', b"[1, 2]"],
-)
-def test_a_replay_names_a_broken_line(
-    line: bytes, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = (folder / "events.jsonl").read_bytes().splitlines(keepends=True)
-    (folder / "events.jsonl").write_bytes(b"".join([*lines[:20], line + b"\n", *lines[20:]]))
-    assert replay.run(Namespace(folder=folder)) == 1
-    shown = capsys.readouterr()
-    assert "events.jsonl:21: " in shown.out + shown.err
+    with pytest.raises(ValueError, match=re.escape(f"{file}:21: ")):
+        validate(folder)

@@ -16,6 +16,7 @@ import numpy as np
 
 from pipelinerl_cli.report.svg import Line, smooth
 from pipelinerl_cli.run_folder import load_run
+from pipelinerl_common.errors import SettingsError
 from pipelinerl_common.runs.facts import JobFacts
 from pipelinerl_common.runs.history import RunHistory, Step
 from pipelinerl_common.runs.summary import summarize
@@ -101,12 +102,17 @@ class Compared:
 
 
 def load(roots: Sequence[Path]) -> list[Compared]:
-    """Raises SettingsError when one is not a run's folder."""
+    """Raises SettingsError when one is not a run's folder, or is given twice."""
     names = [root.resolve().name for root in roots]
-    return [
+    runs = [
         load_one(root, name if names.count(name) == 1 else str(root))
         for root, name in zip(roots, names, strict=True)
     ]
+    folders = [root.resolve() for root in roots]
+    for root, folder in zip(roots, folders, strict=True):
+        if folders.count(folder) > 1:
+            raise SettingsError(f"{root}: this folder is given twice; give each run once")
+    return runs
 
 
 def load_one(root: Path, label: str) -> Compared:

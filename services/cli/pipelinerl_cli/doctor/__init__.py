@@ -1,4 +1,4 @@
-"""`pipelinerl doctor DIR|job.yaml`: what slows a run down or makes it fail, which setting to
+"""`pipelinerl doctor DIR|FILE`: what slows a run down or makes it fail, which setting to
 change, and the numbers behind it.
 """
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "subject", type=Path, metavar="DIR|JOB", help="a run's folder, or a job file"
+        "subject", type=Path, metavar="DIR|FILE", help="a run's folder, or a job file"
     )
     parser.add_argument("--json", action="store_true", help="findings as JSON on standard output")
 
@@ -35,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
         findings = diagnose_job(JobFacts(load_job(subject)))
     else:
         raise SettingsError(
-            f"{subject}: does not exist; give a run's folder or a job "
-            f"file{did_you_mean_folder(subject)}"
+            f"{subject}: does not exist; give a run's folder or a job file, not the name of a job "
+            f"in a cluster{did_you_mean_folder(subject)}"
         )
     if args.json:
         document = {"subject": str(subject), "findings": [_record(named) for named in findings]}
