@@ -170,10 +170,22 @@ def _print_plan(
         f"in-flight, lag {point.max_lag}, H={point.batch_per_gpu}, I={point.num_generating} "
         f"({100 * point.num_generating / load.num_gpus:.0f} % of the GPUs): "
         f"r_gen {fast.r_gen:.2f}  r_train {fast.r_train:.2f}  r {fast.r:.2f}{in_seconds}, "
-        f"{point.speedup:.2f} times as fast\n\n"
+        f"{point.speedup:.2f} times as fast\n{_warning(point)}\n"
         "# for the job file\n"
         + yaml.safe_dump({"spec": job_settings(inputs, point)}, sort_keys=False),
         end="",
+    )
+
+
+def _warning(point: FrontierPoint) -> str:
+    """A line where the chosen lag is larger than any that was studied: the model is of speed."""
+    from pipelinerl_common.judgements import PLANNED_LAG
+
+    if not PLANNED_LAG.is_beyond(point.max_lag):
+        return ""
+    return (
+        f"warning: lag {point.max_lag} is chosen for its speed alone, and {PLANNED_LAG.meaning} "
+        f"than {PLANNED_LAG.limit:g} steps; --max-lag bounds it\n"
     )
 
 

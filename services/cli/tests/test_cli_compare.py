@@ -36,7 +36,7 @@ def test_rewards_are_timed_from_the_first_token_and_every_run_is_drawn(
     assert re.search(r"^time to 0\.4 +18 s +34 s$", said, re.MULTILINE)
     assert re.search(r"^trajectories to 0\.4 +40 +72$", said, re.MULTILINE)
     assert re.search(r"^tokens to 0\.4 +500 +900$", said, re.MULTILINE)
-    assert re.search(r"^time training +38 s +38 s$", said, re.MULTILINE)
+    assert re.search(r"^training time +38 s +38 s$", said, re.MULTILINE)
     assert re.search(r"^trajectories/s +2\.08 +2\.08$", said, re.MULTILINE)  # 80 in 38.5 s
     assert "leave out the start-up of every session" in said
     page = out.read_text()

@@ -346,7 +346,7 @@ def test_words_for_numbers() -> None:
         (Role.GENERATOR, 0, False, Restart("ended by itself")),
         (Role.PREPROCESSOR, 1, False, Restart("crashed with status 1")),
         (Role.ACTOR, -9, False, Restart("was killed by signal 9")),
-        (Role.TRAINER, 2, False, GiveUp("wrong settings")),
+        (Role.TRAINER, 2, False, GiveUp("wrong job or task")),
     ],
 )
 def test_what_an_exit_means(

@@ -515,7 +515,7 @@ def test_why_nothing_succeeds_is_told_with_the_words_of_the_actors_log(
         "400: prompt of 90 tokens"
     )
     (folder / "logs" / "actor-0.log").write_text(f"{line}\nanother line\n")
-    failure = "actor-0 cannot run: wrong settings: 64 prompts failed"
+    failure = "actor-0 cannot run: wrong job or task: 64 prompts failed"
     (folder / "summary.json").write_text(json.dumps({"status": "failed", "failure": failure}))
     assert main(["doctor", str(folder)]) == 0
     shown = capsys.readouterr().out

@@ -1,6 +1,8 @@
 """`pipelinerl new-task`: what it writes can be run as it is, and nothing is overwritten."""
 
 import importlib.util
+import subprocess
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,12 @@ import pytest
 from pipelinerl_actor.task import TaskName, Turn
 from pipelinerl_actor.task_loader import load_task
 from pipelinerl_cli.__main__ import main
+from pipelinerl_cli.doctor.rules import diagnose_job
+from pipelinerl_common.runs.facts import JobFacts
 from pipelinerl_common.settings import load_job
 from pipelinerl_common.types import FinishReason
+
+ROOT = Path(__file__).parents[3]
 
 
 async def test_the_files_make_a_job_with_a_task_that_judges(
@@ -19,6 +25,7 @@ async def test_the_files_make_a_job_with_a_task_that_judges(
     assert f"cd {tmp_path}; pipelinerl up even_numbers.yaml" in capsys.readouterr().out
     job = load_job(tmp_path / "even_numbers.yaml")
     assert job.name == "even-numbers"
+    assert diagnose_job(JobFacts(job)) == []
     monkeypatch.syspath_prepend(str(tmp_path))
     task = load_task(TaskName(job.spec.task.path, job.spec.task.args, job.spec.seed))
     assert type(task).__name__ == "EvenNumbers"
@@ -30,6 +37,17 @@ async def test_the_files_make_a_job_with_a_task_that_judges(
         rewards.append((await outcome).reward)  # type: ignore[misc]
     assert rewards == [1.0, 0.0, 0.0, 0.0]
     assert importlib.util.find_spec("even_numbers") is not None
+
+
+def test_the_task_is_formatted_like_the_repository(tmp_path: Path) -> None:
+    """It may be written into a clone, whose checks cover every file."""
+    assert main(["new-task", "formatted_sums", "--folder", str(tmp_path)]) == 0
+    ruff = Path(sysconfig.get_path("scripts")) / "ruff"
+    arguments = ["--config", str(ROOT / "pyproject.toml"), str(tmp_path / "formatted_sums.py")]
+    for check in (["format", "--check"], ["check"]):
+        command = [str(ruff), *check, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout
 
 
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

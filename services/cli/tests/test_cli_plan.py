@@ -84,6 +84,14 @@ def test_table_marks_the_choice_and_names_the_settings(capsys: pytest.CaptureFix
     assert spec["staleness"] == {"policy": "areal", "eta": 132}
 
 
+def test_lag_that_no_study_covers_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command() == 0
+    warned = "warning: lag 132 is chosen for its speed alone, and no study covers a longer lag than"
+    assert warned in capsys.readouterr().out
+    assert command("--max-lag", "32") == 0
+    assert "warning" not in capsys.readouterr().out
+
+
 def test_what_is_assumed_is_said_with_how_to_give_ones_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

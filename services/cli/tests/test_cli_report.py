@@ -71,6 +71,27 @@ def make_run(
     return root
 
 
+def test_report_tells_of_steps_that_were_done_again(tmp_path: Path) -> None:
+    """Three of five steps are lost with the trainer; four more end the run."""
+    run = make_run(tmp_path / "run", [0.5] * 5)
+    assert main(["report", str(run)]) == 0
+    assert "done again" not in (run / "report.html").read_text()
+    writer = MetricsWriter.open(run / "metrics.jsonl", now=1020)
+    for k in range(4):
+        values = {"reward_mean": 0.5, "num_sequences": 4.0, "num_trained_tokens": 40.0}
+        tokens = {"tokens_generated_total": 300.0 + 50 * k}
+        writer.write(Record("actor", "actor-0", 1020.0 + k, -1, tokens))
+        writer.write(Record("trainer", "trainer-0", 1020.5 + k, 3 + k, values))
+    writer.close()
+    assert main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "3 steps were done again after a return to a checkpoint" in page
+    fates = re.sub(r"<[^>]*>", "", page.partition("What became of the generated tokens")[2])
+    assert "trained 260 57.8%" in fates  # 2 steps of 50 and 4 of 40, of 450
+    assert "trained in steps that were done again 150 33.3%" in fates
+    assert "waiting, running or lost at the end 40 8.9%" in fates
+
+
 def test_report_holds_every_plot_the_summary_and_the_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

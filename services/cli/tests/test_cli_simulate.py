@@ -93,7 +93,7 @@ def test_costs_can_be_replaced(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_table_names_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(*SMALL, "--policy", "areal,slack") == 0
-    lines = capsys.readouterr().out.splitlines()
+    _, *lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:4] == ["policy", "main", "seed", "max/bound"]
     assert lines[1].startswith("areal")
     assert "/none" in lines[1]

@@ -165,11 +165,10 @@ def test_the_cause_of_a_failure_is_the_last_error_of_its_log() -> None:
         "is too small",
         "2026-11-29T20:00:02.123Z INFO actor-0 ends",
     ]
-    failure = ProcessFailure("actor-0", "cannot run: wrong settings", lines)
-    assert (
-        failure.cause
-        == "actor-0 cannot run: wrong settings: crashed error=SettingsError: model.maxModelLen=64 "
-        "is too small"
+    failure = ProcessFailure("actor-0", "cannot run: wrong job or task", lines)
+    assert failure.cause == (
+        "actor-0 cannot run: wrong job or task: crashed error=SettingsError: "
+        "model.maxModelLen=64 is too small"
     )
     assert (
         ProcessFailure("nats", "ended with status 1", ["no room"]).cause

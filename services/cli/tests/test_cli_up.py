@@ -178,6 +178,9 @@ def test_finished_run_says_so_and_goes_on_with_more_steps(start: Callable[..., U
     assert "after step 6 of 9" in more.text
     assert "step 1/9" not in more.text
     assert more.summary()["steps"] == 9
+    fewer = start("--max-steps", "7")
+    assert fewer.wait() == 0
+    assert "this run is finished (9 of at least 7 steps)" in fewer.text
     assert more.summary()["samples_trained"] == 36
 
 
@@ -256,11 +259,12 @@ def test_service_with_wrong_settings_ends_the_run_with_its_message(
     up.until_step(2)
     up.order("preprocessor-0", "settings")
     assert up.wait() == 2
-    assert "the run failed: preprocessor-0 cannot run: wrong settings" in up.text
+    assert "the run failed: preprocessor-0 cannot run: wrong job or task" in up.text
     assert "ordered to settings" in up.text
     assert up.summary()["status"] == "failed"
     assert (
-        up.summary()["failure"] == "preprocessor-0 cannot run: wrong settings: ordered to settings"
+        up.summary()["failure"]
+        == "preprocessor-0 cannot run: wrong job or task: ordered to settings"
     )
     assert up.services() == []
 
@@ -463,7 +467,8 @@ def test_an_evaluator_that_cannot_run_does_not_fail_the_run(start: Callable[...,
     up.order("evaluator-0", "settings")
     assert up.wait() == 0, up.text
     assert (
-        "evaluation has ended, the run continues: evaluator-0 cannot run: wrong settings" in up.text
+        "evaluation has ended, the run continues: evaluator-0 cannot run: wrong job or task"
+        in up.text
     )
     assert (up.summary()["status"], up.summary()["steps"]) == ("finished", 40)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from preprocessor_harness import DEADLINE_S, PreprocessorHarness, harness
 from pipelinerl.v1 import admission_pb2 as pb
 from pipelinerl.v1 import sample_pb2
 from pipelinerl.v1.admission_pb2_grpc import AdmissionStub
-from pipelinerl_cli.replay import run
+from pipelinerl_cli.__main__ import main
 from pipelinerl_common.errors import PermanentError
 from pipelinerl_common.rpc import call
 from pipelinerl_preprocessor.metrics import EngineLoads
@@ -100,7 +99,7 @@ async def test_nearly_empty_engines_let_the_adaptive_policies_admit_more(
         assert [0.05, 0, 0, 5.0] in [event[2][0] for event in events(preprocessor, "observe")]
         note = events(preprocessor, "load")[0]
         assert note[2][:6] == [1, 1600, 0, 0.05, 4, 0]
-    assert run(Namespace(folder=preprocessor.output)) == 0
+    assert main(["replay", str(preprocessor.output)]) == 0
 
 
 async def test_a_report_of_too_many_generators_is_refused(tmp_path: Path) -> None:

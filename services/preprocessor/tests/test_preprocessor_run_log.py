@@ -2,14 +2,13 @@
 
 import json
 import re
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from preprocessor_harness import PreprocessorHarness, harness
 
 from pipelinerl.v1 import admission_pb2 as pb
-from pipelinerl_cli.replay import run
+from pipelinerl_cli.__main__ import main
 from pipelinerl_common.types import GroupId
 from pipelinerl_preprocessor.groups import Group
 from pipelinerl_preprocessor.run_log import EventLog, TrainedLog
@@ -53,7 +52,7 @@ async def test_a_recorded_run_replays_to_the_same_decisions(
 ) -> None:
     async with harness(tmp_path, staleness=policy) as preprocessor:
         await live_run(preprocessor)
-        status = run(Namespace(folder=preprocessor.output))  # while it runs
+        status = main(["replay", str(preprocessor.output)])  # while it runs
     methods = [str(event[1]) for event in events_of(preprocessor.output)]
     assert methods.count("policy") == 2
     assert methods.count("step_done") == 3
@@ -65,7 +64,7 @@ async def test_a_recorded_run_replays_to_the_same_decisions(
         "published",
         "may_admit",
     } <= set(methods)
-    assert run(Namespace(folder=preprocessor.output)) == status == 0
+    assert main(["replay", str(preprocessor.output)]) == status == 0
     counted = re.fullmatch(
         r"(?s).*\n(\d+) events fed to a fresh policy, (\d+) decisions compared: all agree\n",
         capsys.readouterr().out,
@@ -89,20 +88,20 @@ async def test_a_tampered_log_is_told_by_its_line(
         [seconds, method, arguments, [[*groups[:-1], "0-99"], dropped, reason]]
     )
     path.write_text("\n".join(lines) + "\n")
-    assert run(Namespace(folder=preprocessor.output)) == 1
+    assert main(["replay", str(preprocessor.output)]) == 1
     shown = capsys.readouterr().out
     assert "compared, which agree; the next one differs" in shown
     assert f"events.jsonl:{number + 1}: take" in shown
     lines[number] = "{"
     path.write_text("\n".join(lines) + "\n")
-    assert run(Namespace(folder=preprocessor.output)) == 1
+    assert main(["replay", str(preprocessor.output)]) == 2
     assert f"events.jsonl:{number + 1}: not an event" in capsys.readouterr().err
 
 
 def test_a_folder_without_events_is_bad_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(Namespace(folder=tmp_path)) == 2
+    assert main(["replay", str(tmp_path)]) == 2
     assert "events.jsonl" in capsys.readouterr().err
 
 

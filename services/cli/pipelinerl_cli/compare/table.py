@@ -30,7 +30,7 @@ def _summary(name: str, key: str, form: Form = compact) -> TableRow:
 ROWS = (
     _summary("steps", "steps", "{:.0f}".format),
     _summary("time", "seconds", clock),
-    _summary("time training", "training_seconds", clock),
+    _summary("training time", "training_seconds", clock),
     _summary("reward first", "reward_first"),
     _summary("reward last", "reward_last"),
     _summary("lag mean", "lag_mean"),
@@ -51,7 +51,7 @@ REACHED: tuple[tuple[str, Callable[[Step], float], Form], ...] = (
 """What a reward is reached in: name, value, form."""
 
 NOTE = (
-    "Time training and times to a reward leave out the start-up of every session, up to its first "
+    "Training time and times to a reward leave out the start-up of every session, up to its first "
     f"generated token. A reward is reached when the mean of {SMOOTHING} steps reaches it; a single "
     "step may have been above it."
 )

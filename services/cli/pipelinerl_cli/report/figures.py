@@ -245,14 +245,16 @@ def _shares(step: Step) -> list[float]:
 
 def _fates(history: RunHistory) -> list[Part]:
     """Tokens neither trained nor dropped were waiting or running when the run ended, or were lost
-    with a process.
+    with a process. Those of steps that were done again were trained, but for nothing.
     """
     generated = history.total("actor", "tokens_generated_total")
     trained = sum(step.values.get("num_trained_tokens", 0.0) for step in history.steps)
     dropped = history.totals_between("preprocessor", "tokens_dropped_total{reason=", "}")
-    rest = generated - trained - sum(dropped.values())
+    void = history.void_tokens
+    rest = generated - trained - void - sum(dropped.values())
     return [
         Part("trained", trained, 2),
+        *([Part("trained in steps that were done again", void, 1)] if void > 0 else []),
         *(
             Part(f"dropped: {reason.replace('_', ' ')}", count, 4)
             for reason, count in dropped.items()

@@ -23,6 +23,7 @@ from pipelinerl_common.files import write_whole
 from pipelinerl_common.runs.facts import RunFacts
 from pipelinerl_common.runs.history import RunHistory
 from pipelinerl_common.settings import Job, JobSpec
+from pipelinerl_common.text import counted
 
 MAX_ROWS = 100
 """The table of steps has no more."""
@@ -72,6 +73,7 @@ def report_page(
         status=summary["status"],
         facts=_facts(job.spec),
         smoothing=SMOOTHING,
+        void=_void(history.num_void_steps),
         hero=reward_over_time(trained),
         numbers=_tiles(summary),
         small_numbers=_small_tiles(summary),
@@ -84,6 +86,17 @@ def report_page(
         step_head=["step", *COLUMNS],
         steps=_steps(history),
         settings=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True),
+    )
+
+
+def _void(num_steps: int) -> str:
+    """Why curves begin late or have a gap."""
+    if not num_steps:
+        return ""
+    were = "was" if num_steps == 1 else "were"
+    return (
+        f" {counted(num_steps, 'step')} {were} done again after a return to a checkpoint: the "
+        "curves have their last time only."
     )
 
 

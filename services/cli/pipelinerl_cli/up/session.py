@@ -97,8 +97,9 @@ def _is_finished(resume: Resume, job: Job, folder: RunFolder) -> bool:
 
 
 def _print_finished(folder: RunFolder, resume: Resume, job: Job) -> None:
-    steps = counted(job.spec.algorithm.steps, "step")
-    print(f"{folder.root}: this run is finished ({resume.steps_done} of {steps})")
+    done, wanted = resume.steps_done, job.spec.algorithm.steps
+    relation = "of" if done <= wanted else "of at least"
+    print(f"{folder.root}: this run is finished ({done} {relation} {counted(wanted, 'step')})")
     print(f"report: {folder.root / 'report.html'}")
     print("a larger --max-steps continues it, --fresh starts over")
 

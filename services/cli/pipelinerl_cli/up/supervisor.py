@@ -55,7 +55,7 @@ def judge(
     evaluator may end by themselves when their work is done.
     """
     if status == EXIT_SETTINGS:
-        return GiveUp("wrong settings")
+        return GiveUp("wrong job or task")
     if status < 0:
         return Restart(f"was killed by signal {-status}")
     if status != EXIT_DONE:

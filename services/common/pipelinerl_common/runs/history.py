@@ -77,6 +77,23 @@ class RunHistory:
         return self.generation.training_time.total
 
     @property
+    def num_void_steps(self) -> int:
+        """Steps that the trainer did before it went back to an earlier checkpoint. They are not
+        among `steps`.
+        """
+        return len(self._done) - len(self.steps)
+
+    @property
+    def void_tokens(self) -> float:
+        """The tokens that were trained in these steps."""
+        done = sum(record.values.get("num_trained_tokens", 0.0) for record in self._done)
+        return done - (self.steps[-1].tokens if self.steps else 0.0)
+
+    @property
+    def _done(self) -> list[Record]:
+        return [record for record in self._by_role["trainer"] if ends_step(record)]
+
+    @property
     def first_steps(self) -> Sequence[Step]:
         """At most `EDGE_STEPS` and no step of `last_steps`: 3 of 7 steps. A single step is a first
         one.
