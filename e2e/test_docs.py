@@ -71,6 +71,17 @@ def test_every_command_that_the_pages_show_is_one(command: str) -> None:
     assert subject is None or subject.suffix == ".yaml" or re.search("/|DIR", str(subject))
 
 
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "docs/pages/tutorials/first-job-in-a-cluster.md", "charts/pipelinerl/README.md"],
+)
+def test_every_installation_names_the_registry_of_the_images(page: str) -> None:
+    """They are not published: without one no pod starts, and `--wait` waits in vain."""
+    lines = re.findall(r"^ *helm install .+$", (ROOT / page).read_text(), re.MULTILINE)
+    assert lines
+    assert all("--set image.registry=" in line for line in lines)
+
+
 def references() -> list[tuple[str, str]]:
     """`path/file.py:function` in the architecture page, as pairs."""
     return re.findall(r"`([\w/]+\.py):([\w.]+)`", ARCHITECTURE.read_text())

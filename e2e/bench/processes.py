@@ -7,12 +7,13 @@ import os
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
 
 from pipelinerl_cli.up.process import LocalProcess
+from pipelinerl_common.child_process import stop
 from pipelinerl_common.errors import Unavailable
 
 STOP_S = 10.0
@@ -96,7 +97,7 @@ class Worker:
         try:
             yield cls(name, process)
         finally:
-            await _end(process)
+            await stop(process, STOP_S)
 
     def go(self) -> None:
         """Lets the worker, which is ready, begin."""
@@ -114,18 +115,6 @@ class Worker:
             status = await self._process.wait()
             raise Unavailable(f"the {self._name} ended with status {status}; its error is above")
         return line
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is not None:
-        return
-    with suppress(ProcessLookupError):
-        process.terminate()
-    try:
-        await asyncio.wait_for(process.wait(), STOP_S)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
 
 
 def process_tree(root: int) -> list[psutil.Process]:

@@ -4,6 +4,7 @@ should.
 
 import asyncio
 import os
+import signal
 import sys
 from typing import Any
 
@@ -13,6 +14,7 @@ from aiohttp import web
 
 from pipelinerl.v1 import admission_pb2 as pb
 from pipelinerl_actor.rollout.start import run_actor
+from pipelinerl_common.child_process import send_signal, stop
 
 
 async def test_an_end_of_run_stops_what_is_being_decoded(harness: ActorHarness) -> None:
@@ -104,16 +106,14 @@ async def test_sigterm_hands_back_and_ends_the_process_with_0(harness: ActorHarn
     process = await _process(harness, "--generator", harness.generator.url)
     try:
         await until(lambda: harness.generator.num_running == 1)
-        process.terminate()
+        send_signal(process, signal.SIGTERM)
         async with asyncio.timeout(20):
             _, errors = await process.communicate()
         assert process.returncode == 0, errors.decode()
         assert len(harness.admission.outcomes(pb.GROUP_OUTCOME_HANDED_BACK)) == 1
         await until(lambda: harness.generator.num_running == 0)
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        await stop(process, 0)
 
 
 async def test_a_process_with_wrong_wiring_ends_with_2_and_says_why(harness: ActorHarness) -> None:

@@ -7,7 +7,7 @@ import signal
 import sys
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from pipelinerl.v1 import admission_pb2 as apb
 from pipelinerl.v1 import batches_pb2 as bpb
 from pipelinerl.v1.admission_pb2_grpc import AdmissionStub
 from pipelinerl.v1.batches_pb2_grpc import BatchesStub
+from pipelinerl_common.child_process import send_signal
 from pipelinerl_common.codec import micro_batch_from_proto, plan_from_proto
 from pipelinerl_common.rpc import Channel, call, connect, stream_call
 from pipelinerl_common.settings import parse_job
@@ -100,11 +101,7 @@ class PreprocessorHarness:
         """Ends the process and returns its status."""
         assert self.process is not None
         assert self._reading is not None
-        if self.process.returncode is None:
-            # Not send_signal, which polls: it would take the status of a process that has just
-            # ended from the event loop, which then reports 255.
-            with suppress(ProcessLookupError):
-                os.kill(self.process.pid, how)
+        send_signal(self.process, how)
         async with asyncio.timeout(DEADLINE_S):
             status = await self.process.wait()
             await asyncio.wait([self._reading])

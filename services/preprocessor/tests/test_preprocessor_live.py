@@ -19,6 +19,7 @@ from preprocessor_fakes import live_ledger, make_group, make_job
 from preprocessor_harness import DEADLINE_S, PreprocessorHarness, Pulled, harness
 
 from pipelinerl.v1 import batches_pb2
+from pipelinerl_common.child_process import stop
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_preprocessor.batch_service import Batches
 from pipelinerl_preprocessor.ledger import Ledger
@@ -287,8 +288,7 @@ async def real_actor(
     try:
         yield
     finally:
-        process.kill()
-        await process.wait()
+        await stop(process, 0)
 
 
 @pytest.mark.parametrize(
