@@ -76,7 +76,7 @@ def test_every_command_that_the_pages_show_is_one(command: str) -> None:
     ["README.md", "docs/pages/tutorials/first-job-in-a-cluster.md", "charts/pipelinerl/README.md"],
 )
 def test_every_installation_names_the_registry_of_the_images(page: str) -> None:
-    """They are not published: without one no pod starts, and `--wait` waits in vain."""
+    """They are not published: without one no pod starts, and `--wait` ends with a timeout."""
     lines = re.findall(r"^ *helm install .+$", (ROOT / page).read_text(), re.MULTILINE)
     assert lines
     assert all("--set image.registry=" in line for line in lines)
