@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.utils import is_flash_attn_2_available
 
@@ -50,14 +50,15 @@ def attention_arguments(
     cumulative = torch.tensor((0, *sequence_lengths)).cumsum(0).to(device, torch.int32)
     longest = max(sequence_lengths)
     slots = length_buckets(sequence_lengths)
-    order_L = torch.cat([slots_NS[slots_NS >= 0] for slots_NS in slots])
     return {
         "cu_seq_lens_q": cumulative,
         "cu_seq_lens_k": cumulative,
         "max_length_q": longest,
         "max_length_k": longest,
-        "packed_slots": tuple(slots_NS.to(device) for slots_NS in slots),
-        "packed_order_L": order_L.argsort().to(device),
+        # All indices are made here, once a row and on the host: a boolean mask in each layer would
+        # make the host wait for the device at every one of them.
+        "packed_slots": tuple(slots_NS.clamp(min=0).to(device) for slots_NS in slots),
+        "packed_order_L": _places(slots).to(device),
         "packed_sequence": sequence,
     }
 
@@ -82,6 +83,17 @@ def _slots(members: list[tuple[int, int]]) -> Tensor:
     lengths_N1 = torch.tensor([[length] for _, length in members])
     offsets_S = torch.arange(int(lengths_N1.max()))
     return torch.where(offsets_S < lengths_N1, starts_N1 + offsets_S, -1)
+
+
+def _places(slots: tuple[Tensor, ...]) -> Tensor:
+    """Returns the place of each of the row's tokens among the slots of all buckets, padding
+    included.
+    """
+    flat = torch.cat([slots_NS.flatten() for slots_NS in slots])
+    used = (flat >= 0).nonzero().squeeze(1)
+    places_L = torch.empty_like(used)
+    places_L[flat[used]] = used
+    return places_L
 
 
 def packed_attention(
@@ -117,21 +129,68 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]
     """
     # No mask for the padding: it is behind a sequence's end, where no causal query looks.
     window: int | None = arguments.get("sliding_window")
+    options: dict[str, Any] = {
+        "dropout_p": arguments.get("dropout", 0.0),
+        "scale": arguments.get("scaling"),
+    }
     results = []
     for slots_NS in arguments["packed_slots"]:
-        mask_SS = _window_mask(slots_NS.shape[1], window, query.device)
-        result = scaled_dot_product_attention(
-            _gather(query, slots_NS),
-            _gather(key, slots_NS),
-            _gather(value, slots_NS),
-            attn_mask=mask_SS,
-            is_causal=mask_SS is None,
-            dropout_p=arguments.get("dropout", 0.0),
-            scale=arguments.get("scaling"),
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        results.append(result.transpose(1, 2)[slots_NS >= 0])
-    return torch.cat(results)[arguments["packed_order_L"]].unsqueeze(0)
+        q, k, v = (_gather(each, slots_NS) for each in (query, key, value))
+        if window and window < slots_NS.shape[1]:
+            result = _attend_in_windows(q, k, v, window, **options)
+        else:
+            result = scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=query.shape[1] != key.shape[1], **options
+            )
+        results.append(result.transpose(1, 2).flatten(0, 1))
+    return torch.cat(results).index_select(0, arguments["packed_order_L"]).unsqueeze(0)
+
+
+def _attend_in_windows(
+    query: Tensor, key: Tensor, value: Tensor, window: int, **options: Any
+) -> Tensor:
+    """Attends from every position to itself and the `window` - 1 before it: [N, heads, S, D] and
+    [N, kv_heads, S, D] to [N, heads, S, D].
+
+    Blocks of `window` queries look at their own block of keys and the one before, so memory grows
+    with S times the window instead of S times S.
+    """
+    num, heads, length, width = query.shape
+    # Kernels that take a mask take no grouped heads.
+    key, value = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (key, value))
+    blocks = -(-length // window)
+    query, key, value = (
+        pad(each, (0, 0, 0, blocks * window - length)).reshape(num, heads, blocks, window, width)
+        for each in (query, key, value)
+    )
+    key, value = (torch.cat([_one_block_later(each), each], dim=3) for each in (key, value))
+    mask = _window_mask(blocks, window, query.device)
+    # [N, heads, B, W, D] to [N, B, heads, W, D]: the mask is the same for all heads.
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    result = scaled_dot_product_attention(
+        query.flatten(0, 1),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        attn_mask=mask.repeat(num, 1, 1, 1),
+        **options,
+    )
+    result = result.reshape(num, blocks, heads, window, width).transpose(1, 2)
+    return result.reshape(num, heads, blocks * window, width)[:, :, :length]
+
+
+def _one_block_later(states: Tensor) -> Tensor:
+    """[N, heads, B, W, D] with every block in the place of the next one, the first empty."""
+    return pad(states[:, :, :-1], (0, 0, 0, 0, 1, 0))
+
+
+def _window_mask(blocks: int, window: int, device: torch.device) -> Tensor:
+    """Returns which of its 2 W keys each query of a block may see: [B, 1, W, 2 W]."""
+    queries_W1 = torch.arange(window, device=device)[:, None] + window
+    keys_2W = torch.arange(2 * window, device=device)
+    seen = (keys_2W <= queries_W1) & (keys_2W > queries_W1 - window)
+    mask = seen.repeat(blocks, 1, 1, 1)
+    mask[0] &= keys_2W >= window  # there is no block before the first
+    return mask
 
 
 def _check_supported(module: nn.Module, arguments: dict[str, Any]) -> None:
@@ -151,15 +210,8 @@ def _check_supported(module: nn.Module, arguments: dict[str, Any]) -> None:
 
 def _gather(states: Tensor, slots_NS: Tensor) -> Tensor:
     """[L, heads, D] -> [N, heads, S, D]."""
-    return states[slots_NS.clamp(min=0)].transpose(1, 2)
-
-
-def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    if not window or window >= length:
-        return None
-    positions = torch.arange(length, device=device)
-    distance = positions[:, None] - positions[None, :]
-    return (distance >= 0) & (distance < window)
+    picked = states.index_select(0, slots_NS.flatten())
+    return picked.view(*slots_NS.shape, *states.shape[1:]).transpose(1, 2)
 
 
 def register() -> None:

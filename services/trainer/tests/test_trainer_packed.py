@@ -8,12 +8,18 @@ import numpy as np
 import pytest
 import torch
 import trainer_fakes as fakes
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3ForCausalLM
 
 from pipelinerl_common.errors import MalformedMessage, SettingsError
 from pipelinerl_trainer import attention
-from pipelinerl_trainer.attention import length_buckets
+from pipelinerl_trainer.attention import (
+    _attend_in_windows,
+    attention_arguments,
+    length_buckets,
+    packed_attention,
+)
 from pipelinerl_trainer.model import PolicyModel, load_policy
 from pipelinerl_trainer.packed import pack_row
 from pipelinerl_trainer.scoring import LogitTransform, TokenHead
@@ -243,3 +249,61 @@ def test_attention_that_would_mix_sequences_is_refused() -> None:
         attention.packed_attention(
             torch.nn.Identity(), heads, heads, heads, None, softcap=50.0, **arguments
         )
+
+
+class HostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the operations for which a host waits for its device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        indices = args[1] if func.overloadpacket is torch.ops.aten.index and len(args) > 1 else ()
+        by_mask = any(each is not None and each.dtype is torch.bool for each in indices)
+        if by_mask or func.overloadpacket in (
+            torch.ops.aten.nonzero,
+            torch.ops.aten.masked_select,
+            torch.ops.aten._local_scalar_dense,
+        ):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_no_layer_makes_the_host_wait(window: int | None) -> None:
+    row = attention_arguments((3, 9, 4), torch.device("cpu"))
+    query, key, value = (torch.randn(1, heads, 16, 8, requires_grad=True) for heads in (4, 2, 2))
+    module = torch.nn.Identity()
+    with HostWaits() as waits:
+        result, _ = packed_attention(module, query, key, value, None, sliding_window=window, **row)
+        result.sum().backward()  # type: ignore[no-untyped-call]
+    assert waits.found == []
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("length", [9, 10, 16])
+def test_blocks_of_a_window_see_what_a_dense_mask_shows(window: int, length: int) -> None:
+    query, key, value = (
+        torch.randn(2, heads, length, 8, dtype=torch.float64) for heads in (4, 2, 2)
+    )
+    at = torch.arange(length)
+    distance = at[:, None] - at[None, :]
+    dense = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=(distance >= 0) & (distance < window),
+        enable_gqa=True,
+    )
+    torch.testing.assert_close(_attend_in_windows(query, key, value, window), dense)
+
+
+def test_a_window_needs_no_square_of_the_length() -> None:
+    """16,384 positions: a dense mask alone would have 268 million items."""
+    query, key, value = (torch.zeros(1, 1, 16_384, 4) for _ in range(3))
+    with LargestTensor() as largest:  # type: ignore[no-untyped-call]
+        _attend_in_windows(query, key, value, 64)
+    assert largest.num_elements <= 2 * 64 * 16_384
