@@ -1,14 +1,18 @@
-"""Attention over packed rows. Two implementations of one rule: no token attends outside its own
-sequence.
+"""Attention over packed rows. One rule: no token attends outside its own sequence.
 
-`packed`              torch's scaled dot-product attention on the row's sequences, batched by
-                      similar length: exact, on any device, also where several ranks share the row.
-`flash_attention_2`   the varlen kernel, where there are a GPU and the flash-attn package.
+`packed`              the row's sequences in torch's varlen kernel on a GPU that has it, else in
+                      its scaled dot-product attention, batched by similar length: exact, on any
+                      device, also where several ranks share the row.
+`flash_attention_2`   the flash-attn package, for models whose attention torch's kernels do not
+                      compute: those that cap their attention logits.
 
 The model's forward passes keyword arguments on to its attention; those of `attention_arguments`
 mark the boundaries.
 """
 
+import logging
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +24,8 @@ from transformers.utils import is_flash_attn_2_available
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_trainer.sequence_parallel import ALONE, SequenceGroup
 
+log = logging.getLogger(__name__)
+
 PACKED = "packed"
 FLASH = "flash_attention_2"
 
@@ -27,18 +33,51 @@ _UNSUPPORTED = ("s_aux", "softcap")
 """Keyword arguments of attention variants that `packed` does not compute."""
 
 
+HALVES = (torch.float16, torch.bfloat16)
+_LARGEST_HEAD = 256
+"""Bound of the flash kernels' head size, which must be a multiple of 8 as well."""
+
+
+VarlenKernel = Callable[..., Any]
+"""torch.nn.attention.varlen.varlen_attn: query [L, heads, D], key and value [L, kv_heads, D],
+boundaries of the sequences and the longest of them, for queries and for keys, and the keywords
+`scale`, `window_size` and `enable_gqa` to [L, heads, D].
+"""
+
+
 def choose_attention(
-    device: torch.device, dtype: torch.dtype, sequence: SequenceGroup = ALONE
+    device: torch.device, dtype: torch.dtype, config: Any, sequence: SequenceGroup = ALONE
 ) -> str:
-    """Returns the fastest implementation for this device and element type."""
-    if (
-        sequence.size == 1
-        and device.type == "cuda"
-        and dtype in (torch.float16, torch.bfloat16)
-        and is_flash_attn_2_available()
-    ):
-        return FLASH
-    return PACKED
+    """Returns transformers' name of the attention for a model of this configuration, and logs
+    which kernel computes it.
+    """
+    on_gpu = device.type == "cuda" and dtype in HALVES
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    if capped and on_gpu and sequence.size == 1 and is_flash_attn_2_available():
+        name, kernel = FLASH, "the flash-attn package"
+    elif on_gpu and varlen_kernel(device) is not None:
+        name, kernel = PACKED, "torch's varlen kernel"
+    else:
+        name, kernel = PACKED, "torch's scaled dot-product attention, by length"
+    log.info("attention of packed rows: %s, %s on %s", kernel, dtype, device)
+    return name
+
+
+@cache
+def varlen_kernel(device: torch.device) -> VarlenKernel | None:
+    """Returns torch's varlen kernel, or None where the device has none: it needs a GPU of
+    compute capability 8.0 (A100) and a build of torch with flash attention.
+    """
+    if device.type != "cuda" or not torch.backends.cuda.is_flash_attention_available():
+        return None
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    from torch.nn.attention import varlen
+
+    # It logs a line for every call, so for every layer.
+    logging.getLogger(varlen.__name__).setLevel(logging.WARNING)
+    kernel: VarlenKernel = varlen.varlen_attn
+    return kernel
 
 
 def attention_arguments(
@@ -59,6 +98,7 @@ def attention_arguments(
         # make the host wait for the device at every one of them.
         "packed_slots": tuple(slots_NS.clamp(min=0).to(device) for slots_NS in slots),
         "packed_order_L": _places(slots).to(device),
+        "packed_kernel": varlen_kernel(device),
         "packed_sequence": sequence,
     }
 
@@ -127,6 +167,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]
     """Attends on the whole row: query [L, heads, D], key and value [L, kv_heads, D] to
     [1, L, heads, D].
     """
+    kernel: VarlenKernel | None = arguments["packed_kernel"]
+    if kernel is not None and _suits_varlen(query, value, arguments):
+        return _attend_varlen(kernel, query, key, value, arguments)
     # No mask for the padding: it is behind a sequence's end, where no causal query looks.
     window: int | None = arguments.get("sliding_window")
     options: dict[str, Any] = {
@@ -144,6 +187,38 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]
             )
         results.append(result.transpose(1, 2).flatten(0, 1))
     return torch.cat(results).index_select(0, arguments["packed_order_L"]).unsqueeze(0)
+
+
+def _suits_varlen(query: Tensor, value: Tensor, arguments: dict[str, Any]) -> bool:
+    size = query.shape[-1]
+    return (
+        query.dtype in HALVES
+        and size % 8 == 0
+        and size <= _LARGEST_HEAD
+        and value.shape[-1] == size
+        and not arguments.get("dropout", 0.0)
+    )
+
+
+def _attend_varlen(
+    kernel: VarlenKernel, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]
+) -> Tensor:
+    window: int | None = arguments.get("sliding_window")
+    result: Tensor = kernel(
+        query,
+        key,
+        value,
+        arguments["cu_seq_lens_q"],
+        arguments["cu_seq_lens_k"],
+        arguments["max_length_q"],
+        arguments["max_length_k"],
+        scale=arguments.get("scaling"),
+        # The kernel's window is the number of keys before the query's own; transformers' has
+        # that one too.
+        window_size=(window - 1 if window else -1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return result.unsqueeze(0)
 
 
 def _attend_in_windows(

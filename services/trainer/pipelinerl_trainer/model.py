@@ -177,11 +177,12 @@ def load_policy(
     disable_progress_bar()
     dtype: torch.dtype = getattr(torch, spec.model.dtype)
     try:
+        config = _without_dropout(AutoConfig.from_pretrained(folder, local_files_only=True))
         language_model = AutoModelForCausalLM.from_pretrained(
             folder,
-            config=_without_dropout(AutoConfig.from_pretrained(folder, local_files_only=True)),
+            config=config,
             dtype=dtype,
-            attn_implementation=attention.choose_attention(device, dtype, sequence),
+            attn_implementation=attention.choose_attention(device, dtype, config, sequence),
             local_files_only=True,
         )
     # RuntimeError: tensors that do not fit together

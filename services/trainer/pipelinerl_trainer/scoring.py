@@ -55,8 +55,9 @@ class TokenHead(nn.Module):
     submodule.
 
     `in_float32` computes the head's product in float32 from weights that stay in their element
-    type; a float32 copy of them exists while a chunk is scored. Without it logits are rounded to
-    the weights' type before the softmax.
+    type; a float32 copy of them, made once per row, exists from forward to backward, and their
+    gradient is added up in float32 over the chunks. Without it logits are rounded to the weights'
+    type before the softmax.
     """
 
     def __init__(
@@ -85,7 +86,12 @@ class TokenHead(nn.Module):
         """Returns log-probabilities of `targets_T` and entropies, both [T] float32, under
         softmax(logits / temperature).
         """
-        weight_VH, bias_V = self._lm_head[0].weight, self._lm_head[0].bias
+        weight_VH: Tensor = self._lm_head[0].weight
+        bias_V: Tensor | None = self._lm_head[0].bias
+        if self._in_float32:
+            # Once per row: in a chunk it would be made twice, in forward and in recomputation.
+            hidden_TH, weight_VH = hidden_TH.float(), weight_VH.float()
+            bias_V = None if bias_V is None else bias_V.float()
         chunk_size = max(1, self._chunk_bytes // (4 * self._lm_head[0].out_features))
         arguments = (weight_VH, bias_V, temperature, entropy_gradient)
         if len(targets_T) <= chunk_size:
@@ -115,9 +121,6 @@ class TokenHead(nn.Module):
         temperature: float,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        if self._in_float32:
-            hidden_TH, weight_VH = hidden_TH.float(), weight_VH.float()
-            bias_V = None if bias_V is None else bias_V.float()
         logits_TV = self._transform(linear(hidden_TH, weight_VH, bias_V).float()) / temperature
         normalizer_T = logits_TV.logsumexp(-1)
         logprobs_T = logits_TV.gather(-1, targets_T[:, None])[:, 0] - normalizer_T

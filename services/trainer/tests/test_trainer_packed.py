@@ -283,6 +283,66 @@ def test_no_layer_makes_the_host_wait(window: int | None) -> None:
     assert waits.found == []
 
 
+@pytest.mark.parametrize("window", [None, 1, 3, 40])
+@pytest.mark.parametrize("lengths", [(3, 9, 4), (1,), (33, 1, 2, 17)])
+def test_the_varlen_kernel_gets_what_buckets_compute(
+    window: int | None, lengths: tuple[int, ...]
+) -> None:
+    torch.manual_seed(1)
+    query, key, value = (
+        torch.randn(1, heads, sum(lengths), 8, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    arguments = {**attention_arguments(lengths, CPU), "sliding_window": window, "scaling": 0.3}
+    assert arguments["packed_kernel"] is None  # there is no such kernel on a CPU
+    results = []
+    for kernel in (None, fakes.varlen_kernel):
+        arguments["packed_kernel"] = kernel
+        result, _ = packed_attention(torch.nn.Identity(), query, key, value, None, **arguments)
+        weights = torch.linspace(-1, 1, result.numel()).view_as(result)
+        results.append(
+            (result, *torch.autograd.grad((result * weights).sum(), (query, key, value)))
+        )
+    for buckets, varlen in zip(*results, strict=True):
+        torch.testing.assert_close(buckets, varlen, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [((8, 8), torch.float32), ((12, 12), torch.bfloat16), ((16, 8), torch.bfloat16)],
+)
+def test_what_the_varlen_kernel_cannot_do_goes_by_buckets(
+    heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    query, key, value = (torch.randn(1, 2, 5, size).to(dtype) for size in (*heads[:1], *heads))
+    arguments = attention_arguments((2, 3), CPU)
+    expected, _ = packed_attention(torch.nn.Identity(), query, key, value, None, **arguments)
+    arguments["packed_kernel"] = fakes.varlen_kernel
+    result, _ = packed_attention(torch.nn.Identity(), query, key, value, None, **arguments)
+    assert torch.equal(result, expected)
+
+
+def test_the_head_is_cast_to_float32_once_a_row() -> None:
+    class Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        count = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default and result.shape == (50, 32):
+                self.count += result.dtype == torch.float32
+            return result
+
+    lm_head = torch.nn.Linear(32, 50, bias=False, dtype=torch.bfloat16)
+    hidden, targets = torch.randn(20, 32).bfloat16().requires_grad_(), torch.arange(20)
+    with Casts() as casts:  # type: ignore[no-untyped-call]
+        head = TokenHead(lm_head, LogitTransform(), 3 * 4 * 50, in_float32=True)
+        head(hidden, targets, 1.0, False)[0].sum().backward()
+    assert casts.count == 1
+    assert lm_head.weight.grad is not None
+
+
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("length", [9, 10, 16])
 def test_blocks_of_a_window_see_what_a_dense_mask_shows(window: int, length: int) -> None:

@@ -1,5 +1,6 @@
 """Tiny models, jobs and batches, made the same way in every process of a test."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
@@ -20,6 +22,7 @@ from pipelinerl_common.settings import AlgorithmSettings, Job, JobSpec, parse_jo
 from pipelinerl_common.settings.algorithm import PRESETS
 from pipelinerl_common.types import GroupId, MicroBatch, StepPlan, VersionRun
 from pipelinerl_trainer import attention
+from pipelinerl_trainer.attention import HALVES
 from pipelinerl_trainer.engine import DeepSpeedEngine
 from pipelinerl_trainer.learner import BatchReplaced, Learner, RankBatch
 from pipelinerl_trainer.model import PolicyModel
@@ -323,3 +326,47 @@ def full_spec(algorithm: Mapping[str, Any] | None = None, **spec: Any) -> JobSpe
 
 def full_algorithm(**options: Any) -> AlgorithmSettings:
     return full_spec(options).algorithm
+
+
+def varlen_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """torch's varlen kernel on the CPU, as strict as that of a GPU: half precision, head sizes in
+    eights, int32 boundaries, windows that count the keys before the query's own.
+    """
+    size, dtypes = query.shape[-1], {each.dtype for each in (query, key, value)}
+    assert dtypes <= set(HALVES)
+    assert len(dtypes) == 1
+    assert size % 8 == 0
+    assert size <= 256
+    assert key.shape == value.shape == (len(query), key.shape[1], size)
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    ends = cu_seq_q.tolist()
+    assert cu_seq_k.tolist() == ends
+    assert (ends[0], ends[-1]) == (0, len(query))
+    assert max_q == max_k == max(b - a for a, b in itertools.pairwise(ends))
+    left, right = window_size
+    assert right == 0
+    results = []
+    for begin, end in itertools.pairwise(ends):
+        at = torch.arange(end - begin)
+        before = at[:, None] - at[None, :]
+        seen = (before >= 0) & (before <= (left if left >= 0 else end))
+        q, k, v = (each[begin:end].transpose(0, 1).float() for each in (query, key, value))
+        k, v = (each.repeat_interleave(len(q) // len(k), dim=0) for each in (k, v))
+        weights = (q @ k.mT * (size**-0.5 if scale is None else scale)).masked_fill(
+            ~seen, -torch.inf
+        )
+        results.append((weights.softmax(-1) @ v).transpose(0, 1).to(query.dtype))
+    return torch.cat(results)
