@@ -150,6 +150,11 @@ RULES: dict[Path, tuple[Rule, ...]] = {
             "!has(self.maxReplicas) || self.replicas <= self.maxReplicas",
             "replicas is more than maxReplicas: lower the one or raise the other",
         ),
+        Rule(
+            "self.gpusPerReplica == 0 || self.gpusPerReplica == self.generatorsPerReplica * "
+            "self.generator.tensorParallelSize",
+            "gpusPerReplica must be 0 or generatorsPerReplica times generator.tensorParallelSize",
+        ),
     ),
     ("spec", "algorithm"): (
         Rule(

@@ -28,7 +28,8 @@ from pipelinerl_operator.objects import JobResource
 
 CHECKOUT = Path(__file__).parents[2]
 JOBS = sorted((CHECKOUT / "e2e" / "jobs").glob("*.yaml"))
-LIMIT_BYTES = 60_000
+LIMIT_BYTES = 120_000
+"""Far below the size of a request, 1.5 MB, and of an object in etcd."""
 PRESERVE = "x-kubernetes-preserve-unknown-fields"
 
 
@@ -171,7 +172,14 @@ def test_rules_can_be_tried_on_the_defaults_as_they_are_written(path: RulePath) 
 
 
 def test_a_default_that_is_written_out_says_what_the_fields_say() -> None:
-    assert place(SCHEMA, ("spec", "actors"))["default"] == {"replicas": 1, "minReplicas": 1}
+    actors = place(SCHEMA, ("spec", "actors"))["default"]
+    assert actors.pop("generator")["tensorParallelSize"] == 1
+    assert actors == {
+        "replicas": 1,
+        "minReplicas": 1,
+        "gpusPerReplica": 0,
+        "generatorsPerReplica": 1,
+    }
     for name in ("actors", "algorithm", "autoscale", "trainers"):
         section = place(SCHEMA, ("spec", name))
         assert with_defaults(section["default"], section) == with_defaults({}, section), name
@@ -364,6 +372,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "too many at least": (
         {"actors": {"replicas": 1, "minReplicas": 2}},
         "minReplicas is more than replicas",
+    ),
+    "fewer GPUs than workers": (
+        {"actors": {"gpusPerReplica": 1, "generator": {"tensorParallelSize": 2}}},
+        "gpusPerReplica must be 0 or generatorsPerReplica times",
+    ),
+    "GPUs that no worker uses": (
+        {"actors": {"gpusPerReplica": 4, "generatorsPerReplica": 3}},
+        "gpusPerReplica must be 0 or generatorsPerReplica times",
     ),
     "beyond the most": (
         {"actors": {"replicas": 3, "maxReplicas": 2}},

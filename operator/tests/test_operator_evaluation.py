@@ -83,8 +83,8 @@ def test_a_shared_folder_stands_for_the_claim() -> None:
     [
         ({}, {}, 0),
         ({"gpusPerReplica": 4, "generator": {"tensorParallelSize": 4}}, {}, 4),
-        ({"gpusPerReplica": 4}, {"generator": {"tensorParallelSize": 2}}, 2),
-        ({"gpusPerReplica": 4}, {"gpusPerReplica": 0}, 0),
+        ({"gpusPerReplica": 1}, {"generator": {"tensorParallelSize": 2}}, 2),
+        ({"gpusPerReplica": 1}, {"gpusPerReplica": 0}, 0),
     ],
 )
 def test_it_has_as_many_gpus_as_its_generator_takes(

@@ -96,12 +96,15 @@ def test_objects_are_valid_by_the_newest_schemas(name: str) -> None:
 
 SECTIONS = st.fixed_dictionaries(
     {
-        "actors": st.fixed_dictionaries(
-            {
-                "replicas": st.integers(1, 3),
-                "generatorsPerReplica": st.integers(1, 2),
-                "gpusPerReplica": st.sampled_from([0, 2]),
-            }
+        "actors": st.builds(
+            lambda replicas, generators, has_gpus: {
+                "replicas": replicas,
+                "generatorsPerReplica": generators,
+                "gpusPerReplica": generators if has_gpus else 0,
+            },
+            st.integers(1, 3),
+            st.integers(1, 2),
+            st.booleans(),
         ),
         "trainers": st.fixed_dictionaries(
             {
@@ -435,7 +438,7 @@ def test_rdma_devices_go_to_containers_with_gpus_and_locking_memory_is_asked_for
     trainer = container(pod(job, "trainer-0"), "trainer")
     assert (
         trainer["resources"]["limits"]
-        == {"nvidia.com/gpu": "8", "rdma/hca": "2"}
+        == {"nvidia.com/gpu": "8", "rdma/hca": "16"}
         == trainer["resources"]["requests"]
     )
     assert trainer["securityContext"]["capabilities"] == {"drop": ["ALL"]}
@@ -552,7 +555,7 @@ CHANGES: list[dict[str, Any]] = [
     {"actors": {"image": "mine:1"}},
     {"actors": {"startupTimeoutSeconds": 10}},
     {"actors": {"generatorsPerReplica": 2}},
-    {"actors": {"gpusPerReplica": 2}},
+    {"actors": {"gpusPerReplica": 1}},
     {"actors": {"podTemplate": {"spec": {"nodeName": "a"}}}},
     {"preprocessor": {"podTemplate": {"metadata": {"labels": {"a": "b"}}}}},
     {"trainers": {"drainSeconds": 1}},

@@ -55,7 +55,7 @@ def test_resources_are_added_to_the_gpus() -> None:
     generator = container(actor(template, **ON_GPUS), "generator-0")
     assert generator["resources"]["limits"] == {
         "nvidia.com/gpu": "2",
-        "rdma/hca": "1",
+        "rdma/hca": "2",
         "memory": "64Gi",
     }
 

@@ -282,7 +282,8 @@ class ContainerMaker:
         rdma = self._job.spec.network.rdma
         if not num_gpus:
             return {}
-        return {GPU: str(num_gpus), **({rdma.resource_name: str(rdma.count)} if rdma else {})}
+        devices = {} if rdma is None else {rdma.resource_name: str(rdma.count * num_gpus)}
+        return {GPU: str(num_gpus), **devices}
 
 
 def launch_argv(ranks: tuple[PlannedProcess, ...]) -> tuple[str, ...]:

@@ -500,6 +500,20 @@ def test_a_job_without_cluster_fields_lists_none() -> None:
             {"actors": {"replicas": 3, "maxReplicas": 2}},
             "actors.replicas=3 is more than actors.maxReplicas=2",
         ),
+        (
+            {"actors": {"gpusPerReplica": 1, "generator": {"tensorParallelSize": 2}}},
+            "actors.gpusPerReplica=1 must be 0 (CPU) or 2",
+        ),
+        (
+            {
+                "actors": {
+                    "gpusPerReplica": 8,
+                    "generatorsPerReplica": 3,
+                    "generator": {"tensorParallelSize": 2},
+                }
+            },
+            "actors.gpusPerReplica=8 must be 0 (CPU) or 6: actors.generatorsPerReplica=3 times",
+        ),
         ({"model": {"uri": "a", "cache": {}}}, "exactly one of pvc and emptyDir"),
         ({"trainers": {"checkpoint": {"pvc": "a", "uri": "file:///a"}}}, "both pvc and uri"),
         (
@@ -512,3 +526,14 @@ def test_a_job_without_cluster_fields_lists_none() -> None:
 )
 def test_wrong_cluster_fields_are_refused_on_a_laptop_too(spec: dict[str, Any], says: str) -> None:
     assert says in fault(document(**spec))
+
+
+def test_where_there_are_gpus_the_trainers_divide_everything_and_store_no_activations() -> None:
+    on_cpu = parse_job(document(), source="test").spec
+    assert (on_cpu.zero_stage, on_cpu.checkpoints_activations) == (1, False)
+    actors = {"gpusPerReplica": 1}
+    on_gpus = parse_job(document(actors=actors), source="test").spec
+    assert (on_gpus.zero_stage, on_gpus.checkpoints_activations) == (3, True)
+    trainers = {"zeroStage": 2, "activationCheckpointing": False}
+    chosen = parse_job(document(actors=actors, trainers=trainers), source="test").spec
+    assert (chosen.zero_stage, chosen.checkpoints_activations) == (2, False)

@@ -170,12 +170,13 @@ def longest_evaluation_s(settings: EvaluationSettings) -> float:
 def num_gpus(job: Job, name: str) -> int:
     """Number of GPUs of one process.
 
-    Example: 8 GPUs and 8 generators per actor are 1 for each generator and 0 for the rollout loop.
+    Example: 8 GPUs and 4 generators per actor are 2 for each generator, one for each of its
+    workers, and 0 for the rollout loop.
     """
     actors, reference, evaluation = job.spec.actors, job.spec.reference, job.spec.evaluation
     match role_of(name):
         case Role.GENERATOR if actors.gpus_per_replica:
-            return max(1, actors.gpus_per_replica // actors.generators_per_replica)
+            return actors.gpus_per_replica // actors.generators_per_replica
         case Role.REFERENCE if reference is not None:
             by_default = reference.generator.tensor_parallel_size if actors.gpus_per_replica else 0
             return by_default if reference.gpus_per_replica is None else reference.gpus_per_replica

@@ -7,7 +7,13 @@ from pipelinerl_control.balance import Balance
 
 
 def spec_of(least: int, most: int, start: int, gpus: int = 0, **settings: Any) -> JobSpec:
-    actors = {"minReplicas": least, "maxReplicas": most, "replicas": start, "gpusPerReplica": gpus}
+    actors = {
+        "minReplicas": least,
+        "maxReplicas": most,
+        "replicas": start,
+        "gpusPerReplica": gpus,
+        "generatorsPerReplica": max(1, gpus),
+    }
     document = {
         "apiVersion": "pipelinerl.dev/v1alpha1",
         "kind": "PipelineRLJob",

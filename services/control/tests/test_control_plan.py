@@ -160,7 +160,11 @@ def test_missing_address_is_named() -> None:
 def test_gpus_are_those_of_the_job_and_none_on_a_cpu() -> None:
     kl = {"algorithm": {"kl": {"coefficient": 0.1}}}
     job = make_job(
-        actors={"gpusPerReplica": 8, "generatorsPerReplica": 4},
+        actors={
+            "gpusPerReplica": 8,
+            "generatorsPerReplica": 4,
+            "generator": {"tensorParallelSize": 2},
+        },
         trainers={"processesPerNode": 2},
         reference={"generator": {"tensorParallelSize": 2}},
         **kl,

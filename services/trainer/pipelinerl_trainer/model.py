@@ -200,7 +200,7 @@ def load_policy(
             language_model, spec.model.adapter, spec.seed, spec.model.uri.removeprefix("hf://")
         )
         _check_layers(adapter, stored)
-    if spec.trainers.activation_checkpointing:
+    if spec.checkpoints_activations:
         language_model.gradient_checkpointing_enable({"use_reentrant": False})
     return PolicyModel(
         language_model,

@@ -107,12 +107,15 @@ def make_optimizer(
     delay_compensation: float = 0.0,
 ) -> AdamW:
     """Returns the optimizer that the job asks for."""
+    trained = list(parameters)
     arguments: dict[str, Any] = {
         "lr": settings.learning_rate,
         "betas": settings.betas,
         "eps": settings.eps,
         "weight_decay": settings.weight_decay,
+        # The unfused update on a device needs a temporary as large as the rank's float32 weights.
+        "fused": all(each.device.type == "cuda" for each in trained) or None,
     }
     if delay_compensation > 0:
-        return DelayCompensatedAdamW(parameters, compensation=delay_compensation, **arguments)
-    return AdamW(parameters, **arguments)
+        return DelayCompensatedAdamW(trained, compensation=delay_compensation, **arguments)
+    return AdamW(trained, **arguments)

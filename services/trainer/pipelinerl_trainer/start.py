@@ -46,6 +46,7 @@ from pipelinerl_trainer.ranks import RankPlacement, Ranks, join_ranks
 from pipelinerl_trainer.report import Reporter
 from pipelinerl_trainer.source import BatchSource
 from pipelinerl_weights.manifest import Manifest, TensorSpec
+from pipelinerl_weights.nccl import require_cuda
 
 log = logging.getLogger(__name__)
 
@@ -167,6 +168,8 @@ def train(
     `leader` is given on rank 0.
     """
     spec = args.job.spec
+    if spec.actors.gpus_per_replica:
+        require_cuda("actors.gpusPerReplica")
     with join_ranks(args.placement) as ranks:
         seed_everything(spec.seed)
         checkpoint = choose_checkpoint(args, ranks)
@@ -235,7 +238,7 @@ def make_engine(
     engine = DeepSpeedEngine(
         policy,
         ranks,
-        spec.trainers.zero_stage,
+        spec.zero_stage,
         algorithm.optimizer,
         algorithm.experimental.delay_compensation,
     )

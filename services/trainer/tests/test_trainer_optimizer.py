@@ -1,11 +1,14 @@
 """Delay compensation by hand, under DeepSpeed, and off."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import trainer_fakes as fakes
 from torch import nn
 
 from pipelinerl_common.settings import OptimizerSettings
+from pipelinerl_trainer import optimizer
 from pipelinerl_trainer.engine import DeepSpeedEngine
 from pipelinerl_trainer.optimizer import LAG, DelayCompensatedAdamW, make_optimizer
 from pipelinerl_trainer.ranks import RankPlacement, join_ranks
@@ -28,6 +31,21 @@ def steps(
         optimizer.step()
         seen.append(float(weight.detach()))
     return seen
+
+
+@pytest.mark.parametrize(("device", "is_fused"), [("cpu", None), ("cuda", True)])
+def test_the_update_is_fused_on_a_device(
+    device: str, is_fused: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool | None] = []
+
+    def adamw(_: object, *, fused: bool | None, **__: object) -> None:
+        asked.append(fused)
+
+    monkeypatch.setattr(optimizer, "AdamW", adamw)
+    weight = SimpleNamespace(device=torch.device(device))
+    make_optimizer([weight], settings())  # type: ignore[list-item] # no CUDA device is needed
+    assert asked == [is_fused]
 
 
 def test_the_gradient_is_moved_along_the_course_of_the_weights() -> None:

@@ -50,9 +50,7 @@ class Case:
         fakes.spread_value_head(policy)
         if self.chunk_tokens is not None:
             policy.token_head._chunk_bytes = 4 * fakes.VOCABULARY * self.chunk_tokens
-        return DeepSpeedEngine(
-            policy, ranks, self.spec.trainers.zero_stage, self.spec.algorithm.optimizer
-        )
+        return DeepSpeedEngine(policy, ranks, self.spec.zero_stage, self.spec.algorithm.optimizer)
 
     def batch(self, step: int, ranks: Ranks) -> RankBatch:
         """Rows of different lengths; with rows of their own, two ranks get one each."""

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pipelinerl_common.errors import SettingsError
 from pipelinerl_weights.communicator import Operation, Piece, Place
 from pipelinerl_weights.errors import TransferFailed
 from pipelinerl_weights.store import GroupStore
@@ -237,6 +238,26 @@ def transfer_stream(device: torch.device) -> CudaStream:
     a stream's blocks for that stream: with a new one for every transfer memory would be stranded.
     """
     return CudaStream(device)
+
+
+def require_cuda(setting: str) -> None:
+    """Raises SettingsError, with torch's own reason, when `setting` gives this process a GPU and
+    CUDA cannot be used: silently computing on the CPU would look like a very slow run.
+    """
+    cuda: Any = torch.cuda
+    if cuda.is_available():
+        return
+    try:
+        cuda.init()
+        reason = "no device is visible"
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+    raise SettingsError(
+        f"{setting} gives this process a GPU, but CUDA cannot be used: {reason} (torch "
+        f"{torch.__version__}, built for CUDA {torch.version.cuda}). Check nvidia-smi on this "
+        "machine and the driver that this CUDA release needs, or run on CPUs with "
+        "actors.gpusPerReplica=0 and weightTransfer.backend=gloo"
+    )
 
 
 # The binding

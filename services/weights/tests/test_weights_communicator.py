@@ -14,10 +14,12 @@ import torch
 from weights_fakes import FakeNetwork
 from weights_harness import prompt
 
+from pipelinerl_common.errors import SettingsError
 from pipelinerl_weights import group as group_module
 from pipelinerl_weights.errors import TransferAborted, TransferFailed, TransferTimeout
 from pipelinerl_weights.group import Rendezvous, TransferGroup
 from pipelinerl_weights.manifest import Manifest, TensorSpec
+from pipelinerl_weights.nccl import require_cuda
 from pipelinerl_weights.rendezvous import scope
 from pipelinerl_weights.store import GroupStore
 from pipelinerl_weights.transfer import WeightSnapshot, receive, send_snapshot
@@ -200,3 +202,26 @@ def test_a_member_killed_at_any_instant_costs_one_transfer(
         outcome = receiving(members[1])
         send_snapshot(members[0], SNAPSHOT, 1, LIMIT_S)
         assert outcome.wait().result == SNAPSHOT.checksum
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("The NVIDIA driver on your system is too old"), "driver on your system is"),
+        (AssertionError("Torch not compiled with CUDA enabled"), "not compiled with CUDA"),
+        (None, "no device is visible"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_named_with_torchs_reason(
+    error: Exception | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init() -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(SettingsError, match=f"actors.gpusPerReplica gives .*{reason}.*gloo"):
+        require_cuda("actors.gpusPerReplica")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    require_cuda("actors.gpusPerReplica")

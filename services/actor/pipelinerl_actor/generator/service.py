@@ -35,6 +35,7 @@ from pipelinerl_common.metrics import GENERATOR, REFERENCE, serve_metrics
 from pipelinerl_common.service import Wiring, run_until_first
 from pipelinerl_common.settings import GeneratorSettings, Job, load_job
 from pipelinerl_common.tracing import open_tracer
+from pipelinerl_control.plan import num_gpus
 from pipelinerl_weights.manifest import ITEM_BYTES
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ async def serve_generator(
             initial_version=version,
             takes_updates=role.takes_updates,
             log_level=wiring.log_level,
+            needs_gpu=num_gpus(job, wiring.name) > 0,
         )
         generator = assemble(job, role, model, engine, version=version, token=token)
         async with (
@@ -95,17 +97,23 @@ def make_engine(
     initial_version: int,
     takes_updates: bool,
     log_level: str = "info",
+    needs_gpu: bool = False,
 ) -> GeneratorEngine:
     """The engine that `settings` names, not running yet, and prepared for the job's updates if it
     `takes_updates`.
 
     Raises SettingsError for a folder that does not hold a model, or one whose weights no update
-    would reach.
+    would reach, and where the job gives the process a GPU that cannot be used.
     """
     # First: an engine would take a missing folder for a name on the hub.
     read_config(model)
     # Not at the top: errors in the settings appear before the seconds of this import.
     import torch
+
+    from pipelinerl_weights.nccl import require_cuda
+
+    if needs_gpu:
+        require_cuda("actors.gpusPerReplica (or gpusPerReplica of this role)")
 
     spec = job.spec
     on_cpu = not torch.cuda.is_available()

@@ -18,6 +18,7 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import PrometheusStatLogger
@@ -129,7 +130,12 @@ class VllmEngine:
     async def running(self) -> AsyncIterator[None]:
         """Starts vLLM, which takes many seconds. Raises SettingsError for refused arguments."""
         stats = StepStats.feeding(self._clock, own_metrics=self._options.engine_metrics)
-        self._llm = AsyncLLM.from_engine_args(engine_args(self._options), stat_loggers=[stats])
+        self._llm = AsyncLLM.from_engine_args(
+            engine_args(self._options),
+            stat_loggers=[stats],
+            # vLLM's own server has larger defaults on large GPUs, such as the tokens of one step.
+            usage_context=UsageContext.OPENAI_API_SERVER,
+        )
         cache = self._llm.vllm_config.cache_config
         self._clock.kv_tokens, self._clock.kv_block_tokens = (
             (cache.num_gpu_blocks or 0) * cache.block_size,

@@ -176,6 +176,18 @@ class JobSpec(Settings):
         most = self.actors.max_replicas if self.autoscale.enabled else None
         return self.actors.replicas if most is None else most
 
+    @property
+    def zero_stage(self) -> int:
+        """Stage of ZeRO that the trainers use."""
+        by_default = 3 if self.actors.gpus_per_replica else 1
+        return by_default if self.trainers.zero_stage is None else self.trainers.zero_stage
+
+    @property
+    def checkpoints_activations(self) -> bool:
+        """Whether the trainers compute activations again in the backward pass."""
+        wanted = self.trainers.activation_checkpointing
+        return bool(self.actors.gpus_per_replica) if wanted is None else wanted
+
     @model_validator(mode="after")
     def _sections_agree(self) -> "JobSpec":
         kl = self.algorithm.kl.coefficient

@@ -167,7 +167,9 @@ class RdmaSettings(Settings):
     rdma/hca.
     """
     count: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of devices of a pod with GPUs."""
+    """Number of devices for each GPU of a container: 1 where every GPU has a network card of its
+    own, and where the resource is shared by all containers of a node.
+    """
     ipc_lock: bool = False
     """Adds the capability IPC_LOCK, needed where the container runtime limits locked memory. Pod
     security levels `restricted` and `baseline` refuse it.

@@ -41,7 +41,9 @@ class ActorSettings(Settings):
     generators_per_replica: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of generators of one actor; requests go to the least loaded one."""
     gpus_per_replica: Annotated[int, Field(ge=0, le=64)] = 0
-    """Number of GPUs of one actor; 0 runs on the CPU."""
+    """Number of GPUs of one actor: `generatorsPerReplica` times `generator.tensorParallelSize`; 0
+    runs on the CPU.
+    """
     generator: GeneratorSettings = GeneratorSettings()
     """Engine of each generator."""
     startup_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 3600.0
@@ -68,6 +70,17 @@ class ActorSettings(Settings):
                 f"actors.replicas={self.replicas} is more than "
                 f"actors.maxReplicas={self.max_replicas}: lower the one or "
                 "raise the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _every_worker_has_one_gpu(self) -> Self:
+        generators, workers = self.generators_per_replica, self.generator.tensor_parallel_size
+        if self.gpus_per_replica not in (0, generators * workers):
+            raise ValueError(
+                f"actors.gpusPerReplica={self.gpus_per_replica} must be 0 (CPU) or "
+                f"{generators * workers}: actors.generatorsPerReplica={generators} times "
+                f"actors.generator.tensorParallelSize={workers}, one GPU for each worker"
             )
         return self
 
@@ -149,17 +162,19 @@ class TrainerSettings(Settings):
     """Number of trainer nodes."""
     processes_per_node: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of ranks per node, one per GPU."""
-    zero_stage: Literal[1, 2, 3] = 1
-    """Stage of DeepSpeed ZeRO."""
+    zero_stage: Literal[1, 2, 3] | None = None
+    """Stage of DeepSpeed ZeRO: what is divided among the ranks. 1 divides the optimizer's state, 2
+    the gradients too, 3 the weights too. Unset: 3 where actors have GPUs, otherwise 1.
+    """
     sequence_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of ranks of a node that share each micro-batch (Ulysses); a divisor of
     `processesPerNode` and of the attention heads.
     """
     micro_batch_tokens: Annotated[int, Field(ge=8)] = 4096
     """Number of token slots of a packed micro-batch."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | None = None
     """Computes each layer again in the backward pass instead of storing its activations: a third
-    more time, far less memory.
+    more time, far less memory. Unset: true where actors have GPUs, otherwise false.
     """
     checkpoint: CheckpointSettings = CheckpointSettings()
     """Checkpoints."""
