@@ -8,7 +8,7 @@ import logging
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -82,15 +82,35 @@ def program() -> str:
     return f"python -m {spec.name.removesuffix('.__main__')}"
 
 
-def parse_wiring(role: str, argv: Sequence[str] | None = None, **defaults: Any) -> Wiring:
+def parse_wiring(
+    role: str,
+    argv: Sequence[str] | None = None,
+    own: argparse.ArgumentParser | None = None,
+    **defaults: Any,
+) -> Wiring:
     """Wiring from the command line. `defaults` replace the flags' defaults by their field names,
-    for example listen="0.0.0.0:8000".
+    for example listen="0.0.0.0:8000". `own` has the flags of this service only, without --help:
+    they are accepted and described here, and `own.parse_known_args(argv)` then has their values.
 
     Exits with status 2 and a usage line on wrong flags, with 0 on --help.
     """
     parser = argparse.ArgumentParser(
-        prog=program(), description=f"The {role} of one PipelineRL job."
+        prog=program(),
+        description=f"The {role} of one PipelineRL job.",
+        parents=[] if own is None else [own],
+        # `own` does not know what the abbreviation of a flag of the others stands for.
+        allow_abbrev=False,
     )
+    _add_flags(parser, role)
+    parser.set_defaults(**defaults)
+    flags = vars(parser.parse_args(argv))
+    for repeated in ("generators", "references"):
+        flags[repeated] = tuple(flags[repeated] or ())
+    return Wiring(**{field.name: flags[field.name] for field in fields(Wiring)})
+
+
+def _add_flags(parser: argparse.ArgumentParser, role: str) -> None:
+    """Adds the flags that every service has."""
     parser.add_argument("--job", dest="job_file", type=Path, required=True, help="the job file")
     parser.add_argument("--name", default=f"{role}-0", help="workload name, unique in the job")
     parser.add_argument("--output", type=Path, default=Path("."), help="folder for the run's files")
@@ -133,11 +153,6 @@ def parse_wiring(role: str, argv: Sequence[str] | None = None, **defaults: Any) 
         default="",
         help="host:port to serve /metrics on; default: none",
     )
-    parser.set_defaults(**defaults)
-    flags = vars(parser.parse_args(argv))
-    for repeated in ("generators", "references"):
-        flags[repeated] = tuple(flags[repeated] or ())
-    return Wiring(**flags)
 
 
 def run_service(

@@ -1,5 +1,6 @@
 """Wiring from flags, signals and exit status (in a real process), loops side by side, log lines."""
 
+import argparse
 import asyncio
 import logging
 import os
@@ -75,6 +76,35 @@ def test_wrong_flags_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
         parse_wiring("actor", ["--jobb", "job.yaml"])
     assert caught.value.code == 2
     assert "--job" in capsys.readouterr().err
+
+
+def test_flags_of_one_service_are_described_and_accepted_with_those_of_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--rank", type=int, default=0, help="number of this process")
+    argv = ["--job", "job.yaml", "--rank", "3", "--name", "trainer-3"]
+    assert parse_wiring("trainer", argv, own).name == "trainer-3"
+    assert own.parse_known_args(argv)[0].rank == 3
+    with pytest.raises(SystemExit) as caught:
+        parse_wiring("trainer", ["--help"], own)
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: ")
+    assert "number of this process" in shown
+    assert "the job file" in shown
+
+
+@pytest.mark.parametrize("wrong", [["--rank", "x"], ["--ran", "3"], ["--nam", "a"]])
+def test_wrong_and_abbreviated_flags_are_refused(
+    wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--rank", type=int, default=0)
+    with pytest.raises(SystemExit) as caught:
+        parse_wiring("trainer", ["--job", "job.yaml", *wrong], own)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: ")
 
 
 def test_usage_names_the_command_that_started_the_service() -> None:

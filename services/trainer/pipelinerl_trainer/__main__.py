@@ -17,10 +17,8 @@ def parse_flags(argv: Sequence[str] | None = None) -> tuple[Wiring, argparse.Nam
     """Returns the wiring that every service has and the trainer's own flags. Exits with status 2 on
     wrong flags and with 0 on --help.
     """
-    parser = argparse.ArgumentParser(
-        prog=program(), add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS
-    )
-    own = parser.add_argument_group("ranks of the trainer, beside the options below")
+    parser = argparse.ArgumentParser(prog=program(), add_help=False, allow_abbrev=False)
+    own = parser.add_argument_group("ranks of the trainer")
     own.add_argument("--rank", type=int, default=0, help="number of this process, from 0")
     own.add_argument("--num-ranks", type=int, default=1, help="processes that train together")
     own.add_argument("--master-address", default="127.0.0.1", help="host of rank 0")
@@ -37,10 +35,8 @@ def parse_flags(argv: Sequence[str] | None = None) -> tuple[Wiring, argparse.Nam
         type=Path,
         help="file that gets the newest step's numbers when training is finished",
     )
-    flags, rest = parser.parse_known_args(argv)
-    if {"-h", "--help"} & set(rest):
-        sys.stdout.write(parser.format_help() + "\n")
-    wiring = parse_wiring("trainer", rest)
+    wiring = parse_wiring("trainer", argv, parser)
+    flags, _ = parser.parse_known_args(argv)
     if not 0 <= flags.rank < flags.num_ranks:
         parser.exit(
             2,

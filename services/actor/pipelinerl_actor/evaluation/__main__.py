@@ -12,14 +12,12 @@ from pipelinerl_common.service import parse_wiring, run_service
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument(
         "--last-result", type=Path, help="file that gets the last step's result as text"
     )
-    flags, rest = own.parse_known_args(argv)
-    if {"-h", "--help"} & set(rest):
-        sys.stdout.write(f"evaluator only:\n{own.format_help()}\n")
-    wiring = parse_wiring("evaluator", rest)
+    wiring = parse_wiring("evaluator", argv, own)
+    flags, _ = own.parse_known_args(argv)
 
     async def run(stop: asyncio.Event) -> None:
         from pipelinerl_actor.evaluation.loop import run_evaluator

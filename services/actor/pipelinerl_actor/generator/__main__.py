@@ -13,7 +13,7 @@ from pipelinerl_common.service import parse_wiring, run_service
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one generator until SIGTERM. Returns the exit status, see run_service."""
-    own = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--model", type=Path, help="the model's folder; default: <output>/model")
     own.add_argument(
         "--serve-initial", action="store_true", help="serve the folder's weights before any update"
@@ -21,10 +21,8 @@ def main(argv: list[str] | None = None) -> int:
     own.add_argument(
         "--initial-version", type=int, default=0, help="their policy version; default 0"
     )
-    flags, rest = own.parse_known_args(argv)
-    if {"-h", "--help"} & set(rest):
-        sys.stdout.write(f"generator only:\n{own.format_help()}\n")
-    wiring = parse_wiring("generator", rest)
+    wiring = parse_wiring("generator", argv, own)
+    flags, _ = own.parse_known_args(argv)
     model: Path = flags.model or wiring.output / MODEL
 
     async def serve(stop: asyncio.Event) -> None:
