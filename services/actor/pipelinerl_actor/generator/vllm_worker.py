@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.platforms import current_platform
+from vllm.utils.nccl import unpinned_nccl_env
 
 from pipelinerl_actor.generator.merged_weights import MergedWeights
 from pipelinerl_actor.generator.metrics import TransferClock
@@ -114,7 +115,10 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
     def _join(self, rank: int, group: dict[str, Any]) -> dict[str, Any]:
         self.weights_leave()
         address, port = group.pop("master_address"), group.pop("master_port")
-        self._group = TransferGroup.join(address, port, rank=rank, device=self.device, **group)
+        # Batch-invariant decoding pins NCCL's variables in this process, and NCCL hangs when the
+        # members of a communicator differ in them.
+        with unpinned_nccl_env():
+            self._group = TransferGroup.join(address, port, rank=rank, device=self.device, **group)
         return {"rank": rank}
 
     def _back_up(self) -> dict[str, Any]:
