@@ -1,5 +1,6 @@
 """`pipelinerl plan`: how many GPUs should generate, with how many sequences each, for an accepted
-lag. Without flags it plans the paper's case study.
+lag. Without flags it plans the paper's case study; with `--gpu-memory` it says whether a job fits
+its GPUs.
 """
 
 import argparse
@@ -59,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--max-lag", int, "STEPS", "largest g_max (default: that of the greatest speed-up)")
     add("--max-running", int, "H", "largest H that is tried (default 512)", 512)
+    add("--gpu-memory", float, "GB", "instead: whether the --job fits GPUs of this size")
+    add("--model", Path, "FOLDER", "with --gpu-memory: where the model's config.json is")
     add("--gpus-per-node", int, "K", "of the trainers' nodes (default 8)", 8)
     parser.add_argument("--json", action="store_true", help="the plan as JSON on standard output")
     add("--plot", Path, "FILE", "throughput over lag to a .svg or .html file")
@@ -67,7 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the plan. Returns the exit status; raises SettingsError for bad arguments."""
     from pipelinerl_cli.plan_inputs import read_inputs
+    from pipelinerl_cli.plan_memory import plan_memory
     from pipelinerl_common.errors import SettingsError
+
+    if args.gpu_memory is not None:
+        return plan_memory(args)
 
     inputs = read_inputs(args)
     points = frontier(inputs.load, inputs.grid)

@@ -201,6 +201,23 @@ def test_gpus_that_the_machine_lacks_are_named(
     assert "gpusPerReplica=0 with weightTransfer.backend=gloo runs on the CPU" in message
 
 
+def test_a_model_that_the_gpus_cannot_hold_is_refused_before_anything_starts(
+    job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 152064}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **heads}))
+    changes = [f"model.uri={tmp_path}", "actors.gpusPerReplica=1", "model.dtype=bfloat16"]
+    job = load_job(job_file, changes)
+    assert checks._memory(job) == []  # no GPU here: the count is refused, not the size
+    monkeypatch.setattr(checks, "_gpu_bytes", lambda _: 85_000_000_000)
+    trainer, generator = checks._memory(job)
+    assert "trainer rank 0 needs" in trainer
+    assert "tensorParallelSize" in generator
+    monkeypatch.setattr(checks, "_gpu_bytes", lambda _: None)
+    assert checks._memory(job) == []
+
+
 def test_full_disk_is_named_with_what_is_needed(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -251,3 +251,71 @@ def test_job_without_gpus_asks_for_them(tmp_path: Path, capsys: pytest.CaptureFi
     assert planned(capsys, "--job", str(path), "--gpus", "8")["settings"]["task"] == {
         "groupSize": 16
     }
+
+
+QWEN_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN_7B))
+    return folder
+
+
+ONE_NODE = {
+    "actors": {"replicas": 4, "gpusPerReplica": 1},
+    "trainers": {"processesPerNode": 4, "microBatchTokens": 12288},
+}
+
+
+def test_a_job_that_fits_its_gpus(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job(tmp_path / "job.yaml", **ONE_NODE)
+    flags = ("--job", str(job), "--gpu-memory", "85", "--model", str(model))
+    assert command(*flags) == 0
+    printed = capsys.readouterr().out
+    assert "7.62 billion parameters in bfloat16; 4 trainer ranks at ZeRO 3" in printed
+    assert printed.endswith("\nfits\n")
+    assert command(*flags, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    parts = document["trainer rank 0"]
+    assert parts.pop("total") == sum(parts.values()) < document["gpu_bytes"]
+    assert document["faults"] == []
+
+
+def test_a_job_that_does_not_fit_says_what_helps(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainers = {**ONE_NODE["trainers"], "activationCheckpointing": False}
+    job = write_job(tmp_path / "job.yaml", **{**ONE_NODE, "trainers": trainers})
+    assert command("--job", str(job), "--gpu-memory", "85", "--model", str(model)) == 1
+    printed = capsys.readouterr().out
+    assert "does not fit: trainer rank 0 needs" in printed
+    assert "set trainers.activationCheckpointing=true" in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--gpu-memory", "80"), "--gpu-memory needs --job FILE"),
+        (("--job", "JOB", "--gpu-memory", "0"), "--gpu-memory 0 must be a number above 0"),
+        (("--job", "JOB", "--gpu-memory", "80"), "give --model FOLDER"),
+    ],
+)
+def test_memory_needs_a_job_a_size_and_a_model(
+    flags: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
+    job = str(write_job(tmp_path / "job.yaml", **ONE_NODE))
+    with pytest.raises(SettingsError, match=says):
+        command(*(job if flag == "JOB" else flag for flag in flags))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipelinerl_actor.task import TaskName
+from pipelinerl_cli.plan_memory import shape_of
 from pipelinerl_cli.run_folder import RunFolder
 from pipelinerl_cli.up.placement import check_port_is_free, gpus_by_role, missing_gpus
 from pipelinerl_common.errors import SettingsError
@@ -16,6 +17,7 @@ from pipelinerl_common.settings import Job
 from pipelinerl_common.stream.layout import StreamLayout
 from pipelinerl_common.stream.server import find_binary
 from pipelinerl_common.text import counted
+from pipelinerl_planner.memory import memory_faults
 
 MEBIBYTE = 1 << 20
 MIN_FREE_BYTES = 512 * MEBIBYTE
@@ -44,6 +46,7 @@ def check(job: Job, output: Path) -> None:
         *_backend(job),
         *_port(job),
         *_gpus(job),
+        *_memory(job),
     ]
     if not problems:
         problems = _task(TaskName(job.spec.task.path, job.spec.task.args, job.spec.seed))
@@ -147,6 +150,30 @@ def _backend(job: Job) -> list[str]:
             "set the backend to gloo, or gpusPerReplica to the GPUs of one actor"
         ]
     return []
+
+
+def _memory(job: Job) -> list[str]:
+    """By the memory model, for a model folder whose architecture it describes, on this machine's
+    smallest GPU.
+    """
+    gpu_bytes = _gpu_bytes(job)
+    if gpu_bytes is None:
+        return []
+    try:
+        shape = shape_of(job, None)
+    except SettingsError:
+        return []  # not here yet, or not described: the processes will find out
+    return memory_faults(job.spec, shape, gpu_bytes)
+
+
+def _gpu_bytes(job: Job) -> int | None:
+    if not gpus_by_role(job) or importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
+    devices = range(torch.cuda.device_count())
+    sizes = (torch.cuda.get_device_properties(index).total_memory for index in devices)
+    return min(sizes, default=None)
 
 
 def _gpus(job: Job) -> list[str]:
