@@ -38,8 +38,6 @@ _REDUCE_ITEMS = 500_000_000
 """Gradients that DeepSpeed reduces at a time (reduce_bucket_size)."""
 _LOGITS_BYTES = 256 << 20
 """Logits of one chunk of tokens in float32; there are about four such tensors at a time."""
-_SNAPSHOTS = 2
-"""Copies of the weights on trainer rank 0: the one that is offered, and the next one."""
 _UNSUPPORTED = ("kv_lora_rank", "ssm_cfg", "mamba_d_state", "linear_num_key_heads")
 """Keys of architectures whose attention or state the formulas do not describe."""
 
@@ -161,8 +159,6 @@ def trainer_memory(spec: JobSpec, shape: ModelShape) -> MemoryUse:
     layer = shape.layer_activation_bytes * item // 2
     kept = shape.hidden * item * shape.layers + layer
     activations = slots * (kept if spec.checkpoints_activations else layer * shape.layers)
-    sent = trained if spec.model.adapter is not None else held
-    on_device = spec.weight_transfer.backend == "nccl"
     return MemoryUse(
         "trainer rank 0",
         {
@@ -173,7 +169,7 @@ def trainer_memory(spec: JobSpec, shape: ModelShape) -> MemoryUse:
             "gradients being reduced": min(trained, _REDUCE_ITEMS) * item,
             "activations": activations,
             "logits": 4 * _LOGITS_BYTES,
-            "copies for the generators": _SNAPSHOTS * sent * item if on_device else 0,
+            "bucket that is sent": _bucket_bytes(spec, shape),
             "context and libraries": _CONTEXT_BYTES,
         },
     )
@@ -189,17 +185,22 @@ def generator_memory(
     item, workers = _ITEM_BYTES[spec.model.dtype], settings.tensor_parallel_size
     weights = shape.parameters * item // workers
     takes_a_copy = spec.weight_transfer.mode == "staged"
-    bucket = max(spec.weight_transfer.bucket_bytes, shape.vocabulary * shape.hidden * item)
     return MemoryUse(
         "generator worker",
         {
             "weights": weights,
             "second copy (weightTransfer.mode=staged)": weights if takes_a_copy else 0,
-            "buckets": 2 * bucket,
+            "buckets": 2 * _bucket_bytes(spec, shape),
             "KV cache of one sequence": sequence_kv_bytes(spec, shape, workers),
             "engine": _ENGINE_BYTES,
         },
     )
+
+
+def _bucket_bytes(spec: JobSpec, shape: ModelShape) -> int:
+    """Bytes of the largest bucket: the embeddings are one tensor."""
+    embeddings = shape.vocabulary * shape.hidden * _ITEM_BYTES[spec.model.dtype]
+    return max(spec.weight_transfer.bucket_bytes, embeddings)
 
 
 def sequence_kv_bytes(spec: JobSpec, shape: ModelShape, workers: int) -> int:
@@ -265,9 +266,4 @@ def _trainer_remedy(spec: JobSpec, use: MemoryUse) -> str:
         return "set trainers.activationCheckpointing=true"
     if use.parts["activations"] > use.total / 4:
         return "lower trainers.microBatchTokens, or set trainers.sequenceParallelSize"
-    if use.parts["copies for the generators"] > use.total / 2:
-        return (
-            "rank 0 keeps whole copies of the weights for the generators, which more ranks do not "
-            "divide: take larger GPUs, or train an adapter (model.adapter)"
-        )
     return "take more trainers.replicas"

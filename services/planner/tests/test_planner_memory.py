@@ -1,6 +1,7 @@
 """The memory model against transformers' own models on meta tensors, and what it refuses."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from pipelinerl_planner.memory import (
 )
 
 H100 = 85 * GIGABYTE
+PAGE = Path(__file__).parents[3] / "docs" / "pages" / "explanation" / "memory.md"
 
 QWEN_7B: dict[str, Any] = {
     "model_type": "qwen2",
@@ -63,6 +65,14 @@ SMALL_LLAMA: dict[str, Any] = {
     "head_dim": 64,
     "vocab_size": 1000,
     "tie_word_embeddings": True,
+}
+QWEN_72B: dict[str, Any] = {
+    **QWEN_7B,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
 }
 CONFIGS = {
     "dense": QWEN_7B,
@@ -209,15 +219,32 @@ def test_what_cannot_fit_is_refused_with_the_setting_that_helps(
     assert "the GPU has 85.0 GB" in fault
 
 
-def test_a_7b_job_fits_one_node_and_a_32b_job_says_that_rank_0_keeps_copies() -> None:
-    assert memory_faults(spec(), ModelShape.from_config(QWEN_7B), H100) == []
-    large = ModelShape.from_config(QWEN_32B)
-    many = spec(
-        actors={"gpusPerReplica": 4, "generator": {"tensorParallelSize": 4}},
-        trainers={"replicas": 4, "processesPerNode": 8, "checkpoint": {"pvc": "claim"}},
+@pytest.mark.parametrize(
+    ("name", "config", "ranks", "workers"),
+    [
+        ("7B dense", QWEN_7B, 4, 1),
+        ("7B dense", QWEN_7B, 8, 1),
+        ("32B dense", QWEN_32B, 16, 4),
+        ("30B, 3B active", QWEN_30B_A3B, 16, 2),
+        ("72B dense", QWEN_72B, 64, 8),
+    ],
+)
+def test_models_fit_as_the_page_says(
+    name: str, config: dict[str, Any], ranks: int, workers: int
+) -> None:
+    nodes = {"replicas": -(-ranks // 8), "processesPerNode": min(ranks, 8)}
+    job = spec(
+        actors={"gpusPerReplica": workers, "generator": {"tensorParallelSize": workers}},
+        trainers={**nodes, "checkpoint": {"pvc": "claim"}},
     )
-    (fault,) = memory_faults(many, large, H100)
-    assert "rank 0 keeps whole copies of the weights" in fault
+    shape = ModelShape.from_config(config)
+    assert memory_faults(job, shape, H100) == []
+    trainer, generator = trainer_memory(job, shape), generator_memory(job, shape)
+    states = sum(trainer.parts[part] for part in STATES)
+    sizes = (states, trainer.parts["activations"], trainer.total)
+    row = [name, str(ranks), *(f"{size / GIGABYTE:.1f}" for size in sizes), str(workers)]
+    row += [f"{generator.total / GIGABYTE:.1f}", str(full_sequences(job, shape, H100))]
+    assert f"| {' | '.join(row)} |" in PAGE.read_text()
 
 
 def test_a_second_copy_of_a_mixture_leaves_no_room_on_one_gpu() -> None:

@@ -197,10 +197,7 @@ class TrainingLoop:
             for _ in weights:  # gathering is a collective: every rank must exhaust the iterator
                 pass
             return
-        on_host = self.spec.weight_transfer.backend == "gloo"
-        snapshot = WeightSnapshot.pack(
-            self.manifest, weights, device="cpu" if on_host else self.ranks.device
-        )
+        snapshot = WeightSnapshot.pack(self.manifest, weights)
         self.events.call(self.leader.publisher.offer, Offer(snapshot, self.step))
 
     def _wait_until_published(self) -> None:

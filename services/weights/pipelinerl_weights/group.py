@@ -87,6 +87,8 @@ class TransferGroup:
         self._store = store
         self._flag = flag
         self._communicator: Communicator | None = None
+        self.device = torch.device("cpu")
+        """Where the buffers of operations are."""
         self._rendezvous: Rendezvous | None = None
         self._num_transfers = 0
         flag.on_set = self._abort_communicator
@@ -123,6 +125,7 @@ class TransferGroup:
         group._rendezvous = store
         on = torch.device("cpu" if backend == "gloo" else device)
         place = Place(rank, world_size, local_address(address, port), on)
+        group.device = on
         try:
             group._form(backend, place, deadline)
         except (TransferFailed, OSError) as error:

@@ -16,7 +16,8 @@ import ctypes
 import importlib.util
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -238,6 +239,25 @@ def transfer_stream(device: torch.device) -> CudaStream:
     a stream's blocks for that stream: with a new one for every transfer memory would be stranded.
     """
     return CudaStream(device)
+
+
+@contextmanager
+def on_transfer_stream(device: torch.device) -> Iterator[None]:
+    """Runs the block on the process's stream for transfers, so that it queues behind neither
+    training nor decoding; ends when the stream's work is done. Does nothing on a CPU.
+
+    It is the communicator's stream too: a buffer that is used again is written only after its last
+    use, without an event between the two.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    cuda: Any = torch.cuda
+    cuda.set_device(device)  # a new thread starts on device 0
+    stream = transfer_stream(device).stream
+    with cuda.stream(stream):
+        yield
+        stream.synchronize()
 
 
 def require_cuda(setting: str) -> None:

@@ -4,7 +4,7 @@ receives it bucket by bucket.
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from pipelinerl_weights.checksum import bucket_checksum, fold_checksums
 from pipelinerl_weights.errors import TransferFailed
 from pipelinerl_weights.group import Pending, TransferGroup
 from pipelinerl_weights.manifest import Bucket, Manifest
+from pipelinerl_weights.nccl import on_transfer_stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,32 +34,25 @@ class SendReport:
 class WeightSnapshot:
     """The weights of one version, copied into buckets so that training can continue while they are
     sent.
+
+    They are in host memory, whatever sends them: on the device, the snapshot that is offered and
+    the next one would take twice the model from the trainer's first rank.
     """
 
     manifest: Manifest
     buckets: tuple[Tensor, ...]
-    """1-d uint8, one per bucket of the manifest."""
-    checksum: str
+    """1-d uint8 in host memory, one per bucket of the manifest."""
 
     @classmethod
-    def pack(
-        cls,
-        manifest: Manifest,
-        tensors: Iterable[tuple[str, Tensor]],
-        *,
-        device: torch.device | str = "cpu",
-    ) -> "WeightSnapshot":
-        """Copies `tensors` (any order, cast to the manifest's dtypes) into buckets on `device`.
+    def pack(cls, manifest: Manifest, tensors: Iterable[tuple[str, Tensor]]) -> "WeightSnapshot":
+        """Copies `tensors` (any order, cast to the manifest's dtypes) into buckets.
 
         An iterator that gathers one tensor at a time keeps only that one alive beside the buckets.
         Raises PermanentError that lists tensors which are missing, unknown, given twice, or of the
         wrong shape.
         """
         layout = manifest.buckets()
-        # Zeros: the padding between tensors is part of the checksum.
-        buckets = tuple(
-            torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=device) for bucket in layout
-        )
+        buckets = tuple(map(_empty_buffer, layout))
         targets = {
             slot.tensor.name: slot_view(
                 buckets[bucket.index], slot.offset, slot.tensor.dtype, slot.tensor.shape
@@ -82,12 +76,31 @@ class WeightSnapshot:
             raise PermanentError(
                 f"{missing} of the manifest not given: {', '.join(list(targets)[:5])}"
             )
-        sums = [bucket_checksum(bucket) for bucket in buckets]
-        return cls(manifest, buckets, fold_checksums(sums, [len(bucket) for bucket in buckets]))
+        return cls(manifest, buckets)
+
+    @property
+    def checksum(self) -> str:
+        """The checksum that every receiver reports; computed anew each time."""
+        return fold_checksums(list(map(bucket_checksum, self.buckets)), self._sizes)
 
     @property
     def num_bytes(self) -> int:
-        return sum(len(bucket) for bucket in self.buckets)
+        return sum(self._sizes)
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [len(bucket) for bucket in self.buckets]
+
+
+def _empty_buffer(bucket: Bucket) -> Tensor:
+    """Returns memory for a bucket, with zeros between the tensors: padding is part of the
+    checksum. Where there is a device the memory is pinned, which torch keeps for the next snapshot.
+    """
+    buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    ends = [slot.offset for slot in bucket.slots[1:]] + [bucket.num_bytes]
+    for slot, end in zip(bucket.slots, ends, strict=True):
+        buffer[slot.offset + slot.tensor.num_bytes : end].zero_()
+    return buffer
 
 
 def send_snapshot(
@@ -98,7 +111,7 @@ def send_snapshot(
     pace_bytes_per_s: float | None = None,
 ) -> SendReport:
     """Waits until every receiver is ready, broadcasts the buckets, and collects the receivers'
-    checksums.
+    checksums. Weights that are sent from a device go through one buffer there.
 
     `pace_bytes_per_s` slows the transfer to that rate, as a slower link would. `timeout_s` is for
     the whole call. Raises TransferAborted, TransferTimeout or TransferFailed; the group is then
@@ -107,21 +120,38 @@ def send_snapshot(
     deadline = time.monotonic() + timeout_s
     group.wait_all_receiving(version, timeout_s)
     start, sent = time.monotonic(), 0
-    for bucket in snapshot.buckets:
-        sent += len(bucket)
-        if pace_bytes_per_s is not None:
-            group.wait_aborted(start + sent / pace_bytes_per_s - time.monotonic())
-        group.broadcast(bucket, _remaining(deadline))
-    checksums = group.gather_checksums(
-        snapshot.checksum, _remaining(deadline), snapshot.buckets[0].device
-    )
-    wrong = [rank for rank, checksum in enumerate(checksums) if checksum != snapshot.checksum]
+    sums: list[Tensor] = []
+    with on_transfer_stream(group.device):
+        for bucket in _on_device(snapshot.buckets, group.device):
+            sent += len(bucket)
+            if pace_bytes_per_s is not None:
+                group.wait_aborted(start + sent / pace_bytes_per_s - time.monotonic())
+            # Beside the broadcast: the bytes are read only.
+            pending = group.start_broadcast(bucket, _remaining(deadline))
+            sums.append(bucket_checksum(bucket))
+            pending.wait()
+        own = fold_checksums(sums, [len(bucket) for bucket in snapshot.buckets])
+        checksums = group.gather_checksums(own, _remaining(deadline), group.device)
+    wrong = [rank for rank, checksum in enumerate(checksums) if checksum != own]
     if wrong:
         ranks = f"{nouns(len(wrong), 'rank')} {', '.join(map(str, wrong))}"
         error = TransferFailed(f"{ranks} received other bytes than were sent (version {version})")
         group.abort(str(error))
         raise error
-    return SendReport(sent, time.monotonic() - start, snapshot.checksum)
+    return SendReport(sent, time.monotonic() - start, own)
+
+
+def _on_device(buckets: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """Yields the buckets where they are sent from: themselves, or one after the other in a buffer
+    of `device`, which the next one overwrites.
+    """
+    if device.type == "cpu":
+        yield from buckets
+        return
+    buffer = torch.empty(max(map(len, buckets)), dtype=torch.uint8, device=device)
+    for bucket in buckets:
+        # In the order of the stream: behind the broadcast that read the buffer before.
+        yield buffer[: len(bucket)].copy_(bucket, non_blocking=True)
 
 
 def slot_view(bucket: Tensor, offset: int, dtype: str, shape: tuple[int, ...]) -> Tensor:

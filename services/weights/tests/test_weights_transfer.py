@@ -2,6 +2,7 @@
 wrong with them.
 """
 
+import operator
 import os
 import signal
 import threading
@@ -15,7 +16,7 @@ from pipelinerl_common.errors import PermanentError
 from pipelinerl_weights.errors import TransferAborted, TransferFailed, TransferTimeout
 from pipelinerl_weights.group import Rendezvous, TransferGroup
 from pipelinerl_weights.manifest import Manifest, TensorSpec
-from pipelinerl_weights.transfer import WeightSnapshot, send_snapshot
+from pipelinerl_weights.transfer import WeightSnapshot, _on_device, send_snapshot
 
 MANIFEST = Manifest(
     (
@@ -287,3 +288,27 @@ def test_a_snapshot_casts_and_refuses_what_does_not_fit() -> None:
         WeightSnapshot.pack(manifest, [("x", torch.tensor([1.0]))])
     with pytest.raises(PermanentError, match=r"w has shape \(3,\), the manifest says \(2,\)"):
         WeightSnapshot.pack(manifest, [("w", torch.zeros(3))])
+
+
+def test_weights_that_leave_from_a_device_take_one_bucket_of_it() -> None:
+    snapshot = WeightSnapshot.pack(MANIFEST, tensors(0).items())
+    sent = list(_on_device(snapshot.buckets, torch.device("meta")))
+    assert [len(buffer) for buffer in sent] == [len(bucket) for bucket in snapshot.buckets]
+    assert len({buffer.untyped_storage()._cdata for buffer in sent}) == 1
+    assert sent[0].untyped_storage().nbytes() == max(map(len, snapshot.buckets))
+    assert all(
+        map(operator.is_, _on_device(snapshot.buckets, torch.device("cpu")), snapshot.buckets)
+    )
+
+
+def test_the_bytes_between_tensors_are_zero() -> None:
+    """Memory of an earlier snapshot is used again; the receivers' checksums are of zeros."""
+    used = torch.full((1 << 20,), 255, dtype=torch.uint8)
+    del used
+    first, second = (WeightSnapshot.pack(MANIFEST, tensors(0).items()) for _ in range(2))
+    assert first.checksum == second.checksum
+    for bucket, buffer in zip(MANIFEST.buckets(), first.buckets, strict=True):
+        used_bytes = torch.zeros(len(buffer), dtype=torch.bool)
+        for slot in bucket.slots:
+            used_bytes[slot.offset : slot.offset + slot.tensor.num_bytes] = True
+        assert not buffer[~used_bytes].any()

@@ -7,8 +7,7 @@ one process per worker. The engine calls the methods that begin with `weights_` 
 on a thread that reports its end (worker_thread.py).
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from pipelinerl_actor.generator.vllm_options import ADAPTER_SCALE, STAGING
 from pipelinerl_actor.generator.worker_thread import BackgroundWork, Ticket
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Bucket, Manifest
-from pipelinerl_weights.nccl import transfer_stream
+from pipelinerl_weights.nccl import on_transfer_stream
 from pipelinerl_weights.transfer import receive, tensors_of
 
 if current_platform.is_cpu():
@@ -146,7 +145,7 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
     ) -> dict[str, Any]:
         assert self._group is not None
         assert self._manifest is not None
-        with _off_the_decode_stream(self.device):
+        with on_transfer_stream(self.device):
             reload.begin()
             clock = TransferClock()
 
@@ -204,22 +203,3 @@ def install_score_temperature(runner: Any) -> None:
         return result
 
     runner._get_prompt_logprobs_dict = at_temperature
-
-
-@contextlib.contextmanager
-def _off_the_decode_stream(device: torch.device) -> Iterator[None]:
-    """Runs the block on the process's stream for transfers, so that a transfer does not queue
-    behind the decode; ends when the stream's work is done. Does nothing on a CPU.
-
-    It is the communicator's stream too: a buffer that is used again is written only after its last
-    use, without an event between the two.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    cuda: Any = torch.cuda
-    cuda.set_device(device)  # a new thread starts on device 0
-    stream = transfer_stream(device).stream
-    with cuda.stream(stream):
-        yield
-        stream.synchronize()
