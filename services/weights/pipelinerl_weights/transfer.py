@@ -80,7 +80,7 @@ class WeightSnapshot:
 
     @property
     def checksum(self) -> str:
-        """The checksum that every receiver reports; computed anew each time."""
+        """The checksum that every receiver reports; computed each time."""
         return fold_checksums(list(map(bucket_checksum, self.buckets)), self._sizes)
 
     @property
