@@ -38,7 +38,12 @@ def block_until_ended(pid: int) -> None:
 
 async def status_after(signal_it: Signal) -> int:
     """The exit status of a process that ended with 7 just before it was signalled."""
-    process = await asyncio.create_subprocess_exec("sh", "-c", "exit 7")
+    # It ends when a line arrives: earlier, the event loop might collect its status in time.
+    process = await asyncio.create_subprocess_exec(
+        "sh", "-c", "read line; exit 7", stdin=asyncio.subprocess.PIPE
+    )
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
     block_until_ended(process.pid)
     assert process.returncode is None
     signal_it(process)
