@@ -11,6 +11,8 @@ from cluster_job import ARITHMETIC, ClusterJob
 from cluster_release import NAMESPACE, Release
 from cluster_session import Cluster, wait_for
 
+CRD = "pipelinerljobs.pipelinerl.dev"
+
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
@@ -43,14 +45,15 @@ def test_one_replica_of_the_operator_leads_and_both_are_ready(
 
 
 def test_kubectl_explains_the_job(cluster: Cluster, release: Release, tmp_path: Path) -> None:
-    fresh = (
-        "--cache-dir",
-        str(tmp_path),
-    )  # `explain` uses a cache from before the installation
-    assert "optimizer steps of the run" in cluster.kubectl(
-        "explain", "prl.spec.algorithm.steps", *fresh
-    )
-    assert "One word for people" in cluster.kubectl("explain", "prl.status.phase", *fresh)
+    crd = yaml.safe_load(cluster.kubectl("get", "crd", CRD, "--output", "yaml"))
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    for path in ("spec.algorithm.steps", "spec.network.rdma", "status.phase"):
+        field = schema
+        for name in path.split("."):
+            field = field["properties"][name]
+        # A cache of its own: `explain` uses one from before the installation.
+        answer = cluster.kubectl("explain", f"prl.{path}", "--cache-dir", str(tmp_path))
+        assert " ".join(field["description"].split()) in " ".join(answer.split())
 
 
 def test_the_pods_of_a_job_are_restricted(arithmetic: ClusterJob) -> None:

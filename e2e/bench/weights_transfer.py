@@ -182,7 +182,7 @@ def _broadcast(group: TransferGroup, snapshot: WeightSnapshot, pace: float | Non
         if pace is not None:
             group.wait_aborted(start + sent / pace - time.monotonic())
         group.broadcast(bucket)
-    group.gather_checksums(BARRIER, TIMEOUT_S, torch.device("cpu"))
+    group.gather_checksums(BARRIER, TIMEOUT_S)
     return time.monotonic() - start
 
 
@@ -209,7 +209,7 @@ def main() -> None:
             print("ready", flush=True)
             for buffer in buffers:
                 group.broadcast(buffer)
-            group.gather_checksums(BARRIER, TIMEOUT_S, torch.device("cpu"))
+            group.gather_checksums(BARRIER, TIMEOUT_S)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from pipelinerl.v1 import policy_pb2, policy_pb2_grpc
 from pipelinerl_common.errors import PermanentError, Refused, Unavailable
 from pipelinerl_weights.errors import TransferFailed
@@ -28,8 +30,10 @@ class Membership:
     Lives in the event loop; joining blocks in a thread.
     """
 
-    def __init__(self, advertised_address: str) -> None:
+    def __init__(self, advertised_address: str, device: torch.device | str = "cpu") -> None:
+        """`device` is this rank's, from which nccl sends."""
         self._address = advertised_address
+        self._device = device
         self.on_change: Callable[[], None] = lambda: None
         """Called when a group has formed."""
         self._epoch = 0
@@ -96,6 +100,7 @@ class Membership:
                 epoch=epoch,
                 timeout_s=timeout_s,
                 store=rendezvous,
+                device=self._device,
             )
 
         try:

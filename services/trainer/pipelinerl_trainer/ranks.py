@@ -133,6 +133,13 @@ def cuda_index(local_rank: int) -> int:
     return local_rank % count if count else local_rank
 
 
+def rank_device(place: RankPlacement) -> torch.device:
+    """Returns the device that this rank computes on."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", cuda_index(place.local_rank))
+    return torch.device("cpu")
+
+
 @contextmanager
 def join_ranks(place: RankPlacement) -> Iterator[Ranks]:
     """Forms the process group. Raises FatalError when the others do not join, and when one of them
@@ -141,11 +148,7 @@ def join_ranks(place: RankPlacement) -> Iterator[Ranks]:
     gloo detects a lost rank immediately; nccl, inside a collective, after `COLLECTIVE_TIMEOUT`,
     unless the launcher or the operator, which see the process end, end all ranks before.
     """
-    device = (
-        torch.device("cuda", cuda_index(place.local_rank))
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    device = rank_device(place)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"

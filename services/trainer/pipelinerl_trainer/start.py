@@ -42,7 +42,7 @@ from pipelinerl_trainer.membership import FULL_NAME, Membership, PolicyServicer
 from pipelinerl_trainer.model import load_policy
 from pipelinerl_trainer.parity import ParityCheck, vocabulary_of
 from pipelinerl_trainer.publisher import Publisher
-from pipelinerl_trainer.ranks import RankPlacement, Ranks, join_ranks
+from pipelinerl_trainer.ranks import RankPlacement, Ranks, join_ranks, rank_device
 from pipelinerl_trainer.report import Reporter
 from pipelinerl_trainer.source import BatchSource
 from pipelinerl_weights.manifest import Manifest, TensorSpec
@@ -125,7 +125,7 @@ async def _run_leader(args: TrainerArgs, events: EventLoopProxy, client: BatchCl
     reporter = Reporter(metrics, wiring.name, args.job.metadata.namespace)
     sinks = SinkProcess(spec.telemetry.sinks, wiring, metrics)
     async with (
-        aclosing(Membership(args.advertised_address)) as membership,
+        aclosing(Membership(args.advertised_address, rank_device(args.placement))) as membership,
         rpc.connect(wiring.coordinator, token=wiring.token) as coordinator,
         serve_metrics(wiring.metrics_listen, metrics.exposition),
         open_tracer(args.job, TRAINER, wiring.name) as tracer,

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -359,6 +359,22 @@ async def test_a_group_that_is_replaced_while_it_forms_ends_for_all_who_wait_and
         ) as ended:  # by the flag, or by the end of the store behind it
             await receiver
         assert not isinstance(ended.value, TransferTimeout)
+
+
+async def test_the_group_is_joined_with_the_device_that_nccl_sends_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[torch.device] = []
+
+    def join(*_: object, device: torch.device, **__: object) -> None:
+        asked.append(device)
+        raise TransferFailed("no device here")
+
+    monkeypatch.setattr(TransferGroup, "join", join)
+    async with aclosing(Membership("127.0.0.1", torch.device("cuda", 3))) as membership:
+        await membership.join(1, 2, "nccl", 0, 5.0)
+        await until(lambda: bool(asked), "the join")
+    assert asked == [torch.device("cuda", 3)]
 
 
 async def test_before_the_model_is_loaded_the_answer_is_unavailable() -> None:

@@ -35,7 +35,7 @@ from pipelinerl_weights.communicator import (
     first_line,
 )
 from pipelinerl_weights.errors import TransferAborted, TransferFailed, TransferTimeout
-from pipelinerl_weights.nccl import NcclCommunicator
+from pipelinerl_weights.nccl import NcclCommunicator, on_transfer_stream
 from pipelinerl_weights.rendezvous import (
     ABORTED,
     AbortFlag,
@@ -124,6 +124,8 @@ class TransferGroup:
         group = cls(scoped, flag, rank=rank, world_size=world_size, timeout_s=timeout_s)
         group._rendezvous = store
         on = torch.device("cpu" if backend == "gloo" else device)
+        if on == torch.device("cuda"):  # without an index, which streams are asked for by
+            on = torch.device("cuda", torch.cuda.current_device())
         place = Place(rank, world_size, local_address(address, port), on)
         group.device = on
         try:
@@ -145,9 +147,10 @@ class TransferGroup:
         self._wait_for("joined", range(self.world_size), deadline)
         # The seconds that are left count for connecting only: later operations have deadlines of
         # their own.
-        self._communicator, seconds = connect(
-            connector, self._store, place, deadline, self._flag.raise_if_set
-        )
+        with on_transfer_stream(place.device):
+            self._communicator, seconds = connect(
+                connector, self._store, place, deadline, self._flag.raise_if_set
+            )
         log.info(
             "%d ranks connected over %s in %.2f s",
             self.world_size,
@@ -204,14 +207,14 @@ class TransferGroup:
         """`start_broadcast` and `wait` in one."""
         self.start_broadcast(buffer, timeout_s).wait()
 
-    def gather_checksums(self, checksum: str, timeout_s: float, device: torch.device) -> list[str]:
+    def gather_checksums(self, checksum: str, timeout_s: float) -> list[str]:
         """Ends a transfer and returns every rank's checksum on rank 0, nothing on the others. A
         dead peer is noticed here at the latest.
         """
         key = f"checksum/{self._num_transfers}"
         self._set(f"{key}/{self.rank}", checksum)
         # A sum rather than a wait for the keys: the library notices a peer that has died.
-        ones = torch.ones(1, dtype=torch.int64, device=device)
+        ones = torch.ones(1, dtype=torch.int64, device=self.device)
         self._start(
             lambda communicator: communicator.all_reduce(ones), "the end of the transfer", timeout_s
         ).wait()

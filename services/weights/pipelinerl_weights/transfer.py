@@ -131,7 +131,7 @@ def send_snapshot(
             sums.append(bucket_checksum(bucket))
             pending.wait()
         own = fold_checksums(sums, [len(bucket) for bucket in snapshot.buckets])
-        checksums = group.gather_checksums(own, _remaining(deadline), group.device)
+        checksums = group.gather_checksums(own, _remaining(deadline))
     wrong = [rank for rank, checksum in enumerate(checksums) if checksum != own]
     if wrong:
         ranks = f"{nouns(len(wrong), 'rank')} {', '.join(map(str, wrong))}"
@@ -173,8 +173,6 @@ def receive(
     version: int,
     timeout_s: float,
     on_bucket: Callable[[Bucket, Tensor], None],
-    *,
-    device: torch.device | str = "cpu",
 ) -> str:
     """Receives every bucket of `version` and returns the checksum, which the sender compares with
     its own.
@@ -189,7 +187,7 @@ def receive(
     layout = manifest.buckets()
 
     def start(bucket: Bucket) -> tuple[Tensor, Pending]:
-        buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
+        buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=group.device)
         return buffer, group.start_broadcast(buffer, _remaining(deadline))
 
     group.mark_receiving(version)
@@ -210,7 +208,7 @@ def receive(
                 pending.wait()
             raise
     checksum = fold_checksums(sums, [bucket.num_bytes for bucket in layout])
-    group.gather_checksums(checksum, _remaining(deadline), torch.device(device))
+    group.gather_checksums(checksum, _remaining(deadline))
     return checksum
 
 

@@ -35,6 +35,7 @@ from pipelinerl_common.errors import FatalError, SettingsError
 from pipelinerl_common.generator_api import InitGroupRequest, LoadResponse
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Bucket
+from pipelinerl_weights.nccl import on_transfer_stream
 from pipelinerl_weights.transfer import receive, tensors_of
 
 
@@ -117,6 +118,7 @@ class TransformersEngine:
             backend=group.backend,
             epoch=group.epoch,
             timeout_s=group.timeout_s,
+            device=self._model.device,
         )
         return [group.rank_offset]
 
@@ -173,19 +175,15 @@ class TransformersEngine:
                         take(name, tensor)
 
         clock = TransferClock()
-        checksum = receive(
-            self._group,
-            transfer.manifest,
-            transfer.version,
-            transfer.timeout_s,
-            load,
-            device=self._model.device,
-        )
-        if self._merged is not None:
-            # Only now: a layer needs both halves of its adapter, which may be in two buckets.
-            with clock.loading():
-                for name, tensor in self._merged.of(adapter):
-                    take(name, tensor)
+        with on_transfer_stream(self._group.device):
+            checksum = receive(
+                self._group, transfer.manifest, transfer.version, transfer.timeout_s, load
+            )
+            if self._merged is not None:
+                # Only now: a layer needs both halves of its adapter, which may be in two buckets.
+                with clock.loading():
+                    for name, tensor in self._merged.of(adapter):
+                        take(name, tensor)
         return Received(checksum, **clock.seconds())
 
     @torch.no_grad()

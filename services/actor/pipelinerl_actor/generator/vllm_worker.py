@@ -155,9 +155,7 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
                     reload.load(tensors_of(bucket, buffer))
 
             try:
-                checksum = receive(
-                    self._group, self._manifest, version, timeout_s, load, device=self.device
-                )
+                checksum = receive(self._group, self._manifest, version, timeout_s, load)
                 with clock.loading():
                     reload.complete()
             finally:
