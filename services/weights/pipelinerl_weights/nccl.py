@@ -214,8 +214,12 @@ class NcclCommunicator:
 
 def _networks() -> str:
     """Returns the host's RDMA devices, which NCCL prefers, or says that it has none."""
-    devices = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
-    return ", ".join(devices) or "sockets: the host has no RDMA device"
+    return ", ".join(rdma_devices()) or "sockets: the host has no RDMA device"
+
+
+def rdma_devices() -> list[str]:
+    """Returns the names of the host's RDMA devices, which NCCL prefers to sockets."""
+    return sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
 
 
 class CudaStream:
@@ -260,18 +264,25 @@ def on_transfer_stream(device: torch.device) -> Iterator[None]:
         stream.synchronize()
 
 
+def cuda_fault() -> str | None:
+    """Returns why CUDA cannot be used, in torch's own words, or None when it can."""
+    cuda: Any = torch.cuda
+    if cuda.is_available():
+        return None
+    try:
+        cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).partition("\n")[0]
+    return "no device is visible"
+
+
 def require_cuda(setting: str) -> None:
     """Raises SettingsError, with torch's own reason, when `setting` gives this process a GPU and
     CUDA cannot be used: silently computing on the CPU would look like a very slow run.
     """
-    cuda: Any = torch.cuda
-    if cuda.is_available():
+    reason = cuda_fault()
+    if reason is None:
         return
-    try:
-        cuda.init()
-        reason = "no device is visible"
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
     raise SettingsError(
         f"{setting} gives this process a GPU, but CUDA cannot be used: {reason} (torch "
         f"{torch.__version__}, built for CUDA {torch.version.cuda}). Check nvidia-smi on this "
