@@ -9,6 +9,7 @@ and 1 are data rank 0, ranks 2 and 3 data rank 1.
 
 import hashlib
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,19 +18,23 @@ from enum import IntEnum
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from pipelinerl_common.errors import FatalError
+from pipelinerl_common.settings.roles import TrainerSettings
 from pipelinerl_trainer.sequence_parallel import ALONE, SequenceGroup
 from pipelinerl_weights.communicator import first_line
 
 log = logging.getLogger(__name__)
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""Longest time that one rank waits for another. Ranks wait in rounds of seconds; the longest wait
-is a checkpoint on a slow disk.
+CONTROL_TIMEOUT = timedelta(minutes=30)
+"""Longest time that one rank waits for another's control message. Ranks wait in rounds of seconds;
+the longest wait is a checkpoint on a slow disk, or a model that one of them still loads.
 """
+_POLL_S, _REMIND_S = 0.2, 60.0
+_ALL_JOINED = "joined"
 
 
 class Vote(IntEnum):
@@ -77,6 +82,7 @@ class Ranks:
         device: torch.device,
         control: dist.ProcessGroup | None,
         sequence: SequenceGroup = ALONE,
+        limit: timedelta = CONTROL_TIMEOUT,
     ) -> None:
         self.rank = place.rank
         self.num_ranks = place.num_ranks
@@ -84,6 +90,15 @@ class Ranks:
         self.sequence = sequence
         """The ranks that share their rows with this one."""
         self._control = control
+        self._limit = limit
+
+    def limit_collectives(self) -> None:
+        """Gives the process groups that DeepSpeed has made the limit of the others: those get
+        torch's own.
+        """
+        for group in list(c10d._world.pg_map):
+            if group is not self._control:
+                c10d._set_pg_timeout(self._limit, group)
 
     @property
     def is_leader(self) -> bool:
@@ -141,13 +156,18 @@ def rank_device(place: RankPlacement) -> torch.device:
 
 
 @contextmanager
-def join_ranks(place: RankPlacement) -> Iterator[Ranks]:
-    """Forms the process group. Raises FatalError when the others do not join, and when one of them
-    is lost inside the block.
+def join_ranks(
+    place: RankPlacement,
+    settings: TrainerSettings = TrainerSettings(),  # noqa: B008 - frozen
+) -> Iterator[Ranks]:
+    """Forms the process group. Raises FatalError when the others do not join within
+    `startupTimeoutSeconds`, and when one of them is lost inside the block.
 
-    gloo detects a lost rank immediately; nccl, inside a collective, after `COLLECTIVE_TIMEOUT`,
-    unless the launcher or the operator, which see the process end, end all ranks before.
+    gloo detects a lost rank immediately; nccl, inside a collective, after
+    `collectiveTimeoutSeconds`, unless the launcher or the operator, which see the process end, end
+    all ranks before.
     """
+    limit = timedelta(seconds=settings.collective_timeout_seconds)
     device = rank_device(place)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -155,17 +175,15 @@ def join_ranks(place: RankPlacement) -> Iterator[Ranks]:
     try:
         dist.init_process_group(
             backend,
-            store=_store(place),
+            store=_store(place, settings.startup_timeout_seconds),
             rank=place.rank,
             world_size=place.num_ranks,
-            timeout=COLLECTIVE_TIMEOUT,
+            timeout=limit,
         )
         control = (
-            dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-            if place.num_ranks > 1
-            else None
+            dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT) if place.num_ranks > 1 else None
         )
-        sequence = _sequence_group(place)
+        sequence = _sequence_group(place, limit)
     except RuntimeError as error:
         where = f"{place.master_address}:{place.master_port}"
         raise FatalError(
@@ -173,7 +191,7 @@ def join_ranks(place: RankPlacement) -> Iterator[Ranks]:
         ) from error
     clean = False
     try:
-        yield Ranks(place, device, control, sequence)
+        yield Ranks(place, device, control, sequence, limit)
         clean = True
     except RuntimeError as error:
         if not _is_lost_rank(error):
@@ -193,11 +211,11 @@ def _is_lost_rank(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
-def _sequence_group(place: RankPlacement) -> SequenceGroup:
+def _sequence_group(place: RankPlacement, limit: timedelta) -> SequenceGroup:
     if place.sequence_size == 1:
         return ALONE
     # Every rank makes the groups of all ranks, in the same order.
-    process_group, _ = dist.new_subgroups(place.sequence_size, timeout=COLLECTIVE_TIMEOUT)  # type: ignore[no-untyped-call]
+    process_group, _ = dist.new_subgroups(place.sequence_size, timeout=limit)  # type: ignore[no-untyped-call]
     return SequenceGroup(place.rank % place.sequence_size, place.sequence_size, process_group)
 
 
@@ -211,13 +229,47 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _store(place: RankPlacement) -> Store:
+def _store(place: RankPlacement, limit_s: float) -> Store:
+    """Returns the store of the ranks once all have come. Raises FatalError that names those that
+    have not within `limit_s`.
+    """
     if place.num_ranks == 1:
         return HashStore()
-    return TCPStore(
+    deadline = time.monotonic() + limit_s
+    # Not TCPStore's own wait for the workers: it cannot say whom it waits for.
+    store = TCPStore(
         place.master_address,
         place.master_port,
         place.num_ranks,
         is_master=place.rank == 0,
-        timeout=timedelta(minutes=5),
+        timeout=timedelta(seconds=limit_s),
+        wait_for_workers=False,
     )
+    store.set(f"{_ALL_JOINED}/{place.rank}", "1")
+    _wait_for_all(store, place, deadline)
+    store.set_timeout(CONTROL_TIMEOUT)
+    return store
+
+
+def _wait_for_all(store: Store, place: RankPlacement, deadline: float) -> None:
+    # Rank 0 looks for the others, and they look for what it found: with hundreds of ranks each
+    # looking for all, the store would do little else.
+    missing = list(range(place.num_ranks)) if place.rank == 0 else []
+    remind_at = time.monotonic() + _REMIND_S
+    while True:
+        missing = [rank for rank in missing if not store.check([f"{_ALL_JOINED}/{rank}"])]
+        if place.rank == 0 and not missing:
+            store.set(_ALL_JOINED, "1")
+        if store.check([_ALL_JOINED]):
+            return
+        late = f"ranks {', '.join(map(str, missing))}" if missing else "other ranks"
+        now = time.monotonic()
+        if now > deadline:
+            raise FatalError(
+                f"rank {place.rank} of {place.num_ranks}: {late} did not join in time: look for "
+                "pods that are pending or still load, or raise trainers.startupTimeoutSeconds"
+            )
+        if now > remind_at:
+            log.info("waiting for %s to join", late)
+            remind_at = now + _REMIND_S
+        time.sleep(_POLL_S)

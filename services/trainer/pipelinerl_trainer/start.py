@@ -170,7 +170,7 @@ def train(
     spec = args.job.spec
     if spec.actors.gpus_per_replica:
         require_cuda("actors.gpusPerReplica")
-    with join_ranks(args.placement) as ranks:
+    with join_ranks(args.placement, spec.trainers) as ranks:
         seed_everything(spec.seed)
         checkpoint = choose_checkpoint(args, ranks)
         engine = make_engine(spec, args.model_folder, ranks, checkpoint)
@@ -235,6 +235,8 @@ def make_engine(
         load_value_head(policy, checkpoint)
         load_adapter(policy, checkpoint)
     algorithm = spec.algorithm
+    # Disks differ, and the first collective of training has no time for that.
+    ranks.gather([0.0])
     engine = DeepSpeedEngine(
         policy,
         ranks,
@@ -242,6 +244,7 @@ def make_engine(
         algorithm.optimizer,
         algorithm.experimental.delay_compensation,
     )
+    ranks.limit_collectives()
     if checkpoint is not None:
         load_optimizer(engine, ranks, checkpoint)
     return engine

@@ -181,6 +181,14 @@ class TrainerSettings(Settings):
     parity: ParitySettings = ParitySettings()
     """Check before the first step that generators and trainer compute the same log-probabilities.
     """
+    startup_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 3600.0
+    """Longest time in seconds that ranks wait for the last of them to join, which may still wait
+    for a node, an image or a model.
+    """
+    collective_timeout_seconds: Annotated[float, Field(ge=10, le=86400)] = 600.0
+    """Longest time in seconds of one collective of training. A rank that hangs without an error
+    ends the others then.
+    """
     drain_seconds: Annotated[float, Field(ge=0, le=86400)] = 120.0
     """Time in seconds to finish the step and save a checkpoint when the trainers are asked to stop.
     """
