@@ -569,6 +569,7 @@ CHANGES: list[dict[str, Any]] = [
     {"scheduling": {"priorityClassName": "high"}},
     {"scheduling": {"topologyKey": "rack"}},
     {"network": {"interface": "eth0"}},
+    {"network": {"ncclInterface": "ib"}},
     {"network": {"rdma": {"resourceName": "rdma/hca"}}},
     {"sharedMemorySize": "0"},
     {"suspend": True},

@@ -21,6 +21,56 @@ def container(manifest: dict[str, Any], name: str) -> dict[str, Any]:
     return next(each for each in manifest["spec"]["containers"] if each["name"] == name)
 
 
+def variables(container: dict[str, Any]) -> dict[str, Any]:
+    return {each["name"]: each.get("value") for each in container["env"]}
+
+
+@pytest.mark.parametrize(
+    ("resources", "spec", "threads"),
+    [
+        ({}, {}, None),
+        ({}, ON_GPUS, "4"),
+        ({"requests": {"cpu": "12"}}, {}, "12"),
+        ({"requests": {"cpu": "2"}, "limits": {"cpu": "6500m"}}, ON_GPUS, "6"),
+        ({"limits": {"cpu": "500m"}}, {}, "1"),
+        ({"limits": {"cpu": 3}}, {"env": [{"name": "OMP_NUM_THREADS", "value": "9"}]}, "9"),
+    ],
+)
+def test_a_process_has_as_many_threads_as_its_container_has_cpus(
+    resources: dict[str, Any], spec: dict[str, Any], threads: str | None
+) -> None:
+    named = [{"name": "generator-0", "resources": resources}]
+    manifest = actor({"spec": {"containers": named}}, **spec)
+    assert variables(container(manifest, "generator-0")).get("OMP_NUM_THREADS") == threads
+
+
+def test_the_ranks_of_a_node_share_the_cpus_of_their_container() -> None:
+    named = [{"name": "trainer", "resources": {"limits": {"cpu": "96"}}}]
+    trainers = {**ON_GPUS["trainers"], "podTemplate": {"spec": {"containers": named}}}
+    resource = make_resource(**{**ON_GPUS, "trainers": trainers})
+    pods = desired_objects(resource, make_context()).pods
+    manifest = next(each for each in pods if each.role is Role.TRAINER).manifest(0)
+    assert variables(container(manifest, "trainer"))["OMP_NUM_THREADS"] == "12"
+
+
+@pytest.mark.parametrize(
+    ("network", "nccl", "gloo"),
+    [
+        ({}, None, None),
+        ({"interface": "eth0"}, "eth0", "eth0"),
+        ({"ncclInterface": "^docker,lo"}, "^docker,lo", None),
+        ({"interface": "eth0", "ncclInterface": "ib"}, "ib", "eth0"),
+    ],
+)
+def test_nccl_and_gloo_have_interfaces_of_their_own(
+    network: dict[str, Any], nccl: str | None, gloo: str | None
+) -> None:
+    found = variables(container(actor({}, **{**ON_GPUS, "network": network}), "generator-0"))
+    assert (found.get("NCCL_SOCKET_IFNAME"), found.get("GLOO_SOCKET_IFNAME")) == (nccl, gloo)
+    assert found["NCCL_DEBUG"] == "WARN"
+    assert "NCCL_DEBUG" not in variables(container(actor({}), "generator-0"))
+
+
 def refusal(template: dict[str, Any]) -> str:
     with pytest.raises(SettingsError) as caught:
         actor(template)
@@ -40,8 +90,9 @@ def test_a_container_of_ours_is_changed_by_name_and_keeps_the_rest() -> None:
     changed, plain = container(manifest, "generator-0"), container(before, "generator-0")
     assert changed["resources"] == resources
     assert changed["image"] == "mine:1"
-    assert {key: changed[key] for key in plain.keys() - {"image"}} == {
-        key: plain[key] for key in plain.keys() - {"image"}
+    assert changed["env"] == [{"name": "OMP_NUM_THREADS", "value": "2"}, *plain["env"]]
+    assert {key: changed[key] for key in plain.keys() - {"image", "env"}} == {
+        key: plain[key] for key in plain.keys() - {"image", "env"}
     }
     assert container(manifest, "rollout") == container(before, "rollout")
 

@@ -106,7 +106,9 @@ _FOLDERS = {
 }
 
 
-def environment(job: JobResource, role: Role, index: int) -> list[dict[str, Any]]:
+def environment(
+    job: JobResource, role: Role, index: int, *, has_gpus: bool
+) -> list[dict[str, Any]]:
     """Environment of a container. The user's variables come last and may refer to the others."""
     contract = {
         "PRL_JOB": job.name,
@@ -130,15 +132,48 @@ def environment(job: JobResource, role: Role, index: int) -> list[dict[str, Any]
         ),
         *(
             {"name": name, "value": value}
-            for name, value in (folders | fixed | _interface(job.spec)).items()
+            for name, value in (folders | fixed | _collectives(job.spec, has_gpus)).items()
         ),
         *(each.model_dump(mode="json", by_alias=True, exclude_none=True) for each in job.spec.env),
     ]
 
 
-def _interface(spec: JobSpec) -> dict[str, str]:
-    names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-    return {name: spec.network.interface for name in names} if spec.network.interface else {}
+def _collectives(spec: JobSpec, has_gpus: bool) -> dict[str, str]:
+    network = spec.network
+    variables = {
+        # Says why a connection fails, and nothing while all is well.
+        "NCCL_DEBUG": "WARN" if has_gpus else None,
+        "NCCL_SOCKET_IFNAME": network.nccl_interface or network.interface,
+        "GLOO_SOCKET_IFNAME": network.interface,
+    }
+    return {name: value for name, value in variables.items() if value}
+
+
+THREADS = "OMP_NUM_THREADS"
+_THREADS_OF_UNKNOWN_SHARE = 4
+
+
+def limit_threads(container: dict[str, Any], num_processes: int) -> None:
+    """Gives each of the container's processes its share of the CPUs as OMP_NUM_THREADS, unless the
+    user has set it: by default every process starts a thread for each core of the node.
+
+    The share is the CPU limit, or else the request. With GPUs and neither it is four, as others
+    compute on the node too.
+    """
+    resources = container.get("resources") or {}
+    shares = ((resources.get(kind) or {}).get("cpu") for kind in ("limits", "requests"))
+    share = next((_cores(each) for each in shares if each is not None), None)
+    has_gpus = GPU in (resources.get("limits") or {})
+    if any(each["name"] == THREADS for each in container["env"]) or not (share or has_gpus):
+        return
+    threads = max(1, int(share / num_processes)) if share else _THREADS_OF_UNKNOWN_SHARE
+    container["env"].insert(0, {"name": THREADS, "value": str(threads)})
+
+
+def _cores(quantity: str | float) -> float:
+    """Cores of a quantity of Kubernetes. Examples: 2, "1.5", "500m"."""
+    text = str(quantity)
+    return float(text.removesuffix("m")) / 1000 if text.endswith("m") else float(text)
 
 
 GPU = "nvidia.com/gpu"
@@ -266,7 +301,7 @@ class ContainerMaker:
             **pull,
             "command": list(argv[:3]),
             "args": list(argv[3:]),
-            "env": environment(job, self._role, self._index),
+            "env": environment(job, self._role, self._index, has_gpus=num_gpus > 0),
             **(
                 {"ports": [{"name": key, "containerPort": port} for key, port in ports.items()]}
                 if ports

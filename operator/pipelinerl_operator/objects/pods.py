@@ -7,7 +7,7 @@ from typing import Any
 
 from pipelinerl_common.settings import JobSpec
 from pipelinerl_control.plan import Role
-from pipelinerl_operator.objects.containers import GPU, ContainerMaker, pod_security
+from pipelinerl_operator.objects.containers import GPU, ContainerMaker, limit_threads, pod_security
 from pipelinerl_operator.objects.context import OperatorContext
 from pipelinerl_operator.objects.job_resource import (
     SECTIONS,
@@ -75,6 +75,10 @@ class PodSpec:
         merged = (
             overlay(mine, template, f"spec.{SECTIONS[self.role]}.podTemplate") if template else mine
         )
+        ranks = self.job.spec.trainers.processes_per_node if self.role is Role.TRAINER else 1
+        for container in merged["spec"]["containers"]:
+            if container["name"] in self.main_containers:
+                limit_threads(container, ranks)
         placed = affinity(merged["spec"].get("affinity"), self.job, excluded_nodes)
         if placed:
             merged["spec"]["affinity"] = placed

@@ -199,7 +199,12 @@ def template_hash(
         "services": services,
         "image": own_image(spec, role),
         "common": _set(spec, "image_pull_secrets", "env"),
-        "network": _set(spec.network, "interface", *(("rdma",) if _has_gpus(job, role) else ())),
+        "network": _set(
+            spec.network,
+            "interface",
+            "nccl_interface",
+            *(("rdma",) if _has_gpus(job, role) else ()),
+        ),
         "scheduling": [
             scheduler_name(job),
             _set(spec.scheduling, "priority_class_name", "topology_key"),

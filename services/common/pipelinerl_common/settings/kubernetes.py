@@ -185,6 +185,10 @@ class NetworkSettings(Settings):
     """Network interface of collectives, for example eth0 (sets NCCL_SOCKET_IFNAME and
     GLOO_SOCKET_IFNAME).
     """
+    nccl_interface: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    """NCCL's own interfaces, for example ^docker,lo (sets NCCL_SOCKET_IFNAME, whose prefixes and
+    exceptions gloo does not know). Unset: `interface`.
+    """
 
 
 class BackoffSettings(Settings):
