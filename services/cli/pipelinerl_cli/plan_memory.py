@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -17,8 +18,13 @@ from pipelinerl_planner.memory import (
     memory_faults,
     trainer_memory,
 )
+from pipelinerl_weights.manifest import ITEM_BYTES
 
 DOES_NOT_FIT = 1
+_SIZE_IN_NAME = re.compile(r"(?<![\d.x])(\d+(?:\.\d+)?)([BbMm])(?![A-Za-z0-9])")
+"""The number of parameters in a model's name. Of a mixture ("30B-A3B") all parameters, which stand
+first.
+"""
 
 
 def plan_memory(args: argparse.Namespace) -> int:
@@ -47,12 +53,42 @@ def plan_memory(args: argparse.Namespace) -> int:
     return DOES_NOT_FIT if faults else 0
 
 
+def weights_bytes(job: Job) -> int | None:
+    """Returns the size of the job's weights in `model.dtype`: by the memory model where its
+    config.json is at hand, otherwise by the size in its name ("Qwen2.5-7B"). None when neither
+    says.
+    """
+    try:
+        parameters = shape_of(job, None).parameters
+    except SettingsError:
+        named = _SIZE_IN_NAME.search(job.spec.model.uri.rpartition("/")[2])
+        if named is None:
+            return None
+        number, unit = named.groups()
+        parameters = int(float(number) * {"B": 1e9, "M": 1e6}[unit.upper()])
+    return parameters * ITEM_BYTES[job.spec.model.dtype]
+
+
+def _config_file(job: Job) -> Path:
+    """The config.json of `model.uri`, for a model of the hub in the hub's cache: nothing is
+    downloaded.
+    """
+    uri = job.spec.model.uri
+    if uri.startswith("hf://"):
+        from huggingface_hub import try_to_load_from_cache
+
+        name, revision = uri.removeprefix("hf://"), job.spec.model.revision
+        cached = try_to_load_from_cache(name, "config.json", revision=revision)
+        if isinstance(cached, str):
+            return Path(cached)
+    return Path(uri) / "config.json"
+
+
 def shape_of(job: Job, folder: Path | None) -> ModelShape:
     """Returns the sizes of the job's model, from `folder` or from `model.uri` when that is one.
     Raises SettingsError when there is no config.json to read.
     """
-    folder = Path(job.spec.model.uri) if folder is None else folder
-    file = folder / "config.json"
+    file = _config_file(job) if folder is None else folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -214,6 +214,11 @@ def test_a_model_that_the_gpus_cannot_hold_is_refused_before_anything_starts(
     trainer, generator = checks._memory(job)
     assert "trainer rank 0 needs" in trainer
     assert "tensorParallelSize" in generator
+    cached = "huggingface_hub.try_to_load_from_cache"
+    monkeypatch.setattr(cached, lambda *_, **__: str(tmp_path / "config.json"))
+    hub_job = load_job(job_file, [*changes, "model.uri=hf://some/model"])
+    assert checks._memory(hub_job) == [trainer, generator]  # of its cached configuration
+    assert checks._model_bytes(hub_job) == pytest.approx(2 * 72.7e9, rel=0.001)
     monkeypatch.setattr(checks, "_gpu_bytes", lambda _: None)
     assert checks._memory(job) == []
 
@@ -223,6 +228,32 @@ def test_full_disk_is_named_with_what_is_needed(
 ) -> None:
     monkeypatch.setattr(checks, "MIN_FREE_BYTES", 1 << 60)
     assert "GB free, about 1152921504.6 GB needed" in refused()
+
+
+@pytest.mark.parametrize(
+    ("uri", "gigabytes"),
+    [
+        ("hf://Qwen/Qwen2.5-7B", 14.0),
+        ("hf://Qwen/Qwen3-30B-A3B", 60.0),
+        ("hf://HuggingFaceTB/SmolLM2-135M", 0.27),
+        ("hf://mistralai/Mixtral-8x7B", 0.0),  # the name does not say how many there are
+        ("hf://openai-community/gpt2", 0.0),
+    ],
+)
+def test_the_disk_check_knows_the_size_of_a_hub_model(
+    uri: str, gigabytes: float, job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
+    changes = [f"model.uri={uri}", "model.dtype=bfloat16", "trainers.checkpoint.keep=2"]
+    job = load_job(job_file, changes)
+    assert checks._model_bytes(job) == pytest.approx(gigabytes * 1e9)
+    # The model and three checkpoints, each seven times as large.
+    monkeypatch.setattr(checks, "_free_bytes", lambda _: int(gigabytes * 1e9 * 22) + 600_000_000)
+    assert checks._disk(job, tmp_path) == []
+    if gigabytes:
+        monkeypatch.setattr(checks, "_free_bytes", lambda _: int(gigabytes * 1e9 * 21))
+        (problem,) = checks._disk(job, tmp_path)
+        assert f"about {gigabytes * 22:.1f} GB needed" in problem
 
 
 def test_folder_with_other_files_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipelinerl_actor.task import TaskName
-from pipelinerl_cli.plan_memory import shape_of
+from pipelinerl_cli.plan_memory import shape_of, weights_bytes
 from pipelinerl_cli.run_folder import RunFolder
 from pipelinerl_cli.up.placement import check_port_is_free, gpus_by_role, missing_gpus
 from pipelinerl_common.errors import SettingsError
@@ -103,7 +103,9 @@ def _model(job: Job) -> list[str]:
 
 def _disk(job: Job, output: Path) -> list[str]:
     free, keep = _free_bytes(output), job.spec.trainers.checkpoint.keep
-    needed = max(MIN_FREE_BYTES, _model_bytes(job) * (1 + BYTES_PER_WEIGHT_BYTE * (keep + 1)))
+    # The optimizer of an adapter is small, but its checkpoints hold merged weights.
+    share = BYTES_PER_WEIGHT_BYTE if job.spec.model.adapter is None else 1
+    needed = max(MIN_FREE_BYTES, _model_bytes(job) * (1 + share * (keep + 1)))
     if free >= needed:
         return []
     return [
@@ -136,8 +138,11 @@ def _free_bytes(output: Path) -> int:
 
 
 def _model_bytes(job: Job) -> int:
-    """Size of the weights in a local folder; 0 for a model that is not here yet."""
-    return sum(path.stat().st_size for path in Path(job.spec.model.uri).glob("*.safetensors"))
+    """Size of the weights: of the files in a local folder, or what a model of the hub will have; 0
+    when nothing says.
+    """
+    here = sum(path.stat().st_size for path in Path(job.spec.model.uri).glob("*.safetensors"))
+    return here or weights_bytes(job) or 0
 
 
 def _backend(job: Job) -> list[str]:
