@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,9 +18,10 @@ from pipelinerl_actor.generator.request_handler import RequestHandler, RequestLi
 from pipelinerl_actor.generator.service import serve_http
 from pipelinerl_actor.generator.updater import WeightUpdater
 from pipelinerl_actor.generator.weight_layout import WeightLayout
-from pipelinerl_common.errors import FatalError
+from pipelinerl_common.errors import FatalError, Unavailable
 from pipelinerl_common.generator_api import InitGroupRequest, UpdateRequest
 from pipelinerl_common.generator_client import GeneratorClient, GeneratorRefused
+from pipelinerl_weights.device_watch import DeviceWatch
 from pipelinerl_weights.manifest import Manifest, TensorSpec
 
 BODY = {"prompt_token_ids": [1, 2], "max_tokens": 4}
@@ -39,6 +41,41 @@ async def serving(
     with socket.create_server(("127.0.0.1", 0)) as listening:
         async with serve_http(create_app(generator), listening):
             yield Client(f"http://127.0.0.1:{listening.getsockname()[1]}"), generator
+
+
+async def test_health_fails_while_the_device_does_not_answer_and_never_waits_for_it() -> None:
+    answers, hangs = threading.Event(), threading.Event()
+
+    def query() -> None:
+        if hangs.is_set():
+            answers.wait(60)
+        if broken:
+            raise Unavailable("device 0: GPU is lost")
+
+    broken = True
+    watch = DeviceWatch(query, period_s=0.01, limit_s=0.2)
+    try:
+        async with serving(FakeEngine()) as (client, generator):
+            generator.device_fault = watch.fault
+
+            async def until_health(expected: int) -> None:
+                async def has_come() -> bool:
+                    return bool((await client.call("GET", "/health"))[0] == expected)
+
+                await until(has_come)
+
+            await until_health(503)
+            assert watch.fault() == "device 0: GPU is lost"
+            broken = False
+            await until_health(200)
+            hangs.set()
+            await until_health(503)
+            assert watch.fault() == "no answer within 0.2 s"
+            answers.set()
+            await until_health(200)
+    finally:
+        answers.set()
+        watch.close()
 
 
 async def test_nothing_is_served_before_the_first_weights() -> None:

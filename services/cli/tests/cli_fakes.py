@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pipelinerl_common.runs.facts import RunFacts
@@ -89,10 +91,19 @@ class Change:
     num_steps: int = NUM_STEPS
     step_s: float = STEP_S
     status: str = "finished"
+    logs: Mapping[str, str] = field(default_factory=dict)
+    """Text by file."""
 
 
 def run_facts(change: Change) -> RunFacts:
-    return RunFacts(job(change.spec), change.status, tuple(run_records(change)))
+    with TemporaryDirectory() as folder:
+        for name, text in change.logs.items():
+            Path(folder, name).write_text(text)
+        records = tuple(run_records(change))
+        logs = Path(folder) if change.logs else None
+        facts = RunFacts(job(change.spec), change.status, records, logs=logs)
+        assert facts.lost_devices or not logs  # read once, while the folder is there
+    return facts
 
 
 def run_records(change: Change) -> list[Record]:

@@ -42,6 +42,11 @@ RUN_CASES: dict[str, tuple[Change, Severity, str]] = {
         Severity.CRITICAL,
         "no optimizer step was done in 400 s; 8160000 tokens",
     ),
+    "device_lost": (
+        Change(logs={"generator-0-0.log": "... ERROR generator-0-0 the GPU does not answer: lost"}),
+        Severity.CRITICAL,
+        "1 process reported a GPU that does not answer: generator-0-0 (lost)",
+    ),
     "nothing_succeeds": (
         Change(
             num_steps=0,

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from cli_fakes import Change, job, run_records
 
 from pipelinerl_cli.__main__ import main
 from pipelinerl_cli.doctor.gpu import GpuReport, judge_facts, judge_transports
+from pipelinerl_cli.doctor.rules import diagnose_run
 from pipelinerl_common.judgements import Severity
+from pipelinerl_common.runs.facts import RunFacts
 from pipelinerl_weights.gpu_check import transports
 from pipelinerl_weights.gpu_seats import Seat
 
@@ -144,6 +147,7 @@ GOOD = {
     "torch": "2.13.0",
     "cuda": "13.0",
     "cuda_fault": None,
+    "device_fault": None,
     "driver": "580.65.06",
     "nccl": "2.29.7",
     "devices": ["NVIDIA H100 80GB HBM3, 85 GB"] * 8,
@@ -161,6 +165,7 @@ GOOD = {
         ({"nccl": "2.28.3"}, "nccl_versions_differ", Severity.CRITICAL),
         ({"torch": "2.12.0"}, "torch_versions_differ", Severity.WARNING),
         ({"rdma": []}, "transports_differ", Severity.CRITICAL),
+        ({"device_fault": "device 0: GPU is lost"}, "device_lost", Severity.CRITICAL),
         ({"cuda_fault": "no device is visible"}, "no_cuda", Severity.CRITICAL),
     ],
 )
@@ -207,3 +212,20 @@ def test_members_that_chose_different_networks_are_a_finding() -> None:
 def test_the_network_is_known_before_a_channel_uses_it() -> None:
     assert transports("node-a:71:71 [0] NCCL INFO Using network Socket\n") == "NET/Socket"
     assert transports("") == ""
+
+
+def test_the_gpu_that_a_generator_of_a_run_has_lost_is_named(tmp_path: Path) -> None:
+    (tmp_path / "generator-0-0.log").write_text(
+        "2026-11-30T09:00:00.000Z ERROR generator-0-0 the GPU does not answer: device 0: GPU is "
+        "lost\nanother line\n"
+    )
+    (tmp_path / "generator-1-0.log").write_text(
+        "2026-11-30T09:00:00.000Z ERROR generator-1-0 the GPU does not answer: no answer\n"
+        "2026-11-30T09:00:30.000Z INFO generator-1-0 the GPU answers again\n"
+    )
+    facts = RunFacts(job(), "running", tuple(run_records(Change())), logs=tmp_path)
+    found = {named.rule: named.finding for named in diagnose_run(facts)}
+    assert list(found) == ["device_lost"]
+    assert found["device_lost"].severity is Severity.CRITICAL
+    assert "1 process reported a GPU" in found["device_lost"].message
+    assert "generator-0-0 (device 0: GPU is lost)" in found["device_lost"].message

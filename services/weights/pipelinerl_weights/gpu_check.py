@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from pipelinerl_weights.communicator import Communicator, Operation, Place, connect, first_line
+from pipelinerl_weights.device_watch import device_fault
 from pipelinerl_weights.errors import TransferFailed, TransferTimeout
 from pipelinerl_weights.group import CONNECTORS
 from pipelinerl_weights.nccl import cuda_fault, load_library, on_transfer_stream, rdma_devices
@@ -48,6 +49,8 @@ class GpuFacts:
     """CUDA release that torch is built for; None for a build for CPUs."""
     cuda_fault: str | None
     """Why CUDA cannot be used, in torch's own words; None when it can."""
+    device_fault: str | None
+    """Why a device does not answer the driver; None while all do."""
     driver: str | None
     nccl: str | None
     devices: list[str]
@@ -77,6 +80,7 @@ def facts() -> GpuFacts:
         torch.__version__,
         torch.version.cuda,
         fault,
+        device_fault(_SMI_S),
         _driver(),
         nccl,
         devices,

@@ -78,6 +78,8 @@ class RunningGenerator:
     token: str | None
     drain_s: float
     tracer: Tracer = field(default_factory=Tracer)
+    device_fault: Callable[[], str | None] = lambda: None
+    """Returns at once why the process's GPU cannot be used, or None."""
     _fatal: FatalError | None = None
     _failed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -172,6 +174,8 @@ def _add_weight_routes(app: FastAPI, generator: RunningGenerator, authorized: li
 def _add_probe_routes(app: FastAPI, generator: RunningGenerator) -> None:
     @app.get("/health")
     async def health() -> HealthResponse:
+        if (fault := generator.device_fault()) is not None:
+            raise Unavailable(f"the GPU does not answer: {fault}")
         return HealthResponse()
 
     @app.get("/ready")

@@ -36,6 +36,7 @@ from pipelinerl_common.service import Wiring, run_until_first
 from pipelinerl_common.settings import GeneratorSettings, Job, load_job
 from pipelinerl_common.tracing import open_tracer
 from pipelinerl_control.plan import num_gpus
+from pipelinerl_weights.device_watch import DeviceWatch, Nvml
 from pipelinerl_weights.manifest import ITEM_BYTES
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ async def serve_generator(
         async with (
             open_tracer(job, role.metrics_role, wiring.name) as generator.tracer,
             engine.running(),
+            _watched_devices(generator, num_gpus(job, wiring.name)),
         ):
             # Not before: connections would wait for the engine instead of being refused.
             listening.listen()
@@ -234,6 +236,21 @@ def assemble(
     return RunningGenerator(
         engine, requests, updater, metrics, token, job.spec.actors.drain_seconds
     )
+
+
+@asynccontextmanager
+async def _watched_devices(generator: RunningGenerator, num_devices: int) -> AsyncIterator[None]:
+    """Lets /health report a GPU that no longer answers, in a process that was given any."""
+    nvml = Nvml.load() if num_devices else None
+    if nvml is None:
+        yield
+        return
+    watch = DeviceWatch(nvml.query)
+    generator.device_fault = watch.fault
+    try:
+        yield
+    finally:
+        watch.close()
 
 
 def _scales_positions(config: Mapping[str, Any]) -> bool:

@@ -86,6 +86,23 @@ def processes_silent(facts: RunFacts) -> Finding | None:
     )
 
 
+def device_lost(facts: RunFacts) -> Finding | None:
+    if not facts.lost_devices:
+        return None
+    listed = ", ".join(f"{name} ({reason})" for name, reason in facts.lost_devices.items())
+    return Finding(
+        Severity.CRITICAL,
+        f"{counted(len(facts.lost_devices), 'process', 'processes')} reported a GPU that does not "
+        f"answer: {listed}",
+        (
+            "the machine's kernel log (dmesg): Xid errors; reset the GPU or leave it out with "
+            "CUDA_VISIBLE_DEVICES",
+            "pipelinerl doctor gpu --local: which device, and whether the others can be used",
+        ),
+        {"processes": len(facts.lost_devices)},
+    )
+
+
 def nothing_succeeds(facts: RunFacts) -> Finding | None:
     errors, failed = facts.summary["rollout_errors"], facts.total("actor", "groups_failed_total")
     if facts.total("actor", "samples_generated_total") or not failed:

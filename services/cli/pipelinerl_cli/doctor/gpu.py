@@ -245,6 +245,12 @@ def _judge_place(report: GpuReport, seat: Seat) -> None:
             "--backend gloo: the same exchange between processes on CPUs",
             mild=report.backend == "gloo",
         )
+    if facts["device_fault"]:
+        report.add(
+            "device_lost",
+            f"{seat.name}: a GPU does not answer the driver: {facts['device_fault']}",
+            "the node's kernel log (Xid errors); drain the node and reset the GPU",
+        )
     least = LEAST_DRIVER.get((facts["cuda"] or "").partition(".")[0])
     if facts["driver"] and least and int(facts["driver"].partition(".")[0]) < least:
         report.add(

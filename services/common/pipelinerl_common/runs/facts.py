@@ -29,6 +29,7 @@ from pipelinerl_common.runs.summary import summarize
 from pipelinerl_common.settings import Job, JobSpec
 from pipelinerl_staleness.registry import make_policy
 
+DEVICE_LOST = re.compile(r" ERROR .*the GPU does not answer: (?P<reason>.*)")
 GIVEN_UP = re.compile(
     r"(?P<time>\S*) .*trajectory given up: reason=(?P<reason>\S+) (?P<message>.*)"
 )
@@ -139,6 +140,13 @@ class RunFacts:
         errors are counted by.
         """
         return {} if self.logs is None else given_up_messages(self.logs)
+
+    @cached_property
+    def lost_devices(self) -> Mapping[str, str]:
+        """Generators whose GPU does not answer by the newest line about it in their logs, with the
+        reason.
+        """
+        return {} if self.logs is None else lost_devices(self.logs)
 
     @cached_property
     def history(self) -> RunHistory:
@@ -320,3 +328,17 @@ def given_up_messages(logs: Path, most_bytes: int = MAX_LOG_BYTES) -> dict[str, 
                 known = newest.get(each["reason"], each)
                 newest[each["reason"]] = max(known, each, key=lambda match: match["time"])
     return {reason: each["message"] for reason, each in newest.items()}
+
+
+def lost_devices(logs: Path, most_bytes: int = MAX_LOG_BYTES) -> dict[str, str]:
+    """The reason by process, for those that have not said since that their GPU answers again."""
+    lost: dict[str, str] = {}
+    for log in sorted(logs.glob("*.log")):
+        with suppress(OSError), log.open("rb") as lines:
+            lines.seek(max(0, lines.seek(0, os.SEEK_END) - most_bytes))
+            for line in lines:
+                if found := DEVICE_LOST.search(line.decode(errors="replace")):
+                    lost[log.stem] = found["reason"]
+                elif b"the GPU answers again" in line:
+                    lost.pop(log.stem, None)
+    return lost
