@@ -10,6 +10,8 @@ receives, in a process group made the same way, while the generator decodes as w
 total / (broadcast + apply): an update has to move the bytes and to load them into the model, so 1
 means that it does nothing else, and less than 1 that it does both concurrently.
 `beside_apply_over_broadcast`, (total - apply) / broadcast, is the same without the model's loading.
+
+`delta` is apart from these: what a delta of each optimizer step would have, see weights_delta.py.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
+from bench import weights_delta
 from bench.report import Report, Row, Value, at_most, progress
 from bench.weights_generator import MEGABYTE, make_model, running_generator
 from bench.weights_transfer import Mirror, Trainer, Update, read_snapshot
@@ -66,6 +69,8 @@ def bench(args: argparse.Namespace) -> Report:
         raise SettingsError(
             f"--model {args.model}: no config.json in it; give a folder in Hugging Face format"
         )
+    steps = 2 if args.quick else args.delta_steps
+    deltas = weights_delta.measure(args.model, steps, args.seed)
     megabytes, rounds = (args.megabytes // 4, 1) if args.quick else (args.megabytes, args.rounds)
     with tempfile.TemporaryDirectory(prefix="pipelinerl-bench-") as name:
         folder = Path(name)
@@ -74,7 +79,12 @@ def bench(args: argparse.Namespace) -> Report:
             make_model(folder / "model", megabytes, args.seed)
         else:
             (folder / "model").symlink_to(args.model.resolve())
-        return asyncio.run(_bench(args, folder, rounds))
+        report = asyncio.run(_bench(args, folder, rounds))
+    return Report(
+        report.title,
+        {**report.values, "delta": deltas},
+        (*report.rows, *weights_delta.rows(deltas)),
+    )
 
 
 async def _bench(args: argparse.Namespace, folder: Path, rounds: int) -> Report:

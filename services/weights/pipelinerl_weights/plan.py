@@ -18,8 +18,8 @@ link carries about as many bytes as a receiver's, whatever the number of generat
     trainer host 0 --> generator host 0 --> host 2 --> host 4        each link carries
     trainer host 1 --> generator host 1 --> host 3 --> host 5        about one model
 
-Whoever forwards a chunk needs it itself. Chains follow one order of the hosts, so waiting for room
-in a buffer cannot form a circle.
+A rank that forwards a chunk needs it itself. Chains follow one order of the hosts, so waiting for
+room in a buffer cannot form a circle.
 
 **Rounds.** In a round every rank sends at most one chunk and receives at most one. All ranks walk
 the rounds in the same order and post both as one group, so no order of peers can deadlock. Senders
@@ -186,7 +186,7 @@ def make_plan(
 
     `hosts` has the host of every rank; ranks of one host reach each other without the network.
     Buffers have at most the manifest's `bucket_bytes`, or one row of a tensor when that is larger.
-    Raises PermanentError that names a tensor of which nobody holds what is needed.
+    Raises PermanentError that names a tensor of which no rank holds what is needed.
     """
     pieces = _Pieces(manifest, holdings, needs)
     total = sum(padded_bytes(manifest, piece) for piece, _, _ in pieces)
@@ -332,7 +332,7 @@ class _Schedule:
 
     def __init__(self, trees: Sequence[list[tuple[int, int]]]) -> None:
         self._onward: list[dict[int, list[int]]] = []
-        """For every chunk, whom each rank sends it to."""
+        """The ranks that each rank sends a chunk to, for every chunk."""
         self._ranks: dict[int, _Rank] = defaultdict(_Rank)
         self._left = sum(map(len, trees))
         for number, hops in enumerate(trees):
@@ -353,14 +353,14 @@ class _Schedule:
                 if hop is not None:
                     receiving.add(hop[2])
                     hops.append(hop)
-            assert hops, "chains follow one order of the hosts, so somebody can always send"
+            assert hops, "chains follow one order of the hosts, so some rank can always send"
             for hop in hops:
                 self._done(*hop)
             yield tuple(hops)
             turn, self._left = turn + 1, self._left - len(hops)
 
     def _offer(self, chunk: int, rank: int) -> None:
-        """Makes `chunk` ready at `rank` for everybody whom it sends the chunk to."""
+        """Makes `chunk` ready at `rank` for every rank that it sends the chunk to."""
         for to in self._onward[chunk].get(rank, ()):
             self._ranks[rank].ready.setdefault(to, deque()).append(chunk)
 

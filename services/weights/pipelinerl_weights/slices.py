@@ -45,7 +45,7 @@ class WeightSource(Protocol):
 
     def read(self, pieces: Sequence[tuple[Block, Tensor]]) -> None:
         """Copies each block into its 1-d uint8 view, in the manifest's dtype and the block's C
-        order. Each block lies within one that is held.
+        order. Each block is part of one that is held.
         """
         ...
 
@@ -121,7 +121,7 @@ def intersection(one: Block, other: Block) -> Block | None:
 
 
 def contains(outer: Block, inner: Block) -> bool:
-    """Returns whether all of `inner` lies in `outer`."""
+    """Returns whether all of `inner` is in `outer`."""
     return intersection(outer, inner) == inner
 
 

@@ -1,4 +1,4 @@
-"""The slice plan: everybody gets what it needs exactly once, links carry even shares."""
+"""The slice plan: every rank gets what it needs exactly once, links carry even shares."""
 
 import json
 import math
