@@ -1,13 +1,15 @@
-"""A checksum of packed buckets, computed where the bytes are (host or device) with wrapping 64-bit
+"""A checksum of packed chunks, computed where the bytes are (host or device) with wrapping 64-bit
 integers.
 
-    checksum(bucket)  = sum of w * COLUMN[c] * ROW[r], modulo 2**64, over the 64-bit words w at
+    checksum(chunk)   = sum of w * COLUMN[c] * ROW[r], modulo 2**64, over the 64-bit words w at
                         row r and column c
-    checksum(version) = fold of the buckets' checksums and sizes, in order
+    checksum(version) = fold of the chunks' checksums, in the plan's order
 
 All factors are odd and differ by position: a changed, moved or missing word changes the sum. It
 guards against errors of transport and layout, not against an adversary.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,28 +26,33 @@ faster.
 _DEVICE_ROWS = 4096
 
 
-def bucket_checksum(bucket: Tensor) -> Tensor:
-    """Returns the checksum of `bucket` (1-d uint8, a multiple of 8 bytes) as a 0-d int64 tensor on
+def chunk_checksum(chunk: Tensor) -> Tensor:
+    """Returns the checksum of `chunk` (1-d uint8, a multiple of 8 bytes) as a 0-d int64 tensor on
     its device, without waiting for it.
     """
-    words = bucket.view(torch.int64)
+    words = chunk.view(torch.int64)
     rows = words.numel() // _COLUMNS
-    columns_C = _odd_factors(_COLUMNS, _COLUMN_STEP, bucket.device)
-    rows_R = _odd_factors(rows + 1, _ROW_STEP, bucket.device)
+    columns_C = _odd_factors(_COLUMNS, _COLUMN_STEP, chunk.device)
+    rows_R = _odd_factors(rows + 1, _ROW_STEP, chunk.device)
     total = (words[rows * _COLUMNS :] * columns_C[: words.numel() % _COLUMNS]).sum() * rows_R[rows]
-    chunk = _HOST_ROWS if bucket.device.type == "cpu" else _DEVICE_ROWS
+    step = _HOST_ROWS if chunk.device.type == "cpu" else _DEVICE_ROWS
     table = words[: rows * _COLUMNS].view(rows, _COLUMNS)
-    for start in range(0, rows, chunk):
-        sums = (table[start : start + chunk] * columns_C).sum(1)
-        total = total + (sums * rows_R[start : start + chunk][: len(sums)]).sum()
+    for start in range(0, rows, step):
+        sums = (table[start : start + step] * columns_C).sum(1)
+        total = total + (sums * rows_R[start : start + step][: len(sums)]).sum()
     return total
 
 
-def fold_checksums(sums: list[Tensor], sizes: list[int]) -> str:
-    """Returns the version's checksum, 16 hexadecimal digits. Waits for the device."""
-    folded = len(sizes)
-    for value, size in zip(sums, sizes, strict=True):
-        folded = ((folded ^ size) * _FOLD + (int(value.item()) & _MASK)) & _MASK
+def checksum_text(value: Tensor) -> str:
+    """Returns a chunk's checksum as 16 hexadecimal digits. Waits for the device."""
+    return from_int64(int(value.item()))
+
+
+def fold_checksums(sums: Sequence[str]) -> str:
+    """Returns the version's checksum, 16 hexadecimal digits, from those of its chunks in order."""
+    folded = len(sums)
+    for value in sums:
+        folded = (folded * _FOLD + int(value, 16)) & _MASK
         folded ^= folded >> 29
     return from_int64(folded)
 
@@ -54,13 +61,8 @@ def _odd_factors(count: int, step: int, device: torch.device) -> Tensor:
     return (torch.arange(count, dtype=torch.int64, device=device) * _signed(step)) | 1
 
 
-def to_int64(checksum: str) -> int:
-    """Returns the checksum as the signed number that fits an int64 tensor."""
-    return _signed(int(checksum, 16))
-
-
 def from_int64(value: int) -> str:
-    """Returns the checksum of which `to_int64` gave `value`."""
+    """Returns the 16 hexadecimal digits of a signed 64-bit checksum."""
     return f"{value & _MASK:016x}"
 
 

@@ -1,13 +1,14 @@
-"""The weight-transfer group: trainer rank 0 as the sender (rank 0) and every generator worker as a
-receiver.
+"""The weight-transfer group: the trainer's ranks as senders (the first ranks) and every generator
+worker as a receiver.
 
 It has a communicator of its own, beside any process group of torch's, and a small key-value store
-of the sender's with these keys (below the epoch's prefix):
+of rank 0's, below the epoch's prefix. Its keys here:
 
-    joined/<rank>            the rank is ready to form the group
+    joined/<rank>            the rank is ready to form the group; the value is its host
     receiving/<n>/<rank>     the rank is about to receive the n-th transfer, of the version in it
-    checksum/<n>/<rank>      the checksum of what the rank received in the n-th transfer
     aborted                  a member aborted the group; the value says which and why
+
+What the members agree on for a transfer (agreement.py) is in the store too.
 
 No thread ever blocks in an operation: waiting is a loop that polls the operation, the deadline and
 the abort flag. The thread that sees the flag first on a rank aborts that rank's communicator, so
@@ -17,7 +18,7 @@ nothing stays pending, on the device or in the library, when a member is lost.
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
@@ -30,16 +31,19 @@ from pipelinerl_weights.communicator import (
     Connector,
     GlooCommunicator,
     Operation,
+    Piece,
     Place,
     connect,
     first_line,
 )
 from pipelinerl_weights.errors import TransferAborted, TransferFailed, TransferTimeout
 from pipelinerl_weights.nccl import NcclCommunicator, on_transfer_stream
+from pipelinerl_weights.plan import PlanPart
 from pipelinerl_weights.rendezvous import (
     ABORTED,
     AbortFlag,
     Rendezvous,
+    host_identity,
     local_address,
     scope,
 )
@@ -79,10 +83,19 @@ class TransferGroup:
     """
 
     def __init__(
-        self, store: GroupStore, flag: AbortFlag, *, rank: int, world_size: int, timeout_s: float
+        self,
+        store: GroupStore,
+        flag: AbortFlag,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        num_senders: int = 1,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.num_senders = num_senders
+        """Ranks of the trainer, which are the first ones; only they need to know it."""
         self.timeout_s = timeout_s
         self._store = store
         self._flag = flag
@@ -90,7 +103,10 @@ class TransferGroup:
         self.device = torch.device("cpu")
         """Where the buffers of operations are."""
         self._rendezvous: Rendezvous | None = None
-        self._num_transfers = 0
+        self.num_transfers = 0
+        """Transfers that this rank has begun."""
+        self.part: PlanPart | None = None
+        """This rank's part of the slice plan, once there is one."""
         flag.on_set = self._abort_communicator
 
     @classmethod
@@ -106,6 +122,7 @@ class TransferGroup:
         timeout_s: float,
         store: Rendezvous | None = None,
         device: torch.device | str = "cpu",
+        num_senders: int = 1,
     ) -> "TransferGroup":
         """Blocks until every rank has joined and a first sum over all of them was made. Rank 0
         passes its Rendezvous as `store`, which the group then owns.
@@ -121,7 +138,14 @@ class TransferGroup:
             GroupStore.connect(host, port, timeout_s, scope(epoch)) for _ in range(2)
         )
         flag = AbortFlag(watched, world_size)
-        group = cls(scoped, flag, rank=rank, world_size=world_size, timeout_s=timeout_s)
+        group = cls(
+            scoped,
+            flag,
+            rank=rank,
+            world_size=world_size,
+            timeout_s=timeout_s,
+            num_senders=num_senders,
+        )
         group._rendezvous = store
         on = torch.device("cpu" if backend == "gloo" else device)
         if on == torch.device("cuda"):  # without an index, which streams are asked for by
@@ -143,8 +167,8 @@ class TransferGroup:
                 f"unknown backend {backend!r}; known are {', '.join(sorted(CONNECTORS))}"
             )
         self._flag.arm()
-        self._set(f"joined/{self.rank}", "1")
-        self._wait_for("joined", range(self.world_size), deadline)
+        self.post(f"joined/{self.rank}", host_identity())
+        self.wait_for_ranks("joined", range(self.world_size), deadline, "join")
         # The seconds that are left count for connecting only: later operations have deadlines of
         # their own.
         with on_transfer_stream(place.device):
@@ -162,65 +186,61 @@ class TransferGroup:
             self._abort_communicator()
         self._flag.disarm()
 
-    # One transfer: mark_receiving or wait_all_receiving, then broadcasts, then gather_checksums
+    # One transfer: begin on every rank, exchanges, end_transfer
+
+    def begin_transfer(self) -> None:
+        """Counts the transfer that this rank takes part in, and watches for an abort."""
+        self._flag.raise_if_set()
+        self._flag.arm()
+        self.num_transfers += 1
 
     def mark_receiving(self, version: int) -> None:
         """Announces, on a receiver, that this rank is about to receive `version`."""
-        self._flag.raise_if_set()
-        self._flag.arm()
-        self._num_transfers += 1
-        self._set(f"receiving/{self._num_transfers}/{self.rank}", str(version))
+        self.begin_transfer()
+        self.post(f"receiving/{self.num_transfers}/{self.rank}", str(version))
 
     def wait_all_receiving(self, version: int, timeout_s: float) -> None:
-        """Waits, on the sender, until every receiver is about to receive `version`. Raises as
+        """Waits, on rank 0, until every receiver is about to receive `version`. Raises as
         `Pending.wait` does.
         """
-        self._flag.raise_if_set()
-        self._flag.arm()
-        self._num_transfers += 1
-        key = f"receiving/{self._num_transfers}"
+        self.begin_transfer()
+        key = f"receiving/{self.num_transfers}"
         # A receiver may have given up while the sender's flag was not armed.
-        if self._has(ABORTED):
-            self.abort(self._get(ABORTED))
+        if self.has(ABORTED):
+            self.abort(self.read(ABORTED).decode())
             self._flag.raise_if_set()
-        receivers = range(1, self.world_size)
-        self._wait_for(key, receivers, time.monotonic() + timeout_s)
+        receivers = range(self.num_senders, self.world_size)
+        deadline = time.monotonic() + timeout_s
+        self.wait_for_ranks(key, receivers, deadline, "get ready to receive")
         for rank in receivers:
-            expected = self._get(f"{key}/{rank}")
+            expected = self.read(f"{key}/{rank}").decode()
             if expected != str(version):
-                self._fail(
+                self.fail(
                     TransferFailed(
                         f"rank {rank} expects version {expected}, but {version} is about to be sent"
                     )
                 )
 
-    def start_broadcast(self, buffer: Tensor, timeout_s: float | None = None) -> Pending:
-        """Starts the broadcast of rank 0's contiguous `buffer` into that of every member. The
-        buffer is in use until `wait` returns.
+    def start_exchange(
+        self, sends: Sequence[Piece], receives: Sequence[Piece], timeout_s: float
+    ) -> Pending:
+        """Starts sends to and receives from other ranks as one group. The buffers are in use until
+        `wait` returns.
         """
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
         return self._start(
-            lambda communicator: communicator.broadcast(buffer), "the broadcast", limit_s
+            lambda communicator: communicator.exchange(sends, receives), "the exchange", timeout_s
         )
 
-    def broadcast(self, buffer: Tensor, timeout_s: float | None = None) -> None:
-        """`start_broadcast` and `wait` in one."""
-        self.start_broadcast(buffer, timeout_s).wait()
-
-    def gather_checksums(self, checksum: str, timeout_s: float) -> list[str]:
-        """Ends a transfer and returns every rank's checksum on rank 0, nothing on the others. A
-        dead peer is noticed here at the latest.
+    def end_transfer(self, timeout_s: float) -> None:
+        """Waits until every rank has ended the transfer. A dead peer is noticed here at the
+        latest.
         """
-        key = f"checksum/{self._num_transfers}"
-        self._set(f"{key}/{self.rank}", checksum)
-        # A sum rather than a wait for the keys: the library notices a peer that has died.
+        # A sum rather than a wait for keys: the library notices a peer that has died.
         ones = torch.ones(1, dtype=torch.int64, device=self.device)
         self._start(
             lambda communicator: communicator.all_reduce(ones), "the end of the transfer", timeout_s
         ).wait()
         self._flag.disarm()
-        ranks = range(self.world_size) if self.rank == 0 else range(0)
-        return [self._get(f"{key}/{rank}") for rank in ranks]
 
     def finish(self, pending: Pending) -> None:
         """Waits for an operation; see `Pending.wait`."""
@@ -234,9 +254,9 @@ class TransferGroup:
         except TransferAborted:
             raise
         except TransferTimeout as error:
-            self._fail(error)
+            self.fail(error)
         except TransferFailed as error:
-            self._fail(TransferFailed(f"{pending.what} failed: {error}"), error)
+            self.fail(TransferFailed(f"{pending.what} failed: {error}"), error)
 
     # Aborting and closing
 
@@ -276,7 +296,8 @@ class TransferGroup:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _fail(self, error: TransferFailed, cause: BaseException | None = None) -> NoReturn:
+    def fail(self, error: TransferFailed, cause: BaseException | None = None) -> NoReturn:
+        """Aborts the group for every member and raises `error`, or why it was aborted before."""
         self._flag.raise_if_set()
         # A peer that aborts sets the flag in the store first, and then its operations with this
         # rank fail: its reason is the cause, although the flag's thread may not have read it yet.
@@ -304,16 +325,19 @@ class TransferGroup:
         try:
             operation = start(communicator)
         except TransferFailed as error:
-            self._fail(TransferFailed(f"{what} cannot start: {error}"), error)
+            self.fail(TransferFailed(f"{what} cannot start: {error}"), error)
         return Pending(self, operation, time.monotonic() + limit_s, what)
 
-    def _set(self, key: str, value: str) -> None:
+    def post(self, key: str, value: str | bytes) -> None:
+        """Sets a key of the store for every member."""
         self._ask_store(lambda: self._store.set(key, value))
 
-    def _get(self, key: str) -> str:
-        return self._ask_store(lambda: self._store.get(key).decode())
+    def read(self, key: str) -> bytes:
+        """Returns the value of a key that a member has set."""
+        return self._ask_store(lambda: self._store.get(key))
 
-    def _has(self, key: str) -> bool:
+    def has(self, key: str) -> bool:
+        """Returns whether a member has set the key."""
         return self._ask_store(lambda: self._store.check([key]))
 
     def _ask_store(self, call: Callable[[], Result]) -> Result:
@@ -321,22 +345,38 @@ class TransferGroup:
             return call()
         except RuntimeError as error:
             failure = TransferFailed(f"the sender's store does not answer: {first_line(error)}")
-            self._fail(failure, error)
+            self.fail(failure, error)
 
-    def _wait_for(self, key: str, ranks: Iterable[int], deadline: float) -> None:
-        """Waits for `<key>/<rank>` of every rank, at growing intervals."""
+    def wait_for(
+        self, key: str, deadline: float, what: str, longest_poll_s: float = _STORE_POLL_S
+    ) -> bytes:
+        """Waits until a member has set the key and returns its value; `what` is for the error."""
+        # An abort ends the wait even between two transfers.
+        self._flag.arm()
+        poll_s = _POLL_S
+        while not self.has(key):
+            self._flag.raise_if_set()
+            if time.monotonic() > deadline:
+                self.fail(TransferTimeout(f"{what} did not come in time"))
+            time.sleep(poll_s)
+            poll_s = min(longest_poll_s, 1.5 * poll_s)
+        return self.read(key)
+
+    def wait_for_ranks(self, key: str, ranks: Iterable[int], deadline: float, what: str) -> None:
+        """Waits for `<key>/<rank>` of every rank, at growing intervals. The error names the ranks
+        that did not do `what`.
+        """
         missing = list(ranks)
         poll_s = _POLL_S
         while True:
             self._flag.raise_if_set()
-            while missing and self._has(f"{key}/{missing[-1]}"):
+            while missing and self.has(f"{key}/{missing[-1]}"):
                 missing.pop()
             if not missing:
                 return
             if time.monotonic() > deadline:
-                missing = [rank for rank in missing if not self._has(f"{key}/{rank}")]
-                what = "join" if key == "joined" else "get ready to receive"
+                missing = [rank for rank in missing if not self.has(f"{key}/{rank}")]
                 late = f"{nouns(len(missing), 'rank')} {', '.join(map(str, missing))}"
-                self._fail(TransferTimeout(f"{late} did not {what} in time"))
+                self.fail(TransferTimeout(f"{late} did not {what} in time"))
             time.sleep(poll_s)
             poll_s = min(_STORE_POLL_S, 1.5 * poll_s)

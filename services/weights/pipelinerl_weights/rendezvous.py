@@ -3,10 +3,12 @@ second.
 """
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipelinerl_weights.errors import TransferAborted, TransferTimeout
 from pipelinerl_weights.store import GroupStore, StoreServer, listen
@@ -142,6 +144,17 @@ class Rendezvous:
 def scope(epoch: int) -> str:
     """Returns the prefix of the epoch's keys in the store."""
     return f"epoch-{epoch}"
+
+
+def host_identity() -> str:
+    """Returns a name of this host that its processes share: ranks of one host reach each other
+    without the network. Two pods of a node are two hosts, since each has a network of its own.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:  # not Linux
+        return socket.gethostname()
 
 
 def local_address(address: str, port: int) -> str:

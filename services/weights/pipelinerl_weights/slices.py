@@ -35,27 +35,13 @@ class Block(NamedTuple):
         return math.prod(self.size)
 
 
-class WeightSource(Protocol):
-    """The weights of a trainer rank, as the sender reads them."""
-
-    @property
-    def holds(self) -> Sequence[Block]:
-        """The blocks that this rank can send; constant while the rank lives."""
-        ...
-
-    def read(self, pieces: Sequence[tuple[Block, Tensor]]) -> None:
-        """Copies each block into its 1-d uint8 view, in the manifest's dtype and the block's C
-        order. Each block is part of one that is held.
-        """
-        ...
-
-
 class WeightSink(Protocol):
     """The weights of a generator's worker, as the receiver writes them."""
 
-    def needs(self, manifest: Manifest) -> Sequence[Block]:
-        """Returns the blocks that this worker loads from a checkpoint of `manifest`. They may
-        overlap. Raises ManifestMismatch.
+    @property
+    def needs(self) -> Sequence[Block]:
+        """The blocks that this worker loads from a checkpoint; constant in a group. They may
+        overlap.
         """
         ...
 
@@ -70,8 +56,9 @@ def whole(index: int, shape: Shape) -> Block:
 
 
 def whole_tensors(manifest: Manifest) -> tuple[Block, ...]:
-    """Returns one block for every tensor of `manifest`."""
-    return tuple(whole(index, spec.shape) for index, spec in enumerate(manifest.tensors))
+    """Returns one block for every tensor of `manifest` that has items."""
+    blocks = (whole(index, spec.shape) for index, spec in enumerate(manifest.tensors))
+    return tuple(block for block in blocks if block.num_items)
 
 
 def num_bytes(manifest: Manifest, block: Block) -> int:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pipelinerl_weights import checksum
-from pipelinerl_weights.checksum import bucket_checksum, fold_checksums, from_int64, to_int64
+from pipelinerl_weights.checksum import checksum_text, chunk_checksum, fold_checksums, from_int64
 
 
 @pytest.fixture
@@ -17,14 +17,14 @@ def test_hand_computed_value() -> None:
     words = torch.tensor([5, 7], dtype=torch.int64)
     # One incomplete row: the factors are COLUMN[0] = 0 | 1 and COLUMN[1] = step | 1; ROW[0] = 1.
     expected = (5 + 7 * (0x9E3779B97F4A7C15 | 1)) % (1 << 64)
-    assert from_int64(int(bucket_checksum(words.view(torch.uint8)).item())) == f"{expected:016x}"
+    assert from_int64(int(chunk_checksum(words.view(torch.uint8)).item())) == f"{expected:016x}"
 
 
 @pytest.mark.parametrize("byte", [0, 1, 7, 4096 * 8, 2 * 4096 * 8 + 5, 3 * 4096 * 8 + 47])
 def test_one_changed_byte_shows(bucket: torch.Tensor, byte: int) -> None:
     changed = bucket.clone()
     changed[byte] ^= 1
-    assert bucket_checksum(changed) != bucket_checksum(bucket)
+    assert chunk_checksum(changed) != chunk_checksum(bucket)
 
 
 @pytest.mark.parametrize(
@@ -36,25 +36,25 @@ def test_swapped_words_show(bucket: torch.Tensor, first: int, second: int) -> No
         bucket[second : second + 8],
         bucket[first : first + 8],
     )
-    assert bucket_checksum(swapped) != bucket_checksum(bucket)
+    assert chunk_checksum(swapped) != chunk_checksum(bucket)
 
 
 def test_the_pass_size_does_not_matter(
     bucket: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = bucket_checksum(bucket)
+    expected = chunk_checksum(bucket)
     monkeypatch.setattr(checksum, "_HOST_ROWS", 1)
-    assert bucket_checksum(bucket) == expected
+    assert chunk_checksum(bucket) == expected
 
 
-def test_the_order_of_buckets_matters() -> None:
-    one, two = torch.tensor(1), torch.tensor(2)
-    assert fold_checksums([one, two], [16, 16]) != fold_checksums([two, one], [16, 16])
-    assert fold_checksums([one], [16]) != fold_checksums([one], [32])
+def test_the_order_and_the_number_of_chunks_matter() -> None:
+    one, two = (checksum_text(torch.tensor(value)) for value in (1, -2))
+    assert fold_checksums([one, two]) != fold_checksums([two, one])
+    assert fold_checksums([one]) != fold_checksums([one, checksum_text(torch.tensor(0))])
 
 
-@pytest.mark.parametrize(
-    "text", ["0000000000000000", "8000000000000000", "ffffffffffffffff", "0123456789abcdef"]
-)
-def test_a_checksum_travels_as_int64(text: str) -> None:
-    assert from_int64(to_int64(text)) == text
+@pytest.mark.parametrize("value", [0, 1, -1, -(1 << 63), (1 << 63) - 1])
+def test_a_checksum_is_sixteen_digits(value: int) -> None:
+    text = checksum_text(torch.tensor(value))
+    assert len(text) == 16
+    assert int(text, 16) == value % (1 << 64)

@@ -5,9 +5,10 @@ failed transfer, and leaves nothing pending.
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import cast
 
 import pytest
 import torch
@@ -16,13 +17,16 @@ from weights_harness import prompt
 
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_weights import group as group_module
+from pipelinerl_weights.agreement import post_blocks
 from pipelinerl_weights.errors import TransferAborted, TransferFailed, TransferTimeout
 from pipelinerl_weights.group import Rendezvous, TransferGroup
 from pipelinerl_weights.manifest import Manifest, TensorSpec
 from pipelinerl_weights.nccl import require_cuda
 from pipelinerl_weights.rendezvous import scope
+from pipelinerl_weights.slices import whole_tensors
+from pipelinerl_weights.snapshot import TensorAssembly, WeightSnapshot
 from pipelinerl_weights.store import GroupStore
-from pipelinerl_weights.transfer import WeightSnapshot, receive, send_snapshot
+from pipelinerl_weights.transfer import SendReport, receive, send_snapshot
 
 MANIFEST = Manifest(
     tuple(TensorSpec(f"w{index}", "float32", (64,)) for index in range(12)), bucket_bytes=512
@@ -92,12 +96,13 @@ def groups(
             member.close()  # type: ignore[attr-defined]
 
 
-def receiving(group: TransferGroup, taken: list[torch.Tensor] | None = None) -> Outcome:
-    def on_bucket(_: object, buffer: torch.Tensor) -> None:
+def receiving(group: TransferGroup, taken: dict[str, torch.Tensor] | None = None) -> Outcome:
+    def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         if taken is not None:
-            taken.append(buffer.clone())
+            taken.update(tensors)
 
-    return Outcome(lambda: receive(group, MANIFEST, 1, LIMIT_S, on_bucket))
+    sink = TensorAssembly(MANIFEST, load, whole_tensors(MANIFEST))
+    return Outcome(lambda: receive(group, MANIFEST, 1, LIMIT_S, sink))
 
 
 @pytest.mark.parametrize("launch_s", [0.0, 0.003])
@@ -105,11 +110,11 @@ def test_bytes_arrive_although_calls_are_launched_late(
     monkeypatch: pytest.MonkeyPatch, launch_s: float
 ) -> None:
     with groups(FakeNetwork(launch_s), monkeypatch) as members:
-        taken: list[torch.Tensor] = []
+        taken: dict[str, torch.Tensor] = {}
         receivers = [receiving(members[1], taken), receiving(members[2])]
-        send_snapshot(members[0], SNAPSHOT, 1, LIMIT_S)
-        assert [each.wait().result for each in receivers] == [SNAPSHOT.checksum] * 2
-        assert all(map(torch.equal, taken, SNAPSHOT.buckets))
+        report = send_snapshot(members[0], SNAPSHOT, 1, LIMIT_S)
+        assert [each.wait().result for each in receivers] == [report.checksum] * 2
+        assert all(torch.equal(taken[name], tensor) for name, tensor in SNAPSHOT.tensors())
 
 
 @pytest.mark.parametrize("reports_errors", [False, True])
@@ -118,6 +123,7 @@ def test_every_survivor_aborts_its_own_communicator(
 ) -> None:
     network = FakeNetwork(reports_errors=reports_errors)
     with groups(network, monkeypatch) as members:
+        post_blocks(members[2], "needs", MANIFEST, whole_tensors(MANIFEST))
         members[2].mark_receiving(1)
         survivor = receiving(members[1])
         network.kill(2)
@@ -136,7 +142,7 @@ def test_a_late_member_does_not_shorten_the_deadlines_of_later_transfers(
     with groups(FakeNetwork(), monkeypatch, timeout_s=3.0, late_s=2.0) as members:
         receivers = [receiving(members[1]), receiving(members[2])]
         members[0].wait_all_receiving(1, LIMIT_S)
-        pending = members[0].start_broadcast(SNAPSHOT.buckets[0], LIMIT_S)
+        pending = members[0].start_exchange([(SNAPSHOT.buffer, 1)], [], LIMIT_S)
         assert pending.deadline - time.monotonic() > LIMIT_S - 5
         members[0].abort("enough")
         assert all(isinstance(each.wait().error, TransferAborted) for each in receivers)
@@ -193,15 +199,16 @@ def test_a_member_killed_at_any_instant_costs_one_transfer(
                 assert isinstance(outcomes[survivor].wait().error, TransferFailed)
             else:  # it died at the end, which the survivor may have seen before its own
                 outcome = outcomes[survivor].wait()
-                assert outcome.result == SNAPSHOT.checksum or isinstance(
+                report = cast(SendReport, sending.result)
+                assert outcome.result == report.checksum or isinstance(
                     outcome.error, TransferFailed
                 )
         for library in network.libraries:
             assert library.stream.synchronize(5.0), "a kernel still spins"
     with groups(FakeNetwork(), monkeypatch, world_size=2) as members:
         outcome = receiving(members[1])
-        send_snapshot(members[0], SNAPSHOT, 1, LIMIT_S)
-        assert outcome.wait().result == SNAPSHOT.checksum
+        report = send_snapshot(members[0], SNAPSHOT, 1, LIMIT_S)
+        assert outcome.wait().result == report.checksum
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,18 @@
 import contextlib
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
+from pipelinerl_weights.agreement import post_blocks
 from pipelinerl_weights.group import Rendezvous, TransferGroup
-from pipelinerl_weights.manifest import Bucket, Manifest
-from pipelinerl_weights.transfer import receive, tensors_of
+from pipelinerl_weights.manifest import Manifest
+from pipelinerl_weights.slices import whole_tensors
+from pipelinerl_weights.snapshot import TensorAssembly
+from pipelinerl_weights.transfer import receive
 
 TIMEOUT_S = 60.0
 
@@ -69,27 +72,30 @@ class _Receiver:
         return "joined"
 
     def receive(self, manifest: Manifest, version: int, timeout_s: float, fault: str = "") -> Any:
-        """Returns (checksum, tensors). `fault`: "announce" reports when the first bucket came,
+        """Returns (checksum, tensors). `fault`: "announce" reports when the first tensors came,
         "raise" raises then.
         """
         assert self.group is not None
         tensors: dict[str, torch.Tensor] = {}
 
-        def on_bucket(bucket: Bucket, buffer: torch.Tensor) -> None:
+        def load(arrived: Iterable[tuple[str, torch.Tensor]]) -> None:
             if fault == "raise":
                 raise ValueError("no room")
-            if fault == "announce" and bucket.index == 0:
-                self.pipe.send("first bucket")
-            tensors.update((name, tensor.clone()) for name, tensor in tensors_of(bucket, buffer))
+            if fault == "announce" and not tensors:
+                self.pipe.send("first tensors")
+            tensors.update(arrived)
 
-        checksum = receive(self.group, manifest, version, timeout_s, on_bucket)
+        sink = TensorAssembly(manifest, load, whole_tensors(manifest))
+        checksum = receive(self.group, manifest, version, timeout_s, sink)
         return checksum, {
             name: (tensor.dtype, tuple(tensor.shape), _raw(tensor))
             for name, tensor in tensors.items()
         }
 
-    def mark(self, version: int) -> str:
+    def mark(self, manifest: Manifest, version: int) -> str:
+        """Does all that a receiver does before the first bytes."""
         assert self.group is not None
+        post_blocks(self.group, "needs", manifest, whole_tensors(manifest))
         self.group.mark_receiving(version)
         return "marked"
 
