@@ -8,7 +8,7 @@
     |               ^                                          Trainer.step: advantages, packing,
     |               | Generator.receive, between two tokens    truncated importance weights
     +---------------+<---------------------------------------------------------------+
-     policy.published            WeightSnapshot, bucket by bucket
+     policy.published            WeightSnapshot, tensor by tensor
 
 The parts are the product's own: the staleness policy (AReaL's rule), advantages, packing, the loss
 and the weight snapshot. The services add that all of this happens at once, on many machines, and
@@ -45,7 +45,7 @@ from pipelinerl_trainer.model import load_policy
 from pipelinerl_trainer.objective import Objective
 from pipelinerl_trainer.packed import pack_row
 from pipelinerl_weights.manifest import Manifest, TensorSpec
-from pipelinerl_weights.transfer import WeightSnapshot, tensors_of
+from pipelinerl_weights.snapshot import WeightSnapshot
 
 JOB = Path(__file__).parent / "jobs/arithmetic.yaml"
 CPU = torch.device("cpu")
@@ -86,9 +86,8 @@ class Generator:
     @torch.no_grad()
     def receive(self, snapshot: WeightSnapshot, version: int) -> None:
         """Takes over new weights. Sequences that are running continue with them."""
-        for bucket, buffer in zip(snapshot.manifest.buckets(), snapshot.buckets, strict=True):
-            for name, tensor in tensors_of(bucket, buffer):
-                self._weights[name].copy_(tensor)
+        for name, tensor in snapshot.tensors():
+            self._weights[name].copy_(tensor)
         self.version = version
 
     @torch.no_grad()

@@ -101,13 +101,13 @@ async def _bench(args: argparse.Namespace, folder: Path, rounds: int) -> Report:
         for mode in MODES:  # the first of everything pays for memory that is touched the first time
             await generator.wait_until_running(args.requests)
             await trainer.update(mode, None)
-            await mirror.broadcast(None)
+            await mirror.send(None)
         for number in range(rounds):
             progress(f"round {number + 1} of {rounds}")
             for pace, mode in ((pace, mode) for pace in paces for mode in MODES):
                 await generator.wait_until_running(args.requests)
                 measured[pace][mode].updates.append(await trainer.update(mode, paces[pace]))
-                measured[pace][mode].broadcasts.append(await mirror.broadcast(paces[pace]))
+                measured[pace][mode].broadcasts.append(await mirror.send(paces[pace]))
     values: dict[str, dict[str, dict[str, Value]]] = {
         pace: {mode: measured[pace][mode].values(snapshot.num_bytes) for mode in MODES}
         for pace in paces

@@ -1,9 +1,10 @@
 """The trainer's side of the weights bench: the weights of a folder, their group with the generator,
-and a raw broadcast of the same bytes to a mirror.
+and the same bytes sent raw to a mirror.
 
 The mirror is this module as a process: `python -m bench.weights_transfer PORT SIZES`. It joins a
 group of two made like the generator's. For each line on standard input it prints `ready` and
-receives one broadcast per bucket into buffers of its own: no handshake, no checksum, no copy.
+receives the bytes, a bucket's at a time, into buffers of its own: no handshake, no plan, no
+checksum, no copy.
 """
 
 import argparse
@@ -28,11 +29,11 @@ from pipelinerl_common.settings import WeightTransferSettings
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Manifest, TensorSpec
 from pipelinerl_weights.rendezvous import Rendezvous
-from pipelinerl_weights.transfer import WeightSnapshot, send_snapshot
+from pipelinerl_weights.snapshot import WeightSnapshot
+from pipelinerl_weights.transfer import send_snapshot
 
 BACKEND: Literal["gloo"] = "gloo"
 TIMEOUT_S, EPOCH = 300.0, 1
-BARRIER = "0" * 16
 DTYPE = "float32"
 
 
@@ -123,10 +124,10 @@ class Trainer:
             await asyncio.gather(sending, return_exceptions=True)
             raise
         total_s = time.monotonic() - started
-        await sending
-        if answer.checksum != self._snapshot.checksum:
+        report = await sending
+        if answer.checksum != report.checksum:
             raise Unavailable(
-                f"the generator has checksum {answer.checksum} instead of {self._snapshot.checksum}"
+                f"the generator has checksum {answer.checksum} instead of {report.checksum}"
             )
         return Update(
             answer.pause_s,
@@ -148,18 +149,18 @@ class Mirror:
     async def joined(cls, snapshot: WeightSnapshot) -> AsyncIterator["Mirror"]:
         """Starts the process and forms the group."""
         rendezvous = Rendezvous.open("127.0.0.1", 0, 2)
-        sizes = json.dumps([len(bucket) for bucket in snapshot.buckets])
+        sizes = json.dumps([len(part) for part in _parts(snapshot)])
         async with Worker.start(
             "mirror", "bench.weights_transfer", str(rendezvous.port), sizes
         ) as worker:
             with await asyncio.to_thread(_join, rendezvous) as group:
                 yield cls(worker, group, snapshot)
 
-    async def broadcast(self, pace: float | None) -> float:
-        """Seconds to broadcast the buckets' bytes and nothing else."""
+    async def send(self, pace: float | None) -> float:
+        """Seconds to send the snapshot's bytes and nothing else."""
         self._worker.go()
         await self._worker.line(TIMEOUT_S)
-        return await asyncio.to_thread(_broadcast, self._group, self._snapshot, pace)
+        return await asyncio.to_thread(_send, self._group, self._snapshot, pace)
 
 
 def _join(rendezvous: Rendezvous) -> TransferGroup:
@@ -175,24 +176,28 @@ def _join(rendezvous: Rendezvous) -> TransferGroup:
     )
 
 
-def _broadcast(group: TransferGroup, snapshot: WeightSnapshot, pace: float | None) -> float:
+def _parts(snapshot: WeightSnapshot) -> tuple[torch.Tensor, ...]:
+    return torch.split(snapshot.buffer, snapshot.manifest.bucket_bytes)
+
+
+def _send(group: TransferGroup, snapshot: WeightSnapshot, pace: float | None) -> float:
     start, sent = time.monotonic(), 0
-    for bucket in snapshot.buckets:
-        sent += len(bucket)
+    for part in _parts(snapshot):
+        sent += len(part)
         if pace is not None:
             group.wait_aborted(start + sent / pace - time.monotonic())
-        group.broadcast(bucket)
-    group.gather_checksums(BARRIER, TIMEOUT_S)
+        group.start_exchange([(part, 1)], [], TIMEOUT_S).wait()
+    group.end_transfer(TIMEOUT_S)
     return time.monotonic() - start
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="weights_transfer",
-        description="Receives the raw broadcasts of `e2e/bench/run weights`.",
+        description="Receives the raw bytes of `e2e/bench/run weights`.",
     )
     parser.add_argument("port", type=int)
-    parser.add_argument("sizes", help="bytes of each bucket, as a JSON list")
+    parser.add_argument("sizes", help="bytes of each part, as a JSON list")
     args = parser.parse_args()
     torch.set_num_threads(1)
     buffers = [torch.zeros(size, dtype=torch.uint8) for size in json.loads(args.sizes)]
@@ -208,8 +213,8 @@ def main() -> None:
         for _ in sys.stdin:
             print("ready", flush=True)
             for buffer in buffers:
-                group.broadcast(buffer)
-            group.gather_checksums(BARRIER, TIMEOUT_S)
+                group.start_exchange([], [(buffer, 0)], TIMEOUT_S).wait()
+            group.end_transfer(TIMEOUT_S)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ from pipelinerl_common.generator_api import InitGroupRequest
 from pipelinerl_common.settings import GeneratorSettings
 from pipelinerl_weights.group import Rendezvous, TransferGroup
 from pipelinerl_weights.manifest import Manifest, TensorSpec
-from pipelinerl_weights.transfer import WeightSnapshot, send_snapshot
+from pipelinerl_weights.snapshot import WeightSnapshot
+from pipelinerl_weights.transfer import send_snapshot
 
 BUCKET_BYTES = 1 << 20
 TRANSFER_S = 120.0

@@ -12,7 +12,6 @@ import torch
 import yaml
 from actor_generator_harness import (
     BUCKET_BYTES,
-    CALL_S,
     CLOSE,
     DIFFERENT,
     ENGINES,
@@ -26,6 +25,7 @@ from actor_generator_harness import (
     difference,
     manifest_of,
     running,
+    send_half,
     trainer_of,
     write_job,
 )
@@ -35,7 +35,6 @@ from torch import Tensor
 from pipelinerl_actor.generator.merged_weights import MergedWeights
 from pipelinerl_actor.models.tiny import make_tiny_model
 from pipelinerl_weights.adapter import a_name, b_name, merge
-from pipelinerl_weights.transfer import WeightSnapshot
 
 RANK, ALPHA = 4, 6.0
 SCALE = ALPHA / RANK
@@ -226,11 +225,10 @@ async def test_a_failed_update_leaves_what_was_served(
     post = trainer.request(new, version + 1, mode=mode)
 
     def break_off() -> None:
-        group.wait_all_receiving(version + 1, CALL_S)
-        buckets = WeightSnapshot.pack(manifest_of(new, BUCKET_BYTES), new.items()).buckets
-        assert len(buckets) > 1
-        group.broadcast(buckets[0])
-        group.abort("the test calls it off")
+        def abort() -> None:
+            group.abort("the test calls it off")
+
+        send_half(group, new, BUCKET_BYTES, version + 1, abort)
 
     await asyncio.to_thread(break_off)
     status, answer = await post

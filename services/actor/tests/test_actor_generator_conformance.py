@@ -29,6 +29,7 @@ from actor_generator_harness import (
     manifest_of,
     prompt_end,
     running,
+    send_half,
     trainer_of,
     until,
     write_job,
@@ -37,7 +38,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pipelinerl_actor.models.tiny import CHARACTERS, SPECIAL_TOKENS, make_tiny_model
 from pipelinerl_weights.group import Rendezvous
-from pipelinerl_weights.transfer import WeightSnapshot
 
 X, Y = 50, 60
 
@@ -542,15 +542,18 @@ def _fail(
     """What goes wrong on the sender's side."""
     if fault == "silence":
         return
-    group.wait_all_receiving(version, CALL_S)
+
+    def end() -> None:
+        if "abort" in fault:
+            group.abort("the test calls it off")
+        else:
+            trainer.leave()
+
     if "half-way" in fault:
-        snapshot = WeightSnapshot.pack(manifest_of(weights, trainer.bucket_bytes), weights.items())
-        for bucket in snapshot.buckets[: len(snapshot.buckets) // 2]:
-            group.broadcast(bucket)
-    if "abort" in fault:
-        group.abort("the test calls it off")
+        send_half(group, weights, trainer.bucket_bytes, version, end)
     else:
-        trainer.leave()
+        group.wait_all_receiving(version, CALL_S)
+        end()
 
 
 async def test_a_group_that_does_not_form_ends_at_the_deadline(

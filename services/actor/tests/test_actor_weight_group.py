@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from actor_generator_harness import (
     TOKEN,
     Client,
@@ -32,7 +32,7 @@ from pipelinerl_control.service import serve_coordinator
 from pipelinerl_trainer.membership import FULL_NAME, Membership, PolicyServicer
 from pipelinerl_trainer.publisher import Offer, Publisher
 from pipelinerl_weights.group import Pending, TransferGroup
-from pipelinerl_weights.transfer import WeightSnapshot
+from pipelinerl_weights.snapshot import WeightSnapshot
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -83,23 +83,21 @@ def pods(folder: Path) -> Iterator[Pods]:
         process.kill()
 
 
-class Broadcasts:
-    """Does something before a broadcast of the trainer's, once."""
+class Exchanges:
+    """Does something before an exchange of the trainer's, once."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._left = 0
         self._act: Callable[[], object] = lambda: None
-        start = TransferGroup.start_broadcast
+        start = TransferGroup.start_exchange
 
-        def start_broadcast(
-            group: TransferGroup, buffer: torch.Tensor, timeout_s: float | None = None
-        ) -> Pending:
+        def start_exchange(group: TransferGroup, *args: Any) -> Pending:
             self._left -= 1
             if self._left == 0:
                 self._act()
-            return start(group, buffer, timeout_s)
+            return start(group, *args)
 
-        monkeypatch.setattr(TransferGroup, "start_broadcast", start_broadcast)
+        monkeypatch.setattr(TransferGroup, "start_exchange", start_exchange)
 
     def before(self, number: int, act: Callable[[], object]) -> None:
         """`number` counts from 1, from now on."""
@@ -107,8 +105,8 @@ class Broadcasts:
 
 
 @pytest.fixture
-def broadcasts(monkeypatch: pytest.MonkeyPatch) -> Broadcasts:
-    return Broadcasts(monkeypatch)
+def exchanges(monkeypatch: pytest.MonkeyPatch) -> Exchanges:
+    return Exchanges(monkeypatch)
 
 
 @dataclass
@@ -226,7 +224,7 @@ async def harness(folder: Path, pods: Pods, *, sync_timeout_s: float) -> AsyncIt
 
 
 async def test_a_generator_killed_in_the_middle_of_a_transfer_costs_nobody_else_anything(
-    folder: Path, pods: Pods, broadcasts: Broadcasts
+    folder: Path, pods: Pods, exchanges: Exchanges
 ) -> None:
     await pods.start("actor-0/generator-0", "actor-1/generator-0")
     stays, dies = pods.urls
@@ -236,7 +234,7 @@ async def test_a_generator_killed_in_the_middle_of_a_transfer_costs_nobody_else_
     ):
         home.offer(1)
         await home.until_served(1, stays, dies)
-        broadcasts.before(3, lambda: pods.signal(dies, signal.SIGKILL))
+        exchanges.before(3, lambda: pods.signal(dies, signal.SIGKILL))
         started = asyncio.get_running_loop().time()
         home.offer(2)
         await home.until_served(2, stays)
@@ -274,7 +272,7 @@ async def test_a_machine_that_goes_silent_costs_one_sync_timeout(folder: Path, p
 
 
 async def test_training_goes_on_without_an_operator_and_catches_up_with_the_next_replica(
-    folder: Path, pods: Pods, broadcasts: Broadcasts
+    folder: Path, pods: Pods, exchanges: Exchanges
 ) -> None:
     await pods.start("actor-0/generator-0")
     (name,) = pods.urls
@@ -296,7 +294,7 @@ async def test_training_goes_on_without_an_operator_and_catches_up_with_the_next
             assert epoch_of(second, name) > epoch
             assert home.marked == [1, 4]
             epoch = epoch_of(second, name)
-            broadcasts.before(3, lambda: loop.call_soon_threadsafe(leaving.set))
+            exchanges.before(3, lambda: loop.call_soon_threadsafe(leaving.set))
             home.offer(5)
             async with asyncio.timeout(DEADLINE_S):
                 await leaving.wait()  # its lease is lost in the middle of an update

@@ -222,6 +222,11 @@ class FakePolicy(policy_pb2_grpc.PolicyServicer):
     def __init__(self) -> None:
         self.epoch = 0
 
+    async def AwaitGroup(
+        self, request: policy_pb2.AwaitGroupRequest, context: object
+    ) -> policy_pb2.AwaitGroupResponse:
+        raise NotImplementedError
+
     async def JoinGroup(
         self, request: policy_pb2.JoinGroupRequest, context: Any
     ) -> policy_pb2.JoinGroupResponse:

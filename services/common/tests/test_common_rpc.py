@@ -33,6 +33,11 @@ class Policy(policy_pb2_grpc.PolicyServicer):
         self.release.set()
         self.num_calls = 0
 
+    async def AwaitGroup(
+        self, request: policy_pb2.AwaitGroupRequest, context: object
+    ) -> policy_pb2.AwaitGroupResponse:
+        raise NotImplementedError
+
     async def JoinGroup(
         self, request: policy_pb2.JoinGroupRequest, context: Any
     ) -> policy_pb2.JoinGroupResponse:

@@ -111,6 +111,11 @@ class Policy(policy_pb2_grpc.PolicyServicer):
         self.callers.append(caller())
         return policy_pb2.GetPolicyResponse()
 
+    async def AwaitGroup(
+        self, request: policy_pb2.AwaitGroupRequest, context: object
+    ) -> policy_pb2.AwaitGroupResponse:
+        raise NotImplementedError
+
     async def JoinGroup(
         self, request: policy_pb2.JoinGroupRequest, context: object
     ) -> policy_pb2.JoinGroupResponse:

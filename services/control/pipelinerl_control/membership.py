@@ -36,6 +36,8 @@ class SeenTrainer:
     epoch: int
     """Epoch of its current group; 0 without one, as after a restart."""
     policy_version: int = 0
+    num_ranks: int = 1
+    """Its ranks, which are the first ones of every group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,9 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A generator in the group. Its workers have the ranks from `rank_offset`; the trainer is 0."""
+    """A generator in the group. Its workers have the ranks from `rank_offset`, behind those of the
+    trainer.
+    """
 
     name: str
     num_workers: int
@@ -61,14 +65,17 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class WeightGroup:
-    """A formed group. Example: 2 and 1 workers have rank offsets 1 and 3, world size 4."""
+    """A formed group. Example: 2 and 1 workers and a trainer of one rank have rank offsets 1 and 3,
+    world size 4.
+    """
 
     epoch: int
     members: tuple[Member, ...]
+    num_trainer_ranks: int = 1
 
     @property
     def world_size(self) -> int:
-        return 1 + sum(member.num_workers for member in self.members)
+        return self.num_trainer_ranks + sum(member.num_workers for member in self.members)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -140,14 +147,16 @@ class Standing:
     """
 
 
-def assign_ranks(epoch: int, workers: Mapping[str, int]) -> WeightGroup:
-    """Rank 0 is the trainer; the workers of the generators follow in the mapping's order."""
+def assign_ranks(epoch: int, workers: Mapping[str, int], num_trainer_ranks: int = 1) -> WeightGroup:
+    """The first ranks are the trainer's; the workers of the generators follow in the mapping's
+    order.
+    """
     members = []
-    offset = 1
+    offset = num_trainer_ranks
     for name, num_workers in workers.items():
         members.append(Member(name, num_workers, offset))
         offset += num_workers
-    return WeightGroup(epoch, tuple(members))
+    return WeightGroup(epoch, tuple(members), num_trainer_ranks)
 
 
 def decide(seen: Observation, standing: Standing, backoff: MemberBackoff) -> Wait | Form:
@@ -170,9 +179,8 @@ def decide(seen: Observation, standing: Standing, backoff: MemberBackoff) -> Wai
         return Wait("others may join too")
     known = [seen.trainer.epoch, standing.epoch_floor, group.epoch if group else 0]
     epoch = 1 + max([*known, *(generator.epoch for generator in seen.generators)])
-    return Form(
-        assign_ranks(epoch, {generator.name: generator.num_workers for generator in ready}), fault
-    )
+    workers = {generator.name: generator.num_workers for generator in ready}
+    return Form(assign_ranks(epoch, workers, seen.trainer.num_ranks), fault)
 
 
 def _ready(seen: Observation, standing: Standing, backoff: MemberBackoff) -> list[SeenGenerator]:

@@ -51,7 +51,8 @@ class TrainerClient:
                 )
         except PipelineRLError:
             return None
-        return SeenTrainer(response.epoch, response.policy_version)
+        # A trainer of a release before all ranks sent has one member, whatever its ranks.
+        return SeenTrainer(response.epoch, response.policy_version, response.num_ranks or 1)
 
     async def join_group(
         self, *, epoch: int, world_size: int, backend: str, port: int, timeout_s: float

@@ -167,6 +167,11 @@ class FakeTrainer(policy_pb2_grpc.PolicyServicer):
         self.joined: list[tuple[int, int]] = []
         self.generators = generators
 
+    async def AwaitGroup(
+        self, request: policy_pb2.AwaitGroupRequest, context: object
+    ) -> policy_pb2.AwaitGroupResponse:
+        raise NotImplementedError
+
     async def JoinGroup(
         self, request: policy_pb2.JoinGroupRequest, context: Any
     ) -> policy_pb2.JoinGroupResponse:

@@ -209,6 +209,41 @@ class DeepSpeedEngine:
                 for name, parameter in members:
                     yield name, parameter.detach()
 
+    def served_ranges(self) -> dict[str, list[tuple[str, int]] | None]:
+        """Returns, by the name of each parameter that is served, its tensors in the order of
+        `served_shapes` and where each begins in the flat parameter; None for a parameter that has
+        to be whole for its tensors to be made.
+        """
+        if self.policy.adapter is not None:
+            return {name: [(name, 0)] for name in self._adapter_shapes}
+        tensors = self.policy.tensors
+        return {name: tensors.ranges_of(name, shape) for name, shape in self._shapes.items()}
+
+    def stored_shapes(self, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yields names and shapes of the stored tensors of one parameter of the model."""
+        return self.policy.tensors.shapes_of(name, self._shapes[name])
+
+    def partitions(self) -> Iterator[tuple[str, Tensor, int]]:
+        """Yields, under ZeRO-3, every served parameter's name, this rank's flat partition of it,
+        whose end may be padding, and the item at which the partition begins. Nothing is gathered.
+        """
+        adapter = self.policy.adapter
+        served = self.policy.model_parameters() if adapter is None else adapter.parameters()
+        for name, parameter in served:
+            partition: Tensor = parameter.ds_tensor  # type: ignore[attr-defined] # DeepSpeed's
+            yield name, partition.detach().view(-1), self._ranks.rank * partition.numel()
+
+    def gathered(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the stored tensors of the named parameters, whole; each is valid until the next
+        one. Every rank must exhaust the iterator.
+        """
+        wanted = frozenset(names)
+        chosen = ((name, each) for name, each in self.policy.model_parameters() if name in wanted)
+        for members in self._chunks(chosen, self._shapes):
+            with self._gathered([parameter for _, parameter in members]):
+                for name, parameter in members:
+                    yield from self.policy.tensors.of(name, parameter.detach())
+
     def value_head_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the value head's weights like `served_weights`, if there is a value head."""
         head = self.policy.value_head

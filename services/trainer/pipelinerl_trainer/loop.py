@@ -6,7 +6,7 @@
     forward, backward, all rows
     optimizer step
     commit step k                ------>   preprocessor (acknowledges the samples)
-    snapshot of version k+1      ------>   publisher -> coordinator, generators -> MarkPublished
+    share of version k+1         ------>   publisher -> coordinator, generators -> MarkPublished
     checkpoint, when due
     report                       ------>   log, metrics stream
 
@@ -36,9 +36,8 @@ from pipelinerl_trainer.parity import ParityCheck
 from pipelinerl_trainer.publisher import Offer, Publisher
 from pipelinerl_trainer.ranks import Ranks, Vote
 from pipelinerl_trainer.report import Reporter, StepReport
+from pipelinerl_trainer.served_share import ServedShare
 from pipelinerl_trainer.source import BatchSource, TrainingStopped
-from pipelinerl_weights.manifest import Manifest
-from pipelinerl_weights.transfer import WeightSnapshot
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +106,9 @@ class TrainingLoop:
     source: BatchSource
     checkpointer: Checkpointer
     parity: ParityCheck
-    manifest: Manifest
+    share: ServedShare
+    offer: Callable[[Offer], None]
+    """Takes this rank's share of a new version, in the event loop's thread."""
     export: Callable[[], None]
     events: EventLoopProxy
     leader: LeaderServices | None
@@ -189,16 +190,10 @@ class TrainingLoop:
         return bool(every) and self.step % every == 0 and not self._is_done
 
     def _publish_weights(self) -> None:
-        """Gathers the weights on every rank; rank 0 packs them and hands them to its publisher.
-        Training never waits for the generators.
+        """Copies every rank's share of the weights, to be sent beside training, which never waits
+        for the generators.
         """
-        weights = self.engine.served_weights()
-        if self.leader is None:
-            for _ in weights:  # gathering is a collective: every rank must exhaust the iterator
-                pass
-            return
-        snapshot = WeightSnapshot.pack(self.manifest, weights)
-        self.events.call(self.leader.publisher.offer, Offer(snapshot, self.step))
+        self.events.call(self.offer, Offer(self.share.snapshot(), self.step))
 
     def _wait_until_published(self) -> None:
         """Waits until the generators serve the version that training begins with. Raises

@@ -1,11 +1,13 @@
 """Trainer rank 0's membership in the weight-transfer group, and the `Policy` service through which
-the coordinator changes it.
+the coordinator changes it and the trainer's other ranks follow.
 """
 
 import asyncio
 import logging
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,20 @@ FULL_NAME = "pipelinerl.v1.Policy"
 BACKENDS = ("gloo", "nccl")
 CALL_OFF_S = 5.0
 """Longest wait for an aborted forming to end."""
+AWAIT_GROUP_S = 20.0
+"""Longest time that AwaitGroup waits before it answers that there is no newer group."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTerms:
+    """How a rank joins the group of an epoch."""
+
+    epoch: int
+    world_size: int
+    backend: str
+    address: str
+    port: int
+    timeout_s: float
 
 
 class Membership:
@@ -30,10 +46,18 @@ class Membership:
     Lives in the event loop; joining blocks in a thread.
     """
 
-    def __init__(self, advertised_address: str, device: torch.device | str = "cpu") -> None:
-        """`device` is this rank's, from which nccl sends."""
+    def __init__(
+        self, advertised_address: str, device: torch.device | str = "cpu", num_ranks: int = 1
+    ) -> None:
+        """`device` is this rank's, from which nccl sends; `num_ranks` counts the trainer's ranks,
+        which all join.
+        """
         self._address = advertised_address
         self._device = device
+        self._num_ranks = num_ranks
+        self._terms: GroupTerms | None = None
+        """Of the newest group that was opened."""
+        self._opened = asyncio.Condition()
         self.on_change: Callable[[], None] = lambda: None
         """Called when a group has formed."""
         self._epoch = 0
@@ -69,7 +93,7 @@ class Membership:
         # A request for a newer epoch may have come in while this one left the old group.
         if epoch <= self.epoch:
             raise Refused(f"epoch {epoch} was overtaken by epoch {self.epoch}")
-        self._epoch, self._is_alone = epoch, world_size == 1
+        self._epoch, self._is_alone = epoch, world_size <= self._num_ranks
         if self._is_alone:
             log.info("epoch=%d no generators", epoch)
             return self._address, 0
@@ -78,31 +102,38 @@ class Membership:
         except TransferFailed as error:
             raise Unavailable(str(error)) from error
         self._forming = rendezvous
-        self._joining = asyncio.create_task(
-            self._join(rendezvous, epoch, world_size, backend, timeout_s), name=f"join {epoch}"
+        terms = GroupTerms(
+            epoch, world_size, backend, rendezvous.address, rendezvous.port, timeout_s
         )
+        self._joining = asyncio.create_task(self._join(rendezvous, terms), name=f"join {epoch}")
+        async with self._opened:
+            self._terms = terms
+            self._opened.notify_all()
         return rendezvous.address, rendezvous.port
+
+    async def newer_than(self, known_epoch: int, timeout_s: float) -> GroupTerms | None:
+        """Returns the terms of the newest group once its epoch is newer than the known one, or None
+        after `timeout_s`.
+        """
+
+        def newer() -> GroupTerms | None:
+            terms = self._terms
+            return terms if terms is not None and terms.epoch > known_epoch else None
+
+        try:
+            async with asyncio.timeout(timeout_s), self._opened:
+                await self._opened.wait_for(lambda: newer() is not None)
+        except TimeoutError:
+            pass
+        return newer()
 
     async def aclose(self) -> None:
         """Leaves the group; members that wait in it, or for it to form, fail immediately."""
         await self._leave("the trainer ends")
 
-    async def _join(
-        self, rendezvous: Rendezvous, epoch: int, world_size: int, backend: str, timeout_s: float
-    ) -> None:
-        def join() -> TransferGroup:
-            return TransferGroup.join(
-                rendezvous.address,
-                rendezvous.port,
-                rank=0,
-                world_size=world_size,
-                backend=backend,
-                epoch=epoch,
-                timeout_s=timeout_s,
-                store=rendezvous,
-                device=self._device,
-            )
-
+    async def _join(self, rendezvous: Rendezvous, terms: GroupTerms) -> None:
+        epoch = terms.epoch
+        join = partial(join_group, terms, 0, self._num_ranks, self._device, rendezvous)
         try:
             group = await asyncio.to_thread(join)
         except (TransferFailed, OSError) as error:
@@ -117,7 +148,7 @@ class Membership:
             group.close()
             return
         self._group = group
-        log.info("epoch=%d world_size=%d joined", epoch, world_size)
+        log.info("epoch=%d world_size=%d joined", epoch, terms.world_size)
         self.on_change()
 
     async def _leave(self, reason: str) -> None:
@@ -134,11 +165,36 @@ class Membership:
             await asyncio.wait({joining}, timeout=CALL_OFF_S)
 
 
+def join_group(
+    terms: GroupTerms,
+    rank: int,
+    num_ranks: int,
+    device: torch.device | str,
+    rendezvous: Rendezvous | None = None,
+) -> TransferGroup:
+    """Joins as `rank` of the trainer; blocks until all have joined. Raises TransferFailed or
+    OSError.
+    """
+    return TransferGroup.join(
+        terms.address,
+        terms.port,
+        rank=rank,
+        world_size=terms.world_size,
+        backend=terms.backend,
+        epoch=terms.epoch,
+        timeout_s=terms.timeout_s,
+        store=rendezvous,
+        device=device,
+        num_senders=num_ranks,
+    )
+
+
 class PolicyServicer(policy_pb2_grpc.PolicyServicer):
     """The `Policy` service; answers Unavailable until `open`, when the model is loaded."""
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: Membership, num_ranks: int = 1) -> None:
         self._membership = membership
+        self._num_ranks = num_ranks
         self._policy_version: Callable[[], int] | None = None
 
     def open(self, policy_version: Callable[[], int]) -> None:
@@ -157,11 +213,28 @@ class PolicyServicer(policy_pb2_grpc.PolicyServicer):
         )
         return policy_pb2.JoinGroupResponse(master_address=address, master_port=port)
 
+    async def AwaitGroup(
+        self, request: policy_pb2.AwaitGroupRequest, context: Any
+    ) -> policy_pb2.AwaitGroupResponse:
+        terms = await self._membership.newer_than(request.known_epoch, AWAIT_GROUP_S)
+        if terms is None:
+            return policy_pb2.AwaitGroupResponse()
+        return policy_pb2.AwaitGroupResponse(
+            epoch=terms.epoch,
+            world_size=terms.world_size,
+            backend=terms.backend,
+            master_address=terms.address,
+            master_port=terms.port,
+            timeout_s=terms.timeout_s,
+        )
+
     async def GetPolicy(
         self, request: policy_pb2.GetPolicyRequest, context: Any
     ) -> policy_pb2.GetPolicyResponse:
         return policy_pb2.GetPolicyResponse(
-            policy_version=self._loaded()(), epoch=self._membership.epoch
+            policy_version=self._loaded()(),
+            epoch=self._membership.epoch,
+            num_ranks=self._num_ranks,
         )
 
     def _loaded(self) -> Callable[[], int]:

@@ -6,6 +6,7 @@ Most parameters are stored as they are. The experts of a mixture are one paramet
 knows the conversion of every architecture, and it is reversed here.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,27 @@ class CheckpointTensors:
     def shapes_of(self, name: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
         for stored, tensor in self.of(name, torch.empty(shape, device="meta")):
             yield stored, tuple(tensor.shape)
+
+    def ranges_of(self, name: str, shape: Shape) -> list[tuple[str, int]] | None:
+        """Returns each stored tensor of the parameter `name` with the item of the flat parameter at
+        which it begins, in the order of `of`; None when one is not a contiguous range of it.
+        """
+        if name in self._kept:
+            return [(name, 0)]
+        # The conversions cut and join rows, so the parameter's row numbers show what they do.
+        rows = torch.arange(math.prod(shape[:-1])).view(*shape[:-1], 1)
+        row_items = shape[-1] if shape else 1
+        ranges: list[tuple[str, int]] = []
+        for (stored, numbers), (_, stored_shape) in zip(
+            self.of(name, rows), self.shapes_of(name, shape), strict=True
+        ):
+            first = int(numbers.flatten()[0])
+            expected = torch.arange(first, first + numbers.numel())
+            is_range = bool((numbers.flatten() == expected).all())
+            if not is_range or math.prod(stored_shape) != numbers.numel() * row_items:
+                return None
+            ranges.append((stored, first * row_items))
+        return ranges
 
 
 def stored_shapes(folder: Path) -> dict[str, Shape]:

@@ -30,8 +30,10 @@ from pipelinerl_common.telemetry import fields
 from pipelinerl_common.tracing import Tracer, span
 from pipelinerl_trainer.event_loop import in_thread
 from pipelinerl_trainer.membership import Membership
+from pipelinerl_weights import agreement
 from pipelinerl_weights.group import TransferGroup
-from pipelinerl_weights.transfer import SendReport, WeightSnapshot, send_snapshot
+from pipelinerl_weights.snapshot import WeightSnapshot
+from pipelinerl_weights.transfer import SendReport, send_snapshot
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ class NotYet(TemporaryError):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One version's weights, ready to be sent."""
+    """This rank's share of one version's weights, ready to be sent."""
 
     snapshot: WeightSnapshot
     version: int
@@ -191,8 +193,19 @@ class Publisher:
         # Only the newest weights are worth a transfer: a newer offer may have come while the
         # coordinator was asked.
         if offer is self._offer:
+            await self._check_ranks(offer, group)
             with self.tracer.root("weight update", version=offer.version, epoch=epoch):
                 await self._publish(offer, group, epoch)
+
+    async def _check_ranks(self, offer: Offer, group: TransferGroup) -> None:
+        """Raises NotYet when another rank of the trainer has newer weights only: it keeps two
+        versions, and this rank will soon offer the newer one.
+        """
+        if group.num_senders == 1:
+            return
+        propose = partial(agreement.propose, group, offer.version, PROBE_S)
+        if not await in_thread(propose, "version proposal"):
+            raise NotYet("another rank of the trainer is ahead")
 
     async def _publish(self, offer: Offer, group: TransferGroup, epoch: int) -> None:
         started = time.monotonic()

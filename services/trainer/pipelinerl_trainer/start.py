@@ -6,6 +6,7 @@ thread       train: join the ranks, load the model, TrainingLoop.run            
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -36,14 +37,16 @@ from pipelinerl_trainer.checkpoint import (
 from pipelinerl_trainer.engine import DeepSpeedEngine
 from pipelinerl_trainer.event_loop import EventLoopProxy, in_thread
 from pipelinerl_trainer.export import export_final
+from pipelinerl_trainer.follower import ShareSender
 from pipelinerl_trainer.learner import Learner
 from pipelinerl_trainer.loop import LeaderServices, TrainingLoop
 from pipelinerl_trainer.membership import FULL_NAME, Membership, PolicyServicer
 from pipelinerl_trainer.model import load_policy
 from pipelinerl_trainer.parity import ParityCheck, vocabulary_of
-from pipelinerl_trainer.publisher import Publisher
+from pipelinerl_trainer.publisher import Offer, Publisher
 from pipelinerl_trainer.ranks import RankPlacement, Ranks, join_ranks, rank_device
 from pipelinerl_trainer.report import Reporter
+from pipelinerl_trainer.served_share import ServedShare
 from pipelinerl_trainer.source import BatchSource
 from pipelinerl_weights.manifest import Manifest, TensorSpec
 from pipelinerl_weights.nccl import require_cuda
@@ -86,6 +89,11 @@ class TrainerArgs:
         host = self.wiring.listen.rpartition(":")[0]
         return self.placement.master_address if host in ANY_HOST else host
 
+    @property
+    def leader_address(self) -> str:
+        """Where the other ranks reach rank 0's Policy service."""
+        return f"{self.advertised_address}:{self.wiring.listen.rpartition(':')[2]}"
+
 
 async def run_rank(args: TrainerArgs, stop: asyncio.Event) -> None:
     """Runs one rank from start to end. Raises SettingsError, or another error when the rank must be
@@ -114,8 +122,14 @@ async def _run_follower(args: TrainerArgs, events: EventLoopProxy, client: Batch
     metrics = Metrics(TRAINER, args.job.name)
     metrics.gauge("memory_bytes").read(memory_bytes)
     listen = args.wiring.metrics_listen if args.placement.local_rank == 0 else ""
-    async with serve_metrics(listen, metrics.exposition):
-        await in_thread(partial(train, args, events, client, None), "training")
+    async with (
+        serve_metrics(listen, metrics.exposition),
+        rpc.connect(args.leader_address, token=args.wiring.token) as channel,
+    ):
+        timeout_s = args.job.spec.weight_transfer.sync_timeout_seconds
+        sender = ShareSender(channel, args.placement, rank_device(args.placement), timeout_s)
+        training = partial(train, args, events, client, sender.offer, None)
+        await run_until_first(in_thread(training, "training"), sender.run())
 
 
 async def _run_leader(args: TrainerArgs, events: EventLoopProxy, client: BatchClient) -> None:
@@ -124,8 +138,11 @@ async def _run_leader(args: TrainerArgs, events: EventLoopProxy, client: BatchCl
     metrics = Metrics(TRAINER, args.job.name)
     reporter = Reporter(metrics, wiring.name, args.job.metadata.namespace)
     sinks = SinkProcess(spec.telemetry.sinks, wiring, metrics)
+    num_ranks = args.placement.num_ranks
     async with (
-        aclosing(Membership(args.advertised_address, rank_device(args.placement))) as membership,
+        aclosing(
+            Membership(args.advertised_address, rank_device(args.placement), num_ranks)
+        ) as membership,
         rpc.connect(wiring.coordinator, token=wiring.token) as coordinator,
         serve_metrics(wiring.metrics_listen, metrics.exposition),
         open_tracer(args.job, TRAINER, wiring.name) as tracer,
@@ -139,11 +156,12 @@ async def _run_leader(args: TrainerArgs, events: EventLoopProxy, client: BatchCl
         )
         publisher.tracer, publisher.on_status = tracer, reporter.published
         membership.on_change = publisher.wake
-        servicer = PolicyServicer(membership)
+        servicer = PolicyServicer(membership, num_ranks)
         leader = LeaderServices(publisher, reporter, servicer, tracer)
 
         async def train_and_flush() -> None:
-            await in_thread(partial(train, args, events, client, leader), "training")
+            training = partial(train, args, events, client, publisher.offer, leader)
+            await in_thread(training, "training")
             await publisher.finish(TRANSFER_END_S)
             await reporter.finish(METRICS_END_S)
             if args.last_metrics is not None:
@@ -162,10 +180,14 @@ async def _run_leader(args: TrainerArgs, events: EventLoopProxy, client: BatchCl
 
 
 def train(
-    args: TrainerArgs, events: EventLoopProxy, client: BatchClient, leader: LeaderServices | None
+    args: TrainerArgs,
+    events: EventLoopProxy,
+    client: BatchClient,
+    offer: Callable[[Offer], None],
+    leader: LeaderServices | None,
 ) -> None:
     """Does everything from joining the other ranks to the exported model, in the training thread.
-    `leader` is given on rank 0.
+    `offer` takes shares of new versions in the event loop; `leader` is given on rank 0.
     """
     spec = args.job.spec
     if spec.actors.gpus_per_replica:
@@ -183,7 +205,8 @@ def train(
             source=BatchSource(client, events, ranks),
             checkpointer=Checkpointer(args.store, engine, ranks, args.model_folder),
             parity=ParityCheck(spec, args.wiring.generators, args.wiring.token, vocabulary),
-            manifest=manifest_of(engine, spec),
+            share=ServedShare(engine, manifest_of(engine, spec), ranks),
+            offer=offer,
             export=partial(
                 export_final, engine, ranks, args.model_folder, args.wiring.output / "final"
             ),

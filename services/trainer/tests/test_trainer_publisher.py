@@ -22,8 +22,8 @@ from pipelinerl_weights.errors import TransferFailed, TransferTimeout
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Manifest, TensorSpec
 from pipelinerl_weights.rendezvous import scope
+from pipelinerl_weights.snapshot import WeightSnapshot
 from pipelinerl_weights.store import GroupStore
-from pipelinerl_weights.transfer import WeightSnapshot
 
 MANIFEST = Manifest(
     (TensorSpec("weight", "float32", (3,)), TensorSpec("bias", "float32", (1,))), bucket_bytes=16

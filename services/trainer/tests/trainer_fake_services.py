@@ -29,8 +29,10 @@ from pipelinerl_common.codec import micro_batch_to_proto, plan_to_proto
 from pipelinerl_common.errors import Refused, TemporaryError, Unavailable
 from pipelinerl_trainer.learner import RankBatch
 from pipelinerl_weights.group import TransferGroup
-from pipelinerl_weights.manifest import Bucket, Manifest
-from pipelinerl_weights.transfer import receive, tensors_of
+from pipelinerl_weights.manifest import Manifest
+from pipelinerl_weights.slices import whole_tensors
+from pipelinerl_weights.snapshot import TensorAssembly
+from pipelinerl_weights.transfer import receive
 
 DEADLINE_S = 120.0
 
@@ -311,13 +313,10 @@ class Coordinator(weights_pb2_grpc.WeightTransferServicer):
             self.manifest = Manifest.from_proto(request.manifest)
         assert self.manifest is not None, "the first update of an epoch carries the manifest"
         received: dict[str, Tensor] = {}
-
-        def take(bucket: Bucket, buffer: Tensor) -> None:
-            received.update({name: tensor.clone() for name, tensor in tensors_of(bucket, buffer)})
-
+        sink = TensorAssembly(self.manifest, received.update, whole_tensors(self.manifest))
         try:
             checksum = await asyncio.to_thread(
-                receive, self.group, self.manifest, request.policy_version, request.timeout_s, take
+                receive, self.group, self.manifest, request.policy_version, request.timeout_s, sink
             )
         except TemporaryError as error:
             failed = weights_pb2.MemberResult(

@@ -154,32 +154,37 @@ def check_sums(
 # Which version the trainer's ranks send
 
 
-def propose(group: TransferGroup, proposal: int, version: int, deadline: float) -> bool:
+def propose(group: TransferGroup, version: int, timeout_s: float) -> bool:
     """Returns, on rank 0, whether every rank of the trainer still has `version`; if so all of them
-    take part in the next transfer. `proposal` counts the calls from 1.
+    take part in the next transfer. Raises as `Pending.wait` does.
     """
-    if group.num_senders == 1:
-        return True
+    group.num_proposals += 1
+    proposal, others = group.num_proposals, range(1, group.num_senders)
     group.post(f"proposal/{proposal}", str(version))
-    others = range(1, group.num_senders)
     key = f"answer/{proposal}"
+    deadline = time.monotonic() + timeout_s
     group.wait_for_ranks(key, others, deadline, "answer which version it has")
     agreed = all(group.read(f"{key}/{rank}") == b"yes" for rank in others)
     group.post(f"decision/{proposal}", b"yes" if agreed else b"no")
     return agreed
 
 
-def next_proposal(group: TransferGroup, proposal: int) -> int:
-    """Waits, on another rank, for rank 0 to propose a version, as long as the group lives."""
+def next_proposal(group: TransferGroup) -> int:
+    """Waits, on another rank of the trainer, until rank 0 proposes a version, as long as the group
+    lives.
+    """
+    group.num_proposals += 1
     # Seldom: all ranks ask the one store, and most of a step there is nothing to send.
     poll_s = _PROPOSAL_POLL_S
-    return int(group.wait_for(f"proposal/{proposal}", float("inf"), "a proposal", poll_s))
+    key = f"proposal/{group.num_proposals}"
+    return int(group.wait_for(key, float("inf"), "a proposal", poll_s))
 
 
-def answer(group: TransferGroup, proposal: int, *, has_it: bool, deadline: float) -> bool:
+def answer(group: TransferGroup, *, has_it: bool, timeout_s: float) -> bool:
     """Answers rank 0's proposal and returns what it decided."""
-    group.post(f"answer/{proposal}/{group.rank}", b"yes" if has_it else b"no")
-    return group.wait_for(f"decision/{proposal}", deadline, "rank 0's decision") == b"yes"
+    key, deadline = f"decision/{group.num_proposals}", time.monotonic() + timeout_s
+    group.post(f"answer/{group.num_proposals}/{group.rank}", b"yes" if has_it else b"no")
+    return group.wait_for(key, deadline, "rank 0's decision") == b"yes"
 
 
 def _packed(document: Any) -> bytes:

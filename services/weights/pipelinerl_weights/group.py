@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 import torch
-from torch import Tensor
 
 from pipelinerl_common.text import nouns
 from pipelinerl_weights.communicator import (
@@ -105,6 +104,8 @@ class TransferGroup:
         self._rendezvous: Rendezvous | None = None
         self.num_transfers = 0
         """Transfers that this rank has begun."""
+        self.num_proposals = 0
+        """Versions that rank 0 has proposed to the trainer's other ranks."""
         self.part: PlanPart | None = None
         """This rank's part of the slice plan, once there is one."""
         flag.on_set = self._abort_communicator

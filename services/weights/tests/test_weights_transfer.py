@@ -81,9 +81,7 @@ def test_every_receiver_gets_the_exact_bytes(peers: list[Peer]) -> None:
                 checksum, received = peer.result()
                 assert checksum == report.checksum
                 assert received == {
-                    name: (t.dtype, tuple(t.shape), raw(t))
-                    for name, t in sent.items()
-                    if t.numel()
+                    name: (t.dtype, tuple(t.shape), raw(t)) for name, t in sent.items() if t.numel()
                 }
             # Both are on the sender's host: each gets its own copy from it.
             assert 2 * snapshot.num_bytes <= report.num_bytes <= 2.1 * snapshot.num_bytes

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pipelinerl.v1 import weights_pb2 as pipelinerl_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apipelinerl/v1/policy.proto\x12\rpipelinerl.v1\x1a\x1bpipelinerl/v1/weights.proto\"g\n\x10JoinGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x0c\n\x04port\x18\x04 \x01(\r\x12\x11\n\ttimeout_s\x18\x05 \x01(\x01\"@\n\x11JoinGroupResponse\x12\x16\n\x0emaster_address\x18\x01 \x01(\t\x12\x13\n\x0bmaster_port\x18\x02 \x01(\r\"\x12\n\x10GetPolicyRequest\"k\n\x11GetPolicyResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12/\n\x08manifest\x18\x03 \x01(\x0b\x32\x1d.pipelinerl.v1.WeightManifest2\xa8\x01\n\x06Policy\x12N\n\tJoinGroup\x12\x1f.pipelinerl.v1.JoinGroupRequest\x1a .pipelinerl.v1.JoinGroupResponse\x12N\n\tGetPolicy\x12\x1f.pipelinerl.v1.GetPolicyRequest\x1a .pipelinerl.v1.GetPolicyResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apipelinerl/v1/policy.proto\x12\rpipelinerl.v1\x1a\x1bpipelinerl/v1/weights.proto\"g\n\x10JoinGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x0c\n\x04port\x18\x04 \x01(\r\x12\x11\n\ttimeout_s\x18\x05 \x01(\x01\"@\n\x11JoinGroupResponse\x12\x16\n\x0emaster_address\x18\x01 \x01(\t\x12\x13\n\x0bmaster_port\x18\x02 \x01(\r\"(\n\x11\x41waitGroupRequest\x12\x13\n\x0bknown_epoch\x18\x01 \x01(\x04\"\x88\x01\n\x12\x41waitGroupResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x16\n\x0emaster_address\x18\x04 \x01(\t\x12\x13\n\x0bmaster_port\x18\x05 \x01(\r\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\"\x12\n\x10GetPolicyRequest\"~\n\x11GetPolicyResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12/\n\x08manifest\x18\x03 \x01(\x0b\x32\x1d.pipelinerl.v1.WeightManifest\x12\x11\n\tnum_ranks\x18\x04 \x01(\r2\xfb\x01\n\x06Policy\x12N\n\tJoinGroup\x12\x1f.pipelinerl.v1.JoinGroupRequest\x1a .pipelinerl.v1.JoinGroupResponse\x12Q\n\nAwaitGroup\x12 .pipelinerl.v1.AwaitGroupRequest\x1a!.pipelinerl.v1.AwaitGroupResponse\x12N\n\tGetPolicy\x12\x1f.pipelinerl.v1.GetPolicyRequest\x1a .pipelinerl.v1.GetPolicyResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,10 +36,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINGROUPREQUEST']._serialized_end=177
   _globals['_JOINGROUPRESPONSE']._serialized_start=179
   _globals['_JOINGROUPRESPONSE']._serialized_end=243
-  _globals['_GETPOLICYREQUEST']._serialized_start=245
-  _globals['_GETPOLICYREQUEST']._serialized_end=263
-  _globals['_GETPOLICYRESPONSE']._serialized_start=265
-  _globals['_GETPOLICYRESPONSE']._serialized_end=372
-  _globals['_POLICY']._serialized_start=375
-  _globals['_POLICY']._serialized_end=543
+  _globals['_AWAITGROUPREQUEST']._serialized_start=245
+  _globals['_AWAITGROUPREQUEST']._serialized_end=285
+  _globals['_AWAITGROUPRESPONSE']._serialized_start=288
+  _globals['_AWAITGROUPRESPONSE']._serialized_end=424
+  _globals['_GETPOLICYREQUEST']._serialized_start=426
+  _globals['_GETPOLICYREQUEST']._serialized_end=444
+  _globals['_GETPOLICYRESPONSE']._serialized_start=446
+  _globals['_GETPOLICYRESPONSE']._serialized_end=572
+  _globals['_POLICY']._serialized_start=575
+  _globals['_POLICY']._serialized_end=826
 # @@protoc_insertion_point(module_scope)

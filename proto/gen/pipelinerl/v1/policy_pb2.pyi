@@ -28,7 +28,7 @@ class JoinGroupRequest(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     world_size: _builtins.int
-    """1 + workers of all member generators; 1 leaves every group"""
+    """ranks of the trainer + workers of all member generators; 1 leaves every group"""
     backend: _builtins.str
     """"nccl" or "gloo" """
     port: _builtins.int
@@ -75,6 +75,61 @@ class JoinGroupResponse(_message.Message):
 Global___JoinGroupResponse: _TypeAlias = JoinGroupResponse  # noqa: Y015
 
 @_typing.final
+class AwaitGroupRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KNOWN_EPOCH_FIELD_NUMBER: _builtins.int
+    known_epoch: _builtins.int
+    """0 at first"""
+    def __init__(
+        self,
+        *,
+        known_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_epoch", b"known_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AwaitGroupRequest: _TypeAlias = AwaitGroupRequest  # noqa: Y015
+
+@_typing.final
+class AwaitGroupResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    MASTER_ADDRESS_FIELD_NUMBER: _builtins.int
+    MASTER_PORT_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """0: no newer one"""
+    world_size: _builtins.int
+    backend: _builtins.str
+    master_address: _builtins.str
+    master_port: _builtins.int
+    timeout_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        world_size: _builtins.int = ...,
+        backend: _builtins.str = ...,
+        master_address: _builtins.str = ...,
+        master_port: _builtins.int = ...,
+        timeout_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "epoch", b"epoch", "master_address", b"master_address", "master_port", b"master_port", "timeout_s", b"timeout_s", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AwaitGroupResponse: _TypeAlias = AwaitGroupResponse  # noqa: Y015
+
+@_typing.final
 class GetPolicyRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -96,8 +151,11 @@ class GetPolicyResponse(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     MANIFEST_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     epoch: _builtins.int
+    num_ranks: _builtins.int
+    """ranks of the trainer, which are the group's first ones; 0 of an older release: one"""
     @_builtins.property
     def manifest(self) -> _weights_pb2.WeightManifest:
         """not filled: PublishVersion carries the manifest, once in an epoch"""
@@ -108,10 +166,11 @@ class GetPolicyResponse(_message.Message):
         policy_version: _builtins.int = ...,
         epoch: _builtins.int = ...,
         manifest: _weights_pb2.WeightManifest | None = ...,
+        num_ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "manifest", b"manifest", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "manifest", b"manifest", "num_ranks", b"num_ranks", "policy_version", b"policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

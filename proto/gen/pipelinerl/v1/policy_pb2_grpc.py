@@ -39,6 +39,11 @@ class PolicyStub:
                 request_serializer=pipelinerl_dot_v1_dot_policy__pb2.JoinGroupRequest.SerializeToString,
                 response_deserializer=pipelinerl_dot_v1_dot_policy__pb2.JoinGroupResponse.FromString,
                 _registered_method=True)
+        self.AwaitGroup = channel.unary_unary(
+                '/pipelinerl.v1.Policy/AwaitGroup',
+                request_serializer=pipelinerl_dot_v1_dot_policy__pb2.AwaitGroupRequest.SerializeToString,
+                response_deserializer=pipelinerl_dot_v1_dot_policy__pb2.AwaitGroupResponse.FromString,
+                _registered_method=True)
         self.GetPolicy = channel.unary_unary(
                 '/pipelinerl.v1.Policy/GetPolicy',
                 request_serializer=pipelinerl_dot_v1_dot_policy__pb2.GetPolicyRequest.SerializeToString,
@@ -58,6 +63,14 @@ class PolicyServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AwaitGroup(self, request, context):
+        """The group that the trainer's other ranks join too, as soon as there is one whose epoch is newer than the known one. Answers after
+        at most 20 seconds, with epoch 0 when there is none; called by those ranks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetPolicy(self, request, context):
         """The trainer's policy version and its epoch.
         """
@@ -72,6 +85,11 @@ def add_PolicyServicer_to_server(servicer, server):
                     servicer.JoinGroup,
                     request_deserializer=pipelinerl_dot_v1_dot_policy__pb2.JoinGroupRequest.FromString,
                     response_serializer=pipelinerl_dot_v1_dot_policy__pb2.JoinGroupResponse.SerializeToString,
+            ),
+            'AwaitGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.AwaitGroup,
+                    request_deserializer=pipelinerl_dot_v1_dot_policy__pb2.AwaitGroupRequest.FromString,
+                    response_serializer=pipelinerl_dot_v1_dot_policy__pb2.AwaitGroupResponse.SerializeToString,
             ),
             'GetPolicy': grpc.unary_unary_rpc_method_handler(
                     servicer.GetPolicy,
@@ -106,6 +124,33 @@ class Policy:
             '/pipelinerl.v1.Policy/JoinGroup',
             pipelinerl_dot_v1_dot_policy__pb2.JoinGroupRequest.SerializeToString,
             pipelinerl_dot_v1_dot_policy__pb2.JoinGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AwaitGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pipelinerl.v1.Policy/AwaitGroup',
+            pipelinerl_dot_v1_dot_policy__pb2.AwaitGroupRequest.SerializeToString,
+            pipelinerl_dot_v1_dot_policy__pb2.AwaitGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,6 +36,10 @@ class PolicyStub:
     background. Replaces an older epoch's group, aborting a transfer on it.
     Errors: FAILED_PRECONDITION (epoch not newer than the current one), INVALID_ARGUMENT.
     """
+    AwaitGroup: _grpc.UnaryUnaryMultiCallable[_policy_pb2.AwaitGroupRequest, _policy_pb2.AwaitGroupResponse]
+    """The group that the trainer's other ranks join too, as soon as there is one whose epoch is newer than the known one. Answers after
+    at most 20 seconds, with epoch 0 when there is none; called by those ranks.
+    """
     GetPolicy: _grpc.UnaryUnaryMultiCallable[_policy_pb2.GetPolicyRequest, _policy_pb2.GetPolicyResponse]
     """The trainer's policy version and its epoch."""
 
@@ -46,6 +50,10 @@ class PolicyAsyncStub(PolicyStub):
     """Opens the rendezvous of a new weight-transfer group and returns immediately with its address; the trainer joins as rank 0 in the
     background. Replaces an older epoch's group, aborting a transfer on it.
     Errors: FAILED_PRECONDITION (epoch not newer than the current one), INVALID_ARGUMENT.
+    """
+    AwaitGroup: _aio.UnaryUnaryMultiCallable[_policy_pb2.AwaitGroupRequest, _policy_pb2.AwaitGroupResponse]  # type: ignore[assignment]
+    """The group that the trainer's other ranks join too, as soon as there is one whose epoch is newer than the known one. Answers after
+    at most 20 seconds, with epoch 0 when there is none; called by those ranks.
     """
     GetPolicy: _aio.UnaryUnaryMultiCallable[_policy_pb2.GetPolicyRequest, _policy_pb2.GetPolicyResponse]  # type: ignore[assignment]
     """The trainer's policy version and its epoch."""
@@ -60,6 +68,16 @@ class PolicyServicer(metaclass=_abc_1.ABCMeta):
         """Opens the rendezvous of a new weight-transfer group and returns immediately with its address; the trainer joins as rank 0 in the
         background. Replaces an older epoch's group, aborting a transfer on it.
         Errors: FAILED_PRECONDITION (epoch not newer than the current one), INVALID_ARGUMENT.
+        """
+
+    @_abc_1.abstractmethod
+    def AwaitGroup(
+        self,
+        request: _policy_pb2.AwaitGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_policy_pb2.AwaitGroupResponse, _abc.Awaitable[_policy_pb2.AwaitGroupResponse]]:
+        """The group that the trainer's other ranks join too, as soon as there is one whose epoch is newer than the known one. Answers after
+        at most 20 seconds, with epoch 0 when there is none; called by those ranks.
         """
 
     @_abc_1.abstractmethod

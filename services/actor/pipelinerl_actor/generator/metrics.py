@@ -91,13 +91,14 @@ class StepClock:
 
 
 class TransferClock:
-    """Divides the time of one transfer; made when the worker is ready for the first bucket."""
+    """Divides the time of one transfer; made when the worker is ready for the first bytes."""
 
     def __init__(self) -> None:
         self._start = self._last = monotonic()
         self._load_s = 0.0
 
-    def bucket_arrived(self) -> None:
+    def arrived(self) -> None:
+        """Tensors have arrived, perhaps the last ones."""
         self._last = monotonic()
 
     @contextlib.contextmanager

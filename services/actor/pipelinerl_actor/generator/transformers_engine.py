@@ -6,7 +6,7 @@ puts them in place between two tokens.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -34,9 +34,10 @@ from pipelinerl_actor.generator.weight_layout import WeightLayout
 from pipelinerl_common.errors import FatalError, SettingsError
 from pipelinerl_common.generator_api import InitGroupRequest, LoadResponse
 from pipelinerl_weights.group import TransferGroup
-from pipelinerl_weights.manifest import Bucket
 from pipelinerl_weights.nccl import on_transfer_stream
-from pipelinerl_weights.transfer import receive, tensors_of
+from pipelinerl_weights.slices import whole_tensors
+from pipelinerl_weights.snapshot import TensorAssembly
+from pipelinerl_weights.transfer import receive
 
 
 class TransformersEngine:
@@ -165,22 +166,21 @@ class TransformersEngine:
             raise RuntimeError("this worker is in no group")
         adapter: dict[str, Tensor] = {}
 
-        def load(bucket: Bucket, buffer: Tensor) -> None:
-            clock.bucket_arrived()
+        def load(tensors: Iterable[tuple[str, Tensor]]) -> None:
+            clock.arrived()
             with clock.loading():
-                for name, tensor in tensors_of(bucket, buffer):
+                for name, tensor in tensors:
                     if self._merged is not None:
                         adapter[name] = tensor
                     elif name in self._parameters:
                         take(name, tensor)
 
-        clock = TransferClock()
+        clock, manifest = TransferClock(), transfer.manifest
+        sink = TensorAssembly(manifest, load, whole_tensors(manifest), self._group.device)
         with on_transfer_stream(self._group.device):
-            checksum = receive(
-                self._group, transfer.manifest, transfer.version, transfer.timeout_s, load
-            )
+            checksum = receive(self._group, manifest, transfer.version, transfer.timeout_s, sink)
             if self._merged is not None:
-                # Only now: a layer needs both halves of its adapter, which may be in two buckets.
+                # Only now: a layer needs both halves of its adapter, which may come apart.
                 with clock.loading():
                     for name, tensor in self._merged.of(adapter):
                         take(name, tensor)

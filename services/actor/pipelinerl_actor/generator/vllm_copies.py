@@ -29,7 +29,7 @@ _DERIVED = ("cpu_linear", "W_UK_T", "W_UV")
 
 
 class Reload:
-    """Loads checkpoint tensors into `model`, a bucket at a time, through vLLM's own loaders
+    """Loads checkpoint tensors into `model`, some tensors at a time, through vLLM's own loaders
     (sharding, fusing, packing).
     """
 

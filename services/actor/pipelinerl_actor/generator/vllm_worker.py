@@ -7,7 +7,7 @@ one process per worker. The engine calls the methods that begin with `weights_` 
 on a thread that reports its end (worker_thread.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,11 @@ from pipelinerl_actor.generator.vllm_copies import AdapterReload, Backup, Reload
 from pipelinerl_actor.generator.vllm_options import ADAPTER_SCALE, STAGING
 from pipelinerl_actor.generator.worker_thread import BackgroundWork, Ticket
 from pipelinerl_weights.group import TransferGroup
-from pipelinerl_weights.manifest import Bucket, Manifest
+from pipelinerl_weights.manifest import Manifest
 from pipelinerl_weights.nccl import on_transfer_stream
-from pipelinerl_weights.transfer import receive, tensors_of
+from pipelinerl_weights.slices import whole_tensors
+from pipelinerl_weights.snapshot import TensorAssembly
+from pipelinerl_weights.transfer import receive
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as BaseWorker
@@ -149,13 +151,15 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
             reload.begin()
             clock = TransferClock()
 
-            def load(bucket: Bucket, buffer: Tensor) -> None:
-                clock.bucket_arrived()
+            def load(tensors: Iterable[tuple[str, Tensor]]) -> None:
+                clock.arrived()
                 with clock.loading():
-                    reload.load(tensors_of(bucket, buffer))
+                    reload.load(tensors)
 
+            needs = whole_tensors(self._manifest)
+            sink = TensorAssembly(self._manifest, load, needs, self.device)
             try:
-                checksum = receive(self._group, self._manifest, version, timeout_s, load)
+                checksum = receive(self._group, self._manifest, version, timeout_s, sink)
                 with clock.loading():
                     reload.complete()
             finally:
