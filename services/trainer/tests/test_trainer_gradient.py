@@ -134,7 +134,9 @@ def test_parts_are_scaled_right_with_half_precision_weights() -> None:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     fakes.save_tiny_model(folder / "model")
-    run_two_ranks(folder, "trainer_rank_program.py", ["2", str(folder), *free_ports(15)], PROGRAM_S)
+    for kind in ("qwen3_moe", "mixtral"):
+        fakes.tiny_mixture(kind).save_pretrained(folder / kind)
+    run_two_ranks(folder, "trainer_rank_program.py", ["2", str(folder), *free_ports(16)], PROGRAM_S)
     return folder, json.loads((folder / "results.json").read_text(encoding="utf-8"))
 
 
@@ -209,6 +211,18 @@ def test_stages_train_alike(two_ranks: tuple[Path, dict[str, Any]]) -> None:
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert losses[2] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("case", ["1", "2", "3", "qwen3_moe", "mixtral"])
+def test_each_rank_has_an_even_share_of_what_generators_get(
+    two_ranks: tuple[Path, dict[str, Any]], case: str
+) -> None:
+    """Nothing is missing, nothing twice, and no rank keeps more than its part of the model."""
+    _, results = two_ranks
+    found = results[f"shares-{case}"]
+    assert found["is_same"]
+    assert found["is_complete"]
+    assert max(found["bytes"]) <= 1.1 * min(found["bytes"])
 
 
 def test_ranks_agree_on_the_highest_vote_and_on_the_same_batch_only(

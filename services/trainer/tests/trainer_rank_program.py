@@ -3,7 +3,8 @@ start is paid once.
 
     python trainer_rank_program.py RANK NUM_RANKS FOLDER PORT...
 
-Ports: three per stage, two for the algorithms without and with a value head, four for adapters.
+Ports: three per stage, two for the algorithms without and with a value head, four for adapters,
+one for mixtures.
 Rank 0 writes to FOLDER `gradient-<stage>-<packing>.safetensors`,
 `gradient-algorithm-<name>.safetensors`, `adapter-<stage>.safetensors` and `results.json`.
 """
@@ -32,7 +33,9 @@ from trainer_harness import RankHarness, newest  # noqa: E402
 from pipelinerl_trainer.batch_client import Pulled  # noqa: E402
 from pipelinerl_trainer.learner import Learner, RankBatch  # noqa: E402
 from pipelinerl_trainer.ranks import RankPlacement, Ranks, Vote, join_ranks  # noqa: E402
+from pipelinerl_trainer.served_share import ServedShare  # noqa: E402
 from pipelinerl_trainer.source import BatchSource  # noqa: E402
+from pipelinerl_weights.manifest import Manifest, TensorSpec  # noqa: E402
 
 EVERYTHING = fakes.trajectories(7)
 # Rows by rank. The second packing gives rank 1 a filler row and other neighbours.
@@ -207,9 +210,34 @@ def adapters(ranks: Ranks, stage: int, *, resumes: bool = False) -> None:
             fakes.train_step(made.learner, batch(step))
         assert made.save(2)
     second_half(made.learner)
+    found = shares(ranks, made.engine)
+    assert found["is_same"]
+    assert found["is_complete"]
     served = made.served()
     if RANK == 0:
         save_file(served, FOLDER / f"adapter-{'resumed-' * resumes}{stage}.safetensors")
+
+
+def shares(ranks: Ranks, engine: DeepSpeedEngine) -> dict[str, object]:
+    """Whether this rank's share has the bytes that are served, and the items of all shares."""
+    specs = (TensorSpec(name, "float32", shape) for name, shape in engine.served_shapes.items())
+    manifest = Manifest(tuple(specs), 1 << 20)
+    snapshot = ServedShare(engine, manifest, ranks).snapshot()
+    full = {name: weight.flatten().clone() for name, weight in engine.served_weights()}
+    names = [spec.name for spec in manifest.tensors]
+    is_same = all(
+        torch.equal(snapshot.view(position), full[names[index]][begin:end])
+        for position, (index, begin, end) in enumerate(snapshot.extents)
+    )
+    mine = torch.zeros(len(names), dtype=torch.float64)
+    for index, begin, end in snapshot.extents:
+        mine[index] += end - begin
+    by_rank = ranks.gather([float(is_same), float(snapshot.num_bytes), *mine.tolist()])
+    return {
+        "is_same": bool(by_rank[:, 0].all()),
+        "bytes": by_rank[:, 1].tolist(),
+        "is_complete": by_rank[:, 2:].sum(0).tolist() == [len(full[name]) for name in names],
+    }
 
 
 def votes(ranks: Ranks) -> list[str]:
@@ -229,6 +257,7 @@ def main() -> None:
             made = setup(ranks, stage)
             gradients(made.engine, made.learner, stage)
             results["replaced"] = streamed(ranks, made.engine, made.learner, stage)
+            results[f"shares-{stage}"] = shares(ranks, made.engine)
             results["votes"] = votes(ranks)
             results["pulled"] = pulled(ranks)
         with join_ranks(place(ports[1])) as ranks:
@@ -246,6 +275,11 @@ def main() -> None:
     ):
         with join_ranks(place(port)) as ranks:
             adapters(ranks, stage, resumes=resumes)
+    with join_ranks(place(PORTS[15])) as ranks:
+        for kind in ("qwen3_moe", "mixtral"):
+            spec = fakes.full_spec(trainers={"zeroStage": 3})
+            made = RankHarness.of(spec, FOLDER, ranks, prepared=FOLDER / kind)
+            results[f"shares-{kind}"] = shares(ranks, made.engine)
     if RANK == 0:
         (FOLDER / "results.json").write_text(json.dumps(results), encoding="utf-8")
 

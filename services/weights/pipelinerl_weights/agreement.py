@@ -1,9 +1,10 @@
-"""What the members of a group agree on through its store: the slice plan, made once for a group,
-and for each transfer its version, its beginning and its checksum.
+"""What the members of a group agree on through its store: the slice plan, made once for a group
+and a manifest (its hash is in the keys), and for each transfer its version, its beginning and its
+checksum.
 
-    holds/<rank>             the blocks that a trainer rank sends
-    needs/<rank>             the blocks that a worker loads
-    part/<rank>              the rank's part of the plan
+    holds/<hash>/<rank>      the blocks that a trainer rank sends
+    needs/<hash>/<rank>      the blocks that a worker loads
+    part/<hash>/<rank>       the rank's part of the plan
     proposal/<k>             the version that rank 0 wants to send next
     answer/<k>/<rank>        whether a trainer rank still has that version
     decision/<k>             whether all of them do
@@ -38,14 +39,19 @@ _EVERYTHING = b"everything"
 def post_blocks(
     group: TransferGroup, kind: str, manifest: Manifest, blocks: Sequence[Block]
 ) -> None:
-    """Tells rank 0 once for a group what this rank `holds` or `needs`."""
-    if group.num_transfers == 0:
+    """Tells rank 0 what this rank `holds` or `needs`, once for a manifest."""
+    if manifest.hash not in group.parts:
         is_all = tuple(blocks) == whole_tensors(manifest)
-        group.post(f"{kind}/{group.rank}", _EVERYTHING if is_all else _packed(blocks))
+        key = _key(kind, manifest, group.rank)
+        group.post(key, _EVERYTHING if is_all else _packed(blocks))
+
+
+def _key(kind: str, manifest: Manifest, rank: int | None = None) -> str:
+    return f"{kind}/{manifest.hash[:16]}" + ("" if rank is None else f"/{rank}")
 
 
 def _blocks(group: TransferGroup, kind: str, rank: int, manifest: Manifest) -> tuple[Block, ...]:
-    value = group.read(f"{kind}/{rank}")
+    value = group.read(_key(kind, manifest, rank))
     if value == _EVERYTHING:
         return whole_tensors(manifest)
     blocks = tuple(
@@ -56,15 +62,15 @@ def _blocks(group: TransferGroup, kind: str, rank: int, manifest: Manifest) -> t
 
 
 def distribute_plan(group: TransferGroup, manifest: Manifest, deadline: float) -> None:
-    """Makes the plan on rank 0 in a group's first transfer, when every rank has told what it holds
-    or needs, and posts each rank's part.
+    """Makes the plan on rank 0 in the first transfer of a manifest, when every rank has told what
+    it holds or needs, and posts each rank's part.
     """
-    if group.num_transfers > 1:
+    if manifest.hash in group.parts:
         return
     senders, ranks = range(group.num_senders), range(group.world_size)
     receivers = ranks[group.num_senders :]
-    group.wait_for_ranks("holds", senders, deadline, "say what it holds")
-    group.wait_for_ranks("needs", receivers, deadline, "say what it needs")
+    group.wait_for_ranks(_key("holds", manifest), senders, deadline, "say what it holds")
+    group.wait_for_ranks(_key("needs", manifest), receivers, deadline, "say what it needs")
     began = time.monotonic()
     plan = make_plan(
         manifest,
@@ -73,7 +79,7 @@ def distribute_plan(group: TransferGroup, manifest: Manifest, deadline: float) -
         {rank: group.read(f"joined/{rank}").decode() for rank in ranks},
     )
     for rank, part in enumerate(plan.parts(group.world_size)):
-        group.post(f"part/{rank}", _packed(part.to_json()))
+        group.post(_key("part", manifest, rank), _packed(part.to_json()))
     log.info(
         "slice plan: %d chunks of at most %d bytes in %d rounds, made in %.2f s",
         len(plan.chunks),
@@ -95,10 +101,10 @@ def wait_to_begin(group: TransferGroup, deadline: float) -> None:
 
 def own_part(group: TransferGroup, manifest: Manifest) -> PlanPart:
     """Returns this rank's part of the plan, which the store has once a transfer began."""
-    if group.part is None:
-        document = _unpacked(group.read(f"part/{group.rank}"))
-        group.part = PlanPart.from_json(manifest, document)
-    return group.part
+    if manifest.hash not in group.parts:
+        document = _unpacked(group.read(_key("part", manifest, group.rank)))
+        group.parts[manifest.hash] = PlanPart.from_json(manifest, document)
+    return group.parts[manifest.hash]
 
 
 # The checksums of a transfer

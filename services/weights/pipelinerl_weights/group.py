@@ -106,8 +106,8 @@ class TransferGroup:
         """Transfers that this rank has begun."""
         self.num_proposals = 0
         """Versions that rank 0 has proposed to the trainer's other ranks."""
-        self.part: PlanPart | None = None
-        """This rank's part of the slice plan, once there is one."""
+        self.parts: dict[str, PlanPart] = {}
+        """This rank's part of the slice plan, by the hash of its manifest."""
         flag.on_set = self._abort_communicator
 
     @classmethod
