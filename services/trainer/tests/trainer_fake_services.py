@@ -253,11 +253,16 @@ class Coordinator(weights_pb2_grpc.WeightTransferServicer):
         self.leave()
         self.epoch, self.manifest = self.epoch + 1, None
         timeout_s = 20.0
+        num_trainer_ranks = (await self.policy()).num_ranks
         async with rpc.connect(self.trainer, token=None) as channel:
             response = await rpc.call(
                 policy_pb2_grpc.PolicyStub(channel).JoinGroup,
                 policy_pb2.JoinGroupRequest(
-                    epoch=self.epoch, world_size=2, backend="gloo", port=0, timeout_s=timeout_s
+                    epoch=self.epoch,
+                    world_size=num_trainer_ranks + 1,
+                    backend="gloo",
+                    port=0,
+                    timeout_s=timeout_s,
                 ),
                 timeout_s=timeout_s,
                 retry_s=DEADLINE_S,
@@ -266,8 +271,8 @@ class Coordinator(weights_pb2_grpc.WeightTransferServicer):
             TransferGroup.join,
             response.master_address,
             response.master_port,
-            rank=1,
-            world_size=2,
+            rank=num_trainer_ranks,
+            world_size=num_trainer_ranks + 1,
             backend="gloo",
             epoch=self.epoch,
             timeout_s=timeout_s,
