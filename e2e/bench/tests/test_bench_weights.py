@@ -23,6 +23,7 @@ def arguments(**changes: object) -> argparse.Namespace:
         "pace": 100,
         "requests": 2,
         "delta_steps": 2,
+        "sharded_megabytes": 20,
     }
     return argparse.Namespace(**{**defaults, "engine": "vllm", **changes})
 
@@ -71,6 +72,11 @@ def test_a_step_s_delta_is_smaller_at_a_smaller_learning_rate() -> None:
 def test_weights_bench_updates_a_live_generator_in_both_modes_at_both_paces() -> None:
     values = weights.bench(arguments()).values
     assert "delta" in values
+    sharded = values["sharded"]
+    assert isinstance(sharded, Mapping)
+    assert sharded["sender_imbalance"] <= 0.1
+    assert sharded["node_bytes_over_model"] <= 1.3  # headers and the protocol weigh in a small one
+    assert sharded["through_rank0_seconds"] > sharded["update_seconds"] > 0
     for pace in ("paced", "unpaced"):
         modes = values[pace]
         assert isinstance(modes, Mapping)

@@ -57,6 +57,7 @@ Result = TypeVar("Result")
 CONNECTORS: Mapping[str, Connector] = {"gloo": GlooCommunicator, "nccl": NcclCommunicator}
 """Communicators by the name of `weightTransfer.backend`."""
 _POLL_S = 0.0005
+_LONGEST_POLL_S = 0.004
 _STORE_POLL_S = 0.02
 
 
@@ -246,12 +247,15 @@ class TransferGroup:
     def finish(self, pending: Pending) -> None:
         """Waits for an operation; see `Pending.wait`."""
         try:
-            # Polled: a blocking wait of the library would not notice an abort.
+            # Polled: a blocking wait of the library would not notice an abort. Ever more rarely,
+            # since many ranks of a host wait at the same time.
+            poll_s = _POLL_S
             while not pending.operation.is_done():
                 self._flag.raise_if_set()
                 if time.monotonic() > pending.deadline:
                     raise TransferTimeout(f"{pending.what} did not end in time")
-                time.sleep(_POLL_S)
+                time.sleep(poll_s)
+                poll_s = min(_LONGEST_POLL_S, 1.5 * poll_s)
         except TransferAborted:
             raise
         except TransferTimeout as error:

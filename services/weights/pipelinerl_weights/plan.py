@@ -196,7 +196,7 @@ def make_plan(
     return SlicePlan(
         tuple(chunk for _, _, chunk in chunks),
         tuple(source for source, _, _ in chunks),
-        tuple(_Schedule([routes.tree(*each) for each in chunks]).rounds()),
+        tuple(_Schedule(hosts, [routes.tree(*each) for each in chunks]).rounds()),
     )
 
 
@@ -330,7 +330,8 @@ class _Rank:
 class _Schedule:
     """Puts the hops of all chunks into rounds."""
 
-    def __init__(self, trees: Sequence[list[tuple[int, int]]]) -> None:
+    def __init__(self, hosts: Mapping[int, str], trees: Sequence[list[tuple[int, int]]]) -> None:
+        self._hosts = hosts
         self._onward: list[dict[int, list[int]]] = []
         """The ranks that each rank sends a chunk to, for every chunk."""
         self._ranks: dict[int, _Rank] = defaultdict(_Rank)
@@ -348,10 +349,12 @@ class _Schedule:
         while self._left:
             hops: list[tuple[int, int, int]] = []
             receiving: set[int] = set()
+            entering: dict[str, int] = defaultdict(int)
             for source in [rank for rank, state in self._ranks.items() if state.ready]:
-                hop = self._choose(source, receiving, turn)
+                hop = self._choose(source, receiving, entering, turn)
                 if hop is not None:
                     receiving.add(hop[2])
+                    entering[self._hosts[hop[2]]] += self._hosts[source] != self._hosts[hop[2]]
                     hops.append(hop)
             assert hops, "chains follow one order of the hosts, so some rank can always send"
             for hop in hops:
@@ -364,19 +367,30 @@ class _Schedule:
         for to in self._onward[chunk].get(rank, ()):
             self._ranks[rank].ready.setdefault(to, deque()).append(chunk)
 
-    def _choose(self, source: int, receiving: set[int], turn: int) -> tuple[int, int, int] | None:
-        """Returns the hop that `source` makes in this round, or None: to the next receiver in its
-        own rotation that is not receiving yet and has room.
+    def _choose(
+        self, source: int, receiving: set[int], entering: Mapping[str, int], turn: int
+    ) -> tuple[int, int, int] | None:
+        """Returns the hop that `source` makes in this round, or None: to a receiver that is not
+        receiving yet and has room. Of these it takes one on the host that fewest chunks enter in
+        this round, since workers of a host may share a link, and the next in its own rotation.
         """
         ready = self._ranks[source].ready
         peers = sorted(ready)
         first = (source + turn) % len(peers)
-        for to in (*peers[first:], *peers[:first]):
-            chunk = ready[to][0]
-            has_room = len(self._ranks[to].held) < HELD_CHUNKS or to not in self._onward[chunk]
-            if to not in receiving and has_room:
-                return chunk, source, to
-        return None
+
+        def may_send(to: int) -> bool:
+            has_room = (
+                len(self._ranks[to].held) < HELD_CHUNKS or to not in self._onward[ready[to][0]]
+            )
+            return to not in receiving and has_room
+
+        def load(to: int) -> int:
+            is_near = self._hosts[source] == self._hosts[to]
+            return 0 if is_near else entering.get(self._hosts[to], 0)
+
+        choices = filter(may_send, (*peers[first:], *peers[:first]))
+        to = min(choices, key=load, default=None)
+        return None if to is None else (ready[to][0], source, to)
 
     def _done(self, chunk: int, source: int, to: int) -> None:
         state = self._ranks[source]

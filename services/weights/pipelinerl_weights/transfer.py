@@ -19,8 +19,10 @@ from pipelinerl_weights.plan import Chunk, PlanPart, Round
 from pipelinerl_weights.slices import Block, WeightSink
 from pipelinerl_weights.snapshot import WeightSnapshot
 
-_WINDOW = 2
-"""Rounds under way: while one is on the wire, the chunks of the one before are copied."""
+_WINDOW = 3
+"""Rounds under way: while two are on the wire, the chunks of the one before are copied. It is also
+the number of buffers that a sender needs.
+"""
 
 Pieces = Sequence[tuple[Block, Tensor]]
 
