@@ -20,10 +20,14 @@ from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
+    layerwise,
 )
 
+from pipelinerl_actor.generator.loader_record import record_needs
 from pipelinerl_actor.generator.merged_weights import MergedWeights, without_effect
 from pipelinerl_common.errors import FatalError
+from pipelinerl_weights.manifest import Manifest
+from pipelinerl_weights.slices import Block
 
 _DERIVED = ("cpu_linear", "W_UK_T", "W_UV")
 
@@ -37,6 +41,14 @@ class Reload:
         self._model = model
         self._vllm_config = vllm_config
         _pack_experts_always(model)
+
+    def needed_blocks(self, manifest: Manifest) -> tuple[Block, ...]:
+        """Returns what this model loads of a checkpoint's tensors. The model stays as it is, but
+        nothing may run it meanwhile.
+        """
+        model: Any = self._model
+        with _only_recorded(self._model):
+            return record_needs(model.load_weights, manifest)
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -57,6 +69,25 @@ class Reload:
         finalize_layerwise_reload(self._model, self._vllm_config.model_config)
         for module in _tied_and_packed(self._model):
             module.quant_method.process_weights_after_loading(module)
+
+
+@contextlib.contextmanager
+def _only_recorded(model: nn.Module) -> Iterator[None]:
+    """Lets loads in the block reach their copies, into parameters on the meta device, and no layer
+    be completed; afterwards every layer has the parameters that it had.
+    """
+    process = layerwise._layerwise_process
+    layerwise._layerwise_process = lambda layer, info: None
+    try:
+        initialize_layerwise_reload(model)
+        yield
+    finally:
+        layerwise._layerwise_process = process
+        for layer in model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            if info.kernel_tensors is not None:
+                layerwise._place_kernel_tensors(layer, info)
+            info.reset()
 
 
 class AdapterReload:

@@ -24,7 +24,7 @@ from pipelinerl_actor.generator.worker_thread import BackgroundWork, Ticket
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Manifest
 from pipelinerl_weights.nccl import on_transfer_stream
-from pipelinerl_weights.slices import whole_tensors
+from pipelinerl_weights.slices import Block, whole_tensors
 from pipelinerl_weights.snapshot import TensorAssembly
 from pipelinerl_weights.transfer import receive
 
@@ -35,8 +35,8 @@ else:
 
 
 class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
-    """vLLM's worker with a group, a second copy of the weights, and a thread for transfers. All
-    tensors of an update reach every worker, which keeps its own shard.
+    """vLLM's worker with a group, a second copy of the weights, and a thread for transfers. It
+    receives the parts of the tensors that its own shard is made of.
     """
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -44,6 +44,8 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
         self._work = BackgroundWork(self.rank)
         self._group: TransferGroup | None = None
         self._manifest: Manifest | None = None
+        self._needs: dict[str, tuple[Block, ...]] = {}
+        """What this worker loads, by the hash of the manifest."""
         self._backup: Backup | None = None
         self._merged = self._merged_weights()
         self._update: AdapterReload | None = None
@@ -142,12 +144,22 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
             self._served = self._update.adapter
         return result
 
+    def _needed(self, reload: Reload | AdapterReload) -> tuple[Block, ...]:
+        """Returns the blocks that this worker loads. An adapter is small and merged whole."""
+        assert self._manifest is not None
+        if isinstance(reload, AdapterReload):
+            return whole_tensors(self._manifest)
+        if self._manifest.hash not in self._needs:
+            self._needs = {self._manifest.hash: reload.needed_blocks(self._manifest)}
+        return self._needs[self._manifest.hash]
+
     def _receive(
         self, reload: Reload | AdapterReload, version: int, timeout_s: float
     ) -> dict[str, Any]:
         assert self._group is not None
         assert self._manifest is not None
         with on_transfer_stream(self.device):
+            needs = self._needed(reload)
             reload.begin()
             clock = TransferClock()
 
@@ -156,7 +168,6 @@ class GeneratorWorker(BaseWorker):  # type: ignore[misc] # vLLM ships no types
                 with clock.loading():
                     reload.load(tensors)
 
-            needs = whole_tensors(self._manifest)
             sink = TensorAssembly(self._manifest, load, needs, self.device)
             try:
                 checksum = receive(self._group, self._manifest, version, timeout_s, sink)
