@@ -85,7 +85,7 @@ _VERSIONS = (
 _TIMES = (
     Panel(
         "Newest update",
-        "Time from the request to the last generator's response, and its parts: the broadcast, and "
+        "Time from the request to the last generator's response, and its parts: the transfer, and "
         "applying the weights.",
         SECONDS,
         (

@@ -52,7 +52,6 @@ BENCHES: dict[str, Bench] = {
             "pace": (100, "megabytes per second of the paced sender"),
             "requests": (2, "completions that run during every update"),
             "sharded-megabytes": (200, "megabytes of the model of the sharded update"),
-            "delta-steps": (50, "optimizer steps whose deltas are measured"),
         },
         has_engine=True,
     ),

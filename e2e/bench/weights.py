@@ -11,9 +11,8 @@ total / (broadcast + apply): an update has to move the bytes and to load them in
 means that it does nothing else, and less than 1 that it does both concurrently.
 `beside_apply_over_broadcast`, (total - apply) / broadcast, is the same without the model's loading.
 
-Two parts are apart from these: `sharded`, an update from four trainer ranks to four generators of
-two workers over paced links, see weights_sharded.py; and `delta`, what a delta of each optimizer
-step would have, see weights_delta.py.
+`sharded` is apart from these: an update from four trainer ranks to four generators of two workers
+over paced links, see weights_sharded.py.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from bench import weights_delta, weights_sharded
+from bench import weights_sharded
 from bench.report import Report, Row, Value, at_most, progress
 from bench.weights_generator import MEGABYTE, make_model, running_generator
 from bench.weights_transfer import Mirror, Trainer, Update, read_snapshot
@@ -71,8 +70,6 @@ def bench(args: argparse.Namespace) -> Report:
         raise SettingsError(
             f"--model {args.model}: no config.json in it; give a folder in Hugging Face format"
         )
-    steps = 2 if args.quick else args.delta_steps
-    deltas = weights_delta.measure(args.model, steps, args.seed)
     megabytes, rounds = (args.megabytes // 4, 1) if args.quick else (args.megabytes, args.rounds)
     sharded = weights_sharded.measure(20 if args.quick else args.sharded_megabytes, rounds)
     with tempfile.TemporaryDirectory(prefix="pipelinerl-bench-") as name:
@@ -85,8 +82,8 @@ def bench(args: argparse.Namespace) -> Report:
         report = asyncio.run(_bench(args, folder, rounds))
     return Report(
         report.title,
-        {**report.values, "sharded": sharded, "delta": deltas},
-        (*report.rows, *weights_sharded.rows(sharded), *weights_delta.rows(deltas)),
+        {**report.values, "sharded": sharded},
+        (*report.rows, *weights_sharded.rows(sharded)),
     )
 
 

@@ -91,7 +91,7 @@ def rows(values: dict[str, Any]) -> list[Row]:
             3,
         ),
         at_most("sharded: update / bound of the links", update / values["bound_seconds"], 1.3),
-        at_most("sharded: dearest sender / mean - 1", values["sender_imbalance"], 0.1),
+        at_most("sharded: busiest sender / mean - 1", values["sender_imbalance"], 0.1),
         at_most("sharded: bytes into a node / model", values["node_bytes_over_model"], 1.05),
     ]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import weights, weights_delta
+from bench import weights
 from bench.weights import Measured
 from bench.weights_generator import make_model, num_layers
 from bench.weights_transfer import Update, read_snapshot
@@ -22,7 +22,6 @@ def arguments(**changes: object) -> argparse.Namespace:
         "rounds": 1,
         "pace": 100,
         "requests": 2,
-        "delta_steps": 2,
         "sharded_megabytes": 20,
     }
     return argparse.Namespace(**{**defaults, "engine": "vllm", **changes})
@@ -56,22 +55,10 @@ def test_a_folder_without_a_model_is_refused_with_its_name(tmp_path: Path) -> No
         weights.bench(arguments(model=tmp_path))
 
 
-def test_a_step_s_delta_is_smaller_at_a_smaller_learning_rate() -> None:
-    values = weights_delta.measure(None, 2, seed=1)
-    assert list(values) == ["1e-06", "1e-05", "2e-05"]
-    small, middle, large = (float(str(each["largest"])) for each in values.values())
-    assert 0 < small < middle < large < 1
-    for each in values.values():
-        by_step = each["bytes_over_full"]
-        assert isinstance(by_step, Mapping)
-        assert list(by_step) == ["1", "2"]
-
-
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 def test_weights_bench_updates_a_live_generator_in_both_modes_at_both_paces() -> None:
     values = weights.bench(arguments()).values
-    assert "delta" in values
     sharded = values["sharded"]
     assert isinstance(sharded, Mapping)
     assert sharded["sender_imbalance"] <= 0.1

@@ -169,7 +169,7 @@ async def update_members(
     """Posts `request`, which names `manifest` by its hash, to all at once and waits at most until
     its deadline plus the answers' grace.
 
-    The trainer broadcasts only when every member receives. So when one fails before any has
+    The trainer sends only when every member receives. So when one fails before any has
     succeeded, the others would wait until their deadline: `abort` then ends the group, and with it
     their waiting.
     """

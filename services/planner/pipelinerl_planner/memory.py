@@ -169,7 +169,7 @@ def trainer_memory(spec: JobSpec, shape: ModelShape) -> MemoryUse:
             "gradients being reduced": min(trained, _REDUCE_ITEMS) * item,
             "activations": activations,
             "logits": 4 * _LOGITS_BYTES,
-            "bucket that is sent": _bucket_bytes(spec, shape),
+            "buffers of weights that are sent": 3 * spec.weight_transfer.bucket_bytes,
             "context and libraries": _CONTEXT_BYTES,
         },
     )
@@ -190,17 +190,19 @@ def generator_memory(
         {
             "weights": weights,
             "second copy (weightTransfer.mode=staged)": weights if takes_a_copy else 0,
-            "buckets": 2 * _bucket_bytes(spec, shape),
+            "buffers of weights that arrive": _arriving_bytes(spec, shape),
             "KV cache of one sequence": sequence_kv_bytes(spec, shape, workers),
             "engine": _ENGINE_BYTES,
         },
     )
 
 
-def _bucket_bytes(spec: JobSpec, shape: ModelShape) -> int:
-    """Bytes of the largest bucket: the embeddings are one tensor."""
+def _arriving_bytes(spec: JobSpec, shape: ModelShape) -> int:
+    """Bytes of the chunks that a worker receives or passes on, and of the tensor that is put
+    together from them: the embeddings are the largest.
+    """
     embeddings = shape.vocabulary * shape.hidden * _ITEM_BYTES[spec.model.dtype]
-    return max(spec.weight_transfer.bucket_bytes, embeddings)
+    return 7 * spec.weight_transfer.bucket_bytes + embeddings
 
 
 def sequence_kv_bytes(spec: JobSpec, shape: ModelShape, workers: int) -> int:

@@ -29,7 +29,7 @@ AWAIT_GROUP_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class GroupTerms:
-    """How a rank joins the group of an epoch."""
+    """The facts with which a rank joins the group of an epoch."""
 
     epoch: int
     world_size: int
@@ -56,7 +56,7 @@ class Membership:
         self._device = device
         self._num_ranks = num_ranks
         self._terms: GroupTerms | None = None
-        """Of the newest group that was opened."""
+        """The terms of the newest group that was opened."""
         self._opened = asyncio.Condition()
         self.on_change: Callable[[], None] = lambda: None
         """Called when a group has formed."""

@@ -44,7 +44,7 @@ PROBE_S = 5.0
 WAKE_S = 30.0
 """Time that the sender's thread has to come back once its group is aborted."""
 LOST_COORDINATOR_S = 10.0
-"""Time that a broadcast has left when the coordinator is lost."""
+"""Time that a transfer has left when the coordinator is lost."""
 
 
 class NotYet(TemporaryError):
@@ -293,7 +293,7 @@ class Publisher:
         return response
 
     async def _send(self, group: TransferGroup, offer: Offer) -> SendReport:
-        with span("broadcast", bytes=offer.snapshot.manifest.num_bytes):
+        with span("send weights", bytes=offer.snapshot.num_bytes):
             send = partial(send_snapshot, group, offer.snapshot, offer.version, self._timeout_s)
             return await in_thread(send, "weights sender")
 
@@ -355,10 +355,10 @@ async def _both(
     sending: asyncio.Task[SendReport],
     group: TransferGroup,
 ) -> weights_pb2.PublishVersionResponse:
-    """Returns the coordinator's answer once the broadcast has ended too.
+    """Returns the coordinator's answer once the transfer has ended too.
 
-    When the coordinator refused, the broadcast can never begin: the group is aborted. When the
-    coordinator is lost, the members may still be receiving and get a grace time. When the broadcast
+    When the coordinator refused, the transfer can never begin: the group is aborted. When the
+    coordinator is lost, the members may still be receiving and get a grace time. When the transfer
     failed, the answer names the member that was the cause.
     """
     await asyncio.wait({asking, sending}, return_when=asyncio.FIRST_EXCEPTION)

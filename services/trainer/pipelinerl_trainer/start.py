@@ -274,7 +274,7 @@ def make_engine(
 
 
 def manifest_of(engine: DeepSpeedEngine, spec: JobSpec) -> Manifest:
-    """Returns what is broadcast: every weight, or the adapter's, in the job's element type and the
+    """Returns what is sent: every weight, or the adapter's, in the job's element type and the
     engine's order.
     """
     tensors = tuple(

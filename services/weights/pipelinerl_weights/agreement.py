@@ -39,7 +39,7 @@ _EVERYTHING = b"everything"
 def post_blocks(
     group: TransferGroup, kind: str, manifest: Manifest, blocks: Sequence[Block]
 ) -> None:
-    """Tells rank 0 what this rank `holds` or `needs`, once for a manifest."""
+    """Reports to rank 0 what this rank `holds` or `needs`, once for a manifest."""
     if manifest.hash not in group.parts:
         is_all = tuple(blocks) == whole_tensors(manifest)
         key = _key(kind, manifest, group.rank)
@@ -62,8 +62,8 @@ def _blocks(group: TransferGroup, kind: str, rank: int, manifest: Manifest) -> t
 
 
 def distribute_plan(group: TransferGroup, manifest: Manifest, deadline: float) -> None:
-    """Makes the plan on rank 0 in the first transfer of a manifest, when every rank has told what
-    it holds or needs, and posts each rank's part.
+    """Makes the plan on rank 0 in the first transfer of a manifest, when every rank has posted
+    what it holds or needs, and posts each rank's part.
     """
     if manifest.hash in group.parts:
         return

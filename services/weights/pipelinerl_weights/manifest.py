@@ -1,13 +1,12 @@
-"""The tensors of a policy version and their layout in buckets. Imports no torch.
+"""The tensors of a policy version. Imports no torch.
 
-Sender and receivers compute the same layout from the same manifest, so only bytes travel during an
-update.
+The members of a transfer make their plan from one manifest, so only bytes travel during an update.
 """
 
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,9 +15,7 @@ from pipelinerl.v1 import weights_pb2
 from pipelinerl_common.errors import MalformedMessage
 
 ALIGNMENT = 16
-"""Bytes. Every tensor starts on a multiple of it, so that a slice of a bucket can be viewed as any
-dtype.
-"""
+"""Bytes. Every block of a buffer starts on a multiple, so that it can be viewed as any dtype."""
 
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -51,30 +48,9 @@ class TensorSpec:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """The place of a tensor in its bucket."""
-
-    tensor: TensorSpec
-    offset: int
-    """Bytes from the bucket's start."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Whole tensors that are sent in one broadcast."""
-
-    index: int
-    slots: tuple[Slot, ...]
-    num_bytes: int
-    """Padding included; a multiple of ALIGNMENT and never 0."""
-
-
 @dataclass(frozen=True)
 class Manifest:
-    """All tensors in the order in which they are sent. The order and `bucket_bytes` alone
-    determine the layout.
-    """
+    """All tensors in the order in which they are sent, in buffers of at most `bucket_bytes`."""
 
     tensors: tuple[TensorSpec, ...]
     bucket_bytes: int
@@ -94,25 +70,6 @@ class Manifest:
     def num_bytes(self) -> int:
         """Bytes of the tensors themselves, without padding."""
         return sum(tensor.num_bytes for tensor in self.tensors)
-
-    def buckets(self) -> tuple[Bucket, ...]:
-        """Returns buckets of at most `bucket_bytes`; a larger tensor has a bucket of its own."""
-        return self._buckets
-
-    @cached_property
-    def _buckets(self) -> tuple[Bucket, ...]:
-        return tuple(self._pack())
-
-    def _pack(self) -> Iterator[Bucket]:
-        index, slots, end = 0, list[Slot](), 0
-        for tensor in self.tensors:
-            padded = max(ALIGNMENT, -(-tensor.num_bytes // ALIGNMENT) * ALIGNMENT)
-            if slots and end + padded > self.bucket_bytes:
-                yield Bucket(index, tuple(slots), end)
-                index, slots, end = index + 1, [], 0
-            slots.append(Slot(tensor, end))
-            end += padded
-        yield Bucket(index, tuple(slots), end)
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form, which an UpdateRequest carries. Example: {"tensors": [{"name": "w",

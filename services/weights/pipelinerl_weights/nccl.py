@@ -220,7 +220,7 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         cuda: Any = torch.cuda
-        # The highest priority: a broadcast that waits behind training's kernels keeps receivers'
+        # The highest priority: an exchange that waits behind training's kernels keeps receivers'
         # kernels spinning.
         self.stream = cuda.Stream(device, priority=-1)
         self.handle: int = self.stream.cuda_stream

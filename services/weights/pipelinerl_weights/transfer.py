@@ -36,7 +36,7 @@ class SendReport:
     seconds: float
     """Seconds from the first round to the last receiver's confirmation."""
     checksum: str
-    """Of the version; rank 0 has it, the trainer's other ranks do not."""
+    """The version's checksum on rank 0, empty on the trainer's other ranks."""
 
 
 def send_snapshot(

@@ -5,7 +5,7 @@ WeightTransfer: in-flight weight updates. Served by the coordinator (in the oper
 trainer rank 0.
 
 One update: the trainer calls PublishVersion; the coordinator posts /request_weight_update to every member at once; each member marks
-itself as receiving in the group's store; when all have, the trainer broadcasts the buckets; each member applies them and answers with
+itself as receiving in the group's store; when all have, the trainer's ranks send; each member applies them and answers with
 version and checksum; PublishVersion returns. A member that does not answer in time is expelled and the epoch moves on.
 """
 

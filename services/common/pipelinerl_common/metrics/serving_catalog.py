@@ -183,7 +183,7 @@ WEIGHTS: Final[tuple[Metric, ...]] = (
         gauge(
             "transfer_seconds",
             "seconds",
-            "Newest update: time of the broadcast, of the slowest generator.",
+            "Newest update: time of the transfer, of the slowest generator.",
         ),
         gauge(
             "apply_seconds",

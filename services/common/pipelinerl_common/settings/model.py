@@ -71,7 +71,7 @@ class ModelSettings(Settings):
     revision: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """Branch, tag or commit of an `hf://` model. Unset: the default branch."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Element type of the generators' weights and of the weight broadcast. Use float32 on a CPU."""
+    """Element type of the generators' weights and of the weight transfer. Use float32 on a CPU."""
     head_dtype: Literal["model", "float32"] = "model"
     """Element type in which the language model's head computes logits everywhere: `model` is that
     of the weights; `float32` brings the log-probabilities of a bfloat16 model's generator and

@@ -222,7 +222,7 @@ class StreamSettings(Settings):
 
 class WeightTransferSettings(Settings):
     backend: Literal["nccl", "gloo"] = "nccl"
-    """Collective library of the weight broadcast: `nccl` between GPUs, `gloo` on CPUs."""
+    """Library that transfers the weights: `nccl` between GPUs, `gloo` on CPUs."""
     mode: Literal["staged", "inplace"] = "staged"
     """`staged` receives while decoding continues and pauses only to copy the weights; `inplace`
     pauses for the whole transfer and needs no second copy on the device.
@@ -230,7 +230,7 @@ class WeightTransferSettings(Settings):
     kv_cache: Literal["keep", "recompute"] = "keep"
     """KV cache of running sequences at an update: kept, or computed again with the new weights."""
     bucket_bytes: Annotated[int, Field(ge=1024)] = 64 * MEBIBYTE
-    """Size in bytes of the buckets into which tensors are packed for the broadcast."""
+    """Largest size in bytes of the buffers in which weights are sent."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the transfer group's rendezvous on trainer rank 0; 0 takes a free one."""
     form_timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
