@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 from pipelinerl_weights.group import TransferGroup
 from pipelinerl_weights.manifest import Manifest, TensorSpec
@@ -105,7 +106,7 @@ class Member:
         if self._is_sender and self._rank:
             return None
         size = WORLD_SIZE - NUM_SENDERS + 1
-        store = dist.TCPStore(
+        store = TCPStore(
             os.environ["LEADER"], port, size, self._rank == 0, timedelta(seconds=TIMEOUT_S)
         )
         gloo: Any = dist.ProcessGroupGloo

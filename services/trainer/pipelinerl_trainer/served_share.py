@@ -26,7 +26,7 @@ class ServedShare:
         self._whole: list[str] = []
         """Parameters that are gathered, because their tensors are no ranges of them."""
         self._sources: list[tuple[str, int, int]] = []
-        """Where each extent of a partition is: parameter, and first and last item of the partition."""
+        """Where each extent is: parameter, and first and last item of the partition of it."""
         if self._is_partitioned:
             self.extents = (*self._partitioned(), *self._gathered())
         else:

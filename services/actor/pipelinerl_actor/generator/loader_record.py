@@ -40,11 +40,11 @@ def record_needs(
     return recorder.blocks()
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's is untyped
     """Notes which parts of the source tensors are copied."""
 
     def __init__(self, manifest: Manifest) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._manifest = manifest
         self.sources = [
             (spec.name, torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta"))
