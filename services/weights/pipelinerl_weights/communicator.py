@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import (
     AllreduceOptions,
+    BroadcastOptions,
     Work,
 )
 
@@ -73,6 +74,10 @@ class Communicator(Protocol):
         """Starts sends and receives as one group, so that their order cannot deadlock. Between two
         ranks, sends and receives match in the order in which they are started.
         """
+        ...
+
+    def broadcast(self, buffer: Tensor) -> Operation:
+        """Starts to send rank 0's contiguous 1-d uint8 `buffer` into that of every other rank."""
         ...
 
     def all_reduce(self, values: Tensor) -> Operation:
@@ -204,6 +209,13 @@ class GlooCommunicator:
             # Receives first: what a peer sends early then needs no buffer of gloo's.
             works.extend(self._group.recv([buffer], peer, 0) for buffer, peer in receives)
             works.extend(self._group.send([buffer], peer, 0) for buffer, peer in sends)
+        return self._watch(works)
+
+    def broadcast(self, buffer: Tensor) -> Operation:
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, _UNBOUNDED
+        with self._starting() as works:
+            works.append(self._group.broadcast([buffer], options))
         return self._watch(works)
 
     def all_reduce(self, values: Tensor) -> Operation:

@@ -72,6 +72,10 @@ class NcclLibrary(Protocol):
     def group_end(self) -> int: ...
     def send(self, handle: int, buffer: Tensor, peer: int, stream: DeviceStream) -> int: ...
     def receive(self, handle: int, buffer: Tensor, peer: int, stream: DeviceStream) -> int: ...
+    def broadcast(self, handle: int, buffer: Tensor, stream: DeviceStream) -> int:
+        """From rank 0, in place."""
+        ...
+
     def all_reduce(self, handle: int, values: Tensor, stream: DeviceStream) -> int: ...
     def abort(self, handle: int) -> int: ...
     def describe(self, handle: int, result: int) -> str:
@@ -140,6 +144,9 @@ class NcclCommunicator:
             return self._library.group_end()
 
         return self._start(post)
+
+    def broadcast(self, buffer: Tensor) -> Operation:
+        return self._start(lambda handle: self._library.broadcast(handle, buffer, self._stream))
 
     def all_reduce(self, values: Tensor) -> Operation:
         return self._start(lambda handle: self._library.all_reduce(handle, values, self._stream))
@@ -367,6 +374,11 @@ class BoundLibrary:
 
     def receive(self, handle: int, buffer: Tensor, peer: int, stream: DeviceStream) -> int:
         return int(self._library.ncclRecv(*_pointer(buffer), peer, *_on(handle, stream)))
+
+    def broadcast(self, handle: int, buffer: Tensor, stream: DeviceStream) -> int:
+        pointer, count, kind = _pointer(buffer)
+        arguments = (pointer, pointer, count, kind, 0, *_on(handle, stream))
+        return int(self._library.ncclBroadcast(*arguments))
 
     def all_reduce(self, handle: int, values: Tensor, stream: DeviceStream) -> int:
         pointer = ctypes.c_void_p(values.data_ptr())

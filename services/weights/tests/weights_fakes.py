@@ -33,7 +33,7 @@ class Kernel:
     rank: int
     sends: list[tuple[int, Tensor]] = field(default_factory=list)
     receives: list[tuple[int, Tensor]] = field(default_factory=list)
-    collective: Tensor | None = None
+    collective: tuple[str, Tensor] | None = None
     missing: int = 0
     """Pieces whose peer has not come."""
     is_aborted: bool = False
@@ -112,7 +112,7 @@ class FakeNetwork:
                 self.awaited[peer, kernel.rank].append((kernel, buffer))
                 self._match(peer, kernel.rank)
             if kernel.collective is not None:
-                self._join_sum(kernel, kernel.collective)
+                self._join_collective(kernel, *kernel.collective)
 
     def _match(self, source: int, to: int) -> None:
         sent, awaited = self.sent[source, to], self.awaited[source, to]
@@ -125,7 +125,7 @@ class FakeNetwork:
             sender.missing -= 1
             receiver.missing -= 1
 
-    def _join_sum(self, kernel: Kernel, buffer: Tensor) -> None:
+    def _join_collective(self, kernel: Kernel, kind: str, buffer: Tensor) -> None:
         kernel.missing = 1
         number = self.num_collectives[kernel.rank]
         self.num_collectives[kernel.rank] += 1
@@ -134,7 +134,11 @@ class FakeNetwork:
         ranks = {each.rank for each, _ in present}
         if len(present) < self.world_size or ranks & self.dead:
             return
-        total = torch.stack([each for _, each in present]).sum(0)
+        assert len({each.collective[0] for each, _ in present if each.collective}) == 1
+        if kind == "sum":
+            total = torch.stack([each for _, each in present]).sum(0)
+        else:
+            total = next(each for other, each in present if other.rank == 0).clone()
         for each, values in present:
             values.copy_(total)
             each.missing = 0
@@ -201,11 +205,11 @@ class FakeNccl:
         self._group.receives.append((peer, buffer))
         return SUCCESS
 
+    def broadcast(self, handle: int, buffer: Tensor, stream: DeviceStream) -> int:
+        return self._collective(handle, "broadcast", buffer)
+
     def all_reduce(self, handle: int, values: Tensor, stream: DeviceStream) -> int:
-        self._check(handle)
-        kernel = self._new_kernel()
-        kernel.collective = values
-        return self._post(kernel)
+        return self._collective(handle, "sum", values)
 
     def abort(self, handle: int) -> int:
         self._check(handle)
@@ -217,6 +221,12 @@ class FakeNccl:
 
     def describe(self, handle: int, result: int) -> str:
         return {REMOTE_ERROR: "remote process exited or there was a network error"}[result]
+
+    def _collective(self, handle: int, kind: str, buffer: Tensor) -> int:
+        self._check(handle)
+        kernel = self._new_kernel()
+        kernel.collective = (kind, buffer)
+        return self._post(kernel)
 
     def _new_kernel(self) -> Kernel:
         assert self._launching is None, "called before the last call was launched"
