@@ -38,15 +38,12 @@ class ShareSender:
     """Sends this rank's shares, in its event loop and a thread for each group."""
 
     def __init__(
-        self,
-        leader: rpc.Channel,
-        place: RankPlacement,
-        device: torch.device | str,
-        timeout_s: float,
+        self, place: RankPlacement, device: torch.device, token: str | None, timeout_s: float
     ) -> None:
-        """`leader` is the channel to rank 0's Policy service; `timeout_s` is for one transfer."""
-        self._leader = policy_pb2_grpc.PolicyStub(leader)
+        """`timeout_s` is for one transfer."""
         self._place, self._device, self._timeout_s = place, device, timeout_s
+        self._token = token
+        self._leader: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._offers: deque[Offer] = deque(maxlen=KEPT_VERSIONS)
         self.wake_s = WAKE_S
 
@@ -56,16 +53,26 @@ class ShareSender:
         """
         self._offers.append(offer)
 
+    def follow(self, leader: str) -> None:
+        """Begins to join rank 0's groups; `leader` is the address of its Policy service. Called in
+        the event loop's thread, when the ranks have met.
+        """
+        self._leader.set_result(leader)
+
     async def run(self) -> None:
         """Joins one group of rank 0's after the other and sends in it, until cancelled.
 
         Waits for rank 0, and is unblocked by a new group. Raises FatalError when a thread does not
         come back from an aborted group.
         """
+        async with rpc.connect(await self._leader, token=self._token) as channel:
+            await self._run(policy_pb2_grpc.PolicyStub(channel))
+
+    async def _run(self, leader: "policy_pb2_grpc.PolicyAsyncStub") -> None:
         epoch, backoff = 0, Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         while True:
             try:
-                terms = await self._newer_group(epoch)
+                terms = await _newer_group(leader, epoch)
                 if terms is None:
                     continue
                 epoch = terms.epoch
@@ -80,23 +87,11 @@ class ShareSender:
                 # Rank 0 may be starting, or be about to open the next group.
                 await backoff.sleep()
 
-    async def _newer_group(self, epoch: int) -> GroupTerms | None:
-        request = policy_pb2.AwaitGroupRequest(known_epoch=epoch)
-        found = await rpc.call(self._leader.AwaitGroup, request, timeout_s=AWAIT_GROUP_S + 10.0)
-        if not found.epoch:
-            return None
-        return GroupTerms(
-            found.epoch,
-            found.world_size,
-            found.backend,
-            found.master_address,
-            found.master_port,
-            found.timeout_s,
-        )
-
     async def _send_in(self, group: TransferGroup) -> None:
         """Sends until the group ends. Raises FatalError when the thread is stuck."""
         sending = asyncio.create_task(in_thread(partial(self._send_all, group), "share sender"))
+        # Retrieved, also when this rank ends first: the abort that follows is no error of its own.
+        sending.add_done_callback(lambda task: task.cancelled() or task.exception())
         aborted_at: float | None = None
         try:
             while not (await asyncio.wait({sending}, timeout=_LOOK_S))[0]:
@@ -122,3 +117,18 @@ class ShareSender:
             if is_agreed and offer is not None:
                 report = send_snapshot(group, offer.snapshot, version, self._timeout_s)
                 log.debug("version=%d bytes=%d sent", version, report.num_bytes)
+
+
+async def _newer_group(leader: "policy_pb2_grpc.PolicyAsyncStub", epoch: int) -> GroupTerms | None:
+    request = policy_pb2.AwaitGroupRequest(known_epoch=epoch)
+    found = await rpc.call(leader.AwaitGroup, request, timeout_s=AWAIT_GROUP_S + 10.0)
+    if not found.epoch:
+        return None
+    return GroupTerms(
+        found.epoch,
+        found.world_size,
+        found.backend,
+        found.master_address,
+        found.master_port,
+        found.timeout_s,
+    )

@@ -93,6 +93,8 @@ class LeaderServices:
     reporter: Reporter
     servicer: PolicyServicer
     tracer: Tracer
+    policy_address: str
+    """Where the other ranks reach the Policy service."""
 
 
 @dataclass(kw_only=True)

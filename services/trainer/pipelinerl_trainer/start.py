@@ -6,7 +6,6 @@ thread       train: join the ranks, load the model, TrainingLoop.run            
 
 import asyncio
 import logging
-from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +42,7 @@ from pipelinerl_trainer.loop import LeaderServices, TrainingLoop
 from pipelinerl_trainer.membership import FULL_NAME, Membership, PolicyServicer
 from pipelinerl_trainer.model import load_policy
 from pipelinerl_trainer.parity import ParityCheck, vocabulary_of
-from pipelinerl_trainer.publisher import Offer, Publisher
+from pipelinerl_trainer.publisher import Publisher
 from pipelinerl_trainer.ranks import RankPlacement, Ranks, join_ranks, rank_device
 from pipelinerl_trainer.report import Reporter
 from pipelinerl_trainer.served_share import ServedShare
@@ -89,11 +88,6 @@ class TrainerArgs:
         host = self.wiring.listen.rpartition(":")[0]
         return self.placement.master_address if host in ANY_HOST else host
 
-    @property
-    def leader_address(self) -> str:
-        """Where the other ranks reach rank 0's Policy service."""
-        return f"{self.advertised_address}:{self.wiring.listen.rpartition(':')[2]}"
-
 
 async def run_rank(args: TrainerArgs, stop: asyncio.Event) -> None:
     """Runs one rank from start to end. Raises SettingsError, or another error when the rank must be
@@ -122,13 +116,11 @@ async def _run_follower(args: TrainerArgs, events: EventLoopProxy, client: Batch
     metrics = Metrics(TRAINER, args.job.name)
     metrics.gauge("memory_bytes").read(memory_bytes)
     listen = args.wiring.metrics_listen if args.placement.local_rank == 0 else ""
-    async with (
-        serve_metrics(listen, metrics.exposition),
-        rpc.connect(args.leader_address, token=args.wiring.token) as channel,
-    ):
+    async with serve_metrics(listen, metrics.exposition):
         timeout_s = args.job.spec.weight_transfer.sync_timeout_seconds
-        sender = ShareSender(channel, args.placement, rank_device(args.placement), timeout_s)
-        training = partial(train, args, events, client, sender.offer, None)
+        device = rank_device(args.placement)
+        sender = ShareSender(args.placement, device, args.wiring.token, timeout_s)
+        training = partial(train, args, events, client, sender, None)
         await run_until_first(in_thread(training, "training"), sender.run())
 
 
@@ -157,10 +149,9 @@ async def _run_leader(args: TrainerArgs, events: EventLoopProxy, client: BatchCl
         publisher.tracer, publisher.on_status = tracer, reporter.published
         membership.on_change = publisher.wake
         servicer = PolicyServicer(membership, num_ranks)
-        leader = LeaderServices(publisher, reporter, servicer, tracer)
 
         async def train_and_flush() -> None:
-            training = partial(train, args, events, client, publisher.offer, leader)
+            training = partial(train, args, events, client, publisher, leader)
             await in_thread(training, "training")
             await publisher.finish(TRANSFER_END_S)
             await reporter.finish(METRICS_END_S)
@@ -171,6 +162,9 @@ async def _run_leader(args: TrainerArgs, events: EventLoopProxy, client: BatchCl
         service = rpc.RpcService(policy_pb2_grpc.add_PolicyServicer_to_server, servicer, FULL_NAME)
         async with rpc.serve(wiring.listen, [service], token=wiring.token) as server:
             log.info("serving=%s", server.address)
+            port = server.address.rpartition(":")[2]
+            policy_address = f"{args.advertised_address}:{port}"
+            leader = LeaderServices(publisher, reporter, servicer, tracer, policy_address)
             await run_until_first(
                 train_and_flush(),
                 publisher.run(membership),
@@ -183,16 +177,19 @@ def train(
     args: TrainerArgs,
     events: EventLoopProxy,
     client: BatchClient,
-    offer: Callable[[Offer], None],
+    sender: Publisher | ShareSender,
     leader: LeaderServices | None,
 ) -> None:
     """Does everything from joining the other ranks to the exported model, in the training thread.
-    `offer` takes shares of new versions in the event loop; `leader` is given on rank 0.
+    `sender` takes shares of new versions in the event loop; `leader` is given on rank 0.
     """
     spec = args.job.spec
     if spec.actors.gpus_per_replica:
         require_cuda("actors.gpusPerReplica")
     with join_ranks(args.placement, spec.trainers) as ranks:
+        address = ranks.from_leader(leader.policy_address.encode() if leader else b"").decode()
+        if isinstance(sender, ShareSender):
+            events.call(sender.follow, address)
         seed_everything(spec.seed)
         checkpoint = choose_checkpoint(args, ranks)
         engine = make_engine(spec, args.model_folder, ranks, checkpoint)
@@ -206,7 +203,7 @@ def train(
             checkpointer=Checkpointer(args.store, engine, ranks, args.model_folder),
             parity=ParityCheck(spec, args.wiring.generators, args.wiring.token, vocabulary),
             share=ServedShare(engine, manifest_of(engine, spec), ranks),
-            offer=offer,
+            offer=sender.offer,
             export=partial(
                 export_final, engine, ranks, args.model_folder, args.wiring.output / "final"
             ),
