@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 from pipelinerl_common.errors import MalformedMessage, PermanentError
 from pipelinerl_weights.manifest import ALIGNMENT, ITEM_BYTES, Manifest
-from pipelinerl_weights.slices import Block, cells, contains, intersection, split
+from pipelinerl_weights.slices import Block, are_disjoint, cells, contains, intersection, split
 
 CHUNKS_PER_SENDER = 16
 """A small model is sent in at least this many chunks a sender, so that the shares are even."""
@@ -226,13 +226,12 @@ class _Pieces:
             needed, held = self._needed[tensor], self._held.get(tensor, {})
             for cell in cells(needed):
                 receivers = _who(needed, cell)
-                parts = [part for block in held if (part := intersection(block, cell)) is not None]
-                disjoint = cells(parts)
-                if sum(part.num_items for part in disjoint) != cell.num_items:
+                parts = _parts(held, cell)
+                if sum(part.num_items for part in parts) != cell.num_items:
                     name = self._manifest.tensors[tensor].name
                     raise PermanentError(f"{name}: no trainer rank holds all that generators need")
-                for part in disjoint:
-                    yield part, _who(held, part), receivers
+                for part, holders in parts.items():
+                    yield part, holders, receivers
 
 
 def _by_tensor(ranks: Mapping[int, Sequence[Block]]) -> dict[int, dict[Block, list[int]]]:
@@ -247,6 +246,20 @@ def _by_tensor(ranks: Mapping[int, Sequence[Block]]) -> dict[int, dict[Block, li
         for block in dict.fromkeys(blocks):
             found[block.tensor].setdefault(block, []).extend(members)
     return found
+
+
+def _parts(held: Mapping[Block, list[int]], cell: Block) -> dict[Block, tuple[int, ...]]:
+    """Cuts what is held of `cell` into disjoint parts, each with the ranks that hold it."""
+    found = [
+        (part, tuple(ranks))
+        for block, ranks in held.items()
+        if (part := intersection(block, cell)) is not None
+    ]
+    parts = [part for part, _ in found]
+    # Partitions are disjoint; a grid over the edges of many would be very fine.
+    if are_disjoint(parts):
+        return dict(found)
+    return {part: _who(held, part) for part in cells(parts)}
 
 
 def _who(blocks: Mapping[Block, list[int]], cell: Block) -> tuple[int, ...]:

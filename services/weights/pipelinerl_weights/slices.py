@@ -9,7 +9,8 @@ their own storage are.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise, product
+from functools import partial
+from itertools import pairwise, product, takewhile
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -110,6 +111,21 @@ def intersection(one: Block, other: Block) -> Block | None:
 def contains(outer: Block, inner: Block) -> bool:
     """Returns whether all of `inner` is in `outer`."""
     return intersection(outer, inner) == inner
+
+
+def are_disjoint(blocks: Sequence[Block]) -> bool:
+    """Returns whether no two of one tensor's blocks have an item in common."""
+    by_start = sorted(blocks)
+    return not any(
+        intersection(one, other)
+        for position, one in enumerate(by_start)
+        # In the order of the first axis: behind the end of `one` nothing meets it.
+        for other in takewhile(partial(_begins_within, one), by_start[position + 1 :])
+    )
+
+
+def _begins_within(one: Block, other: Block) -> bool:
+    return not one.start or other.start[0] < one.start[0] + one.size[0]
 
 
 def cells(blocks: Iterable[Block]) -> list[Block]:

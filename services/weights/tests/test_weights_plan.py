@@ -51,6 +51,31 @@ def test_blocks_of_a_flat_range_are_its_items_once(
     assert len(blocks) <= max(1, 2 * len(shape) - 1)
 
 
+def test_a_plan_of_many_ranks_flat_partitions_is_made_at_once() -> None:
+    """24 ranks, which do not divide the rows: every partition begins and ends within one."""
+    shape, num_ranks = (5120, 25600), 24
+    manifest = Manifest(tuple(TensorSpec(f"w{i}", "bfloat16", shape) for i in range(4)), 64 << 20)
+    part = -(-math.prod(shape) // num_ranks)
+    holds = {
+        rank: [
+            block
+            for index in range(4)
+            for block in blocks_of_range(index, shape, rank * part, (rank + 1) * part)
+        ]
+        for rank in range(num_ranks)
+    }
+    needs = {
+        num_ranks + worker: [Block(index, (0, worker * 6400), (5120, 6400)) for index in range(4)]
+        for worker in range(4)
+    }
+    hosts = {rank: f"host {rank // 8}" for rank in range(num_ranks + 4)}
+    plan = make_plan(manifest, holds, needs, hosts)
+    pieces = sum(len(chunk.blocks) for chunk in plan.chunks)
+    assert pieces < 4 * 4 * 5 * num_ranks  # a grid over all edges has 2,000 times as many
+    arrived = sum(chunk.num_bytes for chunk in plan.chunks)
+    assert manifest.num_bytes <= arrived <= 1.001 * manifest.num_bytes
+
+
 @given(st.data())
 def test_cells_cut_overlapping_blocks_apart(data: st.DataObject) -> None:
     def block() -> Block:
