@@ -174,7 +174,7 @@ def test_a_weight_update_is_a_trace_with_a_span_per_generator(
     for update in updates[:2]:
         assert update.parent == ""
         assert {child.name for child in collector.children(update)} == {
-            "broadcast",
+            "send weights",
             "update generators",
         }
         [fan_out] = [

@@ -64,7 +64,8 @@ def test_weights_bench_updates_a_live_generator_in_both_modes_at_both_paces() ->
     numbers = {key: float(str(value)) for key, value in sharded.items()}
     assert numbers["sender_imbalance"] <= 0.1
     assert numbers["node_bytes_over_model"] <= 1.3  # headers and the protocol weigh in a small one
-    assert numbers["through_rank0_seconds"] > numbers["update_seconds"] > 0
+    assert numbers["bound_seconds"] < numbers["update_seconds"]
+    assert numbers["through_rank0_seconds"] > 0
     for pace in ("paced", "unpaced"):
         modes = values[pace]
         assert isinstance(modes, Mapping)

@@ -2,8 +2,10 @@
 wrong with them.
 """
 
+import contextlib
 import math
 import os
+import random
 import signal
 import threading
 from collections import Counter
@@ -186,6 +188,35 @@ def test_a_sender_that_dies_fails_the_receivers_promptly() -> None:
     finally:
         for peer in receivers:
             peer.stop()
+
+
+@pytest.mark.timeout(300)
+def test_a_process_killed_at_any_instant_costs_one_transfer() -> None:
+    """20 random instants, over gloo: the survivor gets the next version in a group without it."""
+    chance = random.Random(11)
+    survivor = Peer()
+    snapshot = WeightSnapshot.pack(MANIFEST, tensors(0).items())
+    pace = 2 * snapshot.num_bytes / 0.3
+    try:
+        for trial in range(20):
+            victim = Peer()
+            pair = [survivor, victim] if trial % 2 else [victim, survivor]
+            with form(pair, epoch=2 * trial + 1) as group:
+                for peer in pair:
+                    peer.start("receive", MANIFEST, trial, TIMEOUT_S)
+                killer = threading.Timer(chance.uniform(0, 0.4), victim.stop)
+                killer.start()
+                with prompt(), contextlib.suppress(TransferFailed):
+                    send_snapshot(group, snapshot, trial, TIMEOUT_S, pace)
+                killer.join()
+            with prompt():
+                survivor.result()  # what it received, or that the transfer failed
+            with form([survivor], epoch=2 * trial + 2) as group:
+                survivor.start("receive", MANIFEST, trial, TIMEOUT_S)
+                report = send_snapshot(group, snapshot, trial, TIMEOUT_S)
+                assert survivor.result()[0] == report.checksum
+    finally:
+        survivor.stop()
 
 
 def test_a_stopped_receiver_ends_at_the_deadline_and_frees_the_others(peers: list[Peer]) -> None:
