@@ -9,6 +9,7 @@ from operator_goldens import ON_GPUS
 from pipelinerl_common.errors import SettingsError
 from pipelinerl_control.plan import Role
 from pipelinerl_operator.objects import desired_objects
+from pipelinerl_operator.objects.containers import limit_threads
 
 
 def actor(template: dict[str, Any], **spec: Any) -> dict[str, Any]:
@@ -75,6 +76,12 @@ def refusal(template: dict[str, Any]) -> str:
     with pytest.raises(SettingsError) as caught:
         actor(template)
     return str(caught.value)
+
+
+def test_a_quantity_that_is_none_is_left_to_the_server_to_refuse() -> None:
+    plain: dict[str, Any] = {"env": [], "resources": {"limits": {"cpu": "many"}}}
+    limit_threads(plain, 1)
+    assert plain["env"] == []
 
 
 def test_a_container_of_ours_is_changed_by_name_and_keeps_the_rest() -> None:

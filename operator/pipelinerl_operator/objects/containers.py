@@ -162,7 +162,7 @@ def limit_threads(container: dict[str, Any], num_processes: int) -> None:
     """
     resources = container.get("resources") or {}
     shares = ((resources.get(kind) or {}).get("cpu") for kind in ("limits", "requests"))
-    share = next((_cores(each) for each in shares if each is not None), None)
+    share = _cores(next((each for each in shares if each is not None), None))
     has_gpus = GPU in (resources.get("limits") or {})
     if any(each["name"] == THREADS for each in container["env"]) or not (share or has_gpus):
         return
@@ -170,10 +170,15 @@ def limit_threads(container: dict[str, Any], num_processes: int) -> None:
     container["env"].insert(0, {"name": THREADS, "value": str(threads)})
 
 
-def _cores(quantity: str | float) -> float:
-    """Cores of a quantity of Kubernetes. Examples: 2, "1.5", "500m"."""
+def _cores(quantity: str | float | None) -> float | None:
+    """Cores of a quantity of Kubernetes, for example 2, "1.5" or "500m"; None for what is none,
+    which the API server refuses with its own message.
+    """
     text = str(quantity)
-    return float(text.removesuffix("m")) / 1000 if text.endswith("m") else float(text)
+    try:
+        return float(text.removesuffix("m")) / (1000 if text.endswith("m") else 1)
+    except ValueError:
+        return None
 
 
 GPU = "nvidia.com/gpu"
