@@ -173,11 +173,12 @@ def _member(host: str, rank: int, megabytes: int) -> Iterator[subprocess.Popen[s
         stdout=subprocess.PIPE,
         text=True,
     )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait(STOP_S)
+    with process:  # closes its pipes
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait(STOP_S)
 
 
 def _all(members: list[subprocess.Popen[str]], verb: str) -> list[dict[str, Any]]:
